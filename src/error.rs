@@ -1,0 +1,161 @@
+//! The one error type of the core. Each variant carries its operands (what, got, limit, where), so that a message
+//! can name them and `py` can map each kind to its own Python exception by an explicit table.
+
+/// `Result` with the core's [`Error`].
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Everything that can go wrong in the core. Construction and planning errors are raised before anything is
+/// allocated or written.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A scalar argument outside its declared range.
+    #[error("{what} = {got} is outside {min}..={max}")]
+    OutOfRange {
+        /// Name of the operand.
+        what: &'static str,
+        /// The value that was given.
+        got: i128,
+        /// Smallest allowed value.
+        min: i128,
+        /// Largest allowed value.
+        max: i128,
+    },
+    /// An argument that is in range but cannot be honoured (not a power of two, an unsupported combination, ...).
+    #[error("{what} = {got}: {why}")]
+    Invalid {
+        /// Name of the operand.
+        what: &'static str,
+        /// The value that was given, printed.
+        got: String,
+        /// Why it is refused, and what would work.
+        why: String,
+    },
+    /// A size that does not fit the integer type that indexes it.
+    #[error("{what} = {expr} does not fit {ty} indexing (limit {limit})")]
+    Overflow {
+        /// Name of the size.
+        what: &'static str,
+        /// The arithmetic with its numbers, such as `64 * 8 * 131072`.
+        expr: String,
+        /// Integer type.
+        ty: &'static str,
+        /// Largest value of that type.
+        limit: u64,
+    },
+    /// A buffer is smaller than what must be written to it.
+    #[error("{what}: need {need} elements, have {have}; {hint}")]
+    Capacity {
+        /// Name of the buffer.
+        what: &'static str,
+        /// Elements needed.
+        need: u64,
+        /// Elements there are.
+        have: u64,
+        /// Which configuration asks for this size.
+        hint: String,
+    },
+    /// The pool has too few free pages; nothing was changed.
+    #[error("KV pool exhausted: need {need} pages, {free} of {total} are free")]
+    PoolExhausted {
+        /// Pages asked for.
+        need: u64,
+        /// Pages free (after evicting what the prefix cache alone held).
+        free: u64,
+        /// Pages of the pool, without the sink.
+        total: u64,
+    },
+    /// The table of sequences is full; nothing was changed.
+    #[error("sequence table full: {limit} sequences are live (max_batch or max_seqs)")]
+    TooManySequences {
+        /// Declared limit.
+        limit: u64,
+    },
+    /// A handle to a sequence or lease that no longer exists.
+    #[error("{what} {id} is not live: {why}")]
+    Dead {
+        /// `sequence` or `lease`.
+        what: &'static str,
+        /// Printed handle.
+        id: String,
+        /// What happened to it.
+        why: String,
+    },
+    /// A page freed more often than it is owned; nothing was changed.
+    #[error("double free of page {page}: {owners} owner(s), {frees} free(s) asked; history: {history}")]
+    DoubleFree {
+        /// Page.
+        page: u32,
+        /// References the page has.
+        owners: u32,
+        /// References the call would drop.
+        frees: u32,
+        /// The page's last events.
+        history: String,
+    },
+    /// The ledger disagrees with the free list or a sequence: a bug in specrs or in the caller's use of raw pages.
+    #[error("pool audit failed: {what}; history: {history}")]
+    Audit {
+        /// What disagrees, with both values.
+        what: String,
+        /// Events of the page concerned.
+        history: String,
+    },
+    /// A computed index is outside the buffer it indexes; the access was skipped.
+    #[error("{kernel}: index {index} into {buffer} is outside 0..{bound} (request {request}, step {step})")]
+    OutOfBounds {
+        /// Kernel or planner phase.
+        kernel: &'static str,
+        /// Buffer.
+        buffer: &'static str,
+        /// Request row of the batch, -1 where none applies.
+        request: i64,
+        /// Branch, step or node, -1 where none applies.
+        step: i64,
+        /// The index.
+        index: i64,
+        /// One past the largest allowed index.
+        bound: i64,
+    },
+    /// NaN, or a row with no finite value, where scores are needed.
+    #[error("{what}: {value} at request {request}, row {row}, index {index}")]
+    NonFinite {
+        /// Operand, such as `target logits`.
+        what: &'static str,
+        /// `NaN`, `+inf` or `all -inf`.
+        value: &'static str,
+        /// Request row of the batch.
+        request: i64,
+        /// Row of the operand.
+        row: i64,
+        /// Column of the first offending value.
+        index: i64,
+    },
+    /// Shapes, strides or element types of operands that do not fit each other.
+    #[error("{operand}: got {got}, want {want}")]
+    Mismatch {
+        /// Operand.
+        operand: &'static str,
+        /// What was given.
+        got: String,
+        /// What is needed.
+        want: String,
+    },
+    /// The CUDA driver refused a call.
+    #[error("CUDA: {call} failed: {message}")]
+    Cuda {
+        /// Driver call.
+        call: &'static str,
+        /// Driver's message, with its code.
+        message: String,
+    },
+    /// CUDA is asked for and not there.
+    #[error("CUDA is unavailable: {0}")]
+    CudaUnavailable(String),
+}
+
+/// Check `min <= got <= max` for an operand named `what`.
+pub fn in_range<T: Copy + Into<i128>>(what: &'static str, got: T, min: i128, max: i128) -> Result<T> {
+    let g = got.into();
+    if g < min || g > max { Err(Error::OutOfRange { what, got: g, min, max }) } else { Ok(got) }
+}

@@ -1,0 +1,40 @@
+//! # specrs
+//!
+//! Tree speculative decoding with a core that cannot corrupt memory silently: one algebra sizes and writes every
+//! buffer, every page has one accounted owner, every index is checked before it is used.
+//!
+//! Data flows one way; a module imports only from those on its left:
+//!
+//! ```text
+//! error, bounds -> geometry -> pool -> plan -> host | device -> graph -> py
+//! ```
+//!
+//! | module | what lives there |
+//! |---|---|
+//! | [`error`] | one error type; every variant carries the operand, its value and the limit |
+//! | [`bounds`] | units as types (page, slot, token) and checked arithmetic |
+//! | [`geometry`] | tree shapes, limits, capacities, draft layouts: pure arithmetic |
+//! | [`pool`] | the paged KV allocator: reference counts, sequences, leases, prefix cache, ledger |
+//! | [`plan`] | metadata of each phase, audited before anything may use it |
+//! | [`host`] | the CPU kernels: a plain reference and a fast path for each |
+//! | `device` | CUDA kernels launched on the caller's stream (feature `cuda`) |
+//! | `py` | the Python module (feature `python`) |
+//!
+//! A round of speculative decoding in terms of these modules: [`pool::Pool::reserve`] takes pages for a batch, a
+//! [`plan`] turns lengths and page tables into an audited description of what each kernel reads and writes,
+//! [`host`] (or `device`) runs it, and the lease is committed with what was accepted, or dropped to roll back.
+#![cfg_attr(docsrs, feature(doc_cfg))]
+
+pub mod bounds;
+pub mod error;
+pub mod geometry;
+pub mod host;
+pub mod plan;
+pub mod pool;
+
+#[cfg(feature = "cuda")]
+pub mod device;
+#[cfg(feature = "python")]
+mod py;
+
+pub use error::{Error, Result};
