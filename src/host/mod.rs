@@ -1,1 +1,15 @@
-//! (under construction)
+//! The CPU kernels: a plain reference first, then the fast path, tested against each other.
+//!
+//! Everything here is safe Rust. Two properties hold for every kernel, because exact speculation rests on them:
+//!
+//! * **row invariance**: an output row depends on its own inputs only, bit for bit: not on how many rows share the
+//!   call, on their order, on the tiling or on the number of threads. So a token verified in a tree of 16 has exactly
+//!   the logits that plain decoding would have given it.
+//! * **checked before written**: every index is compared with its bound before the first byte is written; on an error
+//!   nothing has changed.
+//!
+//! | module | what it does |
+//! |---|---|
+//! | [`threads`] | the bounded pool that all kernels share, and when it is worth waking |
+
+pub mod threads;
