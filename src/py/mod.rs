@@ -1,1 +1,46 @@
-//! (under construction)
+//! The Python module `specrs._specrs`: thin, frozen newtypes over the core.
+//!
+//! | file | what lives there |
+//! |---|---|
+//! | `errors` | the one table from core errors to Python exceptions |
+//! | `arg` | integers of any size with named errors; work without the GIL |
+//! | `dlpack` | tensors in and out; the only file with `unsafe` |
+//! | `array` | `Array`, the tensors that specrs returns |
+//! | `geometry` | tree shapes, sizes, draft layouts, token trees |
+//!
+//! Every argument is checked before anything is allocated or written, every error is one of `errors`, and a panic,
+//! which would be a fault of specrs, is caught at this boundary and raised as `SpecrsError`.
+
+mod arg;
+mod array;
+mod dlpack;
+mod errors;
+mod geometry;
+
+use pyo3::prelude::*;
+
+/// The Rust core of specrs: geometry, paged KV pool, plans, CPU kernels.
+#[pymodule]
+mod _specrs {
+    use pyo3::prelude::*;
+
+    #[pymodule_export]
+    use super::array::{Array, as_array};
+    #[pymodule_export]
+    use super::errors::error_examples;
+    #[pymodule_export]
+    use super::geometry::{DraftRegion, Geometry, Tree, TreeShape};
+    #[pymodule_export]
+    use super::version;
+
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        crate::py::errors::register(module)
+    }
+}
+
+/// Version of the core.
+#[pyfunction]
+fn version() -> &'static str {
+    env!("CARGO_PKG_VERSION")
+}
