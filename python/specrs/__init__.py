@@ -1,0 +1,76 @@
+"""specrs: memory-safe, exact tree speculative decoding.
+
+``import specrs`` is light: torch is imported when the engine (``specrs.LLM``) is first touched.
+
+    >>> import specrs
+    >>> llm = specrs.LLM()                                   # the small model in the package, with its draft head
+    >>> [out] = llm.generate(["def fibonacci(n):"])
+    >>> out.text, out.mean_accepted
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from specrs._specrs import (
+    ConfigError,
+    CudaError,
+    Geometry,
+    LedgerError,
+    NonFiniteError,
+    OutOfBoundsError,
+    Planner,
+    Pool,
+    PoolExhaustedError,
+    SpecrsError,
+    StaleHandleError,
+    StaleOutputError,
+    Tree,
+    TreeShape,
+    __version__,
+    cuda_available,
+)
+from specrs.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from specrs.engine import LLM, RequestOutput, StreamEvent
+
+_LAZY = {"LLM": "specrs.engine", "RequestOutput": "specrs.engine", "StreamEvent": "specrs.engine"}
+
+__all__ = [
+    "LLM",
+    "ConfigError",
+    "CudaError",
+    "Geometry",
+    "LedgerError",
+    "NonFiniteError",
+    "OutOfBoundsError",
+    "Planner",
+    "Pool",
+    "PoolExhaustedError",
+    "RequestOutput",
+    "SamplingParams",
+    "SpecrsError",
+    "StaleHandleError",
+    "StaleOutputError",
+    "StreamEvent",
+    "Tree",
+    "TreeShape",
+    "__version__",
+    "cuda_available",
+]
+
+
+def __getattr__(name: str) -> Any:
+    module = _LAZY.get(name)
+    if module is None:
+        raise AttributeError(f"module 'specrs' has no attribute {name!r}")
+    import importlib
+
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

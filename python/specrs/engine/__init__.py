@@ -1,0 +1,11 @@
+"""The engine: batches of requests through prefill, draft, verify and commit. Imports torch.
+
+``llm`` is what users call; it hands requests to ``scheduler``, which decides who runs; ``runner`` runs the passes
+over models, pool and planner; ``request`` holds a request's state and the one function that commits tokens to it;
+``text`` turns tokens into text; ``policy`` picks trees by measured cost.
+"""
+
+from specrs.engine.llm import LLM
+from specrs.engine.request import FinishReason, RequestOutput, StreamEvent, Usage
+
+__all__ = ["LLM", "FinishReason", "RequestOutput", "StreamEvent", "Usage"]

@@ -1,0 +1,77 @@
+"""Options of the engine, checked together before anything is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from specrs._specrs import ConfigError, Geometry, TreeShape
+
+DraftAttention = Literal["ancestors", "lane"]
+KvDtype = Literal["float32", "bfloat16"]
+
+AUTO_TOPK, AUTO_STEPS, AUTO_DRAFT_TOKENS = 4, 6, 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How the engine runs.
+
+    Attributes:
+        max_batch: most requests that run at once; more wait.
+        max_context_len: most tokens of a request, prompt and output together; ``None`` is the model's limit.
+        page_size: tokens per KV page, a power of two.
+        num_pages: KV pages besides the sink; ``None`` holds ``max_batch`` requests of full context.
+        topk, steps, draft_tokens: the tree (K, S, V). All ``None``: picked every round by a measured cost model,
+            within K=4, S=6, V=32, plain decoding included. Given, they are used as they are.
+        draft_attention: ``"ancestors"`` (exact) or ``"lane"`` (a branch sees its own lane, as sglang's draft does).
+        prefix_cache: share the KV pages of equal prompt prefixes between requests.
+        prefill_chunk: most prompt tokens of one step.
+        kv_dtype: element type of the KV caches.
+    """
+
+    max_batch: int = 8
+    max_context_len: int | None = None
+    page_size: int = 16
+    num_pages: int | None = None
+    topk: int | None = None
+    steps: int | None = None
+    draft_tokens: int | None = None
+    draft_attention: DraftAttention = "ancestors"
+    prefix_cache: bool = True
+    prefill_chunk: int = 512
+    kv_dtype: KvDtype = "float32"
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether the tree is picked by the cost model."""
+        return self.topk is None
+
+    def resolve(self, model_context: int) -> tuple[EngineConfig, Geometry]:
+        """Fill the defaults that depend on the model and check everything.
+
+        Raises:
+            ConfigError: an option out of range, with its name, value and limit.
+        """
+        given = [name for name in ("topk", "steps", "draft_tokens") if getattr(self, name) is not None]
+        if given and len(given) < 3:
+            raise ConfigError(f"topk, steps and draft_tokens go together; only {', '.join(given)} given")
+        if self.draft_attention not in ("ancestors", "lane"):
+            raise ConfigError(f"draft_attention = {self.draft_attention!r}: must be 'ancestors' or 'lane'")
+        if self.kv_dtype not in ("float32", "bfloat16"):
+            raise ConfigError(f"kv_dtype = {self.kv_dtype!r}: must be 'float32' or 'bfloat16'")
+        context = model_context if self.max_context_len is None else self.max_context_len
+        if context > model_context:
+            raise ConfigError(f"max_context_len = {context}: the model's limit is {model_context}")
+        if self.prefill_chunk < 1:
+            raise ConfigError(f"prefill_chunk = {self.prefill_chunk}: must be at least 1")
+        shape = TreeShape(
+            self.topk if self.topk is not None else AUTO_TOPK,
+            self.steps if self.steps is not None else AUTO_STEPS,
+            self.draft_tokens if self.draft_tokens is not None else AUTO_DRAFT_TOKENS,
+        )
+        geometry = Geometry(self.max_batch, context, self.page_size, shape, "dense")
+        pages = geometry.pages_for_full_load if self.num_pages is None else self.num_pages
+        if pages < 1:
+            raise ConfigError(f"num_pages = {pages}: must be at least 1")
+        return replace(self, max_context_len=context, num_pages=pages), geometry

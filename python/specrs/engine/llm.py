@@ -1,0 +1,205 @@
+"""``specrs.LLM``: what users call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specrs import assets
+from specrs._specrs import ConfigError
+from specrs.engine.config import EngineConfig
+from specrs.engine.request import Request, RequestOutput, StreamEvent
+from specrs.engine.runner import Runner
+from specrs.engine.scheduler import Scheduler
+from specrs.models import load_draft, load_target
+from specrs.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A model, its draft head and the engine that runs them on the CPU.
+
+    Args:
+        model: Hugging Face directory (``config.json``, safetensors, ``tokenizer.json``); ``None`` is the small model
+            in the package, with its draft head unless ``draft`` says otherwise.
+        draft: directory of an EAGLE-3 head for the model; ``None`` with a model given is plain decoding.
+        speculative: ``False`` decodes plainly even where a draft head is there.
+        options: fields of `EngineConfig`: ``max_batch``, ``max_context_len``, ``page_size``, ``num_pages``,
+            ``topk``/``steps``/``draft_tokens``, ``draft_attention``, ``prefix_cache``, ``prefill_chunk``,
+            ``kv_dtype``.
+
+    Raises:
+        ConfigError: an option or a file that does not fit, with the value and the limit.
+
+    Example:
+        >>> llm = LLM()
+        >>> for event in llm.stream(["def fibonacci(n):"], SamplingParams(max_tokens=64)):
+        ...     print(event.text, end="")
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        draft: str | Path | None = None,
+        *,
+        speculative: bool = True,
+        **options: Any,
+    ) -> None:
+        unknown = sorted(set(options) - set(EngineConfig.__dataclass_fields__))
+        if unknown:
+            raise ConfigError(f"unknown option {unknown[0]!r}; options are {', '.join(EngineConfig.__dataclass_fields__)}")
+        if model is None:
+            model, draft = assets.model_dir(), assets.draft_dir() if draft is None else draft
+        model = Path(model)
+        target = load_target(model)
+        self.config, geometry = EngineConfig(**options).resolve(target.config.max_position_embeddings)
+        head = load_draft(Path(draft), target) if draft is not None and speculative else None
+        self.tokenizer = _load_tokenizer(model)
+        self.vocab_size: int = target.config.vocab_size
+        self.eos_ids = frozenset(target.config.eos_token_ids)
+        self._bos_id = target.config.bos_token_id
+        self._runner = Runner(target, head, self.config, geometry)
+        self._scheduler = Scheduler(self._runner)
+        self._next_id = 0
+        self._runner.calibrate()
+
+    # -- whole requests -----------------------------------------------------------------------------------------
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Generate for each prompt; outputs in the order of the prompts.
+
+        Args:
+            prompts: texts, or sequences of token ids; an empty list gives an empty list.
+            params: one for all, or one for each.
+
+        Raises:
+            ConfigError: an empty prompt, a token outside the vocabulary, a prompt that leaves no room in the context.
+            PoolExhaustedError: a request that the pool could not hold even alone.
+            NonFiniteError: the model gave NaN scores.
+            Nothing of the call stays behind after an error.
+        """
+        outputs: dict[int, RequestOutput] = {}
+        ids = []
+        for event in self._run(prompts, params, ids):
+            if event.output is not None:
+                outputs[event.request_id] = event.output
+        return [outputs[i] for i in ids]
+
+    def stream(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Iterator[StreamEvent]:
+        """As ``generate``, but yield each request's progress; ``request_id`` counts up in the order of the prompts.
+
+        Closing the iterator early aborts what still runs.
+        """
+        return self._run(prompts, params, [])
+
+    def _run(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, ids: list[int]
+    ) -> Iterator[StreamEvent]:
+        if isinstance(prompts, str):
+            raise ConfigError("prompts is a str: give a list of prompts")
+        every = [params or SamplingParams()] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
+        if len(every) != len(prompts):
+            raise ConfigError(f"params has {len(every)} entries for {len(prompts)} prompts")
+        requests = [self._request(prompt, p) for prompt, p in zip(prompts, every, strict=True)]
+        live = set()
+        for request in requests:
+            self._scheduler.add(request)
+            ids.append(request.request_id)
+            live.add(request.request_id)
+        try:
+            while live:
+                for event in self.step():
+                    if event.request_id in live:
+                        if event.output is not None:
+                            live.discard(event.request_id)
+                        yield event
+        finally:
+            for i in live:
+                self._scheduler.abort(i)
+
+    # -- an engine's loop ---------------------------------------------------------------------------------------
+
+    def add(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
+        """Queue a request and return its id; ``step`` makes it progress."""
+        request = self._request(prompt, params or SamplingParams())
+        self._scheduler.add(request)
+        return request.request_id
+
+    def step(self) -> list[StreamEvent]:
+        """One step of everything that runs: admission, a chunk of prefill, a round.
+
+        An error leaves every request as it was before the failed pass; abort one, or free pages, and step again.
+        """
+        return self._scheduler.step()
+
+    def abort(self, request_id: int) -> StreamEvent | None:
+        """End a request early, with the output that it has; ``None`` where it is not live."""
+        return self._scheduler.abort(request_id)
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that wait or run."""
+        return self._scheduler.unfinished
+
+    def audit(self) -> dict[str, int]:
+        """Check the page ledger against every sequence; raises LedgerError on a leak. Returns the pool's counts."""
+        return self._runner.pool.audit()
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt, with the special tokens that the model's tokenizer adds."""
+        if self.tokenizer is None:
+            raise ConfigError("the model directory has no tokenizer.json: give prompts as token ids")
+        return list(self.tokenizer.encode(text).ids)
+
+    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        """Check everything about a request before anything is allocated for it."""
+        text = prompt if isinstance(prompt, str) else None
+        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not ids:
+            raise ConfigError("prompt: empty, there is nothing to continue")
+        for i, token in enumerate(ids):
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise ConfigError(f"prompt[{i}] = {token!r}: must be a token id")
+            if not 0 <= token < self.vocab_size:
+                raise ConfigError(f"prompt[{i}] = {token}: outside the vocabulary 0..{self.vocab_size - 1}")
+        context = self.config.max_context_len
+        assert context is not None
+        if len(ids) >= context:
+            raise ConfigError(f"prompt: {len(ids)} tokens leave no room to generate in max_context_len = {context}")
+        if params.stop and self.tokenizer is None:
+            raise ConfigError(f"SamplingParams.stop = {params.stop!r}: the model directory has no tokenizer.json")
+        params.check_vocabulary(self.vocab_size)
+        request = Request.create(
+            self._next_id,
+            text,
+            ids,
+            params,
+            vocab_size=self.vocab_size,
+            eos_ids=self.eos_ids,
+            max_context_len=context,
+            decoder=self.tokenizer,
+        )
+        self._scheduler.check(request.ending.max_total)
+        self._next_id += 1
+        return request
+
+
+def _load_tokenizer(model: Path) -> Tokenizer | None:
+    path = model / "tokenizer.json"
+    if not path.exists():
+        return None
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as e:  # the library raises bare Exception
+        raise ConfigError(f"tokenizer.json: {e}") from e

@@ -1,0 +1,301 @@
+"""A request: its state while it runs, the one function that commits tokens to it, and what the user gets."""
+
+from __future__ import annotations
+
+import enum
+import os
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from specrs._specrs import Sampler
+from specrs.engine.text import Decoder, Detokenizer, StopMatcher
+
+if TYPE_CHECKING:
+    import torch
+
+    from specrs._specrs import Sequence as KvSequence
+    from specrs.sampling_params import SamplingParams
+
+_CONTEXT_TOKENS = 8  # of the prompt, given to the detokenizer
+
+
+class FinishReason(str, enum.Enum):
+    """Why a request ended."""
+
+    STOP = "stop"  # EOS, a stop token or a stop string
+    LENGTH = "length"  # max_tokens or the context limit
+    ABORT = "abort"  # the caller's wish
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Token counts of a request. Accepted tokens after a stop do not count."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int  # prompt tokens whose KV came from a shared prefix
+
+    @property
+    def total_tokens(self) -> int:
+        """Prompt and completion together."""
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """What a finished request gives back.
+
+    Attributes:
+        request_id: as ``LLM.add`` returned it.
+        prompt: the prompt's text, where it was given as text.
+        prompt_token_ids: its tokens.
+        token_ids: generated tokens; ends with EOS or the stop token where one ended it.
+        text: generated text, without special tokens, cut at a stop string.
+        finish_reason: see `FinishReason`.
+        stop_reason: the stop string or token id that ended it, else ``None``.
+        usage: token counts.
+        seed: the seed that sampling used.
+        rounds: decoding rounds (target passes after the prompt's).
+        accepted_lengths: ``accepted_lengths[n]`` rounds yielded n tokens, bonus token included.
+        drafted: per token of ``token_ids``, whether it was an accepted draft token.
+        seconds: wall time from the request's admission to its end.
+    """
+
+    request_id: int
+    prompt: str | None
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+    usage: Usage
+    seed: int
+    rounds: int
+    accepted_lengths: list[int]
+    drafted: list[bool]
+    seconds: float
+
+    @property
+    def mean_accepted(self) -> float:
+        """Tokens per round, bonus token included; 0 where no round ran."""
+        return sum(n * c for n, c in enumerate(self.accepted_lengths)) / self.rounds if self.rounds else 0.0
+
+
+@dataclass(frozen=True)
+class StreamEvent:
+    """Progress of one request: the tokens of a prefill or of one round.
+
+    ``pieces`` is the released text as ``(text, drafted)`` runs; text that may be the beginning of a stop string, or
+    of an unfinished character, comes with a later event. The last event of a request carries its ``output``.
+    """
+
+    request_id: int
+    token_ids: list[int]
+    pieces: list[tuple[str, bool]]
+    output: RequestOutput | None = None
+
+    @property
+    def text(self) -> str:
+        """The released text."""
+        return "".join(text for text, _ in self.pieces)
+
+
+@dataclass(frozen=True)
+class Committed:
+    """What one commit kept: output, usage and metrics all read this."""
+
+    kept: int  # of the tokens offered
+    pieces: list[tuple[str, bool]]
+    finished: bool
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Token ids that end a request and its length limits, fixed at admission."""
+
+    eos_ids: frozenset[int]
+    stop_ids: frozenset[int]
+    max_total: int  # prompt and output together: min(max_context_len, prompt + max_tokens)
+
+
+@dataclass
+class Request:
+    """A live request. ``tokens`` is prompt and output; the last one is the root, whose KV is not written yet.
+
+    Invariant between rounds of a running request: ``committed == len(tokens) - 1``, the target's KV is valid on
+    ``[0, committed)``, and the draft's on ``[0, committed - len(pending))``.
+    """
+
+    request_id: int
+    prompt: str | None
+    tokens: list[int]
+    prompt_len: int
+    params: SamplingParams
+    seed: int
+    ending: Ending
+    sampler: Sampler
+    stops: StopMatcher
+    detokenizer: Detokenizer | None
+    started: float = field(default_factory=time.perf_counter)
+
+    seq: KvSequence | None = None
+    committed: int = 0  # target KV valid on [0, committed)
+    cached_tokens: int = 0
+    rounds: int = 0
+    accepted_lengths: list[int] = field(default_factory=list)
+    drafted: list[bool] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+    # Draft state: the target's features of positions whose draft KV is not written yet, and what the last
+    # draft_extend gave for the root.
+    pending: list[torch.Tensor] = field(default_factory=list)
+    root_logits: torch.Tensor | None = None
+    root_hidden: torch.Tensor | None = None
+
+    @classmethod
+    def create(
+        cls,
+        request_id: int,
+        prompt: str | None,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        *,
+        vocab_size: int,
+        eos_ids: frozenset[int],
+        max_context_len: int,
+        decoder: Decoder | None,
+    ) -> Request:
+        """A request before its admission. Arguments were checked by ``LLM.add``."""
+        seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(8), "little")
+        sampler = Sampler(
+            vocab_size,
+            prompt_ids,
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            seed=seed,
+            repetition_penalty=params.repetition_penalty,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            logit_bias=dict(params.logit_bias),
+        )
+        ending = Ending(
+            eos_ids=frozenset() if params.ignore_eos else eos_ids,
+            stop_ids=frozenset(params.stop_token_ids),
+            max_total=min(max_context_len, len(prompt_ids) + params.max_tokens),
+        )
+        return cls(
+            request_id=request_id,
+            prompt=prompt,
+            tokens=list(prompt_ids),
+            prompt_len=len(prompt_ids),
+            params=params,
+            seed=seed,
+            ending=ending,
+            sampler=sampler,
+            stops=StopMatcher(params.stop, params.include_stop),
+            detokenizer=None if decoder is None else Detokenizer(decoder, prompt_ids[-_CONTEXT_TOKENS:]),
+        )
+
+    @property
+    def prefill_target(self) -> int:
+        """Positions to prefill: the whole prompt, or for a preempted request all of its tokens but the root."""
+        fresh = len(self.tokens) == self.prompt_len
+        return len(self.tokens) if fresh else len(self.tokens) - 1
+
+    @property
+    def ready(self) -> bool:
+        """Whether everything before the root is prefilled, so that the request decodes."""
+        return self.committed >= self.prefill_target
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be generated."""
+        return self.ending.max_total - len(self.tokens)
+
+    @property
+    def max_depth(self) -> int:
+        """Deepest draft node that can still be used: a round of depth d yields at most d + 1 tokens."""
+        return max(self.remaining - 1, 0)
+
+    def commit(self, new: list[int], *, round_: bool) -> Committed:
+        """Append what a prefill (``round_`` false) or a round drew, up to the first reason to stop.
+
+        All of ``new`` but its last token are accepted draft tokens. This is the only place that decides what a
+        request's output is; text, usage and the accepted-length histogram follow from what it keeps.
+        """
+        pieces: list[tuple[str, bool]] = []
+        kept = 0
+        for i, token in enumerate(new):
+            if self.remaining <= 0:
+                break
+            accepted = i < len(new) - 1
+            kept += 1
+            self.tokens.append(token)
+            self.drafted.append(accepted)
+            if token in self.ending.eos_ids or token in self.ending.stop_ids:
+                self._finish(FinishReason.STOP, token if token in self.ending.stop_ids else None)
+            elif self.detokenizer is not None:
+                released, hit = self.stops.push(self.detokenizer.push(token))
+                if released:
+                    pieces.append((released, accepted))
+                if hit is not None:
+                    self._finish(FinishReason.STOP, hit)
+            if self.finish_reason is not None:
+                break
+            if self.remaining <= 0:
+                self._finish(FinishReason.LENGTH, None)
+        self.sampler.commit(new[:kept])
+        if round_:
+            self.rounds += 1
+            self.accepted_lengths.extend([0] * (kept + 1 - len(self.accepted_lengths)))
+            self.accepted_lengths[kept] += 1
+        if self.finish_reason is not None and not isinstance(self.stop_reason, str):
+            pieces.extend(self._flush())
+        self.text.extend(text for text, _ in pieces)
+        return Committed(kept=kept, pieces=pieces, finished=self.finish_reason is not None)
+
+    def abort(self) -> list[tuple[str, bool]]:
+        """End the request as the caller wishes; what was held back is released."""
+        self._finish(FinishReason.ABORT, None)
+        pieces = self._flush()
+        self.text.extend(text for text, _ in pieces)
+        return pieces
+
+    def _finish(self, reason: FinishReason, stop_reason: str | int | None) -> None:
+        self.finish_reason, self.stop_reason = reason, stop_reason
+
+    def _flush(self) -> list[tuple[str, bool]]:
+        """Text still held back: unfinished characters, and beginnings of stop strings that came to nothing."""
+        if self.detokenizer is None:
+            return []
+        released, hit = self.stops.push(self.detokenizer.finish())
+        rest = released + (self.stops.finish() if hit is None else "")
+        return [(rest, False)] if rest else []
+
+    def output(self) -> RequestOutput:
+        """What the user gets."""
+        assert self.finish_reason is not None
+        generated = self.tokens[self.prompt_len :]
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.tokens[: self.prompt_len],
+            token_ids=generated,
+            text="".join(self.text),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            usage=Usage(self.prompt_len, len(generated), self.cached_tokens),
+            seed=self.seed,
+            rounds=self.rounds,
+            accepted_lengths=list(self.accepted_lengths),
+            drafted=list(self.drafted),
+            seconds=time.perf_counter() - self.started,
+        )

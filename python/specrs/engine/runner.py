@@ -1,0 +1,305 @@
+"""The passes of a step: prefill, plain decoding, and the speculative round, over models, pool and planner.
+
+A pass takes pages by a lease before it writes anything. Where a pass fails (exhausted pool, NaN scores), the lease
+rolls back and every request is as it was before the pass.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from specrs import _specrs as core
+from specrs.engine.config import EngineConfig
+from specrs.engine.policy import Costs, PassCost, SpeculationGate, TreePolicy
+from specrs.engine.request import Committed, Request
+from specrs.models.eagle3 import Eagle3Head
+from specrs.models.llama import LlamaModel
+
+_CALIBRATED_ROWS = (1, 2, 4, 8, 16, 32, 64)
+_CALIBRATION_RUNS = 5
+_MAX_LAG = 256  # features held for a request that decodes plainly before its draft KV is brought up to date
+
+
+@dataclass(frozen=True)
+class Passed:
+    """What a pass gave one request."""
+
+    request: Request
+    tokens: list[int]
+    committed: Committed
+
+
+class Runner:
+    """Runs passes over batches of requests; owns the KV caches, the pool and the planner."""
+
+    def __init__(
+        self, target: LlamaModel, head: Eagle3Head | None, config: EngineConfig, geometry: core.Geometry
+    ) -> None:
+        assert config.num_pages is not None
+        self.target, self.head, self.config, self.geometry = target, head, config, geometry
+        self.shape = geometry.shape
+        pages = config.num_pages + 1  # page 0 is the sink
+        self.pool = core.Pool(pages, config.page_size, config.max_batch, geometry.row_pages)
+        self.planner = core.Planner(geometry, self.pool)
+        dtype = getattr(torch, config.kv_dtype)
+        self.cache = target.new_cache(pages, config.page_size, dtype)
+        self.draft_cache = head.new_cache(pages, config.page_size, dtype) if head is not None else None
+        self.policy: TreePolicy | None = None
+        self.gates: dict[int, SpeculationGate] = {}
+
+    # -- target passes ------------------------------------------------------------------------------------------
+
+    def prefill(self, chunks: Sequence[tuple[Request, int]]) -> list[Passed]:
+        """Write the KV of the next ``n`` tokens of each request; draw the first token where a prompt is complete."""
+        reqs = [r for r, _ in chunks]
+        starts, counts = [r.committed for r in reqs], [n for _, n in chunks]
+        tokens = [t for r, n in chunks for t in r.tokens[r.committed : r.committed + n]]
+        ends = np.cumsum(counts)
+        # A fresh prompt yields its first token with its last position; a resumed request knows its root already.
+        drawing = [i for i, r in enumerate(reqs) if r.committed + counts[i] == len(r.tokens)]
+        with self._lease(reqs, counts) as lease:
+            plan = self.planner.extend([r.seq for r in reqs], starts, counts)
+            rows = torch.from_numpy(ends[drawing] - 1) if drawing else torch.empty(0, dtype=torch.int64)
+            logits, aux = self.target.forward(torch.tensor(tokens), plan, self.cache, self._wants_aux, rows)
+            drawn = [reqs[i].sampler.draw(logits[j], len(reqs[i].tokens), []) for j, i in enumerate(drawing)]
+            lease.commit([r.committed + n for r, n in chunks])
+        passed = []
+        for r, n in chunks:
+            r.committed += n
+        for i, token in zip(drawing, drawn, strict=True):
+            passed.append(Passed(reqs[i], [token], reqs[i].commit([token], round_=False)))
+        self._remember(reqs, aux, [np.arange(e - n, e) for e, n in zip(ends, counts, strict=True)])
+        self._draft_extend([r for r in reqs if r.finish_reason is None])
+        if self.config.prefix_cache:
+            for r in reqs:
+                if r.committed >= len(r.tokens) - 1:
+                    self.share_prefix(r)
+        return passed
+
+    def decode(self, reqs: Sequence[Request]) -> list[Passed]:
+        """One token for each request, without drafts."""
+        trees = core.TreeBatch.from_parents([[-1]] * len(reqs), [[r.tokens[-1]] for r in reqs])
+        with self._lease(reqs, [1] * len(reqs)) as lease:
+            passed, aux, paths = self._verify(reqs, trees, lease)
+        self._remember(reqs, aux, [np.array([i]) for i in range(len(reqs))])
+        lagging = [r for r in reqs if r.finish_reason is None and sum(len(p) for p in r.pending) >= _MAX_LAG]
+        self._draft_extend(lagging)
+        if self.policy is not None:
+            for r in reqs:
+                self._gate(r).plain_round()
+        return passed
+
+    def round(self, reqs: Sequence[Request]) -> list[Passed]:
+        """Draft a tree for each request, verify it, commit what was accepted."""
+        if self.head is None or max(r.max_depth for r in reqs) == 0:
+            return self.decode(reqs)
+        speculating = [r for r in reqs if self._gate(r).speculate]
+        if self.policy is not None and not speculating:
+            return self.decode(reqs)
+        started = time.perf_counter()
+        self._draft_extend([r for r in reqs if r.root_logits is None])
+        need = self.geometry.alloc_len_per_decode
+        with self._lease(reqs, [need] * len(reqs)) as lease:
+            trees, predicted = self._draft(reqs, started)
+            passed, aux, paths = self._verify(reqs, trees, lease)
+        offsets = np.cumsum([0, *trees.sizes[:-1]])
+        self._remember(
+            reqs, aux, [o + np.array(path[: p.committed.kept]) for o, path, p in zip(offsets, paths, passed, strict=True)]
+        )
+        self._draft_extend([r for r in reqs if r.finish_reason is None])
+        if self.policy is not None:
+            self._learn(reqs, passed, predicted, time.perf_counter() - started)
+        return passed
+
+    def _verify(
+        self, reqs: Sequence[Request], trees: core.TreeBatch, lease: core.Lease
+    ) -> tuple[list[Passed], torch.Tensor | None, list[list[int]]]:
+        seqs, lens = [r.seq for r in reqs], [r.committed for r in reqs]
+        plan = self.planner.verify(seqs, lens, trees)
+        tokens = torch.from_dlpack(trees.tokens)
+        started = time.perf_counter()
+        logits, aux = self.target.forward(tokens, plan, self.cache, self._wants_aux, None)
+        if self.policy is not None:
+            self.policy.costs.target.observe(len(tokens), time.perf_counter() - started)
+        accepts = core.verify(trees, logits, [r.sampler for r in reqs], lens)
+        moves = self.planner.commit(lease, seqs, lens, accepts)
+        core.kv_move(self.cache, moves)
+        passed = [
+            Passed(r, drawn, r.commit(drawn, round_=True)) for r, drawn in zip(reqs, accepts.tokens, strict=True)
+        ]
+        for p in passed:
+            p.request.committed += p.committed.kept
+        lease.commit([r.committed for r in reqs])
+        return passed, aux, accepts.paths
+
+    # -- draft passes -------------------------------------------------------------------------------------------
+
+    def _draft(self, reqs: Sequence[Request], started: float) -> tuple[core.TreeBatch, float]:
+        """Draft trees for ``reqs``, whose draft KV is up to date; also the summed probability of their nodes."""
+        assert self.head is not None and self.draft_cache is not None
+        seqs, lens = [r.seq for r in reqs], [r.committed for r in reqs]
+        depths = [r.max_depth if self._gate(r).speculate else 0 for r in reqs]
+        beams = core.DraftBeams(len(reqs), self.shape, self.head.d2t, self.target.config.vocab_size)
+        beams.start(torch.stack([_some(r.root_logits) for r in reqs]))
+        hidden = torch.stack([_some(r.root_hidden) for r in reqs])
+        for step in range(min(self.shape.steps, max(depths)) - 1):
+            if self.policy is not None:
+                if not self.policy.deepen(len(reqs), beams.scores()):
+                    break
+            plan = self.planner.draft(seqs, lens, step, beams, self.config.draft_attention)
+            inputs = hidden.index_select(0, torch.from_dlpack(beams.parents))
+            logits, hidden = self.head.step(torch.from_dlpack(beams.tokens), inputs, plan, self.draft_cache)
+            beams.advance(logits)
+        return self._finish(reqs, beams, depths, time.perf_counter() - started)
+
+    def _finish(
+        self, reqs: Sequence[Request], beams: core.DraftBeams, depths: list[int], spent: float
+    ) -> tuple[core.TreeBatch, float]:
+        roots = [r.tokens[-1] for r in reqs]
+        most = self.shape.draft_tokens
+        if self.policy is None:
+            return beams.finish(roots, depths, [most] * len(reqs)), 0.0
+        scores = np.from_dlpack(beams.finish(roots, depths, [most] * len(reqs)).scores)
+        scores = np.sort(scores[scores < 0])[::-1]  # without the roots, whose score is 0
+        extend = self.policy.costs.draft_extend.at(2 * len(reqs))
+        choice = self.policy.choose(len(reqs), scores.tolist(), len(scores), spent, extend)
+        predicted = float(np.exp(scores[: choice.nodes]).sum())
+        return beams.finish(roots, depths, [most] * len(reqs), choice.min_score), predicted
+
+    def _draft_extend(self, reqs: Sequence[Request]) -> None:
+        """Run the head over the features that wait, so that draft KV, logits and hidden state reach the root."""
+        reqs = [r for r in reqs if r.pending]
+        if self.head is None or self.draft_cache is None or not reqs:
+            return
+        counts = [sum(len(p) for p in r.pending) for r in reqs]
+        starts = [r.committed - n for r, n in zip(reqs, counts, strict=True)]
+        # The draft's entry at position p pairs the target's feature of p with the token at p + 1.
+        tokens = [t for r, s in zip(reqs, starts, strict=True) for t in r.tokens[s + 1 : r.committed + 1]]
+        plan = self.planner.extend([r.seq for r in reqs], starts, counts)
+        rows = torch.from_numpy(np.cumsum(counts) - 1)
+        aux = torch.cat([p for r in reqs for p in r.pending])
+        logits, hidden = self.head.extend(torch.tensor(tokens), aux, plan, self.draft_cache, rows)
+        for i, r in enumerate(reqs):
+            r.pending.clear()
+            r.root_logits, r.root_hidden = logits[i].clone(), hidden[i].clone()
+
+    def _remember(self, reqs: Sequence[Request], aux: torch.Tensor | None, rows: Sequence[np.ndarray]) -> None:
+        """Keep the target's features of newly committed positions until the head has run over them."""
+        if aux is None:
+            return
+        for r, index in zip(reqs, rows, strict=True):
+            if len(index):
+                r.pending.append(aux.index_select(0, torch.from_numpy(index.astype(np.int64))))
+                r.root_logits = r.root_hidden = None
+
+    # -- pages --------------------------------------------------------------------------------------------------
+
+    def admit(self, request: Request) -> None:
+        """Give the request a row of the page table, sharing the pages of a cached prefix of its tokens."""
+        if self.config.prefix_cache:
+            # At least one position is computed: its logits, or its features for the draft, are wanted.
+            request.seq, shared = self.pool.cache_lookup(request.tokens[: request.prefill_target - 1])
+        else:
+            request.seq, shared = self.pool.create(), 0
+        request.committed = shared
+        request.cached_tokens = min(shared, request.prompt_len)
+        request.pending.clear()
+        request.root_logits = request.root_hidden = None
+
+    def release(self, request: Request) -> None:
+        """Take the request's pages back."""
+        if request.seq is not None:
+            self.pool.release([request.seq])
+            request.seq = None
+        request.committed = 0
+        self.gates.pop(request.request_id, None)
+
+    def share_prefix(self, request: Request) -> None:
+        """Offer the full pages of what is computed (draft KV included) to later requests."""
+        valid = request.committed - sum(len(p) for p in request.pending)
+        if valid > 0:
+            self.pool.cache_insert(request.seq, request.tokens[:valid])
+
+    def _lease(self, reqs: Sequence[Request], extra: Sequence[int]) -> core.Lease:
+        lease = self.pool.reserve([(r.seq, r.committed + n) for r, n in zip(reqs, extra, strict=True)])
+        copies = lease.copies
+        if len(copies):
+            core.kv_move(self.cache, copies)
+            if self.draft_cache is not None:
+                core.kv_move(self.draft_cache, copies)
+        return lease
+
+    # -- cost model ---------------------------------------------------------------------------------------------
+
+    @property
+    def _wants_aux(self) -> bool:
+        return self.head is not None
+
+    def _gate(self, request: Request) -> SpeculationGate:
+        if self.policy is None:
+            return _OPEN
+        return self.gates.setdefault(request.request_id, SpeculationGate())
+
+    def _learn(self, reqs: Sequence[Request], passed: Sequence[Passed], predicted: float, seconds: float) -> None:
+        assert self.policy is not None
+        drawn = sum(len(p.tokens) for p in passed)
+        plain = self.policy.costs.target.at(len(reqs))  # seconds of a round of plain decoding
+        self.policy.learn(predicted, drawn - len(reqs), drawn / len(reqs) * plain / seconds)
+        for p in passed:
+            gate = self._gate(p.request)
+            if gate.speculate:
+                gate.spec_round(len(p.tokens) * plain / seconds)
+            else:
+                gate.plain_round()
+
+    def calibrate(self) -> None:
+        """Measure the passes at a few row counts, for the cost model (some hundred milliseconds at worst)."""
+        if self.head is None or not self.config.adaptive:
+            return
+        head, draft_cache = self.head, self.draft_cache
+        assert draft_cache is not None
+        most = min(_CALIBRATED_ROWS[-1], self.geometry.row_width, self.config.page_size * (self.config.num_pages or 1))
+        table = [n for n in _CALIBRATED_ROWS if n <= most]
+        aux = torch.zeros(most, head.config.aux_size)
+        seq = self.pool.create()
+        last = torch.zeros(1, dtype=torch.int64)
+
+        def target(n: int, plan: core.Plan) -> None:
+            self.target.forward(torch.arange(n) % self.target.config.vocab_size, plan, self.cache, True, None)
+
+        def step(n: int, plan: core.Plan) -> None:
+            head.step(torch.zeros(n, dtype=torch.int64), aux[:n, : head.config.hidden_size], plan, draft_cache)
+
+        def extend(n: int, plan: core.Plan) -> None:
+            head.extend(torch.zeros(n, dtype=torch.int64), aux[:n], plan, draft_cache, last)
+
+        def measure(run: Callable[[int, core.Plan], None]) -> PassCost:
+            seconds = []
+            for n in table:
+                plan = self.planner.extend([seq], [0], [n])
+                run(n, plan)  # warm-up: buffers of this row count
+                times = []
+                for _ in range(_CALIBRATION_RUNS):
+                    started = time.perf_counter()
+                    run(n, plan)
+                    times.append(time.perf_counter() - started)
+                seconds.append(statistics.median(times))
+            return PassCost(table, seconds)
+
+        with self.pool.reserve([(seq, most)]):
+            self.policy = TreePolicy(Costs(measure(target), measure(step), measure(extend)))
+        self.pool.release([seq])
+
+
+def _some(value: torch.Tensor | None) -> torch.Tensor:
+    assert value is not None, "draft_extend runs before a draft"
+    return value
+
+
+_OPEN = SpeculationGate()  # never closes: nothing calls its methods that count

@@ -1,0 +1,126 @@
+"""Who runs next: admission, chunked prefill, waiting for pages, and preemption.
+
+Requests join and finish independently. A request is admitted when a row of the page table is free. Where the pool
+runs out of pages, prefill waits for running requests to finish; where running requests cannot get the pages of their
+next round, the one admitted last gives its pages back and starts over later. It loses time but no tokens: its
+prompt and output are prefilled again, to the same bits. A request that could not run alone is refused when it is
+added, so that the oldest one always makes progress.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from specrs._specrs import PoolExhaustedError
+from specrs.engine.request import Request, StreamEvent
+from specrs.engine.runner import Passed, Runner
+
+
+class Scheduler:
+    """Steps requests through prefill and decoding rounds."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._waiting: deque[Request] = deque()
+        self._admitted: list[Request] = []  # in order of admission
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that wait or run."""
+        return len(self._waiting) + len(self._admitted)
+
+    def check(self, max_total: int) -> None:
+        """Refuse a request of at most ``max_total`` tokens that the pool could not hold even alone.
+
+        Raises:
+            PoolExhaustedError: with the pages that it needs and the pages that there are.
+        """
+        config, geometry = self._runner.config, self._runner.geometry
+        need = -(-(max_total + geometry.alloc_len_per_decode) // config.page_size)
+        if need > (config.num_pages or 0):
+            raise PoolExhaustedError(
+                f"a request of up to {max_total} tokens needs {need} pages of {config.page_size} tokens for itself; "
+                f"the pool has num_pages = {config.num_pages}"
+            )
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        self._waiting.append(request)
+
+    def abort(self, request_id: int) -> StreamEvent | None:
+        """End a request early; ``None`` where it is not live."""
+        for group in (self._admitted, self._waiting):
+            for request in group:
+                if request.request_id == request_id:
+                    group.remove(request)
+                    self._runner.release(request)
+                    pieces = request.abort()
+                    return StreamEvent(request_id, [], pieces, request.output())
+        return None
+
+    def step(self) -> list[StreamEvent]:
+        """Admit, prefill one chunk, run one round. An error leaves every request as it was before the pass."""
+        self._admit()
+        passed = self._prefill()
+        done = {id(p.request) for p in passed if p.committed.finished}
+        ready = [r for r in self._admitted if r.ready and id(r) not in done]
+        new = {id(p.request) for p in passed}
+        ready = [r for r in ready if id(r) not in new]  # its first token is this step's news
+        if ready:
+            passed += self._with_pages(ready, self._runner.round)
+        return [self._event(p) for p in passed]
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._admitted) < self._runner.config.max_batch:
+            request = self._waiting.popleft()
+            self._runner.admit(request)
+            self._admitted.append(request)
+
+    def _prefill(self) -> list[Passed]:
+        budget = self._runner.config.prefill_chunk
+        chunks: list[tuple[Request, int]] = []
+        for request in self._admitted:
+            if not request.ready and budget > 0:
+                n = min(request.prefill_target - request.committed, budget)
+                chunks.append((request, n))
+                budget -= n
+        if not chunks:
+            return []
+        try:
+            return self._runner.prefill(chunks)
+        except PoolExhaustedError:
+            if len(self._admitted) == 1:
+                raise
+            # Running requests will free pages; where none runs, the last one admitted makes room for the first.
+            if not any(r.ready for r in self._admitted):
+                self._preempt(self._admitted[-1])
+            return []
+
+    def _with_pages(self, reqs: list[Request], run: Callable[[Sequence[Request]], list[Passed]]) -> list[Passed]:
+        while True:
+            try:
+                return run(reqs)
+            except PoolExhaustedError:
+                if len(self._admitted) == 1:
+                    raise
+                last = self._admitted[-1]
+                self._preempt(last)
+                reqs = [r for r in reqs if r is not last]
+                if not reqs:
+                    return []
+
+    def _preempt(self, request: Request) -> None:
+        self._admitted.remove(request)
+        self._runner.release(request)
+        self._waiting.appendleft(request)
+
+    def _event(self, p: Passed) -> StreamEvent:
+        request, kept = p.request, p.tokens[: p.committed.kept]
+        if not p.committed.finished:
+            return StreamEvent(request.request_id, kept, p.committed.pieces)
+        if self._runner.config.prefix_cache:
+            self._runner.share_prefix(request)
+        self._admitted.remove(request)
+        self._runner.release(request)
+        return StreamEvent(request.request_id, kept, p.committed.pieces, request.output())
