@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,6 +67,8 @@ class LLM:
         self._runner = Runner(target, head, self.config, geometry)
         self._scheduler = Scheduler(self._runner)
         self._next_id = 0
+        self._inboxes: dict[int, deque[StreamEvent]] = {}  # of requests that a stream waits for
+        self._unclaimed: list[StreamEvent] = []  # of requests added by `add`, seen while a stream stepped
         self._runner.calibrate()
 
     # -- whole requests -----------------------------------------------------------------------------------------
@@ -85,46 +88,50 @@ class LLM:
             NonFiniteError: the model gave NaN scores.
             Nothing of the call stays behind after an error.
         """
-        outputs: dict[int, RequestOutput] = {}
-        ids = []
-        for event in self._run(prompts, params, ids):
-            if event.output is not None:
-                outputs[event.request_id] = event.output
-        return [outputs[i] for i in ids]
+        requests = self._requests(prompts, params)
+        outputs = {event.request_id: event.output for event in self._drain(requests) if event.output is not None}
+        return [outputs[r.request_id] for r in requests]
 
     def stream(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Iterator[StreamEvent]:
         """As ``generate``, but yield each request's progress; ``request_id`` counts up in the order of the prompts.
 
-        Closing the iterator early aborts what still runs.
+        Prompts and parameters are checked at once; the requests are queued by the first ``next``. Closing the
+        iterator early aborts what still runs. Several streams of one engine may be read in turn.
         """
-        return self._run(prompts, params, [])
+        return self._drain(self._requests(prompts, params))
 
-    def _run(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, ids: list[int]
-    ) -> Iterator[StreamEvent]:
+    def _requests(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[Request]:
         if isinstance(prompts, str):
             raise ConfigError("prompts is a str: give a list of prompts")
-        every = [params or SamplingParams()] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
-        if len(every) != len(prompts):
-            raise ConfigError(f"params has {len(every)} entries for {len(prompts)} prompts")
-        requests = [self._request(prompt, p) for prompt, p in zip(prompts, every, strict=True)]
-        live = set()
-        for request in requests:
-            self._scheduler.add(request)
-            ids.append(request.request_id)
-            live.add(request.request_id)
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise ConfigError(f"params has {len(params)} entries for {len(prompts)} prompts")
+        return [self._request(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
+
+    def _drain(self, requests: list[Request]) -> Iterator[StreamEvent]:
+        inbox: deque[StreamEvent] = deque()
+        live = {r.request_id for r in requests}
         try:
+            for request in requests:
+                self._inboxes[request.request_id] = inbox
+                self._scheduler.add(request)
             while live:
-                for event in self.step():
-                    if event.request_id in live:
-                        if event.output is not None:
-                            live.discard(event.request_id)
-                        yield event
+                while not inbox:
+                    self._unclaimed.extend(self._step())
+                event = inbox.popleft()
+                if event.output is not None:
+                    live.discard(event.request_id)
+                yield event
         finally:
             for i in live:
                 self._scheduler.abort(i)
+            for request in requests:
+                self._inboxes.pop(request.request_id, None)
 
     # -- an engine's loop ---------------------------------------------------------------------------------------
 
@@ -139,7 +146,17 @@ class LLM:
 
         An error leaves every request as it was before the failed pass; abort one, or free pages, and step again.
         """
-        return self._scheduler.step()
+        events = [*self._unclaimed, *self._step()]
+        self._unclaimed.clear()
+        return events
+
+    def _step(self) -> list[StreamEvent]:
+        """Step, hand the events of streams to their inboxes, and return the rest."""
+        rest = []
+        for event in self._scheduler.step():
+            inbox = self._inboxes.get(event.request_id)
+            (rest if inbox is None else inbox).append(event)
+        return rest
 
     def abort(self, request_id: int) -> StreamEvent | None:
         """End a request early, with the output that it has; ``None`` where it is not live."""
@@ -149,6 +166,11 @@ class LLM:
     def unfinished(self) -> int:
         """Requests that wait or run."""
         return self._scheduler.unfinished
+
+    @property
+    def speculative(self) -> bool:
+        """Whether a draft head is in use."""
+        return self._runner.head is not None
 
     def audit(self) -> dict[str, int]:
         """Check the page ledger against every sequence; raises LedgerError on a leak. Returns the pool's counts."""

@@ -1,0 +1,56 @@
+# Every target sets itself up. Needs Rust, Python >= 3.10 with venv, and a C compiler; the rest comes from PyPI.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+NVCC_ENV := .venv-nvcc
+PROMPT ?= def fibonacci(n):
+SOURCES := $(shell find src cuda python/specrs -type f \( -name '*.rs' -o -name '*.cu' -o -name '*.cuh' \)) Cargo.toml Cargo.lock build.rs pyproject.toml
+
+.PHONY: demo test test-long bench lint stubs wheel clean
+
+demo: $(VENV)/.built
+	@if [ -t 1 ]; then mark=color; else mark=brackets; fi; \
+	$(BIN)/specrs generate "$(PROMPT)" --compare --mark $$mark
+
+test: $(VENV)/.built
+	cargo test --release --no-default-features
+	$(BIN)/python -m pytest -q -m "not long" tests/python
+
+test-long: $(VENV)/.built
+	SPECRS_TEST_LONG=1 cargo test --release --no-default-features
+	$(BIN)/python -m pytest -q tests/python
+
+bench: $(VENV)/.built
+	cargo bench
+	$(BIN)/python benches/run.py
+
+lint: $(VENV)/.built
+	cargo fmt --check
+	cargo clippy --all-targets -- -D warnings
+	cargo clippy --all-targets --features python,cuda -- -D warnings
+	cargo check --no-default-features
+	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --features cuda
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+wheel:
+	$(PYTHON) -m pip wheel --no-deps --wheel-dir dist .
+
+clean:
+	rm -rf $(VENV) $(NVCC_ENV) target dist
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip "maturin>=1.9,<2"
+
+# nvcc stands apart: torch's own CUDA packages must not meet it (see CONTRIBUTING).
+$(NVCC_ENV)/.installed:
+	$(PYTHON) -m venv $(NVCC_ENV)
+	$(NVCC_ENV)/bin/python -m pip install --quiet "cuda-toolkit[nvcc,cccl]==13.0.*"
+	touch $@
+
+$(VENV)/.built: $(BIN)/python $(NVCC_ENV)/.installed $(SOURCES)
+	NVCC="$$(echo $(CURDIR)/$(NVCC_ENV)/lib/python3*/site-packages/nvidia/cu13/bin/nvcc)" \
+	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/maturin develop --release --extras dev
+	touch $@

@@ -1,0 +1,127 @@
+"""``specrs generate PROMPT``: stream text with accepted draft tokens marked, and say what speculation was worth."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, TextIO
+
+from specrs.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from specrs.engine import LLM, RequestOutput
+
+_COLOR = ("\x1b[32m", "\x1b[0m")
+_BRACKETS = ("\u27e8", "\u27e9")
+_COMPARE_RUNS = 3
+
+
+def add_parser(commands: Any) -> None:
+    """Declare the subcommand."""
+    p = commands.add_parser("generate", help="continue a prompt", description=__doc__)
+    p.add_argument("prompt", nargs="?", default="def fibonacci(n):", help="text to continue; '-' reads stdin")
+    p.add_argument("--model", help="Hugging Face directory; default: the small model in the package")
+    p.add_argument("--draft", help="directory of an EAGLE-3 head for the model")
+    p.add_argument("--no-draft", action="store_true", help="decode plainly")
+    p.add_argument("--mark", choices=["auto", "color", "brackets", "none"], default="auto",
+                   help="how accepted draft tokens are marked; auto: color on a terminal, else none")  # fmt: skip
+    p.add_argument("--compare", action="store_true", help="also time plain decoding of the same prompt")
+    sampling = p.add_argument_group("sampling")
+    sampling.add_argument("--max-tokens", type=int, default=128)
+    sampling.add_argument("--temperature", type=float, default=0.0)
+    sampling.add_argument("--top-k", type=int, default=0)
+    sampling.add_argument("--top-p", type=float, default=1.0)
+    sampling.add_argument("--min-p", type=float, default=0.0)
+    sampling.add_argument("--seed", type=int, default=None)
+    sampling.add_argument("--stop", action="append", default=[])
+    sampling.add_argument("--ignore-eos", action="store_true")
+    tree = p.add_argument_group("tree (default: picked by a measured cost model)")
+    tree.add_argument("--topk", type=int)
+    tree.add_argument("--steps", type=int)
+    tree.add_argument("--draft-tokens", type=int)
+    tree.add_argument("--page-size", type=int, default=16)
+    tree.add_argument("--draft-attention", choices=["ancestors", "lane"], default="ancestors")
+    p.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Generate."""
+    from specrs.engine import LLM
+
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    params = SamplingParams(
+        max_tokens=args.max_tokens, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
+        min_p=args.min_p, seed=args.seed, stop=args.stop, ignore_eos=args.ignore_eos,
+    )  # fmt: skip
+    options: dict[str, Any] = {"max_batch": 1, "page_size": args.page_size, "draft_attention": args.draft_attention}
+    tree = {"topk": args.topk, "steps": args.steps, "draft_tokens": args.draft_tokens}
+    llm = LLM(args.model, args.draft, speculative=not args.no_draft, **options, **tree)
+    output, seconds = _show(llm, prompt, params, _marks(args.mark, sys.stdout))
+    rate = len(output.token_ids) / seconds
+    line = f"{len(output.token_ids)} tokens, {rate:.0f} tokens/s"
+    if output.rounds and llm.speculative:
+        line += f", {output.mean_accepted:.2f} tokens a round"
+    line += f", finished by {output.finish_reason}"
+    if output.stop_reason is not None:
+        line += f" {output.stop_reason!r}"
+    print(f"[{line}]", file=sys.stderr)
+    if args.compare and llm.speculative:
+        plain = LLM(args.model, args.draft, speculative=False, **options)
+        _compare(llm, plain, prompt, params, output)
+    return 0
+
+
+def _marks(mark: str, out: TextIO) -> tuple[str, str]:
+    if mark == "auto":
+        mark = "color" if out.isatty() else "none"
+    return {"color": _COLOR, "brackets": _BRACKETS, "none": ("", "")}[mark]
+
+
+def _show(llm: LLM, prompt: str, params: SamplingParams, marks: tuple[str, str]) -> tuple[RequestOutput, float]:
+    print(prompt, end="", flush=True)
+    started = time.perf_counter()
+    output = None
+    for event in llm.stream([prompt], params):
+        print(_marked(event.pieces, marks), end="", flush=True)
+        output = event.output or output
+    print(flush=True)
+    assert output is not None
+    return output, time.perf_counter() - started
+
+
+def _marked(pieces: Iterable[tuple[str, bool]], marks: tuple[str, str]) -> str:
+    """Text with runs of accepted draft tokens between marks."""
+    parts: list[str] = []
+    last = False
+    for text, drafted in pieces:
+        if drafted != last:
+            parts.append(marks[0] if drafted else marks[1])
+            last = drafted
+        parts.append(text)
+    return "".join(parts) + (marks[1] if last else "")
+
+
+def _compare(llm: LLM, plain: LLM, prompt: str, params: SamplingParams, output: RequestOutput) -> None:
+    """Both engines on the same prompt and seed, in turn; medians; the tokens must be the same."""
+    seeded = SamplingParams(**{**params.__dict__, "seed": output.seed})
+    times: dict[str, list[float]] = {"speculative": [], "plain": []}
+    tokens = []
+    for _ in range(_COMPARE_RUNS):
+        for name, engine in (("speculative", llm), ("plain", plain)):
+            started = time.perf_counter()
+            [again] = engine.generate([prompt], seeded)
+            times[name].append(time.perf_counter() - started)
+            tokens.append(again.token_ids)
+    spec, base = statistics.median(times["speculative"]), statistics.median(times["plain"])
+    same = all(t == output.token_ids for t in tokens)
+    n = len(output.token_ids)
+    print(
+        f"[plain decoding: {n / base:.0f} tokens/s; speculative: {n / spec:.0f} tokens/s, {base / spec:.2f}x; "
+        f"tokens {'identical' if same else 'DIFFERENT'}]",
+        file=sys.stderr,
+    )
+    if not same:
+        raise SystemExit(1)
