@@ -1,0 +1,26 @@
+"""Target models and draft heads in torch, over the `Ops` of a backend. Importing this package imports torch."""
+
+from specrs.models.config import Eagle3Config, LayerConfig, ModelConfig, RopeConfig
+from specrs.models.eagle3 import Eagle3Head
+from specrs.models.errors import DraftMismatchError, ModelFileError, UnsupportedModelError
+from specrs.models.llama import LlamaModel
+from specrs.models.loader import Checkpoint
+from specrs.models.ops import Kv, Linear, Ops, TorchOps, allocate_kv
+
+__all__ = [
+    "Checkpoint",
+    "DraftMismatchError",
+    "Eagle3Config",
+    "Eagle3Head",
+    "Kv",
+    "LayerConfig",
+    "Linear",
+    "LlamaModel",
+    "ModelConfig",
+    "ModelFileError",
+    "Ops",
+    "RopeConfig",
+    "TorchOps",
+    "UnsupportedModelError",
+    "allocate_kv",
+]

@@ -1,0 +1,456 @@
+"""`config.json` of a Hugging Face model directory as a frozen value: everything that the forward pass depends on.
+
+A key that would change the numbers and that specrs does not implement (quantisation, experts, recurrent layers,
+partial rotary embeddings, ...) is refused by name here, before any weight is read. `Eagle3Config` does the same for an
+EAGLE-3 head and says whether it fits a target.
+
+    config = ModelConfig.from_directory(path)
+    config.check_context(4096)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from specrs.models.errors import DraftMismatchError, ModelFileError, UnsupportedModelError
+
+# What each architecture adds to the common Llama block: (bias of q/k/v, bias of o, RMSNorm of each q/k head).
+# None: the config's `attention_bias` says.
+_ARCHITECTURES: dict[str, tuple[bool | None, bool | None, bool]] = {
+    "LlamaForCausalLM": (None, None, False),
+    "MistralForCausalLM": (False, False, False),
+    "Qwen2ForCausalLM": (True, False, False),
+    "Qwen3ForCausalLM": (None, None, True),
+}
+_EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
+
+_RECURRENT_KEYS = (
+    "ssm_cfg",
+    "mamba_d_state",
+    "mamba_expand",
+    "state_size",
+    "linear_num_key_heads",
+    "linear_attn_config",
+)
+_RECURRENT_NAMES = ("mamba", "jamba", "rwkv", "recurrentgemma", "xlstm", "zamba", "bamba", "falconh1", "qwen3next")
+_EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
+
+# Larger than any model there is; it keeps sizes far from what overflows an int64 product.
+_MAX_DIM = 1 << 24
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding: its base and how its frequencies are scaled. `specrs.models.rope` computes the tables."""
+
+    kind: str
+    """One of default, linear, dynamic, llama3, yarn."""
+    theta: float
+    factor: float = 1.0
+    original_max_position: int = 0
+    """Context length before scaling, in tokens; 0 for kinds that do not use it."""
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    attention_factor: float | None = None
+    """Factor on cos and sin (yarn); None: derived from `factor`, `mscale` and `mscale_all_dim`."""
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """Shape of a decoder layer, shared by the target and the draft head. All sizes are positive;
+    `num_heads % num_kv_heads == 0`, and `head_dim` is even."""
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_position_embeddings: int
+
+    @property
+    def q_size(self) -> int:
+        """Columns of the query projection."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Columns of the key projection, and of the value projection."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def qkv_size(self) -> int:
+        """Columns of the fused query, key and value projection."""
+        return self.q_size + 2 * self.kv_size
+
+
+@dataclass(frozen=True)
+class ModelConfig(LayerConfig):
+    """A target model: the common Llama block with the few differences of its relatives."""
+
+    architecture: str
+    num_layers: int
+    vocab_size: int
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    """RMSNorm over head_dim of each query and key head before the rotary embedding (Qwen3)."""
+    sliding_window: int | None
+    """Attention window in tokens of at least one layer; contexts up to it are ordinary causal attention."""
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    """Of config.json and generation_config.json together, ascending, without duplicates."""
+
+    @classmethod
+    def from_directory(cls, directory: str | Path) -> ModelConfig:
+        """Reads `config.json` and, where there is one, `generation_config.json`.
+
+        Raises ModelFileError (missing or not JSON) and UnsupportedModelError (a value that cannot be honoured).
+        """
+        directory = Path(directory)
+        path = directory / "config.json"
+        generation = directory / "generation_config.json"
+        return cls.from_dict(_read_json(path), _read_json(generation) if generation.is_file() else {}, path)
+
+    @classmethod
+    def from_dict(
+        cls, raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None, path: Path | None = None
+    ) -> ModelConfig:
+        """The same from parsed JSON; `path` is only named in errors."""
+        get = _Reader(raw, path)
+        architecture = _architecture(get, tuple(_ARCHITECTURES))
+        qkv_bias, o_bias, qk_norm = _ARCHITECTURES[architecture]
+        attention_bias = get.boolean("attention_bias", False)
+        num_layers = get.integer("num_hidden_layers", maximum=4096)
+        vocab_size = get.integer("vocab_size")
+        layer = _layer(get, head_dim_default=128 if architecture == "Qwen3ForCausalLM" else None)
+        eos = {*_token_ids(get, "eos_token_id", vocab_size)}
+        eos.update(_token_ids(_Reader(generation or {}, path), "eos_token_id", vocab_size))
+        bos = _token_ids(get, "bos_token_id", vocab_size)
+        return cls(
+            **vars(layer),
+            architecture=architecture,
+            num_layers=num_layers,
+            vocab_size=vocab_size,
+            tie_word_embeddings=get.boolean("tie_word_embeddings", False),
+            qkv_bias=attention_bias if qkv_bias is None else qkv_bias,
+            o_bias=attention_bias if o_bias is None else o_bias,
+            mlp_bias=get.boolean("mlp_bias", False) if architecture == "LlamaForCausalLM" else False,
+            qk_norm=qk_norm,
+            sliding_window=_sliding_window(get, architecture, num_layers),
+            bos_token_id=bos[0] if bos else None,
+            eos_token_ids=tuple(sorted(eos)),
+        )
+
+    @property
+    def max_context_len(self) -> int:
+        """The longest context, in tokens, that the model serves exactly; `check_context` refuses a longer one."""
+        limit = self.max_position_embeddings
+        if self.rope.kind == "yarn":
+            limit = max(limit, int(self.rope.factor * self.rope.original_max_position))
+        return limit if self.sliding_window is None else min(limit, self.sliding_window)
+
+    def check_context(self, max_context_len: int) -> None:
+        """Refuses a context that the model cannot serve exactly (UnsupportedModelError names what limits it)."""
+        if self.sliding_window is not None and max_context_len > self.sliding_window:
+            raise UnsupportedModelError(
+                "sliding_window",
+                self.sliding_window,
+                f"max_context_len {max_context_len} is beyond it and windowed attention is not implemented; "
+                f"max_context_len <= {self.sliding_window} works, where the window changes nothing",
+            )
+        if max_context_len > self.max_context_len:
+            dynamic = (
+                " (dynamic rope scaling changes keys already cached beyond it)" if self.rope.kind == "dynamic" else ""
+            )
+            raise UnsupportedModelError(
+                "max_context_len",
+                max_context_len,
+                f"the model serves positions up to max_position_embeddings = {self.max_context_len}{dynamic}; "
+                f"max_context_len <= {self.max_context_len} works",
+            )
+
+
+@dataclass(frozen=True)
+class Eagle3Config(LayerConfig):
+    """An EAGLE-3 head (https://arxiv.org/abs/2503.01840): one decoder layer over the target's features."""
+
+    vocab_size: int
+    """Of the target."""
+    draft_vocab_size: int
+    target_hidden_size: int
+    aux_layers: tuple[int, ...] | None
+    """Decoder layers whose *input* residual stream is a feature; None: (2, n/2, n-3) of the target's n layers."""
+    norm_before_residual: bool
+    """The residual of the midlayer starts from the normalised feature (a variant of the speculators library)."""
+
+    @classmethod
+    def from_directory(cls, directory: str | Path) -> Eagle3Config:
+        """Reads `config.json` of a head, in the published form or in that of the speculators library.
+
+        Raises ModelFileError and UnsupportedModelError.
+        """
+        path = Path(directory) / "config.json"
+        return cls.from_dict(_read_json(path), path)
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any], path: Path | None = None) -> Eagle3Config:
+        """The same from parsed JSON; `path` is only named in errors."""
+        nested = raw.get("transformer_layer_config")
+        get = _Reader({**nested, **raw} if isinstance(nested, dict) else raw, path)
+        _architecture(get, _EAGLE3_ARCHITECTURES)
+        if (layers := get.integer("num_hidden_layers", 1, maximum=4096)) != 1:
+            get.refuse("num_hidden_layers", layers, "only heads of one layer are implemented")
+        layer = _layer(get)
+        vocab_size = get.integer("vocab_size")
+        eagle = raw.get("eagle_config")
+        eagle = eagle if isinstance(eagle, dict) else {}
+        if eagle.get("use_aux_hidden_state", True) is not True:
+            get.refuse("eagle_config.use_aux_hidden_state", False, "only heads over auxiliary features are implemented")
+        return cls(
+            **vars(layer),
+            vocab_size=vocab_size,
+            draft_vocab_size=get.integer("draft_vocab_size", vocab_size),
+            target_hidden_size=get.integer("target_hidden_size", layer.hidden_size),
+            aux_layers=_aux_layers(get, eagle),
+            norm_before_residual=get.boolean("norm_before_residual", False),
+        )
+
+    def aux_layers_for(self, target: ModelConfig) -> tuple[int, ...]:
+        """The features' layers for this target: its own choice, or the published default. Order is that of `fc`."""
+        if self.aux_layers is not None:
+            return self.aux_layers
+        n = target.num_layers
+        return (2, n // 2, n - 3)
+
+    def check_target(self, target: ModelConfig) -> None:
+        """Raises DraftMismatchError where the head cannot have been made for this target."""
+        if self.target_hidden_size != target.hidden_size:
+            raise DraftMismatchError(
+                "hidden size of features", self.target_hidden_size, f"hidden_size {target.hidden_size}"
+            )
+        if self.vocab_size != target.vocab_size:
+            raise DraftMismatchError("vocab_size", self.vocab_size, f"vocab_size {target.vocab_size}")
+        if self.draft_vocab_size > target.vocab_size:
+            raise DraftMismatchError(
+                "draft_vocab_size", self.draft_vocab_size, f"at most vocab_size {target.vocab_size}"
+            )
+        for layer in self.aux_layers_for(target):
+            if not 0 <= layer < target.num_layers:
+                raise DraftMismatchError(
+                    "aux layer",
+                    layer,
+                    f"0..{target.num_layers} (features are the inputs of its {target.num_layers} layers)",
+                    "set eagle_aux_hidden_state_layer_ids in the head's config.json to the layers it was trained on",
+                )
+
+
+class _Reader:
+    """Typed access to parsed JSON: a value of the wrong type or range is an error that names the key and the limit."""
+
+    def __init__(self, raw: Mapping[str, Any], path: Path | None) -> None:
+        self.raw = raw
+        self.path = path
+
+    def refuse(self, what: str, got: object, why: str) -> NoReturn:
+        raise UnsupportedModelError(what, got, why, self.path)
+
+    def integer(self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = _MAX_DIM) -> int:
+        value = self.raw.get(key)
+        if value is None:
+            if default is None:
+                self.refuse(key, None, f"required: an integer in {minimum}..={maximum}")
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+            self.refuse(key, value, f"must be an integer in {minimum}..={maximum}")
+        return value
+
+    def number(self, key: str, default: float | None = None, *, above: float = 0.0) -> float:
+        value = self.raw.get(key)
+        if value is None:
+            if default is None:
+                self.refuse(key, None, f"required: a number > {above}")
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < float("inf"):
+            self.refuse(key, value, f"must be a finite number > {above}")
+        return float(value)
+
+    def boolean(self, key: str, default: bool) -> bool:
+        value = self.raw.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            self.refuse(key, value, "must be true or false")
+        return value
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelFileError(path, "no such file; a Hugging Face model directory is needed") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ModelFileError(path, f"not readable as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelFileError(path, f"a JSON object is needed, not {type(value).__name__}")
+    return value
+
+
+def _architecture(get: _Reader, known: tuple[str, ...]) -> str:
+    """The architecture, after refusing by name what no code here could run exactly."""
+    raw = get.raw
+    names = raw.get("architectures")
+    name = names[0] if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) else None
+    plain = str(name or raw.get("model_type")).lower().replace("_", "").replace("-", "")
+    if any(part in plain for part in _RECURRENT_NAMES):
+        get.refuse(
+            "architectures", names, "models with recurrent state cannot verify a tree; attention-only models work"
+        )
+    for key in _RECURRENT_KEYS:
+        if raw.get(key):
+            get.refuse(key, raw[key], "models with recurrent state cannot verify a tree; attention-only models work")
+    for key in _EXPERT_KEYS:
+        if raw.get(key):
+            get.refuse(key, raw[key], "mixture-of-experts layers are not implemented; dense models work")
+    if name not in known:
+        get.refuse("architectures", names, f"implemented: one of {', '.join(known)}")
+    if raw.get("quantization_config") or raw.get("compression_config"):
+        got = raw.get("quantization_config") or raw.get("compression_config")
+        get.refuse("quantization_config", got, "quantised weights are not implemented; use the bf16, f16 or f32 model")
+    if (act := raw.get("hidden_act", "silu")) not in ("silu", "swish"):
+        get.refuse("hidden_act", act, "only silu is implemented")
+    return name
+
+
+def _layer(get: _Reader, head_dim_default: int | None = None) -> LayerConfig:
+    hidden = get.integer("hidden_size")
+    heads = get.integer("num_attention_heads", maximum=4096)
+    kv_heads = get.integer("num_key_value_heads", heads, maximum=4096)
+    if heads % kv_heads:
+        get.refuse("num_key_value_heads", kv_heads, f"must divide num_attention_heads = {heads}")
+    head_dim = get.integer("head_dim", head_dim_default or max(hidden // heads, 1), maximum=4096)
+    if head_dim % 2:
+        get.refuse("head_dim", head_dim, "must be even: rotary embeddings turn pairs")
+    max_position = get.integer("max_position_embeddings", 2048, maximum=(1 << 31) - 1)
+    return LayerConfig(
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=get.integer("intermediate_size"),
+        rms_norm_eps=get.number("rms_norm_eps", 1e-6),
+        rope=_rope(get, max_position),
+        max_position_embeddings=max_position,
+    )
+
+
+def _rope(get: _Reader, max_position: int) -> RopeConfig:
+    """Both spellings: `rope_scaling` beside `rope_theta`, and transformers 5's `rope_parameters` with all in one."""
+    key = "rope_parameters" if get.raw.get("rope_parameters") is not None else "rope_scaling"
+    rope = get.raw.get(key) or {}
+    if not isinstance(rope, dict):
+        get.refuse(key, rope, "must be an object")
+    if rope and all(isinstance(value, dict) for value in rope.values()):  # one entry per kind of attention layer
+        if len(rope) != 1:
+            get.refuse(key, sorted(rope), "one rotary embedding for all layers is implemented")
+        (rope,) = rope.values()
+    read = _Reader(rope, get.path)
+    theta = read.number("rope_theta", get.number("rope_theta", 10000.0))
+    for place in (read, get):
+        if (partial := place.number("partial_rotary_factor", 1.0)) != 1.0:
+            get.refuse("partial_rotary_factor", partial, "only 1.0 is implemented")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        if rope.get("mrope_section"):
+            get.refuse(f"{key}.mrope_section", rope["mrope_section"], "multimodal positions are not implemented")
+        return RopeConfig("default", theta)
+    if kind not in ("linear", "dynamic", "llama3", "yarn"):
+        get.refuse(f"{key}.rope_type", kind, "implemented: default, linear, dynamic, llama3, yarn")
+    if kind in ("linear", "dynamic"):
+        return RopeConfig(kind, theta, read.number("factor"))
+    # A value beside the rope object has priority, as in transformers.
+    original = get.integer(
+        "original_max_position_embeddings", read.integer("original_max_position_embeddings", max_position)
+    )
+    if kind == "llama3":
+        low, high = read.number("low_freq_factor"), read.number("high_freq_factor")
+        if high <= low:
+            get.refuse(f"{key}.high_freq_factor", high, f"must be above low_freq_factor = {low}")
+        return RopeConfig(kind, theta, read.number("factor"), original, low, high)
+    if theta <= 1.0:
+        get.refuse("rope_theta", theta, "yarn needs a base above 1")
+    return RopeConfig(
+        kind,
+        theta,
+        read.number("factor", max_position / original),
+        original,
+        attention_factor=None if rope.get("attention_factor") is None else read.number("attention_factor"),
+        beta_fast=read.number("beta_fast", 32.0),
+        beta_slow=read.number("beta_slow", 1.0),
+        mscale=rope.get("mscale") and read.number("mscale"),
+        mscale_all_dim=rope.get("mscale_all_dim") and read.number("mscale_all_dim"),
+        truncate=read.boolean("truncate", True),
+    )
+
+
+def _sliding_window(get: _Reader, architecture: str, num_layers: int) -> int | None:
+    """The window where at least one layer uses it. Qwen models name one that they switch off."""
+    kinds = get.raw.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or {*kinds} - {"full_attention", "sliding_attention"}):
+        get.refuse("layer_types", kinds, "only full_attention and sliding_attention are implemented")
+    if get.raw.get("sliding_window") is None or architecture == "LlamaForCausalLM":
+        return None
+    window = get.integer("sliding_window", maximum=(1 << 31) - 1)
+    if architecture == "MistralForCausalLM":
+        return window
+    if not get.boolean("use_sliding_window", False):
+        return None
+    if kinds is not None:
+        return window if "sliding_attention" in kinds else None
+    return window if get.integer("max_window_layers", 28, minimum=0) < num_layers else None
+
+
+def _token_ids(get: _Reader, key: str, vocab_size: int) -> tuple[int, ...]:
+    value = get.raw.get(key)
+    if value is None:
+        return ()
+    ids = value if isinstance(value, list) else [value]
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+            get.refuse(key, value, f"must be token ids in 0..{vocab_size}")
+    return tuple(ids)
+
+
+def _aux_layers(get: _Reader, eagle: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Layers whose input is captured.
+
+    Two conventions are published under one name. Beside the other keys (speculators, vLLM) the numbers count residual
+    streams, 0 being the embedding: the inputs of layers. Inside `eagle_config` (SpecForge, sglang) they count layers
+    whose *output* is meant, which is the input of the next one; sglang adds 1 to them in
+    `set_eagle3_layers_to_capture`, while its default (2, n/2, n-3) are inputs already.
+    """
+    name = "eagle_aux_hidden_state_layer_ids"
+    shift = 0
+    ids = get.raw.get(name)
+    if ids is None:
+        shift, ids = 1, eagle.get(name)
+    if ids is None:
+        return None
+    if not isinstance(ids, list) or not 1 <= len(ids) <= 64:
+        get.refuse(name, ids, "must be a list of 1..=64 layer numbers")
+    for layer in ids:
+        if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer <= 4096:
+            get.refuse(name, ids, "must be layer numbers >= 0")
+    return tuple(layer + shift for layer in ids)

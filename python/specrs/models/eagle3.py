@@ -1,0 +1,246 @@
+"""The EAGLE-3 draft head (https://arxiv.org/abs/2503.01840): one decoder layer that predicts the target's next tokens
+from features of three of its layers.
+
+Row p pairs the feature of position p with the token at p + 1 and sits at position p. `extend` runs rows whose features
+come from the target (prefill, and the accepted tokens of each round); `step` runs draft rows, whose feature is the
+head's own hidden state of the row before. The hidden state is the residual stream *before* the last norm, as in sglang
+and vLLM.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from specrs import _specrs
+from specrs.models.config import Eagle3Config
+from specrs.models.errors import DraftMismatchError, ModelFileError
+from specrs.models.layer import Embedding, LayerKind, LayerTail, Workspace, layer_shapes, qkv_names
+from specrs.models.llama import ROPE_SLACK, LlamaModel, check_rows
+from specrs.models.loader import Checkpoint
+from specrs.models.ops import Kv, Linear, Ops
+from specrs.models.rope import rope_tables
+
+_LAYER = "midlayer."
+
+
+class Eagle3Head:
+    """Weights and scratch memory of a head, bound to its target, whose features it selects (`set_aux_layers`)."""
+
+    def __init__(self, config: Eagle3Config, weights: Checkpoint, ops: Ops, target: LlamaModel) -> None:
+        config.check_target(target.config)
+        aux_layers = config.aux_layers_for(target.config)
+        _check_files(config, weights, target, len(aux_layers))
+        self.config = config
+        self.aux_layers = aux_layers
+        self.d2t, self.target_ids = _vocabulary_map(config, weights, target)
+        self._ops = ops
+        self._eps = config.rms_norm_eps
+        h = config.hidden_size
+        self.embedding = (
+            Embedding(weights.load("embed_tokens.weight")) if "embed_tokens.weight" in weights else target.embedding
+        )
+        bias = weights.load("fc.bias") if "fc.bias" in weights else None
+        self._fc = ops.linear(weights.load("fc.weight"), bias)
+        self._embed_norm = weights.load(f"{_LAYER}input_layernorm.weight").float()
+        self._hidden_norm = weights.load(f"{_LAYER}hidden_norm.weight").float()
+        # q/k/v read [embedding, feature] side by side. Their weight is split at the seam instead, so that neither the
+        # concatenation nor its two normalised halves are ever written.
+        qkv = torch.cat([weights.load(f"{name}.weight") for name in qkv_names(_LAYER)])
+        qkv_bias = None
+        if _has_bias(weights, "q_proj"):
+            qkv_bias = torch.cat([weights.load(f"{name}.bias") for name in qkv_names(_LAYER)])
+        self._qkv_embed = ops.linear(qkv[:, :h].contiguous(), qkv_bias)
+        self._qkv_hidden = ops.linear(qkv[:, h:].contiguous())
+        self._tail = LayerTail(ops, config, _kind(weights), weights, _LAYER)
+        self._norm = weights.load("norm.weight").float()
+        self.lm_head: Linear = (
+            ops.linear(weights.load("lm_head.weight")) if "lm_head.weight" in weights else target.lm_head
+        )
+        self._rope = ops.rope(*rope_tables(config.rope, config.head_dim, target.max_context_len + ROPE_SLACK))
+        wide = {"attended": config.q_size, "act": config.intermediate_size}
+        self._extend_work = Workspace(x=h, e=h, n=h, y=h, part=config.qkv_size, qkv=config.qkv_size, **wide)
+        self._extend_tail = Workspace(x=h, y=h, hidden=h, logits=config.draft_vocab_size, **wide)
+        self._step_work = Workspace(
+            e=h, n=h, y=h, part=config.qkv_size, qkv=config.qkv_size, hidden=h, logits=config.draft_vocab_size, **wide
+        )
+        target.set_aux_layers(aux_layers)
+
+    @classmethod
+    def load(cls, directory: str | Path, ops: Ops, target: LlamaModel) -> Eagle3Head:
+        """Loads a head's directory (config.json, safetensors) and checks it against its target.
+
+        Raises DraftMismatchError, UnsupportedModelError or ModelFileError, all `ConfigError`s; the target is then as
+        it was.
+        """
+        return cls(Eagle3Config.from_directory(directory), Checkpoint(directory, _plain_name), ops, target)
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the head's logits."""
+        return self.config.draft_vocab_size
+
+    def extend(
+        self,
+        tokens: torch.Tensor,
+        aux: torch.Tensor,
+        plan: _specrs.Plan,
+        kv: Kv,
+        logit_rows: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows whose features are the target's.
+
+        tokens: int64 [Q], the token *after* each row's position. aux: f32 [Q, n_aux * target hidden], from
+        `LlamaModel.forward(aux=True)` at the row's position. logit_rows: int64 [R] or None (all). Returns
+        (logits f32 [R, draft vocabulary], hidden f32 [R, h]), views that the next `extend` overwrites.
+        """
+        rows = check_rows(tokens, plan)
+        w = self._extend_work.rows(rows)
+        if aux.shape != (rows, self._fc.in_features):
+            got, want = list(aux.shape), [rows, self._fc.in_features]
+            raise _specrs.ConfigError(f"aux = {got}: must be {want}, a feature row for each query of the plan")
+        self._fc.forward(aux, w["x"])
+        residual = self._attend(tokens, w["x"], plan, kv, w)
+        attended = w["attended"]
+        tail = self._extend_tail.rows(rows if logit_rows is None else logit_rows.numel())
+        if logit_rows is not None:
+            torch.index_select(residual, 0, logit_rows, out=tail["x"])
+            torch.index_select(attended, 0, logit_rows, out=tail["attended"])
+            residual, attended = tail["x"], tail["attended"]
+        return self._predict(residual, attended, tail)
+
+    def step(
+        self, tokens: torch.Tensor, hidden: torch.Tensor, plan: _specrs.Plan, kv: Kv
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draft rows, whose features are the hidden states of the rows that they continue.
+
+        tokens: int64 [Q]. hidden: f32 [Q, h], from `extend` or the last `step`. Returns (logits f32 [Q, draft
+        vocabulary], hidden f32 [Q, h]), views that the next `step` overwrites (passing that very view back is fine).
+        """
+        rows = check_rows(tokens, plan)
+        w = self._step_work.rows(rows)
+        if hidden.shape != (rows, self.config.hidden_size):
+            got, want = list(hidden.shape), [rows, self.config.hidden_size]
+            raise _specrs.ConfigError(f"hidden = {got}: must be {want}, a row for each query of the plan")
+        return self._predict(self._attend(tokens, hidden, plan, kv, w), w["attended"], w)
+
+    def _attend(
+        self, tokens: torch.Tensor, feature: torch.Tensor, plan: _specrs.Plan, kv: Kv, w: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """Fills `attended` of w; returns the residual stream that it adds to."""
+        self.embedding.lookup(tokens, w["e"])
+        if self.config.norm_before_residual:
+            self._ops.rms_norm(feature, self._hidden_norm, self._eps, w["n"])
+            feature = w["n"]
+            self._qkv_hidden.forward(feature, w["part"])
+        else:
+            self._qkv_hidden.forward(feature, w["part"], None, self._hidden_norm, self._eps)
+        self._qkv_embed.forward(w["e"], w["qkv"], w["part"], self._embed_norm, self._eps)
+        self._tail.attend(kv, 0, plan, w["qkv"], self._rope, w["attended"])
+        return feature
+
+    def _predict(
+        self, residual: torch.Tensor, attended: torch.Tensor, w: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if residual.shape[0]:
+            self._tail.mix(residual, attended, w, w["hidden"])
+            self.lm_head.forward(w["hidden"], w["logits"], None, self._norm, self._eps)
+        return w["logits"], w["hidden"]
+
+
+def _plain_name(name: str) -> str:
+    """Heads are published with and without a leading `model.`, and with `layers.0.` for `midlayer.`."""
+    name = name.removeprefix("model.")
+    return _LAYER + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
+
+
+def _has_bias(weights: Checkpoint, projection: str) -> bool:
+    part = "mlp" if projection in ("gate_proj", "up_proj", "down_proj") else "self_attn"
+    return f"{_LAYER}{part}.{projection}.bias" in weights
+
+
+def _kind(weights: Checkpoint) -> LayerKind:
+    """Published heads disagree on which config key switches biases on, so the file decides."""
+    return LayerKind(
+        qkv_bias=_has_bias(weights, "q_proj"),
+        o_bias=_has_bias(weights, "o_proj"),
+        mlp_bias=_has_bias(weights, "up_proj"),
+    )
+
+
+def _check_files(config: Eagle3Config, weights: Checkpoint, target: LlamaModel, features: int) -> None:
+    """Every tensor's name, shape and dtype, from headers; what the target must lend if the file lacks it."""
+    h = config.hidden_size
+    expected: dict[str, tuple[int, ...]] = {
+        "fc.weight": (h, features * config.target_hidden_size),
+        f"{_LAYER}input_layernorm.weight": (h,),
+        f"{_LAYER}hidden_norm.weight": (h,),
+        "norm.weight": (h,),
+        **layer_shapes(config, _kind(weights), _LAYER, 2 * h),
+    }
+    if "fc.bias" in weights:
+        expected["fc.bias"] = (h,)
+    if "fc.weight" in weights:
+        columns = weights.shape("fc.weight")[-1]
+        if columns != features * config.target_hidden_size:
+            raise DraftMismatchError(
+                "columns of fc.weight",
+                columns,
+                f"{features} aux layers x hidden_size {config.target_hidden_size}",
+            )
+    lends = target.config.hidden_size == h
+    if "embed_tokens.weight" in weights:
+        expected["embed_tokens.weight"] = (config.vocab_size, h)
+    elif not lends:
+        raise DraftMismatchError(
+            "hidden_size",
+            h,
+            f"embeddings of width {target.config.hidden_size}",
+            "the head has no embed_tokens.weight of its own",
+        )
+    if "lm_head.weight" in weights:
+        rows = weights.shape("lm_head.weight")[0]
+        if rows != config.draft_vocab_size:
+            raise DraftMismatchError("draft_vocab_size", config.draft_vocab_size, f"lm_head.weight with {rows} rows")
+        expected["lm_head.weight"] = (config.draft_vocab_size, h)
+    elif not lends or config.draft_vocab_size != target.config.vocab_size:
+        raise ModelFileError(weights.path("lm_head.weight"), "missing, and the target's does not fit", "lm_head.weight")
+    integers = [name for name in ("d2t", "t2d") if name in weights]
+    expected.update({name: (config.draft_vocab_size if name == "d2t" else config.vocab_size,) for name in integers})
+    weights.check(expected, integers=integers)
+
+
+def _vocabulary_map(
+    config: Eagle3Config, weights: Checkpoint, target: LlamaModel
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """(d2t int64 [draft vocabulary]: what to add to a draft id, None where nothing is, and the sums: target ids)."""
+    draft = torch.arange(config.draft_vocab_size)
+    if "d2t" not in weights:
+        if config.draft_vocab_size != config.vocab_size:
+            why = f"a d2t map, since vocab_size is {config.vocab_size}; the file has none"
+            raise DraftMismatchError("draft_vocab_size", config.draft_vocab_size, why)
+        return None, draft
+    d2t = weights.load("d2t").long()
+    ids = draft + d2t
+    limit = target.config.vocab_size
+    outside = ((ids < 0) | (ids >= limit)).nonzero().flatten()
+    if outside.numel():
+        at = int(outside[0])
+        raise DraftMismatchError(
+            "d2t", f"{int(d2t[at])} at draft id {at}, so target id {int(ids[at])},", f"ids in 0..{limit}"
+        )
+    first = torch.full((limit,), -1)
+    first[ids.flip(0)] = draft.flip(0)
+    twice = (first[ids] != draft).nonzero().flatten()
+    if twice.numel():
+        at = int(twice[0])
+        got = f"target id {int(ids[at])} for draft ids {int(first[ids[at]])} and {at}"
+        raise DraftMismatchError("d2t", got, "one draft id for each target id")
+    if "t2d" in weights:
+        known = weights.load("t2d").bool()
+        odd = (known != (first >= 0)).nonzero().flatten()
+        if odd.numel():
+            at = int(odd[0])
+            raise DraftMismatchError("t2d", f"{bool(known[at])} at target id {at}", f"d2t says {bool(first[at] >= 0)}")
+    return d2t, ids

@@ -1,0 +1,146 @@
+"""The decoder layer that all models here share: its tensors' names and shapes, its weights as the backend wants them,
+and the scratch memory that its activations live in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from specrs import _specrs
+from specrs.models.config import LayerConfig
+from specrs.models.loader import Checkpoint
+from specrs.models.ops import Kv, Linear, Ops
+
+# Row counts repeat from round to round; this many sets of views are kept before starting over.
+_MAX_ROW_COUNTS = 256
+
+
+class Workspace:
+    """Activations by name, f32 [capacity, width] each, allocated once and cut to a call's row count.
+
+    `rows(n)` returns the same views for the same n until the capacity grows, so that a warm call allocates nothing.
+    """
+
+    def __init__(self, **widths: int) -> None:
+        self._widths = widths
+        self._memory = {name: torch.empty((0, width)) for name, width in widths.items()}
+        self._views: dict[int, dict[str, torch.Tensor]] = {}
+        self._capacity = 0
+
+    def rows(self, count: int) -> dict[str, torch.Tensor]:
+        """Views [count, width], contiguous; the contents are whatever the last use left."""
+        views = self._views.get(count)
+        if views is None:
+            if count > self._capacity:
+                self._capacity = -(-count // 16) * 16
+                self._memory = {name: torch.empty((self._capacity, width)) for name, width in self._widths.items()}
+                self._views.clear()
+            elif len(self._views) >= _MAX_ROW_COUNTS:
+                self._views.clear()
+            views = {name: memory[:count] for name, memory in self._memory.items()}
+            self._views[count] = views
+        return views
+
+
+class Embedding:
+    """Rows of a [vocab, hidden] table as f32."""
+
+    def __init__(self, table: torch.Tensor) -> None:
+        self.table = table
+        self._rows = table.new_empty((0, table.shape[1]))
+
+    def lookup(self, tokens: torch.Tensor, out: torch.Tensor) -> None:
+        """out [Q, hidden] f32 = rows of `tokens` (int32 or int64 [Q]). ConfigError: a token outside the vocabulary."""
+        try:
+            if self.table.dtype == torch.float32:
+                torch.index_select(self.table, 0, tokens, out=out)
+                return
+            if tokens.numel() > self._rows.shape[0]:
+                self._rows = self.table.new_empty(out.shape)
+            rows = self._rows[: tokens.numel()]
+            out.copy_(torch.index_select(self.table, 0, tokens, out=rows))
+        except (IndexError, RuntimeError) as error:  # torch has checked every index; say which one it was
+            vocab = self.table.shape[0]
+            bad = [token for token in tokens.tolist() if not 0 <= token < vocab]
+            if not bad:
+                raise
+            raise _specrs.ConfigError(f"token = {bad[0]} is outside 0..{vocab} (the vocabulary)") from error
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What varies between decoder layers beside their sizes."""
+
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+
+def layer_shapes(config: LayerConfig, kind: LayerKind, prefix: str, qkv_inputs: int) -> dict[str, tuple[int, ...]]:
+    """Tensors of one layer in a checkpoint; `prefix` ends in a dot, `qkv_inputs` is the width that q/k/v read."""
+    h, inner = config.hidden_size, config.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {f"{prefix}post_attention_layernorm.weight": (h,)}
+    for name, rows in (("q", config.q_size), ("k", config.kv_size), ("v", config.kv_size)):
+        shapes[f"{prefix}self_attn.{name}_proj.weight"] = (rows, qkv_inputs)
+        if kind.qkv_bias:
+            shapes[f"{prefix}self_attn.{name}_proj.bias"] = (rows,)
+    shapes[f"{prefix}self_attn.o_proj.weight"] = (h, config.q_size)
+    if kind.o_bias:
+        shapes[f"{prefix}self_attn.o_proj.bias"] = (h,)
+    for name, rows, columns in (("gate", inner, h), ("up", inner, h), ("down", h, inner)):
+        shapes[f"{prefix}mlp.{name}_proj.weight"] = (rows, columns)
+        if kind.mlp_bias:
+            shapes[f"{prefix}mlp.{name}_proj.bias"] = (rows,)
+    if kind.qk_norm:
+        shapes[f"{prefix}self_attn.q_norm.weight"] = (config.head_dim,)
+        shapes[f"{prefix}self_attn.k_norm.weight"] = (config.head_dim,)
+    return shapes
+
+
+class LayerTail:
+    """Everything of a decoder layer after its q/k/v projection."""
+
+    def __init__(self, ops: Ops, config: LayerConfig, kind: LayerKind, weights: Checkpoint, prefix: str) -> None:
+        self._ops = ops
+        self._eps = config.rms_norm_eps
+        self._heads = config.num_heads
+        self._scale = config.head_dim**-0.5
+        self.o = stacked(ops, weights, [f"{prefix}self_attn.o_proj"], kind.o_bias)
+        self.gate_up = stacked(ops, weights, [f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"], kind.mlp_bias)
+        self.down = stacked(ops, weights, [f"{prefix}mlp.down_proj"], kind.mlp_bias)
+        self.post_norm = weights.load(f"{prefix}post_attention_layernorm.weight").float()
+        self.q_norm = weights.load(f"{prefix}self_attn.q_norm.weight").float() if kind.qk_norm else None
+        self.k_norm = weights.load(f"{prefix}self_attn.k_norm.weight").float() if kind.qk_norm else None
+
+    def attend(self, kv: Kv, index: int, plan: _specrs.Plan, qkv: torch.Tensor, rope: Any, out: torch.Tensor) -> None:
+        """Layer `index` of `kv` gets the rows' keys and values; out [Q, H D] is what the queries read."""
+        self._ops.rope_attention(
+            kv, index, plan, qkv, rope, self._heads, out, self._scale, self.q_norm, self.k_norm, self._eps
+        )
+
+    def mix(
+        self, residual: torch.Tensor, attended: torch.Tensor, w: dict[str, torch.Tensor], out: torch.Tensor
+    ) -> None:
+        """out [R, h] = the residual stream after this layer. Uses `y` and `act` of w; `out` may be `residual`."""
+        self.o.forward(attended, w["y"], residual)
+        self.gate_up.forward_swiglu(w["y"], w["act"], self.post_norm, self._eps)
+        self.down.forward(w["act"], out, w["y"])
+
+
+def stacked(ops: Ops, weights: Checkpoint, names: list[str], bias: bool) -> Linear:
+    """One linear of several projections of the same input, their rows stacked in the order of `names`."""
+    weight = _stack([weights.load(f"{name}.weight") for name in names])
+    return ops.linear(weight, _stack([weights.load(f"{name}.bias") for name in names]) if bias else None)
+
+
+def _stack(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def qkv_names(prefix: str) -> Iterator[str]:
+    """The three projections in the order of a fused qkv row."""
+    return (f"{prefix}self_attn.{name}_proj" for name in "qkv")

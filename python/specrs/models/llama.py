@@ -1,0 +1,140 @@
+"""The target model: Llama and its close relatives (Mistral, Qwen2, Qwen3), over any `Ops`.
+
+    model = LlamaModel.load(directory, ops, max_context_len=2048)
+    kv = allocate_kv(model.config, model.config.num_layers, num_pages, page_size)
+    logits, aux = model.forward(tokens, plan, kv, aux=True)
+
+One forward serves every phase, since the plan says where each row's KV goes and what the row may attend to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from specrs import _specrs
+from specrs.models.config import ModelConfig
+from specrs.models.errors import UnsupportedModelError
+from specrs.models.layer import Embedding, LayerKind, LayerTail, Workspace, layer_shapes, qkv_names, stacked
+from specrs.models.loader import Checkpoint
+from specrs.models.ops import Kv, Linear, Ops
+from specrs.models.rope import rope_tables
+
+# Draft rows of a request at the context wall are computed before the tree is clamped to it, and may lie past it.
+ROPE_SLACK = 256
+
+
+class LlamaModel:
+    """Weights and scratch memory of a target. One forward at a time; not for concurrent threads."""
+
+    def __init__(self, config: ModelConfig, weights: Checkpoint, ops: Ops, max_context_len: int) -> None:
+        config.check_context(max_context_len)
+        kind = LayerKind(config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm)
+        weights.check(self.shapes(config), ignored=("lm_head.weight",) if config.tie_word_embeddings else ())
+        self.config = config
+        self.max_context_len = max_context_len
+        self.aux_layers: tuple[int, ...] = ()
+        self._ops = ops
+        table = weights.load("model.embed_tokens.weight")
+        self.embedding = Embedding(table)
+        self.lm_head: Linear = ops.linear(table if config.tie_word_embeddings else weights.load("lm_head.weight"))
+        self._norm = weights.load("model.norm.weight").float()
+        prefixes = [f"model.layers.{i}." for i in range(config.num_layers)]
+        self._input_norms = [weights.load(f"{prefix}input_layernorm.weight").float() for prefix in prefixes]
+        self._qkv = [stacked(ops, weights, list(qkv_names(prefix)), kind.qkv_bias) for prefix in prefixes]
+        self._tails = [LayerTail(ops, config, kind, weights, prefix) for prefix in prefixes]
+        self._rope = ops.rope(*rope_tables(config.rope, config.head_dim, max_context_len + ROPE_SLACK))
+        h = config.hidden_size
+        self._work = Workspace(x=h, y=h, qkv=config.qkv_size, attended=config.q_size, act=config.intermediate_size)
+        self._tail_work = Workspace(x=h, y=h, attended=config.q_size, act=config.intermediate_size)
+        self._logits = Workspace(logits=config.vocab_size)
+        self._features = Workspace(aux=0)
+
+    @classmethod
+    def load(cls, directory: str | Path, ops: Ops, max_context_len: int | None = None) -> LlamaModel:
+        """Loads a Hugging Face directory. `max_context_len` defaults to the longest the model serves exactly.
+
+        Raises UnsupportedModelError or ModelFileError, both `ConfigError`s, before any weight is read.
+        """
+        config = ModelConfig.from_directory(directory)
+        return cls(config, Checkpoint(directory), ops, max_context_len or config.max_context_len)
+
+    @staticmethod
+    def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+        """Every tensor of the checkpoint with its shape."""
+        h = config.hidden_size
+        kind = LayerKind(config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm)
+        shapes: dict[str, tuple[int, ...]] = {
+            "model.embed_tokens.weight": (config.vocab_size, h),
+            "model.norm.weight": (h,),
+        }
+        if not config.tie_word_embeddings:
+            shapes["lm_head.weight"] = (config.vocab_size, h)
+        for i in range(config.num_layers):
+            prefix = f"model.layers.{i}."
+            shapes[f"{prefix}input_layernorm.weight"] = (h,)
+            shapes.update(layer_shapes(config, kind, prefix, h))
+        return shapes
+
+    def set_aux_layers(self, layers: Sequence[int]) -> None:
+        """Chooses the features that `forward(aux=True)` returns: the residual stream *entering* each of these decoder
+        layers (so layer i's feature is the output of layer i - 1, and 0 is the embedding), in this order."""
+        for layer in layers:
+            if not 0 <= layer < self.config.num_layers:
+                why = f"must be in 0..{self.config.num_layers}, the layers whose input can be captured"
+                raise UnsupportedModelError("aux layer", layer, why)
+        self.aux_layers = tuple(layers)
+        self._features = Workspace(aux=len(layers) * self.config.hidden_size)
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        plan: _specrs.Plan,
+        kv: Kv,
+        aux: bool = False,
+        logit_rows: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Runs the rows of a plan, writing their KV.
+
+        tokens: int64 (or int32) [Q], one per query of the plan. logit_rows: int64 [R] rows to compute logits for, in
+        the order wanted; None: all; empty: none. Returns (logits f32 [R, vocab], features f32 [Q, n_aux * h] or None);
+        both are views that the next `forward` overwrites. Raises ConfigError for a token outside the vocabulary.
+        """
+        rows = check_rows(tokens, plan)
+        w = self._work.rows(rows)
+        x, qkv, attended = w["x"], w["qkv"], w["attended"]
+        h, eps, rope = self.config.hidden_size, self.config.rms_norm_eps, self._rope
+        features = self._features.rows(rows)["aux"] if aux else None
+        if aux and not self.aux_layers:
+            raise _specrs.ConfigError("aux = True: no features are chosen; call set_aux_layers first")
+        self.embedding.lookup(tokens, x)
+        last = len(self._tails) - 1
+        for i, tail in enumerate(self._tails):
+            if features is not None and i in self.aux_layers:
+                for at, layer in enumerate(self.aux_layers):
+                    if layer == i:
+                        features[:, at * h : (at + 1) * h].copy_(x)
+            self._qkv[i].forward(x, qkv, None, self._input_norms[i], eps)
+            tail.attend(kv, i, plan, qkv, rope, attended)
+            if i == last and logit_rows is not None:
+                # From here on rows are independent, and only these are read.
+                w = self._tail_work.rows(logit_rows.numel())
+                torch.index_select(x, 0, logit_rows, out=w["x"])
+                torch.index_select(attended, 0, logit_rows, out=w["attended"])
+                x, attended = w["x"], w["attended"]
+            if x.shape[0]:
+                tail.mix(x, attended, w, x)
+        logits = self._logits.rows(x.shape[0])["logits"]
+        if x.shape[0]:
+            self.lm_head.forward(x, logits, None, self._norm, eps)
+        return logits, features
+
+
+def check_rows(tokens: torch.Tensor, plan: _specrs.Plan) -> int:
+    """The number of rows of a call; ConfigError where the tokens are not one per query of the plan."""
+    rows = tokens.numel()
+    if tokens.dim() != 1 or rows != plan.queries:
+        raise _specrs.ConfigError(f"tokens = {list(tokens.shape)}: the plan has {plan.queries} queries, one token each")
+    return rows

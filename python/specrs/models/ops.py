@@ -1,0 +1,204 @@
+"""The few operations that a model is written over, in two implementations.
+
+`TorchOps` is plain torch reading the plan's arrays: slow, obviously right, the reference for the other one and the
+start of any new backend. `HostOps` calls the Rust kernels, whose results for a row do not depend on the other rows of
+the batch, on paging or on the number of threads; with it a token's logits are the same bits whether it is decoded
+alone, prefilled in a chunk or verified in a tree.
+
+All activations are f32 [rows, width], contiguous, and caller-allocated. An `out` never shares memory with an input.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from specrs import _specrs
+from specrs.models.config import LayerConfig
+
+KV_DTYPES = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Kv:
+    """Keys and values of a model: `tensor` [layers, 2, num_slots, kv_heads, head_dim], f32 or bf16, keys at index 0.
+
+    Slot s is position s % page_size of page s // page_size; page 0 is the sink of padded lanes. `native` is the same
+    memory as the Rust kernels see it (for `_specrs.kv_move` and friends).
+    """
+
+    tensor: torch.Tensor
+    page_size: int
+    native: _specrs.KvCache
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.tensor.numel() * self.tensor.element_size()
+
+
+def allocate_kv(
+    config: LayerConfig, layers: int, num_pages: int, page_size: int, dtype: torch.dtype = torch.float32
+) -> Kv:
+    """Zeroed memory for `num_pages` pages, the sink included, of `page_size` tokens."""
+    if dtype not in KV_DTYPES:
+        raise _specrs.ConfigError(f"KV dtype = {dtype}: must be torch.float32 or torch.bfloat16")
+    tensor = torch.zeros((layers, 2, num_pages * page_size, config.num_kv_heads, config.head_dim), dtype=dtype)
+    return Kv(tensor, page_size, _specrs.KvCache(tensor, page_size))
+
+
+class Linear(Protocol):
+    """`x @ weight.T + bias`, with what surrounds it in a decoder layer fused in."""
+
+    in_features: int
+    out_features: int
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        norm: torch.Tensor | None = None,
+        eps: float = 0.0,
+    ) -> None:
+        """out [M, N] = residual + linear(rms_norm(x [M, K], norm, eps)); either may be absent."""
+
+    def forward_swiglu(self, x: torch.Tensor, out: torch.Tensor, norm: torch.Tensor, eps: float) -> None:
+        """For a weight of stacked gate and up rows: out [M, N/2] = silu(gate) * up of rms_norm(x [M, K], norm, eps)."""
+
+
+class Ops(Protocol):
+    """A backend of the model code."""
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        """Prepares a weight [N, K] (f32, f16 or bf16) and bias [N]; may repack it, so the originals can go."""
+
+    def rope(self, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        """Prepares rotary tables, f32 [positions, head_dim / 2] each."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
+        """out [M, K] = weight * x / sqrt(mean(x^2) + eps)."""
+
+    def rope_attention(
+        self,
+        kv: Kv,
+        layer: int,
+        plan: _specrs.Plan,
+        qkv: torch.Tensor,
+        rope: Any,
+        num_heads: int,
+        out: torch.Tensor,
+        scale: float,
+        q_norm: torch.Tensor | None = None,
+        k_norm: torch.Tensor | None = None,
+        eps: float = 0.0,
+    ) -> None:
+        """Normalises (optionally) and rotates q and k of `qkv` [Q, (H + 2 Hkv) D] at the plan's positions, writes k
+        and v to its slots, and attends as it says: out [Q, H D]."""
+
+
+class TorchOps:
+    """The reference: every step spelled out in torch, in f32."""
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        return _TorchLinear(weight.float(), None if bias is None else bias.float())
+
+    def rope(self, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        return cos, sin
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
+        out.copy_(_rms_norm(x, weight, eps))
+
+    def rope_attention(
+        self,
+        kv: Kv,
+        layer: int,
+        plan: _specrs.Plan,
+        qkv: torch.Tensor,
+        rope: Any,
+        num_heads: int,
+        out: torch.Tensor,
+        scale: float,
+        q_norm: torch.Tensor | None = None,
+        k_norm: torch.Tensor | None = None,
+        eps: float = 0.0,
+    ) -> None:
+        kv_heads, head_dim = kv.tensor.shape[3:]
+        q, k, v = qkv.view(qkv.shape[0], -1, head_dim).split((num_heads, kv_heads, kv_heads), dim=1)
+        if q_norm is not None:
+            q = _rms_norm(q, q_norm, eps)
+        if k_norm is not None:
+            k = _rms_norm(k, k_norm, eps)
+        positions = torch.from_dlpack(plan.positions).long()
+        cos, sin = (table[positions, None, :] for table in rope)
+        slots = torch.from_dlpack(plan.out_slots).long()
+        kv.tensor[layer, 0, slots] = _rotate(k, cos, sin).to(kv.tensor.dtype)
+        kv.tensor[layer, 1, slots] = v.to(kv.tensor.dtype)
+        _attend(kv, layer, plan, _rotate(q, cos, sin), out.view_as(q), scale)
+
+
+class _TorchLinear:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.weight = weight
+        self.bias = bias
+        self.out_features, self.in_features = weight.shape
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        norm: torch.Tensor | None = None,
+        eps: float = 0.0,
+    ) -> None:
+        y = self._apply(x, norm, eps)
+        out.copy_(y if residual is None else residual + y)
+
+    def forward_swiglu(self, x: torch.Tensor, out: torch.Tensor, norm: torch.Tensor, eps: float) -> None:
+        gate, up = self._apply(x, norm, eps).chunk(2, dim=-1)
+        out.copy_(torch.nn.functional.silu(gate) * up)
+
+    def _apply(self, x: torch.Tensor, norm: torch.Tensor | None, eps: float) -> torch.Tensor:
+        return torch.nn.functional.linear(x if norm is None else _rms_norm(x, norm, eps), self.weight, self.bias)
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turns the pairs (d, d + head_dim / 2), the layout of Hugging Face checkpoints."""
+    low, high = x.chunk(2, dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+
+
+def _attend(kv: Kv, layer: int, plan: _specrs.Plan, q: torch.Tensor, out: torch.Tensor, scale: float) -> None:
+    """Softmax attention of q [Q, H, D] over the row positions that the plan allows, request by request."""
+    indptr = torch.from_dlpack(plan.qo_indptr).tolist()
+    prefixes = torch.from_dlpack(plan.prefix_lens).tolist()
+    table = torch.from_dlpack(plan.page_table()).long()
+    mask = torch.from_dlpack(plan.mask)
+    group = q.shape[1] // kv.tensor.shape[3]
+    for i, prefix in enumerate(prefixes):
+        first, end = indptr[i], indptr[i + 1]
+        if first == end:
+            continue
+        allowed = _allowed(mask[first:end], prefix, end - first)
+        positions = torch.arange(allowed.shape[1])
+        slots = table[i, positions // kv.page_size] * kv.page_size + positions % kv.page_size
+        k, v = (half[slots].float().repeat_interleave(group, dim=1) for half in kv.tensor[layer])
+        scores = torch.einsum("qhd,khd->hqk", q[first:end], k) * scale
+        weights = scores.masked_fill(~allowed, float("-inf")).softmax(-1)
+        out[first:end] = torch.einsum("hqk,khd->qhd", weights, v)
+
+
+def _allowed(mask: torch.Tensor, prefix: int, queries: int) -> torch.Tensor:
+    """bool [queries, row positions]: the whole prefix, then causal, or the positions whose bit is set."""
+    if mask.shape[1] == 0:
+        return torch.ones(queries, prefix + queries, dtype=torch.bool).tril(prefix)
+    bits = (mask[:, :, None] >> torch.arange(64)) & 1
+    flat = bits.reshape(queries, -1).bool()
+    used = int(flat.any(0).nonzero().max()) + 1
+    return torch.cat((torch.ones(queries, prefix, dtype=torch.bool), flat[:, :used]), dim=1)
