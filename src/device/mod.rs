@@ -1,1 +1,45 @@
-//! (under construction)
+//! CUDA kernels on the caller's stream (feature `cuda`).
+//!
+//! The way from `cuda/<job>.cu` to a launch, the same for every kernel:
+//!
+//! 1. `build.rs` compiles the file to PTX and embeds it ([`ptx`]).
+//! 2. [`params`] mirrors the kernel's parameter struct; sizes and offsets are asserted here and in `cuda/params.cuh`.
+//! 3. [`Device`] retains the device's *primary* context, which is torch's: raw pointers and stream handles
+//!    interoperate. It loads each PTX image once and lives as long as the process.
+//! 4. A safe function per kernel ([`kv_move()`]) takes typed views ([`view`]), checks everything the host can know
+//!    before the launch, and launches on a [`Stream`] that the caller owns. It allocates nothing and waits for nothing,
+//!    so that it can be captured into a graph.
+//! 5. What only the device can know (an index in a tensor) the kernel checks; it skips the access and leaves a record in
+//!    mapped memory, which [`Device::check`] turns into [`Error::OutOfBounds`] at the next boundary.
+//!
+//! ```no_run
+//! use specrs::device::{self, Device, KvCacheView, MovesView, Stream};
+//! # fn f(cache: KvCacheView, moves: MovesView, stream: Stream) -> specrs::Result<()> {
+//! device::available()?; // typed error where there is no driver, no GPU, or no kernels in this build
+//! let device = Device::get(0)?;
+//! device::kv_move(device, stream, &cache, &moves)?;
+//! // ... later, once the stream has got there:
+//! device.check()?;
+//! # Ok(()) }
+//! ```
+//!
+//! Nothing here runs until asked: importing the Python package or using the CPU needs neither libcuda nor a GPU.
+//! cudarc's safe layer is not used: it tracks each buffer by events, which breaks stream capture, and has no way
+//! to adopt a stream. Ordering is the caller's stream's.
+#![allow(unsafe_code)]
+
+mod context;
+mod driver;
+mod fault;
+mod kv_move;
+pub mod params;
+mod ptx;
+pub mod view;
+
+pub use context::{Device, available};
+pub use driver::Stream;
+pub use kv_move::kv_move;
+pub use view::{DeviceSlice, KvCacheView, MovesView};
+
+#[cfg(doc)]
+use crate::error::Error;

@@ -1,0 +1,225 @@
+//! Compiles `cuda/*.cu` to PTX with nvcc and writes the table that `src/device/ptx.rs` embeds (feature `cuda` only).
+//!
+//! nvcc is searched in this order, and the first one whose PTX the oldest supported driver loads is used:
+//! `NVCC`; `CUDA_HOME`, `CUDA_PATH`; the PyPI wheel `cuda-toolkit[nvcc,cccl]` on `sys.path` of the building Python
+//! (`PYO3_PYTHON`, `VIRTUAL_ENV`, `python3`): this is what an isolated `pip install .` or `maturin build` finds, since
+//! `pyproject.toml` asks for that wheel; `PATH`; `/usr/local/cuda`.
+//!
+//! `SPECRS_NO_CUDA=1` builds without nvcc: the feature compiles, and `specrs::device::available()` says why there are no kernels.
+
+use std::env;
+use std::fmt::Write as _;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+
+/// Kernel files and the architectures each is compiled for. `80` is the baseline that every supported GPU runs;
+/// `90a` is added only to a kernel that was measured to gain from Hopper's own instructions.
+const KERNELS: &[(&str, &[&str])] = &[("kv_move", &["80"])];
+
+/// Newest PTX ISA that the oldest supported driver (580, CUDA 13.0) loads; the toolkit that writes it.
+const MAX_PTX: Version = Version(9, 0);
+const MAX_TOOLKIT: Version = Version(13, 0);
+
+const ADVICE: &str = "Ways on:\n  \
+    - pip install \"cuda-toolkit[nvcc,cccl]==13.0.*\" into a small environment of its own (not torch's: torch pins a newer one) \
+    and set NVCC=<environment>/lib/python3.X/site-packages/nvidia/cu13/bin/nvcc\n  \
+    - set NVCC or CUDA_HOME to an installed CUDA toolkit, at most 13.0\n  \
+    - set SPECRS_NO_CUDA=1 to build without CUDA kernels";
+
+const INPUTS: &[&str] =
+    &["NVCC", "NVCC_CCBIN", "CUDA_HOME", "CUDA_PATH", "PYO3_PYTHON", "VIRTUAL_ENV", "SPECRS_NO_CUDA", "DOCS_RS"];
+
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Version(u32, u32);
+
+impl std::fmt::Display for Version {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}.{}", self.0, self.1)
+    }
+}
+
+fn main() -> ExitCode {
+    println!("cargo::rerun-if-changed=build.rs");
+    if env::var_os("CARGO_FEATURE_CUDA").is_none() {
+        return ExitCode::SUCCESS;
+    }
+    println!("cargo::rerun-if-changed=cuda");
+    for name in INPUTS {
+        println!("cargo::rerun-if-env-changed={name}");
+    }
+    match build() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(why) => {
+            // One directive a line: cargo ends a message at the first newline.
+            for line in why.lines() {
+                println!("cargo::error={line}");
+            }
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn build() -> Result<(), String> {
+    let out = PathBuf::from(env::var_os("OUT_DIR").ok_or("OUT_DIR is not set: run through cargo")?);
+    let table = out.join("ptx.rs");
+    let absent = if env::var_os("DOCS_RS").is_some() {
+        Some("built for documentation")
+    } else if env::var("SPECRS_NO_CUDA").is_ok_and(|v| !matches!(v.as_str(), "" | "0")) {
+        Some("built with SPECRS_NO_CUDA=1")
+    } else {
+        None
+    };
+    let mut text = format!(
+        "/// Why there are no kernels in this build, if there are none.\npub(super) const ABSENT: Option<&str> = {absent:?};\n\
+         /// The embedded PTX, one image for each kernel file and architecture.\npub(super) static IMAGES: &[Image] = &[\n"
+    );
+    if absent.is_none() {
+        let nvcc = find_nvcc()?;
+        for (name, archs) in KERNELS {
+            for arch in *archs {
+                let file = format!("{name}.compute_{arch}.ptx");
+                compile(&nvcc, name, arch, &out.join(&file))?;
+                let number = arch.trim_end_matches('a');
+                let exact = arch.ends_with('a');
+                writeln!(
+                    text,
+                    "    Image {{ name: {name:?}, arch: {number}, exact: {exact}, \
+                     text: concat!(include_str!(concat!(env!(\"OUT_DIR\"), \"/{file}\")), \"\\0\") }},"
+                )
+                .map_err(|e| e.to_string())?;
+            }
+        }
+    }
+    text.push_str("];\n");
+    fs::write(&table, text).map_err(|e| format!("cannot write {}: {e}", table.display()))
+}
+
+/// The first nvcc of the search order that is there and not too new; else what was looked at, and what to do.
+fn find_nvcc() -> Result<PathBuf, String> {
+    let mut seen = Vec::new();
+    for (origin, path) in candidates() {
+        let found = toolkit_version(&path);
+        match found {
+            Ok(version) if version <= MAX_TOOLKIT => return Ok(path),
+            Ok(version) => seen.push(format!(
+                "{origin}: {} is CUDA {version}, whose PTX driver 580 (CUDA {MAX_TOOLKIT}) refuses",
+                path.display()
+            )),
+            Err(why) => seen.push(format!("{origin}: {}: {why}", path.display())),
+        }
+        if origin == "NVCC" {
+            break; // what the user named is used or refused, never silently replaced
+        }
+    }
+    let seen = if seen.is_empty() { "nothing found".to_owned() } else { seen.join("\n  ") };
+    Err(format!("feature `cuda` needs nvcc (CUDA <= {MAX_TOOLKIT}). Looked at:\n  {seen}\n{ADVICE}"))
+}
+
+fn candidates() -> Vec<(&'static str, PathBuf)> {
+    let exe = format!("nvcc{}", env::consts::EXE_SUFFIX);
+    let mut found = Vec::new();
+    if let Some(path) = env::var_os("NVCC").filter(|v| !v.is_empty()) {
+        found.push(("NVCC", PathBuf::from(path)));
+    }
+    for name in ["CUDA_HOME", "CUDA_PATH"] {
+        if let Some(root) = env::var_os(name).filter(|v| !v.is_empty()) {
+            found.push((name, Path::new(&root).join("bin").join(&exe)));
+        }
+    }
+    for site in python_path() {
+        let path = site.join("nvidia").join("cu13").join("bin").join(&exe);
+        if path.is_file() {
+            found.push(("cuda-toolkit wheel", path));
+        }
+    }
+    if let Some(dirs) = env::var_os("PATH") {
+        found.extend(env::split_paths(&dirs).map(|d| d.join(&exe)).filter(|p| p.is_file()).map(|p| ("PATH", p)));
+    }
+    let usual = Path::new("/usr/local/cuda/bin").join(&exe);
+    if usual.is_file() {
+        found.push(("/usr/local/cuda", usual));
+    }
+    found
+}
+
+/// `sys.path` of each Python that may be the building one, in order. In pip's isolated build it holds the overlay
+/// into which the build requirements were installed.
+fn python_path() -> Vec<PathBuf> {
+    let mut pythons = Vec::new();
+    if let Some(python) = env::var_os("PYO3_PYTHON").filter(|v| !v.is_empty()) {
+        pythons.push(PathBuf::from(python));
+    }
+    if let Some(root) = env::var_os("VIRTUAL_ENV").filter(|v| !v.is_empty()) {
+        pythons.push(Path::new(&root).join("bin").join("python"));
+    }
+    pythons.push(PathBuf::from("python3"));
+    let mut dirs: Vec<PathBuf> = Vec::new();
+    for python in pythons {
+        let Ok(output) = Command::new(&python).args(["-c", "import sys; print('\\n'.join(sys.path))"]).output() else {
+            continue;
+        };
+        for line in String::from_utf8_lossy(&output.stdout).lines().filter(|l| !l.is_empty()) {
+            let dir = PathBuf::from(line);
+            if !dirs.contains(&dir) {
+                dirs.push(dir);
+            }
+        }
+    }
+    dirs
+}
+
+/// Release that `nvcc --version` prints (`... release 13.0, V13.0.88`).
+fn toolkit_version(nvcc: &Path) -> Result<Version, String> {
+    let output = Command::new(nvcc).arg("--version").output().map_err(|e| format!("does not run: {e}"))?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    text.split("release ")
+        .nth(1)
+        .and_then(|rest| parse_version(rest.split(',').next()?))
+        .ok_or_else(|| "prints no release number for --version".to_owned())
+}
+
+fn parse_version(text: &str) -> Option<Version> {
+    let (major, minor) = text.trim().split_once('.')?;
+    Some(Version(major.parse().ok()?, minor.parse().ok()?))
+}
+
+fn compile(nvcc: &Path, name: &str, arch: &str, ptx: &Path) -> Result<(), String> {
+    let root = env::var_os("CARGO_MANIFEST_DIR").ok_or("CARGO_MANIFEST_DIR is not set: run through cargo")?;
+    let source = format!("cuda/{name}.cu");
+    // Relative source path: what the compiler writes about its input does not depend on where the checkout lies.
+    let output = Command::new(nvcc)
+        .current_dir(&root)
+        .args(["-ptx", "-O3", "-std=c++17", "--Werror", "all-warnings"])
+        .arg(format!("-arch=compute_{arch}"))
+        .arg("-o")
+        .arg(ptx)
+        .arg(&source)
+        .output()
+        .map_err(|e| format!("{} does not run: {e}\n{ADVICE}", nvcc.display()))?;
+    if !output.status.success() {
+        let said = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        let host = ["cc1plus", "gcc: not found", "gcc: No such file", "failed to preprocess host", "g++: not found"];
+        let hint = if host.iter().any(|h| said.contains(h)) || said.contains("unsupported GNU version") {
+            "\nnvcc needs a host C++ compiler even for PTX: install g++ (Debian: apt install g++) or set NVCC_CCBIN to one that this nvcc supports"
+        } else {
+            ""
+        };
+        return Err(format!(
+            "{} {source} for compute_{arch} failed ({}):\n{said}{hint}",
+            nvcc.display(),
+            output.status
+        ));
+    }
+    let text = fs::read_to_string(ptx).map_err(|e| format!("cannot read {}: {e}", ptx.display()))?;
+    let version = text.lines().find_map(|l| l.strip_prefix(".version ")).and_then(parse_version).ok_or_else(|| {
+        format!("{}: no .version line; {} is not an nvcc that writes PTX", ptx.display(), nvcc.display())
+    })?;
+    if version > MAX_PTX {
+        return Err(format!(
+            "{} wrote PTX ISA {version} for {source}; driver 580 loads at most {MAX_PTX}\n{ADVICE}",
+            nvcc.display()
+        ));
+    }
+    Ok(())
+}

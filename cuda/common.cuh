@@ -1,0 +1,40 @@
+// Bounds checks of every kernel, and how a violation reaches the host.
+//
+// A kernel never traps and never skips silently: `in_bounds` says whether an access may happen, and where it may not
+// the kernel leaves it out and calls `record_fault` once for it (from one thread: the index is the same for all).
+//
+// Protocol of the fault record: the first fault of an epoch wins. The word that decides it lies in device memory,
+// since atomics on mapped host memory are only atomic as far as the bus allows. The winner alone writes the
+// record, `ready` last. The host starts the next epoch only after it has read a ready record, so no writer of an old
+// epoch can still be under way then: every other thread of that epoch has lost the claim.
+#pragma once
+
+#include "params.cuh"
+
+namespace specrs {
+
+__device__ __forceinline__ bool in_bounds(int64_t index, int64_t bound) {
+    return index >= 0 && index < bound;
+}
+
+// Out of line: it runs only on a fault, and the kernel's registers are for the other path.
+static __device__ __noinline__ void record_fault(uint64_t record_address, uint64_t claim_address, Kernel kernel,
+                                                 Buffer buffer, int32_t request, int32_t step, int64_t index,
+                                                 int64_t bound) {
+    volatile FaultRecord *record = reinterpret_cast<volatile FaultRecord *>(record_address);
+    unsigned int *claim = reinterpret_cast<unsigned int *>(claim_address);
+    const unsigned int epoch = record->epoch;
+    if (atomicMax(claim, epoch) >= epoch) {
+        return;  // an earlier fault of this epoch is, or is being, recorded
+    }
+    record->kernel = kernel;
+    record->buffer = buffer;
+    record->request = request;
+    record->step = step;
+    record->index = index;
+    record->bound = bound;
+    __threadfence_system();  // the host must not see `ready` before the fields
+    record->ready = epoch;
+}
+
+}  // namespace specrs

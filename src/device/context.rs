@@ -1,0 +1,125 @@
+//! One [`Device`] per GPU of the process: the retained primary context, its kernels and its fault record.
+
+use std::sync::{Mutex, OnceLock};
+
+use super::driver::{Entered, Function, Module, Primary, Relaxed};
+use super::fault::{Faults, to_error};
+use super::{driver, ptx};
+use crate::error::{Error, Result, in_range};
+
+/// Largest number of GPUs in a process that are told apart.
+const MAX_DEVICES: usize = 64;
+
+/// Devices in use, by ordinal. They live as long as the process: a kernel may be in flight, or captured in a graph that
+/// torch owns, at any later time.
+static DEVICES: [OnceLock<Device>; MAX_DEVICES] = [const { OnceLock::new() }; MAX_DEVICES];
+
+/// Held while a device is set up, so that it is set up once.
+static SETUP: Mutex<()> = Mutex::new(());
+
+/// A GPU that kernels of this crate can run on. Get one with [`Device::get`].
+#[derive(Debug)]
+pub struct Device {
+    // Fields are dropped in this order where a setup fails half-way: what lives in the context goes before it.
+    pub(super) kv_move: KvMoveKernels,
+    faults: Faults,
+    primary: Primary,
+    ordinal: i32,
+    capability: i32,
+}
+
+/// The functions of `cuda/kv_move.cu`, one for each vector width.
+#[derive(Debug)]
+pub(super) struct KvMoveKernels {
+    /// `(bytes of a vector, function)`, widest first. Valid while `_module` is loaded.
+    pub(super) by_width: [(u64, Function); 5],
+    _module: Module,
+}
+
+impl KvMoveKernels {
+    fn load(capability: i32) -> Result<Self> {
+        let module = Module::load(ptx::select("kv_move", capability)?.text)?;
+        let by_width = [
+            (16, module.function("kv_move_v16")?),
+            (8, module.function("kv_move_v8")?),
+            (4, module.function("kv_move_v4")?),
+            (2, module.function("kv_move_v2")?),
+            (1, module.function("kv_move_v1")?),
+        ];
+        Ok(Self { by_width, _module: module })
+    }
+}
+
+/// Whether kernels can run in this process at all: `Ok`, or why not (no kernels in this build, no driver, no GPU).
+pub fn available() -> Result<()> {
+    if let Some(why) = ptx::ABSENT {
+        return Err(Error::CudaUnavailable(format!("no CUDA kernels in this build: {why}")));
+    }
+    driver::init()?;
+    match driver::named("cuDeviceGetCount", cudarc::driver::result::device::get_count())? {
+        count if count > 0 => Ok(()),
+        _ => Err(Error::CudaUnavailable("the driver sees no GPU".into())),
+    }
+}
+
+impl Device {
+    /// The device with the driver's (and torch's) number `ordinal`. The first call sets it up: retains the primary
+    /// context, loads the kernels and allocates the fault record (64 bytes); later calls cost one atomic load.
+    ///
+    /// Safe to call for the first time while a stream is captured, though better before: loading takes milliseconds.
+    pub fn get(ordinal: i32) -> Result<&'static Device> {
+        in_range("CUDA device", ordinal, 0, MAX_DEVICES as i128 - 1)?;
+        let cell = &DEVICES[ordinal as usize]; // in range: just checked
+        if let Some(device) = cell.get() {
+            return Ok(device);
+        }
+        let _setup = SETUP.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        if let Some(device) = cell.get() {
+            return Ok(device); // another thread was first
+        }
+        available()?;
+        let device = Device::set_up(ordinal)?;
+        Ok(cell.get_or_init(|| device))
+    }
+
+    fn set_up(ordinal: i32) -> Result<Device> {
+        let primary = Primary::retain(ordinal)?;
+        let capability = primary.capability()?;
+        // Guards first, values second: on an error the values are dropped while the context is still current.
+        let _current = primary.enter()?;
+        let _relaxed = Relaxed::enter()?;
+        let kv_move = KvMoveKernels::load(capability)?;
+        let faults = Faults::new()?;
+        drop(_relaxed);
+        drop(_current);
+        Ok(Device { kv_move, faults, primary, ordinal, capability })
+    }
+
+    /// The driver's number of this device.
+    pub fn ordinal(&self) -> i32 {
+        self.ordinal
+    }
+
+    /// Compute capability, major * 10 + minor: 90 for Hopper.
+    pub fn capability(&self) -> i32 {
+        self.capability
+    }
+
+    /// Raise what a kernel of this device recorded since the last call, once: [`Error::OutOfBounds`] with kernel, buffer,
+    /// request, step, index and bound. Reads host memory and waits for nothing: it sees the faults of work that has
+    /// finished, so call it where the stream is known to have got far enough (after a read-back or an event).
+    /// Of several faults in that time the first is kept.
+    pub fn check(&self) -> Result<()> {
+        self.faults.take().map_or(Ok(()), |record| Err(to_error(&record)))
+    }
+
+    /// Make the context current for a launch.
+    pub(super) fn enter(&self) -> Result<Entered> {
+        self.primary.enter()
+    }
+
+    /// Addresses of the fault record and of its claim word, for a kernel's parameters.
+    pub(super) fn fault_addresses(&self) -> (u64, u64) {
+        (self.faults.record_address(), self.faults.claim_address())
+    }
+}

@@ -1,0 +1,307 @@
+//! A small RAII layer over the driver API: each resource has one owner, whose `Drop` gives it back.
+//!
+//! Everything that may load libcuda goes through [`init`], because cudarc panics in its first call where the
+//! library is missing. Every call names itself in its error.
+
+use std::ffi::{CStr, CString, c_void};
+use std::ptr::NonNull;
+use std::sync::OnceLock;
+
+use cudarc::driver::{result, sys};
+
+use crate::error::{Error, Result};
+
+/// `Err` with the driver's name and text for its code, under the name of the call that failed.
+pub(super) fn named<T>(call: &'static str, outcome: std::result::Result<T, result::DriverError>) -> Result<T> {
+    outcome.map_err(|e| {
+        let text = |t: std::result::Result<&CStr, result::DriverError>| {
+            t.map_or_else(|_| "no text".to_owned(), |c| c.to_string_lossy().into_owned())
+        };
+        let message = format!("{} ({}): {}", text(e.error_name()), e.0 as u32, text(e.error_string()));
+        Error::Cuda { call, message }
+    })
+}
+
+/// Load libcuda and start the driver, once for the process; the reason where that is not possible.
+pub(super) fn init() -> Result<()> {
+    static OUTCOME: OnceLock<Result<()>> = OnceLock::new();
+    OUTCOME
+        .get_or_init(|| {
+            // SAFETY: it only tries to open the library, and opening libcuda runs no code that depends on this process.
+            if !unsafe { sys::is_culib_present() } {
+                return Err(Error::CudaUnavailable("libcuda is not on this machine (no NVIDIA driver)".into()));
+            }
+            // cudarc panics where the library lacks a symbol; a panic must not cross into Python.
+            let started = std::panic::catch_unwind(result::init);
+            match started {
+                Ok(Ok(())) => Ok(()),
+                Ok(Err(e)) => Err(Error::CudaUnavailable(format!("cuInit failed with code {}: {e}", e.0 as u32))),
+                Err(_) => Err(Error::CudaUnavailable("libcuda was found and could not be loaded".into())),
+            }
+        })
+        .clone()
+}
+
+/// A stream that somebody else owns (torch's current stream); work is put on it and it is never waited for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Stream(sys::CUstream);
+
+impl Stream {
+    /// Adopt a raw `cudaStream_t` / `CUstream`; 0 is the legacy default stream.
+    ///
+    /// # Safety
+    /// `handle` is 0 or a live stream of the primary context of the device it is used with, and stays live until the
+    /// work put on it has finished.
+    pub unsafe fn from_raw(handle: usize) -> Self {
+        Stream(handle as sys::CUstream)
+    }
+
+    /// The raw handle.
+    pub fn raw(self) -> usize {
+        self.0 as usize
+    }
+}
+
+/// A device's primary context, retained. It is the context that the CUDA runtime, and so torch, uses.
+#[derive(Debug)]
+pub(super) struct Primary {
+    device: sys::CUdevice,
+    context: sys::CUcontext,
+}
+
+// SAFETY: a CUcontext may be used from any thread; the driver locks it.
+unsafe impl Send for Primary {}
+// SAFETY: as above; nothing here is mutated after construction.
+unsafe impl Sync for Primary {}
+
+impl Primary {
+    pub(super) fn retain(ordinal: i32) -> Result<Self> {
+        init()?;
+        let count = named("cuDeviceGetCount", result::device::get_count())?;
+        if ordinal < 0 || ordinal >= count {
+            return Err(Error::OutOfRange {
+                what: "CUDA device",
+                got: ordinal.into(),
+                min: 0,
+                max: i128::from(count) - 1,
+            });
+        }
+        let device = named("cuDeviceGet", result::device::get(ordinal))?;
+        // SAFETY: `device` comes from cuDeviceGet.
+        let context = named("cuDevicePrimaryCtxRetain", unsafe { result::primary_ctx::retain(device) })?;
+        Ok(Self { device, context })
+    }
+
+    /// Compute capability, major * 10 + minor.
+    pub(super) fn capability(&self) -> Result<i32> {
+        use sys::CUdevice_attribute::{
+            CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR as MAJOR,
+            CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR as MINOR,
+        };
+        // SAFETY: `device` comes from cuDeviceGet.
+        let major = named("cuDeviceGetAttribute", unsafe { result::device::get_attribute(self.device, MAJOR) })?;
+        // SAFETY: as above.
+        let minor = named("cuDeviceGetAttribute", unsafe { result::device::get_attribute(self.device, MINOR) })?;
+        Ok(major * 10 + minor)
+    }
+
+    /// Make this context the thread's current one until the guard is dropped. Costs one query where it is already.
+    pub(super) fn enter(&self) -> Result<Entered> {
+        let before = named("cuCtxGetCurrent", result::ctx::get_current())?;
+        if before == Some(self.context) {
+            return Ok(Entered { restore: None });
+        }
+        // SAFETY: the context is retained for as long as `self` lives.
+        named("cuCtxSetCurrent", unsafe { result::ctx::set_current(self.context) })?;
+        Ok(Entered { restore: Some(before.unwrap_or(std::ptr::null_mut())) })
+    }
+}
+
+impl Drop for Primary {
+    fn drop(&mut self) {
+        // SAFETY: retained once in `retain`, released once here. An error at this point has nobody to act on it.
+        let _ = unsafe { result::primary_ctx::release(self.device) };
+    }
+}
+
+/// Restores the thread's context that was current before [`Primary::enter`].
+pub(super) struct Entered {
+    restore: Option<sys::CUcontext>,
+}
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        if let Some(before) = self.restore {
+            // SAFETY: it was this thread's current context (or null: none) when the guard was made.
+            let _ = unsafe { result::ctx::set_current(before) };
+        }
+    }
+}
+
+/// Lets this thread allocate and load while a stream is being captured (by this thread or, in torch's default mode, any):
+/// without it such a call fails and takes the capture with it. None of the guarded calls touches a capturing stream.
+pub(super) struct Relaxed {
+    before: sys::CUstreamCaptureMode,
+}
+
+impl Relaxed {
+    pub(super) fn enter() -> Result<Self> {
+        let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: `mode` is a valid in-out pointer for the call.
+        named("cuThreadExchangeStreamCaptureMode", unsafe {
+            sys::cuThreadExchangeStreamCaptureMode(&mut mode).result()
+        })?;
+        Ok(Self { before: mode })
+    }
+}
+
+impl Drop for Relaxed {
+    fn drop(&mut self) {
+        // SAFETY: as in `enter`; it puts back what `enter` found.
+        let _ = unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut self.before).result() };
+    }
+}
+
+/// A loaded PTX module.
+#[derive(Debug)]
+pub(super) struct Module(sys::CUmodule);
+
+// SAFETY: modules may be used from any thread of the process.
+unsafe impl Send for Module {}
+// SAFETY: as above; the handle never changes.
+unsafe impl Sync for Module {}
+
+impl Module {
+    /// Compile and load NUL-terminated PTX into the current context.
+    pub(super) fn load(ptx: &'static str) -> Result<Self> {
+        let text = CStr::from_bytes_with_nul(ptx.as_bytes()).map_err(|e| Error::Invalid {
+            what: "PTX image",
+            got: format!("{} bytes", ptx.len()),
+            why: e.to_string(),
+        })?;
+        // SAFETY: `text` is NUL-terminated, as the loader needs, and lives for the process.
+        named("cuModuleLoadData", unsafe { result::module::load_data(text.as_ptr().cast::<c_void>()) }).map(Module)
+    }
+
+    /// A kernel of the module. The handle is valid while the module is loaded, so keep it beside the module.
+    pub(super) fn function(&self, name: &'static str) -> Result<Function> {
+        let c = CString::new(name).map_err(|e| Error::Invalid {
+            what: "kernel name",
+            got: name.into(),
+            why: e.to_string(),
+        })?;
+        // SAFETY: the module is loaded.
+        named("cuModuleGetFunction", unsafe { result::module::get_function(self.0, c) }).map(Function)
+    }
+}
+
+impl Drop for Module {
+    fn drop(&mut self) {
+        // SAFETY: loaded once in `load`, unloaded once here.
+        let _ = unsafe { result::module::unload(self.0) };
+    }
+}
+
+/// A kernel of a loaded module.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Function(sys::CUfunction);
+
+// SAFETY: functions may be launched from any thread of the process.
+unsafe impl Send for Function {}
+// SAFETY: as above; the handle never changes.
+unsafe impl Sync for Function {}
+
+impl Function {
+    /// Launch with one by-value parameter struct.
+    ///
+    /// # Safety
+    /// The function's module is loaded and its context current; `params` is the struct the kernel declares, and every
+    /// address and capacity in it is true until the launch has finished on the device.
+    pub(super) unsafe fn launch<P: Copy>(
+        self,
+        grid: (u32, u32, u32),
+        block: u32,
+        stream: Stream,
+        params: &P,
+    ) -> Result<()> {
+        let mut arguments = [std::ptr::from_ref(params).cast_mut().cast::<c_void>()];
+        // SAFETY: the driver copies the parameters during the call and does not write to them; the rest is the caller's
+        // promise.
+        let outcome = unsafe { result::launch_kernel(self.0, grid, (block, 1, 1), 0, stream.0, &mut arguments) };
+        named("cuLaunchKernel", outcome)
+    }
+}
+
+/// One `T` in pinned host memory that the device reads and writes under its own address.
+#[derive(Debug)]
+pub(super) struct Mapped<T> {
+    host: NonNull<T>,
+    device: u64,
+}
+
+// SAFETY: the memory belongs to this value alone; accesses go through volatile reads and writes.
+unsafe impl<T: Send> Send for Mapped<T> {}
+// SAFETY: as above: shared access is volatile only.
+unsafe impl<T: Send> Sync for Mapped<T> {}
+
+impl<T: Copy> Mapped<T> {
+    /// Allocate and fill.
+    pub(super) fn new(value: T) -> Result<Self> {
+        let flags = sys::CU_MEMHOSTALLOC_DEVICEMAP | sys::CU_MEMHOSTALLOC_PORTABLE;
+        // SAFETY: a context is current (callers hold an `Entered`); the size is not zero.
+        let raw = named("cuMemHostAlloc", unsafe { result::malloc_host(size_of::<T>().max(1), flags) })?;
+        let Some(host) = NonNull::new(raw.cast::<T>()) else {
+            return Err(Error::Cuda { call: "cuMemHostAlloc", message: "returned a null pointer".into() });
+        };
+        let mut mapped = Self { host, device: 0 };
+        // SAFETY: freshly allocated, page-aligned, large enough, not yet known to the device.
+        unsafe { mapped.host.as_ptr().write(value) };
+        // SAFETY: `raw` was allocated with DEVICEMAP; `device` is a valid out pointer.
+        named("cuMemHostGetDevicePointer", unsafe {
+            sys::cuMemHostGetDevicePointer_v2(&mut mapped.device, raw, 0).result()
+        })?;
+        Ok(mapped)
+    }
+
+    pub(super) fn host(&self) -> NonNull<T> {
+        self.host
+    }
+
+    pub(super) fn device_address(&self) -> u64 {
+        self.device
+    }
+}
+
+impl<T> Drop for Mapped<T> {
+    fn drop(&mut self) {
+        // SAFETY: allocated once in `new`, freed once here.
+        let _ = unsafe { result::free_host(self.host.as_ptr().cast()) };
+    }
+}
+
+/// A small zeroed buffer in device memory.
+#[derive(Debug)]
+pub(super) struct DeviceWords(sys::CUdeviceptr);
+
+impl DeviceWords {
+    /// `count` words of 4 bytes, zero.
+    pub(super) fn zeroed(count: usize) -> Result<Self> {
+        // SAFETY: a context is current (callers hold an `Entered`).
+        let address = named("cuMemAlloc", unsafe { result::malloc_sync(count * 4) })?;
+        let words = Self(address);
+        // SAFETY: the range was just allocated.
+        named("cuMemsetD8", unsafe { result::memset_d8_sync(address, 0, count * 4) })?;
+        Ok(words)
+    }
+
+    pub(super) fn device_address(&self) -> u64 {
+        self.0
+    }
+}
+
+impl Drop for DeviceWords {
+    fn drop(&mut self) {
+        // SAFETY: allocated once in `zeroed`, freed once here.
+        let _ = unsafe { result::free_sync(self.0) };
+    }
+}

@@ -1,0 +1,95 @@
+//! The fault record: what a kernel skipped, read by the host without a synchronisation.
+//!
+//! Protocol (device side in `cuda/common.cuh`): the record carries the epoch that may be recorded next. The first thread
+//! that raises the claim word in device memory to that epoch wins, writes the fields and then `ready = epoch`. The
+//! host opens the next epoch only after it has read a ready record: every other thread of the old epoch has lost by then.
+
+use std::sync::Mutex;
+use std::sync::atomic::{Ordering, fence};
+
+use super::driver::{DeviceWords, Mapped};
+use super::params::{BUFFERS, FaultRecord, KERNELS};
+use crate::error::{Error, Result};
+
+/// One device's record and its claim word.
+#[derive(Debug)]
+pub(super) struct Faults {
+    record: Mapped<FaultRecord>,
+    claim: DeviceWords,
+    /// Serialises readers, so that one fault is reported once.
+    reader: Mutex<()>,
+}
+
+impl Faults {
+    pub(super) fn new() -> Result<Self> {
+        let record = Mapped::new(FaultRecord { epoch: 1, ..FaultRecord::default() })?;
+        Ok(Self { record, claim: DeviceWords::zeroed(1)?, reader: Mutex::new(()) })
+    }
+
+    /// Address of the record for kernels.
+    pub(super) fn record_address(&self) -> u64 {
+        self.record.device_address()
+    }
+
+    /// Address of the claim word for kernels.
+    pub(super) fn claim_address(&self) -> u64 {
+        self.claim.device_address()
+    }
+
+    /// The recorded fault, if there is a complete one, and open the next epoch.
+    pub(super) fn take(&self) -> Option<FaultRecord> {
+        // A panic of another reader cannot have left anything half done: the guarded value is ().
+        let _one = self.reader.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let host = self.record.host().as_ptr();
+        // SAFETY: the record lives as long as `self`; volatile, since the device writes it behind the compiler's back.
+        let (epoch, ready) =
+            unsafe { ((&raw const (*host).epoch).read_volatile(), (&raw const (*host).ready).read_volatile()) };
+        if ready != epoch {
+            return None;
+        }
+        fence(Ordering::Acquire); // the device wrote the fields before `ready`
+        // SAFETY: as above; no device thread writes the fields of an epoch that is ready.
+        let record = unsafe { host.read_volatile() };
+        // SAFETY: as above; `epoch` is the one field that only the host writes. The claim word orders epochs by value, so
+        // the count must not wrap: at its end it stays, and the last fault is reported again and again.
+        unsafe { (&raw mut (*host).epoch).write_volatile(epoch.saturating_add(1)) };
+        Some(record)
+    }
+}
+
+/// The error that a record stands for.
+pub(super) fn to_error(record: &FaultRecord) -> Error {
+    Error::OutOfBounds {
+        kernel: name(KERNELS, record.kernel),
+        buffer: name(BUFFERS, record.buffer),
+        request: record.request.into(),
+        step: record.step.into(),
+        index: record.index,
+        bound: record.bound,
+    }
+}
+
+fn name(table: &[(&'static str, i32, &'static str)], id: i32) -> &'static str {
+    table.iter().find(|(_, value, _)| *value == id).map_or("unknown", |(_, _, name)| name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_record_becomes_an_error_with_every_field() {
+        let record = FaultRecord { epoch: 7, ready: 7, kernel: 1, buffer: 2, request: 3, step: 4, index: -5, bound: 6 };
+        let error = to_error(&record);
+        let want = Error::OutOfBounds {
+            kernel: "kv_move",
+            buffer: "cache (destination slot)",
+            request: 3,
+            step: 4,
+            index: -5,
+            bound: 6,
+        };
+        assert_eq!(error, want);
+        assert_eq!(name(BUFFERS, 99), "unknown");
+    }
+}
