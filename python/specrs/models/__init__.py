@@ -4,15 +4,15 @@ from specrs.models.config import Eagle3Config, LayerConfig, ModelConfig, RopeCon
 from specrs.models.eagle3 import Eagle3Head
 from specrs.models.errors import DraftMismatchError, ModelFileError, UnsupportedModelError
 from specrs.models.llama import LlamaModel
+from specrs.models.load import load_draft, load_target
 from specrs.models.loader import Checkpoint
-from specrs.models.ops import Kv, Linear, Ops, TorchOps, allocate_kv
+from specrs.models.ops import Linear, Ops, TorchOps, new_cache
 
 __all__ = [
     "Checkpoint",
     "DraftMismatchError",
     "Eagle3Config",
     "Eagle3Head",
-    "Kv",
     "LayerConfig",
     "Linear",
     "LlamaModel",
@@ -22,5 +22,7 @@ __all__ = [
     "RopeConfig",
     "TorchOps",
     "UnsupportedModelError",
-    "allocate_kv",
+    "load_draft",
+    "load_target",
+    "new_cache",
 ]

@@ -228,6 +228,11 @@ class Eagle3Config(LayerConfig):
             norm_before_residual=get.boolean("norm_before_residual", False),
         )
 
+    @property
+    def aux_size(self) -> int:
+        """Columns of a row of features: those of all auxiliary layers side by side."""
+        return (3 if self.aux_layers is None else len(self.aux_layers)) * self.target_hidden_size
+
     def aux_layers_for(self, target: ModelConfig) -> tuple[int, ...]:
         """The features' layers for this target: its own choice, or the published default. Order is that of `fc`."""
         if self.aux_layers is not None:

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import torch
 
-from specrs import _specrs
+from specrs._specrs import ConfigError, KvCache, Plan
 from specrs.models.config import Eagle3Config
 from specrs.models.errors import DraftMismatchError, ModelFileError
 from specrs.models.layer import Embedding, LayerKind, LayerTail, Workspace, layer_shapes, qkv_names
 from specrs.models.llama import ROPE_SLACK, LlamaModel, check_rows
 from specrs.models.loader import Checkpoint
-from specrs.models.ops import Kv, Linear, Ops
+from specrs.models.ops import Linear, Ops, new_cache
 from specrs.models.rope import rope_tables
 
 _LAYER = "midlayer."
@@ -81,12 +81,16 @@ class Eagle3Head:
         """Columns of the head's logits."""
         return self.config.draft_vocab_size
 
+    def new_cache(self, num_pages: int, page_size: int, dtype: torch.dtype = torch.float32) -> KvCache:
+        """Memory for the head's own KV, of one layer; slots are those of the target's cache."""
+        return new_cache(self.config, 1, num_pages, page_size, dtype)
+
     def extend(
         self,
         tokens: torch.Tensor,
         aux: torch.Tensor,
-        plan: _specrs.Plan,
-        kv: Kv,
+        plan: Plan,
+        kv: KvCache,
         logit_rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows whose features are the target's.
@@ -99,7 +103,7 @@ class Eagle3Head:
         w = self._extend_work.rows(rows)
         if aux.shape != (rows, self._fc.in_features):
             got, want = list(aux.shape), [rows, self._fc.in_features]
-            raise _specrs.ConfigError(f"aux = {got}: must be {want}, a feature row for each query of the plan")
+            raise ConfigError(f"aux = {got}: must be {want}, a feature row for each query of the plan")
         self._fc.forward(aux, w["x"])
         residual = self._attend(tokens, w["x"], plan, kv, w)
         attended = w["attended"]
@@ -111,7 +115,7 @@ class Eagle3Head:
         return self._predict(residual, attended, tail)
 
     def step(
-        self, tokens: torch.Tensor, hidden: torch.Tensor, plan: _specrs.Plan, kv: Kv
+        self, tokens: torch.Tensor, hidden: torch.Tensor, plan: Plan, kv: KvCache
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Draft rows, whose features are the hidden states of the rows that they continue.
 
@@ -122,11 +126,11 @@ class Eagle3Head:
         w = self._step_work.rows(rows)
         if hidden.shape != (rows, self.config.hidden_size):
             got, want = list(hidden.shape), [rows, self.config.hidden_size]
-            raise _specrs.ConfigError(f"hidden = {got}: must be {want}, a row for each query of the plan")
+            raise ConfigError(f"hidden = {got}: must be {want}, a row for each query of the plan")
         return self._predict(self._attend(tokens, hidden, plan, kv, w), w["attended"], w)
 
     def _attend(
-        self, tokens: torch.Tensor, feature: torch.Tensor, plan: _specrs.Plan, kv: Kv, w: dict[str, torch.Tensor]
+        self, tokens: torch.Tensor, feature: torch.Tensor, plan: Plan, kv: KvCache, w: dict[str, torch.Tensor]
     ) -> torch.Tensor:
         """Fills `attended` of w; returns the residual stream that it adds to."""
         self.embedding.lookup(tokens, w["e"])

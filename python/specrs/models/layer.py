@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from specrs import _specrs
+from specrs._specrs import ConfigError, KvCache, Plan
 from specrs.models.config import LayerConfig
 from specrs.models.loader import Checkpoint
-from specrs.models.ops import Kv, Linear, Ops
+from specrs.models.ops import Linear, Ops
 
 # Row counts repeat from round to round; this many sets of views are kept before starting over.
 _MAX_ROW_COUNTS = 256
@@ -67,7 +67,7 @@ class Embedding:
             bad = [token for token in tokens.tolist() if not 0 <= token < vocab]
             if not bad:
                 raise
-            raise _specrs.ConfigError(f"token = {bad[0]} is outside 0..{vocab} (the vocabulary)") from error
+            raise ConfigError(f"token = {bad[0]} is outside 0..{vocab} (the vocabulary)") from error
 
 
 @dataclass(frozen=True)
@@ -110,13 +110,15 @@ class LayerTail:
         self._heads = config.num_heads
         self._scale = config.head_dim**-0.5
         self.o = stacked(ops, weights, [f"{prefix}self_attn.o_proj"], kind.o_bias)
-        self.gate_up = stacked(ops, weights, [f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"], kind.mlp_bias)
+        self.gate_up = stacked(
+            ops, weights, [f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"], kind.mlp_bias, gated=True
+        )
         self.down = stacked(ops, weights, [f"{prefix}mlp.down_proj"], kind.mlp_bias)
         self.post_norm = weights.load(f"{prefix}post_attention_layernorm.weight").float()
         self.q_norm = weights.load(f"{prefix}self_attn.q_norm.weight").float() if kind.qk_norm else None
         self.k_norm = weights.load(f"{prefix}self_attn.k_norm.weight").float() if kind.qk_norm else None
 
-    def attend(self, kv: Kv, index: int, plan: _specrs.Plan, qkv: torch.Tensor, rope: Any, out: torch.Tensor) -> None:
+    def attend(self, kv: KvCache, index: int, plan: Plan, qkv: torch.Tensor, rope: Any, out: torch.Tensor) -> None:
         """Layer `index` of `kv` gets the rows' keys and values; out [Q, H D] is what the queries read."""
         self._ops.rope_attention(
             kv, index, plan, qkv, rope, self._heads, out, self._scale, self.q_norm, self.k_norm, self._eps
@@ -131,10 +133,10 @@ class LayerTail:
         self.down.forward(w["act"], out, w["y"])
 
 
-def stacked(ops: Ops, weights: Checkpoint, names: list[str], bias: bool) -> Linear:
+def stacked(ops: Ops, weights: Checkpoint, names: list[str], bias: bool, gated: bool = False) -> Linear:
     """One linear of several projections of the same input, their rows stacked in the order of `names`."""
     weight = _stack([weights.load(f"{name}.weight") for name in names])
-    return ops.linear(weight, _stack([weights.load(f"{name}.bias") for name in names]) if bias else None)
+    return ops.linear(weight, _stack([weights.load(f"{name}.bias") for name in names]) if bias else None, gated)
 
 
 def _stack(parts: list[torch.Tensor]) -> torch.Tensor:

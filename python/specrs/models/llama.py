@@ -1,7 +1,7 @@
 """The target model: Llama and its close relatives (Mistral, Qwen2, Qwen3), over any `Ops`.
 
     model = LlamaModel.load(directory, ops, max_context_len=2048)
-    kv = allocate_kv(model.config, model.config.num_layers, num_pages, page_size)
+    kv = model.new_cache(num_pages, page_size)
     logits, aux = model.forward(tokens, plan, kv, aux=True)
 
 One forward serves every phase, since the plan says where each row's KV goes and what the row may attend to.
@@ -14,12 +14,12 @@ from pathlib import Path
 
 import torch
 
-from specrs import _specrs
+from specrs._specrs import ConfigError, KvCache, Plan
 from specrs.models.config import ModelConfig
 from specrs.models.errors import UnsupportedModelError
 from specrs.models.layer import Embedding, LayerKind, LayerTail, Workspace, layer_shapes, qkv_names, stacked
 from specrs.models.loader import Checkpoint
-from specrs.models.ops import Kv, Linear, Ops
+from specrs.models.ops import Linear, Ops, new_cache
 from specrs.models.rope import rope_tables
 
 # Draft rows of a request at the context wall are computed before the tree is clamped to it, and may lie past it.
@@ -36,7 +36,7 @@ class LlamaModel:
         self.config = config
         self.max_context_len = max_context_len
         self.aux_layers: tuple[int, ...] = ()
-        self._ops = ops
+        self.ops = ops
         table = weights.load("model.embed_tokens.weight")
         self.embedding = Embedding(table)
         self.lm_head: Linear = ops.linear(table if config.tie_word_embeddings else weights.load("lm_head.weight"))
@@ -78,6 +78,10 @@ class LlamaModel:
             shapes.update(layer_shapes(config, kind, prefix, h))
         return shapes
 
+    def new_cache(self, num_pages: int, page_size: int, dtype: torch.dtype = torch.float32) -> KvCache:
+        """Memory for the KV of `num_pages` pages (page 0, the sink, included) of `page_size` tokens."""
+        return new_cache(self.config, self.config.num_layers, num_pages, page_size, dtype)
+
     def set_aux_layers(self, layers: Sequence[int]) -> None:
         """Chooses the features that `forward(aux=True)` returns: the residual stream *entering* each of these decoder
         layers (so layer i's feature is the output of layer i - 1, and 0 is the embedding), in this order."""
@@ -91,8 +95,8 @@ class LlamaModel:
     def forward(
         self,
         tokens: torch.Tensor,
-        plan: _specrs.Plan,
-        kv: Kv,
+        plan: Plan,
+        kv: KvCache,
         aux: bool = False,
         logit_rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -108,7 +112,7 @@ class LlamaModel:
         h, eps, rope = self.config.hidden_size, self.config.rms_norm_eps, self._rope
         features = self._features.rows(rows)["aux"] if aux else None
         if aux and not self.aux_layers:
-            raise _specrs.ConfigError("aux = True: no features are chosen; call set_aux_layers first")
+            raise ConfigError("aux = True: no features are chosen; call set_aux_layers first")
         self.embedding.lookup(tokens, x)
         last = len(self._tails) - 1
         for i, tail in enumerate(self._tails):
@@ -132,9 +136,9 @@ class LlamaModel:
         return logits, features
 
 
-def check_rows(tokens: torch.Tensor, plan: _specrs.Plan) -> int:
+def check_rows(tokens: torch.Tensor, plan: Plan) -> int:
     """The number of rows of a call; ConfigError where the tokens are not one per query of the plan."""
     rows = tokens.numel()
     if tokens.dim() != 1 or rows != plan.queries:
-        raise _specrs.ConfigError(f"tokens = {list(tokens.shape)}: the plan has {plan.queries} queries, one token each")
+        raise ConfigError(f"tokens = {list(tokens.shape)}: the plan has {plan.queries} queries, one token each")
     return rows

@@ -10,43 +10,28 @@ All activations are f32 [rows, width], contiguous, and caller-allocated. An `out
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from specrs import _specrs
+from specrs._specrs import ConfigError, KvCache, Plan
 from specrs.models.config import LayerConfig
 
 KV_DTYPES = (torch.float32, torch.bfloat16)
 
 
-@dataclass(frozen=True)
-class Kv:
-    """Keys and values of a model: `tensor` [layers, 2, num_slots, kv_heads, head_dim], f32 or bf16, keys at index 0.
-
-    Slot s is position s % page_size of page s // page_size; page 0 is the sink of padded lanes. `native` is the same
-    memory as the Rust kernels see it (for `_specrs.kv_move` and friends).
-    """
-
-    tensor: torch.Tensor
-    page_size: int
-    native: _specrs.KvCache
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return self.tensor.numel() * self.tensor.element_size()
-
-
-def allocate_kv(
+def new_cache(
     config: LayerConfig, layers: int, num_pages: int, page_size: int, dtype: torch.dtype = torch.float32
-) -> Kv:
-    """Zeroed memory for `num_pages` pages, the sink included, of `page_size` tokens."""
+) -> KvCache:
+    """Zeroed memory for `num_pages` pages, the sink included, of `page_size` tokens.
+
+    Its tensor is [layers, 2, num_slots, kv_heads, head_dim], keys at index 0 and values at 1. Slot s is position
+    s % page_size of page s // page_size; page 0 is the sink of padded lanes. ConfigError: dtype not f32 or bf16.
+    """
     if dtype not in KV_DTYPES:
-        raise _specrs.ConfigError(f"KV dtype = {dtype}: must be torch.float32 or torch.bfloat16")
+        raise ConfigError(f"KV dtype = {dtype}: must be torch.float32 or torch.bfloat16")
     tensor = torch.zeros((layers, 2, num_pages * page_size, config.num_kv_heads, config.head_dim), dtype=dtype)
-    return Kv(tensor, page_size, _specrs.KvCache(tensor, page_size))
+    return KvCache(tensor, page_size)
 
 
 class Linear(Protocol):
@@ -66,14 +51,17 @@ class Linear(Protocol):
         """out [M, N] = residual + linear(rms_norm(x [M, K], norm, eps)); either may be absent."""
 
     def forward_swiglu(self, x: torch.Tensor, out: torch.Tensor, norm: torch.Tensor, eps: float) -> None:
-        """For a weight of stacked gate and up rows: out [M, N/2] = silu(gate) * up of rms_norm(x [M, K], norm, eps)."""
+        """For a gated weight: out [M, N/2] = silu(gate) * up of rms_norm(x [M, K], norm, eps)."""
 
 
 class Ops(Protocol):
     """A backend of the model code."""
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-        """Prepares a weight [N, K] (f32, f16 or bf16) and bias [N]; may repack it, so the originals can go."""
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False) -> Linear:
+        """Prepares a weight [N, K] (f32, f16 or bf16) and bias [N]; may repack it, so the originals can go.
+
+        gated: the first N / 2 rows are a gate and the others an up projection, for `forward_swiglu` alone.
+        """
 
     def rope(self, cos: torch.Tensor, sin: torch.Tensor) -> Any:
         """Prepares rotary tables, f32 [positions, head_dim / 2] each."""
@@ -83,9 +71,9 @@ class Ops(Protocol):
 
     def rope_attention(
         self,
-        kv: Kv,
+        kv: KvCache,
         layer: int,
-        plan: _specrs.Plan,
+        plan: Plan,
         qkv: torch.Tensor,
         rope: Any,
         num_heads: int,
@@ -102,7 +90,7 @@ class Ops(Protocol):
 class TorchOps:
     """The reference: every step spelled out in torch, in f32."""
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False) -> Linear:
         return _TorchLinear(weight.float(), None if bias is None else bias.float())
 
     def rope(self, cos: torch.Tensor, sin: torch.Tensor) -> Any:
@@ -113,9 +101,9 @@ class TorchOps:
 
     def rope_attention(
         self,
-        kv: Kv,
+        kv: KvCache,
         layer: int,
-        plan: _specrs.Plan,
+        plan: Plan,
         qkv: torch.Tensor,
         rope: Any,
         num_heads: int,
@@ -174,7 +162,7 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
 
 
-def _attend(kv: Kv, layer: int, plan: _specrs.Plan, q: torch.Tensor, out: torch.Tensor, scale: float) -> None:
+def _attend(kv: KvCache, layer: int, plan: Plan, q: torch.Tensor, out: torch.Tensor, scale: float) -> None:
     """Softmax attention of q [Q, H, D] over the row positions that the plan allows, request by request."""
     indptr = torch.from_dlpack(plan.qo_indptr).tolist()
     prefixes = torch.from_dlpack(plan.prefix_lens).tolist()
