@@ -442,7 +442,8 @@ fn refused(obj: &Bound<'_, PyAny>, operand: &'static str, cause: PyErr) -> PyErr
         return cause;
     }
     let text = cause.value(py).to_string();
-    let got = format!("a {} that cannot be exported: {}", obj.get_type(), text.lines().next().unwrap_or_default());
+    let class = obj.get_type().qualname().map_or_else(|_| "object".into(), |n| n.to_string());
+    let got = format!("a {class} that cannot be exported: {}", text.lines().next().unwrap_or_default());
     let error: PyErr = Error::Mismatch { operand, got, want: "a dense tensor with memory of its own".into() }.into();
     error.set_cause(py, Some(cause));
     error

@@ -14,6 +14,7 @@ use crate::error::{Error, Result};
 /// ignores the read-only flag) spoils only its own numbers.
 pub(in crate::py) struct Buffer {
     words: Box<[UnsafeCell<u64>]>,
+    len: usize, // bytes in use; at most 8 * words.len()
     dtype: DType,
     shape: Box<[i64]>,
     strides: Box<[i64]>,
@@ -27,7 +28,10 @@ unsafe impl Sync for Buffer {}
 impl Buffer {
     /// Copy `values` into a buffer of this shape.
     pub(in crate::py) fn new<T: Element>(values: &[T], shape: &[usize]) -> Result<Self> {
-        if shape.iter().product::<usize>() != values.len() {
+        // Nothing to multiply where a size is 0: the others may be anything.
+        let elements =
+            if shape.contains(&0) { Some(0) } else { shape.iter().try_fold(1usize, |n, &d| n.checked_mul(d)) };
+        if elements != Some(values.len()) {
             let (got, want) = (format!("{} values", values.len()), format!("shape {shape:?}"));
             return Err(Error::Mismatch { operand: "array", got, want });
         }
@@ -39,10 +43,11 @@ impl Buffer {
         };
         let mut strides = vec![1i64; shape.len()];
         for d in (1..shape.len()).rev() {
-            strides[d - 1] = strides[d] * shape[d].max(1) as i64;
+            strides[d - 1] = strides[d].saturating_mul(shape[d].max(1) as i64);
         }
         Ok(Self {
             words: bytes.chunks(8).map(word).collect(),
+            len: bytes.len(),
             dtype: T::DTYPE,
             shape: shape.iter().map(|&n| n as i64).collect(),
             strides: strides.into(),
@@ -61,16 +66,15 @@ impl Buffer {
 
     /// A copy of the memory.
     pub(in crate::py) fn bytes(&self) -> Vec<u8> {
-        let n = self.shape.iter().product::<i64>() as usize * self.dtype.size();
-        // SAFETY: `words` covers n bytes (`new`), all written; no `&mut` to them exists.
-        unsafe { std::slice::from_raw_parts(self.words.as_ptr().cast::<u8>(), n) }.to_vec()
+        // SAFETY: `words` covers `len` bytes (`new`), all written; no `&mut` to them exists.
+        unsafe { std::slice::from_raw_parts(self.words.as_ptr().cast::<u8>(), self.len) }.to_vec()
     }
 
     /// A buffer with memory of its own.
     fn duplicate(&self) -> Self {
         // SAFETY: as in `bytes`.
         let words = self.words.iter().map(|w| UnsafeCell::new(unsafe { *w.get() })).collect();
-        Self { words, dtype: self.dtype, shape: self.shape.clone(), strides: self.strides.clone() }
+        Self { words, len: self.len, dtype: self.dtype, shape: self.shape.clone(), strides: self.strides.clone() }
     }
 
     /// The description; its pointers live as long as `self`.
