@@ -11,5 +11,13 @@
 //! | module | what it does |
 //! |---|---|
 //! | [`threads`] | the bounded pool that all kernels share, and when it is worth waking |
+//! | [`philox`] | counter-based random numbers, keyed by seed, position and purpose |
+//! | [`sample`] | bias, penalties, temperature, top-k, top-p, min-p, and the draw of a token |
+//! | [`select`] | draft log-probabilities, beams, and the tree of a batch |
+//! | [`verify`] | the walk that accepts drafts |
 
+pub mod philox;
+pub mod sample;
+pub mod select;
 pub mod threads;
+pub mod verify;

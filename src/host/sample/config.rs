@@ -1,0 +1,88 @@
+//! Sampling parameters and their check.
+
+use crate::error::{Error, Result, in_range};
+
+/// Largest vocabulary: the sum of all weights of a row (see `scan`) stays far inside u64.
+pub const MAX_VOCAB: u32 = 1 << 22;
+
+/// Sampling parameters of a request. `SamplerConfig::default()` is greedy.
+#[derive(Debug, Clone, PartialEq)]
+pub struct SamplerConfig {
+    /// 0 is greedy; otherwise logits are divided by it. Finite, >= 0.
+    pub temperature: f64,
+    /// Keep the k largest logits; 0 keeps all.
+    pub top_k: i64,
+    /// Keep the smallest set of most probable tokens whose mass is >= this, in `(0, 1]`.
+    pub top_p: f64,
+    /// Drop tokens less probable than this times the most probable one's probability, in `[0, 1]`.
+    pub min_p: f64,
+    /// Key of the random numbers.
+    pub seed: u64,
+    /// Positive logits of seen tokens are divided by it, others multiplied (CTRL, arXiv:1909.05858). > 0.
+    pub repetition_penalty: f64,
+    /// Subtracted from the logit of each token of the output.
+    pub presence_penalty: f64,
+    /// Subtracted as often as the token occurs in the output.
+    pub frequency_penalty: f64,
+    /// Added to the logits of these tokens: (token, bias). Finite, or -inf to forbid a token; each token once.
+    pub logit_bias: Vec<(i32, f32)>,
+}
+
+impl Default for SamplerConfig {
+    fn default() -> Self {
+        Self {
+            temperature: 0.0,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            seed: 0,
+            repetition_penalty: 1.0,
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            logit_bias: Vec::new(),
+        }
+    }
+}
+
+impl SamplerConfig {
+    /// The configuration with its bias sorted by token, if every parameter can be honoured.
+    pub(super) fn checked(mut self, vocab: u32) -> Result<Self> {
+        in_range("vocab", vocab, 1, i128::from(MAX_VOCAB))?;
+        let f32_max = f64::from(f32::MAX);
+        check("temperature", self.temperature, |t| (0.0..=f64::MAX).contains(&t), "must be finite and >= 0")?;
+        in_range("top_k", self.top_k, 0, i128::from(i64::MAX))?;
+        check("top_p", self.top_p, |p| p > 0.0 && p <= 1.0, "must be in (0, 1]")?;
+        check("min_p", self.min_p, |p| (0.0..=1.0).contains(&p), "must be in [0, 1]")?;
+        // In f32, where the arithmetic is: neither zero nor infinite.
+        let positive = |r: f64| r as f32 > 0.0 && r <= f32_max;
+        check("repetition_penalty", self.repetition_penalty, positive, "must be finite and > 0 (as f32)")?;
+        let finite = |x: f64| x.abs() <= f32_max;
+        check("presence_penalty", self.presence_penalty, finite, "must be finite (as f32)")?;
+        check("frequency_penalty", self.frequency_penalty, finite, "must be finite (as f32)")?;
+        for &(token, bias) in &self.logit_bias {
+            in_range("logit_bias token", token, 0, i128::from(vocab) - 1)?;
+            let usable = |b: f64| b < f64::INFINITY;
+            check("logit_bias", f64::from(bias), usable, "must be finite, or -inf to forbid the token")?;
+        }
+        self.logit_bias.sort_unstable_by_key(|&(token, _)| token);
+        if let Some(pair) = self.logit_bias.windows(2).find(|w| w[0].0 == w[1].0) {
+            let got = format!("token {} twice", pair[0].0);
+            return Err(Error::Invalid { what: "logit_bias", got, why: "give each token one bias".into() });
+        }
+        Ok(self)
+    }
+
+    /// Whether a penalty reads the history.
+    pub(super) fn penalises(&self) -> bool {
+        self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
+    }
+
+    /// Whether any logit is changed before temperature.
+    pub(super) fn edits_logits(&self) -> bool {
+        self.penalises() || !self.logit_bias.is_empty()
+    }
+}
+
+fn check(what: &'static str, got: f64, ok: impl Fn(f64) -> bool, why: &str) -> Result<()> {
+    if ok(got) { Ok(()) } else { Err(Error::Invalid { what, got: got.to_string(), why: why.into() }) }
+}

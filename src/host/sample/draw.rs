@@ -1,0 +1,167 @@
+//! The fast draw: one pass for the maximum, and from there only what the parameters need.
+
+use super::SamplerConfig;
+use super::scan::{self, CHUNK, Law, ONE, RowFault, key_index, key_logit};
+use crate::host::philox::{Purpose, uniform53};
+
+/// Reusable buffers of [`super::Sampler::draw`]; grows to the largest vocabulary seen, then allocates nothing.
+#[derive(Debug, Default)]
+pub struct Scratch {
+    /// The row after bias and penalties.
+    pub(super) row: Vec<f32>,
+    pub(super) pick: Pick,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Pick {
+    chunk_max: Vec<f32>,
+    chunk_sum: Vec<u64>,
+    bounds: Vec<f32>,
+    keys: Vec<u64>,
+    /// Tokens that can still be drawn, in order of id.
+    kept: Vec<Weighted>,
+    /// The same, while the nucleus is searched.
+    ranked: Vec<Weighted>,
+}
+
+/// A token with its rank key and its weight.
+#[derive(Debug, Clone, Copy)]
+struct Weighted {
+    key: u64,
+    weight: u64,
+}
+
+/// The token of a row whose bias and penalties are applied.
+pub(super) fn token(config: &SamplerConfig, row: &[f32], position: u32, s: &mut Pick) -> Result<usize, RowFault> {
+    if config.temperature == 0.0 {
+        return scan::argmax(row);
+    }
+    let max = scan::scan(row, &mut s.chunk_max)?;
+    let law = Law::new(max, config.temperature);
+    let u = uniform53(config.seed, position, Purpose::TARGET);
+    let floor = min_weight(config.min_p);
+    if config.top_k > 0 && config.top_k < row.len() as i64 {
+        scan::top_k(row, &s.chunk_max, config.top_k as usize, &mut s.keys, &mut s.bounds);
+        s.keys.sort_unstable_by_key(|&k| key_index(k));
+        s.weigh(law);
+        if config.top_p < 1.0 {
+            let total = s.kept.iter().map(|w| w.weight).sum();
+            s.cut_to_nucleus(mass(config.top_p, total));
+        }
+    } else if config.top_p < 1.0 {
+        let total = s.sum(law, row);
+        let target = mass(config.top_p, total);
+        // Tokens lighter than (total - target) / V cannot be needed: all of them together weigh less than
+        // total - target, so the others reach the target.
+        s.gather(law, row, (total - target) / row.len() as u64);
+        if s.kept.iter().map(|w| w.weight).sum::<u64>() < target {
+            s.gather(law, row, 0);
+        }
+        s.cut_to_nucleus(target);
+    } else if floor > 0 {
+        s.gather(law, row, floor);
+    } else {
+        let total = s.sum(law, row);
+        return Ok(s.invert_row(law, row, fraction(u, total)));
+    }
+    s.kept.retain(|w| w.weight >= floor);
+    let total = s.kept.iter().map(|w| w.weight).sum();
+    Ok(invert(s.kept.iter().map(|w| (key_index(w.key), w.weight)), fraction(u, total)))
+}
+
+/// Smallest weight that min-p keeps.
+pub(super) fn min_weight(min_p: f64) -> u64 {
+    (min_p * ONE as f64).ceil() as u64
+}
+
+/// Smallest integer mass that is at least `p` of `total`, and at least 1.
+pub(super) fn mass(p: f64, total: u64) -> u64 {
+    ((p * total as f64).ceil() as u64).clamp(1, total)
+}
+
+/// `floor(u * 2^-53 * total)`, exactly; `< total`, since `u < 2^53`.
+pub(super) fn fraction(u: u64, total: u64) -> u64 {
+    ((u128::from(u) * u128::from(total)) >> 53) as u64
+}
+
+/// The first token whose cumulative weight exceeds `target`. There is one where `target` is less than the total.
+fn invert(weights: impl Iterator<Item = (usize, u64)>, mut target: u64) -> usize {
+    let mut last = 0;
+    for (token, weight) in weights {
+        if target < weight {
+            return token;
+        }
+        target -= weight;
+        last = token;
+    }
+    last
+}
+
+impl Pick {
+    /// Total weight of the row; leaves the weight of each chunk in `chunk_sum`.
+    fn sum(&mut self, law: Law, row: &[f32]) -> u64 {
+        let Self { chunk_max, chunk_sum, .. } = self;
+        chunk_sum.clear();
+        chunk_sum
+            .extend(row.chunks(CHUNK).zip(&*chunk_max).map(|(c, &max)| if law.vanishes(max) { 0 } else { law.sum(c) }));
+        chunk_sum.iter().sum()
+    }
+
+    /// [`invert`] over a whole row that was summed.
+    fn invert_row(&self, law: Law, row: &[f32], target: u64) -> usize {
+        let mut left = target;
+        for (c, (chunk, &sum)) in row.chunks(CHUNK).zip(&self.chunk_sum).enumerate() {
+            if left < sum {
+                return c * CHUNK + invert(chunk.iter().enumerate().map(|(i, &x)| (i, law.weight(x))), left);
+            }
+            left -= sum;
+        }
+        row.len() - 1
+    }
+
+    /// `kept` := every token of at least this weight and perhaps some lighter ones, whole ranks, by id.
+    fn gather(&mut self, law: Law, row: &[f32], weight: u64) {
+        // Half a quantum for the rounding of weights; the rest covers exponential and logarithm by far.
+        let cut = |w: f64| (((w - 0.5) / ONE as f64).ln() - 1e-3) as f32;
+        let cut = if weight == 0 { f32::NEG_INFINITY } else { cut(weight as f64) };
+        self.keys.clear();
+        scan::gather(row, &self.chunk_max, |x| law.log_weight(x) >= cut, &mut self.keys);
+        self.weigh(law);
+    }
+
+    /// `kept` := `keys` with their weights.
+    fn weigh(&mut self, law: Law) {
+        self.kept.clear();
+        self.kept.extend(self.keys.iter().map(|&key| Weighted { key, weight: law.weight(key_logit(key)) }));
+    }
+
+    /// Keep the shortest prefix of the ranking whose weight reaches `target`; `kept` must weigh that much.
+    ///
+    /// A quickselect by weight: halve at the median rank, go on in the half where the target is reached.
+    fn cut_to_nucleus(&mut self, mut target: u64) {
+        self.ranked.clear();
+        self.ranked.extend_from_slice(&self.kept);
+        let mut range = self.ranked.as_mut_slice();
+        while range.len() > 32 {
+            let half = range.len() / 2;
+            range.select_nth_unstable_by_key(half, |w| w.key);
+            let (upper, lower) = range.split_at_mut(half);
+            let above = upper.iter().map(|w| w.weight).sum();
+            if target <= above {
+                range = upper;
+            } else {
+                target -= above;
+                range = lower;
+            }
+        }
+        range.sort_unstable_by_key(|w| w.key);
+        for w in range {
+            if target <= w.weight {
+                let last = w.key;
+                self.kept.retain(|w| w.key <= last);
+                return;
+            }
+            target -= w.weight;
+        }
+    }
+}

@@ -1,0 +1,128 @@
+//! The one function that turns a row of target logits into a token.
+//!
+//! [`Sampler::draw`] serves plain decoding and every node of a tree alike: a token depends only on the logits, the
+//! request's configuration and history, the path to the node, and the absolute position, which keys the random
+//! number ([`super::philox`]). That is why speculation cannot change a seeded output (specification, section 6).
+//!
+//! Processors, in this order: logit bias; repetition penalty (over prompt, output and path); frequency and presence
+//! penalties (over output and path); temperature; top-k; top-p (the smallest set of mass >= p of what top-k kept);
+//! min-p (relative to the most probable token). Then the inverse CDF in the order of token ids. Temperature 0 takes
+//! the largest logit after bias and penalties, the lowest id on ties. Ranks (top-k, top-p) are by logit, ties by
+//! lower id.
+//!
+//! ```
+//! use specrs::host::sample::{Sampler, SamplerConfig, Scratch};
+//! let config = SamplerConfig { temperature: 0.8, top_p: 0.9, seed: 7, ..SamplerConfig::default() };
+//! let mut sampler = Sampler::new(4, &[1, 2], config)?;
+//! let token = sampler.draw(&mut Scratch::default(), &[0.1, 3.0, 2.5, -1.0], 2, &[])?;
+//! sampler.commit(&[token])?; // what was drawn is now history
+//! # Ok::<(), specrs::Error>(())
+//! ```
+
+mod config;
+mod draw;
+mod history;
+pub mod reference;
+pub(crate) mod scan;
+
+pub use config::{MAX_VOCAB, SamplerConfig};
+pub use draw::Scratch;
+
+use crate::error::{Error, Result, in_range};
+use history::History;
+use scan::RowFault;
+
+/// A checked configuration and the token history of one request.
+#[derive(Debug, Clone)]
+pub struct Sampler {
+    vocab: u32,
+    config: SamplerConfig,
+    /// Empty where no penalty reads it.
+    history: History,
+}
+
+impl Sampler {
+    /// A sampler for logits rows of `vocab` columns and a request whose prompt is `prompt` (token ids).
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] or [`Error::Invalid`] naming the parameter; a prompt token outside the vocabulary.
+    pub fn new(vocab: u32, prompt: &[i32], config: SamplerConfig) -> Result<Self> {
+        let config = config.checked(vocab)?;
+        check_tokens("prompt token", prompt, vocab)?;
+        let mut history = History::default();
+        if config.repetition_penalty != 1.0 {
+            history.add_prompt(prompt);
+        }
+        Ok(Self { vocab, config, history })
+    }
+
+    /// Columns of a logits row.
+    pub fn vocab(&self) -> u32 {
+        self.vocab
+    }
+
+    /// The configuration.
+    pub fn config(&self) -> &SamplerConfig {
+        &self.config
+    }
+
+    /// Add emitted tokens to the output. The tree's root counts as emitted: commit it before the round that
+    /// verifies under it, as an engine does that commits all tokens of a round when the round ends.
+    ///
+    /// # Errors
+    /// A token outside the vocabulary; nothing is committed then.
+    pub fn commit(&mut self, tokens: &[i32]) -> Result<()> {
+        check_tokens("output token", tokens, self.vocab)?;
+        if self.config.penalises() {
+            self.history.add_output(tokens);
+        }
+        Ok(())
+    }
+
+    /// The token at absolute `position`, given its `logits` (`[vocab]`, f32) and the `path`: the tokens between the
+    /// committed output and this one (at a tree node: the drafts from below the root down to the node).
+    ///
+    /// # Errors
+    /// [`Error::NonFinite`] (request and row -1) for NaN, +inf or no finite value, in the logits or after bias and
+    /// penalties; [`Error::Mismatch`] for a row of another length; a path token outside the vocabulary.
+    pub fn draw(&self, scratch: &mut Scratch, logits: &[f32], position: u32, path: &[i32]) -> Result<i32> {
+        if logits.len() != self.vocab as usize {
+            return Err(Error::Mismatch {
+                operand: "logits row",
+                got: format!("{} columns", logits.len()),
+                want: format!("{} (the vocabulary)", self.vocab),
+            });
+        }
+        check_tokens("path token", path, self.vocab)?;
+        self.draw_unchecked(scratch, logits, position, path).map_err(|f| f.at("target logits", -1, -1))
+    }
+
+    /// [`Sampler::draw`] after its checks of lengths and tokens.
+    pub(crate) fn draw_unchecked(
+        &self,
+        scratch: &mut Scratch,
+        logits: &[f32],
+        position: u32,
+        path: &[i32],
+    ) -> std::result::Result<i32, RowFault> {
+        let Scratch { row, pick } = scratch;
+        let logits = if self.config.edits_logits() {
+            row.clear();
+            row.extend_from_slice(logits);
+            self.history.edit(&self.config, logits, path, row);
+            row.as_slice()
+        } else {
+            logits
+        };
+        draw::token(&self.config, logits, position, pick).map(|t| t as i32) // < vocab, which fits i32
+    }
+}
+
+/// Check that every token is in `0..vocab`.
+pub(crate) fn check_tokens(what: &'static str, tokens: &[i32], vocab: u32) -> Result<()> {
+    // The branch-free fold vectorises; the search for the culprit runs only when there is one.
+    if tokens.iter().fold(true, |ok, &t| ok & ((t as u32) < vocab)) {
+        return Ok(());
+    }
+    tokens.iter().try_for_each(|&t| in_range(what, t, 0, i128::from(vocab) - 1).map(|_| ()))
+}

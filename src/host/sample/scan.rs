@@ -1,0 +1,308 @@
+//! Passes over a row of logits: maxima, weights and gathers, in forms that the compiler vectorises.
+//!
+//! A row is read in chunks. [`scan`] stores the maximum of each chunk, so that later steps (top-k, nucleus, min-p)
+//! touch only the few chunks that can hold what they look for.
+//!
+//! **Weights are integers.** The weight of logit x is `round(exp((x - max) / T) * 2^40)`: multiples of 2^-40 of the
+//! most probable token's weight. Sums of integers are exact and associative, so a total, a nucleus and an inverse
+//! CDF do not depend on the order of summation, on vector width or on threads, and an inverse CDF can never run past
+//! its last token. The largest vocabulary (2^18) times the quantum's half is 2^-23 in total variation: the size of
+//! the rounding of the f32 logits themselves.
+
+/// Elements of a chunk.
+pub(crate) const CHUNK: usize = 128;
+/// Weight of the most probable token, `exp(0)`.
+pub(crate) const ONE: u64 = 1 << 40;
+/// Vector lanes that the loops below are written for; the compiler maps them to what the machine has.
+const LANES: usize = 16;
+/// One ulp of an f64 in `[2^12, 2^13)` is 2^-40: adding this rounds to the quantum, and the bits count the quanta.
+const ROUNDER: f64 = 4096.0;
+
+/// Why a row cannot be sampled from.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct RowFault {
+    /// `NaN`, `+inf` or `all -inf`.
+    pub(crate) value: &'static str,
+    /// First offending column.
+    pub(crate) index: usize,
+}
+
+impl RowFault {
+    pub(crate) fn at(self, what: &'static str, request: i64, row: i64) -> crate::Error {
+        crate::Error::NonFinite { what, value: self.value, request, row, index: self.index as i64 }
+    }
+}
+
+/// Maximum of a chunk, and whether it holds a NaN (which the maximum ignores).
+#[inline(always)]
+fn max_and_nan(chunk: &[f32]) -> (f32, bool) {
+    let (blocks, tail) = chunk.as_chunks::<LANES>();
+    let mut max = [f32::NEG_INFINITY; LANES];
+    let mut nan = [false; LANES];
+    for block in blocks {
+        for l in 0..LANES {
+            let x = block[l];
+            max[l] = if x > max[l] { x } else { max[l] };
+            nan[l] |= x.is_nan();
+        }
+    }
+    let (mut m, mut n) = (f32::NEG_INFINITY, false);
+    for (&x, is_nan) in max.iter().chain(tail).zip(nan.into_iter().chain(tail.iter().map(|x| x.is_nan()))) {
+        m = if x > m { x } else { m };
+        n |= is_nan;
+    }
+    (m, n)
+}
+
+/// The fault of a row, if it has one: NaN first, then +inf, then no finite value at all.
+#[cold]
+fn fault(row: &[f32]) -> Option<RowFault> {
+    let at = |value, index| Some(RowFault { value, index });
+    if let Some(i) = row.iter().position(|x| x.is_nan()) {
+        return at("NaN", i);
+    }
+    if let Some(i) = row.iter().position(|&x| x == f32::INFINITY) {
+        return at("+inf", i);
+    }
+    if row.iter().all(|&x| x == f32::NEG_INFINITY) { at("all -inf", 0) } else { None }
+}
+
+fn checked_max(row: &[f32], max: f32, nan: bool) -> Result<f32, RowFault> {
+    if !nan && max.is_finite() {
+        return Ok(max);
+    }
+    fault(row).map_or(Ok(max), Err)
+}
+
+/// Index of the largest value, the lowest on ties.
+pub(crate) fn argmax(row: &[f32]) -> Result<usize, RowFault> {
+    const BLOCK: usize = 1024; // re-read once, from L1, to find the index
+    let (mut max, mut nan, mut start) = (f32::NEG_INFINITY, false, 0);
+    for (i, block) in row.chunks(BLOCK).enumerate() {
+        let (m, n) = max_and_nan(block);
+        nan |= n;
+        if m > max {
+            (max, start) = (m, i * BLOCK);
+        }
+    }
+    let max = checked_max(row, max, nan)?;
+    let block = &row[start..row.len().min(start + BLOCK)];
+    Ok(start + block.iter().position(|&x| x == max).unwrap_or(0))
+}
+
+/// Maximum of the row; fills `chunk_max` with the maximum of each [`CHUNK`].
+pub(crate) fn scan(row: &[f32], chunk_max: &mut Vec<f32>) -> Result<f32, RowFault> {
+    chunk_max.clear();
+    let (mut max, mut nan) = (f32::NEG_INFINITY, false);
+    chunk_max.extend(row.chunks(CHUNK).map(|chunk| {
+        let (m, n) = max_and_nan(chunk);
+        nan |= n;
+        max = if m > max { m } else { max };
+        m
+    }));
+    checked_max(row, max, nan)
+}
+
+/// `exp(x)` for `x <= 0` to about one ulp of f32, below `exp(-40)` = 0 in quanta. Only additions and
+/// multiplications, each rounded by IEEE 754, so every machine and vector width gives the same bits.
+#[inline(always)]
+fn exp_neg(x: f32) -> f32 {
+    // 1.5 * 2^23: adding it rounds to an integer, which the low mantissa bits then hold.
+    const MAGIC: f32 = 12_582_912.0;
+    // ln 2 in two parts; the first has few enough bits that its product with n is exact.
+    const LN2_HI: f32 = 0.693_359_4;
+    const LN2_LO: f32 = -2.121_944_4e-4;
+    let x = if x > -40.0 { x } else { -40.0 };
+    let t = x * std::f32::consts::LOG2_E + MAGIC;
+    let n = t - MAGIC;
+    let r = x - n * LN2_HI - n * LN2_LO;
+    // Minimax polynomial of (exp(r) - 1 - r) / r^2 on |r| <= ln(2)/2 (Cephes expf).
+    let mut p = 1.987_569_1e-4;
+    p = p * r + 1.398_199_9e-3;
+    p = p * r + 8.333_452e-3;
+    p = p * r + 4.166_579_6e-2;
+    p = p * r + 1.666_666_5e-1;
+    p = p * r + 0.5;
+    let p = p * (r * r) + r + 1.0;
+    f32::from_bits((t.to_bits() << 23).wrapping_add(p.to_bits())) // p * 2^n
+}
+
+/// The map from logits to weights of one row: its maximum and the inverse temperature.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Law {
+    max: f32,
+    inv_t: f32,
+}
+
+impl Law {
+    /// `max` is the row's largest logit, finite. A temperature so small or so large that its inverse leaves f32 is
+    /// clamped, which keeps 0 * inf away and changes no weight of finite logits beyond rounding.
+    pub(crate) fn new(max: f32, temperature: f64) -> Self {
+        let inv_t = (1.0 / temperature).clamp(f64::from(f32::MIN_POSITIVE), f64::from(f32::MAX));
+        Self { max, inv_t: inv_t as f32 }
+    }
+
+    /// Log-weight of a logit, `(x - max) / T <= 0`; monotone in x.
+    #[inline(always)]
+    pub(crate) fn log_weight(self, x: f32) -> f32 {
+        (x - self.max) * self.inv_t
+    }
+
+    /// Quanta of a logit.
+    #[inline(always)]
+    pub(crate) fn weight(self, x: f32) -> u64 {
+        self.rounded(x).wrapping_sub(ROUNDER.to_bits())
+    }
+
+    #[inline(always)]
+    fn rounded(self, x: f32) -> u64 {
+        (f64::from(exp_neg(self.log_weight(x))) + ROUNDER).to_bits()
+    }
+
+    /// Sum of the weights of a chunk.
+    #[inline(always)]
+    pub(crate) fn sum(self, chunk: &[f32]) -> u64 {
+        let (blocks, tail) = chunk.as_chunks::<LANES>();
+        let mut acc = [0u64; LANES];
+        for block in blocks {
+            for l in 0..LANES {
+                acc[l] = acc[l].wrapping_add(self.rounded(block[l]));
+            }
+        }
+        let total = acc.iter().fold(0u64, |a, &b| a.wrapping_add(b));
+        let base = ROUNDER.to_bits().wrapping_mul((blocks.len() * LANES) as u64);
+        tail.iter().fold(total.wrapping_sub(base), |a, &x| a + self.weight(x))
+    }
+
+    /// Whether every logit up to `x` surely has weight 0: `exp(-29) * 2^40 < 1/3`.
+    #[inline(always)]
+    pub(crate) fn vanishes(self, x: f32) -> bool {
+        self.log_weight(x) < -29.0
+    }
+}
+
+/// A sort key: ascending keys are descending logits, lower index first on ties (0.0 and -0.0 tie).
+#[inline(always)]
+pub(crate) fn rank_key(x: f32, index: usize) -> u64 {
+    let bits = (x + 0.0).to_bits();
+    let ascending = if bits >> 31 == 1 { !bits } else { bits | 1 << 31 };
+    u64::from(!ascending) << 32 | index as u64
+}
+
+/// The logit of a key, with -0.0 as 0.0.
+#[inline(always)]
+pub(crate) fn key_logit(key: u64) -> f32 {
+    let ascending = !((key >> 32) as u32);
+    f32::from_bits(if ascending >> 31 == 1 { ascending & !(1 << 31) } else { !ascending })
+}
+
+/// The index of a key.
+#[inline(always)]
+pub(crate) fn key_index(key: u64) -> usize {
+    key as u32 as usize
+}
+
+/// Append the keys of all logits that satisfy `keep`, in index order. `keep` must be monotone (true for every value
+/// above one for which it is true), so that a chunk is skipped by its maximum.
+#[inline(always)]
+pub(crate) fn gather(row: &[f32], chunk_max: &[f32], keep: impl Fn(f32) -> bool, keys: &mut Vec<u64>) {
+    for (c, (chunk, &max)) in row.chunks(CHUNK).zip(chunk_max).enumerate() {
+        if keep(max) {
+            let start = c * CHUNK;
+            keys.extend(chunk.iter().enumerate().filter(|&(_, &x)| keep(x)).map(|(i, &x)| rank_key(x, start + i)));
+        }
+    }
+}
+
+/// Leave the keys of the `k` best logits of a scanned row in `keys`, in no particular order; `1 <= k <= row.len()`.
+///
+/// The k-th largest chunk maximum bounds the k-th largest logit from below, so only chunks whose maximum reaches it
+/// (k of them, but for ties) are read again. `bounds` is scratch.
+pub(crate) fn top_k(row: &[f32], chunk_max: &[f32], k: usize, keys: &mut Vec<u64>, bounds: &mut Vec<f32>) {
+    let cut = if k <= chunk_max.len() {
+        bounds.clear();
+        bounds.extend_from_slice(chunk_max);
+        *bounds.select_nth_unstable_by(k - 1, |a, b| b.total_cmp(a)).1
+    } else {
+        f32::NEG_INFINITY
+    };
+    keys.clear();
+    gather(row, chunk_max, |x| x >= cut, keys);
+    if keys.len() > k {
+        keys.select_nth_unstable(k - 1);
+        keys.truncate(k);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn weights_are_those_of_libm_to_a_part_in_ten_million() {
+        let law = Law::new(0.0, 1.0);
+        for i in 0..300_000 {
+            let x = -(i as f32) * 1e-4;
+            let want = f64::from(x).exp() * ONE as f64;
+            let got = law.weight(x) as f64;
+            assert!((got - want).abs() <= want * 1.5e-7 + 0.51, "exp({x}): {got} against {want}");
+        }
+        assert_eq!(law.weight(0.0), ONE);
+        assert_eq!(law.weight(-0.0), ONE);
+        assert_eq!(law.weight(f32::NEG_INFINITY), 0);
+        assert_eq!(law.weight(-3e38), 0);
+        assert_eq!(law.weight(-29.0), 0);
+    }
+
+    #[test]
+    fn extreme_temperatures_stay_finite() {
+        for t in [f64::MIN_POSITIVE, 1e-45, 1e-30, 1e30, 1e300] {
+            let law = Law::new(1.0, t);
+            assert_eq!(law.weight(1.0), ONE, "T = {t}");
+            assert_eq!(law.weight(f32::NEG_INFINITY), 0, "T = {t}");
+            assert_eq!(law.weight(0.0), if t < 1.0 { 0 } else { ONE }, "T = {t}");
+        }
+    }
+
+    #[test]
+    fn sums_equal_the_sum_of_weights_for_every_length() {
+        let law = Law::new(3.0, 0.7);
+        let row: Vec<f32> = (0..131).map(|i| 3.0 - (i * 37 % 101) as f32 * 0.21).collect();
+        for n in 0..row.len() {
+            assert_eq!(law.sum(&row[..n]), row[..n].iter().map(|&x| law.weight(x)).sum::<u64>());
+        }
+    }
+
+    #[test]
+    fn keys_order_by_value_then_index_and_give_the_value_back() {
+        let values = [f32::MAX, 1.5, 1e-45, 0.0, -0.0, -1e-45, -2.0, f32::MIN, f32::NEG_INFINITY];
+        for (i, &a) in values.iter().enumerate() {
+            assert_eq!(key_logit(rank_key(a, 9)), a);
+            assert_eq!(key_index(rank_key(a, 9)), 9);
+            for &b in &values[i + 1..] {
+                assert_eq!(rank_key(a, 5) < rank_key(b, 4), a > b, "{a} {b}");
+            }
+            assert!(rank_key(a, 4) < rank_key(a, 5));
+        }
+    }
+
+    #[test]
+    fn faults_name_the_first_offender() {
+        let mut row = vec![0.5f32; 3000];
+        assert_eq!(argmax(&row), Ok(0));
+        row[2999] = 1.0;
+        assert_eq!(argmax(&row), Ok(2999));
+        row[2500] = f32::INFINITY;
+        assert_eq!(argmax(&row), Err(RowFault { value: "+inf", index: 2500 }));
+        row[2700] = f32::NAN;
+        row[2701] = f32::NAN;
+        assert_eq!(argmax(&row), Err(RowFault { value: "NaN", index: 2700 }));
+        assert_eq!(scan(&row, &mut Vec::new()), Err(RowFault { value: "NaN", index: 2700 }));
+        let row = vec![f32::NEG_INFINITY; 300];
+        assert_eq!(argmax(&row), Err(RowFault { value: "all -inf", index: 0 }));
+        assert_eq!(scan(&row, &mut Vec::new()), Err(RowFault { value: "all -inf", index: 0 }));
+        let mut row = vec![f32::NEG_INFINITY; 300];
+        row[299] = f32::MIN;
+        assert_eq!(argmax(&row), Ok(299));
+    }
+}

@@ -1,0 +1,181 @@
+//! The trees of a batch, as flat arrays.
+
+use crate::bounds::fits_i32;
+use crate::error::{Error, Result, in_range};
+use crate::geometry::{Tree, words_for};
+
+/// One token tree a request, ragged over the batch. Nodes of all requests lie behind one another; node 0 of each
+/// request is its root, a parent's index is below its children's, and siblings are in increasing order.
+///
+/// All node indices (parents, links, mask bits) are within the request's own tree.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct TreeBatch {
+    tokens: Vec<i32>,
+    depths: Vec<i32>,
+    parents: Vec<i32>,
+    next_child: Vec<i32>,
+    next_sibling: Vec<i32>,
+    mask: Vec<u64>,
+    /// Words of a mask row: `words_for` the largest tree.
+    words: usize,
+    /// Where each request's nodes start; the last entry is the number of nodes. Empty for an empty batch that was
+    /// never begun; [`TreeBatch::offsets`] hides that.
+    offsets: Vec<i32>,
+}
+
+impl TreeBatch {
+    /// Trees of any shape, from any drafter: `parents[i]` is the parent array of request i (`-1` for the root, node 0;
+    /// `parent < child`), `tokens[i]` its tokens.
+    ///
+    /// Siblings with equal tokens are allowed: verification follows the first.
+    ///
+    /// # Errors
+    /// Those of [`Tree::from_parents`]; [`Error::Mismatch`] where lengths differ; a negative token.
+    pub fn from_parents<P: AsRef<[i32]>, T: AsRef<[i32]>>(parents: &[P], tokens: &[T]) -> Result<Self> {
+        if parents.len() != tokens.len() {
+            let (got, want) = (format!("{} requests", tokens.len()), format!("{} (as parents)", parents.len()));
+            return Err(Error::Mismatch { operand: "tree tokens", got, want });
+        }
+        let mut total = 0u64;
+        for (parents, tokens) in parents.iter().zip(tokens) {
+            let (parents, tokens) = (parents.as_ref(), tokens.as_ref());
+            let tree = Tree::from_parents(parents)?;
+            if tokens.len() != parents.len() {
+                let (got, want) = (format!("{} nodes", tokens.len()), format!("{} (as its parents)", parents.len()));
+                return Err(Error::Mismatch { operand: "tree tokens", got, want });
+            }
+            tokens.iter().try_for_each(|&t| in_range("tree token", t, 0, i128::from(i32::MAX)).map(|_| ()))?;
+            total += u64::from(tree.len());
+        }
+        fits_i32("nodes of all trees", total, || total.to_string())?;
+        let mut batch = Self::default();
+        batch.begin(parents.iter().map(|p| p.as_ref().len()).max().unwrap_or(0) as u32);
+        for (parents, tokens) in parents.iter().zip(tokens) {
+            for (&parent, &token) in parents.as_ref().iter().zip(tokens.as_ref()) {
+                batch.push_node(token, parent);
+            }
+            batch.end_tree();
+        }
+        Ok(batch)
+    }
+
+    /// Empty the batch for trees of at most `max_nodes` nodes; keeps the buffers.
+    pub(super) fn begin(&mut self, max_nodes: u32) {
+        self.tokens.clear();
+        self.depths.clear();
+        self.parents.clear();
+        self.next_child.clear();
+        self.next_sibling.clear();
+        self.mask.clear();
+        self.words = words_for(max_nodes) as usize;
+        self.offsets.clear();
+        self.offsets.push(0);
+    }
+
+    /// Append a node to the tree under construction; `parent` is a node already there, or -1 for the root.
+    pub(super) fn push_node(&mut self, token: i32, parent: i32) {
+        let start = self.start();
+        let node = self.tokens.len() - start;
+        let row = self.mask.len();
+        self.tokens.push(token);
+        self.parents.push(parent);
+        match usize::try_from(parent) {
+            Ok(p) => {
+                self.depths.push(self.depths[start + p] + 1);
+                self.mask.extend_from_within((start + p) * self.words..(start + p + 1) * self.words);
+            }
+            Err(_) => {
+                self.depths.push(0);
+                self.mask.resize(row + self.words, 0);
+            }
+        }
+        self.mask[row + node / 64] |= 1 << (node % 64);
+    }
+
+    /// Link the children of the tree under construction, and close it.
+    pub(super) fn end_tree(&mut self) {
+        let (start, end) = (self.start(), self.tokens.len());
+        self.next_child.resize(end, -1);
+        self.next_sibling.resize(end, -1);
+        // From the back, so that each list of children comes out in increasing order.
+        for node in (1..end - start).rev() {
+            let parent = start + self.parents[start + node] as usize;
+            self.next_sibling[start + node] = self.next_child[parent];
+            self.next_child[parent] = node as i32;
+        }
+        self.offsets.push(end as i32);
+    }
+
+    fn start(&self) -> usize {
+        self.offsets.last().map_or(0, |&o| o as usize)
+    }
+
+    /// Requests (B).
+    pub fn len(&self) -> usize {
+        self.offsets.len().saturating_sub(1)
+    }
+
+    /// Whether there are no requests.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Nodes of all requests.
+    pub fn nodes(&self) -> usize {
+        self.tokens.len()
+    }
+
+    /// Where each request's nodes start in the flat arrays, `[B + 1]`; the `qo_indptr` of verification.
+    pub fn offsets(&self) -> &[i32] {
+        if self.offsets.is_empty() { &[0] } else { &self.offsets }
+    }
+
+    /// Nodes of each request, root included.
+    pub fn sizes(&self) -> impl ExactSizeIterator<Item = u32> {
+        self.offsets().windows(2).map(|w| (w[1] - w[0]) as u32)
+    }
+
+    /// Token of each node.
+    pub fn tokens(&self) -> &[i32] {
+        &self.tokens
+    }
+
+    /// Depth of each node, 0 for a root.
+    pub fn depths(&self) -> &[i32] {
+        &self.depths
+    }
+
+    /// Parent of each node, -1 for a root.
+    pub fn parents(&self) -> &[i32] {
+        &self.parents
+    }
+
+    /// First child of each node, -1 for a leaf.
+    pub fn next_child(&self) -> &[i32] {
+        &self.next_child
+    }
+
+    /// Next child of the same parent, -1 for the last.
+    pub fn next_sibling(&self) -> &[i32] {
+        &self.next_sibling
+    }
+
+    /// Ancestor bits, each node its own ancestor: `[nodes(), mask_words()]`, row-major; bit j of a row is node j of the
+    /// same request.
+    pub fn mask(&self) -> &[u64] {
+        &self.mask
+    }
+
+    /// 64-bit words of a mask row: `words_for` the largest tree of the batch.
+    pub fn mask_words(&self) -> usize {
+        self.words
+    }
+
+    /// The nodes of request `i` in the flat arrays; empty where there is no such request.
+    pub fn range(&self, i: usize) -> std::ops::Range<usize> {
+        match self.offsets.get(i..i + 2) {
+            Some(&[start, end]) => start as usize..end as usize,
+            _ => 0..0,
+        }
+    }
+}

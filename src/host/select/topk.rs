@@ -1,0 +1,110 @@
+//! Log-softmax and top-k of draft logits in one read from memory.
+
+use crate::bounds::MAX_TOPK;
+use crate::error::{Error, Result, in_range};
+use crate::host::sample::scan::{self, Law, ONE, RowFault, key_index, key_logit};
+use crate::host::threads::num_threads;
+
+/// Logits from which rows are spread over threads; below, handing out costs more.
+const PARALLEL_FROM: usize = 1 << 17;
+
+/// The k most probable entries of each row, with their log-probabilities; buffers are reused between calls.
+#[derive(Debug, Default)]
+pub struct TopK {
+    ids: Vec<u32>,
+    log_probs: Vec<f32>,
+    workers: Vec<Worker>,
+}
+
+#[derive(Debug, Default)]
+struct Worker {
+    chunk_max: Vec<f32>,
+    bounds: Vec<f32>,
+    keys: Vec<u64>,
+    fault: Option<(usize, RowFault)>,
+}
+
+impl TopK {
+    /// Compute for `logits` `[rows, vocab]`: ids and log-probabilities `[rows, k]`, best first, ties by lower id.
+    ///
+    /// # Errors
+    /// [`Error::NonFinite`] (`draft logits`, request -1) for a row with NaN, +inf or no finite value;
+    /// [`Error::OutOfRange`] unless `1 <= k <= min(vocab, 64)`; [`Error::Mismatch`] unless `logits` has whole rows.
+    pub fn compute(&mut self, logits: &[f32], vocab: usize, k: usize) -> Result<()> {
+        in_range("topk", k as i128, 1, i128::from(MAX_TOPK).min(vocab as i128))?;
+        if !logits.len().is_multiple_of(vocab) {
+            let want = format!("rows of {vocab} (the draft vocabulary)");
+            return Err(Error::Mismatch { operand: "draft logits", got: format!("{} values", logits.len()), want });
+        }
+        let rows = logits.len() / vocab;
+        self.ids.resize(rows * k, 0);
+        self.log_probs.resize(rows * k, 0.0);
+        let threads = if logits.len() < PARALLEL_FROM { 1 } else { num_threads().min(rows) };
+        if self.workers.len() < threads {
+            self.workers.resize_with(threads, Worker::default);
+        }
+        let share = rows.div_ceil(threads).max(1);
+        let ids = self.ids.chunks_mut(share * k);
+        let log_probs = self.log_probs.chunks_mut(share * k);
+        let parts = logits.chunks(share * vocab).zip(ids).zip(log_probs).zip(&mut self.workers);
+        let run = |(((logits, ids), log_probs), worker): (((&[f32], &mut [u32]), &mut [f32]), &mut Worker)| {
+            worker.rows(logits, vocab, k, ids, log_probs);
+        };
+        if threads == 1 {
+            parts.for_each(run);
+        } else {
+            rayon::scope(|scope| parts.for_each(|part| scope.spawn(move |_| run(part))));
+        }
+        let used = rows.div_ceil(share);
+        match self.workers[..used].iter().enumerate().find_map(|(w, worker)| Some((w, worker.fault?))) {
+            Some((w, (row, fault))) => Err(fault.at("draft logits", -1, (w * share + row) as i64)),
+            None => Ok(()),
+        }
+    }
+
+    /// Column of each entry, `[rows, k]`.
+    pub fn ids(&self) -> &[u32] {
+        &self.ids
+    }
+
+    /// Log-probability of each entry, `[rows, k]`; never above 0, never NaN.
+    pub fn log_probs(&self) -> &[f32] {
+        &self.log_probs
+    }
+}
+
+impl Worker {
+    fn rows(&mut self, logits: &[f32], vocab: usize, k: usize, ids: &mut [u32], log_probs: &mut [f32]) {
+        let outputs = ids.chunks_exact_mut(k).zip(log_probs.chunks_exact_mut(k));
+        let fault =
+            logits.chunks_exact(vocab).zip(outputs).enumerate().find_map(|(row, (logits, (ids, log_probs)))| {
+                self.row(logits, ids, log_probs).err().map(|fault| (row, fault))
+            });
+        self.fault = fault;
+    }
+
+    fn row(&mut self, row: &[f32], ids: &mut [u32], log_probs: &mut [f32]) -> std::result::Result<(), RowFault> {
+        let max = scan::scan(row, &mut self.chunk_max)?;
+        scan::top_k(row, &self.chunk_max, ids.len(), &mut self.keys, &mut self.bounds);
+        self.keys.sort_unstable();
+        let law = Law::new(max, 1.0);
+        let chunks = row.chunks(scan::CHUNK).zip(&self.chunk_max).filter(|&(_, &max)| !law.vanishes(max));
+        let total: u64 = chunks.map(|(chunk, _)| law.sum(chunk)).sum();
+        let log_total = (total as f64 / ONE as f64).ln();
+        for ((id, log_prob), &key) in ids.iter_mut().zip(log_probs).zip(&self.keys) {
+            *id = key_index(key) as u32;
+            // Never above 0, so that a child never scores above its parent: trees are closed under ancestors.
+            *log_prob = ((f64::from(key_logit(key)) - f64::from(max) - log_total) as f32).min(0.0);
+        }
+        Ok(())
+    }
+}
+
+/// The plain form of [`TopK::compute`] for one row: a sort, and a softmax in f64 (`log_probs` agree to about 1e-6).
+pub fn reference_topk(row: &[f32], k: usize) -> Vec<(u32, f64)> {
+    let max = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let log_total = row.iter().map(|&x| (f64::from(x) - f64::from(max)).exp()).sum::<f64>().ln();
+    let mut ids: Vec<usize> = (0..row.len()).collect();
+    ids.sort_by(|&a, &b| row[b].partial_cmp(&row[a]).unwrap_or(std::cmp::Ordering::Equal));
+    ids.iter().take(k).map(|&i| (i as u32, f64::from(row[i]) - f64::from(max) - log_total)).collect()
+}
