@@ -10,14 +10,21 @@
 //!
 //! | module | what it does |
 //! |---|---|
+//! | [`linear`] | matrix products with packed weights, RMSNorm before and residual or SwiGLU after |
+//! | [`norm`], [`act`] | RMSNorm, exponential and SiLU |
 //! | [`threads`] | the bounded pool that all kernels share, and when it is worth waking |
 //! | [`philox`] | counter-based random numbers, keyed by seed, position and purpose |
 //! | [`sample`] | bias, penalties, temperature, top-k, top-p, min-p, and the draw of a token |
 //! | [`select`] | draft log-probabilities, beams, and the tree of a batch |
 //! | [`verify`] | the walk that accepts drafts |
 
+pub mod act;
+pub mod linear;
+mod linear_tile;
+pub mod norm;
 pub mod philox;
 pub mod sample;
 pub mod select;
+mod simd;
 pub mod threads;
 pub mod verify;

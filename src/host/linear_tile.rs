@@ -1,0 +1,156 @@
+//! The register tiles of [`PackedLinear`](super::linear::PackedLinear): a panel of 32 weight rows against a few rows
+//! of x.
+
+use pulp::Simd;
+
+use super::simd;
+
+/// Weight rows (output columns) of a panel.
+pub(crate) const PANEL: usize = 32;
+
+/// One k of a panel: 32 weights, where a vector load finds columns `v..` of both halves (0..16 and 16..32).
+pub(crate) trait Line: Copy + Send + Sync {
+    /// All weights zero.
+    const ZERO: Self;
+    /// Bytes of weights.
+    const BYTES: usize;
+    /// Store the weight of column `c < 32`.
+    fn set(&mut self, c: usize, w: f32);
+    /// The weight of column `c < 32`.
+    fn get(&self, c: usize) -> f32;
+    /// Vector `v < 16 / lanes` of the low and of the high half.
+    fn load<S: Simd>(&self, simd: S, v: usize) -> [S::f32s; 2];
+}
+
+/// bf16 weights, those of columns `c` and `c + 16` in one word (`c` low), so that a shift and a mask widen them.
+#[derive(Debug, Clone, Copy)]
+#[repr(align(64))]
+pub(crate) struct Bf16Line([u32; 16]);
+
+impl Line for Bf16Line {
+    const ZERO: Self = Self([0; 16]);
+    const BYTES: usize = 64;
+
+    fn set(&mut self, c: usize, w: f32) {
+        let bits = u32::from(half::bf16::from_f32(w).to_bits());
+        let word = &mut self.0[c % 16];
+        *word = if c < 16 { (*word & 0xffff_0000) | bits } else { (*word & 0xffff) | (bits << 16) };
+    }
+
+    fn get(&self, c: usize) -> f32 {
+        f32::from_bits(if c < 16 { self.0[c] << 16 } else { self.0[c - 16] & 0xffff_0000 })
+    }
+
+    #[inline(always)]
+    fn load<S: Simd>(&self, simd: S, v: usize) -> [S::f32s; 2] {
+        let (vectors, _) = S::as_simd_u32s(&self.0);
+        let both = vectors[v];
+        let low = simd.wrapping_dyn_shl_u32s(both, simd.splat_u32s(16));
+        let high = simd.and_u32s(both, simd.splat_u32s(0xffff_0000));
+        [simd.transmute_f32s_u32s(low), simd.transmute_f32s_u32s(high)]
+    }
+}
+
+/// f32 weights.
+#[derive(Debug, Clone, Copy)]
+#[repr(align(64))]
+pub(crate) struct F32Line([[f32; 16]; 2]);
+
+impl Line for F32Line {
+    const ZERO: Self = Self([[0.0; 16]; 2]);
+    const BYTES: usize = 128;
+
+    fn set(&mut self, c: usize, w: f32) {
+        self.0[c / 16][c % 16] = w;
+    }
+
+    fn get(&self, c: usize) -> f32 {
+        self.0[c / 16][c % 16]
+    }
+
+    #[inline(always)]
+    fn load<S: Simd>(&self, _: S, v: usize) -> [S::f32s; 2] {
+        let [low, high] = &self.0;
+        [S::as_simd_f32s(low).0[v], S::as_simd_f32s(high).0[v]]
+    }
+}
+
+/// Most rows of x that one tile takes with this machine's registers.
+pub(crate) fn max_rows() -> usize {
+    if simd::lanes() == 16 { 8 } else { 6 }
+}
+
+/// Sizes of the row tiles for `m` rows: as equal as can be, each at most [`max_rows`].
+pub(crate) fn row_tiles(m: usize) -> impl Iterator<Item = usize> + Clone {
+    let tiles = m.div_ceil(max_rows()).max(1);
+    (0..tiles).map(move |t| m / tiles + usize::from(t < m % tiles))
+}
+
+/// `out[r][c] = sum over k of x[k][r] * w[k][c]`: each element one chain of FMAs in the order of k.
+///
+/// `x` is a tile as packed by the caller: `rows` values for each k.
+#[inline(always)]
+pub(crate) fn panel_times_tile<S: Simd, L: Line>(s: S, panel: &[L], x: &[f32], rows: usize, out: &mut [[f32; PANEL]]) {
+    match rows {
+        1 => fixed::<S, L, 1>(s, panel, x, out),
+        2 => fixed::<S, L, 2>(s, panel, x, out),
+        3 => fixed::<S, L, 3>(s, panel, x, out),
+        4 => fixed::<S, L, 4>(s, panel, x, out),
+        5 => fixed::<S, L, 5>(s, panel, x, out),
+        6 => fixed::<S, L, 6>(s, panel, x, out),
+        7 => fixed::<S, L, 7>(s, panel, x, out),
+        8 => fixed::<S, L, 8>(s, panel, x, out),
+        _ => {} // `row_tiles` makes no others
+    }
+}
+
+/// A tile of `R` rows, by as many vectors at a time as the registers hold.
+#[inline(always)]
+fn fixed<S: Simd, L: Line, const R: usize>(s: S, panel: &[L], x: &[f32], out: &mut [[f32; PANEL]]) {
+    let x = x.as_chunks::<R>().0;
+    match S::F32_LANES {
+        16 => chain::<S, L, R, 1>(s, panel, x, 0, out),
+        8 if R <= 2 => chain::<S, L, R, 2>(s, panel, x, 0, out),
+        8 => {
+            chain::<S, L, R, 1>(s, panel, x, 0, out);
+            chain::<S, L, R, 1>(s, panel, x, 1, out);
+        }
+        lanes => {
+            for v in 0..16 / lanes {
+                chain::<S, L, R, 1>(s, panel, x, v, out);
+            }
+        }
+    }
+}
+
+/// The FMA chains of `R` rows by vectors `v0..v0 + V` of both halves of a panel.
+#[inline(always)]
+fn chain<S: Simd, L: Line, const R: usize, const V: usize>(
+    s: S,
+    panel: &[L],
+    x: &[[f32; R]],
+    v0: usize,
+    out: &mut [[f32; PANEL]],
+) {
+    let mut acc = [[[s.splat_f32s(0.0); 2]; V]; R];
+    for (line, x) in panel.iter().zip(x) {
+        let mut w = [[s.splat_f32s(0.0); 2]; V];
+        for (v, w) in w.iter_mut().enumerate() {
+            *w = line.load(s, v0 + v);
+        }
+        for (acc, &x) in acc.iter_mut().zip(x) {
+            let x = s.splat_f32s(x);
+            for (acc, w) in acc.iter_mut().zip(&w) {
+                acc[0] = s.mul_add_f32s(x, w[0], acc[0]);
+                acc[1] = s.mul_add_f32s(x, w[1], acc[1]);
+            }
+        }
+    }
+    for (acc, out) in acc.iter().zip(out) {
+        let (low, high) = out.split_at_mut(16);
+        for (v, acc) in acc.iter().enumerate() {
+            S::as_mut_simd_f32s(low).0[v0 + v] = acc[0];
+            S::as_mut_simd_f32s(high).0[v0 + v] = acc[1];
+        }
+    }
+}

@@ -1,0 +1,37 @@
+//! One place that picks the instruction set: AVX-512, AVX2 + FMA, NEON or plain scalar code, found at run time by
+//! [`pulp`]. Results do not depend on it, since `mul_add` is one rounding everywhere.
+
+use std::sync::OnceLock;
+
+use pulp::{Arch, Simd, WithSimd};
+
+/// The instruction set, detected once.
+fn arch() -> Arch {
+    static ARCH: OnceLock<Arch> = OnceLock::new();
+    *ARCH.get_or_init(Arch::new)
+}
+
+/// Run `f`, compiled for the instruction set found: loops in `f` and in what is inlined into it vectorise.
+#[inline(always)]
+pub(crate) fn dispatch<R>(f: impl FnOnce() -> R) -> R {
+    arch().dispatch(f)
+}
+
+/// Run an operation that is generic over the vector type.
+#[inline(always)]
+pub(crate) fn run<Op: WithSimd>(op: Op) -> Op::Output {
+    arch().dispatch(op)
+}
+
+/// Lanes of an `f32` vector: 16, 8, 4 or 1.
+pub(crate) fn lanes() -> usize {
+    struct Lanes;
+    impl WithSimd for Lanes {
+        type Output = usize;
+        fn with_simd<S: Simd>(self, _: S) -> usize {
+            S::F32_LANES
+        }
+    }
+    static LANES: OnceLock<usize> = OnceLock::new();
+    *LANES.get_or_init(|| run(Lanes))
+}
