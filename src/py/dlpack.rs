@@ -21,6 +21,8 @@
 
 mod abi;
 mod buffer;
+#[cfg(feature = "cuda")]
+pub(super) mod cuda;
 
 use std::ffi::{CStr, c_void};
 use std::fmt;

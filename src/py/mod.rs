@@ -6,6 +6,7 @@
 //! | `arg` | integers of any size with named errors; work without the GIL |
 //! | `dlpack` | tensors in and out; the only file with `unsafe` |
 //! | `array` | `Array`, the tensors that specrs returns |
+//! | `device` | CUDA launches; there in every build |
 //! | `geometry` | tree shapes, sizes, draft layouts, token trees |
 //!
 //! Every argument is checked before anything is allocated or written, every error is one of `errors`, and a panic,
@@ -13,6 +14,7 @@
 
 mod arg;
 mod array;
+mod device;
 mod dlpack;
 mod errors;
 mod geometry;
@@ -26,6 +28,8 @@ mod _specrs {
 
     #[pymodule_export]
     use super::array::{Array, as_array};
+    #[pymodule_export]
+    use super::device::{_device_check, _device_init, _device_kv_move, cuda_available, cuda_unavailable_reason};
     #[pymodule_export]
     use super::errors::error_examples;
     #[pymodule_export]

@@ -1,0 +1,102 @@
+"""CUDA kernels of specrs on torch's CUDA tensors and torch's current stream.
+
+    >>> from specrs import device
+    >>> device.kv_move(cache, src, dst, offsets)     # asynchronous, like an operation of torch
+    >>> torch.cuda.current_stream().synchronize()    # or any later point at which the host waits anyway
+    >>> device.check()                               # raises OutOfBoundsError for an index that was skipped
+
+A launch allocates nothing and waits for nothing, so it can be captured by ``torch.cuda.graph``; a replay reads the
+contents that the tensors have then. Call :func:`init` before capturing: loading the kernels takes milliseconds.
+
+An index that only the GPU knows is checked by the kernel, always: it skips the access and leaves one record for
+each device, the first of those since the last :func:`check`.
+
+Importing this module needs neither a GPU nor torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from specrs._specrs import (
+    ConfigError,
+    _device_check,
+    _device_init,
+    _device_kv_move,
+    cuda_available,
+    cuda_unavailable_reason,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["check", "cuda_available", "cuda_unavailable_reason", "init", "kv_move"]
+
+
+def init(device: torch.device | int | None = None) -> int:
+    """Set up a CUDA device (torch's current one if ``None``): load the kernels, allocate the fault record.
+
+    Returns its compute capability, major * 10 + minor. Every other function does this on its first use.
+    Raises ``CudaError`` where there are no kernels in this build, no driver, or no GPU.
+    """
+    return _device_init(_ordinal(device))
+
+
+def check(device: torch.device | int | None = None) -> None:
+    """Raise ``OutOfBoundsError`` for what a kernel of this device skipped since the last call.
+
+    Its attributes are ``kernel``, ``buffer``, ``request``, ``step``, ``index`` and ``bound``. Reads host memory and waits
+    for nothing: it sees the faults of work that has finished.
+    """
+    _device_check(_ordinal(device))
+
+
+def kv_move(
+    cache: torch.Tensor,
+    src: torch.Tensor,
+    dst: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    stream: torch.cuda.Stream | None = None,
+) -> None:
+    """Move token rows of a KV cache from slot to slot, K and V of all layers, for a whole batch, in one launch.
+
+    For each request ``r`` and ``m`` in ``range(offsets[r], offsets[r + 1])``, in this order:
+    ``cache[:, :, dst[m]] = cache[:, :, src[m]]``. A request's moves may overlap in any way; requests run
+    concurrently, so one's destinations must not be slots that another one's moves name.
+
+    Args:
+        cache: ``[layers, 2, num_slots, kv_heads, head_dim]``, contiguous, on a CUDA device; any type of 1, 2, 4 or 8 bytes.
+        src: ``int32[capacity]``, contiguous, same device. Slot 0 is the sink: a lane with slot 0 on either side is
+            padding and does nothing.
+        dst: as ``src``, of the same length.
+        offsets: ``int32[requests + 1]``; equal neighbours are a request without moves. Entries of ``src`` and ``dst``
+            outside every request are not read.
+        stream: where to launch; torch's current stream of the cache's device if ``None``.
+
+    A slot outside ``[0, num_slots)`` skips its move, offsets outside ``[0, capacity]`` or decreasing skip their request;
+    see :func:`check`. Raises ``ConfigError`` for operands that do not fit, before anything is launched.
+    """
+    handle = 0  # for a cache that is not on a CUDA device, which is refused
+    if stream is not None:
+        handle = stream.cuda_stream
+    elif getattr(cache, "is_cuda", False):
+        import torch
+
+        handle = torch.cuda.current_stream(cache.device).cuda_stream
+    _device_kv_move(cache, src, dst, offsets, handle)
+
+
+def _ordinal(device: torch.device | int | None) -> int:
+    if isinstance(device, int):
+        return device
+    if device is not None:
+        if device.type != "cuda":
+            raise ConfigError(f"device: got {device}, want a CUDA device")
+        if device.index is not None:
+            return device.index
+    if not cuda_available():
+        return 0  # the call that follows says why there is none
+    import torch
+
+    return torch.cuda.current_device()

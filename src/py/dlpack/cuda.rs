@@ -1,0 +1,50 @@
+//! Imported CUDA tensors as the typed views that device launches take.
+//!
+//! As for torch's own operations, the caller keeps a tensor's memory from being reused before the work on it is done:
+//! torch's allocator does so for work on the stream that the tensor was made on; for another stream there is
+//! `Tensor.record_stream`, and a captured graph's tensors are kept by whoever replays it.
+
+use super::{DType, Device, Tensor};
+use crate::device::{DeviceSlice, KvCacheView, Stream};
+use crate::error::Result;
+
+/// DLPack's device type of CUDA.
+const CUDA: i32 = 2;
+
+impl Tensor {
+    /// Ordinal of the CUDA device that the tensor is on.
+    pub(in crate::py) fn cuda_ordinal(&self) -> Result<i32> {
+        match self.device {
+            Device { kind: CUDA, index } => Ok(index),
+            other => Err(self.mismatch(format_args!("a tensor on {other}"), "a tensor on a CUDA device")),
+        }
+    }
+
+    /// A contiguous `int32` tensor of one dimension on CUDA device `ordinal`.
+    pub(in crate::py) fn device_i32(&self, ordinal: i32) -> Result<DeviceSlice<i32>> {
+        let [len] = self.dims("one dimension")?;
+        self.check(Device::cuda(ordinal), DType::I32, &[len])?;
+        // SAFETY: `check` saw `len` contiguous, aligned elements on this device; the module's contract with the caller
+        // keeps them there.
+        unsafe { DeviceSlice::from_raw(self.operand, self.address() as u64, len, ordinal) }
+    }
+
+    /// A contiguous, writable KV cache `[layers, 2, num_slots, kv_heads, head_dim]` of any element type on CUDA device
+    /// `ordinal`, apart from the call's other tensors.
+    pub(in crate::py) fn device_kv_cache(&self, ordinal: i32, beside: &[&Tensor]) -> Result<KvCacheView> {
+        let shape: [usize; 5] = self.dims("[layers, 2, num_slots, kv_heads, head_dim]")?;
+        self.check(Device::cuda(ordinal), self.dtype, &shape)?;
+        self.writable(beside)?;
+        let element = self.dtype.size() as u64;
+        // SAFETY: `check` saw the whole array contiguous on this device, and `writable` that it may be written; the
+        // module's contract with the caller keeps it there.
+        unsafe { KvCacheView::from_raw(self.address() as u64, shape.map(|n| n as u64), element, ordinal) }
+    }
+}
+
+/// The stream behind `torch.cuda.Stream.cuda_stream`, which the caller holds.
+pub(in crate::py) fn stream(handle: usize) -> Stream {
+    // SAFETY: the Python side of this package takes the handle from a stream object of torch for the tensors' device, and
+    // torch never destroys its streams.
+    unsafe { Stream::from_raw(handle) }
+}
