@@ -57,13 +57,12 @@ class LLM:
         if model is None:
             model, draft = assets.model_dir(), assets.draft_dir() if draft is None else draft
         model = Path(model)
-        target = load_target(model)
-        self.config, geometry = EngineConfig(**options).resolve(target.config.max_position_embeddings)
+        target = load_target(model, max_context_len=options.get("max_context_len"))
+        self.config, geometry = EngineConfig(**options).resolve(target.max_context_len)
         head = load_draft(Path(draft), target) if draft is not None and speculative else None
         self.tokenizer = _load_tokenizer(model)
         self.vocab_size: int = target.config.vocab_size
         self.eos_ids = frozenset(target.config.eos_token_ids)
-        self._bos_id = target.config.bos_token_id
         self._runner = Runner(target, head, self.config, geometry)
         self._scheduler = Scheduler(self._runner)
         self._next_id = 0

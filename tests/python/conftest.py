@@ -1,0 +1,35 @@
+"""Shared fixtures: tiny random models, written once a session."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from modelzoo import write_eagle3, write_target
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Directories of a target and a head for it."""
+
+    target: Path
+    draft: Path
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """16 tokens only, so that an untrained head is right often enough for long accepted runs."""
+    root = tmp_path_factory.mktemp("tiny")
+    target = write_target(
+        root / "target", vocab_size=16, eos_token_id=None, bos_token_id=None, max_position_embeddings=256
+    )
+    return Pair(target, write_eagle3(root / "draft", target, draft_vocab_size=12))
+
+
+@pytest.fixture(scope="session")
+def bytes_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A byte-level tokenizer and EOS."""
+    root = tmp_path_factory.mktemp("bytes")
+    target = write_target(root / "target", tokenizer=True, max_position_embeddings=256)
+    return Pair(target, write_eagle3(root / "draft", target))

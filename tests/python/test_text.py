@@ -1,0 +1,78 @@
+"""Incremental detokenisation and stop strings against whole-text references."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from specrs.engine.text import Detokenizer, StopMatcher
+
+
+class Utf8Decoder:
+    """Token i is byte i; 256 is a special token."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+
+
+@pytest.mark.parametrize("text", ["plain", "naïve café", "日本語とemoji 🚀🏳️‍🌈", "", "é"])
+def test_characters_come_whole_and_complete(text: str) -> None:
+    d = Detokenizer(Utf8Decoder(), list(b"prompt "))
+    pieces = [d.push(b) for b in text.encode()]
+    assert "".join(pieces) + d.finish() == text
+    assert all("\ufffd" not in p for p in pieces)
+
+
+def test_an_unfinished_character_is_released_at_the_end() -> None:
+    d = Detokenizer(Utf8Decoder(), [])
+    data = "é".encode()[:1]
+    assert [d.push(b) for b in b"a" + data] == ["a", ""]
+    assert d.finish() == "\ufffd"
+
+
+def test_bytes_that_never_become_a_character_do_not_hold_text_back_for_ever() -> None:
+    d = Detokenizer(Utf8Decoder(), [])
+    pieces = [d.push(0x80) for _ in range(40)]
+    assert any(pieces)
+    assert "".join(pieces) + d.finish() == bytes([0x80] * 40).decode(errors="replace")
+
+
+def test_special_tokens_have_no_text() -> None:
+    d = Detokenizer(Utf8Decoder(), [])
+    assert [d.push(t) for t in (ord("a"), 256, ord("b"))] == ["a", "", "b"]
+
+
+def reference(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
+    """Cut at the stop string that is completed first."""
+    for end in range(len(text) + 1):
+        done = [s for s in stops if text[:end].endswith(s)]
+        if done:
+            s = max(done, key=len)
+            return text[: end if include else end - len(s)], s
+    return text, None
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_stop_strings_equal_the_reference_for_any_split(include: bool) -> None:
+    rng = random.Random(1)
+    for _ in range(3000):
+        text = "".join(rng.choice("ab") for _ in range(rng.randrange(12)))
+        stops = ["".join(rng.choice("ab") for _ in range(rng.randrange(1, 5))) for _ in range(rng.randrange(4))]
+        matcher, out, hit, rest = StopMatcher(stops, include), "", None, text
+        while rest and hit is None:
+            n = rng.randrange(1, 4)
+            released, hit = matcher.push(rest[:n])
+            rest = rest[n:]
+            out += released
+        if hit is None:
+            out += matcher.finish()
+        assert (out, hit) == reference(text, stops, include), (text, stops)
+
+
+def test_text_that_cannot_begin_a_stop_string_is_not_held() -> None:
+    matcher = StopMatcher(["</s>"], include=False)
+    assert matcher.push("a<b</") == ("a<b", None)
+    assert matcher.push("x") == ("</x", None)
+    assert matcher.push("</s") == ("", None)
+    assert matcher.push(">tail") == ("", "</s>")
