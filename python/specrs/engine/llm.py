@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specrs import assets
-from specrs._specrs import ConfigError
+from specrs._specrs import Accepts, ConfigError, TreeBatch
 from specrs.engine.config import EngineConfig
 from specrs.engine.request import Request, RequestOutput, StreamEvent
 from specrs.engine.runner import Runner
@@ -170,6 +171,20 @@ class LLM:
     def speculative(self) -> bool:
         """Whether a draft head is in use."""
         return self._runner.head is not None
+
+    @property
+    def max_tokens_per_round(self) -> int:
+        """Most tokens that a round yields: the tree's depth and the bonus token."""
+        return self._runner.shape.steps + 1
+
+    @contextmanager
+    def watching(self, watch: Callable[[TreeBatch, Accepts], None]) -> Iterator[None]:
+        """Within the context, call ``watch`` with each round's verified trees and what was accepted of them."""
+        previous, self._runner.watch = self._runner.watch, watch
+        try:
+            yield
+        finally:
+            self._runner.watch = previous
 
     def audit(self) -> dict[str, int]:
         """Check the page ledger against every sequence; raises LedgerError on a leak. Returns the pool's counts."""

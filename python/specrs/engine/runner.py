@@ -52,6 +52,7 @@ class Runner:
         self.draft_cache = head.new_cache(pages, config.page_size, dtype) if head is not None else None
         self.policy: TreePolicy | None = None
         self.gates: dict[int, SpeculationGate] = {}
+        self.watch: Callable[[core.TreeBatch, core.Accepts], None] | None = None
 
     # -- target passes ------------------------------------------------------------------------------------------
 
@@ -128,6 +129,8 @@ class Runner:
         if self.policy is not None:
             self.policy.costs.target.observe(len(tokens), time.perf_counter() - started)
         accepts = core.verify(trees, logits, [r.sampler for r in reqs], lens)
+        if self.watch is not None:
+            self.watch(trees, accepts)
         moves = self.planner.commit(lease, seqs, lens, accepts)
         core.kv_move(self.cache, moves)
         passed = [
@@ -266,7 +269,7 @@ class Runner:
         assert draft_cache is not None
         most = min(_CALIBRATED_ROWS[-1], self.geometry.row_width, self.config.page_size * (self.config.num_pages or 1))
         table = [n for n in _CALIBRATED_ROWS if n <= most]
-        aux = torch.zeros(most, head.config.aux_size)
+        aux = torch.zeros(most, head.aux_size)
         seq = self.pool.create()
         last = torch.zeros(1, dtype=torch.int64)
 

@@ -1,0 +1,72 @@
+"""``specrs layout``: draw where a request's drafts live in its pages, and what a round's tree looks like."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from specrs._specrs import Geometry, TreeShape
+
+
+def add_parser(commands: Any) -> None:
+    """Declare the subcommand."""
+    p = commands.add_parser("layout", help="draw pages, branches, holes, and a round's tree", description=__doc__)
+    p.add_argument("--length", type=int, default=7, help="committed tokens of the request")
+    p.add_argument("--page-size", type=int, default=4)
+    p.add_argument("--topk", type=int, default=3)
+    p.add_argument("--steps", type=int, default=6)
+    p.add_argument("--draft-tokens", type=int, help="default: 1 + topk * steps, as far as the tree goes")
+    p.add_argument("--layout", choices=["holey", "dense"], default="holey")
+    p.add_argument("--tree", metavar="PROMPT", help="draw the trees of the rounds that continue PROMPT instead")
+    p.add_argument("--rounds", type=int, default=1, help="with --tree: how many rounds; files get the last one's")
+    p.add_argument("--model", help="with --tree: model directory; default: the small model in the package")
+    p.add_argument("--draft", help="with --tree: EAGLE-3 head directory")
+    p.add_argument("-o", "--output", help="also write an .svg or .png")
+    p.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Draw."""
+    from specrs.drawing.figure import check_path
+
+    output = None if args.output is None else check_path(args.output)
+    color = sys.stdout.isatty()
+    most = 1 + args.topk + (args.steps - 1) * args.topk**2
+    shape = TreeShape(args.topk, args.steps, args.draft_tokens or min(1 + args.topk * args.steps, most))
+    if args.tree is not None:
+        return _trees(args, shape, output, color)
+    from specrs.drawing import figure, row_cells, terminal
+
+    geometry = Geometry(1, max(args.length, 1), args.page_size, shape, args.layout)
+    region = geometry.draft_region(args.length)
+    cells = row_cells(geometry, args.length)
+    title = (
+        f"{args.layout}: L={args.length} P={args.page_size} K={args.topk} S={args.steps}: "
+        f"r={region.remainder}, base={region.base}, {region.pages_per_branch} page(s) a branch, row needs {region.end}"
+    )
+    print(title)
+    print(terminal.draw_row(cells, args.page_size, color))
+    print("#: prefix  b.s: draft slot of branch b, step s  <p: hole, a copy of position p  .: unused")
+    if output is not None:
+        figure.save_row(cells, args.page_size, title, output)
+    return 0
+
+
+def _trees(args: argparse.Namespace, shape: TreeShape, output: Any, color: bool) -> int:
+    from specrs.drawing import figure, terminal
+    from specrs.engine import LLM
+    from specrs.engine.trace import trace_rounds
+
+    llm = LLM(args.model, args.draft, max_batch=1, topk=shape.topk, steps=shape.steps, draft_tokens=shape.draft_tokens)
+    trees = trace_rounds(llm, args.tree, args.rounds)
+    if not trees:
+        print("the request ended with its first token: there was no round to draw", file=sys.stderr)
+        return 1
+    for i, tree in enumerate(trees, start=1):
+        title = f"round {i}: {len(tree.parents)} nodes, depth {max(tree.depths)}"
+        print(title)
+        print(terminal.draw_tree(tree, color))
+    if output is not None:
+        figure.save_tree(trees[-1], f"round {len(trees)}", output)
+    return 0

@@ -1,0 +1,110 @@
+"""Drawings as SVG or PNG, by matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specrs._specrs import ConfigError
+from specrs.drawing.model import Cell, Kind, TreePicture
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_FILL = {Kind.PREFIX: "#9ecae1", Kind.HOLE: "#fdd0a2", Kind.DRAFT: "#a1d99b", Kind.FREE: "#ffffff"}
+_NAMES = {
+    Kind.PREFIX: "prefix",
+    Kind.HOLE: "hole: copy of the prefix's tail",
+    Kind.DRAFT: "draft: branch.step",
+    Kind.FREE: "unused",
+}
+_SLOTS_PER_LINE = 32
+
+
+def check_path(path: str | Path) -> Path:
+    """A path to write to, or an error that names the endings that work."""
+    path = Path(path)
+    if path.suffix.lower() not in (".svg", ".png"):
+        raise ConfigError(f"output = {str(path)!r}: must end in .svg or .png")
+    return path
+
+
+def save_row(cells: Sequence[Cell], page_size: int, title: str, path: Path) -> None:
+    """Write a request's pages."""
+    per_line = max(_SLOTS_PER_LINE // page_size, 1) * page_size
+    lines = -(-len(cells) // per_line)
+    figure, axes = _axes(0.42 * min(per_line, len(cells)) + 1.2, 0.75 * lines + 1.1)
+    from matplotlib.patches import Patch, Rectangle
+
+    for i, cell in enumerate(cells):
+        x, y = i % per_line, -(i // per_line) * 1.6
+        axes.add_patch(Rectangle((x, y), 1, 1, facecolor=_FILL[cell.kind], edgecolor="#bbbbbb", linewidth=0.6))
+        axes.text(x + 0.5, y + 0.5, cell.label if cell.kind is not Kind.PREFIX else "", ha="center", va="center", size=7)
+        if i % page_size == 0:
+            end = min(page_size, len(cells) - i)
+            axes.add_patch(Rectangle((x, y), end, 1, fill=False, edgecolor="#333333", linewidth=1.4))
+            axes.text(x, y + 1.08, str(i), size=6, color="#666666")
+    used = {c.kind for c in cells}
+    handles = [Patch(facecolor=_FILL[k], edgecolor="#bbbbbb", label=_NAMES[k]) for k in Kind if k in used]
+    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(0, -0.02), ncols=4, frameon=False, fontsize=8)
+    axes.set_xlim(-0.2, min(per_line, len(cells)) + 0.2)
+    axes.set_ylim(-(lines - 1) * 1.6 - 0.2, 1.6)
+    _save(figure, axes, title, path)
+
+
+def save_tree(tree: TreePicture, title: str, path: Path) -> None:
+    """Write a round's tree."""
+    places = _places(tree)
+    depth = max(tree.depths)
+    width = max(x for x, _ in places) + 1
+    figure, axes = _axes(1.15 * width + 0.5, 0.8 * (depth + 2))
+    for i, (x, y) in enumerate(places):
+        p = tree.parents[i]
+        on_path = i in tree.accepted
+        if p >= 0:
+            px, py = places[p]
+            axes.plot([px, x], [py, y], color="#31a354" if on_path else "#bbbbbb", linewidth=2 if on_path else 1, zorder=1)
+        label = repr(tree.texts[i]) + (f"\n{tree.probabilities[i]:.2f}" if i else "")
+        box = {"boxstyle": "round", "facecolor": "#a1d99b" if on_path else "#f0f0f0", "edgecolor": "#888888"}
+        axes.text(x, y, label, ha="center", va="center", size=7, bbox=box, zorder=2, family="monospace")
+    axes.set_xlim(-0.7, width - 0.3)
+    axes.set_ylim(-depth - 0.6, 0.6)
+    _save(figure, axes, f"{title}; then drew {tree.bonus!r}", path)
+
+
+def _places(tree: TreePicture) -> list[tuple[float, float]]:
+    """Leaves side by side, each parent over the middle of its children."""
+    x: dict[int, float] = {}
+    free = 0.0
+
+    def place(node: int) -> None:
+        nonlocal free
+        children = tree.children(node)
+        for child in children:
+            place(child)
+        if children:
+            x[node] = (x[children[0]] + x[children[-1]]) / 2
+        else:
+            x[node] = free
+            free += 1
+
+    place(0)
+    return [(x[i], -float(d)) for i, d in enumerate(tree.depths)]
+
+
+def _axes(width: float, height: float) -> tuple[Figure, Axes]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(max(width, 4), height), dpi=150)
+    FigureCanvasAgg(figure)
+    return figure, figure.add_subplot()
+
+
+def _save(figure: Figure, axes: Axes, title: str, path: Path) -> None:
+    # matplotlib reads a dollar sign as the beginning of mathematics.
+    axes.set_title(title.replace("$", r"\$"), fontsize=9)
+    axes.axis("off")
+    figure.savefig(path, bbox_inches="tight", metadata={"Date": None} if path.suffix == ".svg" else None)

@@ -1,0 +1,69 @@
+"""Drawings in characters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specrs.drawing.model import Cell, Kind, TreePicture
+
+_COLORS = {Kind.PREFIX: "34", Kind.HOLE: "33", Kind.DRAFT: "32", Kind.FREE: "2"}
+
+
+def paint(text: str, code: str, color: bool) -> str:
+    """``text`` in an ANSI color, where ``color``."""
+    return f"\x1b[{code}m{text}\x1b[0m" if color and text.strip() else text
+
+
+def draw_row(cells: Sequence[Cell], page_size: int, color: bool, width: int = 100) -> str:
+    """Pages as boxes of slots; runs of pages that hold nothing but prefix are folded."""
+    cell_width = max((len(c.label) for c in cells), default=1)
+    pages = [list(cells[i : i + page_size]) for i in range(0, len(cells), page_size)]
+    per_line = max(1, width // ((cell_width + 1) * page_size + 2))
+    lines: list[str] = []
+    boxes: list[str] = []
+
+    def flush() -> None:
+        if boxes:
+            lines.append(" ".join(boxes))
+            boxes.clear()
+
+    folded = 0
+    for i, page in enumerate(pages):
+        full = all(c.kind is Kind.PREFIX for c in page)
+        if full and i + 1 < len(pages) and all(c.kind is Kind.PREFIX for c in pages[i + 1]):
+            folded += 1
+            continue
+        if folded:
+            flush()
+            lines.append(f"  {folded} full page(s) of prefix: positions 0..{folded * page_size - 1}")
+            folded = 0
+        inner = " ".join(paint(f"{c.label or '.':>{cell_width}}", _COLORS[c.kind], color) for c in page)
+        boxes.append(f"[{inner}]")
+        if len(boxes) == per_line:
+            flush()
+    flush()
+    return "\n".join(lines)
+
+
+def draw_tree(tree: TreePicture, color: bool) -> str:
+    """The tree as an indented listing; accepted nodes are starred."""
+    lines = [_node(tree, 0, color)]
+
+    def walk(node: int, indent: str) -> None:
+        children = tree.children(node)
+        for i, child in enumerate(children):
+            last = i == len(children) - 1
+            lines.append(f"{indent}{'└─ ' if last else '├─ '}{_node(tree, child, color)}")
+            walk(child, indent + ("   " if last else "│  "))
+
+    walk(0, "")
+    lines.append(f"accepted {len(tree.accepted) - 1} draft token(s), then drew {tree.bonus!r}")
+    return "\n".join(lines)
+
+
+def _node(tree: TreePicture, node: int, color: bool) -> str:
+    accepted = node in tree.accepted
+    text = f"{tree.texts[node]!r}"
+    if node > 0:
+        text += f" {tree.probabilities[node]:.2f}"
+    return paint(f"{'* ' if accepted else ''}{text}", "32" if accepted else "2", color)
