@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,7 +94,7 @@ class LLM:
 
     def stream(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
-    ) -> Iterator[StreamEvent]:
+    ) -> Generator[StreamEvent]:
         """As ``generate``, but yield each request's progress; ``request_id`` counts up in the order of the prompts.
 
         Prompts and parameters are checked at once; the requests are queued by the first ``next``. Closing the
@@ -113,7 +113,7 @@ class LLM:
             raise ConfigError(f"params has {len(params)} entries for {len(prompts)} prompts")
         return [self._request(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
 
-    def _drain(self, requests: list[Request]) -> Iterator[StreamEvent]:
+    def _drain(self, requests: list[Request]) -> Generator[StreamEvent]:
         inbox: deque[StreamEvent] = deque()
         live = {r.request_id for r in requests}
         try:

@@ -269,7 +269,7 @@ class Runner:
         assert draft_cache is not None
         most = min(_CALIBRATED_ROWS[-1], self.geometry.row_width, self.config.page_size * (self.config.num_pages or 1))
         table = [n for n in _CALIBRATED_ROWS if n <= most]
-        aux = torch.zeros(most, head.aux_size)
+        aux = torch.zeros(most, head.config.aux_size)
         seq = self.pool.create()
         last = torch.zeros(1, dtype=torch.int64)
 

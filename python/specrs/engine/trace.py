@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import closing
 
 from specrs import _specrs as core
 from specrs.drawing import TreePicture
@@ -19,8 +20,9 @@ def trace_rounds(llm: LLM, prompt: str, rounds: int) -> list[TreePicture]:
             seen.append(_picture(llm, trees, accepts))
 
     # A round yields at least one token.
-    with llm.watching(watch):
-        for _ in llm.stream([prompt], SamplingParams(max_tokens=1 + rounds * llm.max_tokens_per_round)):
+    params = SamplingParams(max_tokens=1 + rounds * llm.max_tokens_per_round)
+    with llm.watching(watch), closing(llm.stream([prompt], params)) as events:
+        for _ in events:
             if len(seen) == rounds:
                 break
     return seen
