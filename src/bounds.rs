@@ -40,6 +40,11 @@ impl PageId {
         in_range("page id", id, 0, i32::MAX as i128).map(PageId)
     }
 
+    /// The page of a live page-table entry; such entries are `>= 0` by the pool's invariants.
+    pub(crate) fn of_table(entry: i32) -> Self {
+        PageId(entry as u32)
+    }
+
     /// The index.
     pub fn get(self) -> u32 {
         self.0

@@ -1,1 +1,318 @@
-//! (under construction)
+//! The paged KV allocator: who owns which page, for every sequence, always accounted.
+//!
+//! Place in the flow: sizes come from [`geometry`](crate::geometry); [`plan`](crate::plan) reads the page table
+//! through [`Pool::with_tables`]; the engine holds [`SeqId`]s and [`Lease`]s. Nothing here touches KV bytes.
+//!
+//! A **page** holds the KV of `page_size` tokens in every layer. Page 0 is the sink: padded lanes write there, no
+//! sequence ever owns it. A **sequence** is a row of one page table, `max_seqs x row_pages` of `i32`; position `pos`
+//! of a row lives in slot `table[row][pos / P] * P + pos % P`. Its first `committed` positions are valid; what is
+//! behind them is speculative and exists only under a **lease**:
+//!
+//! ```
+//! use specrs::bounds::PageSize;
+//! use specrs::pool::{Pool, PoolConfig};
+//! let pool = Pool::new(PoolConfig { num_pages: 65, page: PageSize::new(4)?, max_seqs: 8, row_pages: 16 })?;
+//! let a = pool.create()?;
+//! let lease = pool.reserve(&[(a, 10)])?; // 3 pages, for positions 0..12
+//! lease.commit(&[6])?; // 6 tokens are valid now: 2 pages stay, the third went back
+//! assert_eq!((pool.committed(a)?, pool.allocated(a)?), (6, 8));
+//!
+//! let b = pool.fork(a, 5)?; // shares both pages, the half-used one too
+//! let lease = pool.reserve(&[(b, 7)])?; // b is about to write: it gets a page of its own
+//! assert_eq!(lease.copies().len(), 1); // run these before writing
+//! drop(lease); // rolled back: b has the shared page again
+//!
+//! pool.release(&[a, b])?;
+//! assert_eq!(pool.audit()?.free_pages, 64);
+//! # Ok::<(), specrs::Error>(())
+//! ```
+//!
+//! What holds at all times, and what [`Pool::audit`] checks:
+//!
+//! * a page's reference count is the number of its owners: rows, shared tails held by leases, the prefix cache, and
+//!   raw callers; it is on the free list exactly when that is 0;
+//! * without a lease a row has exactly the pages of its committed positions; whole pages are taken and given back,
+//!   so what is allocated is what is recorded and what is freed;
+//! * a page behind a row's committed positions has one owner; a partial tail page with two is replaced before it is
+//!   written ([`Lease::copies`]); full pages are never written again, since lengths only grow;
+//! * a call that fails changes nothing.
+//!
+//! [`Pool::cache_insert`] lets full pages outlive their sequence and [`Pool::cache_lookup`] starts a new one from
+//! them. Pages that the cache alone owns count as free: a call that needs pages evicts them, least recently used
+//! first, leaves before what they hang from.
+
+mod audit;
+mod cache;
+mod lease;
+mod ledger;
+mod sequence;
+mod state;
+mod table;
+
+use std::sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+use crate::bounds::{PageId, PageSize, fits_i32};
+use crate::error::{Error, Result, in_range};
+
+pub use audit::AuditReport;
+pub use lease::{Lease, PageCopy, Refused};
+pub use ledger::{Event, EventKind, Owner};
+pub use sequence::SeqId;
+use state::State;
+pub use table::{RowView, Tables};
+
+/// Largest number of sequences of a pool; more than a batch, since sequences may wait and prefixes may be kept.
+pub const MAX_SEQS: u32 = 1 << 20;
+
+/// Events that the ledger remembers unless [`Pool::with_history`] says otherwise: 256 KiB.
+pub const DEFAULT_HISTORY: u32 = 1 << 14;
+
+/// Sizes of a pool.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PoolConfig {
+    /// Pages, the sink included; at least 2.
+    pub num_pages: u32,
+    /// Tokens per page.
+    pub page: PageSize,
+    /// Sequences that can live at once; at least 1.
+    pub max_seqs: u32,
+    /// Columns of the page table: pages that one sequence can have. See
+    /// [`Geometry::row_pages`](crate::geometry::Geometry::row_pages).
+    pub row_pages: u32,
+}
+
+impl PoolConfig {
+    fn check(&self) -> Result<()> {
+        in_range("num_pages", self.num_pages, 2, i32::MAX.into())?;
+        in_range("max_seqs", self.max_seqs, 1, MAX_SEQS.into())?;
+        in_range("row_pages", self.row_pages, 1, i32::MAX.into())?;
+        let (n, p, s, w) = (self.num_pages, self.page.get(), self.max_seqs, self.row_pages);
+        fits_i32("KV slots", u64::from(n) * u64::from(p), || format!("num_pages {n} * page_size {p}"))?;
+        fits_i32("row positions", u64::from(w) * u64::from(p), || format!("row_pages {w} * page_size {p}"))?;
+        fits_i32("page table", u64::from(s) * u64::from(w), || format!("max_seqs {s} * row_pages {w}"))?;
+        Ok(())
+    }
+}
+
+/// Counters of a pool. Pages are without the sink.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PoolStats {
+    /// Pages of the pool.
+    pub total_pages: u32,
+    /// Pages on the free list.
+    pub free_pages: u32,
+    /// Pages the prefix cache owns, alone or with others.
+    pub cached_pages: u32,
+    /// Cached pages that a call in need would evict; `free_pages + evictable_pages` can be had now.
+    pub evictable_pages: u32,
+    /// Live sequences.
+    pub live_sequences: u32,
+    /// Sequences under a live lease.
+    pub leased_sequences: u32,
+}
+
+/// A pool of KV pages; a cheap handle, clones share the pool. All calls are safe from any thread.
+#[derive(Debug, Clone)]
+pub struct Pool {
+    config: PoolConfig,
+    state: Arc<RwLock<State>>,
+}
+
+impl Pool {
+    /// An empty pool. Allocates 20 bytes a page and the page table.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] for a size outside its range, [`Error::Overflow`] where slots or the page table do not
+    /// fit `int32` indexing.
+    pub fn new(config: PoolConfig) -> Result<Self> {
+        Self::with_history(config, DEFAULT_HISTORY)
+    }
+
+    /// An empty pool whose ledger remembers the last `events` page movements (rounded up to a power of two, 16
+    /// bytes each) for error messages and [`Pool::history`].
+    pub fn with_history(config: PoolConfig, events: u32) -> Result<Self> {
+        config.check()?;
+        in_range("history events", events, 1, 1 << 28)?;
+        Ok(Self { config, state: Arc::new(RwLock::new(State::new(config, events))) })
+    }
+
+    /// The sizes it was made with.
+    pub fn config(&self) -> PoolConfig {
+        self.config
+    }
+
+    /// A new sequence without pages.
+    ///
+    /// # Errors
+    /// [`Error::TooManySequences`] where `max_seqs` live.
+    pub fn create(&self) -> Result<SeqId> {
+        self.write()?.create()
+    }
+
+    /// A new sequence that starts with the first `len` positions of `src` and shares their pages, a partial tail
+    /// page included. `src` may be under a lease; only what it has committed is shared.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] where `len` exceeds what `src` has committed; [`Error::Dead`];
+    /// [`Error::TooManySequences`].
+    pub fn fork(&self, src: SeqId, len: u32) -> Result<SeqId> {
+        self.write()?.fork(src, len)
+    }
+
+    /// Make sure that each sequence has pages for its row positions `0..positions`, for the whole batch or not at
+    /// all. `positions` is rounded up to whole pages and at least what is committed.
+    ///
+    /// A partial tail page that another owner shares is replaced by a fresh page, and the copy that this needs is in
+    /// [`Lease::copies`]; that page counts as needed too.
+    ///
+    /// # Errors
+    /// [`Error::PoolExhausted`] where free and evictable pages do not suffice; [`Error::Capacity`] beyond
+    /// `row_pages`; [`Error::OutOfRange`] below the committed length; [`Error::Invalid`] for a sequence that is
+    /// leased or given twice; [`Error::Dead`]. Nothing is changed then.
+    pub fn reserve(&self, wants: &[(SeqId, u32)]) -> Result<Lease> {
+        let (id, buffers) = self.write()?.reserve(wants)?;
+        Ok(Lease::new(self.clone(), id, buffers))
+    }
+
+    /// End sequences: each page of theirs loses an owner.
+    ///
+    /// # Errors
+    /// [`Error::Dead`] for a handle that is not live, [`Error::Invalid`] for one that is leased or given twice.
+    /// Nothing is changed then.
+    pub fn release(&self, seqs: &[SeqId]) -> Result<()> {
+        self.write()?.release(seqs)
+    }
+
+    /// Valid positions of a sequence.
+    pub fn committed(&self, seq: SeqId) -> Result<u32> {
+        self.with_tables(|t| t.seq(seq).map(|r| r.committed))?
+    }
+
+    /// Positions of a sequence that have a page, the speculative ones included; always whole pages.
+    pub fn allocated(&self, seq: SeqId) -> Result<u32> {
+        self.with_tables(|t| t.seq(seq).map(|r| r.allocated(t.page())))?
+    }
+
+    /// Version of a sequence's row; goes up whenever its pages change.
+    pub fn version(&self, seq: SeqId) -> Result<u64> {
+        self.with_tables(|t| t.seq(seq).map(|r| r.version))?
+    }
+
+    /// Pages of a sequence, in the order of its positions.
+    pub fn pages(&self, seq: SeqId) -> Result<Vec<PageId>> {
+        self.with_tables(|t| t.seq(seq).map(|r| r.pages.iter().map(|&p| PageId::of_table(p)).collect()))?
+    }
+
+    /// Run `f` with read access to the page table. Writers wait meanwhile, and calling this pool or one of its
+    /// leases from inside `f` deadlocks.
+    ///
+    /// # Errors
+    /// [`Error::Audit`] where a panic left the pool half-changed; every call has this one.
+    pub fn with_tables<R>(&self, f: impl FnOnce(Tables<'_>) -> R) -> Result<R> {
+        let state = self.read()?;
+        Ok(f(Tables { state: &state }))
+    }
+
+    /// Take `n` pages for a caller that keeps its own sequences. All or nothing.
+    ///
+    /// # Errors
+    /// [`Error::PoolExhausted`] where free and evictable pages do not suffice.
+    pub fn alloc_pages(&self, n: u32) -> Result<Vec<PageId>> {
+        let mut out = Vec::new();
+        self.alloc_pages_into(n, &mut out)?;
+        Ok(out)
+    }
+
+    /// [`alloc_pages`](Pool::alloc_pages) that appends to a vector of the caller.
+    pub fn alloc_pages_into(&self, n: u32, out: &mut Vec<PageId>) -> Result<()> {
+        self.write()?.alloc_pages(n, out)
+    }
+
+    /// One more raw owner for each page (a page given twice gets two): a second [`free_pages`](Pool::free_pages) of
+    /// it is due then.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a page that has no raw owner. Nothing is changed then.
+    pub fn retain_pages(&self, pages: &[PageId]) -> Result<()> {
+        self.write()?.retain_pages(pages)
+    }
+
+    /// Give back pages of [`alloc_pages`](Pool::alloc_pages).
+    ///
+    /// # Errors
+    /// [`Error::DoubleFree`] with the page's history for a page given more often than raw callers own it, in this
+    /// call or before; [`Error::OutOfRange`] for one outside the pool. Nothing is changed then.
+    pub fn free_pages(&self, pages: &[PageId]) -> Result<()> {
+        self.write()?.free_pages(pages)
+    }
+
+    /// A new sequence that starts with the longest cached chain of full pages that spells a prefix of `tokens`, at
+    /// most `max` positions; and its length, 0 where nothing matches. A prefill that needs the last token's logits
+    /// passes `max = tokens.len() - 1`.
+    ///
+    /// # Errors
+    /// [`Error::TooManySequences`].
+    pub fn cache_lookup(&self, tokens: &[u32], max: u32) -> Result<(SeqId, u32)> {
+        self.write()?.cache_lookup(tokens, max)
+    }
+
+    /// Let the cache keep the full pages of `tokens`, the tokens of the sequence's first committed positions.
+    /// Returns how many pages were new to it; where another sequence cached the same tokens before, those pages
+    /// stay the cached ones.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] for more tokens than are committed; [`Error::Invalid`] where a page of the sequence is
+    /// cached under other tokens; [`Error::Dead`]. Nothing is changed then.
+    pub fn cache_insert(&self, seq: SeqId, tokens: &[u32]) -> Result<u32> {
+        self.write()?.cache_insert(seq, tokens)
+    }
+
+    /// Empty the cache; returns how many pages it had. Pages that sequences share stay theirs.
+    pub fn cache_clear(&self) -> Result<u32> {
+        self.write()?.cache_clear()
+    }
+
+    /// The events of a page that the ledger still remembers, oldest first. Linear in the ledger's memory.
+    pub fn history(&self, page: PageId) -> Result<Vec<Event>> {
+        Ok(self.read()?.ledger.history(page.get()))
+    }
+
+    /// Counters.
+    pub fn stats(&self) -> Result<PoolStats> {
+        let s = self.read()?;
+        Ok(PoolStats {
+            total_pages: self.config.num_pages - 1,
+            free_pages: s.ledger.free_len(),
+            cached_pages: s.cache.len(),
+            evictable_pages: s.cache.idle(),
+            live_sequences: s.rows.iter().filter(|r| r.live).count() as u32,
+            leased_sequences: s.leased_rows,
+        })
+    }
+
+    /// Recount every owner of every page and compare with the ledger, the free list, the rows, the leases and the
+    /// cache. Linear in the pool and the page table.
+    ///
+    /// # Errors
+    /// [`Error::Audit`]: what disagrees, both values, and the history of the page concerned.
+    pub fn audit(&self) -> Result<AuditReport> {
+        self.read()?.audit()
+    }
+
+    fn write(&self) -> Result<RwLockWriteGuard<'_, State>> {
+        self.state.write().map_err(|_| poisoned())
+    }
+
+    fn read(&self) -> Result<RwLockReadGuard<'_, State>> {
+        self.state.read().map_err(|_| poisoned())
+    }
+}
+
+/// A thread panicked while it changed the pool: the accounts may be half-changed, and no call goes on with them.
+#[cold]
+fn poisoned() -> Error {
+    Error::Audit {
+        what: "a thread panicked while it was changing the pool".into(),
+        history: "unknown; make a new pool".into(),
+    }
+}
