@@ -85,7 +85,7 @@ impl State {
                 return Err(self.fault(line[col] as u32, format!("{}: dead column {col} holds {}", name(), line[col])));
             }
             if !r.live {
-                let zero = (r.committed, r.pages, r.base_pages, r.held, r.lease) == (0, 0, 0, 0, 0);
+                let zero = (r.committed, r.pages, r.base_pages, r.held, r.lease, r.limit) == (0, 0, 0, 0, 0, 0);
                 if !zero {
                     return Err(self.fault(0, format!("{} was released and still has {r:?}", name())));
                 }
@@ -93,9 +93,9 @@ impl State {
             }
             let needed = page.pages_for(r.committed);
             let lengths = if r.lease == 0 {
-                r.pages == needed && r.base_pages == needed && r.held == 0
+                r.pages == needed && r.base_pages == needed && (r.held, r.limit) == (0, 0)
             } else {
-                r.base_pages == needed && r.pages >= needed
+                r.base_pages == needed && r.pages >= needed && r.limit >= r.committed && r.limit <= r.pages * page.get()
             };
             if !lengths || (r.held != 0 && r.tail_col(page).is_none()) {
                 return Err(self.fault(r.held, format!("{} has {r:?}, {needed} pages are committed", name())));

@@ -92,7 +92,8 @@ impl Lease {
     ///
     /// # Errors
     /// All or nothing over the batch, with the lease given back in [`Refused`]: [`Error::Mismatch`] for a wrong
-    /// number of lengths, [`Error::OutOfRange`] for a length below the present one or beyond what is reserved.
+    /// number of lengths, [`Error::OutOfRange`] for a length below the present one or beyond the reserved pages
+    /// (beyond the present length, for a sequence reserved no further than that).
     pub fn commit(mut self, committed: &[u32]) -> Result<(), Box<Refused>> {
         let ended = match self.pool.write() {
             Ok(mut state) => state.commit(self.id, &mut self.buffers, committed),
@@ -150,6 +151,8 @@ impl State {
                 r.pages = new;
                 r.version += 1;
             }
+            // Who reserves no further than what is committed has promised not to write: its tail may be shared.
+            r.limit = if positions > r.committed { r.pages * page.get() } else { r.committed };
             r.lease = self.leases;
             buffers.seqs.push(seq);
         }
@@ -238,11 +241,7 @@ impl State {
         }
         for (seq, &len) in buffers.seqs.iter().zip(committed) {
             let r = &self.rows[seq.row() as usize]; // live: a leased sequence can't be released
-            let max = u64::from(r.pages) * u64::from(page.get());
-            if len < r.committed || u64::from(len) > max {
-                let (what, got, min) = ("committed length", len.into(), r.committed.into());
-                return Err(Error::OutOfRange { what, got, min, max: max.into() });
-            }
+            in_range("committed length", len, r.committed.into(), r.limit.into())?;
         }
         let width = self.config.row_pages as usize;
         for (&seq, &len) in buffers.seqs.iter().zip(committed) {
@@ -257,7 +256,8 @@ impl State {
             } else if r.held != 0 {
                 self.ledger.drop_ref(std::mem::take(&mut r.held), owner)?;
             }
-            (r.committed, r.pages, r.base_pages, r.lease) = (len, new as u32, new as u32, 0);
+            (r.committed, r.pages, r.base_pages) = (len, new as u32, new as u32);
+            (r.lease, r.limit) = (0, 0);
             self.ledger.give_back(&mut line[new..old], owner)?;
         }
         self.end(buffers);
@@ -272,7 +272,7 @@ impl State {
             let line = &mut self.table[row * width..][..width];
             let (old, new) = (r.pages as usize, r.base_pages as usize);
             r.version += u64::from(new < old);
-            (r.pages, r.lease) = (r.base_pages, 0);
+            (r.pages, r.lease, r.limit) = (r.base_pages, 0, 0);
             self.ledger.give_back(&mut line[new..old], owner)?;
             if r.held != 0 {
                 self.ledger.restore_tail(r, page, line, owner)?;

@@ -53,6 +53,8 @@ pub(super) struct Row {
     pub(super) pages: u32,
     /// Columns before the live lease; equal to `pages` without one.
     pub(super) base_pages: u32,
+    /// One past the last position that the live lease may commit. 0 without one.
+    pub(super) limit: u32,
     /// The shared tail page that the live lease replaced by a copy; it still owns a reference. 0 for none.
     pub(super) held: u32,
     /// Id of the live lease, 0 for none.
