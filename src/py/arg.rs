@@ -10,7 +10,7 @@ use crate::error::{Error, Result, in_range};
 
 /// A Python integer of any size. One that leaves `i128` saturates, so that the range check that follows reports it
 /// with its operand instead of Python's nameless `OverflowError`.
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Int(i128);
 
 impl<'a, 'py> FromPyObject<'a, 'py> for Int {
@@ -31,6 +31,9 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Int {
 }
 
 impl Int {
+    /// 0, as a default.
+    pub(super) const ZERO: Int = Int(0);
+
     /// The value, where it is in `min..=max`.
     pub(super) fn within(self, what: &'static str, min: i128, max: i128) -> Result<i128> {
         in_range(what, self.0, min, max)

@@ -8,6 +8,9 @@
 //! | `array` | `Array`, the tensors that specrs returns |
 //! | `device` | CUDA launches; there in every build |
 //! | `geometry` | tree shapes, sizes, draft layouts, token trees |
+//! | `linear` | packed matrix products, RMSNorm, threads |
+//! | `trees` | draft beams, the trees of a batch |
+//! | `sampling` | samplers and verification |
 //!
 //! Every argument is checked before anything is allocated or written, every error is one of `errors`, and a panic,
 //! which would be a fault of specrs, is caught at this boundary and raised as `SpecrsError`.
@@ -18,6 +21,9 @@ mod device;
 mod dlpack;
 mod errors;
 mod geometry;
+mod linear;
+mod sampling;
+mod trees;
 
 use pyo3::prelude::*;
 
@@ -35,10 +41,17 @@ mod _specrs {
     #[pymodule_export]
     use super::geometry::{DraftRegion, Geometry, Tree, TreeShape};
     #[pymodule_export]
+    use super::linear::{PackedLinear, num_threads, rms_norm, set_num_threads};
+    #[pymodule_export]
+    use super::sampling::{Accepts, Sampler, verify};
+    #[pymodule_export]
+    use super::trees::{DraftBeams, TreeBatch};
+    #[pymodule_export]
     use super::version;
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        module.add("__version__", crate::py::version())?;
         crate::py::errors::register(module)
     }
 }

@@ -1,0 +1,182 @@
+//! Matrix products with packed weights, and RMSNorm: [`crate::host::linear`], [`crate::host::norm`].
+
+use pyo3::prelude::*;
+
+use super::arg::{Int, detached};
+use super::dlpack::{DType, Tensor};
+use crate::error::{Error, Result};
+use crate::host::linear::{Add, Storage, Weight};
+use crate::host::norm::RmsNorm;
+use crate::host::{linear, norm, threads};
+
+/// A linear layer whose weight [N, K] (float32, bfloat16 or float16) and optional bias [N] (float32) are packed once;
+/// the originals can go. `storage` is `"bf16"` (2 bytes a weight; exact where the weight is bfloat16, else rounded to
+/// nearest) or `"f32"`. `gated` says that the first N / 2 rows are a gate and the others an up projection, for
+/// `forward_swiglu` alone.
+///
+/// A row of the output depends on its own row of x only, bit for bit: not on the other rows, nor on the threads.
+#[pyclass(frozen, module = "specrs._specrs")]
+pub(super) struct PackedLinear(linear::PackedLinear);
+
+#[pymethods]
+impl PackedLinear {
+    #[new]
+    #[pyo3(signature = (weight, bias=None, storage="bf16", gated=false))]
+    fn new(
+        py: Python<'_>,
+        weight: &Bound<'_, PyAny>,
+        bias: Option<&Bound<'_, PyAny>>,
+        storage: &str,
+        gated: bool,
+    ) -> PyResult<Self> {
+        let weight = Tensor::import(weight, "weight", None)?;
+        let bias = Tensor::import_option(bias, "bias")?;
+        let storage = match storage {
+            "bf16" => Storage::Bf16,
+            "f32" => Storage::F32,
+            _ => {
+                let why = "want \"bf16\" or \"f32\"".into();
+                return Err(Error::Invalid { what: "storage", got: format!("{storage:?}"), why }.into());
+            }
+        };
+        let shape @ [n, k] = weight.dims("shape [N, K]")?;
+        let bias = bias.as_ref().map(|b| b.input::<f32>(&[n])).transpose()?;
+        let rows = match weight.dtype() {
+            DType::F32 => Weight::F32(weight.input(&shape)?),
+            DType::BF16 => Weight::Bf16(weight.input(&shape)?),
+            DType::F16 => Weight::F16(weight.input(&shape)?),
+            other => return Err(weight.mismatch(other, "float32, bfloat16 or float16").into()),
+        };
+        let pack = if gated { linear::PackedLinear::new_gated } else { linear::PackedLinear::new };
+        detached(py, || pack(rows, n, k, bias, storage)).map(Self)
+    }
+
+    /// K: elements of a row of x.
+    #[getter]
+    fn in_features(&self) -> usize {
+        self.0.k()
+    }
+
+    /// N: rows of the weight.
+    #[getter]
+    fn out_features(&self) -> usize {
+        self.0.n()
+    }
+
+    /// `"bf16"` or `"f32"`.
+    #[getter]
+    fn storage(&self) -> &'static str {
+        match self.0.storage() {
+            Storage::Bf16 => "bf16",
+            Storage::F32 => "f32",
+        }
+    }
+
+    /// Bytes of the packed weight.
+    #[getter]
+    fn nbytes(&self) -> usize {
+        self.0.bytes()
+    }
+
+    /// out [M, N] = residual + linear(rms_norm(x [M, K], norm [K], eps)), all float32; residual [M, N] and norm may be
+    /// absent. `residual` may be `out` itself: then the product is added to what it holds.
+    #[pyo3(signature = (x, out, residual=None, norm=None, eps=0.0))]
+    fn forward(
+        &self,
+        py: Python<'_>,
+        x: &Bound<'_, PyAny>,
+        out: &Bound<'_, PyAny>,
+        residual: Option<&Bound<'_, PyAny>>,
+        norm: Option<&Bound<'_, PyAny>>,
+        eps: f32,
+    ) -> PyResult<()> {
+        let in_place = residual.is_some_and(|r| r.is(out));
+        let residual = Tensor::import_option(residual.filter(|_| !in_place), "residual")?;
+        let norm = Tensor::import_option(norm, "norm")?;
+        let x = Tensor::import(x, "x", None)?;
+        let mut out = Tensor::import(out, "out", None)?;
+        let m = self.rows(&x)?;
+        let beside: [&Tensor; 3] = [&x, residual.as_ref().unwrap_or(&x), norm.as_ref().unwrap_or(&x)];
+        let out = out.output(&[m, self.0.n()], &beside)?;
+        let add = match &residual {
+            Some(r) => Add::Rows(r.input(&[m, self.0.n()])?),
+            None if in_place => Add::Out,
+            None => Add::Nothing,
+        };
+        let (x, norm) = (x.input(&[m, self.0.k()])?, self.norm(norm.as_ref(), eps)?);
+        detached(py, || self.0.forward(x, norm, add, out))
+    }
+
+    /// For a gated weight: out [M, N / 2] = silu(gate) * up of rms_norm(x [M, K], norm [K], eps), all float32.
+    #[pyo3(signature = (x, out, norm=None, eps=0.0))]
+    fn forward_swiglu(
+        &self,
+        py: Python<'_>,
+        x: &Bound<'_, PyAny>,
+        out: &Bound<'_, PyAny>,
+        norm: Option<&Bound<'_, PyAny>>,
+        eps: f32,
+    ) -> PyResult<()> {
+        let norm = Tensor::import_option(norm, "norm")?;
+        let x = Tensor::import(x, "x", None)?;
+        let mut out = Tensor::import(out, "out", None)?;
+        let m = self.rows(&x)?;
+        let out = out.output(&[m, self.0.out_width()], &[&x, norm.as_ref().unwrap_or(&x)])?;
+        let (x, norm) = (x.input(&[m, self.0.k()])?, self.norm(norm.as_ref(), eps)?);
+        detached(py, || self.0.forward_swiglu(x, norm, out))
+    }
+
+    fn __repr__(&self) -> String {
+        format!("PackedLinear(in_features={}, out_features={}, storage={:?})", self.0.k(), self.0.n(), self.storage())
+    }
+}
+
+impl PackedLinear {
+    fn rows(&self, x: &Tensor) -> Result<usize> {
+        let [m, _] = x.dims("shape [M, K]")?;
+        Ok(m)
+    }
+
+    fn norm<'a>(&self, weight: Option<&'a Tensor>, eps: f32) -> Result<Option<RmsNorm<'a>>> {
+        weight.map(|w| Ok(RmsNorm { weight: w.input(&[self.0.k()])?, eps: epsilon(eps)? })).transpose()
+    }
+}
+
+/// Check the epsilon of a norm.
+pub(super) fn epsilon(eps: f32) -> Result<f32> {
+    if eps.is_finite() && eps >= 0.0 {
+        return Ok(eps);
+    }
+    Err(Error::Invalid { what: "eps", got: eps.to_string(), why: "must be finite and >= 0".into() })
+}
+
+/// out [M, K] = weight [K] * x [M, K] / sqrt(mean(x^2) + eps), all float32.
+#[pyfunction]
+#[pyo3(signature = (x, weight, eps, out))]
+pub(super) fn rms_norm(
+    py: Python<'_>,
+    x: &Bound<'_, PyAny>,
+    weight: &Bound<'_, PyAny>,
+    eps: f32,
+    out: &Bound<'_, PyAny>,
+) -> PyResult<()> {
+    let x = Tensor::import(x, "x", None)?;
+    let weight = Tensor::import(weight, "weight", None)?;
+    let mut out = Tensor::import(out, "out", None)?;
+    let shape @ [_, k] = x.dims("shape [M, K]")?;
+    let out = out.output(&shape, &[&x, &weight])?;
+    let (x, rms) = (x.input(&shape)?, RmsNorm { weight: weight.input(&[k])?, eps: epsilon(eps)? });
+    detached(py, || norm::rms_norm(x, &rms, out))
+}
+
+/// Use `n` threads for the kernels from now on; the default is the physical cores, at most 8.
+#[pyfunction]
+pub(super) fn set_num_threads(n: Int) -> PyResult<()> {
+    Ok(threads::set_num_threads(n.usize("num_threads")?)?)
+}
+
+/// Threads that the kernels use.
+#[pyfunction]
+pub(super) fn num_threads() -> usize {
+    threads::num_threads()
+}

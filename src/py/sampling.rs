@@ -1,0 +1,174 @@
+//! Sampling and verification: [`crate::host::sample`], [`crate::host::verify`].
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::sync::{RwLock, TryLockError};
+
+use pyo3::prelude::*;
+
+use super::arg::{Int, detached, i32s, same_len, u32s};
+use super::dlpack::Tensor;
+use super::trees::TreeBatch;
+use crate::error::{Error, Result};
+use crate::host::sample::{self, SamplerConfig, Scratch};
+use crate::host::verify as core_verify;
+
+thread_local! {
+    // Buffers of the calling thread, so that a draw allocates nothing once warm.
+    static SCRATCH: RefCell<(Scratch, core_verify::Verifier)> = RefCell::default();
+}
+
+/// Sampling parameters and token history of one request. The token at absolute position p depends on the logits, the
+/// parameters, the history, the path and `(seed, p)` alone, so plain and speculative decoding draw the same.
+///
+/// `vocab` is the length of a logits row. `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0, a repetition
+/// penalty of 1 and presence and frequency penalties of 0 do nothing. `logit_bias` maps token ids to a finite bias, or
+/// -inf to forbid the token. A parameter that cannot be honoured raises `ConfigError` with its name.
+#[pyclass(frozen, module = "specrs._specrs")]
+pub(super) struct Sampler {
+    // Never waited for: a sampler belongs to one request, so use by two threads at once is an error of the caller.
+    state: RwLock<sample::Sampler>,
+}
+
+fn busy<T>(_: TryLockError<T>) -> Error {
+    let why = "a sampler belongs to one request; finish the other call first".into();
+    Error::Invalid { what: "sampler", got: "in use by another thread".into(), why }
+}
+
+#[pymethods]
+impl Sampler {
+    #[new]
+    #[pyo3(signature = (
+        vocab, prompt_tokens, temperature=0.0, top_k=Int::ZERO, top_p=1.0, min_p=0.0, seed=Int::ZERO,
+        repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, logit_bias=None,
+    ))]
+    #[pyo3(text_signature = "(vocab, prompt_tokens, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, \
+        repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, logit_bias=None)")]
+    #[allow(clippy::too_many_arguments, reason = "the parameters of a request, by name")]
+    fn new(
+        py: Python<'_>,
+        vocab: Int,
+        prompt_tokens: Vec<Int>,
+        temperature: f64,
+        top_k: Int,
+        top_p: f64,
+        min_p: f64,
+        seed: Int,
+        repetition_penalty: f64,
+        presence_penalty: f64,
+        frequency_penalty: f64,
+        logit_bias: Option<HashMap<Int, f64>>,
+    ) -> PyResult<Self> {
+        let config = SamplerConfig {
+            temperature,
+            top_k: top_k.within("top_k", 0, i64::MAX.into())? as i64,
+            top_p,
+            min_p,
+            seed: seed.u64("seed")?,
+            repetition_penalty,
+            presence_penalty,
+            frequency_penalty,
+            logit_bias: logit_bias.into_iter().flatten().map(|(t, b)| bias(t, b)).collect::<Result<_>>()?,
+        };
+        let (vocab, prompt) = (vocab.u32("vocab")?, i32s("prompt token", &prompt_tokens)?);
+        let sampler = detached(py, || sample::Sampler::new(vocab, &prompt, config))?;
+        Ok(Self { state: RwLock::new(sampler) })
+    }
+
+    /// Length of a logits row.
+    #[getter]
+    fn vocab(&self) -> PyResult<u32> {
+        Ok(self.state.try_read().map_err(busy)?.vocab())
+    }
+
+    /// Add emitted tokens to the history.
+    fn commit(&self, py: Python<'_>, tokens: Vec<Int>) -> PyResult<()> {
+        let tokens = i32s("output token", &tokens)?;
+        detached(py, || self.state.try_write().map_err(busy)?.commit(&tokens))
+    }
+
+    /// The token at absolute `position` from its `logits` (float32 [vocab]); `path` are the tokens between the
+    /// committed history and it. Raises `NonFiniteError` for NaN, +inf, or no finite value.
+    #[pyo3(signature = (logits, position, path=None))]
+    fn draw(&self, py: Python<'_>, logits: &Bound<'_, PyAny>, position: Int, path: Option<Vec<Int>>) -> PyResult<i32> {
+        let logits = Tensor::import(logits, "logits", None)?;
+        let (position, path) = (position.u32("position")?, i32s("path token", &path.unwrap_or_default())?);
+        let [columns] = logits.dims("shape [vocab]")?;
+        let row = logits.input(&[columns])?;
+        detached(py, || {
+            let sampler = self.state.try_read().map_err(busy)?;
+            SCRATCH.with_borrow_mut(|(scratch, _)| sampler.draw(scratch, row, position, &path))
+        })
+    }
+}
+
+/// A pair of `logit_bias` in the core's types.
+fn bias(token: Int, value: f64) -> Result<(i32, f32)> {
+    if value.is_finite() && value.abs() > f32::MAX.into() {
+        let why = "must be finite in float32, or -inf to forbid the token".into();
+        return Err(Error::Invalid { what: "logit_bias", got: value.to_string(), why });
+    }
+    Ok((token.i32("logit_bias token")?, value as f32))
+}
+
+/// What a round accepted.
+#[pyclass(frozen, module = "specrs._specrs")]
+pub(super) struct Accepts(pub(super) core_verify::Accepts);
+
+#[pymethods]
+impl Accepts {
+    /// Accepted nodes of each request, the root (0) first.
+    #[getter]
+    fn paths(&self) -> Vec<Vec<u32>> {
+        (0..self.0.len()).map(|i| self.0.path(i).to_vec()).collect()
+    }
+
+    /// Tokens that each request emits: the accepted drafts and one more, drawn at the last accepted node.
+    #[getter]
+    fn tokens(&self) -> Vec<Vec<i32>> {
+        (0..self.0.len()).map(|i| self.0.tokens(i).to_vec()).collect()
+    }
+
+    fn __len__(&self) -> usize {
+        self.0.len()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Accepts(paths={:?}, tokens={:?})", self.paths(), self.tokens())
+    }
+}
+
+/// Walk each tree along the tokens that plain decoding would draw. `logits` is float32 [sum of sizes, vocab], one row a
+/// node; `samplers` and `lens` (committed lengths: the roots' positions) have one entry a request. Samplers are not
+/// changed. Raises `NonFiniteError` with the request and row of logits that cannot be sampled.
+#[pyfunction]
+#[pyo3(signature = (trees, logits, samplers, lens))]
+pub(super) fn verify(
+    py: Python<'_>,
+    trees: &Bound<'_, TreeBatch>,
+    logits: &Bound<'_, PyAny>,
+    samplers: Vec<Bound<'_, Sampler>>,
+    lens: Vec<Int>,
+) -> PyResult<Accepts> {
+    let trees = &trees.get().0;
+    let logits = Tensor::import(logits, "logits", None)?;
+    let [_, vocab] = logits.dims("shape [nodes, vocab]")?;
+    let rows = logits.input(&[trees.nodes(), vocab])?;
+    same_len("samplers", samplers.len(), "trees", trees.len())?;
+    same_len("lens", lens.len(), "trees", trees.len())?;
+    let lens = u32s("committed length", &lens)?;
+    let samplers: Vec<&RwLock<sample::Sampler>> = samplers.iter().map(|s| &s.get().state).collect();
+    detached(py, || {
+        let held = samplers.iter().map(|s| s.try_read().map_err(busy)).collect::<Result<Vec<_>>>()?;
+        let samplers: Vec<&sample::Sampler> = held.iter().map(|s| &**s).collect();
+        // The core takes the vocabulary from the samplers; without one there is nothing to compare.
+        if let Some(s) = samplers.iter().find(|s| s.vocab() as usize != vocab) {
+            return Err(
+                logits.mismatch(format_args!("{vocab} columns"), format_args!("{} (the vocabulary)", s.vocab()))
+            );
+        }
+        let mut accepts = core_verify::Accepts::default();
+        SCRATCH.with_borrow_mut(|(_, v)| v.verify(trees, rows, &samplers, &lens, &mut accepts))?;
+        Ok(Accepts(accepts))
+    })
+}

@@ -1,0 +1,191 @@
+//! Draft trees: beams while the draft model runs, and the trees of a batch: [`crate::host::select`].
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use pyo3::prelude::*;
+
+use super::arg::{Int, detached, i32s, same_len, u32s};
+use super::array::Array;
+use super::dlpack::Tensor;
+use super::geometry::TreeShape;
+use crate::error::Result;
+use crate::host::select;
+
+/// The token trees of a batch, one a request, nodes of all requests behind one another. Node 0 of each is its root;
+/// indices are within the request's own tree.
+#[pyclass(frozen, module = "specrs._specrs")]
+pub(super) struct TreeBatch(pub(super) select::TreeBatch);
+
+#[pymethods]
+impl TreeBatch {
+    /// Trees of any shape: a parent array (-1 for the root, `parents[i] < i`) and the tokens of each request.
+    #[staticmethod]
+    fn from_parents(py: Python<'_>, parents: Vec<Vec<Int>>, tokens: Vec<Vec<Int>>) -> PyResult<Self> {
+        let lists = |what: &'static str, lists: &[Vec<Int>]| -> Result<Vec<Vec<i32>>> {
+            lists.iter().map(|l| i32s(what, l)).collect()
+        };
+        let (parents, tokens) = (lists("tree parent", &parents)?, lists("tree token", &tokens)?);
+        detached(py, || select::TreeBatch::from_parents(&parents, &tokens)).map(Self)
+    }
+
+    /// Nodes of each tree.
+    #[getter]
+    fn sizes(&self) -> Vec<u32> {
+        self.0.sizes().collect()
+    }
+
+    /// Token of each node, int32 [nodes].
+    #[getter]
+    fn tokens(&self) -> PyResult<Array> {
+        Ok(Array::line(self.0.tokens())?)
+    }
+
+    /// Depth of each node (0 for a root), int32 [nodes].
+    #[getter]
+    fn depths(&self) -> PyResult<Array> {
+        Ok(Array::line(self.0.depths())?)
+    }
+
+    /// Parent of each node within its tree (-1 for a root), int32 [nodes].
+    #[getter]
+    fn parents(&self) -> PyResult<Array> {
+        Ok(Array::line(self.0.parents())?)
+    }
+
+    fn __len__(&self) -> usize {
+        self.0.len()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("TreeBatch(sizes={:?})", self.sizes())
+    }
+}
+
+/// Candidates and beams of a batch while the draft model runs. `vocab` is the target's vocabulary; `d2t` (int64
+/// [draft vocabulary]) holds the offset to add to each draft id (the EAGLE-3 format), `None` where both share one.
+///
+/// `start(logits)` once a round, then `advance(logits)` after each forward of the draft model; between them `tokens`
+/// and `parents` are the next forward's input, K rows a request.
+#[pyclass(frozen, module = "specrs._specrs")]
+pub(super) struct DraftBeams {
+    batch: usize,
+    shape: crate::geometry::TreeShape,
+    draft_vocab: usize,
+    state: Mutex<select::DraftBeams>,
+}
+
+impl DraftBeams {
+    /// The beams; waits for another thread's call on them.
+    pub(super) fn state(&self) -> MutexGuard<'_, select::DraftBeams> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Requests.
+    pub(super) fn batch(&self) -> usize {
+        self.batch
+    }
+}
+
+#[pymethods]
+impl DraftBeams {
+    #[new]
+    #[pyo3(signature = (batch, shape, d2t, vocab))]
+    fn new(
+        py: Python<'_>,
+        batch: Int,
+        shape: &Bound<'_, TreeShape>,
+        d2t: Option<&Bound<'_, PyAny>>,
+        vocab: Int,
+    ) -> PyResult<Self> {
+        let batch = batch.within("batch", 0, crate::bounds::MAX_BATCH.into())? as usize;
+        let (shape, vocab) = (shape.get().0, vocab.u32("vocab")?);
+        let d2t = Tensor::import_option(d2t, "d2t")?;
+        let offsets = match &d2t {
+            Some(t) => {
+                let [n] = t.dims("shape [draft vocabulary]")?;
+                Some(t.input::<i64>(&[n])?)
+            }
+            None => None,
+        };
+        let beams = detached(py, || select::DraftBeams::new(shape, vocab, offsets))?;
+        Ok(Self { batch, shape, draft_vocab: beams.draft_vocab(), state: Mutex::new(beams) })
+    }
+
+    /// The tree shape.
+    #[getter]
+    fn shape(&self) -> TreeShape {
+        TreeShape(self.shape)
+    }
+
+    /// Requests of a round.
+    #[getter(batch)]
+    fn py_batch(&self) -> usize {
+        self.batch
+    }
+
+    /// Columns of a row of draft logits.
+    #[getter]
+    fn draft_vocab(&self) -> usize {
+        self.draft_vocab
+    }
+
+    /// Steps done in this round; 0 before `start`.
+    #[getter]
+    fn steps_done(&self) -> usize {
+        self.state().steps_done()
+    }
+
+    /// Begin a round from the logits at the roots, float32 [batch, draft vocabulary].
+    fn start(&self, py: Python<'_>, logits: &Bound<'_, PyAny>) -> PyResult<()> {
+        let logits = Tensor::import(logits, "draft logits", None)?;
+        let rows = logits.input(&[self.batch, self.draft_vocab])?;
+        detached(py, || self.state().start(rows))
+    }
+
+    /// Extend the tree by one step from the logits of the beams, float32 [batch * K, draft vocabulary].
+    fn advance(&self, py: Python<'_>, logits: &Bound<'_, PyAny>) -> PyResult<()> {
+        let logits = Tensor::import(logits, "draft logits", None)?;
+        let rows = logits.input(&[self.batch * self.shape.topk() as usize, self.draft_vocab])?;
+        detached(py, || self.state().advance(rows))
+    }
+
+    /// Token of each beam in the target's vocabulary, int32 [batch * K].
+    #[getter]
+    fn tokens(&self) -> PyResult<Array> {
+        Ok(Array::line(self.state().tokens())?)
+    }
+
+    /// Row of the previous hidden states that each beam continues, int32 [batch * K]: the request after `start`,
+    /// `request * K + beam` after `advance`.
+    #[getter]
+    fn parents(&self) -> PyResult<Array> {
+        Ok(Array::line(self.state().parents())?)
+    }
+
+    /// Cumulative log-probabilities of the beams of each request, best first.
+    fn scores(&self) -> Vec<Vec<f32>> {
+        let state = self.state();
+        (0..state.batch()).map(|i| state.beam_scores(i).collect()).collect()
+    }
+
+    /// The trees of the round so far: for request i the root `roots[i]` and the best candidates by cumulative
+    /// log-probability, of depth <= `max_depths[i]`, with at most `max_nodes[i]` nodes, root included. The round can
+    /// go on or be finished again.
+    #[pyo3(signature = (roots, max_depths, max_nodes))]
+    fn finish(
+        &self,
+        py: Python<'_>,
+        roots: Vec<Int>,
+        max_depths: Vec<Int>,
+        max_nodes: Vec<Int>,
+    ) -> PyResult<TreeBatch> {
+        same_len("roots", roots.len(), "the batch", self.batch)?;
+        let roots = i32s("root token", &roots)?;
+        let (depths, nodes) = (u32s("max_depths", &max_depths)?, u32s("max_nodes", &max_nodes)?);
+        detached(py, || {
+            let mut trees = select::TreeBatch::default();
+            self.state().finish(&roots, &depths, &nodes, &mut trees)?;
+            Ok(TreeBatch(trees))
+        })
+    }
+}
