@@ -46,14 +46,15 @@ impl TopK {
         let share = rows.div_ceil(threads).max(1);
         let ids = self.ids.chunks_mut(share * k);
         let log_probs = self.log_probs.chunks_mut(share * k);
-        let parts = logits.chunks(share * vocab).zip(ids).zip(log_probs).zip(&mut self.workers);
-        let run = |(((logits, ids), log_probs), worker): (((&[f32], &mut [u32]), &mut [f32]), &mut Worker)| {
-            worker.rows(logits, vocab, k, ids, log_probs);
-        };
-        if threads == 1 {
-            parts.for_each(run);
+        let parts = logits.chunks(share * vocab).zip(ids.zip(log_probs)).zip(&mut self.workers);
+        if threads <= 1 {
+            parts.for_each(|((logits, (ids, log_probs)), worker)| worker.rows(logits, vocab, k, ids, log_probs));
         } else {
-            rayon::scope(|scope| parts.for_each(|part| scope.spawn(move |_| run(part))));
+            rayon::scope(|scope| {
+                for ((logits, (ids, log_probs)), worker) in parts {
+                    scope.spawn(move |_| worker.rows(logits, vocab, k, ids, log_probs));
+                }
+            });
         }
         let used = rows.div_ceil(share);
         match self.workers[..used].iter().enumerate().find_map(|(w, worker)| Some((w, worker.fault?))) {
