@@ -81,8 +81,8 @@ impl Slot {
     }
 }
 
-/// Tokens per page: a power of two in `1..=MAX_PAGE_SIZE`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+/// Tokens per page: a power of two in `1..=MAX_PAGE_SIZE`; 1 by default.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct PageSize {
     /// log2 of the size; always `<= 10`.
     shift: u32,

@@ -63,6 +63,14 @@ impl DraftRegion {
         self.page.pages_for(self.remainder() + self.shape.steps())
     }
 
+    /// Row positions from a step of one branch to the same step of the next: S (dense) or `n*P` (holey).
+    pub fn stride(&self) -> u32 {
+        match self.layout {
+            Layout::Dense => self.shape.steps(),
+            Layout::Holey => self.pages_per_branch() * self.page.get(),
+        }
+    }
+
     /// Row position of branch `b`, step `s`.
     ///
     /// # Errors
@@ -76,25 +84,17 @@ impl DraftRegion {
     /// Row position of the first draft slot of branch `b`.
     fn branch_start(&self, b: u32) -> Result<u32> {
         const WHAT: &str = "draft position";
-        match self.layout {
-            Layout::Dense => add(WHAT, self.committed, b * self.shape.steps()),
-            Layout::Holey => {
-                add(WHAT, self.base() + self.remainder(), mul(WHAT, b, self.pages_per_branch() * self.page.get())?)
-            }
-        }
+        add(WHAT, self.committed, mul(WHAT, b, self.stride())?)
     }
 
     /// One past the last row position of the region (the row needs this many).
     pub fn end(&self) -> Result<u32> {
-        let k = self.shape.topk();
-        match self.layout {
-            Layout::Dense => add("draft region end", self.committed, self.shape.draft_slots()),
-            Layout::Holey => add(
-                "draft region end",
-                self.base(),
-                mul("draft region end", k, self.pages_per_branch() * self.page.get())?,
-            ),
-        }
+        const WHAT: &str = "draft region end";
+        let start = match self.layout {
+            Layout::Dense => self.committed,
+            Layout::Holey => self.base(),
+        };
+        add(WHAT, start, mul(WHAT, self.shape.topk(), self.stride())?)
     }
 
     /// The copy that fills the hole before branch `b`; `None` for branch 0, for `r = 0`, and in the dense layout.

@@ -1,0 +1,183 @@
+//! The full check of a plan: from its arrays, the page tables and the geometry alone, lane by lane. It shares no code
+//! with the phases that write plans, so that each finds the other's faults.
+
+use crate::error::{Error, Result, in_range};
+use crate::geometry::Geometry;
+use crate::plan::body::{check_version, live_columns};
+use crate::plan::phases::same_length;
+use crate::plan::{Phase, Plan};
+use crate::pool::Tables;
+
+/// One request of the plan under check.
+struct Request<'a> {
+    index: usize,
+    kernel: &'static str,
+    /// Pages that the row has.
+    pages: &'a [i32],
+    prefix: u64,
+    first: usize,
+    end: usize,
+}
+
+/// Check every array, lane and page of `plan`.
+pub(super) fn check(plan: &Plan, tables: &Tables<'_>, geometry: &Geometry) -> Result<()> {
+    sizes(plan, tables, geometry)?;
+    let mut rows = Vec::with_capacity(plan.live_batch);
+    let mut written = Vec::with_capacity(plan.queries());
+    for i in 0..plan.batch() {
+        let request = request(plan, tables, i)?;
+        if i < plan.live_batch {
+            rows.push(plan.rows()[i]);
+            for q in request.first..request.end {
+                lane(plan, tables, geometry, &request, q)?;
+                written.push(plan.out_slots()[q]);
+            }
+        }
+    }
+    for q in plan.live_queries()..plan.queries() {
+        dead(plan, q, plan.live_batch, "a padded lane")?;
+    }
+    written.retain(|&slot| slot != 0);
+    twice(&mut rows, "row", "a sequence may be in a batch once")?;
+    twice(&mut written, "slot written", "write slots are disjoint over the batch")
+}
+
+fn twice(values: &mut [i32], what: &'static str, why: &str) -> Result<()> {
+    values.sort_unstable();
+    match values.windows(2).find(|w| w[0] == w[1]) {
+        None => Ok(()),
+        Some(w) => Err(Error::Invalid { what, got: format!("{} twice", w[0]), why: why.into() }),
+    }
+}
+
+/// The arrays fit each other, the geometry and the pool.
+fn sizes(plan: &Plan, tables: &Tables<'_>, geometry: &Geometry) -> Result<()> {
+    let (b, q) = (plan.batch(), plan.queries());
+    in_range("batch", plan.live_batch as i128, 0, geometry.limits().max_batch as i128)?;
+    for page in [plan.page, tables.page()] {
+        same_length("page size", page.get() as usize, geometry.page().get() as usize)?;
+    }
+    same_length("versions", plan.versions().len(), b)?;
+    same_length("prefix_lens", plan.prefix_lens().len(), b)?;
+    same_length("qo_indptr", plan.qo_indptr().len(), b + 1)?;
+    same_length("out_slots", plan.out_slots().len(), q)?;
+    let words = match plan.phase {
+        Phase::Extend => 0,
+        Phase::Draft { step } => {
+            in_range("step", step, 0, geometry.shape().steps() as i128 - 1)?;
+            geometry.draft_mask_words()
+        }
+        Phase::Verify => geometry.verify_mask_words(),
+    };
+    same_length("mask words", plan.mask_words as usize, words as usize)?;
+    same_length("mask", plan.mask().len(), q * words as usize)?;
+    let indptr = plan.qo_indptr();
+    let ordered = indptr[0] == 0 && indptr.windows(2).all(|w| w[0] <= w[1]) && indptr[b] as usize <= q;
+    if !ordered {
+        let got = format!("{:?} for {q} queries", &indptr[..indptr.len().min(16)]);
+        return Err(Error::Invalid { what: "qo_indptr", got, why: "starts at 0 and never goes down".into() });
+    }
+    Ok(())
+}
+
+/// The row of request `i` is live and current, its prefix allocated, the number of its queries right.
+fn request<'a>(plan: &Plan, tables: &Tables<'a>, i: usize) -> Result<Request<'a>> {
+    let (row, version, prefix) = (plan.rows()[i], plan.versions()[i], plan.prefix_lens()[i]);
+    let (first, end) = (plan.qo_indptr()[i] as usize, plan.qo_indptr()[i + 1] as usize);
+    let kernel = plan.phase.name();
+    if i >= plan.live_batch {
+        if (row, version, prefix, end) != (-1, 0, 0, first) {
+            let got = format!("request {i}: row {row}, version {version}, prefix {prefix}, {} queries", end - first);
+            return Err(Error::Invalid { what: "dead request", got, why: "must be -1, 0, 0, 0".into() });
+        }
+        return Ok(Request { index: i, kernel, pages: &[], prefix: 0, first, end });
+    }
+    check_version(tables, kernel, row, version)?;
+    let pages = live_columns(tables.line(row as u32).unwrap_or(&[]));
+    let allocated = pages.len() as i128 * tables.page().get() as i128;
+    in_range("prefix length", prefix, 0, allocated)?;
+    Ok(Request { index: i, kernel, pages, prefix: prefix as u64, first, end })
+}
+
+/// Query `q`: where it writes, what it attends to, where it stands.
+fn lane(plan: &Plan, tables: &Tables<'_>, geometry: &Geometry, r: &Request<'_>, q: usize) -> Result<()> {
+    let (shape, j) = (geometry.shape(), (q - r.first) as u32);
+    let w = plan.mask_words as usize;
+    let mask = &plan.mask()[q * w..(q + 1) * w];
+    let bits = (0..w as u32 * 64).filter(|b| mask[(b / 64) as usize] >> (b % 64) & 1 == 1);
+    if plan.out_slots()[q] == 0 {
+        // Only a draft step behind the context wall has dead lanes in a live request, and then all of them.
+        return match plan.phase {
+            Phase::Draft { .. } if r.prefix == 0 => dead(plan, q, r.index, "a lane that writes to the sink"),
+            _ => Err(outside(r, "lanes that write to the sink", q as i64, q as i64)),
+        };
+    }
+    let pos = match plan.phase {
+        Phase::Extend => r.prefix + j as u64,
+        Phase::Verify => {
+            in_range("tree nodes", (r.end - r.first) as i128, 1, shape.draft_tokens() as i128)?;
+            for b in bits {
+                if b > j {
+                    return Err(outside(r, "mask bits (nodes up to the query's own)", b as i64, j as i64 + 1));
+                }
+            }
+            r.prefix + j as u64
+        }
+        Phase::Draft { step } => {
+            same_length("draft queries of a request", r.end - r.first, shape.topk() as usize)?;
+            for b in bits {
+                let own = j * shape.steps() + step;
+                if b >= shape.draft_slots() || (b != own && b % shape.steps() >= step) {
+                    let written = (shape.topk() * shape.steps()) as i64;
+                    return Err(outside(r, "mask bits (draft slots of earlier steps)", b as i64, written));
+                }
+            }
+            geometry.draft_region(r.prefix as u32)?.pos(j, step)? as u64
+        }
+    };
+    if w > 0 {
+        let own = match plan.phase {
+            Phase::Draft { step } => j * shape.steps() + step,
+            _ => j,
+        };
+        if mask[(own / 64) as usize] >> (own % 64) & 1 == 0 {
+            return Err(outside(r, "mask bits (the query's own is missing)", own as i64, own as i64));
+        }
+    }
+    let page_len = tables.page().get() as u64;
+    let Some(&page) = r.pages.get((pos / page_len) as usize) else {
+        return Err(outside(r, "allocated positions", pos as i64, (r.pages.len() as u64 * page_len) as i64));
+    };
+    let slot = page as i64 * page_len as i64 + (pos % page_len) as i64;
+    if plan.out_slots()[q] as i64 != slot {
+        let got = format!("{}: request {}, query {q}: slot {}", r.kernel, r.index, plan.out_slots()[q]);
+        return Err(Error::Invalid { what: "out_slots", got, why: format!("row position {pos} is slot {slot}") });
+    }
+    let owners = tables.owners(page as u32);
+    if page <= 0 || owners != Some(1) {
+        let got = format!("{}: request {}, position {pos} on page {page} with {owners:?} owners", r.kernel, r.index);
+        return Err(Error::Invalid { what: "write position", got, why: "a page is written by its one owner".into() });
+    }
+    in_range("RoPE position", plan.positions()[q], 0, geometry.limits().max_context_len as i128 - 1)?;
+    Ok(())
+}
+
+/// A dead lane has its stated values.
+fn dead(plan: &Plan, q: usize, request: usize, which: &str) -> Result<()> {
+    let w = plan.mask_words as usize;
+    let (pos, slot) = (plan.positions()[q], plan.out_slots()[q]);
+    let mask = &plan.mask()[q * w..(q + 1) * w];
+    if pos == 0 && slot == 0 && mask.iter().all(|&m| m == 0) {
+        return Ok(());
+    }
+    Err(Error::Invalid {
+        what: "dead lane",
+        got: format!("request {request}, query {q}: position {pos}, slot {slot}, mask {mask:x?}"),
+        why: format!("{which} has position 0, slot 0, mask 0"),
+    })
+}
+
+#[cold]
+fn outside(r: &Request<'_>, buffer: &'static str, index: i64, bound: i64) -> Error {
+    Error::OutOfBounds { kernel: r.kernel, buffer, request: r.index as i64, step: -1, index, bound }
+}

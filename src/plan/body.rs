@@ -1,0 +1,313 @@
+//! [`Plan`]: what one step of a batch writes and attends to, in row positions and slots.
+
+use std::ops::Deref;
+use std::sync::Arc;
+
+use crate::bounds::PageSize;
+use crate::error::{Error, Result};
+use crate::geometry::Geometry;
+use crate::plan::audit;
+use crate::plan::buf::Buf;
+use crate::plan::{Format, Native};
+use crate::pool::Tables;
+
+/// Which step of a round a plan describes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Phase {
+    /// Tokens appended behind a prefix, attended causally: prefill chunks, plain decode (one token) and the draft
+    /// model's pass over the accepted tokens.
+    Extend,
+    /// Draft step `step`: K branches per request, each with the ancestors that its mask names.
+    Draft {
+        /// 0-based step.
+        step: u32,
+    },
+    /// The target's pass over a token tree.
+    Verify,
+}
+
+impl Phase {
+    /// Name in messages.
+    pub fn name(self) -> &'static str {
+        match self {
+            Phase::Extend => "extend",
+            Phase::Draft { .. } => "draft",
+            Phase::Verify => "verify",
+        }
+    }
+}
+
+/// The arrays of a plan, as plain vectors: what [`Plan::from_parts`] takes and [`Plan::to_parts`] gives.
+///
+/// Sizes: B requests (dead ones of a padded plan included), Q queries (dead lanes included).
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct PlanParts {
+    /// `[B]` row of each request in the pool's page table; -1 for a dead request.
+    pub rows: Vec<i32>,
+    /// `[B]` version of each row; 0 for a dead request.
+    pub versions: Vec<u64>,
+    /// `[B+1]` request i has the queries `qo_indptr[i]..qo_indptr[i+1]`.
+    pub qo_indptr: Vec<i32>,
+    /// `[B]` every query of request i attends row positions `[0, prefix_lens[i])`.
+    pub prefix_lens: Vec<i32>,
+    /// `[Q]` RoPE position of each query.
+    pub positions: Vec<i32>,
+    /// `[Q]` slot that takes each query's KV; 0 (the sink) for a dead lane.
+    pub out_slots: Vec<i32>,
+    /// `[Q * mask_words]` bits; bit `b` of a query's mask is bit `b % 64` of its word `b / 64`.
+    pub mask: Vec<u64>,
+    /// Words per query; 0 for a causal plan.
+    pub mask_words: u32,
+}
+
+/// What one step of a batch writes and attends to. See the [module](crate::plan) for the attention form.
+///
+/// A plan by itself launches nothing; kernels take an [`AuditedPlan`].
+#[derive(Debug, Clone)]
+pub struct Plan {
+    pub(crate) phase: Phase,
+    pub(crate) page: PageSize,
+    pub(crate) rows: Buf<i32>,
+    pub(crate) versions: Buf<u64>,
+    pub(crate) qo_indptr: Buf<i32>,
+    pub(crate) prefix_lens: Buf<i32>,
+    pub(crate) positions: Buf<i32>,
+    pub(crate) out_slots: Buf<i32>,
+    pub(crate) mask: Buf<u64>,
+    pub(crate) mask_words: u32,
+    /// Requests that are not padding; always `<= rows.len()`.
+    pub(crate) live_batch: usize,
+}
+
+impl Default for Plan {
+    fn default() -> Self {
+        Self {
+            phase: Phase::Extend,
+            page: PageSize::default(),
+            rows: Buf::default(),
+            versions: Buf::default(),
+            qo_indptr: vec![0].into(),
+            prefix_lens: Buf::default(),
+            positions: Buf::default(),
+            out_slots: Buf::default(),
+            mask: Buf::default(),
+            mask_words: 0,
+            live_batch: 0,
+        }
+    }
+}
+
+impl Plan {
+    /// A plan from arrays made elsewhere (recorded, or planned on a device). Nothing is checked here:
+    /// [`AuditedPlan::audit`] does.
+    pub fn from_parts(phase: Phase, page: PageSize, parts: PlanParts) -> Self {
+        let live_batch = parts.rows.iter().filter(|&&r| r >= 0).count();
+        Self {
+            phase,
+            page,
+            rows: parts.rows.into(),
+            versions: parts.versions.into(),
+            qo_indptr: parts.qo_indptr.into(),
+            prefix_lens: parts.prefix_lens.into(),
+            positions: parts.positions.into(),
+            out_slots: parts.out_slots.into(),
+            mask: parts.mask.into(),
+            mask_words: parts.mask_words,
+            live_batch,
+        }
+    }
+
+    /// Copies of the arrays.
+    pub fn to_parts(&self) -> PlanParts {
+        PlanParts {
+            rows: self.rows().to_vec(),
+            versions: self.versions().to_vec(),
+            qo_indptr: self.qo_indptr().to_vec(),
+            prefix_lens: self.prefix_lens().to_vec(),
+            positions: self.positions().to_vec(),
+            out_slots: self.out_slots().to_vec(),
+            mask: self.mask().to_vec(),
+            mask_words: self.mask_words,
+        }
+    }
+
+    /// The step.
+    pub fn phase(&self) -> Phase {
+        self.phase
+    }
+
+    /// The page size of the pool it was made for.
+    pub fn page(&self) -> PageSize {
+        self.page
+    }
+
+    /// Requests, dead ones included.
+    pub fn batch(&self) -> usize {
+        self.rows.get().len()
+    }
+
+    /// Requests that are not padding; they come first.
+    pub fn live_batch(&self) -> usize {
+        self.live_batch
+    }
+
+    /// Queries, dead lanes included.
+    pub fn queries(&self) -> usize {
+        self.positions.get().len()
+    }
+
+    /// Queries of the live requests; they come first.
+    pub fn live_queries(&self) -> usize {
+        self.qo_indptr.get().get(self.live_batch).map_or(0, |&q| q as usize)
+    }
+
+    /// `[batch]` row of each request in the pool's page table; -1 for a dead request.
+    pub fn rows(&self) -> &[i32] {
+        self.rows.get()
+    }
+
+    /// `[batch]` version of each row when the plan was made; 0 for a dead request.
+    pub fn versions(&self) -> &[u64] {
+        self.versions.get()
+    }
+
+    /// `[batch + 1]` queries of request i are `qo_indptr[i]..qo_indptr[i+1]`; a dead request has none.
+    pub fn qo_indptr(&self) -> &[i32] {
+        self.qo_indptr.get()
+    }
+
+    /// `[batch]` tokens of the prefix that every query of a request attends; 0 for a dead request.
+    pub fn prefix_lens(&self) -> &[i32] {
+        self.prefix_lens.get()
+    }
+
+    /// `[queries]` RoPE positions; 0 for a dead lane.
+    pub fn positions(&self) -> &[i32] {
+        self.positions.get()
+    }
+
+    /// `[queries]` slot that takes each query's KV; 0 (the sink) for a dead lane.
+    pub fn out_slots(&self) -> &[i32] {
+        self.out_slots.get()
+    }
+
+    /// `[queries * mask_words]` ancestor bits; 0 for a dead lane, which attends to nothing.
+    pub fn mask(&self) -> &[u64] {
+        self.mask.get()
+    }
+
+    /// Words per query; 0 for a causal plan.
+    pub fn mask_words(&self) -> u32 {
+        self.mask_words
+    }
+
+    /// Refuse the plan if a row's pages have changed since it was made.
+    ///
+    /// # Errors
+    /// [`Error::Dead`] with the row and both versions.
+    pub fn check_rows(&self, tables: &Tables<'_>) -> Result<()> {
+        for (&row, &version) in self.rows().iter().zip(self.versions()).take(self.live_batch) {
+            check_version(tables, self.phase.name(), row, version)?;
+        }
+        Ok(())
+    }
+
+    /// The pages of the plan's requests as a dense `[batch, columns]` table in `out` (cleared first); returns the
+    /// columns. Columns in which a request has no page, and dead requests, hold the sink (0).
+    ///
+    /// Kernels that share the pool's memory need none of this: they index the pool's own table by row.
+    ///
+    /// # Errors
+    /// [`Error::Dead`] as [`Self::check_rows`].
+    pub fn page_table(&self, tables: &Tables<'_>, out: &mut Vec<i32>) -> Result<usize> {
+        self.check_rows(tables)?;
+        let live = |row: i32| tables.line(row as u32).map_or(&[][..], live_columns);
+        let rows = self.rows().iter();
+        let cols = rows.clone().take(self.live_batch).map(|&r| live(r).len()).max().unwrap_or(0);
+        out.clear();
+        for (i, &row) in rows.enumerate() {
+            if i < self.live_batch {
+                out.extend_from_slice(live(row));
+            }
+            out.resize((i + 1) * cols, 0);
+        }
+        Ok(cols)
+    }
+
+    /// The first array with a lane that holds the debug poison, and its index.
+    pub(crate) fn first_poison(&self) -> Option<(&'static str, usize)> {
+        let named = [
+            ("rows", self.rows.first_poison()),
+            ("versions", self.versions.first_poison()),
+            ("qo_indptr", self.qo_indptr.first_poison()),
+            ("prefix_lens", self.prefix_lens.first_poison()),
+            ("positions", self.positions.first_poison()),
+            ("out_slots", self.out_slots.first_poison()),
+            ("mask", self.mask.first_poison()),
+        ];
+        named.into_iter().find_map(|(name, at)| at.map(|at| (name, at)))
+    }
+}
+
+/// The columns of a table line that hold pages: those before the first sink.
+pub(super) fn live_columns(line: &[i32]) -> &[i32] {
+    &line[..line.iter().position(|&p| p == 0).unwrap_or(line.len())]
+}
+
+/// Refuse `what` if the pages of `row` have changed since `version`.
+pub(super) fn check_version(tables: &Tables<'_>, what: &'static str, row: i32, version: u64) -> Result<()> {
+    let now = u32::try_from(row).ok().and_then(|r| tables.version(r));
+    if now == Some(version) {
+        return Ok(());
+    }
+    let now = now.map_or("outside the table".to_string(), |v| format!("at {v}"));
+    let why = format!("the row's pages changed: it was made for version {version}, the row is {now}");
+    Err(Error::Dead { what: "plan", id: format!("{what} of row {row}"), why })
+}
+
+/// A plan and the arrays that its format derives.
+#[derive(Debug, Default)]
+pub(crate) struct Filled<A> {
+    pub(crate) plan: Plan,
+    pub(crate) arrays: A,
+}
+
+/// A plan that has been checked against the pool; the only kind that launches. A cheap handle: clones share the
+/// arrays, and the planner takes them back when the last one is dropped.
+///
+/// `F` says which backend's arrays it carries, so that a kernel cannot be given another backend's plan.
+#[derive(Debug)]
+pub struct AuditedPlan<F: Format = Native>(pub(crate) Arc<Filled<F::Arrays>>);
+
+impl<F: Format> Clone for AuditedPlan<F> {
+    fn clone(&self) -> Self {
+        Self(Arc::clone(&self.0))
+    }
+}
+
+impl<F: Format> Deref for AuditedPlan<F> {
+    type Target = Plan;
+
+    fn deref(&self) -> &Plan {
+        &self.0.plan
+    }
+}
+
+impl<F: Format> AuditedPlan<F> {
+    /// Check a plan made elsewhere, in full, and derive its format's arrays.
+    ///
+    /// # Errors
+    /// Whatever is wrong with it, with operands: see [`crate::plan`] for the list of checks.
+    pub fn audit(plan: Plan, tables: &Tables<'_>, geometry: &Geometry, format: &F) -> Result<Self> {
+        format.supports(geometry)?;
+        audit::check(&plan, tables, geometry)?;
+        let mut arrays = F::Arrays::default();
+        format.lower(&plan, tables, geometry, &mut arrays)?;
+        Ok(Self(Arc::new(Filled { plan, arrays })))
+    }
+
+    /// The arrays of the format.
+    pub fn arrays(&self) -> &F::Arrays {
+        &self.0.arrays
+    }
+}

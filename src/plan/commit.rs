@@ -1,0 +1,211 @@
+//! Commit: the accepted path of each tree becomes the dense end of its prefix; and the tail copies of the holey
+//! layout, the other plan that moves KV.
+
+use std::sync::Arc;
+
+use crate::error::{Error, Result, in_range};
+use crate::plan::phases::same_length;
+use crate::plan::place::{self, Where};
+use crate::plan::planner::{Planner, check_batch};
+use crate::plan::{Batch, Format, Moves};
+use crate::pool::{SeqId, Tables};
+
+/// Accepted paths of a batch, one a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Paths<'a> {
+    /// Nodes of each path, root included; at least 1.
+    pub sizes: &'a [u32],
+    /// Concatenated node indices, local to each tree: 0 (the root), then strictly increasing, as on every path of a
+    /// tree whose parents come before their children.
+    pub nodes: &'a [u32],
+}
+
+/// What a commit does to the KV, and the new lengths.
+#[derive(Debug, Default)]
+pub(super) struct Commit {
+    moves: Moves,
+    seqs: Vec<SeqId>,
+    firsts: Vec<u32>,
+    /// Paths of the requests to remap, concatenated, and where each ends.
+    orders: Vec<u32>,
+    ends: Vec<usize>,
+    new_lens: Vec<u32>,
+}
+
+/// A reordering of a sequence's speculative positions (pages of one token): the argument of
+/// [`Lease::remap`](crate::pool::Lease::remap).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Remap<'a> {
+    /// The sequence.
+    pub seq: SeqId,
+    /// First row position: its committed length.
+    pub first: u32,
+    /// Position `first + i` gets the page of `first + order[i]`; the other pages stay in the row, behind them.
+    pub order: &'a [u32],
+}
+
+/// A checked commit. A cheap handle; the planner takes the buffers back when the last one is dropped.
+#[derive(Debug, Clone)]
+pub struct AuditedCommit(Arc<Commit>);
+
+impl AuditedCommit {
+    /// Moves to execute, in order, before the lease is committed; none with pages of one token.
+    pub fn moves(&self) -> &Moves {
+        &self.0.moves
+    }
+
+    /// Reorderings to give to the lease before it is committed; none with larger pages.
+    pub fn remaps(&self) -> impl Iterator<Item = Remap<'_>> {
+        let c = &*self.0;
+        c.seqs.iter().zip(&c.firsts).zip(&c.ends).scan(0, |start, ((&seq, &first), &end)| {
+            let order = &c.orders[*start..end];
+            *start = end;
+            Some(Remap { seq, first, order })
+        })
+    }
+
+    /// Committed length of each request afterwards: L plus the nodes of its path.
+    pub fn new_lens(&self) -> &[u32] {
+        &self.0.new_lens
+    }
+}
+
+impl<F: Format> Planner<F> {
+    /// Make the accepted path `n_0 = 0, n_1, ...` of each request the row positions `L, L + 1, ...`.
+    ///
+    /// With pages of one token the row's columns are reordered and no KV moves. With larger pages the KV of
+    /// `L + n_i` moves to `L + i` where they differ, in increasing i. That order is free of hazards: the indices of
+    /// a path increase strictly, so `n_i >= i`, and a later source `n_k` (`k > i`) is `>= k > i`: no move writes what
+    /// a later one reads. (A destination may be an *earlier* source, so the moves of a request are not free to run
+    /// at once.)
+    ///
+    /// # Errors
+    /// A path that does not start with 0 or does not increase strictly; a node of V or more; a position beyond the
+    /// row's allocation; a destination on a page with other owners; a length beyond `max_context_len`; a row twice
+    /// in the batch; lengths that live on the device.
+    pub fn commit(&mut self, tables: &Tables<'_>, batch: &Batch<'_>, paths: Paths<'_>) -> Result<AuditedCommit> {
+        const WHO: &str = "commit";
+        let lens = batch.lens.host(WHO)?;
+        check_batch(&self.geometry, tables, batch)?;
+        same_length("path sizes", paths.sizes.len(), batch.seqs.len())?;
+        let total = paths.sizes.iter().map(|&n| n as u64).sum::<u64>();
+        same_length("path nodes", paths.nodes.len(), total as usize)?;
+        let Self { geometry, commits, scratch, .. } = self;
+        let (limit, v) = (geometry.limits().max_context_len, geometry.shape().draft_tokens());
+        scratch.begin(tables.max_seqs() as usize);
+        let commit = commits.fill(|c| {
+            c.clear(batch.seqs.len(), paths.nodes.len());
+            let mut nodes = paths.nodes;
+            for (i, ((&seq, &len), &size)) in batch.seqs.iter().zip(lens).zip(paths.sizes).enumerate() {
+                let at = Where { kernel: WHO, request: i };
+                let row = scratch.row(tables, seq, i)?;
+                let (path, rest) = nodes.split_at(size as usize);
+                nodes = rest;
+                let last = check_path(path, i, v)?;
+                in_range("committed length", len as i128 + size as i128, 0, limit as i128)?;
+                at.check_end(tables, &row, len as u64 + last as u64 + 1)?;
+                c.new_lens.push(len + size);
+                if last as usize + 1 == path.len() {
+                    continue; // 0, 1, 2, ...: all in place
+                }
+                if tables.page().get() == 1 {
+                    at.check_owned(tables, &row, len, len + last + 1)?;
+                    c.remap(seq, len, path);
+                    continue;
+                }
+                for (to, &from) in path.iter().enumerate().filter(|&(to, &from)| to as u32 != from) {
+                    let src = place::slot(tables, &row, at, len + from, false)?;
+                    let dst = place::slot(tables, &row, at, len + to as u32, true)?;
+                    c.moves.push(src, dst);
+                }
+                c.moves.guard(row.row, row.version);
+            }
+            Ok::<(), Error>(())
+        })?;
+        Ok(AuditedCommit(commit))
+    }
+
+    /// Holey layout: fill each branch's holes with the prefix's tail, positions `[base, base + r)` to the r slots
+    /// before branch b's own, for b >= 1. Slots that belong to a branch are never touched, and nothing is copied
+    /// where r = 0 or in the dense layout.
+    ///
+    /// # Errors
+    /// As [`Self::draft`], of the holes.
+    pub fn tail_copies(&mut self, tables: &Tables<'_>, batch: &Batch<'_>) -> Result<AuditedCommit> {
+        const WHO: &str = "tail copy";
+        let lens = batch.lens.host(WHO)?;
+        check_batch(&self.geometry, tables, batch)?;
+        let Self { geometry, commits, scratch, .. } = self;
+        scratch.begin(tables.max_seqs() as usize);
+        let commit = commits.fill(|c| {
+            c.clear(batch.seqs.len(), 0);
+            c.new_lens.extend_from_slice(lens); // a tail copy changes no length
+            for (i, (&seq, &len)) in batch.seqs.iter().zip(lens).enumerate() {
+                let at = Where { kernel: WHO, request: i };
+                let row = scratch.row(tables, seq, i)?;
+                let region = geometry.draft_region(len)?;
+                let moves = c.moves.len();
+                for b in 0..geometry.shape().topk() {
+                    let Some(hole) = region.hole(b)? else { continue };
+                    for o in 0..hole.len {
+                        let src = place::slot(tables, &row, at, hole.src + o, false)?;
+                        let dst = place::slot(tables, &row, at, hole.dst + o, true)?;
+                        c.moves.push(src, dst);
+                    }
+                }
+                if c.moves.len() > moves {
+                    c.moves.guard(row.row, row.version);
+                }
+            }
+            Ok::<(), Error>(())
+        })?;
+        Ok(AuditedCommit(commit))
+    }
+}
+
+impl Commit {
+    fn clear(&mut self, batch: usize, nodes: usize) {
+        self.moves.clear();
+        self.seqs.clear();
+        self.firsts.clear();
+        self.orders.clear();
+        self.ends.clear();
+        self.new_lens.clear();
+        self.orders.reserve(nodes);
+        self.new_lens.reserve(batch);
+    }
+
+    fn remap(&mut self, seq: SeqId, first: u32, path: &[u32]) {
+        self.seqs.push(seq);
+        self.firsts.push(first);
+        self.orders.extend_from_slice(path);
+        self.ends.push(self.orders.len());
+    }
+}
+
+/// The last node of a path that is one: 0, then strictly increasing, below `v`.
+#[inline]
+fn check_path(path: &[u32], request: usize, v: u32) -> Result<u32> {
+    let mut last = 0;
+    let mut ok = path.first() == Some(&0);
+    for &node in path.get(1..).unwrap_or(&[]) {
+        ok &= node > last;
+        last = node;
+    }
+    if !ok {
+        return Err(bad_path(path, request));
+    }
+    if last >= v {
+        return Err(Where { kernel: "commit", request }.outside("tree nodes", last as i64, v));
+    }
+    Ok(last)
+}
+
+#[cold]
+fn bad_path(path: &[u32], request: usize) -> Error {
+    Error::Invalid {
+        what: "accepted path",
+        got: format!("request {request}: {path:?}"),
+        why: "a path starts with the root, node 0, and its indices increase".into(),
+    }
+}

@@ -1,0 +1,189 @@
+//! Moves of KV between slots, in an order that is safe to execute one after the other.
+
+use std::collections::HashMap;
+
+use crate::bounds::Slot;
+use crate::error::{Error, Result};
+use crate::plan::body::check_version;
+use crate::plan::phases::same_length;
+use crate::pool::{Lease, Tables};
+
+/// Copies of one token's KV, in every layer: slot `src[i]` to slot `dst[i]`, for i in order.
+///
+/// Executed in that order each move reads what the slot held before the first move, although a destination may be
+/// the source of an **earlier** move. A kernel that executes moves at once must read all before it writes any (of
+/// one request, at least: requests share no slot that is written).
+///
+/// Every slot is a slot of the pool, no destination is the sink or occurs twice.
+#[derive(Debug, Clone, Default)]
+pub struct Moves {
+    src: Vec<i32>,
+    dst: Vec<i32>,
+    /// Rows and their versions when the moves were planned; empty for moves of raw slots.
+    rows: Vec<(u32, u64)>,
+}
+
+impl Moves {
+    /// Moves between raw slots of a pool with `num_slots` slots, put into a safe order.
+    ///
+    /// A ring of moves (a source of each is the destination of another, all around) has no safe order; `scratch`
+    /// breaks rings: a slot that is nobody's source or destination, such as one of a page taken for it.
+    ///
+    /// # Errors
+    /// A slot outside the pool, a destination that is the sink or occurs twice, a ring without `scratch`, a
+    /// `scratch` that a move uses.
+    pub fn new(src: &[i32], dst: &[i32], num_slots: u32, scratch: Option<Slot>) -> Result<Self> {
+        same_length("destination slots", dst.len(), src.len())?;
+        let mut move_into = HashMap::with_capacity(dst.len()); // destination -> move
+        for (i, (&s, &d)) in src.iter().zip(dst).enumerate() {
+            for (buffer, slot, min) in [("source slots", s, 0), ("destination slots", d, 1)] {
+                if slot < min || slot as u32 >= num_slots {
+                    let (index, bound) = (slot as i64, num_slots as i64);
+                    return Err(Error::OutOfBounds { kernel: "kv_move", buffer, request: -1, step: i as i64, index, bound });
+                }
+            }
+            if let Some(other) = move_into.insert(d, i) {
+                let got = format!("slot {d} of moves {other} and {i}");
+                return Err(Error::Invalid { what: "destination", got, why: "it may be written once".into() });
+            }
+        }
+        let mut order = Order { src, dst, readers: HashMap::new(), done: vec![false; src.len()], out: Vec::new() };
+        for (i, (s, d)) in src.iter().zip(dst).enumerate() {
+            if s == d {
+                order.done[i] = true; // nothing to do
+            } else {
+                *order.readers.entry(*s).or_default() += 1;
+            }
+        }
+        order.run(&move_into, scratch)?;
+        let (src, dst): (Vec<i32>, Vec<i32>) = order.out.into_iter().unzip();
+        Ok(Self { src, dst, rows: Vec::new() })
+    }
+
+    /// The page copies of a lease, token by token: what must be run before anything is written under it.
+    ///
+    /// # Errors
+    /// A page outside the pool: the lease is of another pool than `tables`.
+    pub fn of_lease(lease: &Lease, tables: &Tables<'_>) -> Result<Self> {
+        let page = tables.page();
+        let (mut src, mut dst) = (Vec::new(), Vec::new());
+        for copy in lease.copies() {
+            for o in 0..copy.len {
+                src.push(page.slot(copy.src, o)?.as_i32());
+                dst.push(page.slot(copy.dst, o)?.as_i32());
+            }
+        }
+        // The order is kept: no page that is copied to is copied from.
+        Self::new(&src, &dst, tables.num_pages() * page.get(), None)
+    }
+
+    /// Moves there are.
+    pub fn len(&self) -> usize {
+        self.src.len()
+    }
+
+    /// Whether nothing is to be moved.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Source slots, in order.
+    pub fn src(&self) -> &[i32] {
+        &self.src
+    }
+
+    /// Destination slots, in order.
+    pub fn dst(&self) -> &[i32] {
+        &self.dst
+    }
+
+    /// Refuse the moves if a row's pages have changed since they were planned.
+    ///
+    /// # Errors
+    /// [`Error::Dead`] with the row and both versions.
+    pub fn check_rows(&self, tables: &Tables<'_>) -> Result<()> {
+        self.rows.iter().try_for_each(|&(row, version)| check_version(tables, "moves", row as i32, version))
+    }
+
+    pub(super) fn clear(&mut self) {
+        self.src.clear();
+        self.dst.clear();
+        self.rows.clear();
+    }
+
+    /// Add a move behind the others; the caller answers for the slots and the order.
+    pub(super) fn push(&mut self, src: i32, dst: i32) {
+        self.src.push(src);
+        self.dst.push(dst);
+    }
+
+    /// Tie the moves to a version of a row.
+    pub(super) fn guard(&mut self, row: u32, version: u64) {
+        self.rows.push((row, version));
+    }
+}
+
+/// Puts moves into an order in which no move writes what a later one reads.
+struct Order<'a> {
+    src: &'a [i32],
+    dst: &'a [i32],
+    /// Moves not yet done that read a slot.
+    readers: HashMap<i32, u32>,
+    done: Vec<bool>,
+    out: Vec<(i32, i32)>,
+}
+
+impl Order<'_> {
+    fn run(&mut self, move_into: &HashMap<i32, usize>, scratch: Option<Slot>) -> Result<()> {
+        let n = self.src.len();
+        for i in 0..n {
+            self.chain(i, move_into);
+        }
+        // What is left are rings: every destination is still to be read, by exactly one move.
+        for i in 0..n {
+            if self.done[i] {
+                continue;
+            }
+            let (s, d) = (self.src[i], self.dst[i]);
+            let Some(scratch) = scratch.map(Slot::as_i32) else {
+                return Err(Error::Invalid {
+                    what: "moves",
+                    got: format!("a ring through slots {s} and {d}"),
+                    why: "no order is safe; give a scratch slot".into(),
+                });
+            };
+            if move_into.contains_key(&scratch) || self.src.contains(&scratch) {
+                let got = scratch.to_string();
+                return Err(Error::Invalid { what: "scratch slot", got, why: "a move uses it".into() });
+            }
+            // Save what the first move would overwrite; its reader, the last of the ring, takes it from there.
+            self.out.push((d, scratch));
+            let mut at = i;
+            loop {
+                self.done[at] = true;
+                let s = self.src[at];
+                self.out.push(if s == d { (scratch, self.dst[at]) } else { (s, self.dst[at]) });
+                match move_into.get(&s) {
+                    Some(&next) if !self.done[next] => at = next,
+                    _ => break,
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Do move `i` if nobody is still to read its destination, then the one that this lets go, and so on.
+    fn chain(&mut self, mut i: usize, move_into: &HashMap<i32, usize>) {
+        while !self.done[i] && self.readers.get(&self.dst[i]).is_none_or(|&r| r == 0) {
+            self.done[i] = true;
+            self.out.push((self.src[i], self.dst[i]));
+            if let Some(r) = self.readers.get_mut(&self.src[i]) {
+                *r -= 1;
+            }
+            match move_into.get(&self.src[i]) {
+                Some(&next) => i = next,
+                None => break,
+            }
+        }
+    }
+}

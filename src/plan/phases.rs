@@ -1,0 +1,292 @@
+//! The phases: what each step of a round writes and attends to.
+
+use crate::error::{Error, Result, in_range};
+use crate::plan::place::{self, Where};
+use crate::plan::planner::Planner;
+use crate::plan::{AuditedPlan, Batch, DraftMask, Format, Phase, Trees};
+use crate::pool::Tables;
+
+impl<F: Format> Planner<F> {
+    /// Append `counts[i]` tokens behind the first `batch.lens[i]` of request i, attended causally.
+    ///
+    /// This is chunked prefill, plain decode (`counts` of 1), and the draft model's pass over the accepted tokens.
+    ///
+    /// # Errors
+    /// Positions at or beyond `max_context_len`, beyond the row's allocation, or in a page with other owners; a row
+    /// twice in the batch; `counts` of another length; lengths that live on the device.
+    pub fn extend(&mut self, tables: &Tables<'_>, batch: &Batch<'_>, counts: &[u32]) -> Result<AuditedPlan<F>> {
+        const WHO: &str = "extend";
+        let starts = batch.lens.host(WHO)?;
+        same_length("counts", counts.len(), batch.seqs.len())?;
+        let queries = counts.iter().map(|&c| c as u64).sum();
+        self.build(tables, batch, Phase::Extend, queries, 0, |geometry, scratch, plan| {
+            let limit = geometry.limits().max_context_len;
+            let (rows, versions) = (plan.rows.get_mut(), plan.versions.get_mut());
+            let (indptr, prefix) = (plan.qo_indptr.get_mut(), plan.prefix_lens.get_mut());
+            let (mut positions, mut slots) = (plan.positions.get_mut(), plan.out_slots.get_mut());
+            let mut q = 0;
+            for (i, ((&id, &start), &count)) in batch.seqs.iter().zip(starts).zip(counts).enumerate() {
+                let at = Where { kernel: WHO, request: i };
+                let row = scratch.row(tables, id, i)?;
+                let end = start as u64 + count as u64;
+                if end > limit as u64 {
+                    return Err(at.outside("context", end as i64 - 1, limit));
+                }
+                at.check_end(tables, &row, start as u64)?;
+                let (pos, rest) = positions.split_at_mut(count as usize);
+                positions = rest;
+                for (j, p) in pos.iter_mut().enumerate() {
+                    *p = start as i32 + j as i32;
+                }
+                let (out, rest) = slots.split_at_mut(count as usize);
+                slots = rest;
+                place::run(tables, &row, at, start, out)?;
+                q += count as i32;
+                (rows[i], versions[i]) = (row.row as i32, row.version);
+                (indptr[i + 1], prefix[i]) = (q, start as i32);
+            }
+            Ok(())
+        })
+    }
+
+    /// Draft step `step`: for each request K queries at RoPE position `L + step`, branch b's KV at row position
+    /// `region.pos(b, step)`, its mask over the draft slots `b*S + s`.
+    ///
+    /// A request with `L + step >= max_context_len` has dead lanes: what such a step would propose lies behind the
+    /// context wall (its tree is clamped), so its queries attend to nothing and write to the sink.
+    ///
+    /// # Errors
+    /// `step >= S`; a draft slot beyond the row's allocation or in a page with other owners; ancestor bits of a slot
+    /// that no earlier step has written, or without the query's own bit; a row twice in the batch; lengths that live
+    /// on the device.
+    pub fn draft(
+        &mut self,
+        tables: &Tables<'_>,
+        batch: &Batch<'_>,
+        step: u32,
+        mask: DraftMask<'_>,
+    ) -> Result<AuditedPlan<F>> {
+        const WHO: &str = "draft";
+        let lens = batch.lens.host(WHO)?;
+        let shape = self.geometry.shape();
+        in_range("step", step, 0, shape.steps() as i128 - 1)?;
+        let (k, words) = (shape.topk() as usize, self.geometry.draft_mask_words());
+        let n = k * words as usize; // mask words of a request
+        if let DraftMask::Ancestors(bits) = mask {
+            same_length("ancestor bits", bits.len(), batch.seqs.len() * n)?;
+        }
+        let queries = batch.seqs.len() as u64 * k as u64;
+        self.build(tables, batch, Phase::Draft { step }, queries, words, |geometry, scratch, plan| {
+            draft_patterns(scratch, shape.topk(), shape.steps(), step, words as usize, mask);
+            let limit = geometry.limits().max_context_len;
+            let (rows, versions) = (plan.rows.get_mut(), plan.versions.get_mut());
+            let (indptr, prefix) = (plan.qo_indptr.get_mut(), plan.prefix_lens.get_mut());
+            let mut positions = plan.positions.get_mut().chunks_exact_mut(k);
+            let mut slots = plan.out_slots.get_mut().chunks_exact_mut(k);
+            let mut masks = plan.mask.get_mut().chunks_exact_mut(n);
+            for (i, (&id, &len)) in batch.seqs.iter().zip(lens).enumerate() {
+                let at = Where { kernel: WHO, request: i };
+                let row = scratch.row(tables, id, i)?;
+                let (Some(pos), Some(out), Some(bits)) = (positions.next(), slots.next(), masks.next()) else {
+                    return Err(at.outside("queries", i as i64, batch.seqs.len() as u32));
+                };
+                (rows[i], versions[i]) = (row.row as i32, row.version);
+                indptr[i + 1] = ((i + 1) * k) as i32;
+                if len as u64 + step as u64 >= limit as u64 {
+                    in_range("committed length", len, 0, limit as i128)?;
+                    prefix[i] = 0;
+                    pos.fill(0);
+                    out.fill(0);
+                    bits.fill(0);
+                    continue;
+                }
+                prefix[i] = len as i32;
+                pos.fill((len + step) as i32);
+                let region = geometry.draft_region(len)?;
+                let (first, stride) = (region.pos(0, step)?, region.stride());
+                place::strided(tables, &row, at, first, stride, out)?;
+                match mask {
+                    DraftMask::Lane => bits.copy_from_slice(&scratch.pattern),
+                    DraftMask::Ancestors(given) => {
+                        let given = &given[i * n..(i + 1) * n];
+                        if !copy_ancestors(bits, given, &scratch.pattern, &scratch.allowed) {
+                            return Err(bad_ancestors(at, step, given, &scratch.pattern, &scratch.allowed));
+                        }
+                    }
+                }
+            }
+            Ok(())
+        })
+    }
+
+    /// The target's pass over one token tree per request: node j at row position `L + j`, RoPE position
+    /// `L + depth(j)`, attending the prefix and its ancestors. Trees may differ in size and form over the batch.
+    ///
+    /// # Errors
+    /// A tree of no node or of more than V; a parent that is not before its child; a node at or beyond
+    /// `max_context_len`; a row position beyond the allocation or in a page with other owners; a row twice in the
+    /// batch; lengths that live on the device.
+    pub fn verify(&mut self, tables: &Tables<'_>, batch: &Batch<'_>, trees: Trees<'_>) -> Result<AuditedPlan<F>> {
+        const WHO: &str = "verify";
+        let lens = batch.lens.host(WHO)?;
+        same_length("tree sizes", trees.sizes.len(), batch.seqs.len())?;
+        let queries = trees.sizes.iter().map(|&n| n as u64).sum::<u64>();
+        same_length("tree parents", trees.parents.len(), queries as usize)?;
+        let words = self.geometry.verify_mask_words();
+        self.build(tables, batch, Phase::Verify, queries, words, |geometry, scratch, plan| {
+            let (limit, v) = (geometry.limits().max_context_len, geometry.shape().draft_tokens());
+            let w = words as usize;
+            let (rows, versions) = (plan.rows.get_mut(), plan.versions.get_mut());
+            let (indptr, prefix) = (plan.qo_indptr.get_mut(), plan.prefix_lens.get_mut());
+            let (mut positions, mut slots, mut masks) =
+                (plan.positions.get_mut(), plan.out_slots.get_mut(), plan.mask.get_mut());
+            let mut parents = trees.parents;
+            let mut q = 0;
+            for (i, ((&id, &len), &size)) in batch.seqs.iter().zip(lens).zip(trees.sizes).enumerate() {
+                let at = Where { kernel: WHO, request: i };
+                let row = scratch.row(tables, id, i)?;
+                in_range("tree nodes", size, 1, v as i128)?;
+                in_range("committed length", len, 0, limit as i128 - 1)?;
+                let n = size as usize;
+                let (up, rest) = parents.split_at(n);
+                parents = rest;
+                let (pos, rest) = positions.split_at_mut(n);
+                positions = rest;
+                let (out, rest) = slots.split_at_mut(n);
+                slots = rest;
+                let (bits, rest) = masks.split_at_mut(n * w);
+                masks = rest;
+                let bad = if w == 1 { tree_1(up, len as i32, pos, bits) } else { tree_w(up, len as i32, pos, bits, w) };
+                if let Some(j) = bad {
+                    return Err(bad_parent(i, j, up[j]));
+                }
+                // Depth is less than the node count, so that only trees near the wall need a look at each node.
+                if len as u64 + n as u64 > limit as u64
+                    && let Some(&p) = pos.iter().find(|&&p| p >= limit as i32) {
+                        return Err(at.outside("context", p as i64, limit));
+                    }
+                place::run(tables, &row, at, len, out)?;
+                q += size as i32;
+                (rows[i], versions[i]) = (row.row as i32, row.version);
+                (indptr[i + 1], prefix[i]) = (q, len as i32);
+            }
+            Ok(())
+        })
+    }
+}
+
+/// Positions and ancestor bits of a tree of at most 64 nodes; the first node whose parent is not before it.
+#[inline]
+fn tree_1(parents: &[i32], root: i32, pos: &mut [i32], bits: &mut [u64]) -> Option<usize> {
+    let n = parents.len().min(64);
+    let (parents, pos, bits) = (&parents[..n], &mut pos[..n], &mut bits[..n]);
+    if parents[0] != -1 {
+        return Some(0);
+    }
+    pos[0] = root;
+    bits[0] = 1;
+    for j in 1..n {
+        let p = parents[j] as u32 as usize; // a negative one becomes larger than any node
+        if p >= j {
+            return Some(j);
+        }
+        pos[j] = pos[p] + 1;
+        bits[j] = bits[p] | 1 << j;
+    }
+    None
+}
+
+/// [`tree_1`] for masks of `w` words.
+fn tree_w(parents: &[i32], root: i32, pos: &mut [i32], bits: &mut [u64], w: usize) -> Option<usize> {
+    for (j, &p) in parents.iter().enumerate() {
+        let (before, rest) = bits.split_at_mut(j * w);
+        let own = &mut rest[..w];
+        let p = p as u32 as usize;
+        if j == 0 {
+            if p != -1i32 as u32 as usize {
+                return Some(0);
+            }
+            pos[0] = root;
+            own.fill(0);
+        } else {
+            if p >= j {
+                return Some(j);
+            }
+            pos[j] = pos[p] + 1;
+            own.copy_from_slice(&before[p * w..(p + 1) * w]);
+        }
+        own[j / 64] |= 1 << (j % 64);
+    }
+    None
+}
+
+/// What a draft step's masks are made of. Ancestors: `pattern` is each branch's own bit, `allowed` the slots of the
+/// earlier steps. Lanes: `pattern` is each branch's mask.
+fn draft_patterns(
+    scratch: &mut super::planner::Scratch,
+    k: u32,
+    s: u32,
+    step: u32,
+    words: usize,
+    mask: DraftMask<'_>,
+) {
+    let lane = matches!(mask, DraftMask::Lane);
+    scratch.pattern.clear();
+    scratch.pattern.resize(k as usize * words, 0);
+    scratch.allowed.clear();
+    scratch.allowed.resize(words, 0);
+    for b in 0..k {
+        for t in 0..=step {
+            let bit = (b * s + t) as usize;
+            if t == step || lane {
+                scratch.pattern[b as usize * words + bit / 64] |= 1 << (bit % 64);
+            }
+            if t < step {
+                scratch.allowed[bit / 64] |= 1 << (bit % 64);
+            }
+        }
+    }
+}
+
+/// Copy one request's ancestor bits; whether each query has its own bit and otherwise only slots of earlier steps.
+#[inline]
+fn copy_ancestors(out: &mut [u64], given: &[u64], own: &[u64], allowed: &[u64]) -> bool {
+    let mut stray = 0;
+    if let [allowed] = *allowed {
+        for ((o, &g), &own) in out.iter_mut().zip(given).zip(own) {
+            *o = g;
+            stray |= (g ^ own) & !allowed;
+        }
+    } else {
+        out.copy_from_slice(given);
+        for (g, own) in given.chunks_exact(allowed.len()).zip(own.chunks_exact(allowed.len())) {
+            for ((g, own), allowed) in g.iter().zip(own).zip(allowed) {
+                stray |= (g ^ own) & !allowed;
+            }
+        }
+    }
+    stray == 0
+}
+
+#[cold]
+fn bad_ancestors(at: Where, step: u32, given: &[u64], own: &[u64], allowed: &[u64]) -> Error {
+    let w = allowed.len();
+    let stray = (0..given.len()).find(|&x| (given[x] ^ own[x]) & !allowed[x % w] != 0).unwrap_or(0);
+    let bit = ((given[stray] ^ own[stray]) & !allowed[stray % w]).trailing_zeros() as usize + stray % w * 64;
+    let has = given[stray] >> (bit % 64) & 1 == 1;
+    Error::Invalid {
+        what: "ancestor bits",
+        got: format!("request {}, branch {}, step {step}: draft slot {bit} is {}", at.request, stray / w, has as u8),
+        why: if has { "no earlier step has written it".into() } else { "a query attends to itself".into() },
+    }
+}
+
+#[cold]
+fn bad_parent(request: usize, node: usize, parent: i32) -> Error {
+    let why = if node == 0 { "the root's parent is -1".to_string() } else { format!("must be in 0..{node}") };
+    Error::Invalid { what: "tree parent", got: format!("request {request}: parents[{node}] = {parent}"), why }
+}
+
+pub(super) fn same_length(operand: &'static str, got: usize, want: usize) -> Result<()> {
+    if got == want { Ok(()) } else { Err(Error::Mismatch { operand, got: got.to_string(), want: want.to_string() }) }
+}

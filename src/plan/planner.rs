@@ -1,0 +1,195 @@
+//! [`Planner`]: writes plans into buffers that it takes back, and checks what it writes while writing it.
+
+use crate::bounds::fits_i32;
+use crate::error::{Error, Result, in_range};
+use crate::geometry::Geometry;
+use crate::plan::body::Filled;
+use crate::plan::buf::Arena;
+use crate::plan::commit::Commit;
+use crate::plan::{AuditedPlan, Batch, Bucket, Format, Native, Phase, Plan, audit};
+use crate::pool::{RowView, SeqId, Tables};
+
+/// Plans the steps of rounds for one geometry and one format.
+///
+/// Warm, it allocates nothing: a plan's arrays return to the planner when the last handle is dropped.
+#[derive(Debug)]
+pub struct Planner<F: Format = Native> {
+    pub(super) geometry: Geometry,
+    pub(super) format: F,
+    pub(super) debug: bool,
+    plans: Arena<Filled<F::Arrays>>,
+    pub(super) commits: Arena<Commit>,
+    pub(super) scratch: Scratch,
+}
+
+/// What a planner keeps between calls.
+#[derive(Debug, Default)]
+pub(super) struct Scratch {
+    /// Epoch in which each row was last seen, to find a row that is in a batch twice.
+    row_seen: Vec<u32>,
+    epoch: u32,
+    /// Mask pattern of a draft step, `[K * words]`: own bits, or the lanes.
+    pub(super) pattern: Vec<u64>,
+    /// Bits that a draft query may have besides its own, `[words]`.
+    pub(super) allowed: Vec<u64>,
+}
+
+impl Scratch {
+    /// Start a call that names rows, of `rows` there are.
+    pub(super) fn begin(&mut self, rows: usize) {
+        if self.row_seen.len() < rows {
+            self.row_seen.resize(rows, 0);
+        }
+        self.epoch = self.epoch.wrapping_add(1);
+        if self.epoch == 0 {
+            self.row_seen.fill(0);
+            self.epoch = 1;
+        }
+    }
+
+    /// The row of `seq`, refused when the batch has it already: its writes would collide.
+    #[inline]
+    pub(super) fn row<'t>(&mut self, tables: &Tables<'t>, seq: SeqId, request: usize) -> Result<RowView<'t>> {
+        let row = tables.seq(seq)?;
+        match self.row_seen.get_mut(row.row as usize) {
+            Some(seen) if *seen != self.epoch => {
+                *seen = self.epoch;
+                Ok(row)
+            }
+            _ => Err(Error::Invalid {
+                what: "batch",
+                got: format!("sequence {seq} again at request {request}"),
+                why: "a sequence may be in a batch once: its writes would collide".into(),
+            }),
+        }
+    }
+}
+
+impl<F: Format> Planner<F> {
+    /// A planner for `geometry` and `format`.
+    ///
+    /// # Errors
+    /// The format's, where it cannot run the geometry.
+    pub fn new(geometry: Geometry, format: F) -> Result<Self> {
+        format.supports(&geometry)?;
+        Ok(Self {
+            geometry,
+            format,
+            debug: cfg!(debug_assertions),
+            plans: Arena::default(),
+            commits: Arena::default(),
+            scratch: Scratch::default(),
+        })
+    }
+
+    /// The geometry.
+    pub fn geometry(&self) -> &Geometry {
+        &self.geometry
+    }
+
+    /// Debug mode: buffers are filled with poison before they are written, a lane that still holds poison afterwards
+    /// is an error, and every plan is audited again in full from its arrays alone. On by default in debug builds.
+    pub fn set_debug(&mut self, on: bool) {
+        self.debug = on;
+    }
+
+    /// Bodies there are, in use or free: the largest number of plans that were alive at once.
+    pub fn bodies(&self) -> usize {
+        self.plans.len()
+    }
+
+    /// Write a plan of `queries` live queries with `fill`, pad it, check it and derive its format's arrays.
+    pub(super) fn build(
+        &mut self,
+        tables: &Tables<'_>,
+        batch: &Batch<'_>,
+        phase: Phase,
+        queries: u64,
+        mask_words: u32,
+        fill: impl FnOnce(&Geometry, &mut Scratch, &mut Plan) -> Result<()>,
+    ) -> Result<AuditedPlan<F>> {
+        let Self { geometry, format, debug, plans, scratch, .. } = self;
+        check_batch(geometry, tables, batch)?;
+        scratch.begin(tables.max_seqs() as usize);
+        let filled = plans.fill(|body| {
+            shape(&mut body.plan, geometry, batch, phase, queries, mask_words, *debug)?;
+            fill(geometry, scratch, &mut body.plan)?;
+            if *debug {
+                check_poison(&body.plan)?;
+                audit::check(&body.plan, tables, geometry)?;
+            }
+            format.lower(&body.plan, tables, geometry, &mut body.arrays)
+        })?;
+        Ok(AuditedPlan(filled))
+    }
+}
+
+/// Limits that hold for the whole batch.
+pub(super) fn check_batch(geometry: &Geometry, tables: &Tables<'_>, batch: &Batch<'_>) -> Result<()> {
+    in_range("batch", batch.seqs.len() as i128, 0, geometry.limits().max_batch as i128)?;
+    if batch.lens.batch() != batch.seqs.len() {
+        return Err(Error::Mismatch {
+            operand: "lens",
+            got: format!("{} lengths", batch.lens.batch()),
+            want: format!("{}, one a request", batch.seqs.len()),
+        });
+    }
+    if tables.page() != geometry.page() {
+        return Err(Error::Mismatch {
+            operand: "page size",
+            got: format!("a pool with pages of {}", tables.page().get()),
+            want: format!("{}, as the planner's geometry", geometry.page().get()),
+        });
+    }
+    Ok(())
+}
+
+/// Size the arrays and write the dead lanes of the padding.
+fn shape(
+    plan: &mut Plan,
+    geometry: &Geometry,
+    batch: &Batch<'_>,
+    phase: Phase,
+    queries: u64,
+    words: u32,
+    poison: bool,
+) -> Result<()> {
+    let live_q = fits_i32("queries", queries, || format!("{queries} queries of {} requests", batch.seqs.len()))?;
+    fits_i32("mask words", queries * words as u64, || format!("{queries} * {words}"))?;
+    let (b, q) = (batch.seqs.len(), live_q as usize);
+    let bucket = batch.pad.unwrap_or(Bucket { batch: b as u32, queries: q as u32 });
+    let (nb, nq) = (bucket.batch as usize, bucket.queries as usize);
+    for (what, need, have) in [("bucket requests", b, nb), ("bucket queries", q, nq)] {
+        if need > have {
+            let hint = format!("{} of {b} requests and {q} queries", phase.name());
+            return Err(Error::Capacity { what, need: need as u64, have: have as u64, hint });
+        }
+    }
+    plan.phase = phase;
+    plan.page = geometry.page();
+    plan.mask_words = words;
+    plan.live_batch = b;
+    plan.rows.reset(nb, poison)[b..].fill(-1);
+    plan.versions.reset(nb, poison)[b..].fill(0);
+    plan.prefix_lens.reset(nb, poison)[b..].fill(0);
+    let indptr = plan.qo_indptr.reset(nb + 1, poison);
+    indptr[0] = 0;
+    indptr[b + 1..].fill(live_q);
+    plan.positions.reset(nq, poison)[q..].fill(0);
+    plan.out_slots.reset(nq, poison)[q..].fill(0);
+    let w = words as usize;
+    plan.mask.reset(nq * w, poison)[q * w..].fill(0);
+    Ok(())
+}
+
+/// A lane that nobody wrote (debug mode).
+fn check_poison(plan: &Plan) -> Result<()> {
+    match plan.first_poison() {
+        None => Ok(()),
+        Some((buffer, at)) => Err(Error::Invalid {
+            what: "plan",
+            got: format!("{} leaves {buffer}[{at}] unwritten", plan.phase.name()),
+            why: "every lane, live or dead, is written in every round".into(),
+        }),
+    }
+}
