@@ -9,7 +9,6 @@ use crate::geometry::{Geometry, Layout};
 use crate::plan::Plan;
 use crate::pool::Tables;
 
-
 /// The arrays of one attention backend, derived from a plan.
 pub trait Format: Send + Sync + 'static {
     /// The derived arrays; reused from round to round, so [`Format::lower`] overwrites all of them.

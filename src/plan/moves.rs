@@ -39,7 +39,14 @@ impl Moves {
             for (buffer, slot, min) in [("source slots", s, 0), ("destination slots", d, 1)] {
                 if slot < min || slot as u32 >= num_slots {
                     let (index, bound) = (slot as i64, num_slots as i64);
-                    return Err(Error::OutOfBounds { kernel: "kv_move", buffer, request: -1, step: i as i64, index, bound });
+                    return Err(Error::OutOfBounds {
+                        kernel: "kv_move",
+                        buffer,
+                        request: -1,
+                        step: i as i64,
+                        index,
+                        bound,
+                    });
                 }
             }
             if let Some(other) = move_into.insert(d, i) {

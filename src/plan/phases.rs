@@ -162,9 +162,10 @@ impl<F: Format> Planner<F> {
                 }
                 // Depth is less than the node count, so that only trees near the wall need a look at each node.
                 if len as u64 + n as u64 > limit as u64
-                    && let Some(&p) = pos.iter().find(|&&p| p >= limit as i32) {
-                        return Err(at.outside("context", p as i64, limit));
-                    }
+                    && let Some(&p) = pos.iter().find(|&&p| p >= limit as i32)
+                {
+                    return Err(at.outside("context", p as i64, limit));
+                }
                 place::run(tables, &row, at, len, out)?;
                 q += size as i32;
                 (rows[i], versions[i]) = (row.row as i32, row.version);
@@ -222,14 +223,7 @@ fn tree_w(parents: &[i32], root: i32, pos: &mut [i32], bits: &mut [u64], w: usiz
 
 /// What a draft step's masks are made of. Ancestors: `pattern` is each branch's own bit, `allowed` the slots of the
 /// earlier steps. Lanes: `pattern` is each branch's mask.
-fn draft_patterns(
-    scratch: &mut super::planner::Scratch,
-    k: u32,
-    s: u32,
-    step: u32,
-    words: usize,
-    mask: DraftMask<'_>,
-) {
+fn draft_patterns(scratch: &mut super::planner::Scratch, k: u32, s: u32, step: u32, words: usize, mask: DraftMask<'_>) {
     let lane = matches!(mask, DraftMask::Lane);
     scratch.pattern.clear();
     scratch.pattern.resize(k as usize * words, 0);

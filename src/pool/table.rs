@@ -62,6 +62,13 @@ impl<'a> Tables<'a> {
         self.state.rows.get(row as usize).map(|r| r.version)
     }
 
+    /// Owners of a page: rows, leases, the cache and raw callers; 0 for a free page, `None` for the sink and outside
+    /// the pool.
+    #[inline]
+    pub fn owners(&self, page: u32) -> Option<u32> {
+        if page == 0 { None } else { self.state.ledger.recs.get(page as usize).map(|r| r.refs) }
+    }
+
     /// The row of a sequence.
     ///
     /// # Errors
