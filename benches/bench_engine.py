@@ -1,0 +1,141 @@
+"""Goal 12: the small model end to end on the CPU with 2 threads.
+
+Speculative against plain decoding of the same engine and kernels, with the tree picked by the cost model; plain
+against transformers' eager decoding; and against transformers' assisted generation (prompt lookup, and its
+self-speculation by early exit), the faster of which counts. One request at a time, in turn over the engines, medians
+over repeats; the greedy tokens of all specrs engines must be equal.
+
+    python benches/bench_engine.py [--prompts 16] [--max-tokens 128] [--repeats 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from common import write_result
+from transformers import AutoModelForCausalLM
+
+import specrs
+from specrs import LLM, SamplingParams, assets
+
+THREADS = 2
+Decode = Callable[[list[int]], list[int]]
+
+ENGLISH = [
+    "The history of the printing press begins in",
+    "Dear Sir or Madam, I am writing to complain about",
+    "Once upon a time, in a village by the sea, there lived",
+    "Ingredients: two cups of flour, one cup of sugar,",
+]
+
+
+def prompt_sets(llm: LLM, count: int) -> dict[str, list[list[int]]]:
+    """What the draft head knows, what it has not seen, and what nobody can predict."""
+    rng = random.Random(0)
+    return {
+        "held-out code": [llm.encode(p) for p in assets.heldout_prompts()[:count]],
+        "english": [llm.encode(p) for p in ENGLISH],
+        "random tokens": [[rng.randrange(llm.vocab_size) for _ in range(64)] for _ in range(4)],
+    }
+
+
+def specrs_decoder(llm: LLM, max_tokens: int, **options: Any) -> Decode:
+    """Greedy (or seeded) decoding by specrs."""
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **options)
+    return lambda prompt: llm.generate([prompt], params)[0].token_ids
+
+
+def transformers_decoder(model: Any, max_tokens: int, **options: Any) -> Decode:
+    """Greedy decoding by transformers."""
+
+    def decode(prompt: list[int]) -> list[int]:
+        ids = torch.tensor([prompt])
+        with torch.no_grad():
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens,
+                                 min_new_tokens=max_tokens, do_sample=False, **options)  # fmt: skip
+        tokens: list[int] = out[0, len(prompt) :].tolist()
+        return tokens
+
+    return decode
+
+
+def measure(engines: dict[str, Decode], prompts: list[list[int]], repeats: int) -> dict[str, Any]:
+    """Median seconds of decoding all prompts, the engines in turn within each repeat."""
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    tokens: dict[str, list[list[int]]] = {}
+    for repeat in range(repeats + 1):
+        for name, decode in engines.items():
+            started = time.perf_counter()
+            tokens[name] = [decode(p) for p in prompts]
+            if repeat:  # the first is warm-up
+                seconds[name].append(time.perf_counter() - started)
+    count = sum(len(t) for t in tokens["plain"])
+    assert tokens["speculative"] == tokens["plain"], "speculation must not change the tokens"
+    medians = {name: statistics.median(s) for name, s in seconds.items()}
+    same = {name: sum(a == b for a, b in zip(tokens[name], tokens["plain"], strict=True)) for name in engines}
+    return {
+        "tokens": count,
+        "seconds": seconds,
+        "tokens_per_second": {name: count / s for name, s in medians.items()},
+        "prompts_with_equal_tokens": same,
+        "speculative_over_plain": medians["plain"] / medians["speculative"],
+    }
+
+
+def main() -> None:
+    """Measure and write benches/results/engine.json."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    torch.set_num_threads(THREADS)
+    specrs.set_num_threads(THREADS)
+    llm, plain = LLM(max_batch=1, prefix_cache=False), LLM(max_batch=1, prefix_cache=False, speculative=False)
+    hf = AutoModelForCausalLM.from_pretrained(assets.model_dir(), dtype=torch.float32)
+    hf.generation_config.pad_token_id = 0
+    results: dict[str, Any] = {}
+    for name, prompts in prompt_sets(llm, args.prompts).items():
+        engines = {
+            "speculative": specrs_decoder(llm, args.max_tokens),
+            "plain": specrs_decoder(plain, args.max_tokens),
+        }
+        if name == "held-out code":
+            engines["transformers eager"] = transformers_decoder(hf, args.max_tokens)
+            engines["transformers prompt lookup"] = transformers_decoder(hf, args.max_tokens, prompt_lookup_num_tokens=8)
+            engines["transformers early exit"] = transformers_decoder(hf, args.max_tokens, assistant_early_exit=4)
+        row = measure(engines, prompts, args.repeats)
+        rates = row["tokens_per_second"]
+        print(f"{name}: " + ", ".join(f"{k} {v:.0f} tokens/s" for k, v in rates.items()))
+        print(f"  speculative over plain {row['speculative_over_plain']:.2f}x")
+        if "transformers eager" in rates:
+            assisted = max(rates["transformers prompt lookup"], rates["transformers early exit"])
+            row["plain_over_transformers_eager"] = rates["plain"] / rates["transformers eager"]
+            row["speculative_over_assisted"] = rates["speculative"] / assisted
+            print(f"  plain over transformers eager {row['plain_over_transformers_eager']:.2f}x, "
+                  f"speculative over assisted {row['speculative_over_assisted']:.2f}x")  # fmt: skip
+        results[name] = row
+    results["sampled, held-out code"] = sampled(llm, plain, args)
+    write_result("engine", {"goal": 12, "threads": THREADS, "max_tokens": args.max_tokens, "sets": results})
+
+
+def sampled(llm: LLM, plain: LLM, args: argparse.Namespace) -> dict[str, Any]:
+    """Temperature 0.8, top_p 0.9, seeded: the same tokens, faster."""
+    options = {"temperature": 0.8, "top_p": 0.9, "seed": 1}
+    engines = {
+        "speculative": specrs_decoder(llm, args.max_tokens, **options),
+        "plain": specrs_decoder(plain, args.max_tokens, **options),
+    }
+    row = measure(engines, prompt_sets(llm, args.prompts)["held-out code"], args.repeats)
+    print(f"sampled: speculative over plain {row['speculative_over_plain']:.2f}x")
+    return row
+
+
+if __name__ == "__main__":
+    main()
