@@ -35,7 +35,10 @@ def main() -> None:
     args = parser.parse_args()
     prompts = assets.heldout_prompts()[: args.prompts]
     rows: list[dict[str, Any]] = []
-    for name, options in (("greedy", {}), ("temperature 0.8, top_p 0.9", {"temperature": 0.8, "top_p": 0.9, "seed": 1})):
+    for name, options in (
+        ("greedy", {}),
+        ("temperature 0.8, top_p 0.9", {"temperature": 0.8, "top_p": 0.9, "seed": 1}),
+    ):
         params = SamplingParams(max_tokens=args.max_tokens, **options)
         for topk, steps, draft_tokens in TREES:
             row: dict[str, Any] = {"sampling": name, "topk": topk, "steps": steps, "draft_tokens": draft_tokens}

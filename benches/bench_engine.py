@@ -108,7 +108,9 @@ def main() -> None:
         }
         if name == "held-out code":
             engines["transformers eager"] = transformers_decoder(hf, args.max_tokens)
-            engines["transformers prompt lookup"] = transformers_decoder(hf, args.max_tokens, prompt_lookup_num_tokens=8)
+            engines["transformers prompt lookup"] = transformers_decoder(
+                hf, args.max_tokens, prompt_lookup_num_tokens=8
+            )
             engines["transformers early exit"] = transformers_decoder(hf, args.max_tokens, assistant_early_exit=4)
         row = measure(engines, prompts, args.repeats)
         rates = row["tokens_per_second"]

@@ -7,8 +7,8 @@ import random
 from typing import Any
 
 import pytest
-from conftest import Pair
 
+from conftest import Pair
 from specrs import LLM, SamplingParams
 from specrs.engine import RequestOutput
 
@@ -38,7 +38,9 @@ def plain(pair: Pair, prompts: list[list[int]], params: list[SamplingParams], **
     return [llm.generate([p], [s])[0].token_ids for p, s in zip(prompts, params, strict=True)]
 
 
-def check(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], want: list[list[int]]) -> list[RequestOutput]:
+def check(
+    llm: LLM, prompts: list[list[int]], params: list[SamplingParams], want: list[list[int]]
+) -> list[RequestOutput]:
     outputs = llm.generate(prompts, params)
     for i, (out, tokens) in enumerate(zip(outputs, want, strict=True)):
         assert out.token_ids == tokens, f"request {i}, prompt {len(prompts[i])} tokens"

@@ -41,7 +41,9 @@ def save_row(cells: Sequence[Cell], page_size: int, title: str, path: Path) -> N
     for i, cell in enumerate(cells):
         x, y = i % per_line, -(i // per_line) * 1.6
         axes.add_patch(Rectangle((x, y), 1, 1, facecolor=_FILL[cell.kind], edgecolor="#bbbbbb", linewidth=0.6))
-        axes.text(x + 0.5, y + 0.5, cell.label if cell.kind is not Kind.PREFIX else "", ha="center", va="center", size=7)
+        axes.text(
+            x + 0.5, y + 0.5, cell.label if cell.kind is not Kind.PREFIX else "", ha="center", va="center", size=7
+        )
         if i % page_size == 0:
             end = min(page_size, len(cells) - i)
             axes.add_patch(Rectangle((x, y), end, 1, fill=False, edgecolor="#333333", linewidth=1.4))
@@ -65,7 +67,9 @@ def save_tree(tree: TreePicture, title: str, path: Path) -> None:
         on_path = i in tree.accepted
         if p >= 0:
             px, py = places[p]
-            axes.plot([px, x], [py, y], color="#31a354" if on_path else "#bbbbbb", linewidth=2 if on_path else 1, zorder=1)
+            axes.plot(
+                [px, x], [py, y], color="#31a354" if on_path else "#bbbbbb", linewidth=2 if on_path else 1, zorder=1
+            )
         label = repr(tree.texts[i]) + (f"\n{tree.probabilities[i]:.2f}" if i else "")
         box = {"boxstyle": "round", "facecolor": "#a1d99b" if on_path else "#f0f0f0", "edgecolor": "#888888"}
         axes.text(x, y, label, ha="center", va="center", size=7, bbox=box, zorder=2, family="monospace")

@@ -54,7 +54,9 @@ class LLM:
     ) -> None:
         unknown = sorted(set(options) - set(EngineConfig.__dataclass_fields__))
         if unknown:
-            raise ConfigError(f"unknown option {unknown[0]!r}; options are {', '.join(EngineConfig.__dataclass_fields__)}")
+            raise ConfigError(
+                f"unknown option {unknown[0]!r}; options are {', '.join(EngineConfig.__dataclass_fields__)}"
+            )
         if model is None:
             model, draft = assets.model_dir(), assets.draft_dir() if draft is None else draft
         model = Path(model)

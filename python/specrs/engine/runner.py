@@ -87,7 +87,7 @@ class Runner:
         """One token for each request, without drafts."""
         trees = core.TreeBatch.from_parents([[-1]] * len(reqs), [[r.tokens[-1]] for r in reqs])
         with self._lease(reqs, [1] * len(reqs)) as lease:
-            passed, aux, paths = self._verify(reqs, trees, lease)
+            passed, aux, _ = self._verify(reqs, trees, lease)
         self._remember(reqs, aux, [np.array([i]) for i in range(len(reqs))])
         lagging = [r for r in reqs if r.finish_reason is None and sum(len(p) for p in r.pending) >= _MAX_LAG]
         self._draft_extend(lagging)
@@ -111,7 +111,9 @@ class Runner:
             passed, aux, paths = self._verify(reqs, trees, lease)
         offsets = np.cumsum([0, *trees.sizes[:-1]])
         self._remember(
-            reqs, aux, [o + np.array(path[: p.committed.kept]) for o, path, p in zip(offsets, paths, passed, strict=True)]
+            reqs,
+            aux,
+            [o + np.array(path[: p.committed.kept]) for o, path, p in zip(offsets, paths, passed, strict=True)],
         )
         self._draft_extend([r for r in reqs if r.finish_reason is None])
         if self.policy is not None:
@@ -133,9 +135,7 @@ class Runner:
             self.watch(trees, accepts)
         moves = self.planner.commit(lease, seqs, lens, accepts)
         core.kv_move(self.cache, moves)
-        passed = [
-            Passed(r, drawn, r.commit(drawn, round_=True)) for r, drawn in zip(reqs, accepts.tokens, strict=True)
-        ]
+        passed = [Passed(r, drawn, r.commit(drawn, round_=True)) for r, drawn in zip(reqs, accepts.tokens, strict=True)]
         for p in passed:
             p.request.committed += p.committed.kept
         lease.commit([r.committed for r in reqs])
@@ -152,9 +152,8 @@ class Runner:
         beams.start(torch.stack([_some(r.root_logits) for r in reqs]))
         hidden = torch.stack([_some(r.root_hidden) for r in reqs])
         for step in range(min(self.shape.steps, max(depths)) - 1):
-            if self.policy is not None:
-                if not self.policy.deepen(len(reqs), beams.scores()):
-                    break
+            if self.policy is not None and not self.policy.deepen(len(reqs), beams.scores()):
+                break
             plan = self.planner.draft(seqs, lens, step, beams, self.config.draft_attention)
             inputs = hidden.index_select(0, torch.from_dlpack(beams.parents))
             logits, hidden = self.head.step(torch.from_dlpack(beams.tokens), inputs, plan, self.draft_cache)
