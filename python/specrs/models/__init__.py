@@ -6,13 +6,14 @@ from specrs.models.errors import DraftMismatchError, ModelFileError, Unsupported
 from specrs.models.llama import LlamaModel
 from specrs.models.load import load_draft, load_target
 from specrs.models.loader import Checkpoint
-from specrs.models.ops import Linear, Ops, TorchOps, new_cache
+from specrs.models.ops import HostOps, Linear, Ops, TorchOps, new_cache
 
 __all__ = [
     "Checkpoint",
     "DraftMismatchError",
     "Eagle3Config",
     "Eagle3Head",
+    "HostOps",
     "LayerConfig",
     "Linear",
     "LlamaModel",

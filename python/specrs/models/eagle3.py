@@ -104,10 +104,12 @@ class Eagle3Head:
         if aux.shape != (rows, self._fc.in_features):
             got, want = list(aux.shape), [rows, self._fc.in_features]
             raise ConfigError(f"aux = {got}: must be {want}, a feature row for each query of the plan")
+        tail = self._extend_tail.rows(rows if logit_rows is None else logit_rows.numel())
+        if not rows:
+            return tail["logits"], tail["hidden"]
         self._fc.forward(aux, w["x"])
         residual = self._attend(tokens, w["x"], plan, kv, w)
         attended = w["attended"]
-        tail = self._extend_tail.rows(rows if logit_rows is None else logit_rows.numel())
         if logit_rows is not None:
             torch.index_select(residual, 0, logit_rows, out=tail["x"])
             torch.index_select(attended, 0, logit_rows, out=tail["attended"])
@@ -127,6 +129,8 @@ class Eagle3Head:
         if hidden.shape != (rows, self.config.hidden_size):
             got, want = list(hidden.shape), [rows, self.config.hidden_size]
             raise ConfigError(f"hidden = {got}: must be {want}, a row for each query of the plan")
+        if not rows:
+            return w["logits"], w["hidden"]
         return self._predict(self._attend(tokens, hidden, plan, kv, w), w["attended"], w)
 
     def _attend(

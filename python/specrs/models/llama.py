@@ -113,6 +113,8 @@ class LlamaModel:
         features = self._features.rows(rows)["aux"] if aux else None
         if aux and not self.aux_layers:
             raise ConfigError("aux = True: no features are chosen; call set_aux_layers first")
+        if not rows:
+            return self._logits.rows(0)["logits"], features
         self.embedding.lookup(tokens, x)
         last = len(self._tails) - 1
         for i, tail in enumerate(self._tails):
@@ -139,6 +141,8 @@ class LlamaModel:
 def check_rows(tokens: torch.Tensor, plan: Plan) -> int:
     """The number of rows of a call; ConfigError where the tokens are not one per query of the plan."""
     rows = tokens.numel()
+    if tokens.dtype not in (torch.int64, torch.int32):
+        raise ConfigError(f"tokens of {tokens.dtype}: must be torch.int64 or torch.int32")
     if tokens.dim() != 1 or rows != plan.queries:
         raise ConfigError(f"tokens = {list(tokens.shape)}: the plan has {plan.queries} queries, one token each")
     return rows

@@ -1,0 +1,223 @@
+"""config.json: what is read, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import modelzoo
+import pytest
+
+from specrs import ConfigError
+from specrs.models import (
+    DraftMismatchError,
+    Eagle3Config,
+    ModelConfig,
+    ModelFileError,
+    UnsupportedModelError,
+)
+
+
+def target(architecture: str = "LlamaForCausalLM", **overrides: Any) -> ModelConfig:
+    return ModelConfig.from_dict(modelzoo.target_config(architecture, **overrides))
+
+
+def head(**overrides: Any) -> Eagle3Config:
+    raw = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "hidden_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+        "vocab_size": 300,
+        "draft_vocab_size": 120,
+    }
+    return Eagle3Config.from_dict({**raw, **overrides})
+
+
+def test_architectures_differ_in_biases_and_norms() -> None:
+    assert (target().qkv_bias, target().o_bias, target().mlp_bias, target().qk_norm) == (False, False, False, False)
+    biased = target(attention_bias=True, mlp_bias=True)
+    assert (biased.qkv_bias, biased.o_bias, biased.mlp_bias) == (True, True, True)
+    qwen2, qwen3 = target("Qwen2ForCausalLM"), target("Qwen3ForCausalLM")
+    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.qk_norm) == (True, False, False)
+    assert (qwen3.qkv_bias, qwen3.o_bias, qwen3.qk_norm) == (False, False, True)
+
+
+def test_absent_keys_take_the_values_transformers_gives_them() -> None:
+    config = target(num_key_value_heads=None, head_dim=None, rms_norm_eps=None, rope_theta=None, hidden_act=None)
+    assert (config.num_kv_heads, config.head_dim, config.rms_norm_eps) == (4, 16, 1e-6)
+    assert (config.rope.kind, config.rope.theta) == ("default", 10000.0)
+    assert target("Qwen3ForCausalLM", head_dim=None).head_dim == 128
+
+
+def test_both_spellings_of_rope_give_the_same_config() -> None:
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    old = target(rope_theta=5e5, rope_scaling={"type": "llama3", **scaling})
+    new = target(rope_theta=None, rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **scaling})
+    nested = target(
+        rope_theta=None, rope_parameters={"full_attention": {"rope_type": "llama3", "rope_theta": 5e5, **scaling}}
+    )
+    assert old.rope == new.rope == nested.rope
+    assert (old.rope.theta, old.rope.factor, old.rope.original_max_position) == (5e5, 8.0, 64)
+
+
+def test_eos_ids_come_from_both_files(tmp_path: Path) -> None:
+    directory = modelzoo.write_target(tmp_path, eos_token_id=[7, 5])
+    modelzoo.write_json(tmp_path / "generation_config.json", {"eos_token_id": 9})
+    config = ModelConfig.from_directory(directory)
+    assert config.eos_token_ids == (5, 7, 9)
+    assert config.bos_token_id == 1
+    assert target(eos_token_id=None).eos_token_ids == ()
+
+
+REFUSED = [
+    ({"architectures": ["GPT2LMHeadModel"]}, "architectures", "LlamaForCausalLM, MistralForCausalLM"),
+    ({"architectures": ["MambaForCausalLM"]}, "architectures", "recurrent state"),
+    ({"architectures": ["Qwen3NextForCausalLM"]}, "architectures", "recurrent state"),
+    ({"mamba_d_state": 16}, "mamba_d_state", "attention-only models work"),
+    ({"num_local_experts": 8}, "num_local_experts", "dense models work"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config", "bf16, f16 or f32"),
+    ({"hidden_act": "gelu"}, "hidden_act", "only silu"),
+    ({"hidden_size": 0}, "hidden_size", "1..="),
+    ({"hidden_size": "64"}, "hidden_size", "must be an integer"),
+    ({"hidden_size": True}, "hidden_size", "must be an integer"),
+    ({"num_hidden_layers": -1}, "num_hidden_layers", "1..="),
+    ({"vocab_size": None}, "vocab_size", "required"),
+    ({"num_key_value_heads": 3}, "num_key_value_heads", "must divide num_attention_heads = 4"),
+    ({"head_dim": 33}, "head_dim", "even"),
+    ({"rms_norm_eps": 0.0}, "rms_norm_eps", "> 0"),
+    ({"rope_theta": float("nan")}, "rope_theta", "finite"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor", "only 1.0"),
+    ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_scaling.rope_type", "llama3, yarn"),
+    ({"rope_scaling": {"rope_type": "linear"}}, "factor", "required"),
+    (
+        {"rope_scaling": {"rope_type": "default", "mrope_section": [2, 3, 3]}},
+        "rope_scaling.mrope_section",
+        "multimodal",
+    ),
+    ({"tie_word_embeddings": "yes"}, "tie_word_embeddings", "true or false"),
+    ({"eos_token_id": 300}, "eos_token_id", "0..300"),
+    ({"eos_token_id": [2, -1]}, "eos_token_id", "0..300"),
+]
+
+
+@pytest.mark.parametrize(("change", "what", "why"), REFUSED, ids=lambda v: v if isinstance(v, str) else "")
+def test_what_cannot_be_honoured_is_refused_by_name(change: dict[str, Any], what: str, why: str) -> None:
+    raw = modelzoo.target_config()
+    raw.update(change)
+    with pytest.raises(UnsupportedModelError) as caught:
+        ModelConfig.from_dict(raw, path=Path("some/config.json"))
+    assert caught.value.what == what
+    assert why in str(caught.value)
+    assert str(Path("some/config.json")) in str(caught.value)
+    assert isinstance(caught.value, ConfigError) and isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "keys", "window"),
+    [
+        ("MistralForCausalLM", {"sliding_window": 64}, 64),
+        ("MistralForCausalLM", {"sliding_window": None}, None),
+        ("Qwen2ForCausalLM", {"sliding_window": 64, "use_sliding_window": False}, None),
+        ("Qwen2ForCausalLM", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 2}, 64),
+        ("Qwen2ForCausalLM", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 4}, None),
+        (
+            "Qwen3ForCausalLM",
+            {"sliding_window": 64, "use_sliding_window": True, "layer_types": ["full_attention"]},
+            None,
+        ),
+        (
+            "Qwen3ForCausalLM",
+            {"sliding_window": 9, "use_sliding_window": True, "layer_types": ["sliding_attention"]},
+            9,
+        ),
+    ],
+)
+def test_sliding_window_limits_the_context(architecture: str, keys: dict[str, Any], window: int | None) -> None:
+    config = target(architecture, **keys)
+    assert config.sliding_window == window
+    assert config.max_context_len == (window or 512)
+    config.check_context(config.max_context_len)
+    with pytest.raises(UnsupportedModelError, match="works") as caught:
+        config.check_context(config.max_context_len + 1)
+    assert caught.value.what == ("max_context_len" if window is None else "sliding_window")
+
+
+def test_yarn_extends_the_context() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    assert target(rope_scaling=yarn).max_context_len == 2048
+    assert target(rope_scaling={"rope_type": "dynamic", "factor": 4.0}).max_context_len == 512
+
+
+def test_unreadable_config_names_the_file(tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match="no such file"):
+        ModelConfig.from_directory(tmp_path)
+    (tmp_path / "config.json").write_text("{", encoding="utf-8")
+    with pytest.raises(ModelFileError, match="not readable as JSON") as caught:
+        ModelConfig.from_directory(tmp_path)
+    assert caught.value.path == tmp_path / "config.json"
+    (tmp_path / "config.json").write_text("[]", encoding="utf-8")
+    with pytest.raises(ModelFileError, match="object"):
+        ModelConfig.from_directory(tmp_path)
+
+
+def test_aux_layers_are_inputs_of_layers_in_every_spelling() -> None:
+    name = "eagle_aux_hidden_state_layer_ids"
+    ten = target(num_hidden_layers=10)
+    assert head().aux_layers_for(ten) == (2, 5, 7)
+    assert head(**{name: [1, 4, 8]}).aux_layers_for(ten) == (1, 4, 8)
+    # Inside eagle_config the numbers are layers whose output is meant.
+    assert head(eagle_config={name: [1, 4, 8]}).aux_layers_for(ten) == (2, 5, 9)
+    assert head(**{name: [1, 4]}).aux_size == 2 * 64
+
+
+def test_speculators_form_of_a_head() -> None:
+    raw = {
+        "architectures": ["Eagle3Speculator"],
+        "draft_vocab_size": 120,
+        "norm_before_residual": True,
+        "transformer_layer_config": {
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 96,
+            "vocab_size": 300,
+            "rope_theta": 5e5,
+        },
+    }
+    config = Eagle3Config.from_dict(json.loads(json.dumps(raw)))
+    assert (config.hidden_size, config.vocab_size, config.draft_vocab_size) == (64, 300, 120)
+    assert config.norm_before_residual and config.rope.theta == 5e5
+
+
+@pytest.mark.parametrize(
+    ("change", "what", "got"),
+    [
+        ({"target_hidden_size": 32}, "hidden size of features", 32),
+        ({"vocab_size": 301, "draft_vocab_size": 301}, "vocab_size", 301),
+        ({"draft_vocab_size": 301}, "draft_vocab_size", 301),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}, "aux layer", 4),
+    ],
+)
+def test_a_head_for_another_target_is_refused(change: dict[str, Any], what: str, got: int) -> None:
+    with pytest.raises(DraftMismatchError) as caught:
+        head(**change).check_target(target())
+    assert (caught.value.what, caught.value.got) == (what, got)
+    assert str(got) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_hidden_layers": 2},
+        {"architectures": ["LlamaForCausalLM"]},
+        {"eagle_config": {"use_aux_hidden_state": False}},
+        {"eagle_aux_hidden_state_layer_ids": []},
+        {"eagle_aux_hidden_state_layer_ids": [1, "2"]},
+    ],
+)
+def test_heads_of_other_kinds_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModelError):
+        head(**change)

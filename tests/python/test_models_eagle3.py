@@ -1,0 +1,248 @@
+"""The EAGLE-3 head against a plain re-computation, and heads that do not fit their target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import modelzoo
+import pytest
+import torch
+from modelrun import Driver, random_tokens
+from safetensors.torch import save_file
+
+from specrs import ConfigError
+from specrs import _specrs as core
+from specrs.models import DraftMismatchError, Eagle3Head, HostOps, LlamaModel, ModelFileError, Ops, TorchOps
+
+OPS: dict[str, Any] = {"torch": TorchOps, "host": HostOps}
+
+
+class TeacherForced:
+    """The published forward of a head over a whole row at once, in f64, without cache, plan or fused weights."""
+
+    def __init__(self, directory: Path, embedding: torch.Tensor) -> None:
+        self.w = {k: v.double() for k, v in modelzoo.read_weights(directory).items() if v.is_floating_point()}
+        self.embedding = self.w.get("embed_tokens.weight", embedding.double())
+
+    def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5) * self.w[name]
+
+    def fuse(self, aux: torch.Tensor) -> torch.Tensor:
+        return aux.double() @ self.w["fc.weight"].T
+
+    def run(
+        self, tokens: list[int], hidden: torch.Tensor, norm_first: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """tokens[i] is the token after position i, hidden[i] the feature at i; (logits, hidden) of every position."""
+        n, w = len(tokens), self.w
+        normed = self.norm("midlayer.hidden_norm.weight", hidden)
+        x = torch.cat((self.norm("midlayer.input_layernorm.weight", self.embedding[tokens]), normed), dim=-1)
+        q, k, v = ((x @ w[f"midlayer.self_attn.{p}_proj.weight"].T).view(n, -1, 32) for p in "qkv")
+        angle = torch.arange(n)[:, None] / 10000.0 ** (torch.arange(0, 32, 2) / 32)[None]
+        cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+
+        def turn(t: torch.Tensor) -> torch.Tensor:
+            return torch.cat((t[..., :16] * cos - t[..., 16:] * sin, t[..., 16:] * cos + t[..., :16] * sin), dim=-1)
+
+        k, v = (t.repeat_interleave(2, dim=1) for t in (turn(k), v))
+        scores = torch.einsum("qhd,khd->hqk", turn(q), k) / 32**0.5
+        scores = scores.masked_fill(torch.ones(n, n).triu(1).bool(), float("-inf"))
+        mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).reshape(n, -1)
+        stream = (normed if norm_first else hidden) + mixed @ w["midlayer.self_attn.o_proj.weight"].T
+        y = self.norm("midlayer.post_attention_layernorm.weight", stream)
+        gate, up = (y @ w[f"midlayer.mlp.{p}_proj.weight"].T for p in ("gate", "up"))
+        stream = stream + (torch.nn.functional.silu(gate) * up) @ w["midlayer.mlp.down_proj.weight"].T
+        return self.norm("norm.weight", stream) @ w["lm_head.weight"].T, stream
+
+
+def build(directory: Path, ops: Ops, **options: Any) -> tuple[LlamaModel, Eagle3Head, TeacherForced]:
+    target = LlamaModel.load(modelzoo.write_target(directory / "target"), ops)
+    head_directory = modelzoo.write_eagle3(directory / "head", directory / "target", **options)
+    head = Eagle3Head.load(head_directory, ops, target)
+    return (
+        target,
+        head,
+        TeacherForced(head_directory, modelzoo.read_weights(directory / "target")["model.embed_tokens.weight"]),
+    )
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> None:
+    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"own_embedding": True}, {"norm_before_residual": True}, {"draft_vocab_size": None}, {"aux_layers": (0, 3)}],
+    ids=str,
+)
+def test_extend_equals_teacher_forcing(tmp_path: Path, ops: str, options: dict[str, Any]) -> None:
+    target, head, reference = build(tmp_path, OPS[ops](), **options)
+    driver = Driver(target, head)
+    tokens = random_tokens(41, seed=1)
+    seq = driver.new()
+    _, aux = driver.extend([seq], [0], [tokens[:40]], aux=True)
+    assert aux is not None and aux.shape == (40, head.config.aux_size)
+    want = reference.run(tokens[1:], reference.fuse(aux), norm_first=options.get("norm_before_residual", False))
+    parts = [driver.head_extend(seq, s, tokens[s + 1 : e + 1], aux[s:e]) for s, e in ((0, 17), (17, 18), (18, 40))]
+    for got, wanted in zip((torch.cat(p) for p in zip(*parts, strict=True)), want, strict=True):
+        close(got, wanted)
+    chosen, hidden = driver.head_extend(seq, 30, tokens[31:], aux[30:], torch.tensor([9, 2]))
+    close(chosen, want[0][[39, 32]])
+    close(hidden, want[1][[39, 32]])
+
+
+@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("shape", [(1, 5, 6), (4, 4, 16)], ids=["chain", "tree"])
+def test_draft_steps_equal_teacher_forcing(
+    tmp_path: Path, ops: str, page_size: int, shape: tuple[int, int, int]
+) -> None:
+    """Every beam of every step, against a pass over its whole path whose features are the head's own."""
+    target, head, reference = build(tmp_path, OPS[ops]())
+    driver = Driver(target, head, page_size=page_size, shape=shape)
+    tokens = random_tokens(23, seed=2)
+    length = len(tokens) - 1  # the last token is the root, not yet in the KV
+    seq = driver.new()
+    _, aux = driver.extend([seq], [0], [tokens[:length]], aux=True)
+    assert aux is not None and driver.draft_kv is not None
+    last = torch.tensor([length - 1])
+    logits, hidden = driver.head_extend(seq, 0, tokens[1:], aux, last)
+    fused = reference.fuse(aux)
+
+    beams = core.DraftBeams(1, driver.shape, head.d2t, target.config.vocab_size)
+    beams.start(logits)
+    paths: list[tuple[list[int], torch.Tensor]] = [([], fused)]  # (draft tokens, features) of each beam so far
+    with driver.pool.reserve([(seq, length + driver.reserve)]):
+        for step in range(driver.shape.steps - 1):
+            parents = torch.from_dlpack(beams.parents).tolist()
+            drafted = torch.from_dlpack(beams.tokens).tolist()
+            grown = []
+            for parent, token in zip(parents, drafted, strict=True):
+                path, features = paths[parent]
+                _, states = reference.run([*tokens[1:], *path], features)
+                grown.append(([*path, token], torch.cat((features, states[-1:]))))
+            paths = grown
+            plan = driver.planner.draft([seq], [length], step, beams, "ancestors")
+            inputs = hidden.index_select(0, torch.tensor(parents))
+            logits, hidden = head.step(torch.tensor(drafted), inputs, plan, driver.draft_kv)
+            for row, (path, features) in enumerate(paths):
+                want_logits, want_hidden = reference.run([*tokens[1:], *path], features)
+                close(logits[row], want_logits[-1])
+                close(hidden[row], want_hidden[-1])
+            beams.advance(logits)
+
+
+def test_ids_map_to_the_target(tmp_path: Path) -> None:
+    _, head, _ = build(tmp_path, TorchOps())
+    assert head.d2t is not None and head.vocab_size == 120
+    weights = modelzoo.read_weights(tmp_path / "head")
+    assert weights["t2d"].nonzero().flatten().tolist() == head.target_ids.tolist()
+    target = LlamaModel.load(tmp_path / "target", TorchOps())
+    whole = Eagle3Head.load(
+        modelzoo.write_eagle3(tmp_path / "whole", tmp_path / "target", draft_vocab_size=None), TorchOps(), target
+    )
+    assert whole.d2t is None and whole.target_ids.tolist() == list(range(300))
+    assert target.aux_layers == whole.aux_layers == (1, 2, 3)
+
+
+@pytest.mark.parametrize("style", ["model.", "layers.0."])
+def test_other_published_names(tmp_path: Path, style: str) -> None:
+    target, head, _ = build(tmp_path, TorchOps())
+    weights = modelzoo.read_weights(tmp_path / "head")
+    if style == "model.":
+        renamed = {f"model.{name}": value for name, value in weights.items()}
+    else:
+        renamed = {name.replace("midlayer.", "layers.0."): value for name, value in weights.items()}
+    save_file(renamed, tmp_path / "head" / "model.safetensors")
+    again = Eagle3Head.load(tmp_path / "head", TorchOps(), target)
+    assert torch.equal(again.target_ids, head.target_ids)
+
+
+def edit(directory: Path, **changes: torch.Tensor | None) -> None:
+    weights = {**modelzoo.read_weights(directory), **{k.replace("__", "."): v for k, v in changes.items()}}
+    save_file({name: value for name, value in weights.items() if value is not None}, directory / "model.safetensors")
+
+
+def test_heads_that_do_not_fit(tmp_path: Path) -> None:
+    target, _, _ = build(tmp_path, TorchOps())
+    directory = tmp_path / "head"
+    whole = modelzoo.read_weights(directory)
+    target.set_aux_layers((0,))
+
+    def refused(kind: type[ConfigError], match: str) -> Any:
+        with pytest.raises(kind, match=match) as caught:
+            Eagle3Head.load(directory, TorchOps(), target)
+        save_file(whole, directory / "model.safetensors")
+        assert target.aux_layers == (0,), "a refused head must leave its target alone"
+        return caught.value
+
+    d2t = whole["d2t"].clone()
+    d2t[7] = 300 - 7
+    edit(directory, d2t=d2t)
+    error = refused(DraftMismatchError, r"target id 300.*0\.\.300")
+    assert error.what == "d2t"
+    d2t[7] = -8
+    edit(directory, d2t=d2t)
+    refused(DraftMismatchError, "target id -1")
+    d2t[7] = d2t[6] - 1  # draft ids 6 and 7 both mean the same token
+    edit(directory, d2t=d2t)
+    refused(DraftMismatchError, "for draft ids 6 and 7")
+    edit(directory, t2d=~whole["t2d"])
+    refused(DraftMismatchError, "t2d")
+    edit(directory, d2t=None, t2d=None)
+    refused(DraftMismatchError, "draft_vocab_size = 120 .*no|none")
+    edit(directory, lm_head__weight=whole["lm_head.weight"][:100].contiguous())
+    refused(DraftMismatchError, "lm_head.weight with 100 rows")
+    edit(directory, lm_head__weight=None)
+    refused(ModelFileError, "lm_head.weight: missing")
+    edit(directory, fc__weight=whole["fc.weight"][:, :128].contiguous())
+    refused(DraftMismatchError, "128 .*3 aux layers x hidden_size 64")
+    edit(directory, midlayer__self_attn__q_proj__weight=whole["midlayer.self_attn.q_proj.weight"][:, :64].contiguous())
+    refused(ModelFileError, r"\[128, 64\], but config.json calls for \[128, 128\]")
+
+    for changes, match in (
+        ({"head_dim": 16}, "q_proj"),
+        ({"num_key_value_heads": 4}, "k_proj"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}, r"aux layer = 4"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, "2 aux layers"),
+        ({"draft_vocab_size": 119}, "lm_head.weight with 120 rows"),
+        ({"vocab_size": 299}, "vocab_size = 299"),
+        ({"target_hidden_size": 128}, "hidden size of features = 128"),
+    ):
+        before = (directory / "config.json").read_text(encoding="utf-8")
+        modelzoo.edit_config(directory, **changes)
+        refused(ConfigError, match)
+        (directory / "config.json").write_text(before, encoding="utf-8")
+
+
+def test_a_narrower_head_needs_its_own_embedding(tmp_path: Path) -> None:
+    target = LlamaModel.load(modelzoo.write_target(tmp_path / "target"), TorchOps())
+    narrow = {"hidden_size": 48, "target_hidden_size": 64}
+    with pytest.raises(DraftMismatchError, match="hidden_size = 48"):
+        Eagle3Head.load(modelzoo.write_eagle3(tmp_path / "a", tmp_path / "target", **narrow), TorchOps(), target)
+    head = Eagle3Head.load(
+        modelzoo.write_eagle3(tmp_path / "b", tmp_path / "target", own_embedding=True, **narrow), TorchOps(), target
+    )
+    driver = Driver(target, head)
+    seq = driver.new()
+    _, aux = driver.extend([seq], [0], [[5, 6, 7]], aux=True)
+    assert aux is not None
+    logits, hidden = driver.head_extend(seq, 0, [6, 7, 8], aux)
+    assert (logits.shape, hidden.shape) == ((3, 120), (3, 48))
+
+
+def test_calls_that_do_not_fit_the_plan(tmp_path: Path) -> None:
+    target, head, _ = build(tmp_path, TorchOps())
+    driver = Driver(target, head)
+    seq = driver.new()
+    _, aux = driver.extend([seq], [0], [[5, 6, 7]], aux=True)
+    assert aux is not None and driver.draft_kv is not None
+    plan = driver.planner.extend([seq], [0], [3])
+    with pytest.raises(ConfigError, match=r"aux = \[3, 64\]: must be \[3, 192\]"):
+        head.extend(torch.tensor([6, 7, 8]), aux[:, :64], plan, driver.draft_kv)
+    with pytest.raises(ConfigError, match=r"hidden = \[2, 64\]: must be \[3, 64\]"):
+        head.step(torch.tensor([6, 7, 8]), aux[:2, :64], plan, driver.draft_kv)
+    with pytest.raises(ConfigError, match="token = 300"):
+        head.extend(torch.tensor([6, 7, 300]), aux, plan, driver.draft_kv)
