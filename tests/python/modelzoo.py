@@ -86,8 +86,8 @@ def write_eagle3(
 ) -> Path:
     """Writes an EAGLE-3 head with random weights for the target in a directory.
 
-    `draft_vocab_size` None: the target's own vocabulary, without d2t and t2d. `aux_layers` are inputs of layers, written
-    at the top level of config.json; None: left out.
+    `draft_vocab_size` None: the target's own vocabulary, without d2t and t2d. `aux_layers` are inputs of layers,
+    written at the top level of config.json; None: left out.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)

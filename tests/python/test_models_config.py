@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import modelzoo
 import pytest
 
+import modelzoo
 from specrs import ConfigError
 from specrs.models import (
     DraftMismatchError,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import modelzoo
 import pytest
 import torch
-from modelrun import Driver, random_tokens
 from safetensors.torch import save_file
 
+import modelzoo
+from modelrun import Driver, random_tokens
 from specrs import ConfigError
 from specrs import _specrs as core
 from specrs.models import DraftMismatchError, Eagle3Head, HostOps, LlamaModel, ModelFileError, Ops, TorchOps

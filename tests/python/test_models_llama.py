@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import modelzoo
 import pytest
 import torch
-from modelrun import Driver, path_to, random_parents, random_tokens
 
+import modelzoo
+from modelrun import Driver, path_to, random_parents, random_tokens
 from specrs import ConfigError
 from specrs.models import HostOps, LlamaModel, ModelFileError, Ops, TorchOps, UnsupportedModelError
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import modelzoo
 import pytest
 import torch
 from safetensors.torch import save_file
 
+import modelzoo
 from specrs.models import Checkpoint, LlamaModel, ModelConfig, ModelFileError
 
 

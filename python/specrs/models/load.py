@@ -6,7 +6,7 @@ from pathlib import Path
 
 from specrs.models.eagle3 import Eagle3Head
 from specrs.models.llama import LlamaModel
-from specrs.models.ops import Ops, TorchOps
+from specrs.models.ops import HostOps, Ops
 
 
 def load_target(directory: str | Path, ops: Ops | None = None, max_context_len: int | None = None) -> LlamaModel:
@@ -21,4 +21,4 @@ def load_draft(directory: str | Path, target: LlamaModel, ops: Ops | None = None
 
 def default_ops() -> Ops:
     """The backend for a model on the CPU."""
-    return TorchOps()
+    return HostOps()

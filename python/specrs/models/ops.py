@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any, Literal, Protocol
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from specrs import _specrs as core
 from specrs._specrs import ConfigError, KvCache, Plan
@@ -115,14 +116,14 @@ class TorchOps:
         eps: float = 0.0,
     ) -> None:
         kv_heads, head_dim = kv.tensor.shape[3:]
-        q, k, v = qkv.view(qkv.shape[0], -1, head_dim).split((num_heads, kv_heads, kv_heads), dim=1)
+        q, k, v = torch.split(qkv.view(qkv.shape[0], -1, head_dim), [num_heads, kv_heads, kv_heads], dim=1)
         if q_norm is not None:
             q = _rms_norm(q, q_norm, eps)
         if k_norm is not None:
             k = _rms_norm(k, k_norm, eps)
-        positions = torch.from_dlpack(plan.positions).long()
+        positions = from_dlpack(plan.positions).long()
         cos, sin = (table[positions, None, :] for table in rope)
-        slots = torch.from_dlpack(plan.out_slots).long()
+        slots = from_dlpack(plan.out_slots).long()
         kv.tensor[layer, 0, slots] = _rotate(k, cos, sin).to(kv.tensor.dtype)
         kv.tensor[layer, 1, slots] = v.to(kv.tensor.dtype)
         _attend(kv, layer, plan, _rotate(q, cos, sin), out.view_as(q), scale)
@@ -131,8 +132,8 @@ class TorchOps:
 class HostOps:
     """The Rust kernels: packed weights, and what surrounds a product fused into it.
 
-    storage: how weights are kept; "auto" is bf16 where the checkpoint is bf16 and f32 otherwise, so never rounds; "bf16"
-    rounds f32 and f16 weights for half the memory and nearly twice the speed of decoding.
+    storage: how weights are kept; "auto" is bf16 where the checkpoint is bf16 and f32 otherwise, so never rounds;
+    "bf16" rounds f32 and f16 weights, for half the memory and nearly twice the speed of decoding.
     """
 
     def __init__(self, storage: Literal["auto", "bf16", "f32"] = "auto") -> None:
@@ -204,10 +205,10 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 def _attend(kv: KvCache, layer: int, plan: Plan, q: torch.Tensor, out: torch.Tensor, scale: float) -> None:
     """Softmax attention of q [Q, H, D] over the row positions that the plan allows, request by request."""
-    indptr = torch.from_dlpack(plan.qo_indptr).tolist()
-    prefixes = torch.from_dlpack(plan.prefix_lens).tolist()
-    table = torch.from_dlpack(plan.page_table()).long()
-    mask = torch.from_dlpack(plan.mask)
+    indptr = from_dlpack(plan.qo_indptr).tolist()
+    prefixes = from_dlpack(plan.prefix_lens).tolist()
+    table = from_dlpack(plan.page_table()).long()
+    mask = from_dlpack(plan.mask)
     group = q.shape[1] // kv.tensor.shape[3]
     for i, prefix in enumerate(prefixes):
         first, end = indptr[i], indptr[i + 1]
