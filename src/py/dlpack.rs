@@ -233,6 +233,7 @@ impl Tensor {
     }
 
     /// Device.
+    #[cfg(feature = "cuda")]
     pub(super) fn device(&self) -> Device {
         self.device
     }

@@ -9,6 +9,8 @@
 //! | `device` | CUDA launches; there in every build |
 //! | `geometry` | tree shapes, sizes, draft layouts, token trees |
 //! | `linear` | packed matrix products, RMSNorm, threads |
+//! | `pool` | the paged pool, sequences, leases |
+//! | `plan` | planner, plans, moves |
 //! | `trees` | draft beams, the trees of a batch |
 //! | `sampling` | samplers and verification |
 //!
@@ -22,6 +24,8 @@ mod dlpack;
 mod errors;
 mod geometry;
 mod linear;
+mod plan;
+mod pool;
 mod sampling;
 mod trees;
 
@@ -42,6 +46,10 @@ mod _specrs {
     use super::geometry::{DraftRegion, Geometry, Tree, TreeShape};
     #[pymodule_export]
     use super::linear::{PackedLinear, num_threads, rms_norm, set_num_threads};
+    #[pymodule_export]
+    use super::plan::{Moves, Plan, Planner};
+    #[pymodule_export]
+    use super::pool::{Lease, Pool, Sequence};
     #[pymodule_export]
     use super::sampling::{Accepts, Sampler, verify};
     #[pymodule_export]
