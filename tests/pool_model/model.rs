@@ -1,0 +1,651 @@
+//! The plain model and the engine that uses the pool.
+
+use std::collections::{HashMap, HashSet};
+
+use super::Op;
+use specrs::Error;
+use specrs::bounds::{PageId, PageSize};
+use specrs::pool::{Lease, Pool, PoolConfig, SeqId};
+
+type Outcome = Result<(), String>;
+
+/// Check with operands; the `?` of this file.
+macro_rules! ensure {
+    ($ok:expr, $($why:tt)+) => {
+        if !$ok {
+            return Err(format!($($why)+));
+        }
+    };
+}
+
+/// KV of the position whose prefix, itself included, is `tokens`: depends on all of them, as real KV does.
+fn kv_of(tokens: &[u32]) -> u64 {
+    tokens.iter().fold(0xcbf2_9ce4_8422_2325, |h, &t| (h ^ u64::from(t + 1)).wrapping_mul(0x100_0000_01b3))
+}
+
+#[derive(Debug, Clone)]
+struct Seq {
+    id: SeqId,
+    /// Tokens of the committed positions.
+    tokens: Vec<u32>,
+    /// As the pool said at the last change that was checked.
+    pages: Vec<u32>,
+}
+
+struct Reserved {
+    lease: Lease,
+    /// Sequence, pages before, and whether it may write.
+    entries: Vec<(SeqId, Vec<u32>, bool)>,
+}
+
+struct Cached {
+    /// All tokens from the first to this page's last.
+    prefix: Vec<u32>,
+    page: u32,
+    /// Step at which it last had an owner besides the cache.
+    used: u64,
+}
+
+pub(super) struct World {
+    pool: Pool,
+    config: PoolConfig,
+    seqs: Vec<Seq>,
+    released: Vec<SeqId>,
+    leases: Vec<Reserved>,
+    /// Raw pages, one entry per owner.
+    raw: Vec<u32>,
+    cache: Vec<Cached>,
+    /// Page -> KV of its positions.
+    memory: HashMap<u32, Vec<u64>>,
+    /// Values that no prefix has, for speculative KV.
+    junk: u64,
+    step: u64,
+}
+
+impl World {
+    pub(super) fn new(pages: u32, page: u32, max_seqs: u32, row_pages: u32) -> Self {
+        let page = PageSize::new(page).unwrap();
+        let config = PoolConfig { num_pages: pages + 1, page, max_seqs, row_pages };
+        let pool = Pool::with_history(config, 64).unwrap();
+        let memory = (1..=pages).map(|p| (p, vec![0; page.get() as usize])).collect();
+        Self {
+            pool,
+            config,
+            seqs: Vec::new(),
+            released: Vec::new(),
+            leases: Vec::new(),
+            raw: Vec::new(),
+            cache: Vec::new(),
+            memory,
+            junk: 1 << 63,
+            step: 0,
+        }
+    }
+
+    // ---- what the model knows ----
+
+    /// Owners of a page besides the cache.
+    fn owners(&self, page: u32) -> usize {
+        let rows = self.seqs.iter().filter(|s| s.pages.contains(&page)).count();
+        let held = self
+            .leases
+            .iter()
+            .flat_map(|l| &l.entries)
+            .filter(|(id, before, _)| before.contains(&page) && !self.seq(*id).pages.contains(&page));
+        rows + held.count() + self.raw.iter().filter(|&&p| p == page).count()
+    }
+
+    fn cached(&self, page: u32) -> bool {
+        self.cache.iter().any(|c| c.page == page)
+    }
+
+    fn free_pages(&self) -> Vec<u32> {
+        (1..self.config.num_pages).filter(|&p| self.owners(p) == 0 && !self.cached(p)).collect()
+    }
+
+    /// Cached pages such that neither they nor anything that continues them has another owner.
+    fn evictable(&self) -> Vec<usize> {
+        let in_use: Vec<&Cached> = self.cache.iter().filter(|c| self.owners(c.page) > 0).collect();
+        (0..self.cache.len()).filter(|&i| !in_use.iter().any(|c| c.prefix.starts_with(&self.cache[i].prefix))).collect()
+    }
+
+    fn has_child(&self, i: usize) -> bool {
+        let p = &self.cache[i].prefix;
+        self.cache.iter().any(|c| c.prefix.len() > p.len() && c.prefix.starts_with(p))
+    }
+
+    fn seq(&self, id: SeqId) -> &Seq {
+        self.seqs.iter().find(|s| s.id == id).expect("a live sequence of the model")
+    }
+
+    fn index(&self, id: SeqId) -> usize {
+        self.seqs.iter().position(|s| s.id == id).expect("a live sequence of the model")
+    }
+
+    fn leased(&self, id: SeqId) -> bool {
+        self.leases.iter().any(|l| l.entries.iter().any(|(s, ..)| *s == id))
+    }
+
+    fn needed(&self, tokens: usize) -> usize {
+        tokens.div_ceil(self.config.page.get() as usize)
+    }
+
+    /// Sequences by the bits of `who`, those with (or without) a lease.
+    fn chosen(&self, who: u16, leased: bool) -> Vec<SeqId> {
+        let all = self.seqs.iter().map(|s| s.id).filter(|&id| self.leased(id) == leased);
+        all.enumerate().filter(|(i, _)| who >> (i % 16) & 1 == 1).map(|(_, id)| id).collect()
+    }
+
+    fn slot(&mut self, page: u32, pos: usize) -> &mut u64 {
+        let p = self.config.page.get() as usize;
+        &mut self.memory.get_mut(&page).expect("a page of the pool")[pos % p]
+    }
+
+    /// What the pool took in a call that needed `fresh.len()` pages: free ones first, then idle cache entries, least
+    /// recently used leaves first.
+    fn took(&mut self, fresh: &[u32]) -> Outcome {
+        let free: HashSet<u32> = self.free_pages().into_iter().collect();
+        let distinct: HashSet<u32> = fresh.iter().copied().collect();
+        ensure!(distinct.len() == fresh.len(), "a page twice in {fresh:?}");
+        let evictable = self.evictable();
+        let leaves: Vec<usize> = evictable.iter().copied().filter(|&i| !self.has_child(i)).collect();
+        let evicted: Vec<usize> = (0..self.cache.len()).filter(|&i| distinct.contains(&self.cache[i].page)).collect();
+        let want = fresh.len().saturating_sub(free.len());
+        ensure!(evicted.len() == want, "{} pages evicted, {want} were missing", evicted.len());
+        ensure!(evicted.iter().all(|i| evictable.contains(i)), "a page in use was evicted, of {fresh:?}");
+        let latest = evicted.iter().map(|&i| self.cache[i].used).max().unwrap_or(0);
+        for &i in leaves.iter().filter(|i| !evicted.contains(i)) {
+            let (page, used) = (self.cache[i].page, self.cache[i].used);
+            ensure!(latest <= used, "page {page}, last used at {used}, stayed; one of {latest} went");
+        }
+        for page in fresh {
+            let known = free.contains(page) || evicted.iter().any(|&i| self.cache[i].page == *page);
+            ensure!(known, "page {page} was not free");
+        }
+        self.cache.retain(|c| !distinct.contains(&c.page));
+        let orphan = (0..self.cache.len()).find(|&i| {
+            let p = &self.cache[i].prefix;
+            let up = p.len() - self.config.page.get() as usize;
+            up > 0 && !self.cache.iter().any(|c| c.prefix == p[..up])
+        });
+        ensure!(orphan.is_none(), "eviction took a page that another hangs from");
+        Ok(())
+    }
+
+    /// Read the sequence's pages from the pool.
+    fn look(&self, id: SeqId) -> Result<Vec<u32>, String> {
+        Ok(self.pool.pages(id).map_err(|e| e.to_string())?.iter().map(|p| p.get()).collect())
+    }
+
+    // ---- operations ----
+
+    pub(super) fn apply(&mut self, op: &Op) -> Outcome {
+        self.step += 1;
+        match op {
+            Op::Create => self.create(),
+            Op::Fork { src, len } => self.fork(*src, *len),
+            Op::Reserve { who, more } => self.reserve(*who, more),
+            Op::ReserveRefused { who, twice } => self.reserve_refused(*who, *twice),
+            Op::Commit { lease, accept, tokens } => self.commit(*lease, accept, *tokens),
+            Op::CommitRefused { lease, how } => self.commit_refused(*lease, *how),
+            Op::Rollback { lease, explicit } => self.rollback(*lease, *explicit),
+            Op::Remap { lease, entry, first, order, twice } => self.remap(*lease, *entry, *first, order, *twice),
+            Op::Release { who } => self.release(*who),
+            Op::ReleaseRefused { who, twice } => self.release_refused(*who, *twice),
+            Op::Stale { which, call } => self.stale(*which, *call),
+            Op::Alloc { n } => self.alloc(*n),
+            Op::Retain { which } => self.retain(*which),
+            Op::Free { which, n } => self.free(*which, *n),
+            Op::FreeRefused { which, how } => self.free_refused(*which, *how),
+            Op::CacheInsert { seq, len } => self.cache_insert(*seq, *len),
+            Op::CacheInsertRefused { seq } => self.cache_insert_refused(*seq),
+            Op::CacheLookup { tokens, len, max } => {
+                let tokens: Vec<u32> = (0..len % 24).map(|i| u32::from(tokens >> (i % 16) & 1)).collect();
+                self.cache_lookup(&tokens, u32::from(*max) % 32)
+            }
+            Op::CacheLookupOf { seq, len } => match pick(&self.seqs, *seq) {
+                None => Ok(()),
+                Some(s) => {
+                    let tokens = s.tokens[..*len as usize % (s.tokens.len() + 1)].to_vec();
+                    self.cache_lookup(&tokens, tokens.len() as u32)
+                }
+            },
+            Op::CacheClear => {
+                let n = self.pool.cache_clear().map_err(|e| e.to_string())?;
+                ensure!(n as usize == self.cache.len(), "cleared {n} of {}", self.cache.len());
+                self.cache.clear();
+                Ok(())
+            }
+        }?;
+        self.check()
+    }
+
+    fn add(&mut self, made: specrs::Result<SeqId>, tokens: Vec<u32>, pages: Vec<u32>) -> Outcome {
+        let full = self.seqs.len() == self.config.max_seqs as usize;
+        match made {
+            Err(Error::TooManySequences { limit }) if full && limit == u64::from(self.config.max_seqs) => Ok(()),
+            Ok(id) if !full => {
+                ensure!(!self.seqs.iter().any(|s| s.id.row() == id.row()), "row {} is in use", id.row());
+                ensure!(!self.released.contains(&id), "handle {id} was used before");
+                self.seqs.push(Seq { id, tokens, pages });
+                Ok(())
+            }
+            other => Err(format!("{other:?} with {} sequences of {}", self.seqs.len(), self.config.max_seqs)),
+        }
+    }
+
+    fn create(&mut self) -> Outcome {
+        let made = self.pool.create();
+        self.add(made, Vec::new(), Vec::new())
+    }
+
+    fn fork(&mut self, src: u16, len: u16) -> Outcome {
+        let Some(s) = pick(&self.seqs, src).cloned() else { return Ok(()) };
+        let len = len as usize % (s.tokens.len() + 2);
+        let made = self.pool.fork(s.id, len as u32);
+        if len > s.tokens.len() {
+            ensure!(matches!(made, Err(Error::OutOfRange { what: "fork length", .. })), "{made:?}");
+            return Ok(());
+        }
+        // Under a lease the pages from before it are the ones that hold committed KV.
+        let lease = self.leases.iter().flat_map(|l| &l.entries).find(|(id, ..)| *id == s.id);
+        let source = lease.map_or(&s.pages, |(_, before, _)| before);
+        let pages = source[..self.needed(len)].to_vec();
+        self.add(made, s.tokens[..len].to_vec(), pages)
+    }
+
+    fn reserve(&mut self, who: u16, more: &[u16; 3]) -> Outcome {
+        let ids = self.chosen(who, false);
+        let p = self.config.page.get();
+        let wants: Vec<(SeqId, u32)> = ids
+            .iter()
+            .enumerate()
+            .map(|(i, &id)| (id, self.seq(id).tokens.len() as u32 + u32::from(more[i % 3]) % (p * 4 + 1)))
+            .collect();
+        let mut need = 0;
+        for &(id, positions) in &wants {
+            let s = self.seq(id);
+            need += self.needed(positions as usize) - s.pages.len();
+            let tail = s.tokens.len() % p as usize != 0 && positions as usize > s.tokens.len();
+            let shared = tail && s.pages.last().is_some_and(|&t| self.owners(t) + usize::from(self.cached(t)) > 1);
+            need += usize::from(shared);
+        }
+        let can = self.free_pages().len() + self.evictable().len();
+        let too_long = wants.iter().any(|&(_, n)| self.needed(n as usize) > self.config.row_pages as usize);
+        let lease = match self.pool.reserve(&wants) {
+            Err(Error::Capacity { .. }) if too_long => return Ok(()),
+            Err(Error::PoolExhausted { need: n, free, total }) if !too_long && need > can => {
+                let told = (n as usize, free as usize, total as u32);
+                ensure!(told == (need, can, self.config.num_pages - 1), "{told:?}, not {:?}", (need, can));
+                return Ok(());
+            }
+            Ok(lease) if !too_long && need <= can => lease,
+            other => return Err(format!("{other:?}: need {need} of {can}, beyond the row: {too_long}")),
+        };
+        ensure!(lease.seqs() == ids, "sequences {:?}", lease.seqs());
+        let mut fresh = Vec::new();
+        let mut now = Vec::new();
+        for &(id, positions) in &wants {
+            let (before, after) = (&self.seq(id).pages, self.look(id)?);
+            ensure!(after.len() == before.len().max(self.needed(positions as usize)), "{after:?} for {positions}");
+            fresh.extend(after.iter().filter(|page| !before.contains(page)));
+            let moved = before.iter().zip(&after).filter(|(b, a)| b != a).count();
+            let copied = lease.copies().iter().filter(|c| after.contains(&c.dst.get())).count();
+            ensure!(moved == copied, "{moved} pages replaced, {copied} copied");
+            now.push(after);
+        }
+        ensure!(fresh.len() == need, "{} pages taken, need {need}", fresh.len());
+        self.took(&fresh)?;
+        for c in lease.copies() {
+            for at in 0..c.len as usize {
+                *self.slot(c.dst.get(), at) = *self.slot(c.src.get(), at);
+            }
+        }
+        let mut entries = Vec::new();
+        for (&(id, positions), pages) in wants.iter().zip(now) {
+            let i = self.index(id);
+            let before = std::mem::replace(&mut self.seqs[i].pages, pages.clone());
+            let committed = self.seqs[i].tokens.len();
+            let writes = positions as usize > committed;
+            if writes {
+                // Speculative KV in every slot the lease allows.
+                for pos in committed..pages.len() * p as usize {
+                    self.junk += 1;
+                    let value = self.junk;
+                    *self.slot(pages[pos / p as usize], pos) = value;
+                }
+            }
+            entries.push((id, before, writes));
+        }
+        self.leases.push(Reserved { lease, entries });
+        Ok(())
+    }
+
+    fn reserve_refused(&mut self, who: u16, twice: bool) -> Outcome {
+        let mut wants: Vec<(SeqId, u32)> =
+            self.chosen(u16::MAX, false).iter().map(|&id| (id, self.seq(id).tokens.len() as u32)).collect();
+        let bad = if twice { wants.first().map(|w| w.0) } else { self.chosen(u16::MAX, true).first().copied() };
+        let Some(bad) = bad else { return Ok(()) };
+        wants.insert(who as usize % (wants.len() + 1), (bad, self.seq(bad).tokens.len() as u32));
+        let got = self.pool.reserve(&wants);
+        ensure!(matches!(got, Err(Error::Invalid { what: "reserve", .. })), "{got:?}");
+        Ok(())
+    }
+
+    fn commit(&mut self, lease: u16, accept: &[u16; 3], bits: u16) -> Outcome {
+        if self.leases.is_empty() {
+            return Ok(());
+        }
+        let at = lease as usize % self.leases.len();
+        let Reserved { lease, entries } = self.leases.swap_remove(at);
+        let p = self.config.page.get() as usize;
+        let mut lengths = Vec::new();
+        for (i, (id, _, writes)) in entries.iter().enumerate() {
+            let k = self.index(*id);
+            let (old, room) = (self.seqs[k].tokens.len(), self.seqs[k].pages.len() * p);
+            let n = if *writes { old + accept[i % 3] as usize % (room - old + 1) } else { old };
+            lengths.push(n as u32);
+            for pos in old..n {
+                // Few distinct tokens, so that sequences agree often and the cache has something to find.
+                self.seqs[k].tokens.push(u32::from(bits >> (pos % 16) & 1));
+                let value = kv_of(&self.seqs[k].tokens);
+                let page = self.seqs[k].pages[pos / p];
+                *self.slot(page, pos) = value;
+            }
+        }
+        lease.commit(&lengths).map_err(|r| r.error.to_string())?;
+        for ((id, before, _), &n) in entries.iter().zip(&lengths) {
+            let k = self.index(*id);
+            let mut pages = self.seqs[k].pages[..self.needed(n as usize)].to_vec();
+            let was = before.len();
+            if self.look(*id)? != pages {
+                // Nothing accepted: a copied tail may come back.
+                pages[was - 1] = before[was - 1];
+            }
+            self.seqs[k].pages = pages;
+        }
+        Ok(())
+    }
+
+    fn commit_refused(&mut self, lease: u16, how: u8) -> Outcome {
+        if self.leases.is_empty() {
+            return Ok(());
+        }
+        let at = lease as usize % self.leases.len();
+        let Reserved { lease, entries } = self.leases.swap_remove(at);
+        let p = self.config.page.get();
+        let mut lengths: Vec<u32> = entries.iter().map(|(id, ..)| self.seq(*id).tokens.len() as u32).collect();
+        let Some(last) = lengths.last_mut() else {
+            self.leases.push(Reserved { lease, entries });
+            return Ok(());
+        };
+        let (id, _, writes) = &entries[entries.len() - 1];
+        match how % 3 {
+            0 if *last > 0 => *last -= 1,
+            1 => *last = if *writes { self.seq(*id).pages.len() as u32 * p } else { *last } + 1,
+            _ => lengths.push(0),
+        }
+        match lease.commit(&lengths) {
+            Ok(()) => Err(format!("{lengths:?} was committed")),
+            Err(r) => {
+                let lease = r.lease;
+                self.leases.push(Reserved { lease, entries });
+                Ok(())
+            }
+        }
+    }
+
+    fn rollback(&mut self, lease: u16, explicit: bool) -> Outcome {
+        if self.leases.is_empty() {
+            return Ok(());
+        }
+        let at = lease as usize % self.leases.len();
+        let Reserved { lease, entries } = self.leases.swap_remove(at);
+        if explicit {
+            lease.rollback().map_err(|e| e.to_string())?;
+        } else {
+            drop(lease);
+        }
+        for (id, before, _) in entries {
+            let k = self.index(id);
+            self.seqs[k].pages = before;
+        }
+        Ok(())
+    }
+
+    fn remap(&mut self, lease: u16, entry: u16, first: u16, order: &[u16], twice: bool) -> Outcome {
+        if self.leases.is_empty() {
+            return Ok(());
+        }
+        let at = lease as usize % self.leases.len();
+        let mut reserved = self.leases.swap_remove(at);
+        let outcome = self.remap_in(&mut reserved, entry, first, order, twice);
+        self.leases.push(reserved);
+        outcome
+    }
+
+    fn remap_in(&mut self, r: &mut Reserved, entry: u16, first: u16, order: &[u16], twice: bool) -> Outcome {
+        let Some((id, before, _)) = pick(&r.entries, entry) else { return Ok(()) };
+        let (id, before) = (*id, before.len());
+        let k = self.index(id);
+        let pages = self.seqs[k].pages.clone();
+        let first = before + first as usize % (pages.len() - before + 1);
+        let range = &pages[first..];
+        let mut seen = HashSet::new();
+        let mut order: Vec<u32> = order
+            .iter()
+            .filter(|_| !range.is_empty())
+            .map(|&o| u32::from(o) % range.len() as u32)
+            .filter(|o| seen.insert(*o))
+            .collect();
+        let twice = twice && !order.is_empty();
+        if twice {
+            order.push(order[0]);
+        }
+        let got = r.lease.remap(id, first as u32, &order);
+        if self.config.page.get() != 1 {
+            ensure!(matches!(got, Err(Error::Invalid { what: "remap", .. })), "{got:?}");
+            return Ok(());
+        }
+        if twice {
+            ensure!(matches!(got, Err(Error::Invalid { what: "position to remap", .. })), "{got:?}");
+            return Ok(());
+        }
+        got.map_err(|e| e.to_string())?;
+        let mut want = pages[..first].to_vec();
+        want.extend(order.iter().map(|&o| range[o as usize]));
+        want.extend((0..range.len()).filter(|&i| !order.contains(&(i as u32))).map(|i| range[i]));
+        self.seqs[k].pages = want;
+        Ok(())
+    }
+
+    fn release(&mut self, who: u16) -> Outcome {
+        let ids = self.chosen(who, false);
+        self.pool.release(&ids).map_err(|e| e.to_string())?;
+        self.seqs.retain(|s| !ids.contains(&s.id));
+        self.released.extend(ids);
+        Ok(())
+    }
+
+    fn release_refused(&mut self, who: u16, twice: bool) -> Outcome {
+        let mut ids = self.chosen(u16::MAX, false);
+        let bad = if twice { ids.first().copied() } else { self.chosen(u16::MAX, true).first().copied() };
+        let Some(bad) = bad else { return Ok(()) };
+        ids.insert(who as usize % (ids.len() + 1), bad);
+        let got = self.pool.release(&ids);
+        ensure!(matches!(got, Err(Error::Invalid { what: "release", .. })), "{got:?}");
+        Ok(())
+    }
+
+    fn stale(&mut self, which: u16, call: u8) -> Outcome {
+        let Some(&id) = pick(&self.released, which) else { return Ok(()) };
+        let live = self.chosen(u16::MAX, false);
+        let got = match call % 5 {
+            0 => self.pool.release(&live.iter().copied().chain([id]).collect::<Vec<_>>()),
+            1 => self
+                .pool
+                .reserve(&live.iter().map(|&s| (s, 1 << 20)).chain([(id, 1)]).rev().collect::<Vec<_>>())
+                .map(drop),
+            2 => self.pool.fork(id, 0).map(drop),
+            3 => self.pool.cache_insert(id, &[]).map(drop),
+            _ => self.pool.version(id).map(drop),
+        };
+        ensure!(matches!(got, Err(Error::Dead { what: "sequence", .. })), "{got:?}");
+        Ok(())
+    }
+
+    fn alloc(&mut self, n: u16) -> Outcome {
+        let can = self.free_pages().len() + self.evictable().len();
+        let n = n as usize % (can / 2 + 3);
+        match self.pool.alloc_pages(n as u32) {
+            Err(Error::PoolExhausted { need, free, .. }) if n > can => {
+                ensure!((need as usize, free as usize) == (n, can), "{need} of {free}, not {n} of {can}");
+                Ok(())
+            }
+            Ok(pages) if n <= can => {
+                let pages: Vec<u32> = pages.iter().map(|p| p.get()).collect();
+                ensure!(pages.len() == n, "{pages:?}");
+                self.took(&pages)?;
+                self.raw.extend(pages);
+                Ok(())
+            }
+            other => Err(format!("{other:?}: {n} of {can}")),
+        }
+    }
+
+    fn retain(&mut self, which: u16) -> Outcome {
+        let Some(&page) = pick(&self.raw, which) else { return Ok(()) };
+        self.pool.retain_pages(&[page_id(page)]).map_err(|e| e.to_string())?;
+        self.raw.push(page);
+        Ok(())
+    }
+
+    fn free(&mut self, which: u16, n: u16) -> Outcome {
+        let mut pages = Vec::new();
+        for _ in 0..n % 8 {
+            if !self.raw.is_empty() {
+                pages.push(self.raw.swap_remove(which as usize % self.raw.len()));
+            }
+        }
+        let ids: Vec<PageId> = pages.into_iter().map(page_id).collect();
+        self.pool.free_pages(&ids).map_err(|e| e.to_string())
+    }
+
+    fn free_refused(&mut self, which: u16, how: u8) -> Outcome {
+        let mut ids: Vec<PageId> = self.raw.iter().copied().map(page_id).collect();
+        let bad = match how % 3 {
+            0 => pick(&self.raw, which).copied(),          // once more than it is owned
+            1 => pick(&self.free_pages(), which).copied(), // free already
+            _ => self.seqs.iter().flat_map(|s| &s.pages).copied().find(|p| !self.raw.contains(p)), // a sequence's
+        };
+        let Some(bad) = bad else { return Ok(()) };
+        ids.insert(which as usize % (ids.len() + 1), page_id(bad));
+        let owned = self.raw.iter().filter(|&&p| p == bad).count() as u32;
+        match self.pool.free_pages(&ids) {
+            Err(Error::DoubleFree { page, owners, frees, .. }) => {
+                ensure!((page, owners, frees) == (bad, owned, owned + 1), "page {page}: {frees} of {owners}");
+                Ok(())
+            }
+            other => Err(format!("{other:?}: page {bad} of {ids:?}")),
+        }
+    }
+
+    fn cache_insert(&mut self, seq: u16, len: u16) -> Outcome {
+        let Some(s) = pick(&self.seqs, seq).cloned() else { return Ok(()) };
+        let p = self.config.page.get() as usize;
+        let tokens = &s.tokens[..len as usize % (s.tokens.len() + 1)];
+        let n = self.pool.cache_insert(s.id, tokens).map_err(|e| e.to_string())?;
+        let before = self.cache.len();
+        for (i, &page) in s.pages.iter().enumerate().take(tokens.len() / p) {
+            let prefix = &tokens[..(i + 1) * p];
+            if !self.cache.iter().any(|c| c.prefix == prefix) {
+                self.cache.push(Cached { prefix: prefix.to_vec(), page, used: self.step });
+            }
+        }
+        ensure!(self.cache.len() - before == n as usize, "{n} new pages, not {}", self.cache.len() - before);
+        Ok(())
+    }
+
+    fn cache_insert_refused(&mut self, seq: u16) -> Outcome {
+        let Some(s) = pick(&self.seqs, seq) else { return Ok(()) };
+        let tokens = vec![7; s.tokens.len() + 1];
+        let got = self.pool.cache_insert(s.id, &tokens);
+        ensure!(matches!(got, Err(Error::OutOfRange { what: "tokens to cache", .. })), "{got:?}");
+        // A page that is cached already, under tokens that no sequence has.
+        let p = self.config.page.get() as usize;
+        if s.tokens.len() >= p && self.cached(s.pages[0]) {
+            let got = self.pool.cache_insert(s.id, &tokens[..p]);
+            ensure!(matches!(got, Err(Error::Invalid { what: "tokens to cache", .. })), "{got:?}");
+        }
+        Ok(())
+    }
+
+    fn cache_lookup(&mut self, tokens: &[u32], max: u32) -> Outcome {
+        let p = self.config.page.get() as usize;
+        let mut pages = Vec::new();
+        while let Some(prefix) = tokens.get(..(pages.len() + 1) * p) {
+            let found = self.cache.iter().find(|c| c.prefix == prefix);
+            let fits = prefix.len() <= max as usize && pages.len() < self.config.row_pages as usize;
+            let Some(c) = found.filter(|_| fits) else { break };
+            pages.push(c.page);
+        }
+        let got = self.pool.cache_lookup(tokens, max);
+        if let Ok((_, len)) = got {
+            ensure!(len as usize == pages.len() * p, "{len} tokens found, not {}", pages.len() * p);
+        }
+        self.add(got.map(|(id, _)| id), tokens[..pages.len() * p].to_vec(), pages)
+    }
+
+    // ---- checks ----
+
+    fn check(&mut self) -> Outcome {
+        let report = self.pool.audit().map_err(|e| e.to_string())?;
+        let stats = self.pool.stats().map_err(|e| e.to_string())?;
+        let (free, evictable) = (self.free_pages().len() as u32, self.evictable().len() as u32);
+        let model = (free, self.cache.len() as u32, evictable, self.seqs.len() as u32);
+        let pool = (stats.free_pages, stats.cached_pages, stats.evictable_pages, stats.live_sequences);
+        ensure!(model == pool, "(free, cached, evictable, sequences): pool {pool:?}, model {model:?}");
+        ensure!(report.free_pages == free, "audit says {} free, {free} are", report.free_pages);
+        let used: Vec<bool> = self.cache.iter().map(|c| self.owners(c.page) > 0).collect();
+        for (c, used) in self.cache.iter_mut().zip(used) {
+            if used {
+                c.used = self.step + 1; // it may go idle in the next step
+            }
+        }
+        let p = self.config.page.get() as usize;
+        for s in &self.seqs {
+            let view = self.look(s.id)?;
+            ensure!(view == s.pages, "sequence {}: pool {view:?}, model {:?}", s.id, s.pages);
+            let committed = self.pool.committed(s.id).map_err(|e| e.to_string())?;
+            ensure!(committed as usize == s.tokens.len(), "sequence {}: committed {committed}", s.id);
+            let allocated = self.pool.allocated(s.id).map_err(|e| e.to_string())?;
+            ensure!(allocated as usize == s.pages.len() * p, "sequence {}: allocated {allocated}", s.id);
+            for pos in 0..s.tokens.len() {
+                let (got, want) = (self.memory[&s.pages[pos / p]][pos % p], kv_of(&s.tokens[..=pos]));
+                ensure!(got == want, "sequence {}: position {pos} reads another's KV", s.id);
+            }
+        }
+        Ok(())
+    }
+
+    /// Give everything back: no page may be missing.
+    pub(super) fn finish(mut self) -> Outcome {
+        self.leases.clear();
+        let ids: Vec<SeqId> = self.seqs.iter().map(|s| s.id).collect();
+        self.pool.release(&ids).map_err(|e| e.to_string())?;
+        let raw: Vec<PageId> = self.raw.iter().copied().map(page_id).collect();
+        self.pool.free_pages(&raw).map_err(|e| e.to_string())?;
+        self.pool.cache_clear().map_err(|e| e.to_string())?;
+        let report = self.pool.audit().map_err(|e| e.to_string())?;
+        ensure!(report.free_pages == report.total_pages, "{} pages leaked", report.total_pages - report.free_pages);
+        Ok(())
+    }
+}
+
+fn page_id(page: u32) -> PageId {
+    PageId::new(page).unwrap()
+}
+
+fn pick<T>(from: &[T], n: u16) -> Option<&T> {
+    (!from.is_empty()).then(|| &from[n as usize % from.len()])
+}
