@@ -284,7 +284,8 @@ impl State {
 
     /// What commit and rollback have in common: the accounts of the lease itself.
     fn end(&mut self, buffers: &mut Buffers) {
-        self.leased_rows -= buffers.seqs.len() as u32;
+        // Saturating: this runs in a destructor, and the audit is where a wrong count is told.
+        self.leased_rows = self.leased_rows.saturating_sub(buffers.seqs.len() as u32);
         self.settle();
         let mut buffers = std::mem::take(buffers);
         buffers.seqs.clear();

@@ -227,8 +227,7 @@ impl Ledger {
     }
 
     /// Drop one reference to each page of `row`, last column first, and zero the columns. Going backwards makes
-    /// the next allocation take the same pages in the same order, and lets cache leaves go idle before their
-    /// parents.
+    /// the next allocation take the same pages in the same order.
     #[inline]
     pub(super) fn give_back(&mut self, row: &mut [i32], owner: Owner) -> Result<()> {
         for col in row.iter_mut().rev() {

@@ -105,7 +105,7 @@ fn op() -> impl Strategy<Value = Op> {
         16 => (n(), any::<[u16; 3]>()).prop_map(|(who, more)| Op::Reserve { who, more }),
         1 => (n(), any::<bool>()).prop_map(|(who, twice)| Op::ReserveRefused { who, twice }),
         12 => (n(), any::<[u16; 3]>(), n()).prop_map(|(lease, accept, tokens)| Op::Commit { lease, accept, tokens }),
-        1 => (n(), any::<u8>()).prop_map(|(lease, how)| Op::CommitRefused { lease, how }),
+        2 => (n(), any::<u8>()).prop_map(|(lease, how)| Op::CommitRefused { lease, how }),
         4 => (n(), any::<bool>()).prop_map(|(lease, explicit)| Op::Rollback { lease, explicit }),
         4 => (n(), n(), n(), vec(n(), 0..5), prop::bool::weighted(0.2))
             .prop_map(|(lease, entry, first, order, twice)| Op::Remap { lease, entry, first, order, twice }),

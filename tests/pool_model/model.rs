@@ -260,7 +260,11 @@ impl World {
         let wants: Vec<(SeqId, u32)> = ids
             .iter()
             .enumerate()
-            .map(|(i, &id)| (id, self.seq(id).tokens.len() as u32 + u32::from(more[i % 3]) % (p * 4 + 1)))
+            .map(|(i, &id)| {
+                // Often nothing more: then the lease may not write, and shared tails stay shared.
+                let more = u32::from(more[i % 3]);
+                (id, self.seq(id).tokens.len() as u32 + if more % 4 == 0 { 0 } else { more % (p * 4 + 1) })
+            })
             .collect();
         let mut need = 0;
         for &(id, positions) in &wants {
