@@ -1,40 +1,14 @@
 //! The packed product: equal to its plain loops bit for bit, whatever the shape, the company of a row or the threads.
 
+mod host_common;
+
 use half::{bf16, f16};
+use host_common::{bits, guarded, noise};
 use proptest::prelude::*;
 use specrs::Error;
 use specrs::host::linear::{Add, PackedLinear, Storage, Weight};
 use specrs::host::norm::{RmsNorm, rms_norm, rms_norm_reference};
 use specrs::host::threads::set_num_threads;
-
-/// Deterministic values in -1..1 that are not symmetric in anything.
-fn noise(n: usize, seed: u64) -> Vec<f32> {
-    let mut s = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    (0..n)
-        .map(|_| {
-            s ^= s << 13;
-            s ^= s >> 7;
-            s ^= s << 17;
-            ((s >> 40) as f32) / 8_388_608.0 - 1.0
-        })
-        .collect()
-}
-
-fn bits(x: &[f32]) -> Vec<u32> {
-    x.iter().map(|v| v.to_bits()).collect()
-}
-
-/// Run into the middle of a poisoned buffer; nothing of it may be left and nothing beside it touched.
-fn guarded(n: usize, f: impl FnOnce(&mut [f32])) -> Vec<f32> {
-    const GUARD: usize = 64;
-    let canary = f32::from_bits(0x7fc0_dead);
-    let mut buf = vec![canary; n + 2 * GUARD];
-    f(&mut buf[GUARD..GUARD + n]);
-    assert!(buf[..GUARD].iter().chain(&buf[GUARD + n..]).all(|v| v.to_bits() == canary.to_bits()), "written outside");
-    let out = buf[GUARD..GUARD + n].to_vec();
-    assert!(out.iter().all(|v| v.to_bits() != canary.to_bits()), "left unwritten");
-    out
-}
 
 #[derive(Debug, Clone)]
 struct Case {

@@ -10,6 +10,9 @@
 //!
 //! | module | what it does |
 //! |---|---|
+//! | [`kv`] | the KV cache: writes and hazard-free moves |
+//! | [`attention`] | paged attention over a prefix and causal or masked keys |
+//! | [`rope`] | per-head norm, RoPE, KV write and attention in one call |
 //! | [`linear`] | matrix products with packed weights, RMSNorm before and residual or SwiGLU after |
 //! | [`norm`], [`act`] | RMSNorm, exponential and SiLU |
 //! | [`threads`] | the bounded pool that all kernels share, and when it is worth waking |
@@ -19,10 +22,14 @@
 //! | [`verify`] | the walk that accepts drafts |
 
 pub mod act;
+pub mod attention;
+mod attention_tile;
+pub mod kv;
 pub mod linear;
 mod linear_tile;
 pub mod norm;
 pub mod philox;
+pub mod rope;
 pub mod sample;
 pub mod select;
 mod simd;
