@@ -2,6 +2,7 @@
 //!
 //! Plain medians with a gap between calls rather than criterion: what matters is the latency of one call among
 //! others, as in a decode pass, and not the throughput of a hot loop.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::hint::black_box;
 use std::time::Instant;

@@ -1,4 +1,5 @@
 //! The packed product: equal to its plain loops bit for bit, whatever the shape, the company of a row or the threads.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod host_common;
 
