@@ -5,10 +5,11 @@
 //! (`PYO3_PYTHON`, `VIRTUAL_ENV`, `python3`): this is what an isolated `pip install .` or `maturin build` finds, since
 //! `pyproject.toml` asks for that wheel; `PATH`; `/usr/local/cuda`.
 //!
-//! `SPECRS_NO_CUDA=1` builds without nvcc: the feature compiles, and `specrs::device::available()` says why there are no kernels.
+//! Without nvcc, or without the host C++ compiler that nvcc needs, the crate builds with a warning and without kernels, and
+//! `specrs::device::available()` says why. `SPECRS_NO_CUDA=1` asks for that; `SPECRS_REQUIRE_CUDA=1` makes it an error. An
+//! `NVCC` that cannot be used, and a kernel that does not compile, are always errors.
 
 use std::env;
-use std::fmt::Write as _;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
@@ -27,8 +28,31 @@ const ADVICE: &str = "Ways on:\n  \
     - set NVCC or CUDA_HOME to an installed CUDA toolkit, at most 13.0\n  \
     - set SPECRS_NO_CUDA=1 to build without CUDA kernels";
 
-const INPUTS: &[&str] =
-    &["NVCC", "NVCC_CCBIN", "CUDA_HOME", "CUDA_PATH", "PYO3_PYTHON", "VIRTUAL_ENV", "SPECRS_NO_CUDA", "DOCS_RS"];
+const INPUTS: &[&str] = &[
+    "NVCC",
+    "NVCC_CCBIN",
+    "CUDA_HOME",
+    "CUDA_PATH",
+    "PYO3_PYTHON",
+    "VIRTUAL_ENV",
+    "SPECRS_NO_CUDA",
+    "SPECRS_REQUIRE_CUDA",
+    "DOCS_RS",
+];
+
+/// Why there is no PTX.
+enum Failure {
+    /// This machine has no way to compile it: a build without kernels is an honest answer.
+    NoCompiler(String),
+    /// Something is wrong that a build without kernels would hide.
+    Broken(String),
+}
+
+impl From<String> for Failure {
+    fn from(why: String) -> Self {
+        Failure::Broken(why)
+    }
+}
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Version(u32, u32);
@@ -62,41 +86,56 @@ fn main() -> ExitCode {
 
 fn build() -> Result<(), String> {
     let out = PathBuf::from(env::var_os("OUT_DIR").ok_or("OUT_DIR is not set: run through cargo")?);
-    let table = out.join("ptx.rs");
-    let absent = if env::var_os("DOCS_RS").is_some() {
-        Some("built for documentation")
-    } else if env::var("SPECRS_NO_CUDA").is_ok_and(|v| !matches!(v.as_str(), "" | "0")) {
-        Some("built with SPECRS_NO_CUDA=1")
+    let (absent, images) = if env::var_os("DOCS_RS").is_some() {
+        (Some("built for documentation"), String::new())
+    } else if is_set("SPECRS_NO_CUDA") {
+        (Some("built with SPECRS_NO_CUDA=1"), String::new())
     } else {
-        None
-    };
-    let mut text = format!(
-        "/// Why there are no kernels in this build, if there are none.\npub(super) const ABSENT: Option<&str> = {absent:?};\n\
-         /// The embedded PTX, one image for each kernel file and architecture.\npub(super) static IMAGES: &[Image] = &[\n"
-    );
-    if absent.is_none() {
-        let nvcc = find_nvcc()?;
-        for (name, archs) in KERNELS {
-            for arch in *archs {
-                let file = format!("{name}.compute_{arch}.ptx");
-                compile(&nvcc, name, arch, &out.join(&file))?;
-                let number = arch.trim_end_matches('a');
-                let exact = arch.ends_with('a');
-                writeln!(
-                    text,
-                    "    Image {{ name: {name:?}, arch: {number}, exact: {exact}, \
-                     text: concat!(include_str!(concat!(env!(\"OUT_DIR\"), \"/{file}\")), \"\\0\") }},"
-                )
-                .map_err(|e| e.to_string())?;
+        match compile_all(&out) {
+            Ok(images) => (None, images),
+            Err(Failure::NoCompiler(why)) if !is_set("SPECRS_REQUIRE_CUDA") => {
+                println!("cargo::warning=building WITHOUT CUDA kernels (SPECRS_REQUIRE_CUDA=1 makes this an error)");
+                for line in why.lines() {
+                    println!("cargo::warning={line}");
+                }
+                (Some("nvcc, or the C++ compiler that it needs, was missing when this was built"), String::new())
             }
+            Err(Failure::NoCompiler(why) | Failure::Broken(why)) => return Err(why),
         }
-    }
-    text.push_str("];\n");
+    };
+    let text = format!(
+        "/// Why there are no kernels in this build, if there are none.\npub(super) const ABSENT: Option<&str> = {absent:?};\n\
+         /// The embedded PTX, one image for each kernel file and architecture.\n\
+         pub(super) static IMAGES: &[Image] = &[\n{images}];\n"
+    );
+    let table = out.join("ptx.rs");
     fs::write(&table, text).map_err(|e| format!("cannot write {}: {e}", table.display()))
 }
 
+fn is_set(name: &str) -> bool {
+    env::var(name).is_ok_and(|v| !matches!(v.as_str(), "" | "0"))
+}
+
+/// Compile every kernel for each of its architectures; the entries of the table.
+fn compile_all(out: &Path) -> Result<String, Failure> {
+    let nvcc = find_nvcc()?;
+    let mut images = String::new();
+    for (name, archs) in KERNELS {
+        for arch in *archs {
+            let file = format!("{name}.compute_{arch}.ptx");
+            compile(&nvcc, name, arch, &out.join(&file))?;
+            let (number, exact) = (arch.trim_end_matches('a'), arch.ends_with('a'));
+            images.push_str(&format!(
+                "    Image {{ name: {name:?}, arch: {number}, exact: {exact}, \
+                 text: concat!(include_str!(concat!(env!(\"OUT_DIR\"), \"/{file}\")), \"\\0\") }},\n"
+            ));
+        }
+    }
+    Ok(images)
+}
+
 /// The first nvcc of the search order that is there and not too new; else what was looked at, and what to do.
-fn find_nvcc() -> Result<PathBuf, String> {
+fn find_nvcc() -> Result<PathBuf, Failure> {
     let mut seen = Vec::new();
     for (origin, path) in candidates() {
         let found = toolkit_version(&path);
@@ -109,11 +148,14 @@ fn find_nvcc() -> Result<PathBuf, String> {
             Err(why) => seen.push(format!("{origin}: {}: {why}", path.display())),
         }
         if origin == "NVCC" {
-            break; // what the user named is used or refused, never silently replaced
+            // What the user named is used or refused, never silently replaced.
+            return Err(Failure::Broken(format!("{}\n{ADVICE}", seen.join("\n"))));
         }
     }
     let seen = if seen.is_empty() { "nothing found".to_owned() } else { seen.join("\n  ") };
-    Err(format!("feature `cuda` needs nvcc (CUDA <= {MAX_TOOLKIT}). Looked at:\n  {seen}\n{ADVICE}"))
+    Err(Failure::NoCompiler(format!(
+        "feature `cuda` needs nvcc (CUDA <= {MAX_TOOLKIT}). Looked at:\n  {seen}\n{ADVICE}"
+    )))
 }
 
 fn candidates() -> Vec<(&'static str, PathBuf)> {
@@ -184,8 +226,9 @@ fn parse_version(text: &str) -> Option<Version> {
     Some(Version(major.parse().ok()?, minor.parse().ok()?))
 }
 
-fn compile(nvcc: &Path, name: &str, arch: &str, ptx: &Path) -> Result<(), String> {
-    let root = env::var_os("CARGO_MANIFEST_DIR").ok_or("CARGO_MANIFEST_DIR is not set: run through cargo")?;
+fn compile(nvcc: &Path, name: &str, arch: &str, ptx: &Path) -> Result<(), Failure> {
+    let root = env::var_os("CARGO_MANIFEST_DIR")
+        .ok_or_else(|| "CARGO_MANIFEST_DIR is not set: run through cargo".to_owned())?;
     let source = format!("cuda/{name}.cu");
     // Relative source path: what the compiler writes about its input does not depend on where the checkout lies.
     let output = Command::new(nvcc)
@@ -199,27 +242,24 @@ fn compile(nvcc: &Path, name: &str, arch: &str, ptx: &Path) -> Result<(), String
         .map_err(|e| format!("{} does not run: {e}\n{ADVICE}", nvcc.display()))?;
     if !output.status.success() {
         let said = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-        let host = ["cc1plus", "gcc: not found", "gcc: No such file", "failed to preprocess host", "g++: not found"];
-        let hint = if host.iter().any(|h| said.contains(h)) || said.contains("unsupported GNU version") {
-            "\nnvcc needs a host C++ compiler even for PTX: install g++ (Debian: apt install g++) or set NVCC_CCBIN to one that this nvcc supports"
-        } else {
-            ""
-        };
-        return Err(format!(
-            "{} {source} for compute_{arch} failed ({}):\n{said}{hint}",
-            nvcc.display(),
-            output.status
-        ));
+        let said = format!("{} {source} for compute_{arch} failed ({}):\n{said}", nvcc.display(), output.status);
+        let host = ["cc1plus", "gcc: not found", "gcc: No such file", "g++: not found", "failed to preprocess host"];
+        if host.iter().any(|h| said.contains(h)) || said.contains("unsupported GNU version") {
+            let hint = "nvcc needs a host C++ compiler even for PTX: install g++ (Debian: apt install g++), or set NVCC_CCBIN to one \
+                 that this nvcc supports";
+            return Err(Failure::NoCompiler(format!("{said}\n{hint}")));
+        }
+        return Err(Failure::Broken(said));
     }
     let text = fs::read_to_string(ptx).map_err(|e| format!("cannot read {}: {e}", ptx.display()))?;
     let version = text.lines().find_map(|l| l.strip_prefix(".version ")).and_then(parse_version).ok_or_else(|| {
         format!("{}: no .version line; {} is not an nvcc that writes PTX", ptx.display(), nvcc.display())
     })?;
     if version > MAX_PTX {
-        return Err(format!(
+        return Err(Failure::Broken(format!(
             "{} wrote PTX ISA {version} for {source}; driver 580 loads at most {MAX_PTX}\n{ADVICE}",
             nvcc.display()
-        ));
+        )));
     }
     Ok(())
 }
