@@ -45,8 +45,8 @@ def init(device: torch.device | int | None = None) -> int:
 def check(device: torch.device | int | None = None) -> None:
     """Raise ``OutOfBoundsError`` for what a kernel of this device skipped since the last call.
 
-    Its attributes are ``kernel``, ``buffer``, ``request``, ``step``, ``index`` and ``bound``. Reads host memory and waits
-    for nothing: it sees the faults of work that has finished.
+    Its attributes are ``kernel``, ``buffer``, ``request``, ``step``, ``index`` and ``bound``. Reads host memory
+    and waits for nothing: it sees the faults of work that has finished.
     """
     _device_check(_ordinal(device))
 
@@ -66,7 +66,8 @@ def kv_move(
     concurrently, so one's destinations must not be slots that another one's moves name.
 
     Args:
-        cache: ``[layers, 2, num_slots, kv_heads, head_dim]``, contiguous, on a CUDA device; any type of 1, 2, 4 or 8 bytes.
+        cache: ``[layers, 2, num_slots, kv_heads, head_dim]``, contiguous, on a CUDA device, of any type of 1, 2, 4 or
+            8 bytes.
         src: ``int32[capacity]``, contiguous, same device. Slot 0 is the sink: a lane with slot 0 on either side is
             padding and does nothing.
         dst: as ``src``, of the same length.
@@ -74,8 +75,8 @@ def kv_move(
             outside every request are not read.
         stream: where to launch; torch's current stream of the cache's device if ``None``.
 
-    A slot outside ``[0, num_slots)`` skips its move, offsets outside ``[0, capacity]`` or decreasing skip their request;
-    see :func:`check`. Raises ``ConfigError`` for operands that do not fit, before anything is launched.
+    A slot outside ``[0, num_slots)`` skips its move, offsets outside ``[0, capacity]`` or decreasing skip their
+    request; see :func:`check`. Raises ``ConfigError`` for operands that do not fit, before anything is launched.
     """
     handle = 0  # for a cache that is not on a CUDA device, which is refused
     if stream is not None:

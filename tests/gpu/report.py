@@ -1,0 +1,118 @@
+"""Collect what run.sh produced into one JSON file: where it ran, what passed, what was measured."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+import zipfile
+from pathlib import Path
+from typing import Any
+
+
+def tests(path: Path) -> dict[str, Any] | None:
+    """Counts of a junit file and the names of what failed; ``None`` where the run left no file."""
+    if not path.exists():
+        return None
+    suites = list(ET.parse(path).getroot().iter("testsuite"))
+    count = {k: sum(int(s.get(k, 0)) for s in suites) for k in ("tests", "failures", "errors", "skipped")}
+    failed = [
+        case.get("name", "?")
+        for s in suites
+        for case in s.iter("testcase")
+        if case.find("failure") is not None or case.find("error") is not None
+    ]
+    passed = count["tests"] - count["failures"] - count["errors"] - count["skipped"]
+    return {
+        "passed": passed,
+        "failed": count["failures"] + count["errors"],
+        "skipped": count["skipped"],
+        "names": failed,
+    }
+
+
+def sanitizer(log: Path, junit: Path) -> dict[str, Any] | None:
+    """What a sanitizer counted; ``findings`` is ``None`` where it did not get to its summary."""
+    if not log.exists():
+        return None
+    summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", log.read_text(errors="replace"))
+    return {"findings": int(summary[-1]) if summary else None, "tests": tests(junit)}
+
+
+def ptx_version(wheel: Path) -> str:
+    with zipfile.ZipFile(wheel) as z:
+        name = next(n for n in z.namelist() if n.endswith((".so", ".pyd")))
+        found = re.findall(rb"\n\.version (\d+\.\d+)\n\.target (\w+)", z.read(name))
+    return ", ".join(sorted({f"{v.decode()} {t.decode()}" for v, t in found}))
+
+
+def command(*words: str) -> str:
+    try:
+        return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        return ""
+
+
+def machine() -> dict[str, Any]:
+    import torch
+
+    name, driver = (command("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader") or ", ").split(
+        ", "
+    )[:2]
+    return {
+        "device": name,
+        "driver": driver.splitlines()[0] if driver else "",
+        "torch": torch.__version__,
+        "torch_cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "libc": " ".join(platform.libc_ver()),
+        "kernel": platform.release(),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("work", "logs", "wheel", "root", "json"):
+        parser.add_argument(f"--{name}", type=Path, required=True)
+    a = parser.parse_args()
+    commit = os.environ.get("SPECRS_COMMIT") or command("git", "-C", str(a.root), "rev-parse", "HEAD")
+    runs = ("memcheck-off", "memcheck-on", "racecheck-on")
+    bench = a.work / "bench.json"
+    report = {
+        "commit": commit,
+        "wheel": {
+            "name": a.wheel.name,
+            "bytes": a.wheel.stat().st_size,
+            "sha256": hashlib.sha256(a.wheel.read_bytes()).hexdigest(),
+            "ptx": ptx_version(a.wheel),
+        },
+        "machine": machine(),
+        "tests": tests(a.work / "tests.xml"),
+        "sanitizers": {r: sanitizer(a.logs / f"{r}.log", a.work / f"{r}.xml") for r in runs},
+        "measurements": json.loads(bench.read_text()) if bench.exists() else None,
+    }
+    main_run = report["tests"]
+    ok = (
+        main_run is not None
+        and main_run["failed"] == 0
+        and main_run["passed"] > 0
+        and report["measurements"] is not None
+    )
+    for run in report["sanitizers"].values():
+        if run is not None:  # None: this machine has no compute-sanitizer
+            inner = run["tests"]
+            ok = ok and run["findings"] == 0 and inner is not None and inner["failed"] == 0 and inner["passed"] > 0
+    report["ok"] = ok
+    a.json.write_text(json.dumps(report, indent=2) + "\n")
+    print(json.dumps({k: report[k] for k in ("ok", "tests", "sanitizers", "machine", "wheel")}, indent=1))
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

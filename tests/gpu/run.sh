@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# Every GPU test, the sanitizers and the measurements of the KV move in one command, from a built wheel:
+#
+#   tests/gpu/run.sh WHEEL [OUT]
+#
+# Installs WHEEL (and nothing else, from nowhere else) beside the torch of python3, or of PYTHON, and writes
+# OUT/kv_move.json (default: tests/gpu/results) and the logs beside it. Exits with 1 where a test or a sanitizer found
+# something. Set SPECRS_COMMIT where the checkout has no git.
+set -uo pipefail
+
+root=$(cd "$(dirname "$0")/../.." && pwd)
+wheel=$(realpath "${1:?usage: tests/gpu/run.sh WHEEL [OUT]}")
+out=${2:-$root/tests/gpu/results}
+python=${PYTHON:-python3}
+mkdir -p "$out"
+out=$(realpath "$out")
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+"$python" -m pip install --quiet --no-index --no-deps --no-compile --target "$work/site" "$wheel" || exit 1
+export PYTHONPATH=$work/site PYTHONUNBUFFERED=1
+cd "$work" # so that the checkout's python/ is not what is imported
+
+# --noconftest: the fixtures there are for the engine's tests.
+tests=("$python" -m pytest -q --noconftest -p no:cacheprovider -rs "$root"/tests/python/test_gpu_*.py)
+
+echo "== tests"
+timeout 200 "${tests[@]}" --junitxml="$work/tests.xml" 2>&1 | tee "$out/tests.log" | tail -n 15
+
+# Under a sanitizer: without torch's caching allocator each tensor is an allocation of its own, so that an access
+# beyond it is seen. Graphs need that allocator, and size matters only for time.
+sanitize() {
+    local tool=$1 caching=$2 select=$3
+    echo "== $tool (caching allocator: $caching)"
+    local filter=(--kernel-regex kns=kv_move)
+    compute-sanitizer "${filter[@]}" true >/dev/null 2>&1 || filter=()
+    local no_cache=()
+    [ "$caching" = off ] && no_cache=(env PYTORCH_NO_CUDA_MEMORY_CACHING=1)
+    timeout 150 "${no_cache[@]}" compute-sanitizer --tool "$tool" "${filter[@]}" --error-exitcode 97 \
+        --log-file "$out/$tool-$caching.log" "${tests[@]}" -k "$select" --junitxml="$work/$tool-$caching.xml" 2>&1 | tail -n 3
+    tail -n 2 "$out/$tool-$caching.log"
+}
+heavy="four_gigabytes or largest_batch or first_use"
+if command -v compute-sanitizer >/dev/null; then
+    sanitize memcheck off "not ($heavy or graph)"
+    sanitize memcheck on "graph and not ($heavy)"
+    sanitize racecheck on "not ($heavy)"
+else
+    echo "== compute-sanitizer is not installed: skipped"
+fi
+
+echo "== measurements"
+timeout 120 "$python" "$root/benches/gpu/kv_move.py" --json "$work/bench.json"
+
+"$python" "$root/tests/gpu/report.py" --work "$work" --logs "$out" --wheel "$wheel" --root "$root" --json "$out/kv_move.json"
