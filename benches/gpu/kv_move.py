@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from specrs import device
 
 LAYERS, HEADS, DIM = 32, 8, 128
