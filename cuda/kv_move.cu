@@ -12,8 +12,8 @@
 // Requests run concurrently: no request's destination may be a slot that another one's moves name (the pool gives each
 // page that is written one owner). Breaking this gives one of the orders' results in each vector, never a fault of memory.
 //
-// A lane whose source or destination is slot 0 (the sink) is padding, and a move from a slot to itself has nothing to
-// do: both touch nothing. An index outside the cache skips its move; offsets outside the arrays skip the request.
+// A lane whose destination is slot 0 (the sink) is padding, and a move from a slot to itself has nothing to do: both
+// touch nothing. An index outside the cache skips its move; offsets outside the arrays skip the request.
 // Either is recorded. Dead rows of a static batch have offsets[r] == offsets[r + 1].
 //
 // Cost: bytes read plus bytes written, 2 * planes * row for each move; nothing is read for dead rows but two offsets.
@@ -73,7 +73,7 @@ __device__ __forceinline__ void kv_move(const KvMoveParams &p) {
                     }
                     to[k] = 0;
                 }
-                if (from[k] == 0 || from[k] == to[k]) {
+                if (from[k] == to[k]) {
                     to[k] = 0;
                 }
                 if (to[k] != 0) {
@@ -84,7 +84,7 @@ __device__ __forceinline__ void kv_move(const KvMoveParams &p) {
             for (int k = 1; k < GROUP; ++k) {
 #pragma unroll
                 for (int earlier = 0; earlier < k; ++earlier) {
-                    if (to[k] != 0 && to[earlier] == from[k]) {
+                    if (to[k] != 0 && to[earlier] != 0 && to[earlier] == from[k]) {
                         value[k] = value[earlier];  // the latest earlier write wins
                     }
                 }

@@ -15,7 +15,7 @@ const MAX_GRID_Y: u32 = 65_535;
 /// plane of the cache. Equal to executing a request's moves one by one, whatever their overlap; requests run
 /// concurrently, so one's destinations must not be slots of another's moves (pages that are written have one owner).
 ///
-/// Lanes with slot 0 on either side are padding. A slot outside the cache skips its move, offsets outside the arrays skip
+/// Lanes whose destination is slot 0 are padding. A slot outside the cache skips its move, offsets outside the arrays skip
 /// their request; either is recorded for [`Device::check`]. Launches once, or not at all for an empty batch.
 /// Can be captured: a replay reads the arrays' contents of that time.
 pub fn kv_move(device: &Device, stream: Stream, cache: &KvCacheView, moves: &MovesView) -> Result<()> {

@@ -63,7 +63,7 @@ def host(before, src, dst, offsets):
     out = before.cpu().clone()
     for begin, end in itertools.pairwise(offsets):
         for s, d in zip(src[begin:end], dst[begin:end], strict=True):
-            if 0 < s < slots and 0 < d < slots:
+            if 0 <= s < slots and 0 < d < slots:
                 out[:, :, d] = out[:, :, s].clone()
     return bits(out)
 
@@ -138,9 +138,12 @@ def test_every_byte_of_a_destination_is_written():
 
 def test_padding_lanes_touch_nothing():
     cache = random_cache(2, 16, 2, 64, torch.bfloat16)
-    want = host(cache, [9], [3], [0, 1])
-    # Slot 0 on either side, between real moves.
-    device.kv_move(cache, *on_gpu([0, 7, 9, 0, 0], [5, 0, 3, 0, 15], [0, 5]))
+    want = host(cache, [9, 3], [3, 4], [0, 2])
+    # Destination 0 between real moves; nothing may be taken for a forwarded value of the sink either.
+    device.kv_move(cache, *on_gpu([0, 7, 9, 0, 3], [0, 0, 3, 0, 4], [0, 5]))
+    assert torch.equal(bits(cache), want)
+    want = host(cache, [0], [5], [0, 1])
+    device.kv_move(cache, *on_gpu([7, 0], [0, 5], [0, 2]))
     assert torch.equal(bits(cache), want)
 
 
