@@ -16,11 +16,13 @@
 //! # Ok::<(), specrs::Error>(())
 //! ```
 
+mod buffers;
 mod capacity;
 mod layout;
 mod shape;
 mod tree;
 
+pub use buffers::Buffer;
 pub use capacity::{Geometry, Limits};
 pub use layout::{DraftRegion, Layout, TailCopy};
 pub use shape::TreeShape;

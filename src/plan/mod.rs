@@ -72,6 +72,7 @@
 mod audit;
 mod body;
 mod buf;
+mod certify;
 mod commit;
 mod format;
 mod lens;
@@ -81,6 +82,7 @@ mod place;
 mod planner;
 
 pub use body::{AuditedPlan, Phase, Plan, PlanParts};
+pub use certify::{Certificate, Failure, LayoutSizes, MAX_FAILURES, certify};
 pub use commit::{AuditedCommit, Paths, Remap};
 pub use format::{Format, Native, WritesOnly};
 pub use lens::Lens;
