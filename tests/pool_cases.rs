@@ -1,4 +1,5 @@
 //! Worked cases of the pool: what each call gives, and that a refused call changes nothing.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use specrs::Error;
 use specrs::bounds::{PageId, PageSize};

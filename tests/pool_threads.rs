@@ -1,4 +1,5 @@
 //! Threads that share a pool: nobody's speculative page is anybody else's, and nothing is lost at the end.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::sync::atomic::{AtomicU32, Ordering};
 

@@ -5,7 +5,19 @@
 //! reads its own. So a page with two writers, a missed copy, or a cache entry of other tokens shows as wrong KV, and
 //! a leak or a double free as a difference in the accounts. `PROPTEST_CASES` sets a longer run.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+/// Check with operands; the `?` of the model.
+macro_rules! ensure {
+    ($ok:expr, $($why:tt)+) => {
+        if !$ok {
+            return Err(format!($($why)+));
+        }
+    };
+}
+
 mod model;
+mod refusals;
 
 use std::cell::Cell;
 

@@ -7,16 +7,7 @@ use specrs::Error;
 use specrs::bounds::{PageId, PageSize};
 use specrs::pool::{Lease, Pool, PoolConfig, SeqId};
 
-type Outcome = Result<(), String>;
-
-/// Check with operands; the `?` of this file.
-macro_rules! ensure {
-    ($ok:expr, $($why:tt)+) => {
-        if !$ok {
-            return Err(format!($($why)+));
-        }
-    };
-}
+pub(super) type Outcome = Result<(), String>;
 
 /// KV of the position whose prefix, itself included, is `tokens`: depends on all of them, as real KV does.
 fn kv_of(tokens: &[u32]) -> u64 {
@@ -24,18 +15,18 @@ fn kv_of(tokens: &[u32]) -> u64 {
 }
 
 #[derive(Debug, Clone)]
-struct Seq {
-    id: SeqId,
+pub(super) struct Seq {
+    pub(super) id: SeqId,
     /// Tokens of the committed positions.
-    tokens: Vec<u32>,
+    pub(super) tokens: Vec<u32>,
     /// As the pool said at the last change that was checked.
-    pages: Vec<u32>,
+    pub(super) pages: Vec<u32>,
 }
 
-struct Reserved {
-    lease: Lease,
+pub(super) struct Reserved {
+    pub(super) lease: Lease,
     /// Sequence, pages before, and whether it may write.
-    entries: Vec<(SeqId, Vec<u32>, bool)>,
+    pub(super) entries: Vec<(SeqId, Vec<u32>, bool)>,
 }
 
 struct Cached {
@@ -47,13 +38,13 @@ struct Cached {
 }
 
 pub(super) struct World {
-    pool: Pool,
-    config: PoolConfig,
-    seqs: Vec<Seq>,
-    released: Vec<SeqId>,
-    leases: Vec<Reserved>,
+    pub(super) pool: Pool,
+    pub(super) config: PoolConfig,
+    pub(super) seqs: Vec<Seq>,
+    pub(super) released: Vec<SeqId>,
+    pub(super) leases: Vec<Reserved>,
     /// Raw pages, one entry per owner.
-    raw: Vec<u32>,
+    pub(super) raw: Vec<u32>,
     cache: Vec<Cached>,
     /// Page -> KV of its positions.
     memory: HashMap<u32, Vec<u64>>,
@@ -95,11 +86,11 @@ impl World {
         rows + held.count() + self.raw.iter().filter(|&&p| p == page).count()
     }
 
-    fn cached(&self, page: u32) -> bool {
+    pub(super) fn cached(&self, page: u32) -> bool {
         self.cache.iter().any(|c| c.page == page)
     }
 
-    fn free_pages(&self) -> Vec<u32> {
+    pub(super) fn free_pages(&self) -> Vec<u32> {
         (1..self.config.num_pages).filter(|&p| self.owners(p) == 0 && !self.cached(p)).collect()
     }
 
@@ -114,7 +105,7 @@ impl World {
         self.cache.iter().any(|c| c.prefix.len() > p.len() && c.prefix.starts_with(p))
     }
 
-    fn seq(&self, id: SeqId) -> &Seq {
+    pub(super) fn seq(&self, id: SeqId) -> &Seq {
         self.seqs.iter().find(|s| s.id == id).expect("a live sequence of the model")
     }
 
@@ -131,7 +122,7 @@ impl World {
     }
 
     /// Sequences by the bits of `who`, those with (or without) a lease.
-    fn chosen(&self, who: u16, leased: bool) -> Vec<SeqId> {
+    pub(super) fn chosen(&self, who: u16, leased: bool) -> Vec<SeqId> {
         let all = self.seqs.iter().map(|s| s.id).filter(|&id| self.leased(id) == leased);
         all.enumerate().filter(|(i, _)| who >> (i % 16) & 1 == 1).map(|(_, id)| id).collect()
     }
@@ -325,17 +316,6 @@ impl World {
         Ok(())
     }
 
-    fn reserve_refused(&mut self, who: u16, twice: bool) -> Outcome {
-        let mut wants: Vec<(SeqId, u32)> =
-            self.chosen(u16::MAX, false).iter().map(|&id| (id, self.seq(id).tokens.len() as u32)).collect();
-        let bad = if twice { wants.first().map(|w| w.0) } else { self.chosen(u16::MAX, true).first().copied() };
-        let Some(bad) = bad else { return Ok(()) };
-        wants.insert(who as usize % (wants.len() + 1), (bad, self.seq(bad).tokens.len() as u32));
-        let got = self.pool.reserve(&wants);
-        ensure!(matches!(got, Err(Error::Invalid { what: "reserve", .. })), "{got:?}");
-        Ok(())
-    }
-
     fn commit(&mut self, lease: u16, accept: &[u16; 3], bits: u16) -> Outcome {
         if self.leases.is_empty() {
             return Ok(());
@@ -369,34 +349,6 @@ impl World {
             self.seqs[k].pages = pages;
         }
         Ok(())
-    }
-
-    fn commit_refused(&mut self, lease: u16, how: u8) -> Outcome {
-        if self.leases.is_empty() {
-            return Ok(());
-        }
-        let at = lease as usize % self.leases.len();
-        let Reserved { lease, entries } = self.leases.swap_remove(at);
-        let p = self.config.page.get();
-        let mut lengths: Vec<u32> = entries.iter().map(|(id, ..)| self.seq(*id).tokens.len() as u32).collect();
-        let Some(last) = lengths.last_mut() else {
-            self.leases.push(Reserved { lease, entries });
-            return Ok(());
-        };
-        let (id, _, writes) = &entries[entries.len() - 1];
-        match how % 3 {
-            0 if *last > 0 => *last -= 1,
-            1 => *last = if *writes { self.seq(*id).pages.len() as u32 * p } else { *last } + 1,
-            _ => lengths.push(0),
-        }
-        match lease.commit(&lengths) {
-            Ok(()) => Err(format!("{lengths:?} was committed")),
-            Err(r) => {
-                let lease = r.lease;
-                self.leases.push(Reserved { lease, entries });
-                Ok(())
-            }
-        }
     }
 
     fn rollback(&mut self, lease: u16, explicit: bool) -> Outcome {
@@ -471,33 +423,6 @@ impl World {
         Ok(())
     }
 
-    fn release_refused(&mut self, who: u16, twice: bool) -> Outcome {
-        let mut ids = self.chosen(u16::MAX, false);
-        let bad = if twice { ids.first().copied() } else { self.chosen(u16::MAX, true).first().copied() };
-        let Some(bad) = bad else { return Ok(()) };
-        ids.insert(who as usize % (ids.len() + 1), bad);
-        let got = self.pool.release(&ids);
-        ensure!(matches!(got, Err(Error::Invalid { what: "release", .. })), "{got:?}");
-        Ok(())
-    }
-
-    fn stale(&mut self, which: u16, call: u8) -> Outcome {
-        let Some(&id) = pick(&self.released, which) else { return Ok(()) };
-        let live = self.chosen(u16::MAX, false);
-        let got = match call % 5 {
-            0 => self.pool.release(&live.iter().copied().chain([id]).collect::<Vec<_>>()),
-            1 => self
-                .pool
-                .reserve(&live.iter().map(|&s| (s, 1 << 20)).chain([(id, 1)]).rev().collect::<Vec<_>>())
-                .map(drop),
-            2 => self.pool.fork(id, 0).map(drop),
-            3 => self.pool.cache_insert(id, &[]).map(drop),
-            _ => self.pool.version(id).map(drop),
-        };
-        ensure!(matches!(got, Err(Error::Dead { what: "sequence", .. })), "{got:?}");
-        Ok(())
-    }
-
     fn alloc(&mut self, n: u16) -> Outcome {
         let can = self.free_pages().len() + self.evictable().len();
         let n = n as usize % (can / 2 + 3);
@@ -535,25 +460,6 @@ impl World {
         self.pool.free_pages(&ids).map_err(|e| e.to_string())
     }
 
-    fn free_refused(&mut self, which: u16, how: u8) -> Outcome {
-        let mut ids: Vec<PageId> = self.raw.iter().copied().map(page_id).collect();
-        let bad = match how % 3 {
-            0 => pick(&self.raw, which).copied(),          // once more than it is owned
-            1 => pick(&self.free_pages(), which).copied(), // free already
-            _ => self.seqs.iter().flat_map(|s| &s.pages).copied().find(|p| !self.raw.contains(p)), // a sequence's
-        };
-        let Some(bad) = bad else { return Ok(()) };
-        ids.insert(which as usize % (ids.len() + 1), page_id(bad));
-        let owned = self.raw.iter().filter(|&&p| p == bad).count() as u32;
-        match self.pool.free_pages(&ids) {
-            Err(Error::DoubleFree { page, owners, frees, .. }) => {
-                ensure!((page, owners, frees) == (bad, owned, owned + 1), "page {page}: {frees} of {owners}");
-                Ok(())
-            }
-            other => Err(format!("{other:?}: page {bad} of {ids:?}")),
-        }
-    }
-
     fn cache_insert(&mut self, seq: u16, len: u16) -> Outcome {
         let Some(s) = pick(&self.seqs, seq).cloned() else { return Ok(()) };
         let p = self.config.page.get() as usize;
@@ -567,20 +473,6 @@ impl World {
             }
         }
         ensure!(self.cache.len() - before == n as usize, "{n} new pages, not {}", self.cache.len() - before);
-        Ok(())
-    }
-
-    fn cache_insert_refused(&mut self, seq: u16) -> Outcome {
-        let Some(s) = pick(&self.seqs, seq) else { return Ok(()) };
-        let tokens = vec![7; s.tokens.len() + 1];
-        let got = self.pool.cache_insert(s.id, &tokens);
-        ensure!(matches!(got, Err(Error::OutOfRange { what: "tokens to cache", .. })), "{got:?}");
-        // A page that is cached already, under tokens that no sequence has.
-        let p = self.config.page.get() as usize;
-        if s.tokens.len() >= p && self.cached(s.pages[0]) {
-            let got = self.pool.cache_insert(s.id, &tokens[..p]);
-            ensure!(matches!(got, Err(Error::Invalid { what: "tokens to cache", .. })), "{got:?}");
-        }
         Ok(())
     }
 
@@ -646,10 +538,10 @@ impl World {
     }
 }
 
-fn page_id(page: u32) -> PageId {
+pub(super) fn page_id(page: u32) -> PageId {
     PageId::new(page).unwrap()
 }
 
-fn pick<T>(from: &[T], n: u16) -> Option<&T> {
+pub(super) fn pick<T>(from: &[T], n: u16) -> Option<&T> {
     (!from.is_empty()).then(|| &from[n as usize % from.len()])
 }
