@@ -41,6 +41,20 @@ impl RopeTable {
         Ok(Self { half, cos, sin })
     }
 
+    /// A table from cosines and sines [positions, half] made elsewhere.
+    pub fn from_tables(cos: &[f32], sin: &[f32], half: usize) -> Result<Self> {
+        for (operand, table) in [("cos", cos), ("sin", sin)] {
+            if half == 0 || !table.len().is_multiple_of(half) || table.len() != cos.len() {
+                return Err(Error::Mismatch {
+                    operand,
+                    got: format!("{} elements", table.len()),
+                    want: format!("[positions, {half}], half > 0, as the other table"),
+                });
+            }
+        }
+        Ok(Self { half, cos: cos.to_vec(), sin: sin.to_vec() })
+    }
+
     /// Positions in the table.
     pub fn positions(&self) -> usize {
         self.cos.len() / self.half

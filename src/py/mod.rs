@@ -8,6 +8,7 @@
 //! | `array` | `Array`, the tensors that specrs returns |
 //! | `device` | CUDA launches; there in every build |
 //! | `geometry` | tree shapes, sizes, draft layouts, token trees |
+//! | `kv`, `attention` | the KV cache, its writes and moves, attention, RoPE |
 //! | `linear` | packed matrix products, RMSNorm, threads |
 //! | `pool` | the paged pool, sequences, leases |
 //! | `plan` | planner, plans, moves |
@@ -19,10 +20,12 @@
 
 mod arg;
 mod array;
+mod attention;
 mod device;
 mod dlpack;
 mod errors;
 mod geometry;
+mod kv;
 mod linear;
 mod plan;
 mod pool;
@@ -39,11 +42,15 @@ mod _specrs {
     #[pymodule_export]
     use super::array::{Array, as_array};
     #[pymodule_export]
+    use super::attention::{RopeTable, attention, attention_reference, rope_attention};
+    #[pymodule_export]
     use super::device::{_device_check, _device_init, _device_kv_move, cuda_available, cuda_unavailable_reason};
     #[pymodule_export]
     use super::errors::error_examples;
     #[pymodule_export]
     use super::geometry::{DraftRegion, Geometry, Tree, TreeShape};
+    #[pymodule_export]
+    use super::kv::{KvCache, kv_move, kv_write};
     #[pymodule_export]
     use super::linear::{PackedLinear, num_threads, rms_norm, set_num_threads};
     #[pymodule_export]

@@ -1,0 +1,183 @@
+//! Attention over the paged cache, and the fused step of a layer around it: [`crate::host::attention`],
+//! [`crate::host::rope`].
+
+use pyo3::prelude::*;
+
+use super::arg::{Int, detached};
+use super::dlpack::Tensor;
+use super::kv::KvCache;
+use super::linear::epsilon;
+use super::plan::Plan;
+use crate::error::{Error, Result};
+use crate::host::attention::AttnView;
+use crate::host::norm::RmsNorm;
+use crate::host::rope::Rotary;
+use crate::host::{attention as kernel, rope};
+use crate::pool::Tables;
+
+/// The plan as the kernels take it.
+fn view<'a>(plan: &'a Plan, tables: &Tables<'a>) -> Result<AttnView<'a>> {
+    let p = &plan.plan;
+    p.check_rows(tables)?;
+    Ok(AttnView {
+        qo_indptr: p.qo_indptr(),
+        prefix_lens: p.prefix_lens(),
+        mask: p.mask(),
+        mask_words: p.mask_words() as usize,
+        rows: bytemuck::cast_slice(p.rows()), // a dead row, -1, becomes one that the kernel refuses
+        table: tables.table(),
+        row_pages: tables.row_pages() as usize,
+        page: p.page(),
+        positions: p.positions(),
+        out_slots: p.out_slots(),
+    })
+}
+
+type Kernel = fn(&crate::host::kv::KvCache<'_>, usize, &AttnView<'_>, &[f32], usize, f32, &mut [f32]) -> Result<()>;
+
+/// The operands of both forms of attention, checked; then `run`.
+#[allow(clippy::too_many_arguments, reason = "operands of an operation, by name")]
+fn attend(
+    py: Python<'_>,
+    run: Kernel,
+    cache: &KvCache,
+    layer: Int,
+    plan: &Plan,
+    q: &Bound<'_, PyAny>,
+    out: &Bound<'_, PyAny>,
+    scale: f32,
+) -> PyResult<()> {
+    let layer = layer.usize("layer")?;
+    let q = Tensor::import(q, "q", None)?;
+    let mut out = Tensor::import(out, "out", None)?;
+    let [_, heads, _] = q.dims("shape [Q, heads, head_dim]")?;
+    let shape = [plan.plan.queries(), heads, cache.shape().head_dim];
+    let qs = q.input(&shape)?;
+    let scale = finite_scale(scale)?;
+    cache.check_plan(plan)?;
+    detached(py, || {
+        let tensor = cache.read();
+        let out = out.output(&shape, &[&q, &tensor])?;
+        let kv = cache.view(&tensor)?;
+        plan.pool.with_tables(|t| run(&kv, layer, &view(plan, &t)?, qs, heads, scale, out))?
+    })
+}
+
+fn finite_scale(scale: f32) -> Result<f32> {
+    if scale.is_finite() {
+        return Ok(scale);
+    }
+    Err(Error::Invalid { what: "scale", got: scale.to_string(), why: "must be finite".into() })
+}
+
+/// Attention of q, float32 [Q, heads, head_dim], over a layer of the cache as the plan says, into out of the same
+/// shape. Query heads are grouped over the cache's heads in order; scores are multiplied by `scale`. A query that
+/// attends nothing gives 0.
+#[pyfunction]
+#[pyo3(signature = (cache, layer, plan, q, out, scale))]
+pub(super) fn attention(
+    py: Python<'_>,
+    cache: &Bound<'_, KvCache>,
+    layer: Int,
+    plan: &Bound<'_, Plan>,
+    q: &Bound<'_, PyAny>,
+    out: &Bound<'_, PyAny>,
+    scale: f32,
+) -> PyResult<()> {
+    attend(py, kernel::attention, cache.get(), layer, plan.get(), q, out, scale)
+}
+
+/// `attention` as a plain softmax in float64, to compare with.
+#[pyfunction]
+#[pyo3(signature = (cache, layer, plan, q, out, scale))]
+pub(super) fn attention_reference(
+    py: Python<'_>,
+    cache: &Bound<'_, KvCache>,
+    layer: Int,
+    plan: &Bound<'_, Plan>,
+    q: &Bound<'_, PyAny>,
+    out: &Bound<'_, PyAny>,
+    scale: f32,
+) -> PyResult<()> {
+    attend(py, kernel::attention_reference, cache.get(), layer, plan.get(), q, out, scale)
+}
+
+/// Cosines and sines, float32 [positions, half] each, of the angles that element d and element d + half of a head are
+/// rotated by; the first 2 * half elements of a head are rotated.
+#[pyclass(frozen, module = "specrs._specrs")]
+pub(super) struct RopeTable(rope::RopeTable);
+
+#[pymethods]
+impl RopeTable {
+    #[new]
+    #[pyo3(signature = (cos, sin))]
+    fn new(cos: &Bound<'_, PyAny>, sin: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let (cos, sin) = (Tensor::import(cos, "cos", None)?, Tensor::import(sin, "sin", None)?);
+        let shape @ [_, half] = cos.dims("shape [positions, half]")?;
+        Ok(Self(rope::RopeTable::from_tables(cos.input(&shape)?, sin.input(&shape)?, half)?))
+    }
+
+    /// Positions.
+    #[getter]
+    fn positions(&self) -> usize {
+        self.0.positions()
+    }
+
+    /// Elements of a head that are rotated.
+    #[getter]
+    fn rotary_dim(&self) -> usize {
+        self.0.rotary_dim()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("RopeTable(positions={}, rotary_dim={})", self.0.positions(), self.0.rotary_dim())
+    }
+}
+
+/// A layer's step around attention: norms each head of q and k (`q_norm`, `k_norm` [head_dim], optional), rotates them
+/// at the plan's positions, writes k and v to the plan's slots, attends. `qkv` is float32 [Q, (num_heads + 2 kv_heads)
+/// * head_dim], `out` float32 [Q, num_heads * head_dim].
+#[pyfunction]
+#[pyo3(signature = (cache, layer, plan, qkv, rope, num_heads, out, scale, q_norm=None, k_norm=None, eps=0.0))]
+#[allow(clippy::too_many_arguments, reason = "operands of an operation, by name")]
+pub(super) fn rope_attention(
+    py: Python<'_>,
+    cache: &Bound<'_, KvCache>,
+    layer: Int,
+    plan: &Bound<'_, Plan>,
+    qkv: &Bound<'_, PyAny>,
+    rope: &Bound<'_, RopeTable>,
+    num_heads: Int,
+    out: &Bound<'_, PyAny>,
+    scale: f32,
+    q_norm: Option<&Bound<'_, PyAny>>,
+    k_norm: Option<&Bound<'_, PyAny>>,
+    eps: f32,
+) -> PyResult<()> {
+    let (cache, plan, table) = (cache.get(), plan.get(), &rope.get().0);
+    let layer = layer.usize("layer")?;
+    let heads = num_heads.within("num_heads", 1, 1 << 16)? as usize;
+    let (q_norm, k_norm) = (Tensor::import_option(q_norm, "q_norm")?, Tensor::import_option(k_norm, "k_norm")?);
+    let qkv = Tensor::import(qkv, "qkv", None)?;
+    let mut out = Tensor::import(out, "out", None)?;
+    let (d, kv_heads, queries) = (cache.shape().head_dim, cache.shape().kv_heads, plan.plan.queries());
+    let rows = qkv.input(&[queries, (heads + 2 * kv_heads) * d])?;
+    let (eps, scale) = (epsilon(eps)?, finite_scale(scale)?);
+    let norm = |t: &'_ Option<Tensor>| -> Result<Option<Vec<f32>>> {
+        t.as_ref().map(|t| Ok(t.input::<f32>(&[d])?.to_vec())).transpose()
+    };
+    let (q_norm, k_norm) = (norm(&q_norm)?, norm(&k_norm)?); // copies: small, and then they need no alias check
+    cache.check_plan(plan)?;
+    detached(py, || {
+        let rotary = Rotary {
+            table,
+            q_norm: q_norm.as_deref().map(|weight| RmsNorm { weight, eps }),
+            k_norm: k_norm.as_deref().map(|weight| RmsNorm { weight, eps }),
+        };
+        let mut tensor = cache.write();
+        let out = out.output(&[queries, heads * d], &[&qkv, &tensor])?;
+        let mut kv = cache.view_mut(&mut tensor, &[&qkv])?;
+        plan.pool
+            .with_tables(|t| rope::rope_attention(&mut kv, layer, &view(plan, &t)?, rows, heads, &rotary, scale, out))?
+    })
+}
