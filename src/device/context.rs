@@ -83,15 +83,15 @@ impl Device {
     }
 
     fn set_up(ordinal: i32) -> Result<Device> {
+        // Guards before what is made under them: on an error, values are dropped while the context is still current.
+        let relaxed = Relaxed::enter()?;
         let primary = Primary::retain(ordinal)?;
+        let current = primary.enter()?;
         let capability = primary.capability()?;
-        // Guards first, values second: on an error the values are dropped while the context is still current.
-        let _current = primary.enter()?;
-        let _relaxed = Relaxed::enter()?;
         let kv_move = KvMoveKernels::load(capability)?;
         let faults = Faults::new()?;
-        drop(_relaxed);
-        drop(_current);
+        drop(current);
+        drop(relaxed);
         Ok(Device { kv_move, faults, primary, ordinal, capability })
     }
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import specrs
+from specrs import _specrs as core
 from specrs import device
 
 if not torch.cuda.is_available():
@@ -99,6 +100,24 @@ def test_random_batches_equal_the_host(layers, slots, heads, dim, dtype):
         cache = random_cache(layers, slots, heads, dim, dtype, seed)
         # Lanes beyond the last request hold garbage and must not be read.
         check_moves(cache, *random_moves(rng, slots, counts, gap=3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_planned_moves_equal_the_host_kernel(head_dim, dtype):
+    """The same `Moves`, rings and sink sources included, by the CPU kernel of specrs and by the GPU's."""
+    rng, slots, scratch = random.Random(head_dim), 96, 95
+    for seed, n in enumerate([0, 1, 2, 5, 16, 40, 94]):
+        cache = random_cache(3, slots, 2, head_dim, dtype, seed)
+        dst = rng.sample(range(1, scratch), n)
+        # Half of them a permutation (so rings), half from anywhere.
+        src = rng.sample(dst, n) if seed % 2 else [rng.randrange(scratch) for _ in range(n)]
+        moves = core.Moves(src, dst, slots, scratch)
+        want = cache.cpu()
+        core.kv_move(core.KvCache(want, 16), moves)
+        on_device = [torch.from_dlpack(m).to(CUDA) for m in (moves.src, moves.dst)]
+        device.kv_move(cache, *on_device, torch.tensor([0, len(moves)], dtype=torch.int32, device=CUDA))
+        assert torch.equal(bits(cache), bits(want))
 
 
 @pytest.mark.parametrize("offset", [1, 2, 4, 8])
