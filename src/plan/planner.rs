@@ -193,3 +193,57 @@ fn check_poison(plan: &Plan) -> Result<()> {
         }),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::geometry::{Layout, Limits, TreeShape};
+    use crate::plan::Lens;
+
+    /// A body that held six live lanes and is shaped for two: in debug mode every lane that is not written again,
+    /// live or dead, shows.
+    #[test]
+    fn a_lane_that_nobody_wrote_is_seen() {
+        let limits = Limits { max_batch: 4, max_context_len: 64, page_size: 4 };
+        let g = Geometry::new(limits, TreeShape::new(2, 2, 4).unwrap(), Layout::Dense).unwrap();
+        let pool = crate::pool::Pool::new(crate::pool::PoolConfig {
+            num_pages: 64,
+            page: g.page(),
+            max_seqs: 4,
+            row_pages: g.row_pages(),
+        })
+        .unwrap();
+        let seqs = [pool.create().unwrap(), pool.create().unwrap()];
+        let lens = [0, 0];
+        let batch = Batch::new(&seqs, Lens::Host(&lens)).padded(Bucket { batch: 3, queries: 5 });
+        let mut plan = Plan::default();
+        shape(&mut plan, &g, &batch, Phase::Verify, 2, 1, true).unwrap();
+        for name in ["rows", "versions", "qo_indptr", "prefix_lens", "positions", "out_slots", "mask"] {
+            let err = check_poison(&plan).unwrap_err().to_string();
+            // Lanes behind the live ones are written already: the first poison is at 0 (of qo_indptr, at 1).
+            let at = usize::from(name == "qo_indptr");
+            assert!(err.starts_with(&format!("plan = verify leaves {name}[{at}] unwritten")), "{err}");
+            match name {
+                "rows" => plan.rows.get_mut()[..2].fill(1),
+                "versions" => plan.versions.get_mut()[..2].fill(1),
+                "qo_indptr" => plan.qo_indptr.get_mut()[1..3].fill(1),
+                "prefix_lens" => plan.prefix_lens.get_mut()[..2].fill(1),
+                "positions" => plan.positions.get_mut()[..2].fill(1),
+                "out_slots" => plan.out_slots.get_mut()[..2].fill(1),
+                _ => plan.mask.get_mut()[..2].fill(1),
+            }
+        }
+        check_poison(&plan).unwrap();
+        // Without poison the same hole would show the last round's values.
+        shape(&mut plan, &g, &batch, Phase::Verify, 2, 1, false).unwrap();
+        assert_eq!(plan.positions()[..2], [1, 1]);
+        check_poison(&plan).unwrap();
+    }
+
+    #[test]
+    fn an_epoch_that_wraps_forgets_no_row() {
+        let mut scratch = Scratch { epoch: u32::MAX, row_seen: vec![u32::MAX, 1, 0], ..Scratch::default() };
+        scratch.begin(3);
+        assert_eq!((scratch.epoch, &*scratch.row_seen), (1, &[0, 0, 0][..]));
+    }
+}
