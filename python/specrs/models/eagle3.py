@@ -107,7 +107,7 @@ class Eagle3Head:
         tail = self._extend_tail.rows(rows if logit_rows is None else logit_rows.numel())
         if not rows:
             return tail["logits"], tail["hidden"]
-        self._fc.forward(aux, w["x"])
+        self._fc.forward(aux.contiguous(), w["x"])
         residual = self._attend(tokens, w["x"], plan, kv, w)
         attended = w["attended"]
         if logit_rows is not None:
@@ -131,7 +131,7 @@ class Eagle3Head:
             raise ConfigError(f"hidden = {got}: must be {want}, a row for each query of the plan")
         if not rows:
             return w["logits"], w["hidden"]
-        return self._predict(self._attend(tokens, hidden, plan, kv, w), w["attended"], w)
+        return self._predict(self._attend(tokens, hidden.contiguous(), plan, kv, w), w["attended"], w)
 
     def _attend(
         self, tokens: torch.Tensor, feature: torch.Tensor, plan: Plan, kv: KvCache, w: dict[str, torch.Tensor]
