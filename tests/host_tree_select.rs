@@ -85,14 +85,14 @@ fn slots_of(mask: &[u64], words: usize, row: usize) -> Vec<usize> {
     (0..words * 64).filter(|&i| mask[row * words + i / 64] >> (i % 64) & 1 == 1).collect()
 }
 
-/// Logits with many ties now and then, so that tie rules matter.
-fn draft_logits(mix: &mut Mix, n: usize) -> Vec<f32> {
+/// Rows of logits, with many ties or -inf now and then, so that tie rules matter.
+fn draft_logits(mix: &mut Mix, rows: usize, vocab: usize) -> Vec<f32> {
     let coarse = mix.below(3) == 0;
-    let mut values: Vec<f32> = (0..n).map(|_| if coarse { mix.below(3) as f32 } else { mix.normal() * 4.0 }).collect();
+    let mut values: Vec<f32> =
+        (0..rows * vocab).map(|_| if coarse { mix.below(3) as f32 } else { mix.normal() * 4.0 }).collect();
     if mix.below(4) == 0 {
-        (0..n / 3).for_each(|_| values[mix.below(n)] = f32::NEG_INFINITY);
-        // Keep a finite value in every row, whatever the row length.
-        values.iter_mut().step_by(2).for_each(|v| *v = v.max(-9.0));
+        (0..values.len() / 2).for_each(|_| values[mix.below(rows * vocab)] = f32::NEG_INFINITY);
+        values.iter_mut().step_by(vocab).for_each(|v| *v = v.max(-9.0)); // each row keeps a finite value
     }
     values
 }
@@ -145,7 +145,7 @@ proptest! {
             let steps = 1 + mix.below(s as usize);
             for step in 0..steps {
                 let rows = if step == 0 { 1 } else { k };
-                let logits = draft_logits(&mut mix, batch * rows * draft_vocab);
+                let logits = draft_logits(&mut mix, batch * rows, draft_vocab);
                 if step == 0 { beams.start(&logits).unwrap() } else { beams.advance(&logits).unwrap() }
                 let mut topk = TopK::default();
                 topk.compute(&logits, draft_vocab, k).unwrap();
@@ -190,7 +190,7 @@ proptest! {
         vocab in prop_oneof![1..20usize, 120..140usize, 1000..9000usize], rows in 0..4usize, k in 1..65usize, seed in any::<u64>(),
     ) {
         let k = k.min(vocab);
-        let logits: Vec<f32> = (0..rows).flat_map(|r| draft_logits(&mut Mix(seed ^ r as u64), vocab)).collect();
+        let logits: Vec<f32> = (0..rows).flat_map(|r| draft_logits(&mut Mix(seed ^ r as u64), 1, vocab)).collect();
         let mut topk = TopK::default();
         topk.compute(&vec![1.0; vocab * 2], vocab, k).unwrap(); // buffers of an earlier call
         topk.compute(&logits, vocab, k).unwrap();
@@ -221,7 +221,7 @@ proptest! {
 #[test]
 fn topk_over_threads_equals_one_row_at_a_time() {
     let (vocab, rows, k) = (8192, 37, 8);
-    let logits: Vec<f32> = (0..rows).flat_map(|r| draft_logits(&mut Mix(r), vocab)).collect();
+    let logits: Vec<f32> = (0..rows).flat_map(|r| draft_logits(&mut Mix(r), 1, vocab)).collect();
     let (mut all, mut one) = (TopK::default(), TopK::default());
     all.compute(&logits, vocab, k).unwrap();
     for (r, row) in logits.chunks(vocab).enumerate() {
