@@ -49,7 +49,7 @@ pub(super) fn token(config: &SamplerConfig, row: &[f32], position: u32, s: &mut 
             s.cut_to_nucleus(mass(config.top_p, total));
         }
     } else if config.top_p < 1.0 {
-        let total = s.sum(law, row);
+        let total = law.sum_row(row, &s.chunk_max, &mut s.chunk_sum);
         let target = mass(config.top_p, total);
         // Tokens lighter than (total - target) / V cannot be needed: all of them together weigh less than
         // total - target, so the others reach the target.
@@ -61,7 +61,7 @@ pub(super) fn token(config: &SamplerConfig, row: &[f32], position: u32, s: &mut 
     } else if floor > 0 {
         s.gather(law, row, floor);
     } else {
-        let total = s.sum(law, row);
+        let total = law.sum_row(row, &s.chunk_max, &mut s.chunk_sum);
         return Ok(s.invert_row(law, row, fraction(u, total)));
     }
     s.kept.retain(|w| w.weight >= floor);
@@ -98,15 +98,6 @@ fn invert(weights: impl Iterator<Item = (usize, u64)>, mut target: u64) -> usize
 }
 
 impl Pick {
-    /// Total weight of the row; leaves the weight of each chunk in `chunk_sum`.
-    fn sum(&mut self, law: Law, row: &[f32]) -> u64 {
-        let Self { chunk_max, chunk_sum, .. } = self;
-        chunk_sum.clear();
-        chunk_sum
-            .extend(row.chunks(CHUNK).zip(&*chunk_max).map(|(c, &max)| if law.vanishes(max) { 0 } else { law.sum(c) }));
-        chunk_sum.iter().sum()
-    }
-
     /// [`invert`] over a whole row that was summed.
     fn invert_row(&self, law: Law, row: &[f32], target: u64) -> usize {
         let mut left = target;

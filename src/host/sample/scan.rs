@@ -9,6 +9,8 @@
 //! its last token. The largest vocabulary (2^18) times the quantum's half is 2^-23 in total variation: the size of
 //! the rounding of the f32 logits themselves.
 
+use crate::host::simd::dispatch;
+
 /// Elements of a chunk.
 pub(crate) const CHUNK: usize = 128;
 /// Weight of the most probable token, `exp(0)`.
@@ -38,18 +40,18 @@ impl RowFault {
 fn max_and_nan(chunk: &[f32]) -> (f32, bool) {
     let (blocks, tail) = chunk.as_chunks::<LANES>();
     let mut max = [f32::NEG_INFINITY; LANES];
-    let mut nan = [false; LANES];
+    let mut nan = [0u32; LANES]; // as wide as the floats, so that both loops vectorise together
     for block in blocks {
         for l in 0..LANES {
             let x = block[l];
             max[l] = if x > max[l] { x } else { max[l] };
-            nan[l] |= x.is_nan();
+            nan[l] |= u32::from(x.is_nan());
         }
     }
-    let (mut m, mut n) = (f32::NEG_INFINITY, false);
-    for (&x, is_nan) in max.iter().chain(tail).zip(nan.into_iter().chain(tail.iter().map(|x| x.is_nan()))) {
+    let (mut m, mut n) = (f32::NEG_INFINITY, nan.iter().fold(0, |a, b| a | b) != 0);
+    for &x in max.iter().chain(tail) {
         m = if x > m { x } else { m };
-        n |= is_nan;
+        n |= x.is_nan();
     }
     (m, n)
 }
@@ -77,14 +79,20 @@ fn checked_max(row: &[f32], max: f32, nan: bool) -> Result<f32, RowFault> {
 /// Index of the largest value, the lowest on ties.
 pub(crate) fn argmax(row: &[f32]) -> Result<usize, RowFault> {
     const BLOCK: usize = 1024; // re-read once, from L1, to find the index
-    let (mut max, mut nan, mut start) = (f32::NEG_INFINITY, false, 0);
-    for (i, block) in row.chunks(BLOCK).enumerate() {
-        let (m, n) = max_and_nan(block);
-        nan |= n;
-        if m > max {
-            (max, start) = (m, i * BLOCK);
-        }
-    }
+    let (max, nan, start) = dispatch(
+        #[inline(always)]
+        || {
+            let (mut max, mut nan, mut start) = (f32::NEG_INFINITY, false, 0);
+            for (i, block) in row.chunks(BLOCK).enumerate() {
+                let (m, n) = max_and_nan(block);
+                nan |= n;
+                if m > max {
+                    (max, start) = (m, i * BLOCK);
+                }
+            }
+            (max, nan, start)
+        },
+    );
     let max = checked_max(row, max, nan)?;
     let block = &row[start..row.len().min(start + BLOCK)];
     Ok(start + block.iter().position(|&x| x == max).unwrap_or(0))
@@ -92,14 +100,20 @@ pub(crate) fn argmax(row: &[f32]) -> Result<usize, RowFault> {
 
 /// Maximum of the row; fills `chunk_max` with the maximum of each [`CHUNK`].
 pub(crate) fn scan(row: &[f32], chunk_max: &mut Vec<f32>) -> Result<f32, RowFault> {
-    chunk_max.clear();
-    let (mut max, mut nan) = (f32::NEG_INFINITY, false);
-    chunk_max.extend(row.chunks(CHUNK).map(|chunk| {
-        let (m, n) = max_and_nan(chunk);
-        nan |= n;
-        max = if m > max { m } else { max };
-        m
-    }));
+    chunk_max.resize(row.len().div_ceil(CHUNK), 0.0);
+    let (max, nan) = dispatch(
+        #[inline(always)]
+        || {
+            let (mut max, mut nan) = (f32::NEG_INFINITY, false);
+            for (chunk, out) in row.chunks(CHUNK).zip(chunk_max) {
+                let (m, n) = max_and_nan(chunk);
+                nan |= n;
+                max = if m > max { m } else { max };
+                *out = m;
+            }
+            (max, nan)
+        },
+    );
     checked_max(row, max, nan)
 }
 
@@ -159,9 +173,25 @@ impl Law {
         (f64::from(exp_neg(self.log_weight(x))) + ROUNDER).to_bits()
     }
 
+    /// Total weight of a scanned row; `chunk_sum` gets the weight of each [`CHUNK`].
+    pub(crate) fn sum_row(self, row: &[f32], chunk_max: &[f32], chunk_sum: &mut Vec<u64>) -> u64 {
+        chunk_sum.resize(chunk_max.len(), 0);
+        dispatch(
+            #[inline(always)]
+            || {
+                let mut total = 0;
+                for ((chunk, &max), out) in row.chunks(CHUNK).zip(chunk_max).zip(chunk_sum) {
+                    *out = if self.vanishes(max) { 0 } else { self.sum(chunk) };
+                    total += *out;
+                }
+                total
+            },
+        )
+    }
+
     /// Sum of the weights of a chunk.
     #[inline(always)]
-    pub(crate) fn sum(self, chunk: &[f32]) -> u64 {
+    fn sum(self, chunk: &[f32]) -> u64 {
         let (blocks, tail) = chunk.as_chunks::<LANES>();
         let mut acc = [0u64; LANES];
         for block in blocks {
@@ -176,7 +206,7 @@ impl Law {
 
     /// Whether every logit up to `x` surely has weight 0: `exp(-29) * 2^40 < 1/3`.
     #[inline(always)]
-    pub(crate) fn vanishes(self, x: f32) -> bool {
+    fn vanishes(self, x: f32) -> bool {
         self.log_weight(x) < -29.0
     }
 }

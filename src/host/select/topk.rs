@@ -19,6 +19,7 @@ pub struct TopK {
 #[derive(Debug, Default)]
 struct Worker {
     chunk_max: Vec<f32>,
+    chunk_sum: Vec<u64>,
     bounds: Vec<f32>,
     keys: Vec<u64>,
     fault: Option<(usize, RowFault)>,
@@ -89,8 +90,7 @@ impl Worker {
         scan::top_k(row, &self.chunk_max, ids.len(), &mut self.keys, &mut self.bounds);
         self.keys.sort_unstable();
         let law = Law::new(max, 1.0);
-        let chunks = row.chunks(scan::CHUNK).zip(&self.chunk_max).filter(|&(_, &max)| !law.vanishes(max));
-        let total: u64 = chunks.map(|(chunk, _)| law.sum(chunk)).sum();
+        let total = law.sum_row(row, &self.chunk_max, &mut self.chunk_sum);
         let log_total = (total as f64 / ONE as f64).ln();
         for ((id, log_prob), &key) in ids.iter_mut().zip(log_probs).zip(&self.keys) {
             *id = key_index(key) as u32;
