@@ -234,22 +234,36 @@ pub(crate) fn key_index(key: u64) -> usize {
 
 /// Append the keys of all logits that satisfy `keep`, in index order. `keep` must be monotone (true for every value
 /// above one for which it is true), so that a chunk is skipped by its maximum.
-#[inline(always)]
 pub(crate) fn gather(row: &[f32], chunk_max: &[f32], keep: impl Fn(f32) -> bool, keys: &mut Vec<u64>) {
-    for (c, (chunk, &max)) in row.chunks(CHUNK).zip(chunk_max).enumerate() {
-        if keep(max) {
-            let start = c * CHUNK;
-            keys.extend(chunk.iter().enumerate().filter(|&(_, &x)| keep(x)).map(|(i, &x)| rank_key(x, start + i)));
+    dispatch(
+        #[inline(always)]
+        || {
+            for (c, (chunk, &max)) in row.chunks(CHUNK).zip(chunk_max).enumerate() {
+                if keep(max) {
+                    gather_chunk(chunk, c * CHUNK, &keep, keys);
+                }
+            }
+        },
+    );
+}
+
+#[inline(always)]
+fn gather_chunk(chunk: &[f32], start: usize, keep: impl Fn(f32) -> bool, keys: &mut Vec<u64>) {
+    for (b, block) in chunk.chunks(LANES).enumerate() {
+        // Most blocks hold nothing: one vector comparison instead of a branch an element.
+        if block.iter().fold(false, |any, &x| any | keep(x)) {
+            let start = start + b * LANES;
+            keys.extend(block.iter().enumerate().filter(|&(_, &x)| keep(x)).map(|(i, &x)| rank_key(x, start + i)));
         }
     }
 }
 
 /// Leave the keys of the `k` best logits of a scanned row in `keys`, in no particular order; `1 <= k <= row.len()`.
 ///
-/// The k-th largest chunk maximum bounds the k-th largest logit from below, so only chunks whose maximum reaches it
-/// (k of them, but for ties) are read again. `bounds` is scratch.
+/// A bound from below on the k-th largest logit tells what to look at: at first the k-th largest chunk maximum, then
+/// the k-th largest of what was found so far, whenever that has grown to a few times k. `bounds` is scratch.
 pub(crate) fn top_k(row: &[f32], chunk_max: &[f32], k: usize, keys: &mut Vec<u64>, bounds: &mut Vec<f32>) {
-    let cut = if k <= chunk_max.len() {
+    let mut cut = if k <= chunk_max.len() {
         bounds.clear();
         bounds.extend_from_slice(chunk_max);
         *bounds.select_nth_unstable_by(k - 1, |a, b| b.total_cmp(a)).1
@@ -257,7 +271,21 @@ pub(crate) fn top_k(row: &[f32], chunk_max: &[f32], k: usize, keys: &mut Vec<u64
         f32::NEG_INFINITY
     };
     keys.clear();
-    gather(row, chunk_max, |x| x >= cut, keys);
+    let limit = 4 * k + CHUNK;
+    dispatch(
+        #[inline(always)]
+        || {
+            for (c, (chunk, &max)) in row.chunks(CHUNK).zip(chunk_max).enumerate() {
+                if max >= cut {
+                    gather_chunk(chunk, c * CHUNK, |x| x >= cut, keys);
+                    if keys.len() > limit {
+                        cut = key_logit(*keys.select_nth_unstable(k - 1).1);
+                        keys.truncate(k);
+                    }
+                }
+            }
+        },
+    );
     if keys.len() > k {
         keys.select_nth_unstable(k - 1);
         keys.truncate(k);

@@ -163,18 +163,13 @@ impl DraftBeams {
             for b in 0..k {
                 let parent = self.beams[i * k + b];
                 let score = self.scores[i * stride + parent as usize];
+                let (entry, candidate) = ((i * k + b) * k, i * stride + first + b * k);
                 for j in 0..k {
-                    let (entry, candidate) = ((i * k + b) * k + j, i * stride + first + b * k + j);
-                    let cumulative = score + self.topk.log_probs()[entry];
-                    self.scores[candidate] = cumulative;
-                    self.candidate_tokens[candidate] = self.target_id(self.topk.ids()[entry]);
-                    self.candidate_parents[candidate] = parent as i32;
-                    self.keys.push(rank_key(cumulative, b * k + j));
+                    self.scores[candidate + j] = score + self.topk.log_probs()[entry + j];
+                    self.candidate_tokens[candidate + j] = self.target_id(self.topk.ids()[entry + j]);
                 }
-            }
-            if k > 1 {
-                self.keys.select_nth_unstable(k - 1);
-                self.keys[..k].sort_unstable();
+                self.candidate_parents[candidate..][..k].fill(parent as i32);
+                offer(&mut self.keys, k, b, &self.scores[candidate..][..k]);
             }
             for b in 0..k {
                 let child = key_index(self.keys[b]);
@@ -327,6 +322,28 @@ impl DraftBeams {
         let (k, stride) = (self.shape.topk() as usize, self.shape.candidates() as usize);
         let beams = self.beams.get(i * k..(i + 1) * k).unwrap_or(&[]);
         beams.iter().map(move |&c| self.scores[i * stride + c as usize])
+    }
+}
+
+/// Merge the scores of beam `b`'s `k` children, best first, into `keys`: the rank keys of the best `k` children of the
+/// beams so far (index `b*k + j`), in order. A child that is not among them ends the merge, since its siblings after
+/// it rank below.
+fn offer(keys: &mut Vec<u64>, k: usize, b: usize, scores: &[f32]) {
+    for (j, &score) in scores.iter().enumerate() {
+        let key = rank_key(score, b * k + j);
+        if keys.len() == k {
+            if keys[k - 1] < key {
+                return;
+            }
+            keys.pop();
+        }
+        let mut at = keys.len();
+        keys.push(key);
+        while at > 0 && keys[at - 1] > key {
+            keys[at] = keys[at - 1];
+            at -= 1;
+        }
+        keys[at] = key;
     }
 }
 
