@@ -95,7 +95,9 @@ pub(crate) fn argmax(row: &[f32]) -> Result<usize, RowFault> {
     );
     let max = checked_max(row, max, nan)?;
     let block = &row[start..row.len().min(start + BLOCK)];
-    Ok(start + block.iter().position(|&x| x == max).unwrap_or(0))
+    // A comparison of whole vectors first: a search that may stop at each element does not vectorise.
+    let near = block.chunks(LANES).position(|b| b.iter().fold(false, |any, &x| any | (x == max))).unwrap_or(0) * LANES;
+    Ok(start + near + block[near..].iter().position(|&x| x == max).unwrap_or(0))
 }
 
 /// Maximum of the row; fills `chunk_max` with the maximum of each [`CHUNK`].
