@@ -5,13 +5,14 @@
 #
 # Installs WHEEL (and nothing else, from nowhere else) beside the torch of python3, or of PYTHON, and writes
 # OUT/kv_move.json (default: tests/gpu/results) and the logs beside it. Exits with 1 where a test or a sanitizer found
-# something. Set SPECRS_COMMIT where the checkout has no git.
+# something. Set SPECRS_COMMIT where the checkout has no git; STEP_LIMIT bounds each step, in seconds.
 set -uo pipefail
 
 root=$(cd "$(dirname "$0")/../.." && pwd)
 wheel=$(realpath "${1:?usage: tests/gpu/run.sh WHEEL [OUT]}")
 out=${2:-$root/tests/gpu/results}
 python=${PYTHON:-python3}
+limit=${STEP_LIMIT:-300}
 mkdir -p "$out"
 out=$(realpath "$out")
 work=$(mktemp -d)
@@ -25,7 +26,7 @@ cd "$work" # so that the checkout's python/ is not what is imported
 tests=("$python" -m pytest -q --noconftest -p no:cacheprovider -rs "$root"/tests/python/test_gpu_*.py)
 
 echo "== tests"
-timeout 200 "${tests[@]}" --junitxml="$work/tests.xml" 2>&1 | tee "$out/tests.log" | tail -n 15
+timeout "$limit" "${tests[@]}" --junitxml="$work/tests.xml" 2>&1 | tee "$out/tests.log" | tail -n 15
 
 # Under a sanitizer: without torch's caching allocator each tensor is an allocation of its own, so that an access
 # beyond it is seen. Graphs need that allocator, and size matters only for time.
@@ -36,7 +37,7 @@ sanitize() {
     compute-sanitizer "${filter[@]}" true >/dev/null 2>&1 || filter=()
     local no_cache=()
     [ "$caching" = off ] && no_cache=(env PYTORCH_NO_CUDA_MEMORY_CACHING=1)
-    timeout 150 "${no_cache[@]}" compute-sanitizer --tool "$tool" "${filter[@]}" --error-exitcode 97 \
+    timeout "$limit" "${no_cache[@]}" compute-sanitizer --tool "$tool" "${filter[@]}" --error-exitcode 97 \
         --log-file "$out/$tool-$caching.log" "${tests[@]}" -k "$select" --junitxml="$work/$tool-$caching.xml" 2>&1 | tail -n 3
     tail -n 2 "$out/$tool-$caching.log"
 }
@@ -50,6 +51,6 @@ else
 fi
 
 echo "== measurements"
-timeout 120 "$python" "$root/benches/gpu/kv_move.py" --json "$work/bench.json"
+timeout "$limit" "$python" "$root/benches/gpu/kv_move.py" --json "$work/bench.json"
 
 "$python" "$root/tests/gpu/report.py" --work "$work" --logs "$out" --wheel "$wheel" --root "$root" --json "$out/kv_move.json"
