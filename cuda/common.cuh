@@ -13,8 +13,9 @@
 
 namespace specrs {
 
-__device__ __forceinline__ bool in_bounds(int64_t index, int64_t bound) {
-    return index >= 0 && index < bound;
+// `bound` is a capacity, never negative; one unsigned comparison then covers a negative index too.
+__device__ __forceinline__ bool in_bounds(int32_t index, int32_t bound) {
+    return static_cast<uint32_t>(index) < static_cast<uint32_t>(bound);
 }
 
 // Out of line: it runs only on a fault, and the kernel's registers are for the other path.

@@ -26,6 +26,7 @@ pub struct Device {
     primary: Primary,
     ordinal: i32,
     capability: i32,
+    multiprocessors: u32,
 }
 
 /// The functions of `cuda/kv_move.cu`, one for each vector width.
@@ -88,11 +89,12 @@ impl Device {
         let primary = Primary::retain(ordinal)?;
         let current = primary.enter()?;
         let capability = primary.capability()?;
+        let multiprocessors = primary.multiprocessors()?;
         let kv_move = KvMoveKernels::load(capability)?;
         let faults = Faults::new()?;
         drop(current);
         drop(relaxed);
-        Ok(Device { kv_move, faults, primary, ordinal, capability })
+        Ok(Device { kv_move, faults, primary, ordinal, capability, multiprocessors })
     }
 
     /// The driver's number of this device.
@@ -103,6 +105,11 @@ impl Device {
     /// Compute capability, major * 10 + minor: 90 for Hopper.
     pub fn capability(&self) -> i32 {
         self.capability
+    }
+
+    /// Multiprocessors: what a grid is sized by.
+    pub fn multiprocessors(&self) -> u32 {
+        self.multiprocessors
     }
 
     /// Raise what a kernel of this device recorded since the last call, once: [`Error::OutOfBounds`] with kernel, buffer,

@@ -98,11 +98,18 @@ impl Primary {
             CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR as MAJOR,
             CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR as MINOR,
         };
+        Ok(self.attribute(MAJOR)? * 10 + self.attribute(MINOR)?)
+    }
+
+    /// Multiprocessors; at least 1.
+    pub(super) fn multiprocessors(&self) -> Result<u32> {
+        use sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT as COUNT;
+        Ok(self.attribute(COUNT)?.max(1) as u32)
+    }
+
+    fn attribute(&self, attribute: sys::CUdevice_attribute) -> Result<i32> {
         // SAFETY: `device` comes from cuDeviceGet.
-        let major = named("cuDeviceGetAttribute", unsafe { result::device::get_attribute(self.device, MAJOR) })?;
-        // SAFETY: as above.
-        let minor = named("cuDeviceGetAttribute", unsafe { result::device::get_attribute(self.device, MINOR) })?;
-        Ok(major * 10 + minor)
+        named("cuDeviceGetAttribute", unsafe { result::device::get_attribute(self.device, attribute) })
     }
 
     /// Make this context the thread's current one until the guard is dropped. Costs one query where it is already.

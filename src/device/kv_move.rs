@@ -8,6 +8,8 @@ use crate::error::{Error, Result};
 
 /// Threads of a block; `__launch_bounds__` of the kernels.
 const BLOCK: u32 = 256;
+/// Blocks of a large batch, for each multiprocessor: two waves of what fits at the kernel's registers.
+const BLOCKS_PER_MULTIPROCESSOR: u32 = 8;
 /// Largest `gridDim.y`; the kernel strides over more requests than that.
 const MAX_GRID_Y: u32 = 65_535;
 
@@ -27,7 +29,7 @@ pub fn kv_move(device: &Device, stream: Stream, cache: &KvCacheView, moves: &Mov
     if moves.requests() == 0 || moves.src().is_empty() {
         return Ok(());
     }
-    let shape = launch_shape(cache, moves.requests())?;
+    let shape = launch_shape(cache, moves.requests(), device.multiprocessors())?;
     let (record, claim) = device.fault_addresses();
     let params = KvMoveParams {
         cache: cache.address(),
@@ -70,7 +72,7 @@ struct LaunchShape {
     rows: u32,
 }
 
-fn launch_shape(cache: &KvCacheView, requests: u32) -> Result<LaunchShape> {
+fn launch_shape(cache: &KvCacheView, requests: u32, multiprocessors: u32) -> Result<LaunchShape> {
     let common = cache.address() | cache.row_bytes() | 16;
     let width = 1 << common.trailing_zeros(); // at most 16
     let columns = cache.row_bytes() / width;
@@ -83,8 +85,13 @@ fn launch_shape(cache: &KvCacheView, requests: u32) -> Result<LaunchShape> {
             limit: i32::MAX as u64,
         });
     }
-    let blocks = (threads as u32).div_ceil(BLOCK);
-    Ok(LaunchShape { width, columns: columns as u32, blocks, rows: requests.min(MAX_GRID_Y) })
+    let rows = requests.min(MAX_GRID_Y);
+    // One thread a column for small batches, where latency counts. For large ones the grid stops growing and a thread
+    // takes several columns, as evenly as they divide: a request without moves then costs less.
+    let needed = (threads as u32).div_ceil(BLOCK);
+    let wanted = (multiprocessors * BLOCKS_PER_MULTIPROCESSOR).div_ceil(rows.max(1)).clamp(1, needed);
+    let blocks = needed.div_ceil(needed.div_ceil(wanted));
+    Ok(LaunchShape { width, columns: columns as u32, blocks, rows })
 }
 
 #[cfg(test)]
@@ -105,7 +112,7 @@ mod tests {
     #[test]
     fn the_widest_vector_that_divides_row_and_address_is_taken() {
         let shape = |address, heads, dim, element| {
-            launch_shape(&cache(address, [3, 2, 10, heads, dim], element).unwrap(), 5).unwrap()
+            launch_shape(&cache(address, [3, 2, 10, heads, dim], element).unwrap(), 5, 132).unwrap()
         };
         assert_eq!(shape(4096, 8, 128, 2), LaunchShape { width: 16, columns: 128, blocks: 3, rows: 5 });
         assert_eq!(shape(4096 + 8, 8, 128, 2).width, 8);
@@ -114,7 +121,17 @@ mod tests {
         assert_eq!(shape(4096, 1, 5, 1).width, 1);
         assert_eq!(shape(4096, 3, 1, 4), LaunchShape { width: 4, columns: 3, blocks: 1, rows: 5 });
         let many = cache(16, [1, 2, 10, 1, 8], 2).unwrap();
-        assert_eq!(launch_shape(&many, 65_536).unwrap().rows, 65_535);
+        assert_eq!(launch_shape(&many, 65_536, 132).unwrap().rows, 65_535);
+    }
+
+    #[test]
+    fn a_grid_covers_every_column_and_stops_growing_with_the_batch() {
+        let llama = cache(4096, [32, 2, 1000, 8, 128], 2).unwrap();
+        let blocks = |requests| launch_shape(&llama, requests, 132).unwrap().blocks;
+        // 64 planes of 128 columns fill 32 blocks.
+        assert_eq!([1, 16, 33, 64, 128, 1000].map(blocks), [32, 32, 32, 16, 8, 2]);
+        let tiny = cache(4096, [1, 2, 1000, 1, 8], 2).unwrap();
+        assert_eq!(launch_shape(&tiny, 1, 132).unwrap().blocks, 1);
     }
 
     #[test]
@@ -132,7 +149,7 @@ mod tests {
         want(cache(0, [1, 2, 10, 1, 8], 2), "0x0");
         want(cache(16, [1, 2, 10, 1, 8], 3), "elements of 3 bytes");
         let wide = cache(16, [1 << 10, 2, 1, 1 << 12, 1 << 12], 8).unwrap();
-        assert!(matches!(launch_shape(&wide, 1), Err(Error::Overflow { .. })));
+        assert!(matches!(launch_shape(&wide, 1, 132), Err(Error::Overflow { .. })));
     }
 
     #[test]

@@ -381,8 +381,8 @@ def test_operands_that_do_not_fit_are_refused_before_the_launch():
             device.kv_move(*operands)
 
     refused("src: got int64, want int32", cache, src.long(), dst, offsets)
-    refused("src: got cpu, want cuda:0", cache, src.cpu(), dst, offsets)
-    refused("offsets: got cpu, want cuda:0", cache, src, dst, offsets.cpu())
+    refused("src: got cpu, want a tensor on cuda:0", cache, src.cpu(), dst, offsets)
+    refused("offsets: got cpu, want a tensor on cuda:0", cache, src, dst, offsets.cpu())
     refused("dst: got 2 slots, want 1", cache, src, dst.repeat(2), offsets)
     refused("src: got shape .1, 1., want one dimension", cache, src.view(1, 1), dst, offsets)
     refused("offsets length .* = 0 is outside 1..=65537", cache, src, dst, offsets[:0])
