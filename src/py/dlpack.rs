@@ -36,8 +36,8 @@ use pyo3::{ffi, intern};
 
 pub(super) use self::abi::{DType, Device, Element};
 use self::abi::{
-    DlTensor, EXCHANGE, ExchangeApi, FromObject, LEGACY, LEGACY_USED, Legacy, MAX_VERSION, READ_ONLY, VERSIONED,
-    VERSIONED_USED, Versioned,
+    DlTensor, EXCHANGE, ExchangeApi, FromObject, IS_COPIED, LEGACY, LEGACY_USED, Legacy, MAX_VERSION, READ_ONLY,
+    VERSIONED, VERSIONED_USED, Versioned,
 };
 pub(super) use self::buffer::Buffer;
 use super::array::Array;
@@ -85,9 +85,9 @@ pub(super) struct Tensor {
     rank: usize, // <= MAX_RANK
     shape: [usize; MAX_RANK],
     strides: [i64; MAX_RANK],
-    elements: usize,       // elements * dtype.size() fits isize
-    range: (usize, usize), // first address and one past the last that an element may have
-    read_only: bool,
+    elements: usize,                  // elements * dtype.size() fits isize
+    range: (usize, usize),            // first address and one past the last that an element may have
+    unwritable: Option<&'static str>, // why it may not be an output
 }
 
 // SAFETY: the pointers are to memory that `owner` keeps alive; DLPack's deleter may run on any thread; `&Tensor` only
@@ -218,8 +218,13 @@ impl Tensor {
         let data = t.data.cast::<u8>().wrapping_add(t.byte_offset as usize);
         let range = extent(data as usize, &shape[..rank], &strides[..rank], size, elements)
             .ok_or_else(|| bad(format!("strides {:?}", &strides[..rank]), "strides within the address space"))?;
-        let (dtype, device, read_only) = (t.dtype, t.device, flags & READ_ONLY != 0);
-        Ok(Self { owner, operand, data, dtype, device, rank, shape, strides, elements, range, read_only })
+        let (dtype, device) = (t.dtype, t.device);
+        let unwritable = match flags {
+            f if f & READ_ONLY != 0 => Some("a read-only tensor"),
+            f if f & IS_COPIED != 0 => Some("a copy that its library made"), // what is written would be lost
+            _ => None,
+        };
+        Ok(Self { owner, operand, data, dtype, device, rank, shape, strides, elements, range, unwritable })
     }
 
     /// Sizes of the dimensions.
@@ -302,8 +307,8 @@ impl Tensor {
 
     /// Check that this may be written: not read-only, and apart from every tensor of `beside`.
     pub(super) fn writable(&self, beside: &[&Tensor]) -> Result<()> {
-        if self.read_only {
-            return Err(self.mismatch("a read-only tensor", "a writable tensor"));
+        if let Some(got) = self.unwritable {
+            return Err(self.mismatch(got, "a writable tensor"));
         }
         for (d, &n) in self.shape().iter().enumerate() {
             if n > 1 && self.strides[d] == 0 && self.elements > 0 {

@@ -17,7 +17,7 @@ fn layout(name: &str) -> Result<geometry::Layout> {
     }
 }
 
-fn layout_name(layout: geometry::Layout) -> &'static str {
+pub(super) fn layout_name(layout: geometry::Layout) -> &'static str {
     match layout {
         geometry::Layout::Dense => "dense",
         geometry::Layout::Holey => "holey",

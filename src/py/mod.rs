@@ -12,6 +12,7 @@
 //! | `linear` | packed matrix products, RMSNorm, threads |
 //! | `pool` | the paged pool, sequences, leases |
 //! | `plan` | planner, plans, moves |
+//! | `certify` | proofs of a configuration, as dictionaries |
 //! | `trees` | draft beams, the trees of a batch |
 //! | `sampling` | samplers and verification |
 //!
@@ -21,6 +22,7 @@
 mod arg;
 mod array;
 mod attention;
+mod certify;
 mod device;
 mod dlpack;
 mod errors;
@@ -43,6 +45,8 @@ mod _specrs {
     use super::array::{Array, as_array};
     #[pymodule_export]
     use super::attention::{RopeTable, attention, attention_reference, rope_attention};
+    #[pymodule_export]
+    use super::certify::certify;
     #[pymodule_export]
     use super::device::{_device_check, _device_init, _device_kv_move, cuda_available, cuda_unavailable_reason};
     #[pymodule_export]

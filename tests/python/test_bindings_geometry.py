@@ -75,3 +75,23 @@ def test_tree_links_and_masks() -> None:
 def test_bad_trees(parents: list[int]) -> None:
     with pytest.raises(core.ConfigError):
         core.Tree.from_parents(parents)
+
+
+def test_certify() -> None:
+    proof = core.certify(4, 512, 16, core.TreeShape(4, 3, 16))
+    assert proof["holds"] is True
+    assert (proof["failed"], proof["failures"]) == (0, [])
+    assert proof["residues"] == 16
+    assert proof["placements"] > 16 * 4 * 3
+    assert [x["layout"] for x in proof["layouts"]] == ["dense", "holey"]
+    for layout in proof["layouts"]:
+        g = core.Geometry(4, 512, 16, core.TreeShape(4, 3, 16), layout["layout"])
+        assert layout["row_width"] == g.row_width
+        assert layout["reserve_per_decode"] == g.reserve_per_decode
+    assert proof["native_bytes"] == sum(b["bytes"] for b in proof["buffers"])
+    assert proof["per_branch"]["elements"] == 3 * 4 * 4 * 515  # of all steps
+    assert proof["per_branch_fits"] is True
+    with pytest.raises(core.ConfigError, match="page_size"):
+        core.certify(4, 512, 12, core.TreeShape(4, 3, 16))
+    with pytest.raises(core.ConfigError, match="max_batch"):
+        core.certify(2**70, 512, 16, core.TreeShape(4, 3, 16))

@@ -91,6 +91,7 @@ def test_tree_batch() -> None:
     assert t.tokens.tolist() == [5, 6, 7, 8, 9]
     assert t.parents.tolist() == [-1, 0, 0, 1, -1]
     assert t.depths.tolist() == [0, 1, 1, 2, 0]
+    assert t.scores.tolist() == [0.0] * 5
     for parents, tokens in [
         ([[-1]], []),
         ([[-1, 0]], [[1]]),
@@ -124,6 +125,14 @@ def test_beams_grow_the_most_probable_tree() -> None:
     assert beams.finish([7], [1], [4]).tokens.tolist() == [7, 10, 12]
     assert beams.finish([7], [0], [4]).tokens.tolist() == [7]
     assert beams.finish([7], [2], [2]).tokens.tolist() == [7, 10]
+    scores = trees.scores.tolist()
+    assert scores[0] == 0
+    assert scores[1:3] == pytest.approx([float(first[0]), float(first[2])], abs=1e-5)
+    assert scores[1] > scores[3] > scores[2]
+    assert beams.finish([7], [2], [4], min_score=scores[3]).tokens.tolist() == [7, 10, 11]
+    assert beams.finish([7], [2], [4], 0.0).tokens.tolist() == [7]
+    with pytest.raises(core.ConfigError, match="min_score"):
+        beams.finish([7], [2], [4], math.nan)
     with pytest.raises(core.ConfigError):
         beams.advance(torch.zeros(2, 4))  # S steps are done
 

@@ -15,6 +15,8 @@ pub struct TreeBatch {
     parents: Vec<i32>,
     next_child: Vec<i32>,
     next_sibling: Vec<i32>,
+    /// Cumulative log-probability of each node, 0 for roots and where no drafter gave one.
+    scores: Vec<f32>,
     mask: Vec<u64>,
     /// Words of a mask row: `words_for` the largest tree.
     words: usize,
@@ -52,7 +54,7 @@ impl TreeBatch {
         batch.begin(parents.iter().map(|p| p.as_ref().len()).max().unwrap_or(0) as u32);
         for (parents, tokens) in parents.iter().zip(tokens) {
             for (&parent, &token) in parents.as_ref().iter().zip(tokens.as_ref()) {
-                batch.push_node(token, parent);
+                batch.push_node(token, parent, 0.0);
             }
             batch.end_tree();
         }
@@ -66,6 +68,7 @@ impl TreeBatch {
         self.parents.clear();
         self.next_child.clear();
         self.next_sibling.clear();
+        self.scores.clear();
         self.mask.clear();
         self.words = words_for(max_nodes) as usize;
         self.offsets.clear();
@@ -73,11 +76,12 @@ impl TreeBatch {
     }
 
     /// Append a node to the tree under construction; `parent` is a node already there, or -1 for the root.
-    pub(super) fn push_node(&mut self, token: i32, parent: i32) {
+    pub(super) fn push_node(&mut self, token: i32, parent: i32, score: f32) {
         let start = self.start();
         let node = self.tokens.len() - start;
         let row = self.mask.len();
         self.tokens.push(token);
+        self.scores.push(score);
         self.parents.push(parent);
         match usize::try_from(parent) {
             Ok(p) => {
@@ -138,6 +142,11 @@ impl TreeBatch {
     /// Token of each node.
     pub fn tokens(&self) -> &[i32] {
         &self.tokens
+    }
+
+    /// Cumulative log-probability that the draft model gave each node; 0 for roots, and for trees made elsewhere.
+    pub fn scores(&self) -> &[f32] {
+        &self.scores
     }
 
     /// Depth of each node, 0 for a root.

@@ -198,6 +198,26 @@ impl DraftBeams {
     /// [`Error::Mismatch`] unless the three slices have B entries; [`Error::OutOfRange`] for a root outside the
     /// vocabulary or a node limit outside `1..=V`.
     pub fn finish(&mut self, roots: &[i32], max_depths: &[u32], max_nodes: &[u32], out: &mut TreeBatch) -> Result<()> {
+        self.finish_above(roots, max_depths, max_nodes, f32::NEG_INFINITY, out)
+    }
+
+    /// [`DraftBeams::finish`] with candidates of a cumulative log-probability >= `min_score` alone. The choice stays
+    /// closed under ancestors, whose score is never lower.
+    ///
+    /// # Errors
+    /// Those of [`DraftBeams::finish`]; [`Error::Invalid`] for a `min_score` that is NaN.
+    pub fn finish_above(
+        &mut self,
+        roots: &[i32],
+        max_depths: &[u32],
+        max_nodes: &[u32],
+        min_score: f32,
+        out: &mut TreeBatch,
+    ) -> Result<()> {
+        if min_score.is_nan() {
+            let why = "want a log-probability, or -inf for no limit".into();
+            return Err(Error::Invalid { what: "min_score", got: min_score.to_string(), why });
+        }
         for (operand, len) in [("roots", roots.len()), ("max_depths", max_depths.len()), ("max_nodes", max_nodes.len())]
         {
             if len != self.batch {
@@ -212,15 +232,16 @@ impl DraftBeams {
         out.begin((0..self.batch).map(size).max().unwrap_or(0));
         for i in 0..self.batch {
             let within = self.candidates_within(max_depths[i]);
-            self.finish_one(i, roots[i], within, (max_nodes[i] as usize - 1).min(within), out);
+            self.finish_one(i, roots[i], within, (max_nodes[i] as usize - 1).min(within), min_score, out);
         }
         Ok(())
     }
 
-    /// Append the tree of request i: its root and the best `count` of its first `within` candidates.
-    fn finish_one(&mut self, i: usize, root: i32, within: usize, count: usize, out: &mut TreeBatch) {
+    /// Append the tree of request i: its root and the best `count` of its first `within` candidates, of those
+    /// that reach `min_score`.
+    fn finish_one(&mut self, i: usize, root: i32, within: usize, count: usize, min_score: f32, out: &mut TreeBatch) {
         let base = i * self.shape.candidates() as usize;
-        out.push_node(root, -1);
+        out.push_node(root, -1, 0.0);
         let last = if count == 0 {
             None // no key is below the bound
         } else {
@@ -231,12 +252,13 @@ impl DraftBeams {
         self.node_of.resize(within.max(self.node_of.len()), 0);
         let mut nodes = 1;
         for c in 0..within {
-            if last.is_some_and(|last| rank_key(self.scores[base + c], c) <= last) {
+            let score = self.scores[base + c];
+            if score >= min_score && last.is_some_and(|last| rank_key(score, c) <= last) {
                 let parent = match usize::try_from(self.candidate_parents[base + c]) {
                     Ok(candidate) => self.node_of[candidate] as i32,
                     Err(_) => 0, // the root's child
                 };
-                out.push_node(self.candidate_tokens[base + c], parent);
+                out.push_node(self.candidate_tokens[base + c], parent, score);
                 self.node_of[c] = nodes;
                 nodes += 1;
             }
