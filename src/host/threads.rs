@@ -17,8 +17,10 @@
 //! `unsafe`: rayon lends the borrowed closures.
 //!
 //! A second thread that wants the pool while it is taken runs its region alone, which neither waits nor
-//! oversubscribes the machine. After a `fork` the child builds a pool of its own. Kernels are written so that no
-//! result depends on how many threads took part.
+//! oversubscribes the machine. Where the machine has no core to spare, a worker may be off its core just when it is
+//! waited for, which costs a time slice (milliseconds): a region that waited much longer than it worked makes the
+//! next ones run on the caller alone, twice as many each time, until a trial goes well again. After a `fork` the
+//! child builds a pool of its own. Kernels are written so that no result depends on how many threads took part.
 
 use std::hint::spin_loop;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -35,6 +37,12 @@ pub const AWAKE: Duration = Duration::from_micros(1500);
 
 /// Work smaller than this, in nanoseconds of one thread, is done by the caller: entering a region costs about 1.6 us.
 pub(crate) const WORTH_A_REGION_NS: usize = 5_000;
+
+/// A wait for the workers beyond what balance explains.
+const LATE: Duration = Duration::from_micros(60);
+
+/// Most regions that the caller runs alone before it tries the workers again.
+const MAX_PENALTY: usize = 4096;
 
 /// Threads asked for; 0 stands for the default.
 static THREADS: AtomicUsize = AtomicUsize::new(0);
@@ -73,6 +81,10 @@ struct Team {
     pulse: Arc<AtomicUsize>,
     /// Whether a caller is in a region.
     taken: AtomicBool,
+    /// Regions that the caller still runs alone, since the last one had to wait for a worker without a core.
+    alone: AtomicUsize,
+    /// What `alone` was set to last; 0 when all is well.
+    penalty: AtomicUsize,
 }
 
 impl Team {
@@ -89,6 +101,8 @@ impl Team {
             awake: Arc::default(),
             pulse: Arc::default(),
             taken: AtomicBool::new(false),
+            alone: AtomicUsize::new(0),
+            penalty: AtomicUsize::new(0),
         })
     }
 
@@ -107,11 +121,32 @@ impl Team {
         Ok(team)
     }
 
-    /// Keep the workers polling for [`AWAKE`] from now on.
-    fn keep_awake(&self) {
+    /// Whether the caller should run this region alone.
+    fn avoid(&self) -> bool {
+        let alone = self.alone.load(Ordering::Relaxed);
+        if alone > 0 {
+            self.alone.store(alone - 1, Ordering::Relaxed); // a count lost to another caller does no harm
+        }
+        alone > 0
+    }
+
+    /// Learn from a region: how long its caller worked, and then waited.
+    fn learn(&self, worked: Duration, waited: Duration) {
+        let penalty = self.penalty.load(Ordering::Relaxed);
+        if waited > LATE + worked / 2 {
+            let penalty = (2 * penalty).clamp(32, MAX_PENALTY);
+            self.penalty.store(penalty, Ordering::Relaxed);
+            self.alone.store(penalty, Ordering::Relaxed);
+        } else if penalty > 0 {
+            self.penalty.store(penalty / 2, Ordering::Relaxed);
+        }
+    }
+
+    /// Keep the workers polling for [`AWAKE`] from now on; whether they had to be woken.
+    fn keep_awake(&self) -> bool {
         self.pulse.fetch_add(1, Ordering::Relaxed);
         if self.awake.load(Ordering::Acquire) != 0 {
-            return; // a worker that is just giving up costs one slow region
+            return false; // a worker that is just giving up costs one slow region
         }
         self.awake.store(self.workers, Ordering::Release);
         let (awake, pulse) = (self.awake.clone(), self.pulse.clone());
@@ -119,6 +154,7 @@ impl Team {
             poll(&pulse);
             awake.fetch_sub(1, Ordering::AcqRel);
         });
+        true
     }
 }
 
@@ -165,11 +201,11 @@ pub(crate) fn for_each<T: Send>(items: Vec<T>, cost_ns: usize, f: impl Fn(T) + S
     }
     // Without workers (the system refused a thread) the caller still can do everything.
     let Ok(team) = Team::get(num_threads()) else { return items.into_iter().for_each(f) };
-    if team.taken.swap(true, Ordering::Acquire) {
+    if team.avoid() || team.taken.swap(true, Ordering::Acquire) {
         return items.into_iter().for_each(f);
     }
     let _release = OnExit(|| team.taken.store(false, Ordering::Release));
-    team.keep_awake();
+    let asleep = team.keep_awake();
 
     let items: Vec<Mutex<Option<T>>> = items.into_iter().map(|i| Mutex::new(Some(i))).collect();
     let (next, left) = (AtomicUsize::new(0), AtomicUsize::new(threads - 1));
@@ -190,12 +226,20 @@ pub(crate) fn for_each<T: Send>(items: Vec<T>, cost_ns: usize, f: impl Fn(T) + S
                 take_part();
             });
         }
+        let start = Instant::now();
         take_part();
-        // The scope would put this thread to sleep; what is left is short. The few turns after the count cover the
-        // time between a job's end and the scope's own count of it.
+        // The scope would put this thread to sleep; what is left is short, unless a worker has lost its core: then
+        // this thread must not hold one either. The few turns after the count cover the time between a job's end and
+        // the scope's own count of it.
+        let (worked, mut turns) = (start.elapsed(), 0u32);
         while left.load(Ordering::Acquire) != 0 {
-            spin_loop();
+            turns += 1;
+            if turns.is_multiple_of(256) { std::thread::yield_now() } else { spin_loop() }
         }
+        if asleep {
+            return; // waking them took what it took
+        }
+        team.learn(worked, start.elapsed() - worked);
         for _ in 0..40 {
             spin_loop();
         }
