@@ -119,7 +119,7 @@ def test_interleaved_streams_and_early_close(text_llm: LLM) -> None:
     assert text_llm.unfinished == 1
     early.close()
     assert text_llm.unfinished == 0
-    assert text_llm.audit()["live_sequences"] == 0
+    assert text_llm.audit()["sequences"] == 0
 
 
 def test_abort_keeps_what_was_generated(llm: LLM) -> None:
@@ -134,7 +134,7 @@ def test_abort_keeps_what_was_generated(llm: LLM) -> None:
     for w in waiting:
         llm.abort(w)
     assert llm.unfinished == 0
-    assert llm.audit()["live_sequences"] == 0
+    assert llm.audit()["sequences"] == 0
 
 
 def test_the_context_wall_ends_a_request_cleanly(tiny: Pair) -> None:
@@ -266,5 +266,5 @@ def test_random_requests_leave_no_page_behind(llm: LLM) -> None:
         llm.step()
         llm.audit()
     counts = llm.audit()
-    assert counts["live_sequences"] == 0
+    assert counts["sequences"] == 0
     assert counts["free_pages"] + counts["cached_pages"] == counts["total_pages"]

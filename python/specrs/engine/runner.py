@@ -268,7 +268,7 @@ class Runner:
         assert draft_cache is not None
         most = min(_CALIBRATED_ROWS[-1], self.geometry.row_width, self.config.page_size * (self.config.num_pages or 1))
         table = [n for n in _CALIBRATED_ROWS if n <= most]
-        aux = torch.zeros(most, head.config.aux_size)
+        aux, hidden = torch.zeros(most, head.config.aux_size), torch.zeros(most, head.config.hidden_size)
         seq = self.pool.create()
         last = torch.zeros(1, dtype=torch.int64)
 
@@ -276,7 +276,7 @@ class Runner:
             self.target.forward(torch.arange(n) % self.target.config.vocab_size, plan, self.cache, True, None)
 
         def step(n: int, plan: core.Plan) -> None:
-            head.step(torch.zeros(n, dtype=torch.int64), aux[:n, : head.config.hidden_size], plan, draft_cache)
+            head.step(torch.zeros(n, dtype=torch.int64), hidden[:n], plan, draft_cache)
 
         def extend(n: int, plan: core.Plan) -> None:
             head.extend(torch.zeros(n, dtype=torch.int64), aux[:n], plan, draft_cache, last)

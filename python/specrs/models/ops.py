@@ -39,13 +39,8 @@ def new_cache(
 class Linear(Protocol):
     """`x @ weight.T + bias`, with what surrounds it in a decoder layer fused in."""
 
-    @property
-    def in_features(self) -> int:
-        """Columns of the weight, K."""
-
-    @property
-    def out_features(self) -> int:
-        """Rows of the weight, N."""
+    in_features: int
+    out_features: int
 
     def forward(
         self,
@@ -177,14 +172,7 @@ class _TorchLinear:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.weight = weight
         self.bias = bias
-
-    @property
-    def in_features(self) -> int:
-        return self.weight.shape[1]
-
-    @property
-    def out_features(self) -> int:
-        return self.weight.shape[0]
+        self.out_features, self.in_features = weight.shape
 
     def forward(
         self,

@@ -1,0 +1,71 @@
+"""The command line, in process, on tiny models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from conftest import Pair
+
+from specrs.cli import main
+
+
+def test_generate_streams_marks_and_compares(bytes_pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["generate", "hello", "--model", str(bytes_pair.target), "--draft", str(bytes_pair.draft), "--max-tokens", "40",
+            "--mark", "brackets", "--compare", "--temperature", "1.5", "--seed", "3", "--ignore-eos",
+            "--topk", "8", "--steps", "3", "--draft-tokens", "60"]  # fmt: skip
+    assert main(argv) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("hello")
+    assert out.count("\u27e8") == out.count("\u27e9")
+    assert "40 tokens" in err and "tokens/s" in err and "tokens a round" in err
+    assert "tokens identical" in err
+
+
+def test_marks_do_not_change_the_text(bytes_pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["generate", "x", "--model", str(bytes_pair.target), "--draft", str(bytes_pair.draft), "--max-tokens", "30"]
+    texts = []
+    for mark in ("none", "brackets", "auto"):
+        assert main([*argv, "--mark", mark]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1].replace("\u27e8", "").replace("\u27e9", "") == texts[2]
+
+
+def test_errors_are_one_line_with_the_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "x", "--model", str(tmp_path / "nowhere")]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("specrs: ") and "nowhere" in err and err.count("\n") == 1
+    assert main(["layout", "--page-size", "3"]) == 2
+    assert "page_size = 3" in capsys.readouterr().err
+    assert main(["layout", "-o", "x.gif"]) == 2
+    assert ".svg or .png" in capsys.readouterr().err
+
+
+def test_layout_draws_the_worked_case(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["layout", "--length", "7", "--page-size", "4", "--topk", "3", "--steps", "6"]) == 0
+    out = capsys.readouterr().out
+    assert "r=3, base=4, 3 page(s) a branch, row needs 40" in out
+    slots = [s for page in out[out.index("[") :].split("]")[:-1] for s in page.replace("[", " ").split()]
+    # positions 4..6 are copied to 16..18 and to 28..30; branches start at 7, 19 and 31
+    assert slots[:7] == ["#"] * 7
+    assert slots[7:13] == [f"0.{s}" for s in range(6)]
+    assert slots[13:16] == ["."] * 3
+    assert slots[16:25] == ["<4", "<5", "<6", *(f"1.{s}" for s in range(6))]
+    assert slots[28:37] == ["<4", "<5", "<6", *(f"2.{s}" for s in range(6))]
+    assert len(slots) == 40
+
+
+@pytest.mark.parametrize("ending", ["svg", "png"])
+def test_layout_writes_pictures(tmp_path: Path, ending: str, bytes_pair: Pair) -> None:
+    row, tree = tmp_path / f"row.{ending}", tmp_path / f"tree.{ending}"
+    assert main(["layout", "--length", "100", "-o", str(row)]) == 0
+    model = ["--model", str(bytes_pair.target), "--draft", str(bytes_pair.draft)]
+    assert main(["layout", "--tree", "some $text", *model, "-o", str(tree)]) == 0
+    head = b"<?xml" if ending == "svg" else b"\x89PNG"
+    assert row.read_bytes().startswith(head)
+    assert tree.read_bytes().startswith(head)
+
+
+def test_layout_of_long_prefixes_is_folded(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["layout", "--length", "1000", "--page-size", "16"]) == 0
+    assert "61 full page(s) of prefix: positions 0..975" in capsys.readouterr().out
