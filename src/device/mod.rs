@@ -2,7 +2,7 @@
 //!
 //! The way from `cuda/<job>.cu` to a launch, the same for every kernel:
 //!
-//! 1. `build.rs` compiles the file to PTX and embeds it ([`ptx`]).
+//! 1. `build.rs` compiles the file to PTX and embeds it.
 //! 2. [`params`] mirrors the kernel's parameter struct; sizes and offsets are asserted here and in `cuda/params.cuh`.
 //! 3. [`Device`] retains the device's *primary* context, which is torch's: raw pointers and stream handles
 //!    interoperate. It loads each PTX image once and lives as long as the process.

@@ -30,7 +30,7 @@ impl MaskWords {
 ///
 /// Node 0 is the root; every other node's parent has a smaller index. Children of a node are linked in increasing
 /// order of index through `next_child` and `next_sibling` (-1 ends a list).
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Tree {
     parents: Vec<i32>,
     depths: Vec<u32>,

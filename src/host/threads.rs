@@ -16,13 +16,11 @@
 //! find the workers polling. The caller always takes its share itself and spins for the rest. Nothing here is
 //! `unsafe`: rayon lends the borrowed closures.
 //!
-//! On a busy machine a worker may lose its core for milliseconds, and a region would wait for it: sixty such waits a
-//! pass are far slower than one thread. So the caller times its waits, and after a long one works alone for a while
-//! (see [`Patience`]).
-//!
 //! A second thread that wants the pool while it is taken runs its region alone, which neither waits nor
-//! oversubscribes the machine. After a `fork` the child builds a pool of its own. Kernels are written so that no
-//! result depends on how many threads took part.
+//! oversubscribes the machine. Where the machine has no core to spare, a worker may be off its core just when it is
+//! waited for, which costs a time slice (milliseconds): a region that waited much longer than it worked makes the
+//! next ones run on the caller alone, twice as many each time, until a trial goes well again. After a `fork` the
+//! child builds a pool of its own. Kernels are written so that no result depends on how many threads took part.
 
 use std::hint::spin_loop;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -40,11 +38,11 @@ pub const AWAKE: Duration = Duration::from_micros(1500);
 /// Work smaller than this, in nanoseconds of one thread, is done by the caller: entering a region costs about 1.6 us.
 pub(crate) const WORTH_A_REGION_NS: usize = 5_000;
 
-/// A wait for the other threads beyond which a region counts as held up: many times what a region's parts differ by.
-const HELD_UP: Duration = Duration::from_micros(200);
+/// A wait for the workers beyond what balance explains.
+const LATE: Duration = Duration::from_micros(60);
 
-/// How long the caller works alone after a region was held up: doubled each time, up to the second value.
-const ALONE: (Duration, Duration) = (Duration::from_millis(20), Duration::from_secs(2));
+/// Most regions that the caller runs alone before it tries the workers again.
+const MAX_PENALTY: usize = 4096;
 
 /// Threads asked for; 0 stands for the default.
 static THREADS: AtomicUsize = AtomicUsize::new(0);
@@ -83,33 +81,10 @@ struct Team {
     pulse: Arc<AtomicUsize>,
     /// Whether a caller is in a region.
     taken: AtomicBool,
-    /// Whether the workers come when called.
-    patience: Mutex<Patience>,
-}
-
-/// Remembers regions that were held up by a worker that had lost its core.
-#[derive(Debug, Default)]
-struct Patience {
-    /// Until when callers work alone.
-    alone_until: Option<Instant>,
-    /// How long the last such time was.
-    span: Duration,
-}
-
-impl Patience {
-    fn alone(&self, now: Instant) -> bool {
-        self.alone_until.is_some_and(|until| now < until)
-    }
-
-    /// Learn from a region: how long the caller waited after its own part, and how long that part took.
-    fn learn(&mut self, now: Instant, waited: Duration, worked: Duration) {
-        if waited > HELD_UP.max(worked * 2) {
-            self.span = (self.span * 2).clamp(ALONE.0, ALONE.1);
-            self.alone_until = Some(now + self.span);
-        } else if self.alone_until.is_some_and(|until| now > until + self.span) {
-            *self = Self::default(); // a quiet time as long as the last lonely one
-        }
-    }
+    /// Regions that the caller still runs alone, since the last one had to wait for a worker without a core.
+    alone: AtomicUsize,
+    /// What `alone` was set to last; 0 when all is well.
+    penalty: AtomicUsize,
 }
 
 impl Team {
@@ -126,7 +101,8 @@ impl Team {
             awake: Arc::default(),
             pulse: Arc::default(),
             taken: AtomicBool::new(false),
-            patience: Mutex::default(),
+            alone: AtomicUsize::new(0),
+            penalty: AtomicUsize::new(0),
         })
     }
 
@@ -145,11 +121,32 @@ impl Team {
         Ok(team)
     }
 
-    /// Keep the workers polling for [`AWAKE`] from now on.
-    fn keep_awake(&self) {
+    /// Whether the caller should run this region alone.
+    fn avoid(&self) -> bool {
+        let alone = self.alone.load(Ordering::Relaxed);
+        if alone > 0 {
+            self.alone.store(alone - 1, Ordering::Relaxed); // a count lost to another caller does no harm
+        }
+        alone > 0
+    }
+
+    /// Learn from a region: how long its caller worked, and then waited.
+    fn learn(&self, worked: Duration, waited: Duration) {
+        let penalty = self.penalty.load(Ordering::Relaxed);
+        if waited > LATE + worked / 2 {
+            let penalty = (2 * penalty).clamp(32, MAX_PENALTY);
+            self.penalty.store(penalty, Ordering::Relaxed);
+            self.alone.store(penalty, Ordering::Relaxed);
+        } else if penalty > 0 {
+            self.penalty.store(penalty / 2, Ordering::Relaxed);
+        }
+    }
+
+    /// Keep the workers polling for [`AWAKE`] from now on; whether they had to be woken.
+    fn keep_awake(&self) -> bool {
         self.pulse.fetch_add(1, Ordering::Relaxed);
         if self.awake.load(Ordering::Acquire) != 0 {
-            return; // a worker that is just giving up costs one slow region
+            return false; // a worker that is just giving up costs one slow region
         }
         self.awake.store(self.workers, Ordering::Release);
         let (awake, pulse) = (self.awake.clone(), self.pulse.clone());
@@ -157,6 +154,7 @@ impl Team {
             poll(&pulse);
             awake.fetch_sub(1, Ordering::AcqRel);
         });
+        true
     }
 }
 
@@ -203,15 +201,11 @@ pub(crate) fn for_each<T: Send>(items: Vec<T>, cost_ns: usize, f: impl Fn(T) + S
     }
     // Without workers (the system refused a thread) the caller still can do everything.
     let Ok(team) = Team::get(num_threads()) else { return items.into_iter().for_each(f) };
-    if team.taken.swap(true, Ordering::Acquire) {
+    if team.avoid() || team.taken.swap(true, Ordering::Acquire) {
         return items.into_iter().for_each(f);
     }
     let _release = OnExit(|| team.taken.store(false, Ordering::Release));
-    let started = Instant::now();
-    if team.patience.lock().unwrap_or_else(PoisonError::into_inner).alone(started) {
-        return items.into_iter().for_each(f);
-    }
-    team.keep_awake();
+    let asleep = team.keep_awake();
 
     let items: Vec<Mutex<Option<T>>> = items.into_iter().map(|i| Mutex::new(Some(i))).collect();
     let (next, left) = (AtomicUsize::new(0), AtomicUsize::new(threads - 1));
@@ -232,23 +226,20 @@ pub(crate) fn for_each<T: Send>(items: Vec<T>, cost_ns: usize, f: impl Fn(T) + S
                 take_part();
             });
         }
+        let start = Instant::now();
         take_part();
-        // The scope would put this thread to sleep; what is left is short. The few turns after the count cover the
-        // time between a job's end and the scope's own count of it.
-        let waiting = Instant::now();
-        let mut turns = 0u32;
+        // The scope would put this thread to sleep; what is left is short, unless a worker has lost its core: then
+        // this thread must not hold one either. The few turns after the count cover the time between a job's end and
+        // the scope's own count of it.
+        let (worked, mut turns) = (start.elapsed(), 0u32);
         while left.load(Ordering::Acquire) != 0 {
             turns += 1;
-            if turns % 1024 == 0 {
-                std::thread::yield_now(); // a worker may be waiting for this very core
-            } else {
-                spin_loop();
-            }
+            if turns.is_multiple_of(256) { std::thread::yield_now() } else { spin_loop() }
         }
-        let now = Instant::now();
-        let mut patience = team.patience.lock().unwrap_or_else(PoisonError::into_inner);
-        patience.learn(now, now - waiting, waiting - started);
-        drop(patience);
+        if asleep {
+            return; // waking them took what it took
+        }
+        team.learn(worked, start.elapsed() - worked);
         for _ in 0..40 {
             spin_loop();
         }
@@ -282,28 +273,6 @@ mod tests {
             sum.fetch_add(i, Ordering::Relaxed);
         });
         assert_eq!(sum.into_inner(), 4950);
-    }
-
-    #[test]
-    fn held_up_regions_make_the_caller_work_alone_for_ever_longer_and_quiet_times_end_that() {
-        let ms = Duration::from_millis;
-        let (mut p, mut now) = (Patience::default(), Instant::now());
-        p.learn(now, Duration::from_micros(5), Duration::from_micros(20));
-        assert!(!p.alone(now));
-        for span in [20, 40, 80] {
-            p.learn(now, ms(3), Duration::from_micros(20));
-            assert!(p.alone(now + ms(span - 1)) && !p.alone(now + ms(span + 1)));
-            now += ms(span + 1);
-        }
-        for _ in 0..20 {
-            p.learn(now, ms(3), Duration::from_micros(20));
-        }
-        assert!(p.alone(now + ALONE.1 - ms(1)) && !p.alone(now + ALONE.1 + ms(1)));
-        p.learn(now + ALONE.1 * 3, Duration::ZERO, Duration::from_micros(20));
-        assert_eq!(p.span, Duration::ZERO);
-        // A long wait for a long part is no hold-up.
-        p.learn(now, ms(3), ms(2));
-        assert!(!p.alone(now));
     }
 
     #[test]

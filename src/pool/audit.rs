@@ -40,19 +40,17 @@ impl State {
             ..AuditReport::default()
         };
         // Owners of each page, recounted.
-        let mut refs: Vec<u64> = self.ledger.recs.iter().map(|r| u64::from(r.raw)).collect();
+        let mut refs: Vec<u64> = self.ledger.recs.iter().map(|r| u64::from(r.raw())).collect();
         report.raw_pages = refs.iter().filter(|&&n| n > 0).count() as u32;
         self.audit_rows(&mut refs, &mut report)?;
         for (page, node) in self.cache.entries() {
             self.own(&mut refs, page, || format!("cache node {node}"))?;
-            let kept = self.ledger.recs[page as usize].node;
-            if kept != node + 1 {
-                return Err(
-                    self.fault(page, format!("page {page} is in cache node {node}, the ledger says {kept} - 1"))
-                );
+            let kept = self.ledger.recs[page as usize].node();
+            if kept != Some(node) {
+                return Err(self.fault(page, format!("page {page} is in cache node {node}, the ledger says {kept:?}")));
             }
         }
-        let noted = self.ledger.recs.iter().filter(|r| r.node != 0).count();
+        let noted = self.ledger.recs.iter().filter(|r| r.node().is_some()).count();
         if noted != self.cache.len() as usize {
             return Err(self.fault(0, format!("the ledger knows {noted} cached pages, the cache {}", self.cache.len())));
         }

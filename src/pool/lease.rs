@@ -140,14 +140,14 @@ impl State {
             let (old, new) = (r.pages, page.pages_for(positions).max(r.pages));
             if let Some(col) = shared_tail(r, line, &self.ledger.recs, page, positions) {
                 let src = line[col];
-                self.ledger.take_into(&mut line[col..=col], EventKind::Copy, owner)?;
+                self.ledger.take_into(&mut line[col..=col], EventKind::Copy, owner, as_entry)?;
                 r.held = src as u32;
                 r.version += 1;
                 let (src, dst) = (PageId::of_table(src), PageId::of_table(line[col]));
                 buffers.copies.push(PageCopy { src, dst, len: page.offset(r.committed) });
             }
             if new > old {
-                self.ledger.take_into(&mut line[old as usize..new as usize], EventKind::Alloc, owner)?;
+                self.ledger.take_into(&mut line[old as usize..new as usize], EventKind::Alloc, owner, as_entry)?;
                 r.pages = new;
                 r.version += 1;
             }
@@ -294,6 +294,11 @@ impl State {
             self.spare.push(buffers);
         }
     }
+}
+
+/// A page as the table holds it; page ids fit `i32`, which was checked when the pool was made.
+fn as_entry(page: u32) -> i32 {
+    page as i32
 }
 
 impl Ledger {

@@ -127,7 +127,7 @@ impl fmt::Debug for Pool {
 }
 
 impl Pool {
-    /// An empty pool. Allocates 20 bytes a page and the page table.
+    /// An empty pool. Allocates 12 bytes a page and the page table.
     ///
     /// # Errors
     /// [`Error::OutOfRange`] for a size outside its range, [`Error::Overflow`] where slots or the page table do not
@@ -380,7 +380,7 @@ mod tests {
             ("is wrongly or twice on the free list", |s| s.ledger.free.push(0)),
             ("on the free list: false", |s| s.ledger.free.truncate(1)),
             ("the ledger has 3 owner(s), found 2", |s| s.ledger.recs[1].refs += 1),
-            ("the ledger has 1 owner(s), found 2", |s| s.ledger.recs[3].raw = 1),
+            ("the ledger has 1 owner(s), found 2", |s| s.ledger.recs[3].aux = u32::MAX),
             ("dead column 3 holds 2", |s| s.table[3] = 2),
             ("has page 1 twice", |s| s.table[1] = 1),
             ("outside 1..9", |s| s.table[1] = 0),
@@ -388,7 +388,7 @@ mod tests {
             ("1 pages are committed", |s| s.rows[0].committed = 4),
             ("rows have a lease", |s| s.leased_rows = 0),
             ("list of free rows", |s| s.free_rows.push(0)),
-            ("the ledger says 0 - 1", |s| s.ledger.recs[1].node = 0),
+            ("the ledger says None", |s| s.ledger.recs[1].aux = 0),
             ("neither live nor free", |s| s.free_rows.clear()),
         ];
         for (what, spoil) in faults {

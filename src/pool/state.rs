@@ -31,7 +31,7 @@ pub(super) struct State {
     pub(super) leased_rows: u32,
     /// Cleared buffers of leases that ended.
     pub(super) spare: Vec<super::lease::Buffers>,
-    /// Page ids in passing: of `alloc_pages`, and of `remap`.
+    /// Page ids in passing, of `remap`.
     pub(super) scratch: Vec<i32>,
 }
 
@@ -84,7 +84,7 @@ impl State {
         }
         while (self.ledger.free.len() as u64) < need {
             let Some(page) = self.cache.evict() else { break }; // idle pages were counted: not reached
-            self.ledger.recs[page as usize].node = 0;
+            self.ledger.recs[page as usize].aux = 0;
             self.ledger.drop_ref(page, Owner::Cache)?;
         }
         Ok(())
@@ -92,23 +92,14 @@ impl State {
 
     pub(super) fn alloc_pages(&mut self, n: u32, out: &mut Vec<PageId>) -> Result<()> {
         self.make_room(n.into())?;
-        let mut ids = std::mem::take(&mut self.scratch);
-        ids.clear();
-        ids.resize(n as usize, 0);
-        let taken = self.ledger.take_into(&mut ids, EventKind::Alloc, Owner::Raw);
-        if taken.is_ok() {
-            for &page in &ids {
-                self.ledger.recs[page as usize].raw = 1;
-            }
-            out.extend(ids.iter().map(|&page| PageId::of_table(page)));
-        }
-        self.scratch = ids;
-        taken
+        let old = out.len();
+        out.resize(old + n as usize, PageId::SINK);
+        self.ledger.take_into(&mut out[old..], EventKind::Alloc, Owner::Raw, |page| PageId::of_table(page as i32))
     }
 
     pub(super) fn retain_pages(&mut self, pages: &[PageId]) -> Result<()> {
         for &page in pages {
-            let raw = self.ledger.recs.get(page.get() as usize).map_or(0, |r| r.raw);
+            let raw = self.ledger.recs.get(page.get() as usize).map_or(0, |r| r.raw());
             if raw == 0 || raw.checked_add(pages.len() as u32).is_none() {
                 return Err(Error::Invalid {
                     what: "retain_pages",
@@ -119,43 +110,12 @@ impl State {
         }
         for &page in pages {
             self.ledger.add_ref(page.get(), EventKind::Share, Owner::Raw)?;
-            self.ledger.recs[page.get() as usize].raw += 1;
         }
-        self.settle();
         Ok(())
     }
 
     pub(super) fn free_pages(&mut self, pages: &[PageId]) -> Result<()> {
-        // Take the raw owners off first: a page given more often than it is owned shows, however often it is given.
-        for (i, &page) in pages.iter().enumerate() {
-            match self.ledger.recs.get_mut(page.get() as usize) {
-                Some(rec) if rec.raw > 0 => rec.raw -= 1,
-                _ => return Err(self.refuse_free(pages, i)),
-            }
-        }
-        for &page in pages.iter().rev() {
-            self.ledger.drop_ref(page.get(), Owner::Raw)?;
-        }
-        self.settle();
-        Ok(())
-    }
-
-    /// Undo the first `done` steps of a free and name the page that can't be freed.
-    #[cold]
-    fn refuse_free(&mut self, pages: &[PageId], done: usize) -> Error {
-        for &page in &pages[..done] {
-            self.ledger.recs[page.get() as usize].raw += 1;
-        }
-        let page = pages[done].get();
-        let owners = match self.ledger.recs.get(page as usize) {
-            Some(rec) => rec.raw,
-            None => {
-                let max = i128::from(self.config.num_pages) - 1;
-                return Error::OutOfRange { what: "page to free", got: page.into(), min: 1, max };
-            }
-        };
-        let frees = pages.iter().filter(|p| p.get() == page).count() as u32;
-        self.ledger.double_free(page, owners, frees)
+        self.ledger.free_raw(pages)
     }
 
     pub(super) fn cache_lookup(&mut self, tokens: &[u32], max: u32) -> Result<(SeqId, u32)> {
@@ -193,7 +153,7 @@ impl State {
         }
         for col in have..full {
             let page = self.table[row * width + col] as u32;
-            if self.ledger.recs[page as usize].node != 0 {
+            if self.ledger.recs[page as usize].node().is_some() {
                 return Err(Error::Invalid {
                     what: "tokens to cache",
                     got: format!("sequence {seq}, page {page} of positions {}..", col * page_len),
@@ -205,7 +165,7 @@ impl State {
             let page = self.table[row * width + col] as u32;
             self.ledger.add_ref(page, EventKind::Cache, Owner::Cache)?;
             let (next, node) = self.cache.insert(at, chunk, page);
-            self.ledger.recs[page as usize].node = node + 1;
+            self.ledger.recs[page as usize].aux = node + 1;
             at = next;
         }
         Ok((full - have) as u32)
@@ -214,7 +174,7 @@ impl State {
     pub(super) fn cache_clear(&mut self) -> Result<u32> {
         let pages = self.cache.clear();
         for &page in &pages {
-            self.ledger.recs[page as usize].node = 0;
+            self.ledger.recs[page as usize].aux = 0;
             self.ledger.drop_ref(page, Owner::Cache)?;
         }
         Ok(pages.len() as u32)

@@ -10,7 +10,7 @@ use super::dlpack::{Buffer, DType, Device, Element};
 use crate::error::Result;
 
 /// A small tensor of specrs on the CPU. `torch.from_dlpack(a)` and `numpy.from_dlpack(a)` share its memory (numpy has
-/// no bfloat16 and raises `BufferError`); `tolist()` copies it. Writing into the shared memory changes this array and
+/// no bfloat16 and refuses it); `tolist()` copies it. Writing into the shared memory changes this array and
 /// nothing of specrs.
 #[pyclass(frozen, module = "specrs._specrs")]
 pub(super) struct Array {

@@ -40,9 +40,11 @@ fn classes(py: Python<'_>) -> PyResult<&Classes> {
             py,
             "SpecrsError",
             &[py.get_type::<PyException>()],
-            "Base of every error of specrs. `kind` names the core's variant; its operands are attributes.",
+            "Base of every error of specrs. `kind` names the core's variant (\"\" for one raised in Python); the operands \
+             of the variant are attributes.",
         )?;
         let base = base_py.bind(py).clone();
+        base.setattr("kind", "")?;
         let sub = |name: &str, also: Option<Bound<'_, PyType>>, doc: &str| {
             let mut bases = vec![base.clone()];
             bases.extend(also);

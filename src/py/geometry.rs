@@ -253,8 +253,8 @@ impl DraftRegion {
 }
 
 /// A checked token tree: node 0 is the root, every parent has a smaller index than its child.
-#[pyclass(frozen, eq, module = "specrs._specrs")]
-#[derive(PartialEq, Eq)]
+#[pyclass(frozen, eq, hash, module = "specrs._specrs")]
+#[derive(PartialEq, Eq, Hash)]
 pub(super) struct Tree(pub(super) geometry::Tree);
 
 #[pymethods]

@@ -178,19 +178,19 @@ impl DraftBeams {
     /// The trees of the round so far: for request i the root `roots[i]` and the best candidates by cumulative
     /// log-probability, of depth <= `max_depths[i]`, with at most `max_nodes[i]` nodes, root included, and none of a
     /// score below `min_score`. The round can go on or be finished again.
-    #[pyo3(signature = (roots, max_depths, max_nodes, min_score=f32::NEG_INFINITY))]
-    #[pyo3(text_signature = "($self, roots, max_depths, max_nodes, min_score=float('-inf'))")]
+    #[pyo3(signature = (roots, max_depths, max_nodes, min_score=None))]
     fn finish(
         &self,
         py: Python<'_>,
         roots: Vec<Int>,
         max_depths: Vec<Int>,
         max_nodes: Vec<Int>,
-        min_score: f32,
+        min_score: Option<f32>,
     ) -> PyResult<TreeBatch> {
         same_len("roots", roots.len(), "the batch", self.batch)?;
         let roots = i32s("root token", &roots)?;
         let (depths, nodes) = (u32s("max_depths", &max_depths)?, u32s("max_nodes", &max_nodes)?);
+        let min_score = min_score.unwrap_or(f32::NEG_INFINITY);
         detached(py, || {
             let mut trees = select::TreeBatch::default();
             self.state().finish_above(&roots, &depths, &nodes, min_score, &mut trees)?;

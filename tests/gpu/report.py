@@ -97,6 +97,8 @@ def main() -> int:
         "sanitizers": {r: sanitizer(a.logs / f"{r}.log", a.work / f"{r}.xml") for r in runs},
         "measurements": json.loads(bench.read_text()) if bench.exists() else None,
     }
+    control = sanitizer(a.logs / "control.log", a.work / "none")
+    report["memcheck_control"] = control and {"findings": control["findings"], "want": "more than 0"}
     main_run = report["tests"]
     ok = (
         main_run is not None
@@ -108,9 +110,15 @@ def main() -> int:
         if run is not None:  # None: this machine has no compute-sanitizer
             inner = run["tests"]
             ok = ok and run["findings"] == 0 and inner is not None and inner["failed"] == 0 and inner["passed"] > 0
+    if control is not None:
+        ok = ok and bool(control["findings"])
     report["ok"] = ok
     a.json.write_text(json.dumps(report, indent=2) + "\n")
-    print(json.dumps({k: report[k] for k in ("ok", "tests", "sanitizers", "machine", "wheel")}, indent=1))
+    print(
+        json.dumps(
+            {k: report[k] for k in ("ok", "tests", "sanitizers", "memcheck_control", "machine", "wheel")}, indent=1
+        )
+    )
     return 0 if ok else 1
 
 

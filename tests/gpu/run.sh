@@ -30,11 +30,10 @@ timeout "$limit" "${tests[@]}" --junitxml="$work/tests.xml" 2>&1 | tee "$out/tes
 
 # Under a sanitizer: without torch's caching allocator each tensor is an allocation of its own, so that an access
 # beyond it is seen. Graphs need that allocator, and size matters only for time.
+filter=(--kernel-regex kns=kv_move)
 sanitize() {
     local tool=$1 caching=$2 select=$3
     echo "== $tool (caching allocator: $caching)"
-    local filter=(--kernel-regex kns=kv_move)
-    compute-sanitizer "${filter[@]}" true >/dev/null 2>&1 || filter=()
     local no_cache=()
     [ "$caching" = off ] && no_cache=(env PYTORCH_NO_CUDA_MEMORY_CACHING=1)
     timeout "$limit" "${no_cache[@]}" compute-sanitizer --tool "$tool" "${filter[@]}" --error-exitcode 97 \
@@ -43,10 +42,20 @@ sanitize() {
 }
 # A sanitizer makes launches wait, which is what the stream tests are about.
 left_out="four_gigabytes or largest_batch or first_use or stream"
+# Whether memcheck sees the kernel at all, by a move that it must complain about.
+control() {
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout "$limit" compute-sanitizer --tool memcheck "${filter[@]}" \
+        --log-file "$out/control.log" "$python" "$root/tests/gpu/control.py" 2>&1 | tail -n 1
+    grep -q 'Invalid __global__' "$out/control.log"
+}
 if command -v compute-sanitizer >/dev/null; then
+    echo "== memcheck, control: must find errors"
+    control || { echo "nothing found with ${filter[*]}: without it" && filter=() && control; }
+    grep -m 1 -A 2 Invalid "$out/control.log"
+    tail -n 1 "$out/control.log"
     sanitize memcheck off "not ($left_out or graph)"
     sanitize memcheck on "graph and not ($left_out)"
-    sanitize racecheck on "not ($left_out)"
+    sanitize racecheck on "not ($left_out)" # of shared memory, which a kernel may come to use
 else
     echo "== compute-sanitizer is not installed: skipped"
 fi

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dlpack_ctypes import Producer
 
+from dlpack_ctypes import Producer
 from specrs import _specrs as core
 
 DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f32"}
@@ -215,7 +215,7 @@ def test_tensors_that_are_no_cache(tensor: Any, page_size: int) -> None:
 
 
 def test_cache_keeps_its_memory_alive() -> None:
-    pool, planner, seq, lease = world()
+    _, planner, seq, lease = world()
     cache = core.KvCache(np.zeros((1, 2, 64, 2, 8), dtype=np.float32), 4)
     gc.collect()
     plan = planner.extend([seq], [0], [3])
@@ -229,7 +229,7 @@ def test_cache_keeps_its_memory_alive() -> None:
 
 
 def test_kv_write_and_move(rng: torch.Generator) -> None:
-    pool, planner, seq, lease = world()
+    _, planner, seq, lease = world()
     cache = cache_of()
     plan = planner.extend([seq], [0], [5])
     k, v = torch.randn(5, 2, 8, generator=rng), torch.randn(5, 2, 8, generator=rng)
@@ -268,7 +268,7 @@ def test_kv_write_and_move(rng: torch.Generator) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_attention(page_size: int, dtype: torch.dtype, rng: torch.Generator) -> None:
-    pool, planner, seq, lease = world(page_size)
+    _, planner, seq, lease = world(page_size)
     cache = cache_of(page_size, dtype)
     k, v = torch.randn(8, 2, 8, generator=rng), torch.randn(8, 2, 8, generator=rng)
     core.kv_write(cache, 0, planner.extend([seq], [0], [8]), k, v)
@@ -288,7 +288,7 @@ def test_attention(page_size: int, dtype: torch.dtype, rng: torch.Generator) -> 
 
 
 def test_operands_of_attention() -> None:
-    pool, planner, seq, lease = world()
+    _, planner, seq, lease = world()
     cache = cache_of()
     plan = planner.extend([seq], [0], [3])
     q, out = torch.zeros(3, 4, 8), torch.full((3, 4, 8), 7.0)
@@ -318,7 +318,7 @@ def test_operands_of_attention() -> None:
 
 
 def test_rope_attention_is_its_parts(rng: torch.Generator) -> None:
-    pool, planner, seq, lease = world()
+    _, planner, seq, lease = world()
     fused, parts = cache_of(), cache_of()
     angles = torch.rand(16, 4, generator=rng)
     rope = core.RopeTable(angles.cos(), angles.sin())
@@ -391,7 +391,7 @@ def test_the_gil_is_released() -> None:
 
 
 def test_one_cache_from_many_threads() -> None:
-    pool, planner, seq, lease = world()
+    _, planner, seq, lease = world()
     cache = cache_of()
     plan = planner.extend([seq], [0], [4])
     slots = plan.out_slots.tolist()

@@ -140,7 +140,7 @@ def test_empty_batch() -> None:
 
 @pytest.mark.parametrize("value", [-1, 4, 61, 2**31 - 1, 2**31, 2**63, -(2**100)])
 def test_hostile_lengths(value: int) -> None:
-    pool, planner, seq = world(4)
+    _, planner, seq = world(4)
     beams = core.DraftBeams(1, SHAPE, None, 8)
     beams.start(torch.zeros(1, 8))
     trees = core.TreeBatch.from_parents([[-1, 0]], [[1, 2]])

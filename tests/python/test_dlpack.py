@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dlpack_ctypes import Producer
 
+from dlpack_ctypes import Producer
 from specrs import _specrs as core
 
 DTYPES = {

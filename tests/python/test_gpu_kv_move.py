@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 import textwrap
+import threading
 
 import pytest
 import torch
@@ -317,6 +318,27 @@ def test_the_stream_can_be_given():
     device.kv_move(cache, *moves, stream=side)
     assert torch.equal(bits(cache), before)  # the default stream reads before the side stream wakes
     side.synchronize()
+    assert torch.equal(bits(cache), want)
+
+
+def test_a_thread_that_has_no_context_may_launch():
+    cache = random_cache(2, 16, 2, 64, torch.bfloat16)
+    moves = on_gpu([5], [6], [0, 1])
+    want = host(cache, [5], [6], [0, 1])
+    torch.cuda.synchronize()
+    handle = torch.cuda.current_stream().cuda_stream
+    errors = []
+
+    def launch():
+        try:
+            core._device_kv_move(cache, *moves, handle)  # no call of torch before it in this thread
+        except BaseException as e:
+            errors.append(e)
+
+    thread = threading.Thread(target=launch)
+    thread.start()
+    thread.join()
+    assert not errors
     assert torch.equal(bits(cache), want)
 
 

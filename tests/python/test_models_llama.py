@@ -70,11 +70,10 @@ def build(directory: Path, variant: str, ops: Ops, **options: Any) -> LlamaModel
 @pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_and_features_equal_transformers(tmp_path: Path, variant: str, ops: str) -> None:
-    transformers = pytest.importorskip("transformers")
+    from transformers import AutoModelForCausalLM  # takes seconds to import, and only this test needs it
+
     model = build(tmp_path, variant, OPS[ops]())
-    reference = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, dtype=torch.float32, attn_implementation="eager"
-    )
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
     driver = Driver(model)
     model.set_aux_layers((0, 2, 3))
     tokens = random_tokens(90, seed=3)
@@ -109,11 +108,23 @@ def test_host_and_torch_agree(tmp_path: Path, variant: str) -> None:
     torch.testing.assert_close(logits[1], logits[3], rtol=1e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_a_token_has_the_same_bits_in_every_pass(tmp_path: Path, page_size: int, kv_dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("variant", "page_size", "kv_dtype"),
+    [
+        ("llama", 1, torch.float32),
+        ("llama", 4, torch.bfloat16),
+        ("llama", 16, torch.float32),
+        ("llama-odd-sizes", 4, torch.float32),
+        ("llama-head128", 16, torch.bfloat16),
+        ("qwen2", 4, torch.float32),
+        ("qwen3-tied", 1, torch.bfloat16),
+    ],
+)
+def test_a_token_has_the_same_bits_in_every_pass(
+    tmp_path: Path, variant: str, page_size: int, kv_dtype: torch.dtype
+) -> None:
     """Plain decoding, prefill in any chunks, any batch, and a tree's rows: bitwise equal logits on the host kernels."""
-    driver = Driver(build(tmp_path, "llama", HostOps(), dtype=torch.bfloat16), page_size=page_size, kv_dtype=kv_dtype)
+    driver = Driver(build(tmp_path, variant, HostOps(), dtype=torch.bfloat16), page_size=page_size, kv_dtype=kv_dtype)
     driver.target.set_aux_layers((1, 3))
     tokens = random_tokens(75, seed=6)
     logits, features = driver.decode_all(tokens, aux=True)

@@ -4,6 +4,7 @@ attributes, like the errors of the core: what, got, and why or limit."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from specrs._specrs import ConfigError
 
@@ -15,7 +16,7 @@ class UnsupportedModelError(ConfigError):
     when the check is against a setting given at run time).
     """
 
-    def __init__(self, what: str, got: object, why: str, path: Path | None = None) -> None:
+    def __init__(self, what: str, got: Any, why: str, path: Path | None = None) -> None:
         where = "" if path is None else f"{path}: "
         super().__init__(f"{where}{what} = {got!r}: {why}")
         self.what = what
@@ -44,7 +45,7 @@ class DraftMismatchError(ConfigError):
     Attributes: `what`, `got` (the draft's value), `limit` (what the target allows).
     """
 
-    def __init__(self, what: str, got: object, limit: object, why: str = "") -> None:
+    def __init__(self, what: str, got: Any, limit: Any, why: str = "") -> None:
         super().__init__(f"{what} = {got} of the draft head does not fit the target: {limit}{'; ' if why else ''}{why}")
         self.what = what
         self.got = got

@@ -39,8 +39,13 @@ def new_cache(
 class Linear(Protocol):
     """`x @ weight.T + bias`, with what surrounds it in a decoder layer fused in."""
 
-    in_features: int
-    out_features: int
+    @property
+    def in_features(self) -> int:
+        """Columns of the weight, K."""
+
+    @property
+    def out_features(self) -> int:
+        """Rows of the weight, N."""
 
     def forward(
         self,
@@ -172,7 +177,14 @@ class _TorchLinear:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.weight = weight
         self.bias = bias
-        self.out_features, self.in_features = weight.shape
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
 
     def forward(
         self,

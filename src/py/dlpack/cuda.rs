@@ -14,7 +14,7 @@ const CUDA: i32 = 2;
 impl Tensor {
     /// Ordinal of the CUDA device that the tensor is on.
     pub(in crate::py) fn cuda_ordinal(&self) -> Result<i32> {
-        match self.device {
+        match self.device() {
             Device { kind: CUDA, index } => Ok(index),
             other => Err(self.mismatch(format_args!("a tensor on {other}"), "a tensor on a CUDA device")),
         }

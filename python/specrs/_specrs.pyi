@@ -1,0 +1,883 @@
+"""The Rust core of specrs."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as _List
+from types import TracebackType
+from typing import Any, Literal, Protocol, SupportsIndex, final, type_check_only
+
+from typing_extensions import Self
+
+__version__: str
+
+@type_check_only
+class _Tensor(Protocol):
+    def __dlpack__(self) -> Any: ...
+
+class SpecrsError(Exception):
+    """Base of every error of specrs. `kind` names the core's variant ("" for one raised in Python); the operands of
+    the variant are attributes.
+    """
+
+    kind: str
+
+class ConfigError(SpecrsError, ValueError):
+    """A value, size, shape or element type that cannot be honoured."""
+
+    what: str
+    operand: str
+    got: Any
+    min: int
+    max: int
+    why: str
+    expr: str
+    ty: str
+    limit: Any
+    need: int
+    have: int
+    hint: str
+    want: Any
+
+class PoolExhaustedError(SpecrsError):
+    """Too few free pages or sequences; nothing was changed."""
+
+    need: int
+    free: int
+    total: int
+    limit: int
+
+class LedgerError(SpecrsError):
+    """A double free, or pages whose account does not add up."""
+
+    page: int
+    owners: int
+    frees: int
+    what: str
+    history: str
+
+class StaleHandleError(SpecrsError):
+    """A sequence, lease or plan that is no longer live."""
+
+    what: str
+    id: str
+    why: str
+
+class OutOfBoundsError(SpecrsError, IndexError):
+    """A computed index left its buffer; the access was skipped."""
+
+    kernel: str
+    buffer: str
+    request: int
+    step: int
+    index: int
+    bound: int
+
+class NonFiniteError(SpecrsError, ValueError):
+    """NaN, or a row without a finite score."""
+
+    what: str
+    value: str
+    request: int
+    row: int
+    index: int
+
+class CudaError(SpecrsError, RuntimeError):
+    """CUDA is missing, or its driver refused a call."""
+
+    call: str
+    message: str
+    reason: str
+
+class StaleOutputError(SpecrsError):
+    """A graph's output was read after a later replay."""
+
+@final
+class Array:
+    """A small tensor of specrs on the CPU. `torch.from_dlpack(a)` and `numpy.from_dlpack(a)` share its memory (numpy
+    has no bfloat16 and refuses it); `tolist()` copies it. Writing into the shared memory changes this array and
+    nothing of specrs.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the dimensions."""
+
+    @property
+    def dtype(self) -> str:
+        """Element type: `"int32"`, `"int64"`, `"float32"`, `"bfloat16"`, ..."""
+
+    def tolist(self) -> Any:
+        """The values as (nested) lists."""
+
+    def __len__(self) -> int: ...
+    def __dlpack__(
+        self,
+        *,
+        stream: Any = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any: ...
+    def __dlpack_device__(self) -> tuple[int, int]: ...
+
+@final
+class TreeShape:
+    """Shape of a dynamic draft tree: `topk` (K) branches per step, `steps` (S) steps, `draft_tokens` (V) tokens
+    verified per request, root included; `1 <= V <= 1 + K + (S-1)*K*K`. Raises `ConfigError` for anything else.
+    """
+
+    def __new__(cls, topk: SupportsIndex, steps: SupportsIndex, draft_tokens: SupportsIndex) -> Self: ...
+    @property
+    def topk(self) -> int:
+        """K: branches kept per draft step."""
+
+    @property
+    def steps(self) -> int:
+        """S: draft steps."""
+
+    @property
+    def draft_tokens(self) -> int:
+        """V: tokens verified per request, root included."""
+
+    @property
+    def candidates(self) -> int:
+        """Nodes that the draft proposes: `K + (S-1)*K*K`."""
+
+    @property
+    def draft_slots(self) -> int:
+        """Draft slots of a request in the dense layout: `K*S`."""
+
+    def clamp_depth(self, depth: SupportsIndex) -> TreeShape | None:
+        """The same tree with at most `depth` steps, V clamped with it; `None` where no step fits (verify the root
+        alone).
+        """
+
+    def __eq__(self, value: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@final
+class Geometry:
+    """Checked limits, tree shape and draft layout: every size of specrs is a property of this object. Raises
+    `ConfigError` where a limit is out of range or a size does not fit int32 indexing.
+    """
+
+    def __new__(
+        cls,
+        max_batch: SupportsIndex,
+        max_context_len: SupportsIndex,
+        page_size: SupportsIndex,
+        shape: TreeShape,
+        layout: Literal["dense", "holey"] = "dense",
+    ) -> Self: ...
+    @property
+    def max_batch(self) -> int:
+        """Largest number of requests in a batch."""
+
+    @property
+    def max_context_len(self) -> int:
+        """Largest number of tokens of a request, prompt and output together."""
+
+    @property
+    def page_size(self) -> int:
+        """P: tokens per page."""
+
+    @property
+    def shape(self) -> TreeShape:
+        """The tree shape."""
+
+    @property
+    def layout(self) -> Literal["dense", "holey"]:
+        """Draft layout in force: `"dense"` (also for K = 1 or P = 1) or `"holey"`."""
+
+    @property
+    def alloc_len_per_decode(self) -> int:
+        """Positions that one round may write beyond the committed length."""
+
+    @property
+    def reserve_per_decode(self) -> int:
+        """Twice `alloc_len_per_decode`: with overlapped scheduling the host's length lags one round."""
+
+    @property
+    def row_width(self) -> int:
+        """Positions of a request's row, whole pages."""
+
+    @property
+    def row_pages(self) -> int:
+        """Columns of a request's page table."""
+
+    @property
+    def pages_for_full_load(self) -> int:
+        """Pages of a pool in which `max_batch` requests of full context run at once, without the sink."""
+
+    @property
+    def per_branch_kv_indices(self) -> int:
+        """Width of one step's `kv_indices` in the per-branch formats; raises `ConfigError` where int32 cannot index
+        it.
+        """
+
+    @property
+    def draft_mask_words(self) -> int:
+        """64-bit words of a draft query's ancestor mask."""
+
+    @property
+    def verify_mask_words(self) -> int:
+        """64-bit words of a verify query's ancestor mask."""
+
+    def alloc_target(self, committed: SupportsIndex, allocated: SupportsIndex) -> int:
+        """Positions a request must have allocated for its next round: whole pages, never fewer than `allocated`."""
+
+    def draft_region(self, committed: SupportsIndex) -> DraftRegion:
+        """The draft region behind a prefix of `committed` tokens."""
+
+    def __eq__(self, value: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@final
+class DraftRegion:
+    """Where the draft KV of one request lives, in row positions."""
+
+    @property
+    def layout(self) -> Literal["dense", "holey"]:
+        """`"dense"` or `"holey"`."""
+
+    @property
+    def base(self) -> int:
+        """First position of the prefix's tail page."""
+
+    @property
+    def remainder(self) -> int:
+        """Tokens in the prefix's tail page, `L mod P`."""
+
+    @property
+    def pages_per_branch(self) -> int:
+        """`ceil((remainder + S) / P)`."""
+
+    @property
+    def end(self) -> int:
+        """One past the last position of the region."""
+
+    def pos(self, branch: SupportsIndex, step: SupportsIndex) -> int:
+        """Row position of branch `branch`, step `step`."""
+
+    def hole(self, branch: SupportsIndex) -> tuple[int, int, int] | None:
+        """`(src, dst, len)` of the copy that fills the hole before `branch`; `None` where there is no hole."""
+
+@final
+class Tree:
+    """A checked token tree: node 0 is the root, every parent has a smaller index than its child."""
+
+    @staticmethod
+    def from_parents(parents: _List[SupportsIndex]) -> Tree:
+        """staticmethod(function) -> method
+
+        Convert a function to be a static method.
+
+        A static method does not receive an implicit first argument. To declare a static method, use this idiom:
+
+        class C: @staticmethod def f(arg1, arg2, argN): ...
+
+        It can be called either on the class (e.g. C.f()) or on an instance (e.g. C().f()). Both the class and the
+        instance are ignored, and neither is passed implicitly as the first argument to the method.
+
+        Static methods in Python are similar to those found in Java or C++. For a more advanced concept, see the
+        classmethod builtin.
+        """
+
+    @property
+    def parents(self) -> list[int]:
+        """Parent of each node, -1 for the root."""
+
+    @property
+    def depths(self) -> list[int]:
+        """Depth of each node, 0 for the root."""
+
+    @property
+    def next_child(self) -> list[int]:
+        """First child of each node, -1 for a leaf."""
+
+    @property
+    def next_sibling(self) -> list[int]:
+        """Next child of the same parent, -1 for the last."""
+
+    def mask_bits(self) -> list[int]:
+        """One integer per node: bit j is set where node j is that node or one of its ancestors."""
+
+    def __len__(self) -> int: ...
+    def __eq__(self, value: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@final
+class Sequence:
+    """Handle of a sequence of a pool. It does not own the sequence: `Pool.release` ends it, and a handle that is
+    used afterwards raises `StaleHandleError`.
+    """
+
+    @property
+    def row(self) -> int:
+        """Row of the page table."""
+
+    @property
+    def generation(self) -> int:
+        """How often the row was used before, plus one."""
+
+    def __eq__(self, value: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@final
+class Pool:
+    """Paged KV accounts: page ids and who owns them, no KV bytes. Page 0 is the sink. Every call is all or nothing."""
+
+    def __new__(
+        cls, num_pages: SupportsIndex, page_size: SupportsIndex, max_seqs: SupportsIndex, row_pages: SupportsIndex
+    ) -> Self: ...
+    @property
+    def num_pages(self) -> int:
+        """Pages, the sink included."""
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page."""
+
+    @property
+    def max_seqs(self) -> int:
+        """Sequences that can live at once."""
+
+    @property
+    def row_pages(self) -> int:
+        """Pages that one sequence can have."""
+
+    def create(self) -> Sequence:
+        """A new sequence without pages. Raises `PoolExhaustedError` where `max_seqs` live."""
+
+    def fork(self, seq: Sequence, length: SupportsIndex) -> Sequence:
+        """A new sequence that shares the pages of the first `length` committed positions of `seq`."""
+
+    def reserve(self, wants: _List[tuple[Sequence, SupportsIndex]]) -> Lease:
+        """Pages for row positions `0..positions` of each sequence, for all of them or none (`PoolExhaustedError`).
+        The lease is a context manager: leaving it without `commit` rolls back.
+        """
+
+    def release(self, seqs: _List[Sequence]) -> None:
+        """End sequences; each page of theirs loses an owner."""
+
+    def committed(self, seq: Sequence) -> int:
+        """Valid positions of a sequence."""
+
+    def allocated(self, seq: Sequence) -> int:
+        """Positions of a sequence that have a page, whole pages."""
+
+    def pages(self, seq: Sequence) -> list[int]:
+        """Pages of a sequence, in the order of its positions."""
+
+    def cache_lookup(self, tokens: _List[SupportsIndex], max: SupportsIndex | None = None) -> tuple[Sequence, int]:
+        """A new sequence that starts with the longest cached prefix of `tokens` (full pages, at most `max`
+        positions, default all), and its length.
+        """
+
+    def cache_insert(self, seq: Sequence, tokens: _List[SupportsIndex]) -> int:
+        """Let the cache keep the full pages of `tokens`, the first committed tokens of `seq`; returns how many pages
+        were new to it.
+        """
+
+    def cache_clear(self) -> int:
+        """Empty the prefix cache; returns how many pages it had."""
+
+    def alloc_pages(self, n: SupportsIndex) -> list[int]:
+        """Take `n` pages for a caller that keeps its own sequences; all or nothing."""
+
+    def free_pages(self, pages: _List[SupportsIndex]) -> None:
+        """Give back pages of `alloc_pages`. A page given more often than it is owned raises `LedgerError`, and
+        nothing is changed.
+        """
+
+    def audit(self) -> dict[str, int]:
+        """Recount every owner of every page; raises `LedgerError` where the account is wrong, else returns the
+        counts.
+        """
+
+    def stats(self) -> dict[str, int]:
+        """Counters: pages (without the sink) and sequences."""
+
+@final
+class Lease:
+    """Pages reserved for a batch. `with pool.reserve(...) as lease:` rolls back on leaving unless `commit` was
+    called; an object that is dropped rolls back too.
+    """
+
+    @property
+    def copies(self) -> Moves:
+        """Copies (of slots) to run before anything is written under the lease, by `kv_move`."""
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """The sequences, in the order of the reservation."""
+
+    @property
+    def live(self) -> bool:
+        """Whether it has neither been committed nor rolled back."""
+
+    def commit(self, committed: _List[SupportsIndex]) -> None:
+        """Make `committed[i]` the committed length of sequence i and end the lease; overshoot pages go back, whole.
+        Where a length is refused (`ConfigError`), nothing changes and the lease stays live.
+        """
+
+    def rollback(self) -> None:
+        """Give every reserved page back and end the lease."""
+
+    def remap(self, seq: Sequence, first: SupportsIndex, order: _List[SupportsIndex]) -> None:
+        """Pages of one token only: position `first + i` of `seq` gets the page that `first + order[i]` had."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None = None,
+        exc: BaseException | None = None,
+        traceback: TracebackType | None = None,
+    ) -> Literal[False]: ...
+
+@final
+class Moves:
+    """Copies of one token's KV, in every layer, for `kv_move` to run in order."""
+
+    def __new__(
+        cls,
+        src: _List[SupportsIndex],
+        dst: _List[SupportsIndex],
+        num_slots: SupportsIndex,
+        scratch: SupportsIndex | None = None,
+    ) -> Self: ...
+    @property
+    def src(self) -> Array:
+        """Source slots, int32."""
+
+    @property
+    def dst(self) -> Array:
+        """Destination slots, int32."""
+
+    def __len__(self) -> int: ...
+
+@final
+class Plan:
+    """What one step of a batch writes and attends to, checked against the pool. Kernels refuse it
+    (`StaleHandleError`) once a row's pages have changed. B requests, Q queries.
+    """
+
+    @property
+    def phase(self) -> Literal["extend", "draft", "verify"]:
+        """`"extend"`, `"draft"` or `"verify"`."""
+
+    @property
+    def step(self) -> int | None:
+        """Step of a draft plan, else `None`."""
+
+    @property
+    def batch(self) -> int:
+        """B."""
+
+    @property
+    def queries(self) -> int:
+        """Q."""
+
+    @property
+    def rows(self) -> Array:
+        """Row of the pool's page table of each request, int32 [B]."""
+
+    @property
+    def qo_indptr(self) -> Array:
+        """First query of each request, and Q: int32 [B + 1]."""
+
+    @property
+    def prefix_lens(self) -> Array:
+        """Row positions before the queries, which all of them attend: int32 [B]."""
+
+    @property
+    def positions(self) -> Array:
+        """RoPE position of each query, int32 [Q]."""
+
+    @property
+    def out_slots(self) -> Array:
+        """Slot that each query's KV is written to, int32 [Q]."""
+
+    @property
+    def mask(self) -> Array:
+        """int64 [Q, W]: bit b of a row says that the query attends row position `prefix + b`. W = 0 in a causal
+        plan.
+        """
+
+    def page_table(self) -> Array:
+        """Pages of each request, int32 [B, columns]; 0 where it has none."""
+
+@final
+class Planner:
+    """Makes the plans of a geometry over a pool; its buffers are reused once the plans made of them are dropped."""
+
+    def __new__(cls, geometry: Geometry, pool: Pool) -> Self: ...
+    @property
+    def geometry(self) -> Geometry:
+        """The geometry."""
+
+    def set_debug(self, on: bool) -> None:
+        """Check every lane and every page of each plan from its arrays alone, and poison reused buffers: slow, to
+        find faults.
+        """
+
+    def extend(self, seqs: _List[Sequence], starts: _List[SupportsIndex], counts: _List[SupportsIndex]) -> Plan:
+        """`counts[i]` tokens of sequence i at row positions `starts[i]...`, attended causally: prefill chunks, plain
+        decoding (one token), and the draft model's pass over accepted tokens.
+        """
+
+    def draft(
+        self,
+        seqs: _List[Sequence],
+        lens: _List[SupportsIndex],
+        step: SupportsIndex,
+        beams: DraftBeams,
+        mode: Literal["ancestors", "lane"] = "ancestors",
+    ) -> Plan:
+        """The forward of the beams of draft step `step` (0-based), K queries a request. A beam attends its true
+        ancestors (`mode="ancestors"`), or its own lane's slots of the earlier steps (`"lane"`).
+        """
+
+    def verify(self, seqs: _List[Sequence], lens: _List[SupportsIndex], trees: TreeBatch) -> Plan:
+        """The target's pass over one tree a request: node j at row position `lens[i] + j`, attending the prefix and
+        its ancestors.
+        """
+
+    def commit(self, lease: Lease, seqs: _List[Sequence], lens: _List[SupportsIndex], accepts: Accepts) -> Moves:
+        """Make the accepted nodes' KV the dense end of each prefix: with pages of one token the lease's rows are
+        reordered and nothing moves; else the returned moves have to be run before the lease is committed.
+        """
+
+@final
+class KvCache:
+    """Keys and values of all layers: a CPU tensor [layers, 2, num_slots, kv_heads, head_dim], float32 or bfloat16, keys
+    at index 0 and values at 1. Slot s is position `s % page_size` of page `s // page_size`; page 0 is the sink.
+
+    The tensor's memory is shared and kept alive. Calls that write wait for each other; torch may use the tensor between
+    calls, not during one.
+    """
+
+    def __new__(cls, tensor: _Tensor, page_size: SupportsIndex) -> Self: ...
+    @property
+    def tensor(self) -> Any:
+        """The tensor it was made from."""
+
+    @property
+    def layers(self) -> int:
+        """Layers."""
+
+    @property
+    def num_slots(self) -> int:
+        """Slots, those of the sink included."""
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads."""
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a head."""
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page."""
+
+    @property
+    def dtype(self) -> Literal["float32", "bfloat16"]:
+        """`"float32"` or `"bfloat16"`."""
+
+@final
+class RopeTable:
+    """Cosines and sines, float32 [positions, half] each, of the angles that element d and element d + half of a head
+    are rotated by; the first 2 * half elements of a head are rotated.
+    """
+
+    def __new__(cls, cos: _Tensor, sin: _Tensor) -> Self: ...
+    @property
+    def positions(self) -> int:
+        """Positions."""
+
+    @property
+    def rotary_dim(self) -> int:
+        """Elements of a head that are rotated."""
+
+@final
+class PackedLinear:
+    """A linear layer whose weight [N, K] (float32, bfloat16 or float16) and optional bias [N] (float32) are packed
+    once; the originals can go. `storage` is `"bf16"` (2 bytes a weight; exact where the weight is bfloat16, else
+    rounded to nearest) or `"f32"`. `gated` says that the first N / 2 rows are a gate and the others an up projection,
+    for `forward_swiglu` alone.
+
+    A row of the output depends on its own row of x only, bit for bit: not on the other rows, nor on the threads.
+    """
+
+    def __new__(
+        cls, weight: _Tensor, bias: _Tensor | None = None, storage: Literal["bf16", "f32"] = "bf16", gated: bool = False
+    ) -> Self: ...
+    @property
+    def in_features(self) -> int:
+        """K: elements of a row of x."""
+
+    @property
+    def out_features(self) -> int:
+        """N: rows of the weight."""
+
+    @property
+    def storage(self) -> Literal["bf16", "f32"]:
+        """`"bf16"` or `"f32"`."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed weight."""
+
+    def forward(
+        self, x: _Tensor, out: _Tensor, residual: _Tensor | None = None, norm: _Tensor | None = None, eps: float = 0.0
+    ) -> None:
+        """out [M, N] = residual + linear(rms_norm(x [M, K], norm [K], eps)), all float32; residual [M, N] and norm
+        may be absent. `residual` may be `out` itself: then the product is added to what it holds.
+        """
+
+    def forward_swiglu(self, x: _Tensor, out: _Tensor, norm: _Tensor | None = None, eps: float = 0.0) -> None:
+        """For a gated weight: out [M, N / 2] = silu(gate) * up of rms_norm(x [M, K], norm [K], eps), all float32."""
+
+@final
+class DraftBeams:
+    """Candidates and beams of a batch while the draft model runs. `vocab` is the target's vocabulary; `d2t` (int64
+    [draft vocabulary]) holds the offset to add to each draft id (the EAGLE-3 format), `None` where both share one.
+
+    `start(logits)` once a round, then `advance(logits)` after each forward of the draft model; between them `tokens`
+    and `parents` are the next forward's input, K rows a request.
+    """
+
+    def __new__(cls, batch: SupportsIndex, shape: TreeShape, d2t: _Tensor | None, vocab: SupportsIndex) -> Self: ...
+    @property
+    def shape(self) -> TreeShape:
+        """The tree shape."""
+
+    @property
+    def batch(self) -> int:
+        """Requests of a round."""
+
+    @property
+    def draft_vocab(self) -> int:
+        """Columns of a row of draft logits."""
+
+    @property
+    def steps_done(self) -> int:
+        """Steps done in this round; 0 before `start`."""
+
+    def start(self, logits: _Tensor) -> None:
+        """Begin a round from the logits at the roots, float32 [batch, draft vocabulary]."""
+
+    def advance(self, logits: _Tensor) -> None:
+        """Extend the tree by one step from the logits of the beams, float32 [batch * K, draft vocabulary]."""
+
+    @property
+    def tokens(self) -> Array:
+        """Token of each beam in the target's vocabulary, int32 [batch * K]."""
+
+    @property
+    def parents(self) -> Array:
+        """Row of the previous hidden states that each beam continues, int32 [batch * K]: the request after `start`,
+        `request * K + beam` after `advance`.
+        """
+
+    def scores(self) -> list[list[float]]:
+        """Cumulative log-probabilities of the beams of each request, best first."""
+
+    def finish(
+        self,
+        roots: _List[SupportsIndex],
+        max_depths: _List[SupportsIndex],
+        max_nodes: _List[SupportsIndex],
+        min_score: float | None = None,
+    ) -> TreeBatch:
+        """The trees of the round so far: for request i the root `roots[i]` and the best candidates by cumulative
+        log-probability, of depth <= `max_depths[i]`, with at most `max_nodes[i]` nodes, root included, and none of a
+        score below `min_score`. The round can go on or be finished again.
+        """
+
+@final
+class TreeBatch:
+    """The token trees of a batch, one a request, nodes of all requests behind one another. Node 0 of each is its
+    root; indices are within the request's own tree.
+    """
+
+    @staticmethod
+    def from_parents(parents: _List[_List[SupportsIndex]], tokens: _List[_List[SupportsIndex]]) -> TreeBatch:
+        """staticmethod(function) -> method
+
+        Convert a function to be a static method.
+
+        A static method does not receive an implicit first argument. To declare a static method, use this idiom:
+
+        class C: @staticmethod def f(arg1, arg2, argN): ...
+
+        It can be called either on the class (e.g. C.f()) or on an instance (e.g. C().f()). Both the class and the
+        instance are ignored, and neither is passed implicitly as the first argument to the method.
+
+        Static methods in Python are similar to those found in Java or C++. For a more advanced concept, see the
+        classmethod builtin.
+        """
+
+    @property
+    def sizes(self) -> list[int]:
+        """Nodes of each tree."""
+
+    @property
+    def tokens(self) -> Array:
+        """Token of each node, int32 [nodes]."""
+
+    @property
+    def scores(self) -> Array:
+        """Cumulative log-probability of each node by the draft model, float32 [nodes]; 0 for roots, and for trees
+        made by `from_parents`.
+        """
+
+    @property
+    def depths(self) -> Array:
+        """Depth of each node (0 for a root), int32 [nodes]."""
+
+    @property
+    def parents(self) -> Array:
+        """Parent of each node within its tree (-1 for a root), int32 [nodes]."""
+
+    def __len__(self) -> int: ...
+
+@final
+class Sampler:
+    """Sampling parameters and token history of one request. The token at absolute position p depends on the logits, the
+    parameters, the history, the path and `(seed, p)` alone, so plain and speculative decoding draw the same.
+
+    `vocab` is the length of a logits row. `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0, a repetition
+    penalty of 1 and presence and frequency penalties of 0 do nothing. `logit_bias` maps token ids to a finite bias, or
+    -inf to forbid the token. A parameter that cannot be honoured raises `ConfigError` with its name.
+    """
+
+    def __new__(
+        cls,
+        vocab: SupportsIndex,
+        prompt_tokens: _List[SupportsIndex],
+        temperature: float = 0.0,
+        top_k: SupportsIndex = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: SupportsIndex = 0,
+        repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        logit_bias: Mapping[int, float] | None = None,
+    ) -> Self: ...
+    @property
+    def vocab(self) -> int:
+        """Length of a logits row."""
+
+    def commit(self, tokens: _List[SupportsIndex]) -> None:
+        """Add emitted tokens to the history."""
+
+    def draw(self, logits: _Tensor, position: SupportsIndex, path: _List[SupportsIndex] | None = None) -> int:
+        """The token at absolute `position` from its `logits` (float32 [vocab]); `path` are the tokens between the
+        committed history and it. Raises `NonFiniteError` for NaN, +inf, or no finite value.
+        """
+
+@final
+class Accepts:
+    """What a round accepted."""
+
+    @property
+    def paths(self) -> list[list[int]]:
+        """Accepted nodes of each request, the root (0) first."""
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """Tokens that each request emits: the accepted drafts and one more, drawn at the last accepted node."""
+
+    def __len__(self) -> int: ...
+
+def verify(trees: TreeBatch, logits: _Tensor, samplers: _List[Sampler], lens: _List[SupportsIndex]) -> Accepts:
+    """Walk each tree along the tokens that plain decoding would draw. `logits` is float32 [sum of sizes, vocab], one
+    row a node; `samplers` and `lens` (committed lengths: the roots' positions) have one entry a request. Samplers
+    are not changed. Raises `NonFiniteError` with the request and row of logits that cannot be sampled.
+    """
+
+def kv_write(cache: KvCache, layer: SupportsIndex, plan: Plan, k: _Tensor, v: _Tensor) -> None:
+    """Write keys and values, float32 [Q, kv_heads, head_dim], of `layer` to the plan's slots."""
+
+def kv_move(cache: KvCache, moves: Moves) -> None:
+    """Copy the KV of each source slot to its destination slot, in every layer, in order."""
+
+def attention(cache: KvCache, layer: SupportsIndex, plan: Plan, q: _Tensor, out: _Tensor, scale: float) -> None:
+    """Attention of q, float32 [Q, heads, head_dim], over a layer of the cache as the plan says, into out of the same
+    shape. Query heads are grouped over the cache's heads in order; scores are multiplied by `scale`. A query that
+    attends nothing gives 0.
+    """
+
+def attention_reference(
+    cache: KvCache, layer: SupportsIndex, plan: Plan, q: _Tensor, out: _Tensor, scale: float
+) -> None:
+    """`attention` as a plain softmax in float64, to compare with."""
+
+def rope_attention(
+    cache: KvCache,
+    layer: SupportsIndex,
+    plan: Plan,
+    qkv: _Tensor,
+    rope: RopeTable,
+    num_heads: SupportsIndex,
+    out: _Tensor,
+    scale: float,
+    q_norm: _Tensor | None = None,
+    k_norm: _Tensor | None = None,
+    eps: float = 0.0,
+) -> None:
+    """A layer's step around attention: norms each head of q and k (`q_norm`, `k_norm` [head_dim], optional), rotates
+    them at the plan's positions, writes k and v to the plan's slots, attends. `qkv` is float32 [Q, (num_heads + 2
+    kv_heads) * head_dim], `out` float32 [Q, num_heads * head_dim].
+    """
+
+def rms_norm(x: _Tensor, weight: _Tensor, eps: float, out: _Tensor) -> None:
+    """out [M, K] = weight [K] * x [M, K] / sqrt(mean(x^2) + eps), all float32."""
+
+def as_array(tensor: _Tensor) -> Array:
+    """An array with a copy of `tensor`'s values (CPU, contiguous): to move a tensor between DLPack libraries."""
+
+def set_num_threads(n: SupportsIndex) -> None:
+    """Use `n` threads for the kernels from now on; the default is the physical cores, at most 8."""
+
+def num_threads() -> int:
+    """Threads that the kernels use."""
+
+def certify(
+    max_batch: SupportsIndex, max_context_len: SupportsIndex, page_size: SupportsIndex, shape: TreeShape
+) -> dict[str, Any]:
+    """Prove a configuration in bounds: run the placements of every residue of the committed length in both layouts, and
+    plan and audit whole rounds.
+
+    Returns `holds` (bool), `failed` (their number), `failures` (the first of them: `what`, `layout`, `committed`,
+    `residue`, `branch`, `step`, `got`, `limit`), `residues`, `placements` and `plans` checked, `layouts` (`layout`,
+    `alloc_len_per_decode`, `reserve_per_decode`, `row_width`), `buffers` of the native format (`name`, `phase`,
+    `dtype`, `elements`, `bytes`, `formula`), `native_bytes`, and for comparison `per_branch` (a buffer) with
+    `per_branch_fits`. Raises `ConfigError` for a configuration that cannot be made.
+    """
+
+def cuda_available() -> bool:
+    """Whether CUDA kernels can run in this process: the build has them, and there are a driver and a GPU."""
+
+def cuda_unavailable_reason() -> str | None:
+    """Why `cuda_available()` is false; `None` where it is true."""
+
+def version() -> str:
+    """Version of the core."""
+
+def _device_init(ordinal: SupportsIndex) -> int:
+    """Set up CUDA device `ordinal`: retain torch's context, load the kernels, allocate the fault record. Returns its
+    compute capability, major * 10 + minor.
+    """
+
+def _device_check(ordinal: SupportsIndex) -> None:
+    """Raise `OutOfBoundsError` for what a kernel of device `ordinal` skipped since the last call."""
+
+def _device_kv_move(cache: _Tensor, src: _Tensor, dst: _Tensor, offsets: _Tensor, stream: SupportsIndex) -> None:
+    """Launch the KV move on the raw stream `stream` of the cache's device."""
+
+def _error_examples() -> list[SpecrsError]:
+    """One exception for each kind of core error, for tests and documentation."""
