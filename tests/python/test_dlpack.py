@@ -260,3 +260,33 @@ def test_hostile_descriptions(
     else:
         assert core.as_array(producer).shape == tuple(shape)
     assert producer.deleted == 1
+
+
+def test_torch_without_the_c_exchange_api() -> None:
+    class Older(torch.Tensor):  # as torch before 2.10: only Python's protocol and to_dlpack
+        __dlpack_c_exchange_api__ = None
+
+    x = torch.ones(2, 4).as_subclass(Older)
+    out = torch.zeros(2, 4).as_subclass(Older)
+    assert core.as_array(x).tolist() == [[1.0] * 4] * 2
+    core.rms_norm(x, torch.full((4,), 3.0), 0.0, out)
+    assert out.tolist() == [[3.0] * 4] * 2
+
+
+def test_a_foreign_exchange_api_is_refused_by_its_owner() -> None:
+    class Thief:
+        __dlpack_c_exchange_api__ = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+
+    with pytest.raises(core.ConfigError, match="Thief"):
+        core.as_array(Thief())
+
+
+def test_many_tensor_types() -> None:
+    """More types than are remembered."""
+    for i in range(100):
+        kind = type(f"T{i}", (torch.Tensor,), {})
+        assert core.as_array(torch.tensor([i]).as_subclass(kind)).tolist() == [i]
+
+
+def test_parameters_are_read() -> None:
+    assert core.as_array(torch.nn.Parameter(torch.ones(2))).tolist() == [1.0, 1.0]
