@@ -2,6 +2,7 @@
 //!
 //! `cargo bench --bench allocator`; `benches/bench_allocator.py` runs the same work beside vLLM's and sglang's
 //! allocators. Criterion's throughput is in pages taken (and given back, but for those kept) a second.
+#![allow(clippy::expect_used)]
 
 #[path = "workload/allocator.rs"]
 mod workload;

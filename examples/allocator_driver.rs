@@ -11,6 +11,7 @@
 mod workload;
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::io::{BufRead, Write};
 use std::time::Instant;
 
@@ -76,11 +77,11 @@ impl Driver {
     }
 
     fn raw(&mut self, pages: u32, n: u32) -> Result<String, Failure> {
-        if !self.raw.contains_key(&pages) {
+        if let Entry::Vacant(new) = self.raw.entry(pages) {
             let page = specrs::bounds::PageSize::new(16)?;
             let pool = Pool::new(PoolConfig { num_pages: pages + 1, page, max_seqs: 1, row_pages: 1 })?;
             workload::shuffle(&pool, pages)?;
-            self.raw.insert(pages, pool);
+            new.insert(pool);
         }
         let pool = &self.raw[&pages];
         let mut ids = Vec::with_capacity(n as usize);
@@ -96,14 +97,14 @@ impl Driver {
 
     fn round(&mut self, page: u32, batch: u32, pages: u32) -> Result<String, Failure> {
         let key = (page, batch, pages);
-        if !self.rounds.contains_key(&key) {
+        if let Entry::Vacant(new) = self.rounds.entry(key) {
             let mut rounds = Rounds::new(page, batch, pages)?;
             for _ in 0..COMPARED {
                 rounds.round()?;
             }
             let sum = rounds.lens.iter().map(|&l| u64::from(l)).sum();
             let free = rounds.pool.audit()?.free_pages;
-            self.rounds.insert(key, (rounds, sum, free));
+            new.insert((rounds, sum, free));
         }
         let Some((rounds, sum, free)) = self.rounds.get_mut(&key) else { return Err("no such pool".into()) };
         let (mut taken, mut cycles) = (0, 0u64);

@@ -6,32 +6,32 @@ use specrs::geometry::{Geometry, Layout, Limits, TreeShape};
 use specrs::pool::{Pool, PoolConfig, SeqId};
 
 /// Tree of the performance goals: K = 8, S = 6, V = 64.
-pub const TREE: (u32, u32, u32) = (8, 6, 64);
+pub(crate) const TREE: (u32, u32, u32) = (8, 6, 64);
 const CONTEXT: u32 = 4096;
 
 /// A batch of requests in the middle of generation.
-pub struct Rounds {
-    pub pool: Pool,
-    pub geometry: Geometry,
+pub(crate) struct Rounds {
+    pub(crate) pool: Pool,
+    pub(crate) geometry: Geometry,
     wants: Vec<(SeqId, u32)>,
     seqs: Vec<SeqId>,
     /// Committed lengths.
-    pub lens: Vec<u32>,
+    pub(crate) lens: Vec<u32>,
 }
 
 /// Length of request i at the start: between 1k and 1.5k, every offset in a page.
-pub fn start_len(i: u32) -> u32 {
+pub(crate) fn start_len(i: u32) -> u32 {
     1024 + i * 37 % 512
 }
 
 /// Tokens that request i commits in each round.
-pub fn accepted(i: u32) -> u32 {
+pub(crate) fn accepted(i: u32) -> u32 {
     1 + i % 7
 }
 
 impl Rounds {
     /// `pages` without the sink; the free list is shuffled, as in a pool that has served for a while.
-    pub fn new(page_size: u32, batch: u32, pages: u32) -> specrs::Result<Self> {
+    pub(crate) fn new(page_size: u32, batch: u32, pages: u32) -> specrs::Result<Self> {
         let limits = Limits { max_batch: batch, max_context_len: CONTEXT, page_size };
         let geometry = Geometry::new(limits, TreeShape::new(TREE.0, TREE.1, TREE.2)?, Layout::Holey)?;
         let (page, row_pages) = (geometry.page(), geometry.row_pages());
@@ -51,7 +51,7 @@ impl Rounds {
     }
 
     /// One round; returns the pages that it took (and, but for those it kept, gave back).
-    pub fn round(&mut self) -> specrs::Result<u64> {
+    pub(crate) fn round(&mut self) -> specrs::Result<u64> {
         let page = self.geometry.page();
         let mut pages = 0;
         self.wants.clear();
@@ -70,14 +70,14 @@ impl Rounds {
     }
 
     /// Back to the first lengths, when the next `rounds` rounds would leave the context.
-    pub fn rewind(&mut self, rounds: u32) -> specrs::Result<()> {
+    pub(crate) fn rewind(&mut self, rounds: u32) -> specrs::Result<()> {
         let longest = self.lens.iter().copied().max().unwrap_or(0);
         if longest + rounds * 7 > CONTEXT { self.start(self.seqs.len() as u32) } else { Ok(()) }
     }
 }
 
 /// Put the free list into random order.
-pub fn shuffle(pool: &Pool, pages: u32) -> specrs::Result<()> {
+pub(crate) fn shuffle(pool: &Pool, pages: u32) -> specrs::Result<()> {
     let mut ids: Vec<PageId> = pool.alloc_pages(pages)?;
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
     for i in (1..ids.len()).rev() {

@@ -254,14 +254,14 @@ impl World {
             .map(|(i, &id)| {
                 // Often nothing more: then the lease may not write, and shared tails stay shared.
                 let more = u32::from(more[i % 3]);
-                (id, self.seq(id).tokens.len() as u32 + if more % 4 == 0 { 0 } else { more % (p * 4 + 1) })
+                (id, self.seq(id).tokens.len() as u32 + if more.is_multiple_of(4) { 0 } else { more % (p * 4 + 1) })
             })
             .collect();
         let mut need = 0;
         for &(id, positions) in &wants {
             let s = self.seq(id);
             need += self.needed(positions as usize) - s.pages.len();
-            let tail = s.tokens.len() % p as usize != 0 && positions as usize > s.tokens.len();
+            let tail = !s.tokens.len().is_multiple_of(p as usize) && positions as usize > s.tokens.len();
             let shared = tail && s.pages.last().is_some_and(|&t| self.owners(t) + usize::from(self.cached(t)) > 1);
             need += usize::from(shared);
         }
