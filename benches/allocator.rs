@@ -25,7 +25,7 @@ fn rounds(c: &mut Criterion) {
                 if u64::from(batch) * 2048 > u64::from(pages) * u64::from(page_size) {
                     continue; // the requests themselves do not fit
                 }
-                let mut rounds = Rounds::new(page_size, batch, pages).expect("a valid configuration");
+                let mut rounds = Rounds::new(page_size, batch, pages, true).expect("a valid configuration");
                 let taken = rounds.round().expect("a pool that is large enough");
                 group.throughput(Throughput::Elements(taken));
                 group.bench_function(BenchmarkId::new(format!("P{page_size}"), batch), |b| {

@@ -2,9 +2,10 @@
 //! takes its turn between them in the same run.
 //!
 //! Each line of standard input is answered by a line of JSON:
-//! * `raw PAGES N`: take N pages of a pool of PAGES and give them back: nanoseconds a cycle, pages free afterwards;
-//! * `round PAGE_SIZE BATCH PAGES`: one round of a batch: nanoseconds a round, pages taken a round, the committed
+//! * `raw PAGES N SHUFFLED`: take N pages of a pool of PAGES and give them back: nanoseconds a cycle, pages free afterwards;
+//! * `round PAGE_SIZE BATCH PAGES SHUFFLED`: one round of a batch: nanoseconds a round, pages taken a round, the committed
 //!   lengths' sum after 32 rounds from the start and the pages free then, which the peers' accounts must equal;
+//!   SHUFFLED is 1 for a free list in random order, 0 for one in order;
 //! * `geometry PAGE_SIZE`: positions that a round reserves beyond the committed length.
 
 #[path = "../benches/workload/allocator.rs"]
@@ -56,8 +57,8 @@ fn median_ns(
 /// Pools by what they were asked for, so that an answer times no set-up.
 #[derive(Default)]
 struct Driver {
-    raw: HashMap<u32, Pool>,
-    rounds: HashMap<(u32, u32, u32), (Rounds, u64, u32)>,
+    raw: HashMap<(u32, u32), Pool>,
+    rounds: HashMap<[u32; 4], (Rounds, u64, u32)>,
 }
 
 impl Driver {
@@ -66,24 +67,26 @@ impl Driver {
         let what = words.next().unwrap_or_default();
         let n: Vec<u32> = words.map(str::parse).collect::<Result<_, _>>()?;
         match (what, n.as_slice()) {
-            ("raw", &[pages, n]) => self.raw(pages, n),
-            ("round", &[page, batch, pages]) => self.round(page, batch, pages),
+            ("raw", &[pages, n, shuffled]) => self.raw(pages, n, shuffled),
+            ("round", &[page, batch, pages, shuffled]) => self.round([page, batch, pages, shuffled]),
             ("geometry", &[page]) => {
-                let rounds = Rounds::new(page, 1, 1 << 14)?;
+                let rounds = Rounds::new(page, 1, 1 << 14, false)?;
                 Ok(format!(r#"{{"reserve": {}}}"#, rounds.geometry.reserve_per_decode()))
             }
             _ => Err(format!("unknown request {line:?}").into()),
         }
     }
 
-    fn raw(&mut self, pages: u32, n: u32) -> Result<String, Failure> {
-        if let Entry::Vacant(new) = self.raw.entry(pages) {
+    fn raw(&mut self, pages: u32, n: u32, shuffled: u32) -> Result<String, Failure> {
+        if let Entry::Vacant(new) = self.raw.entry((pages, shuffled)) {
             let page = specrs::bounds::PageSize::new(16)?;
             let pool = Pool::new(PoolConfig { num_pages: pages + 1, page, max_seqs: 1, row_pages: 1 })?;
-            workload::shuffle(&pool, pages)?;
+            if shuffled != 0 {
+                workload::shuffle(&pool, pages)?;
+            }
             new.insert(pool);
         }
-        let pool = &self.raw[&pages];
+        let pool = &self.raw[&(pages, shuffled)];
         let mut ids = Vec::with_capacity(n as usize);
         let cycle = || {
             ids.clear();
@@ -95,10 +98,10 @@ impl Driver {
         Ok(format!(r#"{{"ns": {ns}, "free": {free}}}"#))
     }
 
-    fn round(&mut self, page: u32, batch: u32, pages: u32) -> Result<String, Failure> {
-        let key = (page, batch, pages);
+    fn round(&mut self, key: [u32; 4]) -> Result<String, Failure> {
+        let [page, batch, pages, shuffled] = key;
         if let Entry::Vacant(new) = self.rounds.entry(key) {
-            let mut rounds = Rounds::new(page, batch, pages)?;
+            let mut rounds = Rounds::new(page, batch, pages, shuffled != 0)?;
             for _ in 0..COMPARED {
                 rounds.round()?;
             }

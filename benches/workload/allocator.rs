@@ -30,13 +30,16 @@ pub(crate) fn accepted(i: u32) -> u32 {
 }
 
 impl Rounds {
-    /// `pages` without the sink; the free list is shuffled, as in a pool that has served for a while.
-    pub(crate) fn new(page_size: u32, batch: u32, pages: u32) -> specrs::Result<Self> {
+    /// `pages` without the sink. With `shuffled`, the free list is in random order, as in a pool that has served for
+    /// a while; without, in order, as the peers' are.
+    pub(crate) fn new(page_size: u32, batch: u32, pages: u32, shuffled: bool) -> specrs::Result<Self> {
         let limits = Limits { max_batch: batch, max_context_len: CONTEXT, page_size };
         let geometry = Geometry::new(limits, TreeShape::new(TREE.0, TREE.1, TREE.2)?, Layout::Holey)?;
         let (page, row_pages) = (geometry.page(), geometry.row_pages());
         let pool = Pool::new(PoolConfig { num_pages: pages + 1, page, max_seqs: batch, row_pages })?;
-        shuffle(&pool, pages)?;
+        if shuffled {
+            shuffle(&pool, pages)?;
+        }
         let mut rounds = Self { pool, geometry, wants: Vec::new(), seqs: Vec::new(), lens: Vec::new() };
         rounds.start(batch)?;
         Ok(rounds)
