@@ -156,3 +156,39 @@ impl Pick {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn inverse_cdf_gives_each_token_exactly_its_weight() {
+        let weights = [0, 3, 0, 0, 2, 1, 0];
+        let token = |target| invert(weights.into_iter().enumerate(), target);
+        assert_eq!((0..6).map(token).collect::<Vec<_>>(), [1, 1, 1, 4, 4, 5]);
+        assert_eq!(fraction((1 << 53) - 1, 6), 5, "the largest random number stays below the total");
+        assert_eq!(fraction(0, u64::MAX), 0);
+    }
+
+    #[test]
+    fn masses_are_rounded_up() {
+        assert_eq!([mass(0.5, 3), mass(0.5, 4), mass(1e-300, 9), mass(1.0 - 1e-16, 9)], [2, 2, 1, 9]);
+        assert_eq!([min_weight(0.0), min_weight(1e-30), min_weight(1.0)], [0, 1, ONE]);
+    }
+
+    /// Down to single quanta, where rounding is largest.
+    #[test]
+    fn gathers_miss_no_token_of_the_weight_asked_for() {
+        let row: Vec<f32> = (0..60_000).map(|i| -(i as f32) * 5e-4).collect();
+        let law = Law::new(0.0, 1.0);
+        let mut pick = Pick::default();
+        scan::scan(&row, &mut pick.chunk_max).unwrap();
+        for weight in (0..40).chain([1000, 123_456_789, ONE / 3, ONE]) {
+            pick.gather(law, &row, weight);
+            let kept: Vec<usize> = pick.kept.iter().map(|w| key_index(w.key)).collect();
+            let heavy = row.iter().filter(|&&x| law.weight(x) >= weight).count();
+            assert_eq!(kept, (0..kept.len()).collect::<Vec<_>>(), "whole ranks, by id");
+            assert!((heavy..=heavy + 4000).contains(&kept.len()), "{weight}: {} of {heavy}", kept.len());
+        }
+    }
+}

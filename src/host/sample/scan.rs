@@ -324,12 +324,19 @@ mod tests {
         }
     }
 
+    /// For every length, and for chunks of every magnitude, down to those that are skipped.
     #[test]
-    fn sums_equal_the_sum_of_weights_for_every_length() {
+    fn sums_equal_the_sum_of_weights() {
         let law = Law::new(3.0, 0.7);
-        let row: Vec<f32> = (0..131).map(|i| 3.0 - (i * 37 % 101) as f32 * 0.21).collect();
-        for n in 0..row.len() {
-            assert_eq!(law.sum(&row[..n]), row[..n].iter().map(|&x| law.weight(x)).sum::<u64>());
+        let row: Vec<f32> = (0..40 * CHUNK).map(|i| 3.0 - (i * 37 % 101) as f32 * 0.01 - (i / CHUNK) as f32).collect();
+        let (mut chunk_max, mut chunk_sum) = (Vec::new(), Vec::new());
+        for n in (1..2 * CHUNK + 2).chain([row.len() - 1, row.len()]) {
+            scan(&row[..n], &mut chunk_max).unwrap();
+            let total = law.sum_row(&row[..n], &chunk_max, &mut chunk_sum);
+            assert_eq!(total, row[..n].iter().map(|&x| law.weight(x)).sum::<u64>());
+            for (chunk, &sum) in row[..n].chunks(CHUNK).zip(&chunk_sum) {
+                assert_eq!(sum, chunk.iter().map(|&x| law.weight(x)).sum::<u64>());
+            }
         }
     }
 
