@@ -1,4 +1,5 @@
 //! Draft selection, tree building, sampling and verification; `cargo bench --bench tree`.
+#![allow(clippy::expect_used)] // a bench stops at its first error
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use specrs::geometry::TreeShape;

@@ -68,16 +68,18 @@ impl PlainBeams {
         slots
     }
 
-    /// (tokens, parents) of the tree.
-    fn tree(&self, root: i32, max_depth: usize, max_nodes: usize) -> (Vec<i32>, Vec<i32>) {
+    /// (tokens, parents, scores) of the tree.
+    fn tree(&self, root: i32, max_depth: usize, max_nodes: usize, min_score: f32) -> (Vec<i32>, Vec<i32>, Vec<f32>) {
         let mut order: Vec<&Candidate> = self.candidates.iter().filter(|c| c.depth <= max_depth).collect();
         order.sort_by(|a, b| b.score.partial_cmp(&a.score).unwrap().then(a.index.cmp(&b.index)));
         order.truncate(max_nodes - 1);
+        order.retain(|c| c.score >= min_score);
         order.sort_by_key(|c| c.index);
         let node = |c: usize| order.iter().position(|o| o.index == c).expect("closed under ancestors") as i32 + 1;
         let parents = order.iter().map(|c| c.parent.map_or(0, node));
         let (tokens, parents): (Vec<i32>, Vec<i32>) = order.iter().map(|c| c.token).zip(parents).unzip();
-        ([vec![root], tokens].concat(), [vec![-1], parents].concat())
+        let scores: Vec<f32> = order.iter().map(|c| c.score).collect();
+        ([vec![root], tokens].concat(), [vec![-1], parents].concat(), [vec![0.0], scores].concat())
     }
 }
 
@@ -172,15 +174,18 @@ proptest! {
             let roots: Vec<i32> = (0..batch).map(|_| mix.below(draft_vocab) as i32).collect();
             let depths: Vec<u32> = (0..batch).map(|_| mix.below(s as usize + 2) as u32).collect();
             let nodes: Vec<u32> = (0..batch).map(|_| 1 + mix.below(v as usize) as u32).collect();
-            beams.finish(&roots, &depths, &nodes, &mut trees).unwrap();
+            let min_score = if mix.below(2) == 0 { f32::NEG_INFINITY } else { -(mix.below(80) as f32) / 10.0 };
+            beams.finish_above(&roots, &depths, &nodes, min_score, &mut trees).unwrap();
             prop_assert_eq!(trees.len(), batch);
             for i in 0..batch {
-                let (tokens, parents) = plain[i].tree(roots[i], depths[i] as usize, nodes[i] as usize);
+                let (tokens, parents, scores) = plain[i].tree(roots[i], depths[i] as usize, nodes[i] as usize, min_score);
                 prop_assert_eq!(&trees.tokens()[trees.range(i)], &tokens[..]);
                 prop_assert_eq!(&trees.parents()[trees.range(i)], &parents[..]);
+                prop_assert_eq!(&trees.scores()[trees.range(i)], &scores[..]);
             }
             prop_assert_eq!(trees.sizes().map(|n| n as usize).sum::<usize>(), trees.nodes());
-            prop_assert_eq!(trees.mask_words(), (trees.sizes().max().unwrap_or(0) as usize).div_ceil(64));
+            let needed = (trees.sizes().max().unwrap_or(0) as usize).div_ceil(64);
+            prop_assert!(trees.mask_words() == needed || min_score.is_finite() && trees.mask_words() > needed);
             assert_links(&trees);
         }
     }
@@ -265,7 +270,9 @@ fn selection_refuses_what_does_not_fit() {
     assert!(matches!(finish(&[0, 10], &[3, 3], &[16, 16]), Err(Error::OutOfRange { what: "root token", got: 10, .. })));
     assert!(matches!(finish(&[0, 1], &[3, 3], &[16, 17]), Err(Error::OutOfRange { what: "max_nodes", got: 17, .. })));
     assert!(matches!(finish(&[0, 1], &[3, 3], &[0, 16]), Err(Error::OutOfRange { what: "max_nodes", got: 0, .. })));
-    assert!(finish(&[0, 1], &[0, 3], &[16, 16]).is_ok());
+    let refused = beams.finish_above(&[0, 1], &[3, 3], &[16, 16], f32::NAN, &mut trees);
+    assert!(matches!(refused, Err(Error::Invalid { what: "min_score", .. })));
+    beams.finish(&[0, 1], &[0, 3], &[16, 16], &mut trees).unwrap();
     assert_eq!(trees.sizes().collect::<Vec<_>>(), [1, 5], "depth 0 is the root alone; one step has K candidates");
     let refused = TreeBatch::from_parents(&[[-1, 0]], &[[1, -4]]);
     assert!(matches!(refused, Err(Error::OutOfRange { what: "tree token", got: -4, .. })));

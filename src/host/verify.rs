@@ -8,11 +8,12 @@
 use crate::error::{Error, Result};
 use crate::host::sample::{Sampler, Scratch};
 use crate::host::select::TreeBatch;
-use crate::host::threads::num_threads;
+use crate::host::threads::{self, num_threads};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Logits of all roots together from which requests are spread over threads; below, handing out costs more.
-const PARALLEL_FROM: usize = 1 << 18;
+/// What a vocabulary entry takes in a request's walk (a few rows) on one thread, in picoseconds, greedy and sampled:
+/// decides whether threads pay.
+const COST_PS: [usize; 2] = [300, 1500];
 
 /// What a round accepted.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -62,7 +63,7 @@ struct Worker {
     scratch: Scratch,
     paths: Vec<u32>,
     tokens: Vec<i32>,
-    /// (request, where its walk starts), in increasing order of both.
+    /// (request, where its walk starts), in the order of both.
     walks: Vec<(usize, usize)>,
     fault: Option<(usize, Error)>,
 }
@@ -71,8 +72,8 @@ struct Worker {
 #[derive(Debug, Default)]
 pub struct Verifier {
     workers: Vec<Worker>,
-    /// (request, worker, walk of that worker), to put the walks in order.
-    order: Vec<(usize, usize, usize)>,
+    /// Worker of each request, and which of its walks.
+    order: Vec<(usize, usize)>,
 }
 
 /// The operands of a round, checked against each other.
@@ -87,8 +88,8 @@ struct Round<'a> {
 
 impl Verifier {
     /// Walk all trees. `logits` is `[trees.nodes(), vocab]` (f32), `samplers` and `lens` (committed lengths: the root's
-    /// absolute position) have one entry a request. Large rounds use up to [`num_threads`] threads; the
-    /// result does not depend on it. Samplers are not changed: commit the emitted tokens that are kept.
+    /// absolute position) have one entry a request. Large rounds are spread over the kernels' threads; the
+    /// result does not depend on them. Samplers are not changed: commit the emitted tokens that are kept.
     ///
     /// # Errors
     /// [`Error::Mismatch`] where counts, vocabularies or sizes differ; [`Error::NonFinite`] with the request and the
@@ -105,8 +106,9 @@ impl Verifier {
         out.clear();
         let round = Round::new(trees, logits, samplers, lens)?;
         let batch = trees.len();
-        let threads = num_threads().min(batch);
-        let threads = if batch * round.vocab < PARALLEL_FROM { threads.min(1) } else { threads };
+        let cost_ps = |s: &&Sampler| round.vocab * COST_PS[usize::from(s.config().temperature > 0.0)];
+        let cost_ns = samplers.iter().map(cost_ps).sum::<usize>() / 1000;
+        let threads = if cost_ns < threads::WORTH_A_REGION_NS { 1 } else { num_threads() }.min(batch);
         if self.workers.len() < threads {
             self.workers.resize_with(threads, Worker::default);
         }
@@ -114,24 +116,21 @@ impl Verifier {
         match &mut self.workers[..threads] {
             [] => {}
             [worker] => worker.run(round, &next),
-            workers => rayon::scope(|scope| {
-                for worker in workers {
-                    scope.spawn(|_| worker.run(round, &next));
-                }
-            }),
+            workers => threads::for_each(workers.iter_mut().collect(), cost_ns, |w| w.run(round, &next)),
         }
         let workers = &self.workers[..threads];
         // The first request with a fault, so that the error does not depend on the threads either.
         if let Some((_, e)) = workers.iter().filter_map(|w| w.fault.as_ref()).min_by_key(|f| f.0) {
             return Err(e.clone());
         }
-        self.order.clear();
+        self.order.resize(batch, (0, 0));
         for (w, worker) in workers.iter().enumerate() {
-            self.order.extend(worker.walks.iter().enumerate().map(|(n, &(request, _))| (request, w, n)));
+            for (n, &(request, _)) in worker.walks.iter().enumerate() {
+                self.order[request] = (w, n);
+            }
         }
-        self.order.sort_unstable();
         out.offsets.push(0);
-        for &(_, w, n) in &self.order {
+        for &(w, n) in &self.order {
             let worker = &workers[w];
             let end = worker.walks.get(n + 1).map_or(worker.paths.len(), |&(_, start)| start);
             let walk = worker.walks[n].1..end;
@@ -145,15 +144,14 @@ impl Verifier {
 
 impl<'a> Round<'a> {
     fn new(trees: &'a TreeBatch, logits: &'a [f32], samplers: &'a [&'a Sampler], lens: &'a [u32]) -> Result<Self> {
-        let mismatch = |operand, got: usize, want: String| {
-            if want == got.to_string() { Ok(()) } else { Err(Error::Mismatch { operand, got: got.to_string(), want }) }
+        let same = |operand, got: usize, want: usize| {
+            let error = || Error::Mismatch { operand, got: got.to_string(), want: want.to_string() };
+            if got == want { Ok(()) } else { Err(error()) }
         };
-        mismatch("samplers", samplers.len(), trees.len().to_string())?;
-        mismatch("lens", lens.len(), trees.len().to_string())?;
+        same("samplers", samplers.len(), trees.len())?;
+        same("lens", lens.len(), trees.len())?;
         let vocab = samplers.first().map_or(0, |s| s.vocab()) as usize;
-        for sampler in samplers {
-            mismatch("sampler vocabulary", sampler.vocab() as usize, vocab.to_string())?;
-        }
+        samplers.iter().try_for_each(|s| same("sampler vocabulary", s.vocab() as usize, vocab))?;
         if trees.nodes().checked_mul(vocab) != Some(logits.len()) {
             let want = format!("{} x {vocab} (nodes, vocabulary)", trees.nodes());
             return Err(Error::Mismatch { operand: "target logits", got: format!("{} values", logits.len()), want });

@@ -10,6 +10,10 @@
 //! the largest logit after bias and penalties, the lowest id on ties. Ranks (top-k, top-p) are by logit, ties by
 //! lower id.
 //!
+//! Probabilities are integers: a token's weight is `exp((logit - max) / T)` in multiples of 2^-40. Their sums are exact
+//! in any order, so a draw does not depend on vector width, threads or machine, and top-p and the inverse CDF have no
+//! rounding of their own; against the real softmax, a distribution is off by less than the rounding of f32 logits.
+//!
 //! ```
 //! use specrs::host::sample::{Sampler, SamplerConfig, Scratch};
 //! let config = SamplerConfig { temperature: 0.8, top_p: 0.9, seed: 7, ..SamplerConfig::default() };

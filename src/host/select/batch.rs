@@ -18,7 +18,7 @@ pub struct TreeBatch {
     /// Cumulative log-probability of each node, 0 for roots and where no drafter gave one.
     scores: Vec<f32>,
     mask: Vec<u64>,
-    /// Words of a mask row: `words_for` the largest tree.
+    /// Words of a mask row: `words_for` the largest tree that the limits allowed.
     words: usize,
     /// Where each request's nodes start; the last entry is the number of nodes. Empty for an empty batch that was
     /// never begun; [`TreeBatch::offsets`] hides that.
@@ -175,7 +175,7 @@ impl TreeBatch {
         &self.mask
     }
 
-    /// 64-bit words of a mask row: `words_for` the largest tree of the batch.
+    /// 64-bit words of a mask row: enough for the largest tree of the batch.
     pub fn mask_words(&self) -> usize {
         self.words
     }

@@ -3,10 +3,10 @@
 use crate::bounds::MAX_TOPK;
 use crate::error::{Error, Result, in_range};
 use crate::host::sample::scan::{self, Law, ONE, RowFault, key_index, key_logit};
-use crate::host::threads::num_threads;
+use crate::host::threads::{self, num_threads};
 
-/// Logits from which rows are spread over threads; below, handing out costs more.
-const PARALLEL_FROM: usize = 1 << 17;
+/// What a logit takes on one thread, in picoseconds: decides whether threads pay.
+const COST_PS: usize = 1000;
 
 /// The k most probable entries of each row, with their log-probabilities; buffers are reused between calls.
 #[derive(Debug, Default)]
@@ -40,7 +40,8 @@ impl TopK {
         let rows = logits.len() / vocab;
         self.ids.resize(rows * k, 0);
         self.log_probs.resize(rows * k, 0.0);
-        let threads = if logits.len() < PARALLEL_FROM { 1 } else { num_threads().min(rows) };
+        let cost_ns = logits.len() * COST_PS / 1000;
+        let threads = if cost_ns < threads::WORTH_A_REGION_NS { 1 } else { num_threads().min(rows) };
         if self.workers.len() < threads {
             self.workers.resize_with(threads, Worker::default);
         }
@@ -51,10 +52,8 @@ impl TopK {
         if threads <= 1 {
             parts.for_each(|((logits, (ids, log_probs)), worker)| worker.rows(logits, vocab, k, ids, log_probs));
         } else {
-            rayon::scope(|scope| {
-                for ((logits, (ids, log_probs)), worker) in parts {
-                    scope.spawn(move |_| worker.rows(logits, vocab, k, ids, log_probs));
-                }
+            threads::for_each(parts.collect(), cost_ns, |((logits, (ids, log_probs)), worker)| {
+                worker.rows(logits, vocab, k, ids, log_probs);
             });
         }
         let used = rows.div_ceil(share);
