@@ -95,6 +95,26 @@ impl PoolConfig {
     }
 }
 
+impl PoolConfig {
+    /// Refuse sizes whose accounts the allocator has no room for: the allocations themselves would end the process.
+    fn check_memory(&self, events: u32) -> Result<()> {
+        // Upper bounds: 24 bytes a page, 64 a row beside its columns, 32 an event (rounded up to a power of two).
+        let (n, s, w) = (u64::from(self.num_pages), u64::from(self.max_seqs), u64::from(self.row_pages));
+        let bytes = 24 * n + s * (4 * w + 64) + 64 * u64::from(events);
+        let mut probe = Vec::<u8>::new();
+        let given = usize::try_from(bytes).is_ok_and(|b| probe.try_reserve_exact(b).is_ok());
+        std::hint::black_box(&probe); // or the allocation may be optimised away as unused
+        if given {
+            return Ok(());
+        }
+        Err(Error::Invalid {
+            what: "pool",
+            got: format!("num_pages {n}, max_seqs {s} * row_pages {w}"),
+            why: format!("its accounts need up to {bytes} bytes, which the system does not give"),
+        })
+    }
+}
+
 /// Counters of a pool. Pages are without the sink.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PoolStats {
@@ -131,7 +151,7 @@ impl Pool {
     ///
     /// # Errors
     /// [`Error::OutOfRange`] for a size outside its range, [`Error::Overflow`] where slots or the page table do not
-    /// fit `int32` indexing.
+    /// fit `int32` indexing, [`Error::Invalid`] where there is no memory for its accounts.
     pub fn new(config: PoolConfig) -> Result<Self> {
         Self::with_history(config, DEFAULT_HISTORY)
     }
@@ -141,6 +161,7 @@ impl Pool {
     pub fn with_history(config: PoolConfig, events: u32) -> Result<Self> {
         config.check()?;
         in_range("history events", events, 1, 1 << 28)?;
+        config.check_memory(events)?;
         Ok(Self { config, state: Arc::new(RwLock::new(State::new(config, events))) })
     }
 

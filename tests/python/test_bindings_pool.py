@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -222,3 +224,23 @@ def test_products_that_leave_int32() -> None:
         with pytest.raises(core.ConfigError) as e:
             core.Pool(*sizes)
         assert e.value.kind == "Overflow"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
+def test_sizes_without_memory_are_an_error() -> None:
+    script = """
+import resource
+from specrs import _specrs as core
+resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
+for sizes in [(2**31 - 1, 1, 1, 1), (2, 1, 2**20, 2047)]:
+    try:
+        core.Pool(*sizes)
+    except core.ConfigError as e:
+        print(e)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2
+    assert "num_pages 2147483647" in lines[0]
+    assert "max_seqs 1048576 * row_pages 2047" in lines[1]
+    assert all("bytes" in line for line in lines)
