@@ -26,6 +26,7 @@ import importlib.util
 import logging
 import statistics
 import sys
+import time
 import types
 from collections.abc import Callable
 from functools import partial
@@ -99,7 +100,7 @@ def vllm_block_pool() -> Any:
 def function_of(path: Any, name: str) -> Any:
     """One function of a file that does not import, by its syntax tree."""
     tree = ast.parse(path.read_text())
-    found = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name]
+    found: list[ast.stmt] = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name]
     future = ast.parse("from __future__ import annotations").body
     names: dict[str, Any] = {"torch": torch}
     exec(compile(ast.Module(future + found[:1], []), str(path), "exec"), names)
@@ -174,10 +175,10 @@ class VllmRounds(Batch):
             self.pool.free_blocks(blocks[kept:])
             spent.append(blocks[:kept])
 
-        time = once(work)
+        took = once(work)
         self.kept.extend(spent)
         self.step()
-        return time
+        return took
 
 
 class SglangRounds(Batch):
@@ -218,10 +219,10 @@ class SglangRounds(Batch):
                     allocator.free_page_ids(out[firsts] // self.page)
             spent.append(out)
 
-        time = once(work)
+        took = once(work)
         self.slots.append(spent[0][stays])
         self.step()
-        return time
+        return took
 
 
 class SpecrsRounds(Batch):
@@ -248,8 +249,6 @@ class SpecrsRounds(Batch):
 
 def once(work: Callable[[], None]) -> float:
     """Seconds of one call; rounds can't be repeated, since each starts where the last one ended."""
-    import time
-
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
@@ -257,7 +256,7 @@ def once(work: Callable[[], None]) -> float:
 
 def rounds_of(make: Callable[[], Any]) -> tuple[Timer, Any]:
     """A timer that gives the median of 8 rounds, beginning anew before requests would grow too long."""
-    state = {"rounds": make(), "left": 256}
+    state: dict[str, Any] = {"rounds": make(), "left": 256}
 
     def sample() -> float:
         if state["left"] <= 0:
@@ -265,9 +264,14 @@ def rounds_of(make: Callable[[], Any]) -> tuple[Timer, Any]:
                 state["rounds"].end()
             state["rounds"], state["left"] = make(), 256
         state["left"] -= 8
-        return statistics.median(state["rounds"].round() for _ in range(8))
+        return float(statistics.median(state["rounds"].round() for _ in range(8)))
 
     return sample, state["rounds"]
+
+
+def ask(driver: Driver, *words: object) -> float:
+    """Seconds of one cycle by the Rust core."""
+    return float(driver.ask(*words)["ns"]) * 1e-9
 
 
 def specrs_module() -> Any:
@@ -302,14 +306,14 @@ def bench_raw(driver: Driver, block_pool: Any, allocators: tuple[Any, Any], repe
                 bound.free_pages(bound.alloc_pages(n))
 
             candidates: dict[str, Timer] = {
-                "specrs": lambda n=n, pages=pages: driver.ask("raw", pages, n, 0)["ns"] * 1e-9,
-                "specrs_shuffled": lambda n=n, pages=pages: driver.ask("raw", pages, n, 1)["ns"] * 1e-9,
-                "vllm": lambda f=with_vllm: seconds(f),
-                "sglang_p1": lambda f=with_token: seconds(f),
-                "sglang_p64": lambda f=with_paged: seconds(f),
+                "specrs": partial(ask, driver, "raw", pages, n, 0),
+                "specrs_shuffled": partial(ask, driver, "raw", pages, n, 1),
+                "vllm": partial(seconds, with_vllm),
+                "sglang_p1": partial(seconds, with_token),
+                "sglang_p64": partial(seconds, with_paged),
             }
             if bound:
-                candidates["specrs_python"] = lambda f=with_bindings: seconds(f)
+                candidates["specrs_python"] = partial(seconds, with_bindings)
             medians = interleave(candidates, repeats)
             free = {
                 "specrs": driver.ask("raw", pages, n, 0)["free"],
@@ -350,8 +354,8 @@ def bench_rounds(driver: Driver, block_pool: Any, allocators: tuple[Any, Any], r
                 if module:
                     makers["specrs_python"] = partial(SpecrsRounds, module, *shape, pages)
                 candidates: dict[str, Timer] = {
-                    "specrs": lambda args=(page, batch, pages, 0): driver.ask("round", *args)["ns"] * 1e-9,
-                    "specrs_shuffled": lambda args=(page, batch, pages, 1): driver.ask("round", *args)["ns"] * 1e-9,
+                    "specrs": partial(ask, driver, "round", page, batch, pages, 0),
+                    "specrs_shuffled": partial(ask, driver, "round", page, batch, pages, 1),
                 }
                 for name, make in makers.items():
                     candidates[name], made[name] = rounds_of(make)
