@@ -446,3 +446,55 @@ fn history_is_bounded() {
         "{e}"
     );
 }
+
+/// One script on pools of every size, so that the pages run out at each of its calls in turn: a call that does not
+/// get its pages changes nothing, and afterwards nothing is missing.
+#[test]
+fn exhaustion_at_every_point() {
+    for page in [1u32, 4, 16, 64] {
+        let mut ran_out = std::collections::BTreeSet::new();
+        for pages in 1..=30 {
+            let p = pool(pages, page, 8, 12);
+            let mut run = |at: u32, wants: &[(specrs::pool::SeqId, u32)], to: &[u32]| {
+                let before = snapshot(&p);
+                match p.reserve(wants) {
+                    Ok(lease) => lease.commit(to).unwrap(),
+                    Err(Error::PoolExhausted { need, free, total }) => {
+                        assert!(need > free && total == u64::from(pages));
+                        assert_eq!(snapshot(&p), before);
+                        ran_out.insert(at);
+                    }
+                    Err(e) => panic!("{e}"),
+                }
+                p.audit().unwrap();
+            };
+            let (a, b) = (p.create().unwrap(), p.create().unwrap());
+            let half = page.div_ceil(2);
+            run(0, &[(a, 2 * page), (b, page + half)], &[2 * page, page + half]);
+            let c = p.fork(b, p.committed(b).unwrap()).unwrap();
+            let (lb, lc) = (p.committed(b).unwrap(), p.committed(c).unwrap());
+            run(1, &[(b, lb + page), (c, lc + 2 * page)], &[lb + 1, lc + page]);
+            let la = p.committed(a).unwrap();
+            p.cache_insert(a, &vec![3; la as usize]).unwrap();
+            p.release(&[a]).unwrap();
+            // What the cache alone holds makes room here.
+            let lc = p.committed(c).unwrap();
+            run(2, &[(c, lc + 4 * page)], &[lc + 4 * page]);
+            let (d, ld) = p.cache_lookup(&vec![3; 2 * page as usize], 2 * page).unwrap();
+            run(3, &[(d, ld + 8 * page)], &[ld]);
+            let before = snapshot(&p);
+            match p.alloc_pages(9) {
+                Ok(raw) => p.free_pages(&raw).unwrap(),
+                Err(e) => {
+                    assert!(matches!(e, Error::PoolExhausted { need: 9, .. }), "{e}");
+                    assert_eq!(snapshot(&p), before);
+                    ran_out.insert(4);
+                }
+            }
+            p.release(&[b, c, d]).unwrap();
+            p.cache_clear().unwrap();
+            assert_eq!(p.audit().unwrap().free_pages, pages);
+        }
+        assert_eq!(ran_out.len(), 5, "P = {page}: the pages ran out only at {ran_out:?}");
+    }
+}

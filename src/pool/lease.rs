@@ -96,7 +96,7 @@ impl Lease {
     /// (beyond the present length, for a sequence reserved no further than that).
     pub fn commit(mut self, committed: &[u32]) -> Result<(), Box<Refused>> {
         let ended = match self.pool.write() {
-            Ok(mut state) => state.commit(self.id, &mut self.buffers, committed),
+            Ok(mut state) => state.commit(&mut self.buffers, committed),
             Err(e) => Err(e),
         };
         match ended {
@@ -230,10 +230,7 @@ impl State {
         Ok(())
     }
 
-    fn commit(&mut self, id: u64, buffers: &mut Buffers, committed: &[u32]) -> Result<()> {
-        if id == 0 {
-            return Err(Error::Dead { what: "lease", id: "0".into(), why: "it has ended".into() });
-        }
+    fn commit(&mut self, buffers: &mut Buffers, committed: &[u32]) -> Result<()> {
         let page = self.config.page;
         if committed.len() != buffers.seqs.len() {
             let (got, want) = (committed.len().to_string(), buffers.seqs.len().to_string());

@@ -3,7 +3,7 @@
 //! The model (`model.rs`) keeps lists of pages and counts owners by walking them; it also plays the engine: it runs
 //! a lease's copies, writes KV into every slot it may write, and checks after each step that every sequence still
 //! reads its own. So a page with two writers, a missed copy, or a cache entry of other tokens shows as wrong KV, and
-//! a leak or a double free as a difference in the accounts. `PROPTEST_CASES` sets a longer run.
+//! a leak or a double free as a difference in the accounts. `SPECRS_TEST_LONG` asks for a longer run.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -144,7 +144,8 @@ fn sizes() -> impl Strategy<Value = (u32, u32, u32, u32)> {
 #[test]
 fn agrees_with_the_model() {
     let default = Config::default();
-    let config = Config { cases: default.cases.max(1500), failure_persistence: None, ..default };
+    let cases = if std::env::var_os("SPECRS_TEST_LONG").is_some() { 40_000 } else { 3000 };
+    let config = Config { cases, failure_persistence: None, ..default };
     let steps = Cell::new(0u64);
     let done = TestRunner::new(config).run(&(sizes(), vec(op(), 1..200)), |((pages, page, seqs, width), ops)| {
         let mut world = World::new(pages, page, seqs, width);
