@@ -6,14 +6,14 @@
 use half::bf16;
 use pulp::Simd;
 
-use super::act::exp;
+use super::act::{exp, exp_lanes};
 use super::kv::KvData;
 
 /// Logical keys of a block: the unit of the online softmax.
 pub(crate) const BLOCK: usize = 32;
 /// Blocks of a span: the unit that can be worked on apart and merged in order.
 pub(crate) const SPAN_BLOCKS: usize = 4;
-/// Lanes that the softmax works on at a time, on every machine.
+/// Rows are padded to a multiple of the longest vector.
 const W: usize = 16;
 
 /// Keys and values [slots, kv_heads, head_dim] of a layer.
@@ -113,6 +113,7 @@ impl State {
     }
 
     /// Add a later span. Rows that have no keys in it stay as they are, to the bit.
+    #[inline(always)] // into code compiled for FMA: `mul_add` is a call elsewhere
     fn merge(&mut self, later: &State, rows: usize, padded: usize) {
         for r in 0..rows {
             let (a, b) = (self.max[r], later.max[r]);
@@ -195,11 +196,13 @@ impl Tile {
     }
 
     /// Add the span that another tile of the same rows has worked on.
+    #[inline(always)]
     pub(crate) fn merge(&mut self, later: &Tile) {
         self.total.merge(&later.span, self.rows, self.padded);
     }
 
     /// The span is complete: add it to the total.
+    #[inline(always)]
     pub(crate) fn end_span(&mut self) {
         self.total.merge(&self.span, self.rows, self.padded);
         self.span.clear();
@@ -210,9 +213,9 @@ impl Tile {
     pub(crate) fn finish(&self, first: usize, out: &mut [f32]) {
         for (r, out) in (first..).zip(out.chunks_exact_mut(self.dim)) {
             let (sum, acc) = (self.total.sum[r], &self.total.acc[r * self.padded..]);
-            let none = sum == 0.0;
+            let inverse = 1.0 / sum;
             for (o, &a) in out.iter_mut().zip(acc) {
-                *o = if none { 0.0 } else { a / sum };
+                *o = if sum == 0.0 { 0.0 } else { a * inverse };
             }
         }
     }
@@ -234,7 +237,7 @@ impl Tile {
         let [k_scratch, v_scratch] = &mut self.scratch;
         let k = keys.rows(keys.k, head, slots, k_scratch);
         scores(s, &self.q, self.stride, self.rows, self.dim, &k, n, &mut self.scores);
-        softmax(&mut self.scores, self.stride, n, &self.counts, &mut self.span, &mut self.factor);
+        softmax(s, &mut self.scores, self.stride, self.rows, n, &self.counts, &mut self.span, &mut self.factor);
         let v = keys.rows(keys.v, head, slots, v_scratch);
         let weights = Weights { p: &self.scores, stride: self.stride, factor: &self.factor, counts: &self.counts };
         weights.add(s, &v, self.rows, self.padded, &mut self.span.acc);
@@ -305,32 +308,48 @@ fn dots<S: Simd, const K: usize, const V: usize>(
 
 /// Turn a block's scores into weights: new maximum, factor for what came before, exponentials and their sum.
 #[inline(always)]
-fn softmax(scores: &mut [f32], stride: usize, n: usize, counts: &[u32], state: &mut State, factor: &mut [f32]) {
-    let groups = counts.as_chunks::<W>().0.iter();
-    let groups = groups.zip(state.max.as_chunks_mut::<W>().0).zip(state.sum.as_chunks_mut::<W>().0);
-    for (g, (((counts, max), sum), factor)) in groups.zip(factor.as_chunks_mut::<W>().0).enumerate() {
-        let before = *max;
-        for (key, row) in scores.chunks_exact_mut(stride).take(n).enumerate() {
-            let Some(row) = row[g * W..].first_chunk_mut::<W>() else { continue };
-            for i in 0..W {
-                let x = if (key as u32) < counts[i] { row[i] } else { f32::NEG_INFINITY };
-                row[i] = x;
-                max[i] = if x > max[i] { x } else { max[i] };
+#[allow(clippy::too_many_arguments)]
+fn softmax<S: Simd>(
+    s: S,
+    scores: &mut [f32],
+    stride: usize,
+    rows: usize,
+    n: usize,
+    counts: &[u32],
+    state: &mut State,
+    factor: &mut [f32],
+) {
+    let none = s.splat_f32s(f32::NEG_INFINITY);
+    let whole = counts[..rows].iter().all(|&c| c as usize == n);
+    let lanes = S::F32_LANES;
+    for at in (0..rows).step_by(lanes) {
+        let before = S::as_simd_f32s(&state.max[at..at + lanes]).0[0];
+        let mut max = before;
+        if whole {
+            for row in scores.chunks_exact(stride).take(n) {
+                let x = S::as_simd_f32s(&row[at..at + lanes]).0[0];
+                max = s.select_f32s(s.greater_than_f32s(x, max), x, max);
+            }
+        } else {
+            let counts = S::as_simd_u32s(&counts[at..at + lanes]).0[0];
+            for (key, row) in scores.chunks_exact_mut(stride).take(n).enumerate() {
+                let x = &mut S::as_mut_simd_f32s(&mut row[at..at + lanes]).0[0];
+                *x = s.select_f32s(s.less_than_u32s(s.splat_u32s(key as u32), counts), *x, none);
+                max = s.select_f32s(s.greater_than_f32s(*x, max), *x, max);
             }
         }
-        let mut base = *max;
-        for i in 0..W {
-            base[i] = if base[i] == f32::NEG_INFINITY { 0.0 } else { base[i] };
-            factor[i] = exp(before[i] - base[i]);
-            sum[i] *= factor[i];
-        }
+        let base = s.select_f32s(s.equal_f32s(max, none), s.splat_f32s(0.0), max);
+        let scale = exp_lanes(s, s.sub_f32s(before, base));
+        let sum = &mut S::as_mut_simd_f32s(&mut state.sum[at..at + lanes]).0[0];
+        let mut total = s.mul_f32s(*sum, scale);
         for row in scores.chunks_exact_mut(stride).take(n) {
-            let Some(row) = row[g * W..].first_chunk_mut::<W>() else { continue };
-            for i in 0..W {
-                row[i] = exp(row[i] - base[i]);
-                sum[i] += row[i];
-            }
+            let x = &mut S::as_mut_simd_f32s(&mut row[at..at + lanes]).0[0];
+            *x = exp_lanes(s, s.sub_f32s(*x, base));
+            total = s.add_f32s(total, *x);
         }
+        *sum = total;
+        S::as_mut_simd_f32s(&mut state.max[at..at + lanes]).0[0] = max;
+        S::as_mut_simd_f32s(&mut factor[at..at + lanes]).0[0] = scale;
     }
 }
 

@@ -21,7 +21,7 @@
 use half::{bf16, f16};
 use pulp::{Simd, WithSimd};
 
-use super::act::silu;
+use super::act::{silu, silu_lanes};
 use super::linear_tile::{Bf16Line, F32Line, Line, PANEL, max_rows, panel_times_tile, row_tiles};
 use super::norm::{RmsNorm, norm_row};
 use super::{simd, threads};
@@ -408,7 +408,7 @@ impl<L: Line> WithSimd for Work<'_, '_, L> {
                 for (r, acc) in acc[..tile].iter_mut().enumerate() {
                     let out = &mut part.rows[r0 + r];
                     if linear.gated {
-                        finish_gated(linear, p, p - part.panels.start, acc, out);
+                        finish_gated(s, linear, p, p - part.panels.start, acc, out);
                     } else {
                         finish(linear, p, p - part.panels.start, add, at + r, acc, out);
                     }
@@ -447,7 +447,7 @@ fn finish(w: &PackedLinear, p: usize, i: usize, add: Add<'_>, row: usize, acc: &
 
 /// Bias and SwiGLU of one row of panel `p`, the `i`th of the part.
 #[inline(always)]
-fn finish_gated(w: &PackedLinear, p: usize, i: usize, acc: &mut [f32; PANEL], out: &mut [f32]) {
+fn finish_gated<S: Simd>(s: S, w: &PackedLinear, p: usize, i: usize, acc: &mut [f32; PANEL], out: &mut [f32]) {
     let half = w.n / 2;
     let cols = p * 16..((p + 1) * 16).min(half);
     let out = &mut out[i * 16..i * 16 + cols.len()];
@@ -458,7 +458,9 @@ fn finish_gated(w: &PackedLinear, p: usize, i: usize, acc: &mut [f32; PANEL], ou
             up[c] += bias[half + n];
         }
     }
-    for ((o, &g), &u) in out.iter_mut().zip(gate.iter()).zip(up.iter()) {
-        *o = silu(g) * u;
+    let (gate, up) = (S::as_mut_simd_f32s(gate).0, S::as_simd_f32s(up).0);
+    for (g, &u) in gate.iter_mut().zip(up) {
+        *g = s.mul_f32s(silu_lanes(s, *g), u);
     }
+    out.copy_from_slice(&acc[..out.len()]);
 }
