@@ -22,6 +22,7 @@ use half::{bf16, f16};
 use pulp::{Simd, WithSimd};
 
 use super::act::{silu, silu_lanes};
+use super::linear_memory::Memory;
 use super::linear_tile::{Bf16Line, F32Line, Line, PANEL, max_rows, panel_times_tile, row_tiles};
 use super::norm::{RmsNorm, norm_row};
 use super::{simd, threads};
@@ -76,22 +77,17 @@ pub enum Add<'a> {
     Out,
 }
 
-#[derive(Debug, Clone)]
-enum Panels {
-    Bf16(Vec<Bf16Line>),
-    F32(Vec<F32Line>),
-}
-
 /// A weight packed for [`forward`](Self::forward) or, where it stacks gate and up projection, for
 /// [`forward_swiglu`](Self::forward_swiglu).
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub struct PackedLinear {
     /// Rows of the weight.
     n: usize,
     /// Columns of the weight; always > 0.
     k: usize,
-    /// Panel p is lines `p * k..(p + 1) * k`; columns past the last row are zero.
-    panels: Panels,
+    storage: Storage,
+    /// [`Bf16Line`]s or [`F32Line`]s: panel p is lines `p * k..(p + 1) * k`; columns past the last row are zero.
+    panels: Memory,
     /// n elements, in the weight's order.
     bias: Option<Vec<f32>>,
     /// Whether column c < 16 of a panel is gate row `16 p + c` and column 16 + c the up row of the same channel.
@@ -101,7 +97,7 @@ pub struct PackedLinear {
 impl PackedLinear {
     /// Pack a weight [n, k] with an optional bias [n].
     pub fn new(weight: Weight<'_>, n: usize, k: usize, bias: Option<&[f32]>, storage: Storage) -> Result<Self> {
-        Self::pack(weight, n, k, bias, storage, false)
+        Self::build(weight, n, k, bias, storage, false)
     }
 
     /// Pack a weight [n, k] whose first n / 2 rows are the gate and whose other rows are the up projection.
@@ -113,10 +109,10 @@ impl PackedLinear {
                 why: "gate and up have equally many rows: the number must be even".into(),
             });
         }
-        Self::pack(weight, n, k, bias, storage, true)
+        Self::build(weight, n, k, bias, storage, true)
     }
 
-    fn pack(w: Weight<'_>, n: usize, k: usize, bias: Option<&[f32]>, storage: Storage, gated: bool) -> Result<Self> {
+    fn build(w: Weight<'_>, n: usize, k: usize, bias: Option<&[f32]>, storage: Storage, gated: bool) -> Result<Self> {
         if k == 0 || n.checked_mul(k) != Some(w.len()) {
             return Err(Error::Mismatch {
                 operand: "weight",
@@ -132,10 +128,10 @@ impl PackedLinear {
             });
         }
         let panels = match storage {
-            Storage::Bf16 => Panels::Bf16(lines(w, n, k, gated)),
-            Storage::F32 => Panels::F32(lines(w, n, k, gated)),
+            Storage::Bf16 => pack::<Bf16Line>(w, n, k, gated),
+            Storage::F32 => pack::<F32Line>(w, n, k, gated),
         };
-        Ok(Self { n, k, panels, bias: bias.map(<[f32]>::to_vec), gated })
+        Ok(Self { n, k, storage, panels, bias: bias.map(<[f32]>::to_vec), gated })
     }
 
     /// Rows of the weight.
@@ -155,18 +151,16 @@ impl PackedLinear {
 
     /// How the weight is stored.
     pub fn storage(&self) -> Storage {
-        match self.panels {
-            Panels::Bf16(_) => Storage::Bf16,
-            Panels::F32(_) => Storage::F32,
-        }
+        self.storage
     }
 
     /// Bytes of the packed weight.
     pub fn bytes(&self) -> usize {
-        match &self.panels {
-            Panels::Bf16(l) => l.len() * Bf16Line::BYTES,
-            Panels::F32(l) => l.len() * F32Line::BYTES,
-        }
+        self.panels.bytes().len()
+    }
+
+    fn lines<L: Line>(&self) -> &[L] {
+        bytemuck::cast_slice(self.panels.bytes())
     }
 
     /// `out = norm(x) W^T + bias + add`: x [m, k], out [m, n]. Every element of `out` is written.
@@ -236,9 +230,9 @@ impl PackedLinear {
             true if n < half => (n / 16, n % 16),
             true => ((n - half) / 16, 16 + (n - half) % 16),
         };
-        Some(match &self.panels {
-            Panels::Bf16(l) => l[p * self.k + k].get(c),
-            Panels::F32(l) => l[p * self.k + k].get(c),
+        Some(match self.storage {
+            Storage::Bf16 => self.lines::<Bf16Line>()[p * self.k + k].get(c),
+            Storage::F32 => self.lines::<F32Line>()[p * self.k + k].get(c),
         })
     }
 
@@ -278,9 +272,9 @@ impl PackedLinear {
             return;
         }
         let x = pack_rows(x, m, self.k, norm);
-        match &self.panels {
-            Panels::Bf16(lines) => self.run(lines, &x, m, add, out),
-            Panels::F32(lines) => self.run(lines, &x, m, add, out),
+        match self.storage {
+            Storage::Bf16 => self.run(self.lines::<Bf16Line>(), &x, m, add, out),
+            Storage::F32 => self.run(self.lines::<F32Line>(), &x, m, add, out),
         }
     }
 
@@ -290,7 +284,7 @@ impl PackedLinear {
         let panels = lines.len() / self.k;
         let per_panel = if self.gated { PANEL / 2 } else { PANEL };
         // One thread reads about 20 bytes and does about 30 multiply-adds a nanosecond.
-        let cost = (lines.len() * L::BYTES / 20).max(m * self.n * self.k / 30);
+        let cost = (size_of_val(lines) / 20).max(m * self.n * self.k / 30);
         let threads = if cost < threads::WORTH_A_REGION_NS { 1 } else { threads::num_threads() };
         // Parts of a few microseconds each let a thread that was late do less.
         let parts = threads * (cost / threads / 8_000).clamp(1, 4);
@@ -323,26 +317,22 @@ impl PackedLinear {
 const ROW_BLOCK: usize = 48;
 
 /// Pack a weight into panels.
-fn lines<L: Line>(w: Weight<'_>, n: usize, k: usize, gated: bool) -> Vec<L> {
+fn pack<L: Line>(w: Weight<'_>, n: usize, k: usize, gated: bool) -> Memory {
     let half = n / 2;
     let (rows, panels) = if gated { (half, half.div_ceil(16)) } else { (n, n.div_ceil(PANEL)) };
-    let mut lines = vec![L::ZERO; panels * k];
-    for (p, panel) in lines.chunks_exact_mut(k).enumerate() {
+    let mut memory = Memory::new(panels * k * size_of::<L>());
+    let lines: &mut [L] = bytemuck::cast_slice_mut(memory.bytes_mut());
+    let panels = lines.chunks_exact_mut(k).enumerate().collect();
+    threads::for_each(panels, n * k, |(p, panel)| {
         for c in 0..PANEL {
-            let row = match gated {
-                false => p * PANEL + c,
-                true => p * 16 + c % 16,
-            };
-            if row >= rows {
-                continue;
-            }
-            let row = if gated && c >= 16 { half + row } else { row };
-            for (i, line) in panel.iter_mut().enumerate() {
-                line.set(c, w.get(row * k + i));
+            let row = if gated { p * 16 + c % 16 } else { p * PANEL + c };
+            if row < rows {
+                let row = if gated && c >= 16 { half + row } else { row };
+                panel.iter_mut().enumerate().for_each(|(i, line)| line.set(c, w.get(row * k + i)));
             }
         }
-    }
-    lines
+    });
+    memory
 }
 
 /// Lay rows out tile by tile, all rows of a tile for one k together, normalised on the way.

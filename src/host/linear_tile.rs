@@ -9,12 +9,8 @@ use super::simd;
 pub(crate) const PANEL: usize = 32;
 
 /// One k of a panel: 32 weights, where a vector load finds columns `v..` of both halves (0..16 and 16..32).
-pub(crate) trait Line: Copy + Send + Sync {
-    /// All weights zero.
-    const ZERO: Self;
-    /// Bytes of weights.
-    const BYTES: usize;
-    /// Store the weight of column `c < 32`.
+pub(crate) trait Line: bytemuck::Pod + Send + Sync {
+    /// Store the weight of column `c < 32`, 0 before.
     fn set(&mut self, c: usize, w: f32);
     /// The weight of column `c < 32`.
     fn get(&self, c: usize) -> f32;
@@ -23,28 +19,21 @@ pub(crate) trait Line: Copy + Send + Sync {
 }
 
 /// bf16 weights, those of columns `c` and `c + 16` in one word (`c` low), so that a shift and a mask widen them.
-#[derive(Debug, Clone, Copy)]
-#[repr(align(64))]
-pub(crate) struct Bf16Line([u32; 16]);
+pub(crate) type Bf16Line = [u32; 16];
 
 impl Line for Bf16Line {
-    const ZERO: Self = Self([0; 16]);
-    const BYTES: usize = 64;
-
     fn set(&mut self, c: usize, w: f32) {
         let bits = u32::from(half::bf16::from_f32(w).to_bits());
-        let word = &mut self.0[c % 16];
-        *word = if c < 16 { (*word & 0xffff_0000) | bits } else { (*word & 0xffff) | (bits << 16) };
+        self[c % 16] |= if c < 16 { bits } else { bits << 16 };
     }
 
     fn get(&self, c: usize) -> f32 {
-        f32::from_bits(if c < 16 { self.0[c] << 16 } else { self.0[c - 16] & 0xffff_0000 })
+        f32::from_bits(if c < 16 { self[c] << 16 } else { self[c - 16] & 0xffff_0000 })
     }
 
     #[inline(always)]
     fn load<S: Simd>(&self, simd: S, v: usize) -> [S::f32s; 2] {
-        let (vectors, _) = S::as_simd_u32s(&self.0);
-        let both = vectors[v];
+        let both = S::as_simd_u32s(self).0[v];
         let low = simd.wrapping_dyn_shl_u32s(both, simd.splat_u32s(16));
         let high = simd.and_u32s(both, simd.splat_u32s(0xffff_0000));
         [simd.transmute_f32s_u32s(low), simd.transmute_f32s_u32s(high)]
@@ -52,25 +41,20 @@ impl Line for Bf16Line {
 }
 
 /// f32 weights.
-#[derive(Debug, Clone, Copy)]
-#[repr(align(64))]
-pub(crate) struct F32Line([[f32; 16]; 2]);
+pub(crate) type F32Line = [[f32; 16]; 2];
 
 impl Line for F32Line {
-    const ZERO: Self = Self([[0.0; 16]; 2]);
-    const BYTES: usize = 128;
-
     fn set(&mut self, c: usize, w: f32) {
-        self.0[c / 16][c % 16] = w;
+        self[c / 16][c % 16] = w;
     }
 
     fn get(&self, c: usize) -> f32 {
-        self.0[c / 16][c % 16]
+        self[c / 16][c % 16]
     }
 
     #[inline(always)]
     fn load<S: Simd>(&self, _: S, v: usize) -> [S::f32s; 2] {
-        let [low, high] = &self.0;
+        let [low, high] = self;
         [S::as_simd_f32s(low).0[v], S::as_simd_f32s(high).0[v]]
     }
 }

@@ -26,6 +26,7 @@ pub mod attention;
 mod attention_tile;
 pub mod kv;
 pub mod linear;
+mod linear_memory;
 mod linear_tile;
 pub mod norm;
 pub mod philox;
