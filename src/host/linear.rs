@@ -338,21 +338,24 @@ fn pack<L: Line>(w: Weight<'_>, n: usize, k: usize, gated: bool) -> Memory {
 /// Lay rows out tile by tile, all rows of a tile for one k together, normalised on the way.
 fn pack_rows(x: &[f32], m: usize, k: usize, norm: Option<&RmsNorm<'_>>) -> Vec<f32> {
     let mut packed = vec![0.0; m * k];
-    simd::dispatch(|| {
-        let mut row0 = 0;
-        // Blocks of rows must start at tiles, so tiles are cut within blocks.
-        for tile in tiles(m) {
-            let dst = &mut packed[row0 * k..(row0 + tile) * k];
-            for r in 0..tile {
-                let src = &x[(row0 + r) * k..(row0 + r + 1) * k];
-                match norm {
-                    Some(norm) => norm_row(src, norm, |i, v| dst[i * tile + r] = v),
-                    None => src.iter().enumerate().for_each(|(i, &v)| dst[i * tile + r] = v),
+    simd::dispatch(
+        #[inline(always)]
+        || {
+            let mut row0 = 0;
+            // Blocks of rows must start at tiles, so tiles are cut within blocks.
+            for tile in tiles(m) {
+                let dst = &mut packed[row0 * k..(row0 + tile) * k];
+                for r in 0..tile {
+                    let src = &x[(row0 + r) * k..(row0 + r + 1) * k];
+                    match norm {
+                        Some(norm) => norm_row(src, norm, |i, v| dst[i * tile + r] = v),
+                        None => src.iter().enumerate().for_each(|(i, &v)| dst[i * tile + r] = v),
+                    }
                 }
+                row0 += tile;
             }
-            row0 += tile;
-        }
-    });
+        },
+    );
     packed
 }
 

@@ -55,11 +55,14 @@ pub fn rms_norm(x: &[f32], norm: &RmsNorm<'_>, out: &mut [f32]) -> Result<()> {
         return Ok(());
     }
     let k = norm.weight.len();
-    simd::dispatch(|| {
-        for (x, out) in x.chunks_exact(k).zip(out.chunks_exact_mut(k)) {
-            norm_row(x, norm, |i, v| out[i] = v);
-        }
-    });
+    simd::dispatch(
+        #[inline(always)]
+        || {
+            for (x, out) in x.chunks_exact(k).zip(out.chunks_exact_mut(k)) {
+                norm_row(x, norm, |i, v| out[i] = v);
+            }
+        },
+    );
     Ok(())
 }
 

@@ -157,21 +157,24 @@ pub fn rope_attention(
     check_slots("rope_attention", &shape, view.out_slots, view.qo_indptr)?;
 
     let mut q = vec![0.0; rows * heads * d];
-    simd::dispatch(|| {
-        let mut key = vec![0.0; d];
-        let per_row = qkv.chunks_exact(width).zip(q.chunks_exact_mut(heads * d));
-        for ((x, q), (&position, &slot)) in per_row.zip(view.positions.iter().zip(view.out_slots)) {
-            let (position, slot) = (position as usize, slot as usize); // checked above
-            let (xq, xkv) = x.split_at(heads * d);
-            let (xk, xv) = xkv.split_at(hkv * d);
-            for (x, q) in xq.chunks_exact(d).zip(q.chunks_exact_mut(d)) {
-                rotary.head(rotary.q_norm.as_ref(), position, x, q);
+    simd::dispatch(
+        #[inline(always)]
+        || {
+            let mut key = vec![0.0; d];
+            let per_row = qkv.chunks_exact(width).zip(q.chunks_exact_mut(heads * d));
+            for ((x, q), (&position, &slot)) in per_row.zip(view.positions.iter().zip(view.out_slots)) {
+                let (position, slot) = (position as usize, slot as usize); // checked above
+                let (xq, xkv) = x.split_at(heads * d);
+                let (xk, xv) = xkv.split_at(hkv * d);
+                for (x, q) in xq.chunks_exact(d).zip(q.chunks_exact_mut(d)) {
+                    rotary.head(rotary.q_norm.as_ref(), position, x, q);
+                }
+                for (h, (k, v)) in xk.chunks_exact(d).zip(xv.chunks_exact(d)).enumerate() {
+                    rotary.head(rotary.k_norm.as_ref(), position, k, &mut key);
+                    cache.put(layer, slot, h, &key, v);
+                }
             }
-            for (h, (k, v)) in xk.chunks_exact(d).zip(xv.chunks_exact(d)).enumerate() {
-                rotary.head(rotary.k_norm.as_ref(), position, k, &mut key);
-                cache.put(layer, slot, h, &key, v);
-            }
-        }
-    });
+        },
+    );
     attention(&cache.as_ref(), layer, view, &q, heads, scale, out)
 }

@@ -12,9 +12,21 @@ fn arch() -> Arch {
 }
 
 /// Run `f`, compiled for the instruction set found: loops in `f` and in what is inlined into it vectorise.
+///
+/// Mark the closure `#[inline(always)]`: where the compiler leaves it a function of its own, that function has the
+/// baseline's instructions, and each `mul_add` in it is a call. For the same reason `f` is an `FnMut`: called through
+/// `FnOnce`, a closure that consumes nothing goes through a shim that the attribute does not reach.
 #[inline(always)]
-pub(crate) fn dispatch<R>(f: impl FnOnce() -> R) -> R {
-    arch().dispatch(f)
+pub(crate) fn dispatch<R>(f: impl FnMut() -> R) -> R {
+    struct Call<F>(F);
+    impl<R, F: FnMut() -> R> WithSimd for Call<F> {
+        type Output = R;
+        #[inline(always)]
+        fn with_simd<S: Simd>(mut self, _: S) -> R {
+            (self.0)()
+        }
+    }
+    run(Call(f))
 }
 
 /// Run an operation that is generic over the vector type.

@@ -18,6 +18,7 @@ pub(super) struct Pick {
     chunk_sum: Vec<u64>,
     bounds: Vec<f32>,
     keys: Vec<u64>,
+    weights: Vec<u64>,
     /// Tokens that can still be drawn, in order of id.
     kept: Vec<Weighted>,
     /// The same, while the nucleus is searched.
@@ -99,11 +100,12 @@ fn invert(weights: impl Iterator<Item = (usize, u64)>, mut target: u64) -> usize
 
 impl Pick {
     /// [`invert`] over a whole row that was summed.
-    fn invert_row(&self, law: Law, row: &[f32], target: u64) -> usize {
+    fn invert_row(&mut self, law: Law, row: &[f32], target: u64) -> usize {
         let mut left = target;
         for (c, (chunk, &sum)) in row.chunks(CHUNK).zip(&self.chunk_sum).enumerate() {
             if left < sum {
-                return c * CHUNK + invert(chunk.iter().enumerate().map(|(i, &x)| (i, law.weight(x))), left);
+                law.weigh(chunk.iter().copied(), &mut self.weights);
+                return c * CHUNK + invert(self.weights.iter().copied().enumerate(), left);
             }
             left -= sum;
         }
@@ -122,8 +124,9 @@ impl Pick {
 
     /// `kept` := `keys` with their weights.
     fn weigh(&mut self, law: Law) {
+        law.weigh(self.keys.iter().map(|&key| key_logit(key)), &mut self.weights);
         self.kept.clear();
-        self.kept.extend(self.keys.iter().map(|&key| Weighted { key, weight: law.weight(key_logit(key)) }));
+        self.kept.extend(self.keys.iter().zip(&self.weights).map(|(&key, &weight)| Weighted { key, weight }));
     }
 
     /// Keep the shortest prefix of the ranking whose weight reaches `target`; `kept` must weigh that much.

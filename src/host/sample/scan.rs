@@ -107,7 +107,7 @@ pub(crate) fn scan(row: &[f32], chunk_max: &mut Vec<f32>) -> Result<f32, RowFaul
         #[inline(always)]
         || {
             let (mut max, mut nan) = (f32::NEG_INFINITY, false);
-            for (chunk, out) in row.chunks(CHUNK).zip(chunk_max) {
+            for (chunk, out) in row.chunks(CHUNK).zip(chunk_max.iter_mut()) {
                 let (m, n) = max_and_nan(chunk);
                 nan |= n;
                 max = if m > max { m } else { max };
@@ -119,8 +119,9 @@ pub(crate) fn scan(row: &[f32], chunk_max: &mut Vec<f32>) -> Result<f32, RowFaul
     checked_max(row, max, nan)
 }
 
-/// `exp(x)` for `x <= 0` to about one ulp of f32, below `exp(-40)` = 0 in quanta. Only additions and
-/// multiplications, each rounded by IEEE 754, so every machine and vector width gives the same bits.
+/// `exp(x)` for `x <= 0` to about one ulp of f32; what is below `exp(-40)` is 0 in quanta. Only additions and fused
+/// multiply-adds, each rounded once by IEEE 754, so every machine and vector width gives the same bits. Outside
+/// [`dispatch`] a fused multiply-add may be a call: keep loops over this inside.
 #[inline(always)]
 fn exp_neg(x: f32) -> f32 {
     // 1.5 * 2^23: adding it rounds to an integer, which the low mantissa bits then hold.
@@ -129,17 +130,16 @@ fn exp_neg(x: f32) -> f32 {
     const LN2_HI: f32 = 0.693_359_4;
     const LN2_LO: f32 = -2.121_944_4e-4;
     let x = if x > -40.0 { x } else { -40.0 };
-    let t = x * std::f32::consts::LOG2_E + MAGIC;
+    let t = x.mul_add(std::f32::consts::LOG2_E, MAGIC);
     let n = t - MAGIC;
-    let r = x - n * LN2_HI - n * LN2_LO;
+    let r = n.mul_add(-LN2_LO, n.mul_add(-LN2_HI, x));
     // Minimax polynomial of (exp(r) - 1 - r) / r^2 on |r| <= ln(2)/2 (Cephes expf).
-    let mut p = 1.987_569_1e-4;
-    p = p * r + 1.398_199_9e-3;
-    p = p * r + 8.333_452e-3;
-    p = p * r + 4.166_579_6e-2;
-    p = p * r + 1.666_666_5e-1;
-    p = p * r + 0.5;
-    let p = p * (r * r) + r + 1.0;
+    let p = 1.987_569_1e-4f32.mul_add(r, 1.398_199_9e-3);
+    let p = p.mul_add(r, 8.333_452e-3);
+    let p = p.mul_add(r, 4.166_579_6e-2);
+    let p = p.mul_add(r, 1.666_666_5e-1);
+    let p = p.mul_add(r, 0.5);
+    let p = p.mul_add(r * r, r) + 1.0;
     f32::from_bits((t.to_bits() << 23).wrapping_add(p.to_bits())) // p * 2^n
 }
 
@@ -182,13 +182,26 @@ impl Law {
             #[inline(always)]
             || {
                 let mut total = 0;
-                for ((chunk, &max), out) in row.chunks(CHUNK).zip(chunk_max).zip(chunk_sum) {
+                for ((chunk, &max), out) in row.chunks(CHUNK).zip(chunk_max).zip(chunk_sum.iter_mut()) {
                     *out = if self.vanishes(max) { 0 } else { self.sum(chunk) };
                     total += *out;
                 }
                 total
             },
         )
+    }
+
+    /// The weight of each logit.
+    pub(crate) fn weigh(self, logits: impl ExactSizeIterator<Item = f32> + Clone, weights: &mut Vec<u64>) {
+        weights.resize(logits.len(), 0);
+        dispatch(
+            #[inline(always)]
+            || {
+                for (weight, x) in weights.iter_mut().zip(logits.clone()) {
+                    *weight = self.weight(x);
+                }
+            },
+        );
     }
 
     /// Sum of the weights of a chunk.
