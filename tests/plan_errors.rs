@@ -107,11 +107,11 @@ fn positions_beyond_the_allocation_or_the_context() {
         text(c.pool.with_tables(|t| planner.extend(&t, &far, &[0, 0]))),
         "extend: index 32 into allocated positions is outside 0..32 (request 0, step -1)"
     );
-    // Draft slot of branch 2, step 0: 24 + 2*4 = 32.
+    // The draft region from 24: branch 2, step 3 is 24 + 2*4 + 3 = 35, and the region is placed as a whole.
     let far = Batch::new(&c.seqs, Lens::Host(&[24, 12]));
     assert_eq!(
         text(c.pool.with_tables(|t| planner.draft(&t, &far, 0, DraftMask::Lane))),
-        "draft: index 32 into allocated positions is outside 0..32 (request 0, step -1)"
+        "draft: index 35 into allocated positions is outside 0..32 (request 0, step -1)"
     );
     let far = Batch::new(&c.seqs, Lens::Host(&[31, 12]));
     let trees = Trees { sizes: &[2, 1], parents: &[-1, 0, -1] };
@@ -143,7 +143,7 @@ fn positions_beyond_the_allocation_or_the_context() {
             &Batch::new(&w.seqs, Lens::Host(&[64])),
             Trees { sizes: &[1], parents: &[-1] }
         ))),
-        "committed length = 64 is outside 0..=63"
+        "verify: index 64 into context is outside 0..64 (request 0, step -1)"
     );
     // A draft step behind the wall has dead lanes; a length behind it is an error.
     let plan = w.pool.with_tables(|t| planner.draft(&t, &batch, 2, DraftMask::Lane)).unwrap().unwrap();
@@ -154,7 +154,7 @@ fn positions_beyond_the_allocation_or_the_context() {
     let over = Batch::new(&w.seqs, Lens::Host(&[65]));
     assert_eq!(
         text(w.pool.with_tables(|t| planner.draft(&t, &over, 2, DraftMask::Lane))),
-        "committed length = 65 is outside 0..=64"
+        "draft: index 65 into context is outside 0..64 (request 0, step -1)"
     );
     assert_eq!(
         text(w.pool.with_tables(|t| planner.draft(&t, &batch, 4, DraftMask::Lane))),
@@ -207,6 +207,35 @@ fn shared_pages_are_not_written() {
     let lease = pool.reserve(&[(a, target)]).unwrap();
     assert!(lease.copies().is_empty());
     assert!(pool.with_tables(|t| planner.verify(&t, &batch, trees)).unwrap().is_ok());
+}
+
+/// What a planner has looked up is as old as the pool's last change: a fork between two plans of a round changes no
+/// row of the batch, and still its tail is shared from then on.
+#[test]
+fn a_change_of_the_pool_is_seen_at_once() {
+    let (g, c, mut planner) = case();
+    let batch = Batch::new(&c.seqs, Lens::Host(&c.lens));
+    let trees = Trees { sizes: &[2, 1], parents: &[-1, 0, -1] };
+    let mut both = || {
+        c.pool
+            .with_tables(|t| {
+                (planner.draft(&t, &batch, 1, DraftMask::Lane).is_ok(), planner.verify(&t, &batch, trees).is_ok())
+            })
+            .unwrap()
+    };
+    assert_eq!(both(), (true, true));
+    let fork = c.pool.fork(c.seqs[0], 7).unwrap();
+    assert_eq!(both(), (false, false));
+    c.pool.release(&[fork]).unwrap();
+    assert_eq!(both(), (true, true));
+    // Another pool whose handles look the same.
+    let other = Case::new(&g, &[7, 12], 6);
+    let plan = other.pool.with_tables(|t| planner.verify(&t, &Batch::new(&other.seqs, batch.lens), trees)).unwrap();
+    assert_eq!(plan.unwrap().out_slots()[0], other.slot(0, 7));
+    // The same sequences at other lengths.
+    let shorter = Batch::new(&c.seqs, Lens::Host(&[8, 12]));
+    let plan = c.pool.with_tables(|t| planner.draft(&t, &shorter, 1, DraftMask::Lane)).unwrap().unwrap();
+    assert_eq!(plan.out_slots()[..3], [9, 13, 17].map(|p| c.slot(0, p)));
 }
 
 #[test]

@@ -141,6 +141,11 @@ impl Geometry {
     /// Where `committed` exceeds `max_context_len`.
     pub fn draft_region(&self, committed: u32) -> Result<DraftRegion> {
         in_range("committed length", committed, 0, self.limits.max_context_len as i128)?;
-        Ok(DraftRegion { layout: self.layout, shape: self.shape, page: self.page, committed })
+        Ok(self.region(committed))
+    }
+
+    /// [`Self::draft_region`] for a length that has been compared with `max_context_len`.
+    pub(crate) fn region(&self, committed: u32) -> DraftRegion {
+        DraftRegion { layout: self.layout, shape: self.shape, page: self.page, committed }
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crate::error::{Error, Result, in_range};
 use crate::plan::phases::same_length;
-use crate::plan::place::{self, Where};
+use crate::plan::place::Where;
 use crate::plan::planner::{Planner, check_batch};
 use crate::plan::{Batch, Format, Moves};
 use crate::pool::{SeqId, Tables};
@@ -92,33 +92,32 @@ impl<F: Format> Planner<F> {
         same_length("path nodes", paths.nodes.len(), total as usize)?;
         let Self { geometry, commits, scratch, .. } = self;
         let (limit, v) = (geometry.limits().max_context_len, geometry.shape().draft_tokens());
-        scratch.begin(tables.max_seqs() as usize);
+        scratch.rows.resolve(tables, batch.seqs)?;
         let commit = commits.fill(|c| {
             c.clear(batch.seqs.len(), paths.nodes.len());
             let mut nodes = paths.nodes;
-            for (i, ((&seq, &len), &size)) in batch.seqs.iter().zip(lens).zip(paths.sizes).enumerate() {
-                let at = Where { kernel: WHO, request: i };
-                let row = scratch.row(tables, seq, i)?;
+            for (i, ((row, &len), &size)) in scratch.rows.each(tables).zip(lens).zip(paths.sizes).enumerate() {
+                let at = Where { kernel: WHO, request: i, tables };
                 let (path, rest) = nodes.split_at(size as usize);
                 nodes = rest;
-                let last = check_path(path, i, v)?;
+                let last = check_path(path, at, v)?;
                 in_range("committed length", len as i128 + size as i128, 0, limit as i128)?;
-                at.check_end(tables, &row, len as u64 + last as u64 + 1)?;
+                row.check_end(at, len as u64 + last as u64 + 1)?;
                 c.new_lens.push(len + size);
                 if last as usize + 1 == path.len() {
                     continue; // 0, 1, 2, ...: all in place
                 }
                 if tables.page().get() == 1 {
-                    at.check_owned(tables, &row, len, len + last + 1)?;
-                    c.remap(seq, len, path);
+                    row.check_write(at, len, len + last + 1)?;
+                    c.remap(batch.seqs[i], len, path);
                     continue;
                 }
                 for (to, &from) in path.iter().enumerate().filter(|&(to, &from)| to as u32 != from) {
-                    let src = place::slot(tables, &row, at, len + from, false)?;
-                    let dst = place::slot(tables, &row, at, len + to as u32, true)?;
+                    let src = row.read(at, len + from)?;
+                    let dst = row.write(at, len + to as u32)?;
                     c.moves.push(src, dst);
                 }
-                c.moves.guard(row.row, row.version);
+                c.moves.guard(scratch.rows.ids[i], scratch.rows.versions[i]);
             }
             Ok::<(), Error>(())
         })?;
@@ -136,25 +135,24 @@ impl<F: Format> Planner<F> {
         let lens = batch.lens.host(WHO)?;
         check_batch(&self.geometry, tables, batch)?;
         let Self { geometry, commits, scratch, .. } = self;
-        scratch.begin(tables.max_seqs() as usize);
+        scratch.rows.resolve(tables, batch.seqs)?;
         let commit = commits.fill(|c| {
             c.clear(batch.seqs.len(), 0);
             c.new_lens.extend_from_slice(lens); // a tail copy changes no length
-            for (i, (&seq, &len)) in batch.seqs.iter().zip(lens).enumerate() {
-                let at = Where { kernel: WHO, request: i };
-                let row = scratch.row(tables, seq, i)?;
+            for (i, (row, &len)) in scratch.rows.each(tables).zip(lens).enumerate() {
+                let at = Where { kernel: WHO, request: i, tables };
                 let region = geometry.draft_region(len)?;
                 let moves = c.moves.len();
                 for b in 0..geometry.shape().topk() {
                     let Some(hole) = region.hole(b)? else { continue };
                     for o in 0..hole.len {
-                        let src = place::slot(tables, &row, at, hole.src + o, false)?;
-                        let dst = place::slot(tables, &row, at, hole.dst + o, true)?;
+                        let src = row.read(at, hole.src + o)?;
+                        let dst = row.write(at, hole.dst + o)?;
                         c.moves.push(src, dst);
                     }
                 }
                 if c.moves.len() > moves {
-                    c.moves.guard(row.row, row.version);
+                    c.moves.guard(scratch.rows.ids[i], scratch.rows.versions[i]);
                 }
             }
             Ok::<(), Error>(())
@@ -185,7 +183,7 @@ impl Commit {
 
 /// The last node of a path that is one: 0, then strictly increasing, below `v`.
 #[inline]
-fn check_path(path: &[u32], request: usize, v: u32) -> Result<u32> {
+fn check_path(path: &[u32], at: Where<'_>, v: u32) -> Result<u32> {
     let mut last = 0;
     let mut ok = path.first() == Some(&0);
     for &node in path.get(1..).unwrap_or(&[]) {
@@ -193,10 +191,10 @@ fn check_path(path: &[u32], request: usize, v: u32) -> Result<u32> {
         last = node;
     }
     if !ok {
-        return Err(bad_path(path, request));
+        return Err(bad_path(path, at.request));
     }
     if last >= v {
-        return Err(Where { kernel: "commit", request }.outside("tree nodes", last as i64, v));
+        return Err(at.outside("tree nodes", last as i64, v));
     }
     Ok(last)
 }

@@ -75,6 +75,7 @@ mod buf;
 mod certify;
 mod commit;
 mod format;
+mod lanes;
 mod lens;
 mod moves;
 mod phases;

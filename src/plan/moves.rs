@@ -20,7 +20,7 @@ pub struct Moves {
     src: Vec<i32>,
     dst: Vec<i32>,
     /// Rows and their versions when the moves were planned; empty for moves of raw slots.
-    rows: Vec<(u32, u64)>,
+    rows: Vec<(i32, u64)>,
 }
 
 impl Moves {
@@ -109,7 +109,7 @@ impl Moves {
     /// # Errors
     /// [`Error::Dead`] with the row and both versions.
     pub fn check_rows(&self, tables: &Tables<'_>) -> Result<()> {
-        self.rows.iter().try_for_each(|&(row, version)| check_version(tables, "moves", row as i32, version))
+        self.rows.iter().try_for_each(|&(row, version)| check_version(tables, "moves", row, version))
     }
 
     pub(super) fn clear(&mut self) {
@@ -125,7 +125,7 @@ impl Moves {
     }
 
     /// Tie the moves to a version of a row.
-    pub(super) fn guard(&mut self, row: u32, version: u64) {
+    pub(super) fn guard(&mut self, row: i32, version: u64) {
         self.rows.push((row, version));
     }
 }

@@ -1,8 +1,8 @@
 //! The phases: what each step of a round writes and attends to.
 
 use crate::error::{Error, Result, in_range};
-use crate::plan::place::{self, Where};
-use crate::plan::planner::Planner;
+use crate::plan::place::Where;
+use crate::plan::planner::{Planner, Scratch};
 use crate::plan::{AuditedPlan, Batch, DraftMask, Format, Phase, Trees};
 use crate::pool::Tables;
 
@@ -21,18 +21,16 @@ impl<F: Format> Planner<F> {
         let queries = counts.iter().map(|&c| c as u64).sum();
         self.build(tables, batch, Phase::Extend, queries, 0, |geometry, scratch, plan| {
             let limit = geometry.limits().max_context_len;
-            let (rows, versions) = (plan.rows.get_mut(), plan.versions.get_mut());
             let (indptr, prefix) = (plan.qo_indptr.get_mut(), plan.prefix_lens.get_mut());
             let (mut positions, mut slots) = (plan.positions.get_mut(), plan.out_slots.get_mut());
             let mut q = 0;
-            for (i, ((&id, &start), &count)) in batch.seqs.iter().zip(starts).zip(counts).enumerate() {
-                let at = Where { kernel: WHO, request: i };
-                let row = scratch.row(tables, id, i)?;
+            for (i, ((row, &start), &count)) in scratch.rows.each(tables).zip(starts).zip(counts).enumerate() {
+                let at = Where { kernel: WHO, request: i, tables };
                 let end = start as u64 + count as u64;
                 if end > limit as u64 {
                     return Err(at.outside("context", end as i64 - 1, limit));
                 }
-                at.check_end(tables, &row, start as u64)?;
+                row.check_end(at, start as u64)?;
                 let (pos, rest) = positions.split_at_mut(count as usize);
                 positions = rest;
                 for (j, p) in pos.iter_mut().enumerate() {
@@ -40,9 +38,8 @@ impl<F: Format> Planner<F> {
                 }
                 let (out, rest) = slots.split_at_mut(count as usize);
                 slots = rest;
-                place::run(tables, &row, at, start, out)?;
+                row.run(at, start, out)?;
                 q += count as i32;
-                (rows[i], versions[i]) = (row.row as i32, row.version);
                 (indptr[i + 1], prefix[i]) = (q, start as i32);
             }
             Ok(())
@@ -56,7 +53,8 @@ impl<F: Format> Planner<F> {
     /// context wall (its tree is clamped), so its queries attend to nothing and write to the sink.
     ///
     /// # Errors
-    /// `step >= S`; a draft slot beyond the row's allocation or in a page with other owners; ancestor bits of a slot
+    /// `step >= S`; a draft region that ends beyond the row's allocation, or a page of it
+    /// with other owners; ancestor bits of a slot
     /// that no earlier step has written, or without the query's own bit; a row twice in the batch; lengths that live
     /// on the device.
     pub fn draft(
@@ -77,43 +75,31 @@ impl<F: Format> Planner<F> {
         }
         let queries = batch.seqs.len() as u64 * k as u64;
         self.build(tables, batch, Phase::Draft { step }, queries, words, |geometry, scratch, plan| {
-            draft_patterns(scratch, shape.topk(), shape.steps(), step, words as usize, mask);
             let limit = geometry.limits().max_context_len;
-            let (rows, versions) = (plan.rows.get_mut(), plan.versions.get_mut());
-            let (indptr, prefix) = (plan.qo_indptr.get_mut(), plan.prefix_lens.get_mut());
-            let mut positions = plan.positions.get_mut().chunks_exact_mut(k);
-            let mut slots = plan.out_slots.get_mut().chunks_exact_mut(k);
-            let mut masks = plan.mask.get_mut().chunks_exact_mut(n);
-            for (i, (&id, &len)) in batch.seqs.iter().zip(lens).enumerate() {
-                let at = Where { kernel: WHO, request: i };
-                let row = scratch.row(tables, id, i)?;
-                let (Some(pos), Some(out), Some(bits)) = (positions.next(), slots.next(), masks.next()) else {
-                    return Err(at.outside("queries", i as i64, batch.seqs.len() as u32));
-                };
-                (rows[i], versions[i]) = (row.row as i32, row.version);
-                indptr[i + 1] = ((i + 1) * k) as i32;
-                if len as u64 + step as u64 >= limit as u64 {
-                    in_range("committed length", len, 0, limit as i128)?;
-                    prefix[i] = 0;
-                    pos.fill(0);
-                    out.fill(0);
-                    bits.fill(0);
-                    continue;
-                }
-                prefix[i] = len as i32;
-                pos.fill((len + step) as i32);
-                let region = geometry.draft_region(len)?;
-                let (first, stride) = (region.pos(0, step)?, region.stride());
-                place::strided(tables, &row, at, first, stride, out)?;
-                match mask {
-                    DraftMask::Lane => bits.copy_from_slice(&scratch.pattern),
-                    DraftMask::Ancestors(given) => {
-                        let given = &given[i * n..(i + 1) * n];
-                        if !copy_ancestors(bits, given, &scratch.pattern, &scratch.allowed) {
-                            return Err(bad_ancestors(at, step, given, &scratch.pattern, &scratch.allowed));
-                        }
+            scratch.lanes.place(geometry, tables, &scratch.rows, lens, WHO)?;
+            let (b, lanes) = (batch.seqs.len(), batch.seqs.len() * k);
+            for (i, q) in plan.qo_indptr.get_mut()[..=b].iter_mut().enumerate() {
+                *q = (i * k) as i32;
+            }
+            let positions = &mut plan.positions.get_mut()[..lanes];
+            let slots = &mut plan.out_slots.get_mut()[..lanes];
+            scratch.lanes.write(step, limit, &mut plan.prefix_lens.get_mut()[..b], positions, slots);
+            let bits = &mut plan.mask.get_mut()[..b * n];
+            draft_patterns(scratch, shape.topk(), shape.steps(), step, words as usize, mask);
+            match mask {
+                DraftMask::Lane => bits.chunks_exact_mut(n).for_each(|m| m.copy_from_slice(&scratch.pattern)),
+                DraftMask::Ancestors(given) => {
+                    let same = match scratch.allowed[..] {
+                        [allowed] => copy_bits(bits, given, &scratch.lanes.bits, step, allowed),
+                        _ => copy_words(bits, given, &scratch.pattern, &scratch.allowed),
+                    };
+                    if !same {
+                        bad_ancestors(scratch, given, step, limit, n)?;
                     }
                 }
+            }
+            for i in scratch.lanes.dead(step, limit) {
+                bits[i * n..][..n].fill(0);
             }
             Ok(())
         })
@@ -136,17 +122,19 @@ impl<F: Format> Planner<F> {
         self.build(tables, batch, Phase::Verify, queries, words, |geometry, scratch, plan| {
             let (limit, v) = (geometry.limits().max_context_len, geometry.shape().draft_tokens());
             let w = words as usize;
-            let (rows, versions) = (plan.rows.get_mut(), plan.versions.get_mut());
             let (indptr, prefix) = (plan.qo_indptr.get_mut(), plan.prefix_lens.get_mut());
             let (mut positions, mut slots, mut masks) =
                 (plan.positions.get_mut(), plan.out_slots.get_mut(), plan.mask.get_mut());
             let mut parents = trees.parents;
             let mut q = 0;
-            for (i, ((&id, &len), &size)) in batch.seqs.iter().zip(lens).zip(trees.sizes).enumerate() {
-                let at = Where { kernel: WHO, request: i };
-                let row = scratch.row(tables, id, i)?;
-                in_range("tree nodes", size, 1, v as i128)?;
-                in_range("committed length", len, 0, limit as i128 - 1)?;
+            for (i, ((row, &len), &size)) in scratch.rows.each(tables).zip(lens).zip(trees.sizes).enumerate() {
+                let at = Where { kernel: WHO, request: i, tables };
+                if size == 0 || size > v {
+                    in_range("tree nodes", size, 1, v as i128)?;
+                }
+                if len >= limit {
+                    return Err(at.outside("context", len as i64, limit));
+                }
                 let n = size as usize;
                 let (up, rest) = parents.split_at(n);
                 parents = rest;
@@ -166,9 +154,8 @@ impl<F: Format> Planner<F> {
                 {
                     return Err(at.outside("context", p as i64, limit));
                 }
-                place::run(tables, &row, at, len, out)?;
+                row.run(at, len, out)?;
                 q += size as i32;
-                (rows[i], versions[i]) = (row.row as i32, row.version);
                 (indptr[i + 1], prefix[i]) = (q, len as i32);
             }
             Ok(())
@@ -177,7 +164,9 @@ impl<F: Format> Planner<F> {
 }
 
 /// Positions and ancestor bits of a tree of at most 64 nodes; the first node whose parent is not before it.
-#[inline]
+///
+/// Not inlined: on its own the loop keeps its pointers in registers.
+#[inline(never)]
 fn tree_1(parents: &[i32], root: i32, pos: &mut [i32], bits: &mut [u64]) -> Option<usize> {
     let n = parents.len().min(64);
     let (parents, pos, bits) = (&parents[..n], &mut pos[..n], &mut bits[..n]);
@@ -186,16 +175,30 @@ fn tree_1(parents: &[i32], root: i32, pos: &mut [i32], bits: &mut [u64]) -> Opti
     }
     pos[0] = root;
     bits[0] = 1;
-    for j in 1..n {
+    let mut node = |j: usize, own: u64| {
         let p = parents[j] as u32 as usize; // a negative one becomes larger than any node
-        if p >= j {
-            return Some(j);
+        if p < j {
+            pos[j] = pos[p] + 1;
+            bits[j] = bits[p] | own;
         }
-        pos[j] = pos[p] + 1;
-        bits[j] = bits[p] | 1 << j;
+        p < j
+    };
+    // In blocks, which the compiler unrolls: the loop's own instructions would be a third of it.
+    let mut j = 1;
+    while j + BLOCK <= n {
+        let own = 1 << j;
+        for i in 0..BLOCK {
+            if !node(j + i, own << i) {
+                return Some(j + i);
+            }
+        }
+        j += BLOCK;
     }
-    None
+    (j..n).find(|&j| !node(j, 1 << j))
 }
+
+/// Nodes that [`tree_1`] does between two looks at the loop's end.
+const BLOCK: usize = 8;
 
 /// [`tree_1`] for masks of `w` words.
 fn tree_w(parents: &[i32], root: i32, pos: &mut [i32], bits: &mut [u64], w: usize) -> Option<usize> {
@@ -242,18 +245,23 @@ fn draft_patterns(scratch: &mut super::planner::Scratch, k: u32, s: u32, step: u
     }
 }
 
-/// Copy one request's ancestor bits; whether each query has its own bit and otherwise only slots of earlier steps.
-#[inline]
-fn copy_ancestors(out: &mut [u64], given: &[u64], own: &[u64], allowed: &[u64]) -> bool {
+/// Copy the ancestor bits of lanes with one word each; whether each has its own bit (`own << step`) and otherwise only
+/// `allowed` ones.
+fn copy_bits(out: &mut [u64], given: &[u64], own: &[u64], step: u32, allowed: u64) -> bool {
     let mut stray = 0;
-    if let [allowed] = *allowed {
-        for ((o, &g), &own) in out.iter_mut().zip(given).zip(own) {
-            *o = g;
-            stray |= (g ^ own) & !allowed;
-        }
-    } else {
-        out.copy_from_slice(given);
-        for (g, own) in given.chunks_exact(allowed.len()).zip(own.chunks_exact(allowed.len())) {
+    for ((o, &g), &own) in out.iter_mut().zip(given).zip(own) {
+        *o = g;
+        stray |= (g ^ own << step) & !allowed;
+    }
+    stray == 0
+}
+
+/// [`copy_bits`] for masks of any width, request by request.
+fn copy_words(out: &mut [u64], given: &[u64], own: &[u64], allowed: &[u64]) -> bool {
+    out.copy_from_slice(given);
+    let mut stray = 0;
+    for request in given.chunks_exact(own.len()) {
+        for (g, own) in request.chunks_exact(allowed.len()).zip(own.chunks_exact(allowed.len())) {
             for ((g, own), allowed) in g.iter().zip(own).zip(allowed) {
                 stray |= (g ^ own) & !allowed;
             }
@@ -262,17 +270,25 @@ fn copy_ancestors(out: &mut [u64], given: &[u64], own: &[u64], allowed: &[u64]) 
     stray == 0
 }
 
+/// The first stray or missing bit of a request that is not dead.
 #[cold]
-fn bad_ancestors(at: Where, step: u32, given: &[u64], own: &[u64], allowed: &[u64]) -> Error {
-    let w = allowed.len();
-    let stray = (0..given.len()).find(|&x| (given[x] ^ own[x]) & !allowed[x % w] != 0).unwrap_or(0);
-    let bit = ((given[stray] ^ own[stray]) & !allowed[stray % w]).trailing_zeros() as usize + stray % w * 64;
-    let has = given[stray] >> (bit % 64) & 1 == 1;
-    Error::Invalid {
-        what: "ancestor bits",
-        got: format!("request {}, branch {}, step {step}: draft slot {bit} is {}", at.request, stray / w, has as u8),
-        why: if has { "no earlier step has written it".into() } else { "a query attends to itself".into() },
+fn bad_ancestors(scratch: &Scratch, given: &[u64], step: u32, limit: u32, n: usize) -> Result<()> {
+    let w = scratch.allowed.len();
+    let dead: Vec<usize> = scratch.lanes.dead(step, limit).collect();
+    for (x, &g) in given.iter().enumerate().filter(|(x, _)| !dead.contains(&(x / n))) {
+        let stray = (g ^ scratch.pattern[x % n]) & !scratch.allowed[x % w];
+        if stray != 0 {
+            let bit = stray.trailing_zeros() as usize + x % w * 64;
+            let has = g >> (bit % 64) & 1;
+            let (request, branch) = (x / n, x % n / w);
+            return Err(Error::Invalid {
+                what: "ancestor bits",
+                got: format!("request {request}, branch {branch}, step {step}: draft slot {bit} is {has}"),
+                why: if has == 1 { "no earlier step has written it" } else { "a query attends to itself" }.into(),
+            });
+        }
     }
+    Ok(())
 }
 
 #[cold]

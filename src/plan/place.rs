@@ -1,141 +1,303 @@
-//! Row positions to slots, checked as they are placed.
+//! The rows of a batch, and row positions to slots, checked as they are placed.
 //!
-//! The pool guarantees two things about a row ([`RowView`], and its own audit): each page is a page of the pool and
-//! not the sink, and a column behind the committed prefix holds a page that the row's lease took fresh, with no
-//! other owner (a fork or the prefix cache shares committed positions alone). So a write needs its positions
-//! compared with the row's allocation once, and a look at the owners of those pages only that hold committed
-//! positions: usually one, the tail. A debug planner looks at every page all the same (`plan::audit`).
+//! The pool guarantees two things about a row ([`RowView`](crate::pool::RowView), and its own audit): each page is a
+//! page of the pool and not the sink, and the columns from `shared` on have no other owner (forks and the prefix cache
+//! share leading columns alone). So a write needs its positions compared with the row's allocation and with the first
+//! position that is surely the row's alone; both are looked up once for all plans between two changes of the pool.
+//! Only a write before that position looks at the owners of its pages. A debug planner looks at every page always
+//! (`plan::audit`).
 
 use crate::error::{Error, Result};
-use crate::pool::{RowView, Tables};
+use crate::pool::{SeqId, Tables};
+
+/// The rows of a batch, as long as the pool does not change.
+#[derive(Debug, Default)]
+pub(super) struct Rows {
+    /// Pool and state of the pool that the rest was read in.
+    stamp: Option<(u32, u64)>,
+    /// Times that rows were looked up, so far.
+    serial: u64,
+    seqs: Vec<SeqId>,
+    /// Row of each request.
+    pub(super) ids: Vec<i32>,
+    /// Version of each row.
+    pub(super) versions: Vec<u64>,
+    spans: Vec<Span>,
+    /// Epoch in which each row of the table was last seen, to find a row that is in a batch twice.
+    seen: Vec<u32>,
+    epoch: u32,
+}
+
+/// What of the table is a request's.
+#[derive(Debug, Clone, Copy)]
+struct Span {
+    /// Index of the row's first column in the whole table.
+    start: u32,
+    /// Columns that hold pages.
+    columns: u32,
+    /// Positions from here on are on pages that have no other owner; a multiple of P.
+    own_from: u32,
+    /// Column of the first position that is not committed.
+    next: u32,
+}
+
+/// One row, in reach.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Row<'a> {
+    /// Page of each column; those that hold pages.
+    pages: &'a [i32],
+    own_from: u32,
+    /// log2 of the page size.
+    shift: u32,
+}
+
+impl Rows {
+    /// Look up the rows of `seqs`, unless they are the ones of the last call and the pool is as it was.
+    pub(super) fn resolve(&mut self, tables: &Tables<'_>, seqs: &[SeqId]) -> Result<()> {
+        let stamp = tables.stamp();
+        if self.stamp == Some(stamp) && self.seqs == seqs {
+            return Ok(());
+        }
+        self.stamp = None; // until all rows are known
+        self.begin(tables.max_seqs() as usize);
+        self.seqs.clear();
+        self.seqs.extend_from_slice(seqs);
+        self.ids.clear();
+        self.versions.clear();
+        self.spans.clear();
+        let (page, width) = (tables.page(), tables.row_pages());
+        for (request, &seq) in seqs.iter().enumerate() {
+            let row = tables.seq(seq)?;
+            match self.seen.get_mut(row.row as usize) {
+                Some(seen) if *seen != self.epoch => *seen = self.epoch,
+                _ => return Err(twice(seq, request)),
+            }
+            let start = row.row * width; // the pool checked that the table fits int32
+            self.ids.push(row.row as i32);
+            self.versions.push(row.version);
+            self.spans.push(Span {
+                start,
+                columns: row.pages.len() as u32,
+                own_from: row.shared * page.get(),
+                next: page.page_of(row.committed),
+            });
+        }
+        self.serial += 1;
+        self.stamp = Some(stamp);
+        self.read_ahead(tables);
+        Ok(())
+    }
+
+    /// Touch the table where each row will be written next. A large pool has pushed these lines out of the near cache;
+    /// read here, one request's wait overlaps the others', which it does not among the work of the phases.
+    fn read_ahead(&self, tables: &Tables<'_>) {
+        const LINE: usize = 16; // entries a cache line
+        let table = tables.table();
+        let touched = self.spans.iter().fold(0, |sum, s| {
+            let (first, end) = ((s.start + s.next) as usize, (s.start + s.columns) as usize);
+            let ahead = table.get(first..end.min(first + 4 * LINE)).unwrap_or(&[]);
+            ahead.iter().step_by(LINE).fold(sum, |sum, &page| sum ^ page)
+        });
+        std::hint::black_box(touched);
+    }
+
+    /// Tells one look-up from another; never 0 after one.
+    pub(super) fn serial(&self) -> u64 {
+        self.serial
+    }
+
+    fn begin(&mut self, rows: usize) {
+        if self.seen.len() < rows {
+            self.seen.resize(rows, 0);
+        }
+        self.epoch = self.epoch.wrapping_add(1);
+        if self.epoch == 0 {
+            self.seen.fill(0);
+            self.epoch = 1;
+        }
+    }
+
+    /// The rows, in the order of the batch.
+    #[inline]
+    pub(super) fn each<'a>(&'a self, tables: &Tables<'a>) -> impl Iterator<Item = Row<'a>> {
+        let (table, shift) = (tables.table(), tables.page().get().trailing_zeros());
+        self.spans.iter().map(move |s| {
+            let pages = table.get(s.start as usize..(s.start + s.columns) as usize).unwrap_or(&[]);
+            Row { pages, own_from: s.own_from, shift }
+        })
+    }
+}
+
+#[cold]
+fn twice(seq: SeqId, request: usize) -> Error {
+    Error::Invalid {
+        what: "batch",
+        got: format!("sequence {seq} again at request {request}"),
+        why: "a sequence may be in a batch once: its writes would collide".into(),
+    }
+}
 
 /// Who asks, for messages.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Where {
+pub(super) struct Where<'a> {
     pub(super) kernel: &'static str,
     pub(super) request: usize,
+    pub(super) tables: &'a Tables<'a>,
 }
 
-impl Where {
-    /// Refuse row positions `..end` beyond what the row has allocated.
-    #[inline]
-    pub(super) fn check_end(self, tables: &Tables<'_>, row: &RowView<'_>, end: u64) -> Result<()> {
-        let allocated = row.allocated(tables.page());
-        if end > allocated as u64 {
-            return Err(self.outside("allocated positions", end as i64 - 1, allocated));
-        }
-        Ok(())
-    }
-
+impl Where<'_> {
     #[cold]
     pub(super) fn outside(self, buffer: &'static str, index: i64, bound: u32) -> Error {
-        let Where { kernel, request } = self;
+        let Where { kernel, request, .. } = self;
         Error::OutOfBounds { kernel, buffer, request: request as i64, step: -1, index, bound: bound as i64 }
     }
+}
 
-    /// Refuse to write positions `first..end` where a page of theirs has another owner.
+impl Row<'_> {
+    /// Refuse row positions `..end` beyond what the row has allocated.
     #[inline]
-    pub(super) fn check_owned(self, tables: &Tables<'_>, row: &RowView<'_>, first: u32, end: u32) -> Result<()> {
-        let page = tables.page();
-        // Columns from here on are the lease's own.
-        let fresh = page.pages_for(row.committed);
-        let last = page.pages_for(end).min(fresh);
-        for col in page.page_of(first)..last {
-            self.check_page(tables, row, col)?;
+    pub(super) fn check_end(&self, at: Where<'_>, end: u64) -> Result<()> {
+        let allocated = (self.pages.len() as u64) << self.shift;
+        if end > allocated { Err(at.outside("allocated positions", end as i64 - 1, allocated as u32)) } else { Ok(()) }
+    }
+
+    /// Refuse to write positions `first..end`, which are allocated, where a page of theirs has another owner.
+    #[inline]
+    fn check_owned(&self, at: Where<'_>, first: u32, end: u32) -> Result<()> {
+        if first >= self.own_from || first >= end { Ok(()) } else { self.check_pages(at, first, end) }
+    }
+
+    /// [`Self::check_owned`] page by page: writes among the committed positions, or to a shared tail.
+    #[cold]
+    fn check_pages(&self, at: Where<'_>, first: u32, end: u32) -> Result<()> {
+        let cols = (first >> self.shift) as usize..=((end - 1) >> self.shift) as usize;
+        for (col, &page) in cols.clone().zip(self.pages.get(cols).unwrap_or(&[])) {
+            match at.tables.owners(page as u32) {
+                Some(1) => {}
+                None => return Err(at.outside("pool pages", page as i64, at.tables.num_pages())),
+                Some(owners) => {
+                    let (kernel, request, pos) = (at.kernel, at.request, (col as u64) << self.shift);
+                    return Err(Error::Invalid {
+                        what: "write position",
+                        got: format!(
+                            "{kernel}: request {request}, positions {pos}.. on page {page} with {owners} owners"
+                        ),
+                        why: "only a page with one owner may be written: reserve the positions first (copy on write)"
+                            .into(),
+                    });
+                }
+            }
         }
         Ok(())
     }
 
-    fn check_page(self, tables: &Tables<'_>, row: &RowView<'_>, col: u32) -> Result<()> {
-        let Some(&page) = row.pages.get(col as usize) else {
-            return Err(self.outside("page table columns", col as i64, row.pages.len() as u32));
+    /// Slots of the row positions `first..first + out.len()`, to be written.
+    #[inline]
+    pub(super) fn run(&self, at: Where<'_>, first: u32, out: &mut [i32]) -> Result<()> {
+        if out.is_empty() {
+            return Ok(());
+        }
+        let end = first as u64 + out.len() as u64;
+        self.check_end(at, end)?;
+        self.check_owned(at, first, end as u32)?;
+        let cols = (first >> self.shift) as usize..((end - 1) >> self.shift) as usize + 1;
+        let Some(pages) = self.pages.get(cols.clone()) else {
+            return Err(at.outside("page table columns", cols.end as i64 - 1, self.pages.len() as u32));
         };
-        match tables.owners(page as u32) {
-            Some(1) => Ok(()),
-            None => Err(self.outside("pool pages", page as i64, tables.num_pages())),
-            Some(owners) => Err(Error::Invalid {
-                what: "write position",
-                got: format!(
-                    "{}: request {}, positions {}.. on page {page} with {owners} owners",
-                    self.kernel,
-                    self.request,
-                    col as u64 * tables.page().get() as u64
-                ),
-                why: "only a page with one owner may be written: reserve the positions first (copy on write)".into(),
-            }),
+        if self.shift == 0 {
+            out.copy_from_slice(pages);
+            return Ok(());
+        }
+        fill_slots(pages, first & ((1 << self.shift) - 1), self.shift, out);
+        Ok(())
+    }
+
+    /// Slot of one row position, to be read.
+    #[inline]
+    pub(super) fn read(&self, at: Where<'_>, pos: u32) -> Result<i32> {
+        self.check_end(at, pos as u64 + 1)?;
+        self.slot_at(at, pos)
+    }
+
+    /// Slot of one row position, to be written.
+    #[inline]
+    pub(super) fn write(&self, at: Where<'_>, pos: u32) -> Result<i32> {
+        self.check_end(at, pos as u64 + 1)?;
+        self.check_owned(at, pos, pos + 1)?;
+        self.slot_at(at, pos)
+    }
+
+    #[inline]
+    fn slot_at(&self, at: Where<'_>, pos: u32) -> Result<i32> {
+        match self.pages.get((pos >> self.shift) as usize) {
+            Some(&page) => Ok((page << self.shift) | (pos & ((1 << self.shift) - 1)) as i32),
+            None => Err(at.outside("page table columns", (pos >> self.shift) as i64, self.pages.len() as u32)),
+        }
+    }
+
+    /// Refuse to reorder positions `first..end` unless they are the row's alone.
+    pub(super) fn check_write(&self, at: Where<'_>, first: u32, end: u32) -> Result<()> {
+        self.check_end(at, end as u64)?;
+        self.check_owned(at, first, end)
+    }
+}
+
+/// Slots of the run that starts `off` slots into `pages` and ends in the last of them; P > 1.
+///
+/// Where a run starts in its page is as good as random, so loops that end at page borders would be mispredicted at
+/// both ends. Here every loop's length is the run's or the page's.
+fn fill_slots(pages: &[i32], off: u32, shift: u32, out: &mut [i32]) {
+    let (size, border) = (1usize << shift, (1 << shift) - off as i32);
+    let count = |out: &mut [i32], from: i32| out.iter_mut().zip(from..).for_each(|(o, slot)| *o = slot);
+    match *pages {
+        [] => {}
+        [a] => count(out, (a << shift) + off as i32),
+        [a, b] => {
+            let (a, b) = ((a << shift) + off as i32, (b << shift) - border);
+            for (o, i) in out.iter_mut().zip(0i32..) {
+                *o = if i < border { a } else { b } + i;
+            }
+        }
+        [a, ref whole @ .., z] => {
+            // A page's worth at either end, then the whole pages over what that wrote too much.
+            let n = out.len();
+            count(&mut out[..size], (a << shift) + off as i32);
+            let used = n as i32 - border - ((whole.len() as i32) << shift); // slots of the last page
+            count(&mut out[n - size..], (z << shift) + used - size as i32);
+            for (out, &page) in out[border as usize..].chunks_exact_mut(size).zip(whole) {
+                count(out, page << shift);
+            }
         }
     }
 }
 
-/// Slots of the row positions `first..first + out.len()`, to be written.
-#[inline]
-pub(super) fn run(tables: &Tables<'_>, row: &RowView<'_>, at: Where, first: u32, out: &mut [i32]) -> Result<()> {
-    if out.is_empty() {
-        return Ok(());
-    }
-    let end = first as u64 + out.len() as u64;
-    at.check_end(tables, row, end)?;
-    at.check_owned(tables, row, first, end as u32)?;
-    let p = tables.page();
-    let cols = p.page_of(first) as usize..p.pages_for(end as u32) as usize;
-    let Some(pages) = row.pages.get(cols.clone()) else {
-        return Err(at.outside("page table columns", cols.end as i64 - 1, row.pages.len() as u32));
-    };
-    if p.get() == 1 {
-        out.copy_from_slice(pages);
-        return Ok(());
-    }
-    let mut off = p.offset(first) as usize;
-    let mut rest = out;
-    for &page in pages {
-        let n = (p.get() as usize - off).min(rest.len());
-        let (head, tail) = rest.split_at_mut(n);
-        let slot = page * p.get() as i32 + off as i32;
-        for (i, o) in head.iter_mut().enumerate() {
-            *o = slot + i as i32;
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every start in a page, every length that all three ways of writing take, against the definition.
+    #[test]
+    fn runs_of_slots_in_every_form() {
+        let pages: Vec<i32> = (0..40).map(|i| (i * 37 + 11) % 101 + 1).collect();
+        for shift in [1, 2, 4, 6, 8] {
+            let p = 1usize << shift;
+            for off in 0..p {
+                for n in [1, 2, 3, 5, 8, 17, 48, 64, 100, 255, 256, 257, 300] {
+                    let used = &pages[..((off + n - 1) / p + 1).min(40)];
+                    let n = n.min(used.len() * p - off);
+                    let mut out = vec![-1; n];
+                    fill_slots(used, off as u32, shift, &mut out);
+                    let want = |j: usize| used[(off + j) / p] * p as i32 + ((off + j) % p) as i32;
+                    assert_eq!(out, (0..n).map(want).collect::<Vec<_>>(), "P={p} off={off} n={n}");
+                }
+            }
         }
-        rest = tail;
-        off = 0;
     }
-    Ok(())
-}
 
-/// Slots of the row positions `first + b * stride`, to be written; `stride >= 1`.
-#[inline]
-pub(super) fn strided(
-    tables: &Tables<'_>,
-    row: &RowView<'_>,
-    at: Where,
-    first: u32,
-    stride: u32,
-    out: &mut [i32],
-) -> Result<()> {
-    let Some(last) = out.len().checked_sub(1) else { return Ok(()) };
-    let end = first as u64 + last as u64 * stride as u64 + 1;
-    at.check_end(tables, row, end)?;
-    at.check_owned(tables, row, first, end as u32)?;
-    let p = tables.page();
-    let mut pos = first;
-    for o in out {
-        let Some(&page) = row.pages.get(p.page_of(pos) as usize) else {
-            return Err(at.outside("page table columns", p.page_of(pos) as i64, row.pages.len() as u32));
-        };
-        *o = page * p.get() as i32 + p.offset(pos) as i32;
-        pos += stride;
-    }
-    Ok(())
-}
-
-/// Slot of one row position, to be read or written (`write`).
-#[inline]
-pub(super) fn slot(tables: &Tables<'_>, row: &RowView<'_>, at: Where, pos: u32, write: bool) -> Result<i32> {
-    at.check_end(tables, row, pos as u64 + 1)?;
-    if write {
-        at.check_owned(tables, row, pos, pos + 1)?;
-    }
-    let p = tables.page();
-    match row.pages.get(p.page_of(pos) as usize) {
-        Some(&page) => Ok(page * p.get() as i32 + p.offset(pos) as i32),
-        None => Err(at.outside("page table columns", p.page_of(pos) as i64, row.pages.len() as u32)),
+    #[test]
+    fn an_epoch_that_wraps_forgets_no_row() {
+        let mut rows = Rows { epoch: u32::MAX, seen: vec![u32::MAX, 1, 0], ..Rows::default() };
+        rows.begin(3);
+        assert_eq!((rows.epoch, &*rows.seen), (1, &[0, 0, 0][..]));
     }
 }

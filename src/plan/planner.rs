@@ -6,8 +6,10 @@ use crate::geometry::Geometry;
 use crate::plan::body::Filled;
 use crate::plan::buf::Arena;
 use crate::plan::commit::Commit;
+use crate::plan::lanes::Lanes;
+use crate::plan::place::Rows;
 use crate::plan::{AuditedPlan, Batch, Bucket, Format, Native, Phase, Plan, audit};
-use crate::pool::{RowView, SeqId, Tables};
+use crate::pool::Tables;
 
 /// Plans the steps of rounds for one geometry and one format.
 ///
@@ -15,8 +17,8 @@ use crate::pool::{RowView, SeqId, Tables};
 #[derive(Debug)]
 pub struct Planner<F: Format = Native> {
     pub(super) geometry: Geometry,
-    pub(super) format: F,
-    pub(super) debug: bool,
+    format: F,
+    debug: bool,
     plans: Arena<Filled<F::Arrays>>,
     pub(super) commits: Arena<Commit>,
     pub(super) scratch: Scratch,
@@ -25,44 +27,14 @@ pub struct Planner<F: Format = Native> {
 /// What a planner keeps between calls.
 #[derive(Debug, Default)]
 pub(super) struct Scratch {
-    /// Epoch in which each row was last seen, to find a row that is in a batch twice.
-    row_seen: Vec<u32>,
-    epoch: u32,
+    /// The rows of the batch.
+    pub(super) rows: Rows,
+    /// Where the draft's branches lie.
+    pub(super) lanes: Lanes,
     /// Mask pattern of a draft step, `[K * words]`: own bits, or the lanes.
     pub(super) pattern: Vec<u64>,
     /// Bits that a draft query may have besides its own, `[words]`.
     pub(super) allowed: Vec<u64>,
-}
-
-impl Scratch {
-    /// Start a call that names rows, of `rows` there are.
-    pub(super) fn begin(&mut self, rows: usize) {
-        if self.row_seen.len() < rows {
-            self.row_seen.resize(rows, 0);
-        }
-        self.epoch = self.epoch.wrapping_add(1);
-        if self.epoch == 0 {
-            self.row_seen.fill(0);
-            self.epoch = 1;
-        }
-    }
-
-    /// The row of `seq`, refused when the batch has it already: its writes would collide.
-    #[inline]
-    pub(super) fn row<'t>(&mut self, tables: &Tables<'t>, seq: SeqId, request: usize) -> Result<RowView<'t>> {
-        let row = tables.seq(seq)?;
-        match self.row_seen.get_mut(row.row as usize) {
-            Some(seen) if *seen != self.epoch => {
-                *seen = self.epoch;
-                Ok(row)
-            }
-            _ => Err(Error::Invalid {
-                what: "batch",
-                got: format!("sequence {seq} again at request {request}"),
-                why: "a sequence may be in a batch once: its writes would collide".into(),
-            }),
-        }
-    }
 }
 
 impl<F: Format> Planner<F> {
@@ -110,9 +82,11 @@ impl<F: Format> Planner<F> {
     ) -> Result<AuditedPlan<F>> {
         let Self { geometry, format, debug, plans, scratch, .. } = self;
         check_batch(geometry, tables, batch)?;
-        scratch.begin(tables.max_seqs() as usize);
+        scratch.rows.resolve(tables, batch.seqs)?;
         let filled = plans.fill(|body| {
             shape(&mut body.plan, geometry, batch, phase, queries, mask_words, *debug)?;
+            body.plan.rows.get_mut()[..batch.seqs.len()].copy_from_slice(&scratch.rows.ids);
+            body.plan.versions.get_mut()[..batch.seqs.len()].copy_from_slice(&scratch.rows.versions);
             fill(geometry, scratch, &mut body.plan)?;
             if *debug {
                 check_poison(&body.plan)?;
@@ -238,12 +212,5 @@ mod tests {
         shape(&mut plan, &g, &batch, Phase::Verify, 2, 1, false).unwrap();
         assert_eq!(plan.positions()[..2], [1, 1]);
         check_poison(&plan).unwrap();
-    }
-
-    #[test]
-    fn an_epoch_that_wraps_forgets_no_row() {
-        let mut scratch = Scratch { epoch: u32::MAX, row_seen: vec![u32::MAX, 1, 0], ..Scratch::default() };
-        scratch.begin(3);
-        assert_eq!((scratch.epoch, &*scratch.row_seen), (1, &[0, 0, 0][..]));
     }
 }

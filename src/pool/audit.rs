@@ -157,14 +157,15 @@ impl State {
         Ok(())
     }
 
-    /// No page behind the committed part of a sequence has a second owner.
+    /// No page behind the shared columns of a sequence, which are committed ones, has a second owner.
     fn audit_exclusive(&self) -> Result<()> {
         let width = self.config.row_pages as usize;
-        for (row, r) in self.rows.iter().enumerate().filter(|(_, r)| r.lease != 0) {
-            for &page in &self.table[row * width..][r.base_pages as usize..r.pages as usize] {
+        for (row, r) in self.rows.iter().enumerate().filter(|(_, r)| r.live) {
+            let own = r.shared.min(r.base_pages) as usize;
+            for &page in &self.table[row * width..][own..r.pages as usize] {
                 let refs = self.ledger.recs[page as usize].refs;
                 if refs != 1 {
-                    let what = format!("speculative page {page} of row {row} has {refs} owners");
+                    let what = format!("page {page} of row {row}, not among its shared ones, has {refs} owners");
                     return Err(self.fault(page as u32, what));
                 }
             }

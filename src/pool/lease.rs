@@ -142,6 +142,7 @@ impl State {
                 let src = line[col];
                 self.ledger.take_into(&mut line[col..=col], EventKind::Copy, owner, as_entry)?;
                 r.held = src as u32;
+                r.shared = r.shared.min(col as u32);
                 r.version += 1;
                 let (src, dst) = (PageId::of_table(src), PageId::of_table(line[col]));
                 buffers.copies.push(PageCopy { src, dst, len: page.offset(r.committed) });
@@ -304,6 +305,7 @@ impl Ledger {
         if let Some(col) = r.tail_col(page) {
             let copy = std::mem::replace(&mut line[col as usize], std::mem::take(&mut r.held) as i32);
             self.drop_ref(copy as u32, owner)?;
+            r.shared = r.shared.max(col + 1);
             r.version += 1;
         }
         Ok(())

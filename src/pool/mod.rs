@@ -329,7 +329,9 @@ impl Pool {
     }
 
     fn write(&self) -> Result<RwLockWriteGuard<'_, State>> {
-        self.state.write().map_err(|_| poisoned())
+        let mut state = self.state.write().map_err(|_| poisoned())?;
+        state.changes += 1;
+        Ok(state)
     }
 
     fn read(&self) -> Result<RwLockReadGuard<'_, State>> {

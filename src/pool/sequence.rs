@@ -53,6 +53,8 @@ pub(super) struct Row {
     pub(super) pages: u32,
     /// Columns before the live lease; equal to `pages` without one.
     pub(super) base_pages: u32,
+    /// Columns from here on have no other owner: forks and the cache share leading columns alone. Those before may.
+    pub(super) shared: u32,
     /// One past the last position that the live lease may commit. 0 without one.
     pub(super) limit: u32,
     /// The shared tail page that the live lease replaced by a copy; it still owns a reference. 0 for none.
@@ -140,7 +142,8 @@ impl State {
             self.table[d * width + col] = page as i32;
         }
         let r = &mut self.rows[d];
-        (r.committed, r.pages, r.base_pages) = (len, n as u32, n as u32);
+        (r.committed, r.pages, r.base_pages, r.shared) = (len, n as u32, n as u32, n as u32);
+        self.rows[s].shared = from.shared.max(n as u32);
         self.settle();
         Ok(seq)
     }

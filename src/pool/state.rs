@@ -23,6 +23,8 @@ pub(super) struct State {
     /// Rows that are not live, the next one to be used last.
     pub(super) free_rows: Vec<u32>,
     pub(super) cache: PrefixCache,
+    /// Times that someone has had write access, so far.
+    pub(super) changes: u64,
     /// Calls that stamp rows, so far.
     pub(super) call: u64,
     /// Leases handed out so far; the id of the next one, less 1.
@@ -45,6 +47,7 @@ impl State {
             rows: vec![Row::default(); config.max_seqs as usize],
             free_rows: (0..config.max_seqs).rev().collect(), // row 0 first
             cache: PrefixCache::new(config.page.get()),
+            changes: 0,
             call: 0,
             leases: 0,
             leased_rows: 0,
@@ -132,7 +135,7 @@ impl State {
         }
         let len = (n * page_len) as u32; // at most max
         let r = &mut self.rows[row];
-        (r.committed, r.pages, r.base_pages) = (len, n as u32, n as u32);
+        (r.committed, r.pages, r.base_pages, r.shared) = (len, n as u32, n as u32, n as u32);
         self.settle();
         Ok((seq, len))
     }
@@ -161,6 +164,7 @@ impl State {
                 });
             }
         }
+        self.rows[row].shared = self.rows[row].shared.max(full as u32);
         for (col, chunk) in tokens.chunks_exact(page_len).enumerate().skip(have) {
             let page = self.table[row * width + col] as u32;
             self.ledger.add_ref(page, EventKind::Cache, Owner::Cache)?;

@@ -19,6 +19,8 @@ pub struct RowView<'a> {
     pub row: u32,
     /// Positions whose KV is valid; covered by `pages`.
     pub committed: u32,
+    /// Columns from here on have no other owner; those before it may.
+    pub shared: u32,
     /// Goes up whenever `pages` changes.
     pub version: u64,
     /// Page of each page-sized run of positions. Each is in `1..num_pages`.
@@ -62,6 +64,12 @@ impl<'a> Tables<'a> {
         self.state.rows.get(row as usize).map(|r| r.version)
     }
 
+    /// The pool and how often it may have changed: while the stamp is the same, so is all that can be read here.
+    #[inline]
+    pub fn stamp(&self) -> (u32, u64) {
+        (self.state.id, self.state.changes)
+    }
+
     /// Owners of a page: rows, leases, the cache and raw callers; 0 for a free page, `None` for the sink and outside
     /// the pool.
     #[inline]
@@ -73,11 +81,12 @@ impl<'a> Tables<'a> {
     ///
     /// # Errors
     /// [`Error::Dead`] for a handle that is not live.
+    #[inline]
     pub fn seq(&self, seq: SeqId) -> Result<RowView<'a>> {
         let row = self.state.live_row(seq)?;
         let (r, width) = (&self.state.rows[row], self.state.config.row_pages as usize);
         let pages = &self.state.table[row * width..][..r.pages as usize];
-        Ok(RowView { row: seq.row(), committed: r.committed, version: r.version, pages })
+        Ok(RowView { row: seq.row(), committed: r.committed, shared: r.shared, version: r.version, pages })
     }
 }
 

@@ -1,0 +1,116 @@
+//! The draft lanes of a batch: the slots of every branch and step, placed once a round.
+//!
+//! The steps of a round differ in what their queries attend to, not in where the branches lie. So the whole region is
+//! placed and checked when the first step is planned, and the other steps copy their line of it.
+
+use crate::error::Result;
+use crate::geometry::{Geometry, Layout};
+use crate::plan::place::{Rows, Where};
+use crate::pool::Tables;
+
+/// Slots of the K branches of every request at each step.
+#[derive(Debug, Default)]
+pub(super) struct Lanes {
+    /// [`Rows::serial`] that the rest was placed for; 0 for none.
+    serial: u64,
+    lens: Vec<u32>,
+    /// `[B * K]` committed length of each lane's request.
+    starts: Vec<i32>,
+    /// `[S][B * K]`.
+    slots: Vec<i32>,
+    /// `[B * K]` bit of each lane's step 0, where masks have one word.
+    pub(super) bits: Vec<u64>,
+    /// The largest of `lens`.
+    longest: u32,
+    /// Slots of one request, branch by branch.
+    region: Vec<i32>,
+}
+
+impl Lanes {
+    /// Place the lanes behind `lens`, unless they are the ones of the last call and the pool is as it was.
+    ///
+    /// A request at the context wall (`L = max_context_len`) has no region and gets slot 0.
+    pub(super) fn place(
+        &mut self,
+        geometry: &Geometry,
+        tables: &Tables<'_>,
+        rows: &Rows,
+        lens: &[u32],
+        kernel: &'static str,
+    ) -> Result<()> {
+        if self.serial == rows.serial() && self.lens == lens {
+            return Ok(());
+        }
+        self.serial = 0; // until all is placed
+        let (shape, limit) = (geometry.shape(), geometry.limits().max_context_len);
+        let (k, s) = (shape.topk() as usize, shape.steps() as usize);
+        let lanes = lens.len() * k;
+        self.lens.clear();
+        self.lens.extend_from_slice(lens);
+        self.longest = lens.iter().copied().max().unwrap_or(0);
+        self.starts.resize(lanes, 0);
+        for (lane, &len) in self.starts.chunks_exact_mut(k).zip(lens) {
+            lane.fill(len as i32);
+        }
+        if self.bits.len() != lanes && k * s <= 64 {
+            self.bits.clear();
+            self.bits.extend((0..lanes).map(|x| 1 << (x % k * s)));
+        }
+        self.slots.resize(lanes * s, 0);
+        self.region.resize(k * s, 0);
+        for (i, (row, &len)) in rows.each(tables).zip(lens).enumerate() {
+            let at = Where { kernel, request: i, tables };
+            if len >= limit {
+                if len > limit {
+                    return Err(at.outside("context", len as i64, limit));
+                }
+                self.region.fill(0);
+            } else if geometry.layout() == Layout::Dense {
+                row.run(at, len, &mut self.region)?;
+            } else {
+                let stride = geometry.region(len).stride();
+                // From the last branch, so that a row that is too short is refused by its end.
+                for (b, lane) in self.region.chunks_exact_mut(s).enumerate().rev() {
+                    row.run(at, len + b as u32 * stride, lane)?;
+                }
+            }
+            for t in 0..s {
+                let line = &mut self.slots[t * lanes + i * k..][..k];
+                let mut lane = t;
+                for slot in line {
+                    *slot = self.region[lane];
+                    lane += s;
+                }
+            }
+        }
+        self.serial = rows.serial();
+        Ok(())
+    }
+
+    /// Write step `step` of every request, then the dead lanes of those that the wall stops.
+    pub(super) fn write(&self, step: u32, limit: u32, prefix: &mut [i32], positions: &mut [i32], slots: &mut [i32]) {
+        let lanes = self.starts.len();
+        slots.copy_from_slice(&self.slots[step as usize * lanes..][..lanes]);
+        for (p, &start) in positions.iter_mut().zip(&self.starts) {
+            *p = start + step as i32;
+        }
+        for (p, &len) in prefix.iter_mut().zip(&self.lens) {
+            *p = len as i32;
+        }
+        if self.longest >= limit.saturating_sub(step) {
+            let k = lanes / self.lens.len().max(1);
+            for i in self.dead(step, limit) {
+                prefix[i] = 0;
+                positions[i * k..][..k].fill(0);
+                slots[i * k..][..k].fill(0);
+            }
+        }
+    }
+
+    /// Requests that the context wall stops before `step`.
+    pub(super) fn dead(&self, step: u32, limit: u32) -> impl Iterator<Item = usize> {
+        let wall = limit.saturating_sub(step);
+        let lens: &[u32] = if self.longest >= wall { &self.lens } else { &[] };
+        lens.iter().enumerate().filter(move |&(_, &len)| len >= wall).map(|(i, _)| i)
+    }
+}
