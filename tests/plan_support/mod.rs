@@ -1,5 +1,6 @@
 //! Pools for the planner's tests: page ids out of order, prompts committed, a round's positions reserved.
 #![allow(dead_code, unreachable_pub)] // each test binary uses a part
+#![allow(clippy::unwrap_used)] // a module of tests, which clippy takes for none
 
 use specrs::geometry::{Geometry, Layout, Limits, TreeShape};
 use specrs::pool::{Lease, Pool, PoolConfig, SeqId};
