@@ -6,6 +6,7 @@
 //!
 //! Goal 2 of `performance.md`: K = 8, S = 6, V = 64, L about 8k; <= 1.5 / 4 / 10 / 35 us at batch 1 / 16 / 64 / 256.
 //! `cargo bench --bench planner`; `benches/bench_planner.py` runs it beside sglang's functions.
+#![allow(clippy::expect_used)]
 
 #[path = "workload/planner.rs"]
 mod workload;

@@ -1,4 +1,5 @@
 //! `certify` over many configurations, the one of the specification's command line among them.
+#![allow(clippy::unwrap_used)]
 
 use specrs::geometry::{Layout, Limits, TreeShape};
 use specrs::plan::certify;

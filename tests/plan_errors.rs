@@ -1,4 +1,5 @@
 //! What the planner refuses, with its operands; and what the audit finds in plans that were tampered with.
+#![allow(clippy::unwrap_used)]
 
 mod plan_support;
 

@@ -1,4 +1,5 @@
 //! Plans of small cases worked by hand, as literals.
+#![allow(clippy::unwrap_used)]
 
 mod plan_support;
 

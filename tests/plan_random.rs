@@ -1,5 +1,6 @@
 //! Plans over random geometries and batches against a plain reference written from the specification, and the moves
 //! of a commit run on a model of the KV.
+#![allow(clippy::unwrap_used)]
 
 mod plan_support;
 
@@ -32,7 +33,7 @@ fn setting() -> impl Strategy<Value = Setting> {
             let layout = if holey { Layout::Holey } else { Layout::Dense };
             let g = geometry(k, s, v.min(1 + k + (s - 1) * k * k), 1 << shift, 6, context, layout);
             // A third of the lengths at the wall.
-            let near = |n: &u32| if n % 3 == 0 { context - 1 - n / 3 % context.min(4) } else { n % context };
+            let near = |n: &u32| if n.is_multiple_of(3) { context - 1 - n / 3 % context.min(4) } else { n % context };
             Setting { lens: lens.iter().map(near).collect(), g, random, seed, pad }
         },
     )
@@ -140,12 +141,12 @@ fn compare(
     s: &Setting,
     case: &Case,
     planner: &mut Planner<WritesOnly>,
-    lens: &[u32],
     wants: &[Want],
     words: u32,
     phase: Phase,
     make: impl Fn(&mut Planner<WritesOnly>, &Batch<'_>) -> AuditedPlan<WritesOnly>,
 ) {
+    let lens = &s.lens;
     let queries: usize = wants.iter().map(|w| w.queries.len() + w.dead).sum();
     let pad = s.pad.map(|(b, q)| Bucket { batch: lens.len() as u32 + b, queries: queries as u32 + q });
     let batch = Batch { seqs: &case.seqs, lens: Lens::Host(lens), pad };
@@ -202,7 +203,7 @@ proptest! {
         let wants: Vec<Want> = s.lens.iter().zip(&counts).map(|(&l, &n)| Want {
             prefix: l, dead: 0, queries: (l..l + n).map(|p| (p, p, HashSet::new())).collect(),
         }).collect();
-        compare(&s, &case, &mut planner, &s.lens, &wants, 0, Phase::Extend, |planner, batch| {
+        compare(&s, &case, &mut planner, &wants, 0, Phase::Extend, |planner, batch| {
             case.pool.with_tables(|t| planner.extend(&t, batch, &counts)).unwrap().unwrap()
         });
 
@@ -234,7 +235,7 @@ proptest! {
                     (0..64).filter(|b| set.contains(&(w * 64 + b))).map(|b| 1u64 << b).sum()
                 })).collect();
                 let mask = if lane { DraftMask::Lane } else { DraftMask::Ancestors(&bits) };
-                compare(&s, &case, &mut planner, &s.lens, &wants, words, Phase::Draft { step }, |planner, batch| {
+                compare(&s, &case, &mut planner, &wants, words, Phase::Draft { step }, |planner, batch| {
                     case.pool.with_tables(|t| planner.draft(&t, batch, step, mask)).unwrap().unwrap()
                 });
             }
@@ -256,7 +257,7 @@ proptest! {
             }).collect();
             Want { prefix: l, queries, dead: 0 }
         }).collect();
-        compare(&s, &case, &mut planner, &s.lens, &wants, words, Phase::Verify, |planner, batch| {
+        compare(&s, &case, &mut planner, &wants, words, Phase::Verify, |planner, batch| {
             let trees = Trees { sizes: &sizes, parents: &parents };
             case.pool.with_tables(|t| planner.verify(&t, batch, trees)).unwrap().unwrap()
         });
@@ -347,9 +348,9 @@ proptest! {
                 for (&s, &d) in moves.src().iter().zip(moves.dst()) {
                     now[d as usize] = now[s as usize];
                 }
-                for slot in 0..slots as usize {
+                for (slot, &holds) in now.iter().enumerate().take(slots as usize) {
                     let from = dst.iter().position(|&d| d == slot as i32).map_or(slot as i32, |m| src[m]);
-                    prop_assert_eq!(now[slot], from);
+                    prop_assert_eq!(holds, from);
                 }
             }
             Err(e) => prop_assert!(ring && !with_scratch, "{e}"),
