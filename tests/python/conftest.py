@@ -10,6 +10,9 @@ import pytest
 from modelzoo import write_eagle3, write_target
 
 
+VOCAB = 10
+
+
 @dataclass(frozen=True)
 class Pair:
     """Directories of a target and a head for it."""
@@ -20,12 +23,12 @@ class Pair:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """16 tokens only, so that an untrained head is right often enough for long accepted runs."""
+    """10 tokens only, so that an untrained head is right often enough for long accepted runs."""
     root = tmp_path_factory.mktemp("tiny")
     target = write_target(
-        root / "target", vocab_size=16, eos_token_id=None, bos_token_id=None, max_position_embeddings=256
+        root / "target", vocab_size=VOCAB, eos_token_id=None, bos_token_id=None, max_position_embeddings=256
     )
-    return Pair(target, write_eagle3(root / "draft", target, draft_vocab_size=12))
+    return Pair(target, write_eagle3(root / "draft", target, draft_vocab_size=8))
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from conftest import Pair
+from conftest import VOCAB, Pair
 from modelzoo import edit_config, read_weights
 from specrs import LLM, ConfigError, NonFiniteError, PoolExhaustedError, SamplingParams
 from specrs.engine import FinishReason
@@ -164,12 +164,12 @@ def test_sampling_follows_the_target_distribution(tiny: Pair) -> None:
     params = [SamplingParams(max_tokens=3, temperature=0.8, seed=s) for s in range(n)]
     outputs = llm.generate([prompt] * n, params)
     assert sum(o.drafted[1] for o in outputs) > n / 10, "some of the tokens must be accepted drafts"
-    counts = np.zeros((16, 16))
+    counts = np.zeros((VOCAB, VOCAB))
     for o in outputs:
         counts[o.token_ids[0], o.token_ids[1]] += 1
-    expected = np.zeros((16, 16))
+    expected = np.zeros((VOCAB, VOCAB))
     first = _probabilities(tiny, prompt)
-    for t in range(16):
+    for t in range(VOCAB):
         expected[t] = n * first[t] * _probabilities(tiny, [*prompt, t])
     big = expected >= 5
     observed = np.append(counts[big], counts[~big].sum())
@@ -194,7 +194,7 @@ def _probabilities(pair: Pair, tokens: list[int]) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
-    [([], "empty"), ([16], "16: outside the vocabulary"), ([-1], "-1: outside"), ([1.5], "must be a token id"),
+    [([], "empty"), ([VOCAB], f"{VOCAB}: outside the vocabulary"), ([-1], "-1: outside"), ([1.5], "must be a token id"),
      ("text", "tokenizer.json")],
 )  # fmt: skip
 def test_bad_prompts_are_refused_before_anything_happens(llm: LLM, prompt: Any, message: str) -> None:
@@ -239,18 +239,18 @@ def test_a_request_that_can_never_fit_is_refused(tiny: Pair) -> None:
 
 
 def test_nan_scores_are_an_error_and_nothing_is_lost(tiny: Pair, tmp_path: Path) -> None:
-    """Token 13's embedding is NaN: only a request that meets it fails, and the others go on to the same tokens."""
+    """Token 7's embedding is NaN: only a request that meets it fails, and the others go on to the same tokens."""
     target = tmp_path / "target"
     shutil.copytree(tiny.target, target)
     weights = read_weights(target)
-    weights["model.embed_tokens.weight"][13] = float("nan")
+    weights["model.embed_tokens.weight"][7] = float("nan")
     save_file(weights, target / "model.safetensors")
-    good = SamplingParams(max_tokens=30, logit_bias={13: -1e9})
+    good = SamplingParams(max_tokens=30, logit_bias={7: -1e9})
     sound = LLM(tiny.target, tiny.draft, **TREE)
     [want] = sound.generate([[1, 2, 3]], good)
     llm = LLM(target, tiny.draft, max_batch=4, prefix_cache=False, **TREE)
     with pytest.raises(NonFiniteError):
-        llm.generate([[1, 13]], SamplingParams(max_tokens=4))
+        llm.generate([[1, 7]], SamplingParams(max_tokens=4))
     assert llm.unfinished == 0
     llm.audit()
     [after] = llm.generate([[1, 2, 3]], good)
@@ -260,8 +260,8 @@ def test_nan_scores_are_an_error_and_nothing_is_lost(tiny: Pair, tmp_path: Path)
 def test_random_requests_leave_no_page_behind(llm: LLM) -> None:
     rng = random.Random(0)
     for _ in range(30):
-        params = SamplingParams(max_tokens=rng.randrange(1, 30), temperature=1.0, stop_token_ids=[rng.randrange(16)])
-        llm.add([rng.randrange(16) for _ in range(rng.randrange(1, 40))], params)
+        params = SamplingParams(max_tokens=rng.randrange(1, 30), temperature=1.0, stop_token_ids=[rng.randrange(VOCAB)])
+        llm.add([rng.randrange(VOCAB) for _ in range(rng.randrange(1, 40))], params)
     while llm.unfinished:
         llm.step()
         llm.audit()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from conftest import Pair
+from conftest import VOCAB, Pair
 from specrs import LLM, SamplingParams
 from specrs.engine import RequestOutput
 
@@ -23,11 +23,11 @@ SAMPLED: dict[str, Any] = {
 def requests(count: int, seed: int, **common: Any) -> tuple[list[list[int]], list[SamplingParams]]:
     """Prompts of mixed lengths, of which some share prefixes; outputs of mixed lengths."""
     rng = random.Random(seed)
-    stem = [rng.randrange(16) for _ in range(70)]
+    stem = [rng.randrange(VOCAB) for _ in range(70)]
     prompts, params = [], []
     for i in range(count):
         shared = stem[: rng.choice([0, 0, 5, 33, 70])]
-        prompts.append(shared + [rng.randrange(16) for _ in range(rng.randrange(1, 20))])
+        prompts.append(shared + [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 20))])
         params.append(SamplingParams(max_tokens=rng.choice([1, 2, 9, 24, 40]), seed=seed * 100 + i, **common))
     return prompts, params
 
