@@ -12,7 +12,6 @@ import argparse
 from typing import Any
 
 from common import write_result
-
 from specrs import LLM, SamplingParams, assets
 
 TREES = [(2, 4, 12), (4, 4, 16), (4, 6, 32), (8, 5, 32), (8, 6, 60)]

@@ -18,10 +18,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import write_result
 from transformers import AutoModelForCausalLM
 
 import specrs
+from common import write_result
 from specrs import LLM, SamplingParams, assets
 
 THREADS = 2

@@ -9,7 +9,6 @@ import pytest
 
 from modelzoo import write_eagle3, write_target
 
-
 VOCAB = 10
 
 
@@ -23,12 +22,22 @@ class Pair:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """10 tokens only, so that an untrained head is right often enough for long accepted runs."""
+    """10 tokens only, so that an untrained head is right often enough."""
     root = tmp_path_factory.mktemp("tiny")
     target = write_target(
         root / "target", vocab_size=VOCAB, eos_token_id=None, bos_token_id=None, max_position_embeddings=256
     )
     return Pair(target, write_eagle3(root / "draft", target, draft_vocab_size=8))
+
+
+@pytest.fixture(scope="session")
+def ternary(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """3 tokens, so that with topk 3 every path is drafted as far as the tree reaches."""
+    root = tmp_path_factory.mktemp("ternary")
+    target = write_target(
+        root / "target", vocab_size=3, eos_token_id=None, bos_token_id=None, max_position_embeddings=256
+    )
+    return Pair(target, write_eagle3(root / "draft", target, draft_vocab_size=3))
 
 
 @pytest.fixture(scope="session")

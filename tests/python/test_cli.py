@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
-from conftest import Pair
 
+from conftest import Pair
 from specrs.cli import main
 
 
 def test_generate_streams_marks_and_compares(bytes_pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["generate", "hello", "--model", str(bytes_pair.target), "--draft", str(bytes_pair.draft), "--max-tokens", "40",
-            "--mark", "brackets", "--compare", "--temperature", "1.5", "--seed", "3", "--ignore-eos",
+    argv = ["generate", "hello", "--model", str(bytes_pair.target), "--draft", str(bytes_pair.draft),
+            "--max-tokens", "40", "--mark", "brackets", "--compare", "--temperature", "1.5", "--seed", "3", "--ignore-eos",
             "--topk", "8", "--steps", "3", "--draft-tokens", "60"]  # fmt: skip
     assert main(argv) == 0
     out, err = capsys.readouterr()
@@ -69,3 +70,24 @@ def test_layout_writes_pictures(tmp_path: Path, ending: str, bytes_pair: Pair) -
 def test_layout_of_long_prefixes_is_folded(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["layout", "--length", "1000", "--page-size", "16"]) == 0
     assert "61 full page(s) of prefix: positions 0..975" in capsys.readouterr().out
+
+
+def test_certify_proves_the_big_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["certify", "--topk", "8", "--steps", "5", "--draft-tokens", "64", "--page-size", "64", "--max-batch", "64",
+            "--max-context", "131072"]  # fmt: skip
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    assert "HOLDS   64 residues" in out
+    # 5 steps x 64 requests x 8 branches x (131072 + 5) int32: 1.34 GB, where native needs a page table
+    assert "1.34 GB" in out
+    assert main([*argv, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["holds"] and result["failures"] == []
+    assert result["per_branch"]["bytes"] == 5 * 64 * 8 * (131072 + 5) * 4
+    assert result["native_bytes"] < result["per_branch"]["bytes"] / 100
+    assert result["native_bytes"] == sum(b["bytes"] for b in result["buffers"])
+
+
+def test_certify_refuses_what_cannot_be_made(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["certify", "--topk", "2", "--steps", "1", "--draft-tokens", "4"]) == 2
+    assert "draft_tokens = 4" in capsys.readouterr().err

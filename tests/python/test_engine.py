@@ -221,7 +221,8 @@ def test_empty_batches_and_lone_strings(llm: LLM) -> None:
      ({"topk": 65, "steps": 1, "draft_tokens": 1}, "topk = 65"), ({"topk": 1, "steps": 0, "draft_tokens": 1}, "steps"),
      ({"topk": 2, "steps": 2, "draft_tokens": 8}, "draft_tokens = 8"), ({"page_size": 12}, "page_size = 12"),
      ({"page_size": 0}, "page_size = 0"), ({"max_batch": 0}, "max_batch = 0"), ({"max_context_len": 10**6}, "1000000"),
-     ({"max_context_len": 0}, "max_context_len"), ({"num_pages": 0}, "num_pages = 0"), ({"prefill_chunk": 0}, "prefill"),
+     ({"max_context_len": 0}, "max_context_len"), ({"num_pages": 0}, "num_pages = 0"),
+     ({"prefill_chunk": 0}, "prefill_chunk = 0"),
      ({"kv_dtype": "int8"}, "int8"), ({"draft_attention": "all"}, "all"), ({"beams": 3}, "unknown option 'beams'"),
      ({"max_batch": 65536, "page_size": 1024, "topk": 64, "steps": 64, "draft_tokens": 1024}, "int32")],
 )  # fmt: skip

@@ -30,5 +30,5 @@ def draft_dir() -> Path:
 
 def heldout_prompts() -> list[str]:
     """Prompts cut from standard library files that training never saw."""
-    prompts: list[str] = json.loads((_HERE / "heldout_prompts.json").read_text(encoding="utf-8"))
-    return prompts
+    entries = json.loads((_HERE / "heldout_prompts.json").read_text(encoding="utf-8"))
+    return [str(entry["prompt"]) for entry in entries]

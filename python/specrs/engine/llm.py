@@ -154,7 +154,7 @@ class LLM:
 
     def _step(self) -> list[StreamEvent]:
         """Step, hand the events of streams to their inboxes, and return the rest."""
-        rest = []
+        rest: list[StreamEvent] = []
         for event in self._scheduler.step():
             inbox = self._inboxes.get(event.request_id)
             (rest if inbox is None else inbox).append(event)

@@ -142,7 +142,7 @@ class Request:
     detokenizer: Detokenizer | None
     started: float = field(default_factory=time.perf_counter)
 
-    seq: KvSequence | None = None
+    row: KvSequence | None = None  # of the page table, while admitted
     committed: int = 0  # target KV valid on [0, committed)
     cached_tokens: int = 0
     rounds: int = 0
@@ -203,6 +203,12 @@ class Request:
             stops=StopMatcher(params.stop, params.include_stop),
             detokenizer=None if decoder is None else Detokenizer(decoder, prompt_ids[-_CONTEXT_TOKENS:]),
         )
+
+    @property
+    def seq(self) -> KvSequence:
+        """The admitted request's row of the page table."""
+        assert self.row is not None, f"request {self.request_id} is not admitted"
+        return self.row
 
     @property
     def prefill_target(self) -> int:

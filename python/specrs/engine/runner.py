@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from specrs import _specrs as core
 from specrs.engine.config import EngineConfig
@@ -125,7 +126,7 @@ class Runner:
     ) -> tuple[list[Passed], torch.Tensor | None, list[list[int]]]:
         seqs, lens = [r.seq for r in reqs], [r.committed for r in reqs]
         plan = self.planner.verify(seqs, lens, trees)
-        tokens = torch.from_dlpack(trees.tokens)
+        tokens = from_dlpack(trees.tokens)
         started = time.perf_counter()
         logits, aux = self.target.forward(tokens, plan, self.cache, self._wants_aux, None)
         if self.policy is not None:
@@ -155,8 +156,8 @@ class Runner:
             if self.policy is not None and not self.policy.deepen(len(reqs), beams.scores()):
                 break
             plan = self.planner.draft(seqs, lens, step, beams, self.config.draft_attention)
-            inputs = hidden.index_select(0, torch.from_dlpack(beams.parents))
-            logits, hidden = self.head.step(torch.from_dlpack(beams.tokens), inputs, plan, self.draft_cache)
+            inputs = hidden.index_select(0, from_dlpack(beams.parents))
+            logits, hidden = self.head.step(from_dlpack(beams.tokens), inputs, plan, self.draft_cache)
             beams.advance(logits)
         return self._finish(reqs, beams, depths, time.perf_counter() - started)
 
@@ -202,13 +203,19 @@ class Runner:
 
     # -- pages --------------------------------------------------------------------------------------------------
 
+    def has_room(self, request: Request) -> bool:
+        """Whether the free pages, with those that only the prefix cache holds, take a request's prompt and a round."""
+        stats = self.pool.stats()
+        positions = request.prefill_target + self.geometry.alloc_len_per_decode
+        return stats["free_pages"] + stats["evictable_pages"] >= -(-positions // self.config.page_size)
+
     def admit(self, request: Request) -> None:
         """Give the request a row of the page table, sharing the pages of a cached prefix of its tokens."""
         if self.config.prefix_cache:
             # At least one position is computed: its logits, or its features for the draft, are wanted.
-            request.seq, shared = self.pool.cache_lookup(request.tokens[: request.prefill_target - 1])
+            request.row, shared = self.pool.cache_lookup(request.tokens[: request.prefill_target - 1])
         else:
-            request.seq, shared = self.pool.create(), 0
+            request.row, shared = self.pool.create(), 0
         request.committed = shared
         request.cached_tokens = min(shared, request.prompt_len)
         request.pending.clear()
@@ -216,9 +223,9 @@ class Runner:
 
     def release(self, request: Request) -> None:
         """Take the request's pages back."""
-        if request.seq is not None:
-            self.pool.release([request.seq])
-            request.seq = None
+        if request.row is not None:
+            self.pool.release([request.row])
+            request.row = None
         request.committed = 0
         self.gates.pop(request.request_id, None)
 

@@ -73,7 +73,12 @@ class Scheduler:
 
     def _admit(self) -> None:
         while self._waiting and len(self._admitted) < self._runner.config.max_batch:
-            request = self._waiting.popleft()
+            request = self._waiting[0]
+            # Beside others, a request enters only where its prompt and a round fit: else what was preempted for
+            # want of pages would come back at once.
+            if self._admitted and not self._runner.has_room(request):
+                return
+            self._waiting.popleft()
             self._runner.admit(request)
             self._admitted.append(request)
 
@@ -85,17 +90,19 @@ class Scheduler:
                 n = min(request.prefill_target - request.committed, budget)
                 chunks.append((request, n))
                 budget -= n
-        if not chunks:
-            return []
-        try:
-            return self._runner.prefill(chunks)
-        except PoolExhaustedError:
-            if len(self._admitted) == 1:
-                raise
-            # Running requests will free pages; where none runs, the last one admitted makes room for the first.
-            if not any(r.ready for r in self._admitted):
-                self._preempt(self._admitted[-1])
-            return []
+        while chunks:
+            try:
+                return self._runner.prefill(chunks)
+            except PoolExhaustedError:
+                if len(chunks) > 1:
+                    chunks.pop()  # the others may fit
+                elif any(r.ready for r in self._admitted):
+                    break  # running requests will free pages
+                elif self._admitted[-1] is chunks[0][0]:
+                    raise  # alone, which `check` rules out
+                else:
+                    self._preempt(self._admitted[-1])  # the last one admitted makes room for the first
+        return []
 
     def _with_pages(self, reqs: list[Request], run: Callable[[Sequence[Request]], list[Passed]]) -> list[Passed]:
         while True:
