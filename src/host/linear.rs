@@ -23,7 +23,9 @@ use pulp::{Simd, WithSimd};
 
 use super::act::{silu, silu_lanes};
 use super::linear_memory::Memory;
-use super::linear_tile::{Bf16Line, F32Line, Line, PANEL, max_rows, panel_times_tile, row_tiles};
+use super::linear_tile::{
+    Bf16Line, F32Line, Line, PANEL, max_rows, panel_times_tile, row_tiles, two_panels_times_tile,
+};
 use super::norm::{RmsNorm, norm_row};
 use super::{simd, threads};
 use crate::error::{Error, Result};
@@ -200,7 +202,7 @@ impl PackedLinear {
         for r in 0..m {
             let mut row = x[r * self.k..(r + 1) * self.k].to_vec();
             if let Some(norm) = &norm {
-                norm_row(&x[r * self.k..(r + 1) * self.k], norm, |i, v| row[i] = v);
+                norm_row(&x[r * self.k..(r + 1) * self.k], norm, &mut row);
             }
             for c in 0..width {
                 let out = &mut out[r * width + c];
@@ -345,18 +347,42 @@ fn pack_rows(x: &[f32], m: usize, k: usize, norm: Option<&RmsNorm<'_>>) -> Vec<f
             // Blocks of rows must start at tiles, so tiles are cut within blocks.
             for tile in tiles(m) {
                 let dst = &mut packed[row0 * k..(row0 + tile) * k];
-                for r in 0..tile {
-                    let src = &x[(row0 + r) * k..(row0 + r + 1) * k];
-                    match norm {
-                        Some(norm) => norm_row(src, norm, |i, v| dst[i * tile + r] = v),
-                        None => src.iter().enumerate().for_each(|(i, &v)| dst[i * tile + r] = v),
-                    }
+                let src = &x[row0 * k..(row0 + tile) * k];
+                match tile {
+                    1 => interleave::<1>(src, k, norm, dst),
+                    2 => interleave::<2>(src, k, norm, dst),
+                    3 => interleave::<3>(src, k, norm, dst),
+                    4 => interleave::<4>(src, k, norm, dst),
+                    5 => interleave::<5>(src, k, norm, dst),
+                    6 => interleave::<6>(src, k, norm, dst),
+                    7 => interleave::<7>(src, k, norm, dst),
+                    _ => interleave::<8>(src, k, norm, dst),
                 }
                 row0 += tile;
             }
         },
     );
     packed
+}
+
+/// `dst[i][r] = src[r][i]`, normalised, for a tile of `R` rows.
+#[inline(always)]
+fn interleave<const R: usize>(src: &[f32], k: usize, norm: Option<&RmsNorm<'_>>, dst: &mut [f32]) {
+    let rows: [&[f32]; R] = std::array::from_fn(|r| &src[r * k..][..k]);
+    let dst = &mut dst.as_chunks_mut::<R>().0[..k];
+    match norm {
+        None => {
+            for (i, dst) in dst.iter_mut().enumerate() {
+                *dst = std::array::from_fn(|r| rows[r][i]);
+            }
+        }
+        Some(norm) => {
+            let scales: [f32; R] = std::array::from_fn(|r| norm.scale(rows[r]));
+            for ((i, dst), &w) in dst.iter_mut().enumerate().zip(norm.weight) {
+                *dst = std::array::from_fn(|r| rows[r][i] * scales[r] * w);
+            }
+        }
+    }
 }
 
 /// Row tiles of `m` rows, cut so that none crosses a multiple of [`ROW_BLOCK`] where rows are split into blocks.
@@ -390,24 +416,51 @@ impl<L: Line> WithSimd for Work<'_, '_, L> {
     fn with_simd<S: Simd>(self, s: S) {
         let Work { linear, lines, x, add, mut part } = self;
         let k = linear.k;
-        let mut acc = [[0.0f32; PANEL]; 8];
-        debug_assert!(max_rows() <= acc.len());
-        for p in part.panels.clone() {
+        let mut acc = [[[0.0f32; PANEL]; 8]; 2];
+        debug_assert!(max_rows() <= acc[0].len());
+        let mut panels = part.panels.clone();
+        while let Some(p) = panels.next() {
             let panel = &lines[p * k..(p + 1) * k];
+            let [acc, acc2] = &mut acc;
+            if let (true, Some(q)) = (part.rows.len() <= 3, panels.clone().next()) {
+                let two = [panel, &lines[q * k..(q + 1) * k]];
+                let rows = part.rows.len();
+                let x = &x[part.row0 * k..(part.row0 + rows) * k];
+                if two_panels_times_tile(s, two, x, rows, [acc, acc2]) {
+                    panels.next();
+                    finish_tile(s, linear, add, &mut part, p, 0, &mut acc[..rows]);
+                    finish_tile(s, linear, add, &mut part, q, 0, &mut acc2[..rows]);
+                    continue;
+                }
+            }
             let mut r0 = 0;
             for tile in row_tiles(part.rows.len()) {
                 let at = part.row0 + r0;
-                panel_times_tile(s, panel, &x[at * k..(at + tile) * k], tile, &mut acc);
-                for (r, acc) in acc[..tile].iter_mut().enumerate() {
-                    let out = &mut part.rows[r0 + r];
-                    if linear.gated {
-                        finish_gated(s, linear, p, p - part.panels.start, acc, out);
-                    } else {
-                        finish(linear, p, p - part.panels.start, add, at + r, acc, out);
-                    }
-                }
+                panel_times_tile(s, panel, &x[at * k..(at + tile) * k], tile, acc);
+                finish_tile(s, linear, add, &mut part, p, r0, &mut acc[..tile]);
                 r0 += tile;
             }
+        }
+    }
+}
+
+/// What follows the sums of panel `p` for the rows from `r0` of a part on.
+#[inline(always)]
+fn finish_tile<S: Simd>(
+    s: S,
+    linear: &PackedLinear,
+    add: Add<'_>,
+    part: &mut Part<'_>,
+    p: usize,
+    r0: usize,
+    acc: &mut [[f32; PANEL]],
+) {
+    let i = p - part.panels.start;
+    for (r, acc) in (r0..).zip(acc) {
+        if linear.gated {
+            finish_gated(s, linear, p, i, acc, part.rows[r]);
+        } else {
+            finish(linear, p, i, add, part.row0 + r, acc, part.rows[r]);
         }
     }
 }

@@ -88,6 +88,45 @@ pub(crate) fn panel_times_tile<S: Simd, L: Line>(s: S, panel: &[L], x: &[f32], r
     }
 }
 
+/// Two panels at once, for so few rows that one panel's chains would wait for each other. `false`, with nothing done,
+/// where the tile has more.
+#[inline(always)]
+pub(crate) fn two_panels_times_tile<S: Simd, L: Line>(
+    s: S,
+    panels: [&[L]; 2],
+    x: &[f32],
+    rows: usize,
+    out: [&mut [[f32; PANEL]]; 2],
+) -> bool {
+    match (S::F32_LANES, rows) {
+        (16, 1) => pair::<S, L, 1, 1>(s, panels, x, out),
+        (16, 2) => pair::<S, L, 2, 1>(s, panels, x, out),
+        (16, 3) => pair::<S, L, 3, 1>(s, panels, x, out),
+        (8, 1) => pair::<S, L, 1, 2>(s, panels, x, out),
+        _ => return false,
+    }
+    true
+}
+
+/// The FMA chains of `R` rows by all `V` vectors of both halves of two panels.
+#[inline(always)]
+fn pair<S: Simd, L: Line, const R: usize, const V: usize>(
+    s: S,
+    panels: [&[L]; 2],
+    x: &[f32],
+    out: [&mut [[f32; PANEL]]; 2],
+) {
+    let mut acc = [[[[s.splat_f32s(0.0); 2]; V]; R]; 2];
+    let [first, second] = panels;
+    for ((a, b), x) in first.iter().zip(second).zip(x.as_chunks::<R>().0) {
+        step(s, a, x, 0, &mut acc[0]);
+        step(s, b, x, 0, &mut acc[1]);
+    }
+    for (acc, out) in acc.iter().zip(out) {
+        store(s, acc, 0, out);
+    }
+}
+
 /// A tile of `R` rows, by as many vectors at a time as the registers hold.
 #[inline(always)]
 fn fixed<S: Simd, L: Line, const R: usize>(s: S, panel: &[L], x: &[f32], out: &mut [[f32; PANEL]]) {
@@ -118,18 +157,41 @@ fn chain<S: Simd, L: Line, const R: usize, const V: usize>(
 ) {
     let mut acc = [[[s.splat_f32s(0.0); 2]; V]; R];
     for (line, x) in panel.iter().zip(x) {
-        let mut w = [[s.splat_f32s(0.0); 2]; V];
-        for (v, w) in w.iter_mut().enumerate() {
-            *w = line.load(s, v0 + v);
-        }
-        for (acc, &x) in acc.iter_mut().zip(x) {
-            let x = s.splat_f32s(x);
-            for (acc, w) in acc.iter_mut().zip(&w) {
-                acc[0] = s.mul_add_f32s(x, w[0], acc[0]);
-                acc[1] = s.mul_add_f32s(x, w[1], acc[1]);
-            }
+        step(s, line, x, v0, &mut acc);
+    }
+    store(s, &acc, v0, out);
+}
+
+/// One k.
+#[inline(always)]
+fn step<S: Simd, L: Line, const R: usize, const V: usize>(
+    s: S,
+    line: &L,
+    x: &[f32; R],
+    v0: usize,
+    acc: &mut [[[S::f32s; 2]; V]; R],
+) {
+    let mut w = [[s.splat_f32s(0.0); 2]; V];
+    for (v, w) in w.iter_mut().enumerate() {
+        *w = line.load(s, v0 + v);
+    }
+    for (acc, &x) in acc.iter_mut().zip(x) {
+        let x = s.splat_f32s(x);
+        for (acc, w) in acc.iter_mut().zip(&w) {
+            acc[0] = s.mul_add_f32s(x, w[0], acc[0]);
+            acc[1] = s.mul_add_f32s(x, w[1], acc[1]);
         }
     }
+}
+
+/// Write a tile's sums to their columns.
+#[inline(always)]
+fn store<S: Simd, const R: usize, const V: usize>(
+    _: S,
+    acc: &[[[S::f32s; 2]; V]; R],
+    v0: usize,
+    out: &mut [[f32; PANEL]],
+) {
     for (acc, out) in acc.iter().zip(out) {
         let (low, high) = out.split_at_mut(16);
         for (v, acc) in acc.iter().enumerate() {

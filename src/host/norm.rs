@@ -38,13 +38,20 @@ fn sum_of_squares(x: &[f32]) -> f32 {
     acc[0]
 }
 
-/// `out = x / sqrt(mean(x^2) + eps) * weight` for one row; `out` is indexed through `at`, so that a caller can lay the
-/// row out as it likes.
+impl RmsNorm<'_> {
+    /// The factor of one row: `1 / sqrt(mean(x^2) + eps)`.
+    #[inline(always)]
+    pub(crate) fn scale(&self, x: &[f32]) -> f32 {
+        1.0 / (sum_of_squares(x) / x.len() as f32 + self.eps).sqrt()
+    }
+}
+
+/// `out = x / sqrt(mean(x^2) + eps) * weight` for one row.
 #[inline(always)]
-pub(crate) fn norm_row(x: &[f32], norm: &RmsNorm<'_>, mut put: impl FnMut(usize, f32)) {
-    let scale = 1.0 / (sum_of_squares(x) / x.len() as f32 + norm.eps).sqrt();
-    for (i, (&v, &w)) in x.iter().zip(norm.weight).enumerate() {
-        put(i, v * scale * w);
+pub(crate) fn norm_row(x: &[f32], norm: &RmsNorm<'_>, out: &mut [f32]) {
+    let scale = norm.scale(x);
+    for ((o, &v), &w) in out.iter_mut().zip(x).zip(norm.weight) {
+        *o = v * scale * w;
     }
 }
 
@@ -59,7 +66,7 @@ pub fn rms_norm(x: &[f32], norm: &RmsNorm<'_>, out: &mut [f32]) -> Result<()> {
         #[inline(always)]
         || {
             for (x, out) in x.chunks_exact(k).zip(out.chunks_exact_mut(k)) {
-                norm_row(x, norm, |i, v| out[i] = v);
+                norm_row(x, norm, out);
             }
         },
     );

@@ -117,7 +117,7 @@ impl Rotary<'_> {
     #[inline(always)]
     fn head(&self, norm: Option<&RmsNorm<'_>>, position: usize, x: &[f32], out: &mut [f32]) {
         match norm {
-            Some(norm) => norm_row(x, norm, |i, v| out[i] = v),
+            Some(norm) => norm_row(x, norm, out),
             None => out.copy_from_slice(x),
         }
         self.table.rotate(position, out);

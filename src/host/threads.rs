@@ -192,8 +192,9 @@ impl<F: FnMut()> Drop for OnExit<F> {
 
 /// Call `f` on every item, on all threads where `cost_ns` (the whole work's time on one thread) makes that pay.
 ///
-/// Items are claimed in order, one at a time: give a thread several where their costs differ. They carry what their
-/// part of the work may write, such as disjoint slices of an output.
+/// Each thread begins at its own stretch of the items and takes what is left of the others' when it has done its own:
+/// neighbouring items mostly stay on one thread, and a thread that was late does less where there are several items
+/// for each. Items carry what their part of the work may write, such as disjoint slices of an output.
 pub(crate) fn for_each<T: Send>(items: Vec<T>, cost_ns: usize, f: impl Fn(T) + Sync) {
     let threads = num_threads().min(items.len());
     if threads <= 1 || cost_ns < WORTH_A_REGION_NS {
@@ -208,26 +209,29 @@ pub(crate) fn for_each<T: Send>(items: Vec<T>, cost_ns: usize, f: impl Fn(T) + S
     let asleep = team.keep_awake();
 
     let items: Vec<Mutex<Option<T>>> = items.into_iter().map(|i| Mutex::new(Some(i))).collect();
-    let (next, left) = (AtomicUsize::new(0), AtomicUsize::new(threads - 1));
-    let (items, next, left, f) = (&items, &next, &left, &f);
-    let take_part = move || {
-        while let Some(item) = items.get(next.fetch_add(1, Ordering::Relaxed)) {
-            if let Some(item) = item.lock().unwrap_or_else(PoisonError::into_inner).take() {
+    let left = AtomicUsize::new(threads - 1);
+    let (items, left, f) = (&items, &left, &f);
+    let take_part = move |thread: usize| {
+        let (before, mine) = items.split_at(thread * items.len() / threads);
+        for item in mine.iter().chain(before) {
+            // A lock is held only to take the item out: where it is held, another thread has the item.
+            let item = item.try_lock().ok().and_then(|mut item| item.take());
+            if let Some(item) = item {
                 f(item);
             }
         }
     };
     team.pool.in_place_scope(|scope| {
-        for _ in 1..threads {
+        for thread in 1..threads {
             scope.spawn(move |_| {
                 let _count = OnExit(|| {
                     left.fetch_sub(1, Ordering::Release);
                 });
-                take_part();
+                take_part(thread);
             });
         }
         let start = Instant::now();
-        take_part();
+        take_part(0);
         // The scope would put this thread to sleep; what is left is short, unless a worker has lost its core: then
         // this thread must not hold one either. The few turns after the count cover the time between a job's end and
         // the scope's own count of it.
