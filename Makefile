@@ -13,11 +13,11 @@ demo: $(VENV)/.built
 	$(BIN)/specrs generate "$(PROMPT)" --compare --mark $$mark
 
 test: $(VENV)/.built
-	cargo test --release --no-default-features
+	cargo test --no-default-features
 	$(BIN)/python -m pytest -q -m "not long" tests/python
 
 test-long: $(VENV)/.built
-	SPECRS_TEST_LONG=1 cargo test --release --no-default-features
+	SPECRS_TEST_LONG=1 cargo test --no-default-features
 	$(BIN)/python -m pytest -q tests/python
 
 bench: $(VENV)/.built
@@ -34,8 +34,13 @@ lint: $(VENV)/.built
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The docstrings of python/specrs/_specrs.pyi, from the built module.
+stubs: $(VENV)/.built
+	$(BIN)/python tests/python/stub.py
+
+# The build requirements bring nvcc; a wheel without kernels is refused.
 wheel:
-	$(PYTHON) -m pip wheel --no-deps --wheel-dir dist .
+	SPECRS_REQUIRE_CUDA=1 $(PYTHON) -m pip wheel --no-deps --wheel-dir dist .
 
 clean:
 	rm -rf $(VENV) $(NVCC_ENV) target dist
