@@ -5,10 +5,16 @@ use std::sync::OnceLock;
 
 use pulp::{Arch, Simd, WithSimd};
 
-/// The instruction set, detected once.
+/// The instruction set, detected once. `SPECRS_SIMD` asks for less than there is: `scalar`, or `avx2` on a machine
+/// with AVX-512, to compare (the results are the same bits) or to work around a fault.
 fn arch() -> Arch {
     static ARCH: OnceLock<Arch> = OnceLock::new();
-    *ARCH.get_or_init(Arch::new)
+    *ARCH.get_or_init(|| match std::env::var("SPECRS_SIMD").as_deref() {
+        Ok("scalar") => Arch::Scalar,
+        #[cfg(any(target_arch = "x86", target_arch = "x86_64"))]
+        Ok("avx2") => pulp::x86::V3::try_new().map_or(Arch::Scalar, Arch::V3),
+        _ => Arch::new(),
+    })
 }
 
 /// Run `f`, compiled for the instruction set found: loops in `f` and in what is inlined into it vectorise.
