@@ -8,10 +8,10 @@ Of sglang 0.5.23, three functions that make a round's arrays on the host, unchan
 batch, in their path for K > 1 and P > 1 (that for P = 1 needs its CPU kernels):
 
 * ``page_aligned_decode_alloc_lens``: what each request allocates for the round;
-* ``prepare_for_draft`` (with ``duplicate_prefix_tail_to_draft_branches``, the KV copy itself left out): the draft's slots
-  and positions;
-* ``draft_decode_set_expand_metadata`` (compiled by ``torch.compile``, as there): lengths and page table of the branches,
-  once for each of the S - 1 steps.
+* ``prepare_for_draft`` (with ``duplicate_prefix_tail_to_draft_branches``, the KV copy itself left out): the draft's
+  slots and positions;
+* ``draft_decode_set_expand_metadata`` (compiled by ``torch.compile``, as there): lengths and page table of the
+  branches, once for each of the S - 1 steps.
 
 The verify's, the commit's and the draft-extend's arrays are device kernels there, so the peer does less than specrs
 here. Its draft slots are checked against the closed form of the holey layout. All take turns in one run.
