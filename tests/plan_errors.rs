@@ -345,7 +345,7 @@ fn plans_and_moves_die_with_their_rows() {
 }
 
 /// A change to a plan's arrays.
-type Change = Box<dyn Fn(&mut PlanParts)>;
+type Change<'a> = Box<dyn Fn(&mut PlanParts) + 'a>;
 
 /// Every field of a good plan, changed: the audit finds it.
 #[test]
@@ -376,7 +376,7 @@ fn the_audit_finds_tampered_plans() {
         let again = audit(phase, good.clone()).unwrap();
         assert_eq!(again.to_parts(), good);
         let n = plan.live_queries();
-        let mut bad: Vec<(&str, Change)> = vec![
+        let mut bad: Vec<(&str, Change<'_>)> = vec![
             ("row", Box::new(|p| p.rows.swap(0, 1))),
             ("row of another", Box::new(|p| p.rows[0] = p.rows[1])),
             ("row outside", Box::new(|p| p.rows[1] = 99)),

@@ -81,6 +81,7 @@ mod moves;
 mod phases;
 mod place;
 mod planner;
+mod wide;
 
 pub use body::{AuditedPlan, Phase, Plan, PlanParts};
 pub use certify::{Certificate, Failure, LayoutSizes, MAX_FAILURES, certify};

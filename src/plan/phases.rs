@@ -3,6 +3,7 @@
 use crate::error::{Error, Result, in_range};
 use crate::plan::place::Where;
 use crate::plan::planner::{Planner, Scratch};
+use crate::plan::wide::wide;
 use crate::plan::{AuditedPlan, Batch, DraftMask, Format, Phase, Trees};
 use crate::pool::Tables;
 
@@ -90,7 +91,14 @@ impl<F: Format> Planner<F> {
                 DraftMask::Lane => bits.chunks_exact_mut(n).for_each(|m| m.copy_from_slice(&scratch.pattern)),
                 DraftMask::Ancestors(given) => {
                     let same = match scratch.allowed[..] {
-                        [allowed] => copy_bits(bits, given, &scratch.lanes.bits, step, allowed),
+                        [allowed] => {
+                            let own = &scratch.lanes.bits;
+                            wide(
+                                scratch.arch,
+                                #[inline(always)]
+                                || copy_bits(bits, given, own, step, allowed),
+                            )
+                        }
                         _ => copy_words(bits, given, &scratch.pattern, &scratch.allowed),
                     };
                     if !same {
@@ -123,50 +131,52 @@ impl<F: Format> Planner<F> {
             let (limit, v) = (geometry.limits().max_context_len, geometry.shape().draft_tokens());
             let w = words as usize;
             let (indptr, prefix) = (plan.qo_indptr.get_mut(), plan.prefix_lens.get_mut());
-            let (mut positions, mut slots, mut masks) =
-                (plan.positions.get_mut(), plan.out_slots.get_mut(), plan.mask.get_mut());
-            let mut parents = trees.parents;
+            let (positions, slots, masks) = (plan.positions.get_mut(), plan.out_slots.get_mut(), plan.mask.get_mut());
             let mut q = 0;
-            for (i, ((row, &len), &size)) in scratch.rows.each(tables).zip(lens).zip(trees.sizes).enumerate() {
-                let at = Where { kernel: WHO, request: i, tables };
-                if size == 0 || size > v {
-                    in_range("tree nodes", size, 1, v as i128)?;
-                }
-                if len >= limit {
-                    return Err(at.outside("context", len as i64, limit));
-                }
-                let n = size as usize;
-                let (up, rest) = parents.split_at(n);
-                parents = rest;
-                let (pos, rest) = positions.split_at_mut(n);
-                positions = rest;
-                let (out, rest) = slots.split_at_mut(n);
-                slots = rest;
-                let (bits, rest) = masks.split_at_mut(n * w);
-                masks = rest;
-                let bad = if w == 1 { tree_1(up, len as i32, pos, bits) } else { tree_w(up, len as i32, pos, bits, w) };
-                if let Some(j) = bad {
-                    return Err(bad_parent(i, j, up[j]));
-                }
-                // Depth is less than the node count, so that only trees near the wall need a look at each node.
-                if len as u64 + n as u64 > limit as u64
-                    && let Some(&p) = pos.iter().find(|&&p| p >= limit as i32)
-                {
-                    return Err(at.outside("context", p as i64, limit));
-                }
-                row.run(at, len, out)?;
-                q += size as i32;
-                (indptr[i + 1], prefix[i]) = (q, len as i32);
-            }
-            Ok(())
+            let rows = &scratch.rows;
+            wide(
+                scratch.arch,
+                #[inline(always)]
+                || {
+                    for (i, ((row, &len), &size)) in rows.each(tables).zip(lens).zip(trees.sizes).enumerate() {
+                        let at = Where { kernel: WHO, request: i, tables };
+                        if size == 0 || size > v {
+                            in_range("tree nodes", size, 1, v as i128)?;
+                        }
+                        if len >= limit {
+                            return Err(at.outside("context", len as i64, limit));
+                        }
+                        let n = size as usize;
+                        let (up, pos) = (&trees.parents[q..q + n], &mut positions[q..q + n]);
+                        let (out, bits) = (&mut slots[q..q + n], &mut masks[q * w..(q + n) * w]);
+                        q += n;
+                        let bad = if w == 1 {
+                            tree_1(up, len as i32, pos, bits)
+                        } else {
+                            tree_w(up, len as i32, pos, bits, w)
+                        };
+                        if let Some(j) = bad {
+                            return Err(bad_parent(i, j, up[j]));
+                        }
+                        // Depth is less than the node count, so that only trees near the wall need a look at each node.
+                        if len as u64 + n as u64 > limit as u64
+                            && let Some(&p) = pos.iter().find(|&&p| p >= limit as i32)
+                        {
+                            return Err(at.outside("context", p as i64, limit));
+                        }
+                        row.run(at, len, out)?;
+                        (indptr[i + 1], prefix[i]) = (q as i32, len as i32);
+                    }
+                    Ok(())
+                },
+            )
         })
     }
 }
 
 /// Positions and ancestor bits of a tree of at most 64 nodes; the first node whose parent is not before it.
 ///
-/// Not inlined: on its own the loop keeps its pointers in registers.
-#[inline(never)]
+#[inline(always)]
 fn tree_1(parents: &[i32], root: i32, pos: &mut [i32], bits: &mut [u64]) -> Option<usize> {
     let n = parents.len().min(64);
     let (parents, pos, bits) = (&parents[..n], &mut pos[..n], &mut bits[..n]);
@@ -247,6 +257,7 @@ fn draft_patterns(scratch: &mut super::planner::Scratch, k: u32, s: u32, step: u
 
 /// Copy the ancestor bits of lanes with one word each; whether each has its own bit (`own << step`) and otherwise only
 /// `allowed` ones.
+#[inline(always)]
 fn copy_bits(out: &mut [u64], given: &[u64], own: &[u64], step: u32, allowed: u64) -> bool {
     let mut stray = 0;
     for ((o, &g), &own) in out.iter_mut().zip(given).zip(own) {

@@ -192,7 +192,7 @@ impl Row<'_> {
     }
 
     /// Slots of the row positions `first..first + out.len()`, to be written.
-    #[inline]
+    #[inline(always)]
     pub(super) fn run(&self, at: Where<'_>, first: u32, out: &mut [i32]) -> Result<()> {
         if out.is_empty() {
             return Ok(());
@@ -246,6 +246,7 @@ impl Row<'_> {
 ///
 /// Where a run starts in its page is as good as random, so loops that end at page borders would be mispredicted at
 /// both ends. Here every loop's length is the run's or the page's.
+#[inline(always)]
 fn fill_slots(pages: &[i32], off: u32, shift: u32, out: &mut [i32]) {
     let (size, border) = (1usize << shift, (1 << shift) - off as i32);
     let count = |out: &mut [i32], from: i32| out.iter_mut().zip(from..).for_each(|(o, slot)| *o = slot);

@@ -27,6 +27,8 @@ pub struct Planner<F: Format = Native> {
 /// What a planner keeps between calls.
 #[derive(Debug, Default)]
 pub(super) struct Scratch {
+    /// The instruction set for loops over lanes.
+    pub(super) arch: pulp::Arch,
     /// The rows of the batch.
     pub(super) rows: Rows,
     /// Where the draft's branches lie.
