@@ -264,6 +264,13 @@ fn indices_out_of_bounds_are_named_and_nothing_is_written() {
     b.qo_indptr[1] = 3;
     b.qo_indptr[2] = 2;
     refused(&world, &b, "qo_indptr", 1, -1, 4);
+    // A row that only lanes without keys name is checked too.
+    let mut b = Batch::new(1);
+    b.positions.extend([0; 3]);
+    b.out_slots.extend([0; 3]);
+    b.mask.extend([0; 3]);
+    b.close(77, 0);
+    refused(&world, &b, "page table rows", 0, 77, 2);
     world.table[5] = 9;
     refused(&world, &good, "pages", 1, 9, 9);
     assert!(attention(&world.cache(), 2, &Batch::new(0).view(&world), &[], 1, 1.0, &mut []).is_err());

@@ -25,13 +25,13 @@ use pulp::{Simd, WithSimd};
 pub struct AttnView<'a> {
     /// First query of each request, and the end [B + 1]. Queries past the end are dead lanes: their output is 0.
     pub qo_indptr: &'a [i32],
-    /// Positions of each request that all its queries attend [B].
+    /// Positions of each request that all its queries attend `[B]`.
     pub prefix_lens: &'a [i32],
     /// Bit b of word w of a query's row: whether it attends position `prefix + 64 w + b` [Q, mask_words].
     pub mask: &'a [u64],
     /// Words of a mask row; 0 for a causal plan.
     pub mask_words: usize,
-    /// Row of the page table of each request [B].
+    /// Row of the page table of each request `[B]`.
     pub rows: &'a [u32],
     /// Page of each row and page column [rows, row_pages].
     pub table: &'a [i32],
@@ -39,9 +39,9 @@ pub struct AttnView<'a> {
     pub row_pages: usize,
     /// Tokens of a page.
     pub page: PageSize,
-    /// RoPE position of each query [Q].
+    /// RoPE position of each query `[Q]`.
     pub positions: &'a [i32],
-    /// Slot that takes each query's KV [Q]; dead lanes have 0, the sink.
+    /// Slot that takes each query's KV `[Q]`; dead lanes have 0, the sink.
     pub out_slots: &'a [i32],
 }
 
@@ -104,11 +104,14 @@ impl<'a> AttnView<'a> {
             index(kernel, "queries", row, -1, last, queries + 1)?;
             index(kernel, "qo_indptr", row, -1, last - first, queries + 1)?;
             index(kernel, "prefix length", row, -1, i64::from(self.prefix_lens[i]), i32::MAX as usize)?;
-            let end = self.end(i);
-            if end == 0 {
+            if self.queries(i).is_empty() {
                 continue; // nothing to read: the row may be anything
             }
             index(kernel, "page table rows", row, -1, i64::from(self.rows[i]), table_rows)?;
+            let end = self.end(i);
+            if end == 0 {
+                continue; // dead lanes, which attend nothing
+            }
             let last_page = i64::from(self.page.page_of(u32::try_from(end - 1).unwrap_or(u32::MAX)));
             index(kernel, "page table row", row, -1, last_page, self.row_pages)?;
             let used = &self.pages(i)[..=last_page as usize];

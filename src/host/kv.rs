@@ -170,7 +170,7 @@ pub(crate) fn check_slots(kernel: &'static str, shape: &KvShape, slots: &[i32], 
     Ok(())
 }
 
-/// Write keys and values [rows, kv_heads, head_dim] of `layer` to `slots` [rows] (bf16 caches: to nearest even).
+/// Write keys and values [rows, kv_heads, head_dim] of `layer` to `slots` `[rows]` (bf16 caches: to nearest even).
 ///
 /// Rows go in order: where two name the same slot (the sink), the later one stays. `qo_indptr` (first row of each
 /// request, and the end) only serves the error. Nothing is written unless every slot is in bounds.
@@ -182,18 +182,8 @@ pub fn kv_write(
     k: &[f32],
     v: &[f32],
 ) -> Result<()> {
+    check_rows(cache, layer, slots, qo_indptr, k, v)?;
     let width = cache.shape.token();
-    for (operand, x) in [("k", k), ("v", v)] {
-        if x.len() != slots.len() * width {
-            return Err(Error::Mismatch {
-                operand,
-                got: format!("{} elements", x.len()),
-                want: format!("[{}, {}, {}]", slots.len(), cache.shape.kv_heads, cache.shape.head_dim),
-            });
-        }
-    }
-    cache.shape.check_layer("kv_write", layer)?;
-    check_slots("kv_write", &cache.shape, slots, qo_indptr)?;
     for (plane, x) in [(2 * layer, k), (2 * layer + 1, v)] {
         let range = cache.shape.plane(plane);
         for (&slot, row) in slots.iter().zip(x.chunks_exact(width.max(1))) {
@@ -202,6 +192,28 @@ pub fn kv_write(
         }
     }
     Ok(())
+}
+
+/// The operands of a write against each other and the cache.
+fn check_rows(
+    cache: &KvCacheMut<'_>,
+    layer: usize,
+    slots: &[i32],
+    qo_indptr: &[i32],
+    k: &[f32],
+    v: &[f32],
+) -> Result<()> {
+    for (operand, x) in [("k", k), ("v", v)] {
+        if x.len() != slots.len() * cache.shape.token() {
+            return Err(Error::Mismatch {
+                operand,
+                got: format!("{} elements", x.len()),
+                want: format!("[{}, {}, {}]", slots.len(), cache.shape.kv_heads, cache.shape.head_dim),
+            });
+        }
+    }
+    cache.shape.check_layer("kv_write", layer)?;
+    check_slots("kv_write", &cache.shape, slots, qo_indptr)
 }
 
 /// Store one row at element `at`.
@@ -268,8 +280,7 @@ fn move_planes<T: Copy + Send>(data: &mut [T], plane: usize, width: usize, src: 
 /// [`kv_write`] element by element through flat indices.
 pub fn kv_write_reference(cache: &mut KvCacheMut<'_>, layer: usize, slots: &[i32], k: &[f32], v: &[f32]) -> Result<()> {
     let KvShape { slots: bound, kv_heads, head_dim, .. } = cache.shape;
-    check_slots("kv_write", &cache.shape, slots, &[])?;
-    cache.shape.check_layer("kv_write", layer)?;
+    check_rows(cache, layer, slots, &[], k, v)?;
     for (row, &slot) in slots.iter().enumerate() {
         for head in 0..kv_heads {
             for d in 0..head_dim {

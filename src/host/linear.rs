@@ -97,7 +97,7 @@ pub struct PackedLinear {
 }
 
 impl PackedLinear {
-    /// Pack a weight [n, k] with an optional bias [n].
+    /// Pack a weight [n, k] with an optional bias `[n]`.
     pub fn new(weight: Weight<'_>, n: usize, k: usize, bias: Option<&[f32]>, storage: Storage) -> Result<Self> {
         Self::build(weight, n, k, bias, storage, false)
     }

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use crate::bounds::Slot;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, in_range};
 use crate::plan::body::check_version;
 use crate::plan::phases::same_length;
 use crate::pool::{Lease, Tables};
@@ -30,8 +30,8 @@ impl Moves {
     /// breaks rings: a slot that is nobody's source or destination, such as one of a page taken for it.
     ///
     /// # Errors
-    /// A slot outside the pool, a destination that is the sink or occurs twice, a ring without `scratch`, a
-    /// `scratch` that a move uses.
+    /// A slot outside the pool, a destination or a needed `scratch` that is the sink, a destination that occurs
+    /// twice, a ring without `scratch`, a `scratch` that a move uses.
     pub fn new(src: &[i32], dst: &[i32], num_slots: u32, scratch: Option<Slot>) -> Result<Self> {
         same_length("destination slots", dst.len(), src.len())?;
         let mut move_into = HashMap::with_capacity(dst.len()); // destination -> move
@@ -54,7 +54,8 @@ impl Moves {
                 return Err(Error::Invalid { what: "destination", got, why: "it may be written once".into() });
             }
         }
-        let mut order = Order { src, dst, readers: HashMap::new(), done: vec![false; src.len()], out: Vec::new() };
+        let (readers, done, out) = (HashMap::new(), vec![false; src.len()], Vec::new());
+        let mut order = Order { src, dst, num_slots, readers, done, out };
         for (i, (s, d)) in src.iter().zip(dst).enumerate() {
             if s == d {
                 order.done[i] = true; // nothing to do
@@ -67,10 +68,11 @@ impl Moves {
         Ok(Self { src, dst, rows: Vec::new() })
     }
 
-    /// The page copies of a lease, token by token: what must be run before anything is written under it.
+    /// The page copies of a lease, token by token: what must be run before anything is written under it. They are
+    /// refused once the lease has ended.
     ///
     /// # Errors
-    /// A page outside the pool: the lease is of another pool than `tables`.
+    /// [`Error::Dead`] where the lease is of another pool than `tables`.
     pub fn of_lease(lease: &Lease, tables: &Tables<'_>) -> Result<Self> {
         let page = tables.page();
         let (mut src, mut dst) = (Vec::new(), Vec::new());
@@ -80,8 +82,15 @@ impl Moves {
                 dst.push(page.slot(copy.dst, o)?.as_i32());
             }
         }
+        let mut rows = Vec::new();
+        if !src.is_empty() {
+            for &seq in lease.seqs() {
+                let row = tables.seq(seq)?;
+                rows.push((row.row as i32, row.version));
+            }
+        }
         // The order is kept: no page that is copied to is copied from.
-        Self::new(&src, &dst, tables.num_pages() * page.get(), None)
+        Ok(Self { rows, ..Self::new(&src, &dst, tables.num_pages() * page.get(), None)? })
     }
 
     /// Moves there are.
@@ -134,6 +143,8 @@ impl Moves {
 struct Order<'a> {
     src: &'a [i32],
     dst: &'a [i32],
+    /// Slots of the pool.
+    num_slots: u32,
     /// Moves not yet done that read a slot.
     readers: HashMap<i32, u32>,
     done: Vec<bool>,
@@ -159,6 +170,7 @@ impl Order<'_> {
                     why: "no order is safe; give a scratch slot".into(),
                 });
             };
+            in_range("scratch slot", scratch, 1, self.num_slots as i128 - 1)?;
             if move_into.contains_key(&scratch) || self.src.contains(&scratch) {
                 let got = scratch.to_string();
                 return Err(Error::Invalid { what: "scratch slot", got, why: "a move uses it".into() });

@@ -19,18 +19,22 @@ impl<F: Format> Planner<F> {
         const WHO: &str = "extend";
         let starts = batch.lens.host(WHO)?;
         same_length("counts", counts.len(), batch.seqs.len())?;
+        let limit = self.geometry.limits().max_context_len;
+        // Before anything is sized by the counts, which may be anything.
+        for (request, (&start, &count)) in starts.iter().zip(counts).enumerate() {
+            let end = start as u64 + count as u64;
+            if end > limit as u64 {
+                let at = Where { kernel: WHO, request, tables };
+                return Err(at.outside("context", end as i64 - 1, limit));
+            }
+        }
         let queries = counts.iter().map(|&c| c as u64).sum();
-        self.build(tables, batch, Phase::Extend, queries, 0, |geometry, scratch, plan| {
-            let limit = geometry.limits().max_context_len;
+        self.build(tables, batch, Phase::Extend, queries, 0, |_, scratch, plan| {
             let (indptr, prefix) = (plan.qo_indptr.get_mut(), plan.prefix_lens.get_mut());
             let (mut positions, mut slots) = (plan.positions.get_mut(), plan.out_slots.get_mut());
             let mut q = 0;
             for (i, ((row, &start), &count)) in scratch.rows.each(tables).zip(starts).zip(counts).enumerate() {
                 let at = Where { kernel: WHO, request: i, tables };
-                let end = start as u64 + count as u64;
-                if end > limit as u64 {
-                    return Err(at.outside("context", end as i64 - 1, limit));
-                }
                 row.check_end(at, start as u64)?;
                 let (pos, rest) = positions.split_at_mut(count as usize);
                 positions = rest;

@@ -247,7 +247,8 @@ impl State {
             let (r, owner) = (&mut self.rows[row], Owner::of(seq));
             let (old, new) = (r.pages as usize, page.pages_for(len) as usize);
             let line = &mut self.table[row * width..][..width];
-            r.version += u64::from(new < old);
+            // With its shared tail page gone, the lease's copies must not run any more.
+            r.version += u64::from(new < old || r.held != 0);
             if r.held != 0 && len == r.committed {
                 // Nothing was written into the copy that counts: the row keeps the shared page.
                 self.ledger.restore_tail(r, page, line, owner)?;

@@ -179,7 +179,8 @@ impl Pool {
     }
 
     /// A new sequence that starts with the first `len` positions of `src` and shares their pages, a partial tail
-    /// page included. `src` may be under a lease; only what it has committed is shared.
+    /// page included. `src` may be under a lease; only what it has committed is shared. Plans made for `src` before
+    /// are refused from then on: they may write what is shared now.
     ///
     /// # Errors
     /// [`Error::OutOfRange`] where `len` exceeds what `src` has committed; [`Error::Dead`];
@@ -222,7 +223,8 @@ impl Pool {
         self.with_tables(|t| t.seq(seq).map(|r| r.allocated(t.page())))?
     }
 
-    /// Version of a sequence's row; goes up whenever its pages change.
+    /// Version of a sequence's row; goes up whenever its pages change or get another owner, so that plans made
+    /// before are refused.
     pub fn version(&self, seq: SeqId) -> Result<u64> {
         self.with_tables(|t| t.seq(seq).map(|r| r.version))?
     }

@@ -61,7 +61,8 @@ pub(super) struct Row {
     pub(super) held: u32,
     /// Id of the live lease, 0 for none.
     pub(super) lease: u64,
-    /// Goes up whenever the row's pages change, across generations too.
+    /// Goes up whenever the row's pages change or get another owner, across generations too. Starts at a number of
+    /// the pool's own, so that what was planned for one pool does not fit the rows of another.
     pub(super) version: u64,
     /// Stamp of the last call that named this row: finds a sequence given twice in one call.
     pub(super) stamp: u64,
@@ -143,7 +144,9 @@ impl State {
         }
         let r = &mut self.rows[d];
         (r.committed, r.pages, r.base_pages, r.shared) = (len, n as u32, n as u32, n as u32);
-        self.rows[s].shared = from.shared.max(n as u32);
+        let r = &mut self.rows[s];
+        r.shared = from.shared.max(n as u32);
+        r.version += u64::from(n > 0); // a plan that writes those pages was made when they had one owner
         self.settle();
         Ok(seq)
     }

@@ -40,11 +40,13 @@ pub(super) struct State {
 impl State {
     /// `config` has been checked.
     pub(super) fn new(config: PoolConfig, events: u32) -> Self {
+        let id = POOLS.fetch_add(1, Ordering::Relaxed);
+        let row = Row { version: u64::from(id) << 40, ..Row::default() };
         Self {
-            id: POOLS.fetch_add(1, Ordering::Relaxed),
+            id,
             ledger: Ledger::new(config.num_pages, events),
             table: vec![0; config.max_seqs as usize * config.row_pages as usize],
-            rows: vec![Row::default(); config.max_seqs as usize],
+            rows: vec![row; config.max_seqs as usize],
             free_rows: (0..config.max_seqs).rev().collect(), // row 0 first
             cache: PrefixCache::new(config.page.get()),
             changes: 0,
@@ -164,7 +166,9 @@ impl State {
                 });
             }
         }
-        self.rows[row].shared = self.rows[row].shared.max(full as u32);
+        let r = &mut self.rows[row];
+        r.shared = r.shared.max(full as u32);
+        r.version += u64::from(have < full); // as in `fork`
         for (col, chunk) in tokens.chunks_exact(page_len).enumerate().skip(have) {
             let page = self.table[row * width + col] as u32;
             self.ledger.add_ref(page, EventKind::Cache, Owner::Cache)?;

@@ -21,7 +21,7 @@ pub struct RowView<'a> {
     pub committed: u32,
     /// Columns from here on have no other owner; those before it may.
     pub shared: u32,
-    /// Goes up whenever `pages` changes.
+    /// Goes up whenever `pages` changes or a page of it gets another owner; never that of a row of another pool.
     pub version: u64,
     /// Page of each page-sized run of positions. Each is in `1..num_pages`.
     pub pages: &'a [i32],

@@ -6,8 +6,8 @@
 //! **Weights are integers.** The weight of logit x is `round(exp((x - max) / T) * 2^40)`: multiples of 2^-40 of the
 //! most probable token's weight. Sums of integers are exact and associative, so a total, a nucleus and an inverse
 //! CDF do not depend on the order of summation, on vector width or on threads, and an inverse CDF can never run past
-//! its last token. The largest vocabulary (2^18) times the quantum's half is 2^-23 in total variation: the size of
-//! the rounding of the f32 logits themselves.
+//! its last token. A vocabulary of 2^18 tokens times the quantum's half is 2^-23 in total variation: the size of the
+//! rounding of the f32 logits themselves.
 
 use crate::host::simd::dispatch;
 
