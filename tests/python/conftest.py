@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from modelzoo import write_eagle3, write_target
 
 VOCAB = 10
+
+torch.set_num_threads(1)  # the models here are tiny: waking torch's threads costs more than they bring
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+
 import pytest
 import torch
 
@@ -136,6 +138,14 @@ def test_empty_batch() -> None:
     with pool.reserve([]) as lease:
         assert len(planner.commit(lease, [], [], accepts)) == 0
         lease.commit([])
+
+
+def test_a_hostile_count_allocates_nothing() -> None:
+    _, planner, seq = world(4)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(core.OutOfBoundsError, match="2147483649"):
+        planner.extend([seq], [3], [2**31 - 1])
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024, "kB"
 
 
 @pytest.mark.parametrize("value", [-1, 4, 61, 2**31 - 1, 2**31, 2**63, -(2**100)])

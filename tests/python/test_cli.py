@@ -12,9 +12,9 @@ from specrs.cli import main
 
 
 def test_generate_streams_marks_and_compares(bytes_pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["generate", "hello", "--model", str(bytes_pair.target), "--draft", str(bytes_pair.draft),
-            "--max-tokens", "40", "--mark", "brackets", "--compare", "--temperature", "1.5", "--seed", "3", "--ignore-eos",
-            "--topk", "8", "--steps", "3", "--draft-tokens", "60"]  # fmt: skip
+    argv = ["generate", "hello", "--model", str(bytes_pair.target), "--draft", str(bytes_pair.draft), "--compare"]
+    argv += ["--max-tokens", "40", "--mark", "brackets", "--temperature", "1.5", "--seed", "3", "--ignore-eos"]
+    argv += ["--topk", "8", "--steps", "3", "--draft-tokens", "60"]
     assert main(argv) == 0
     out, err = capsys.readouterr()
     assert out.startswith("hello")
