@@ -210,6 +210,35 @@ fn shared_pages_are_not_written() {
     assert!(pool.with_tables(|t| planner.verify(&t, &batch, trees)).unwrap().is_ok());
 }
 
+/// A tail page that a rollback gives back to the row is shared again, and so is a page that the cache owns too.
+#[test]
+fn what_is_shared_again_is_not_written() {
+    let g = geometry(3, 4, 10, 4, 4, 64, Layout::Dense);
+    let pool = plan_support::pool(&g, 3);
+    let a = pool.create().unwrap();
+    pool.reserve(&[(a, 7)]).unwrap().commit(&[7]).unwrap();
+    let mut planner = Planner::new(g, Native).unwrap();
+    let mut write = |seq, start: u32| {
+        let (seqs, lens) = ([seq], [start]);
+        let batch = Batch::new(&seqs, Lens::Host(&lens));
+        pool.with_tables(|t| planner.extend(&t, &batch, &[1])).unwrap().map(|_| ()).map_err(|e| e.to_string())
+    };
+    assert_eq!((write(a, 2), write(a, 7)), (Ok(()), Ok(())));
+    let fork = pool.fork(a, 7).unwrap();
+    let lease = pool.reserve(&[(a, 9)]).unwrap();
+    assert_eq!((lease.copies().len(), write(a, 7)), (1, Ok(())));
+    drop(lease);
+    assert!(write(a, 7).unwrap_err().contains("with 2 owners"));
+    pool.release(&[fork]).unwrap();
+    assert_eq!((write(a, 2), write(a, 7)), (Ok(()), Ok(())));
+    let b = pool.create().unwrap(); // one that nobody has forked
+    pool.reserve(&[(b, 7)]).unwrap().commit(&[7]).unwrap();
+    assert_eq!((write(b, 2), pool.cache_insert(b, &[1, 2, 3, 4]).unwrap()), (Ok(()), 1));
+    assert!(write(b, 2).unwrap_err().contains("with 2 owners"));
+    assert_eq!(write(b, 7), Ok(()));
+    pool.audit().unwrap();
+}
+
 /// What a planner has looked up is as old as the pool's last change: a fork between two plans of a round changes no
 /// row of the batch, and still its tail is shared from then on.
 #[test]
@@ -412,6 +441,9 @@ fn the_audit_finds_tampered_plans() {
                 "mask later",
                 Box::new(move |p| p.mask[n - 2] |= if phase == Phase::Verify { 2 } else { 1 << 7 }),
             ));
+            if let Phase::Draft { .. } = phase {
+                bad.push(("mask of this step, another branch", Box::new(|p| p.mask[0] |= 1 << 5)));
+            }
             bad.push(("mask short", Box::new(|p| p.mask.truncate(3))));
         }
         for (name, change) in bad {
