@@ -55,7 +55,13 @@ impl<'a> Keys<'a> {
         let at = |n: usize| (slots[n.min(slots.len() - 1)] * self.kv_heads + head) * d;
         let padded = scratch.len() / BLOCK;
         match x {
-            KvData::F32(x) if d == padded => return std::array::from_fn(|n| &x[at(n)..at(n) + d]),
+            KvData::F32(x) if d == padded => {
+                let mut rows = [x; BLOCK];
+                for (n, row) in rows.iter_mut().enumerate() {
+                    *row = &x[at(n)..at(n) + d];
+                }
+                return rows;
+            }
             KvData::F32(x) => {
                 for (n, row) in scratch.chunks_exact_mut(padded).take(slots.len()).enumerate() {
                     row[..d].copy_from_slice(&x[at(n)..at(n) + d]);
@@ -70,10 +76,12 @@ impl<'a> Keys<'a> {
             }
         }
         let scratch: &'b [f32] = scratch;
-        std::array::from_fn(|n| {
+        let mut rows = [scratch; BLOCK];
+        for (n, row) in rows.iter_mut().enumerate() {
             let n = n.min(slots.len() - 1);
-            &scratch[n * padded..(n + 1) * padded]
-        })
+            *row = &scratch[n * padded..(n + 1) * padded];
+        }
+        rows
     }
 }
 
@@ -289,11 +297,14 @@ fn dots<S: Simd, const K: usize, const V: usize>(
     k: &[&[f32]],
     out: &mut [f32],
 ) {
-    let k: [&[f32]; K] = std::array::from_fn(|i| &k[i][..dim]);
+    let mut keys = [k[0]; K];
+    for (key, k) in keys.iter_mut().zip(k) {
+        *key = &k[..dim];
+    }
     let mut acc = [[s.splat_f32s(0.0); V]; K];
     for (j, q) in q.chunks_exact(stride).take(dim).enumerate() {
         let q = &S::as_simd_f32s(&q[at..at + V * S::F32_LANES]).0[..V];
-        for (acc, k) in acc.iter_mut().zip(&k) {
+        for (acc, k) in acc.iter_mut().zip(&keys) {
             let k = s.splat_f32s(k[j]);
             for (acc, &q) in acc.iter_mut().zip(q) {
                 *acc = s.mul_add_f32s(q, k, *acc);

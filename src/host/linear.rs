@@ -368,18 +368,29 @@ fn pack_rows(x: &[f32], m: usize, k: usize, norm: Option<&RmsNorm<'_>>) -> Vec<f
 /// `dst[i][r] = src[r][i]`, normalised, for a tile of `R` rows.
 #[inline(always)]
 fn interleave<const R: usize>(src: &[f32], k: usize, norm: Option<&RmsNorm<'_>>, dst: &mut [f32]) {
-    let rows: [&[f32]; R] = std::array::from_fn(|r| &src[r * k..][..k]);
+    // Plain loops: the closures of `array::from_fn` are not inlined for certain, and then not compiled for FMA.
+    let mut rows = [src; R];
+    for (r, row) in rows.iter_mut().enumerate() {
+        *row = &src[r * k..(r + 1) * k];
+    }
     let dst = &mut dst.as_chunks_mut::<R>().0[..k];
     match norm {
         None => {
             for (i, dst) in dst.iter_mut().enumerate() {
-                *dst = std::array::from_fn(|r| rows[r][i]);
+                for (d, row) in dst.iter_mut().zip(&rows) {
+                    *d = row[i];
+                }
             }
         }
         Some(norm) => {
-            let scales: [f32; R] = std::array::from_fn(|r| norm.scale(rows[r]));
+            let mut scales = [0.0; R];
+            for (scale, row) in scales.iter_mut().zip(&rows) {
+                *scale = norm.scale(row);
+            }
             for ((i, dst), &w) in dst.iter_mut().enumerate().zip(norm.weight) {
-                *dst = std::array::from_fn(|r| rows[r][i] * scales[r] * w);
+                for ((d, row), scale) in dst.iter_mut().zip(&rows).zip(&scales) {
+                    *d = row[i] * scale * w;
+                }
             }
         }
     }
