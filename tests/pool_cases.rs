@@ -279,6 +279,21 @@ fn forks_of_forks() {
     assert_eq!(p.audit().unwrap().free_pages, 16);
 }
 
+/// A batch of reorderings of which one is refused changes no row.
+#[test]
+fn remaps_of_a_batch_are_all_or_nothing() {
+    let p = pool(16, 1, 3, 16);
+    let seqs = [p.create().unwrap(), p.create().unwrap(), p.create().unwrap()];
+    let mut lease = p.reserve(&[(seqs[0], 3), (seqs[1], 3)]).unwrap();
+    let good = (seqs[0], 0, &[0, 2][..]);
+    for bad in [(seqs[1], 0, &[0, 3][..]), (seqs[1], 0, &[1, 1]), (seqs[1], 4, &[]), (seqs[2], 0, &[])] {
+        refused(&p, || lease.remap_all([good, bad].into_iter()));
+    }
+    lease.remap_all([good, (seqs[1], 1, &[1])].into_iter()).unwrap();
+    assert_eq!(seqs[..2].iter().map(|&s| ids(&p.pages(s).unwrap())).collect::<Vec<_>>(), [[1, 3, 2], [4, 6, 5]]);
+    p.audit().unwrap();
+}
+
 #[test]
 fn remap_reorders_pages_of_one_token() {
     let p = pool(16, 1, 2, 16);

@@ -54,8 +54,9 @@ impl AuditedCommit {
         &self.0.moves
     }
 
-    /// Reorderings to give to the lease before it is committed; none with larger pages.
-    pub fn remaps(&self) -> impl Iterator<Item = Remap<'_>> {
+    /// Reorderings to give to the lease ([`Lease::remap_all`](crate::pool::Lease::remap_all)) before it is committed;
+    /// none with larger pages.
+    pub fn remaps(&self) -> impl Iterator<Item = Remap<'_>> + Clone {
         let c = &*self.0;
         c.seqs.iter().zip(&c.firsts).zip(&c.ends).scan(0, |start, ((&seq, &first), &end)| {
             let order = &c.orders[*start..end];

@@ -83,8 +83,18 @@ impl Lease {
     /// position twice; [`Error::OutOfRange`] where `first` is committed or a position is not reserved. Nothing is
     /// changed then.
     pub fn remap(&mut self, seq: SeqId, first: u32, order: &[u32]) -> Result<()> {
-        let id = self.id;
-        self.pool.write()?.remap(id, seq, first, order)
+        self.remap_all(std::iter::once((seq, first, order)))
+    }
+
+    /// [`remap`](Lease::remap) for several sequences, as `(seq, first, order)`: all of them or, on an error, none.
+    ///
+    /// # Errors
+    /// Those of [`remap`](Lease::remap).
+    pub fn remap_all<'a>(&mut self, remaps: impl Iterator<Item = (SeqId, u32, &'a [u32])> + Clone) -> Result<()> {
+        let mut state = self.pool.write()?;
+        remaps.clone().try_for_each(|(seq, first, order)| state.check_remap(self.id, seq, first, order))?;
+        remaps.for_each(|(seq, first, order)| state.remap(seq, first, order));
+        Ok(())
     }
 
     /// Make `committed[i]` the committed length of sequence i and end the lease. Pages beyond the last committed
@@ -191,9 +201,9 @@ impl State {
         Ok(need)
     }
 
-    fn remap(&mut self, id: u64, seq: SeqId, first: u32, order: &[u32]) -> Result<()> {
+    fn check_remap(&mut self, id: u64, seq: SeqId, first: u32, order: &[u32]) -> Result<()> {
         let row = self.live_row(seq)?;
-        let r = &mut self.rows[row];
+        let r = &self.rows[row];
         let refuse = |why: &str| Error::Invalid { what: "remap", got: format!("sequence {seq}"), why: why.into() };
         if r.lease != id {
             return Err(refuse("the sequence is not in this lease"));
@@ -202,33 +212,33 @@ impl State {
             return Err(refuse("pages hold more than one token; move the KV instead"));
         }
         in_range("first position to remap", first, r.committed.into(), r.pages.into())?;
-        let width = self.config.row_pages as usize;
-        let range = &mut self.table[row * width..][first as usize..r.pages as usize];
         let Some(last) = order.iter().copied().max() else { return Ok(()) };
-        in_range("position to remap", last, 0, range.len() as i128 - 1)?;
-        let range = &mut range[..=last as usize]; // what lies behind stays where it is
-        let old = &mut self.scratch;
-        old.clear();
-        old.extend_from_slice(range);
+        in_range("position to remap", last, 0, i128::from(r.pages - first) - 1)?;
+        let named = &mut self.scratch;
+        named.clear();
+        named.resize(last as usize + 1, 0);
         for &o in order {
-            // Page 0 is never in a live column, so it marks what has been named.
-            if std::mem::take(&mut old[o as usize]) == 0 {
+            if std::mem::replace(&mut named[o as usize], 1) == 1 {
                 let why = "the order names it twice".into();
                 return Err(Error::Invalid { what: "position to remap", got: o.to_string(), why });
             }
         }
-        // `range` still has every page, `old` those that nobody named: gather behind them, then write.
-        let n = old.len();
-        old.extend(order.iter().map(|&o| range[o as usize]));
-        for i in 0..n {
-            let page = old[i];
-            if page != 0 {
-                old.push(page);
-            }
-        }
-        range.copy_from_slice(&old[n..]);
-        r.version += 1;
         Ok(())
+    }
+
+    /// What [`Self::check_remap`] has let through.
+    fn remap(&mut self, seq: SeqId, first: u32, order: &[u32]) {
+        let Some(last) = order.iter().copied().max() else { return };
+        let (row, width) = (seq.row() as usize, self.config.row_pages as usize);
+        // What lies behind the last one named stays where it is.
+        let range = &mut self.table[row * width + first as usize..][..=last as usize];
+        let new = &mut self.scratch;
+        new.clear();
+        // Page 0 is never in a live column, so it marks what has been named.
+        new.extend(order.iter().map(|&o| std::mem::take(&mut range[o as usize])));
+        new.extend(range.iter().filter(|&&page| page != 0));
+        range.copy_from_slice(new);
+        self.rows[row].version += 1;
     }
 
     fn commit(&mut self, buffers: &mut Buffers, committed: &[u32]) -> Result<()> {

@@ -282,7 +282,7 @@ impl Planner {
             lease.with(|lease| {
                 let mut planner = self.state();
                 let commit = self.pool.with_tables(|t| planner.commit(&t, &batch, paths))??;
-                commit.remaps().try_for_each(|r| lease.remap(r.seq, r.first, r.order))?;
+                lease.remap_all(commit.remaps().map(|r| (r.seq, r.first, r.order)))?;
                 Ok(commit.moves().clone())
             })
         })?;
