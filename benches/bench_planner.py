@@ -40,8 +40,8 @@ BATCHES = (1, 16, 64, 256)
 PAGES = (16, 64)
 GOAL_US = {1: 1.5, 16: 4.0, 64: 10.0, 256: 35.0}
 NOTE = (
-    "Batches of 64 and 256 are over the goal: a request costs about 0.19 us on one thread. By perf samples at P = 64 and "
-    "batch 256, the trees' positions and bits are a quarter of it, the slots of the draft regions and of verify a third, "
+    "Batches of 64 and 256 are over the goal: a request costs about 0.19 us on one thread. By perf samples at P = 64, "
+    "batch 256, the trees' positions and bits are a quarter of it, the slots of draft regions and verify a third, "
     "the look-up of rows, twice a round, a tenth. At P = 1 the difference is probably the page table's lines, which "
     "the pool's own work between the plans (130 pages a request) has pushed out of the near cache."
 )
