@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from specrs._specrs import ConfigError
 
 _MAX_SEED = 2**64 - 1
+_MAX_TOP_K = 2**63 - 1
+_MAX_F32 = 3.4028234663852886e38
+_MIN_F32 = 1.1754943508222875e-38  # smallest normal
 
 
 def _refuse(name: str, value: object, why: str) -> ConfigError:
@@ -19,9 +22,25 @@ def _refuse(name: str, value: object, why: str) -> ConfigError:
 def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise _refuse(name, value, "must be a number")
-    if not math.isfinite(value):
+    try:
+        number = float(value)
+    except OverflowError:
+        raise _refuse(name, value, "must be finite") from None
+    if not math.isfinite(number):
         raise _refuse(name, value, "must be finite")
-    return float(value)
+    return number
+
+
+def _penalty(name: str, value: float) -> None:
+    """The arithmetic of logits is in f32."""
+    if abs(value) > _MAX_F32:
+        raise _refuse(name, value, f"must be in -{_MAX_F32}..{_MAX_F32}")
+
+
+def _items(name: str, value: object) -> tuple[Any, ...]:
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise _refuse(name, value, "must be a sequence")
+    return tuple(value)
 
 
 def _integer(name: str, value: object, low: int, high: int | None = None) -> int:
@@ -54,7 +73,7 @@ class SamplingParams:
         repetition_penalty: > 0; divides positive and multiplies negative logits of seen tokens (arXiv:1909.05858).
         presence_penalty: subtracted once from the logit of each token in the output.
         frequency_penalty: subtracted once per occurrence in the output.
-        logit_bias: token id -> value added to its logit.
+        logit_bias: token id -> value added to its logit; ``-math.inf`` forbids the token.
         ignore_eos: do not end at the model's EOS.
         include_stop: keep the stop string in the text.
     """
@@ -79,7 +98,7 @@ class SamplingParams:
             object.__setattr__(self, name, value)
 
         _integer("max_tokens", self.max_tokens, 1)
-        _integer("top_k", self.top_k, 0)
+        _integer("top_k", self.top_k, 0, _MAX_TOP_K)
         if self.seed is not None:
             _integer("seed", self.seed, 0, _MAX_SEED)
         for name in ("temperature", "presence_penalty", "frequency_penalty", "top_p", "min_p", "repetition_penalty"):
@@ -90,24 +109,30 @@ class SamplingParams:
             raise _refuse("top_p", self.top_p, "must be in (0, 1]")
         if not 0 <= self.min_p <= 1:
             raise _refuse("min_p", self.min_p, "must be in [0, 1]")
-        if self.repetition_penalty <= 0:
-            raise _refuse("repetition_penalty", self.repetition_penalty, "must be greater than 0")
+        if not _MIN_F32 <= self.repetition_penalty <= _MAX_F32:
+            raise _refuse("repetition_penalty", self.repetition_penalty, "must be greater than 0, and a normal f32")
+        _penalty("presence_penalty", self.presence_penalty)
+        _penalty("frequency_penalty", self.frequency_penalty)
         for name in ("ignore_eos", "include_stop"):
             if not isinstance(getattr(self, name), bool):
                 raise _refuse(name, getattr(self, name), "must be a bool")
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        stop = (self.stop,) if isinstance(self.stop, str) else _items("stop", self.stop)
         for s in stop:
             if not isinstance(s, str) or not s:
                 raise _refuse("stop", self.stop, "must be non-empty strings")
         put("stop", stop)
-        ids = tuple(self.stop_token_ids)
+        ids = _items("stop_token_ids", self.stop_token_ids)
         for i in ids:
             _integer("stop_token_ids", i, 0)
         put("stop_token_ids", ids)
-        bias = dict(self.logit_bias or {})
+        if not isinstance(self.logit_bias, Mapping):
+            raise _refuse("logit_bias", self.logit_bias, "must be a mapping from token ids to numbers")
+        bias = dict(self.logit_bias)
         for token, value in bias.items():
             _integer("logit_bias", token, 0)
-            bias[token] = _number("logit_bias", value)
+            if value != -math.inf:
+                bias[token] = _number("logit_bias", value)
+                _penalty("logit_bias", bias[token])
         put("logit_bias", bias)
 
     @classmethod

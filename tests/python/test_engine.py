@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -223,12 +224,16 @@ def test_empty_batches_and_lone_strings(llm: LLM) -> None:
      ({"page_size": 0}, "page_size = 0"), ({"max_batch": 0}, "max_batch = 0"), ({"max_context_len": 10**6}, "1000000"),
      ({"max_context_len": 0}, "max_context_len"), ({"num_pages": 0}, "num_pages = 0"),
      ({"prefill_chunk": 0}, "prefill_chunk = 0"),
+     ({"max_batch": "3"}, "max_batch = '3': must be an integer"), ({"page_size": True}, "page_size = True"),
+     ({"num_pages": 2.5}, "num_pages = 2.5: must be an integer or None"), ({"prefill_chunk": None}, "prefill_chunk"),
+     ({"topk": 2.0, "steps": 1, "draft_tokens": 2}, "topk = 2.0"), ({"prefix_cache": 3}, "prefix_cache = 3"),
+     ({"max_context_len": 1}, "max_context_len = 1: must be at least 2"), ({"model": 5}, "model = 5"),
      ({"kv_dtype": "int8"}, "int8"), ({"draft_attention": "all"}, "all"), ({"beams": 3}, "unknown option 'beams'"),
      ({"max_batch": 65536, "page_size": 1024, "topk": 64, "steps": 64, "draft_tokens": 1024}, "int32")],
 )  # fmt: skip
 def test_bad_options_name_value_and_limit(tiny: Pair, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        LLM(tiny.target, tiny.draft, **options)
+        LLM(**{"model": tiny.target, "draft": tiny.draft, **options})
 
 
 def test_a_request_that_can_never_fit_is_refused(tiny: Pair) -> None:
@@ -269,3 +274,115 @@ def test_random_requests_leave_no_page_behind(llm: LLM) -> None:
     counts = llm.audit()
     assert counts["sequences"] == 0
     assert counts["free_pages"] + counts["cached_pages"] == counts["total_pages"]
+
+
+def test_what_prefill_ended_survives_a_preemption_in_the_same_step(tiny: Pair) -> None:
+    """The round of a full pool preempts the request admitted last, which ended with its first token in that step."""
+    # A round asks for 8 pages beside what is committed: 30 for two prompts, 21 for the third and its round.
+    llm = LLM(tiny.target, tiny.draft, page_size=4, num_pages=51, max_batch=3, prefix_cache=False, **TREE)
+    for token in (1, 3):
+        llm.add([token] * 60, SamplingParams(max_tokens=30))
+    llm.step()
+    short = llm.add([2] * 50, SamplingParams(max_tokens=1))
+    outputs = []
+    while llm.unfinished:
+        outputs += [e.output for e in llm.step() if e.output]
+        llm.audit()
+    assert sorted(len(o.token_ids) for o in outputs) == [1, 30, 30]
+    assert next(o for o in outputs if o.request_id == short).finish_reason is FinishReason.LENGTH
+
+
+def test_an_error_of_the_round_loses_nothing_of_the_prefill_before(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm.add([1, 2], SamplingParams(max_tokens=20))
+    llm.step()
+    with monkeypatch.context() as patch:
+        one, many = (llm.add([3], SamplingParams(max_tokens=n)) for n in (1, 3))
+
+        def fail(_: Any) -> Any:
+            raise NonFiniteError("scores")
+
+        patch.setattr(llm._runner, "round", fail)
+        with pytest.raises(NonFiniteError):
+            llm.step()
+    assert llm.unfinished == 3
+    event = llm.abort(many)
+    assert event is not None and event.output is not None
+    assert event.token_ids == event.output.token_ids and len(event.token_ids) == 1
+    ended = [e.output for e in llm.step() if e.output]
+    assert [(o.request_id, len(o.token_ids)) for o in ended] == [(one, 1)]
+    while llm.unfinished:
+        llm.step()
+    assert llm.audit()["sequences"] == 0
+
+
+def test_pages_computed_twice_are_not_in_the_way_of_the_last_request(tiny: Pair) -> None:
+    """Two requests compute one prefix at once; the cache keeps the first one's pages, behind which the other's hang."""
+    shape = {"topk": 1, "steps": 1, "draft_tokens": 2}
+    llm = LLM(tiny.target, tiny.draft, page_size=2, num_pages=33, max_batch=2, max_context_len=64, **shape)
+    prompt = [i % VOCAB for i in range(21)]
+    params = [SamplingParams(max_tokens=4), SamplingParams(max_tokens=60)]
+    outputs = llm.generate([prompt[:10], prompt], params)
+    [want] = LLM(tiny.target, max_context_len=64).generate([prompt], params[1])
+    assert outputs[1].token_ids == want.token_ids and len(want.token_ids) == 43
+    llm.audit()
+
+
+def test_a_stream_ends_where_its_request_is_aborted(llm: LLM) -> None:
+    stream = llm.stream([[1], [2]], SamplingParams(max_tokens=20, temperature=1.0, seed=3))
+    first = next(stream)
+    event = llm.abort(first.request_id)
+    assert event is not None
+    reasons = [str(e.output.finish_reason) for e in stream if e.output]
+    assert sorted(reasons) == ["abort", "length"]
+
+
+def test_what_ended_while_a_stream_stepped_is_still_told(llm: LLM) -> None:
+    added, aborted = (llm.add([n], SamplingParams(max_tokens=3)) for n in (1, 2))
+    llm.generate([[3]], SamplingParams(max_tokens=50))
+    assert llm.unfinished == 2
+    event = llm.abort(aborted)
+    assert event is not None and event.output is not None
+    assert event.token_ids == event.output.token_ids and str(event.output.finish_reason) == "length"
+    events = llm.step()
+    assert {e.request_id for e in events} == {added}
+    assert [t for e in events for t in e.token_ids] == events[-1].output.token_ids  # type: ignore[union-attr]
+    assert llm.unfinished == 0
+
+
+def test_seconds_begin_with_admission(llm: LLM) -> None:
+    stream = llm.stream([[1]], SamplingParams(max_tokens=1))
+    waiting = llm.add([1])
+    event = llm.abort(waiting)
+    assert event is not None and event.output is not None and event.output.seconds == 0.0
+    time.sleep(0.3)
+    [output] = [e.output for e in stream if e.output]
+    assert 0.0 < output.seconds < 0.3
+
+
+def test_arrays_of_token_ids_are_prompts(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=5)
+    [want] = llm.generate([[1, 2, 3]], params)
+    for prompt in (np.array([1, 2, 3]), torch.tensor([1, 2, 3]), (1, 2, 3)):
+        [out] = llm.generate([prompt], params)
+        assert out.token_ids == want.token_ids and out.prompt_token_ids == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [(b"text", None, "prompts is a bytes"), (5, None, "prompts is a int"), (None, None, "prompts is a NoneType"),
+     ([1, 2], None, "prompt is a int"), ([None], None, "prompt is a NoneType"), ([{1: 2}], None, "prompt is a dict"),
+     ([b"ab"], None, "prompt is a bytes"), ([[True]], None, "True: must be a token id"),
+     (["\ud800"], None, "not encodable"), ([[1]], {"max_tokens": 3}, "params is a dict"),
+     ([[1]], [None], "params is a NoneType"), ([[1]], 5, "params is a int")],
+)  # fmt: skip
+def test_arguments_of_a_wrong_type(text_llm: LLM, prompts: Any, params: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        text_llm.generate(prompts, params)
+    assert text_llm.unfinished == 0
+
+
+@pytest.mark.parametrize("context", [2, 3, 7, 40])
+def test_the_cost_model_is_measured_in_any_context(tiny: Pair, context: int) -> None:
+    llm = LLM(tiny.target, tiny.draft, max_context_len=context)
+    [out] = llm.generate([[1]])
+    assert len(out.token_ids) == context - 1

@@ -19,6 +19,9 @@ from specrs import ConfigError, SamplingParams
         ("seed", -1), ("seed", 2**64), ("seed", 1.0), ("stop", [""]), ("stop", [3]), ("stop_token_ids", [-1]),
         ("repetition_penalty", 0.0), ("repetition_penalty", math.inf), ("presence_penalty", math.nan),
         ("frequency_penalty", math.inf), ("logit_bias", {-1: 1.0}), ("logit_bias", {1: math.nan}), ("ignore_eos", 1),
+        ("temperature", 10**400), ("stop", None), ("stop", 5), ("stop_token_ids", None), ("stop_token_ids", "12"),
+        ("top_k", 10**30), ("logit_bias", [1]), ("logit_bias", {1: math.inf}), ("logit_bias", {1: 1e300}),
+        ("logit_bias", None), ("presence_penalty", 1e39), ("frequency_penalty", -1e39), ("repetition_penalty", 1e-60),
     ],
 )  # fmt: skip
 def test_refused_by_name(name: str, value: Any) -> None:
@@ -52,3 +55,7 @@ def test_import_is_light() -> None:
     code = "import sys, specrs; specrs.SamplingParams(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
     assert specrs.LLM is not None  # and the engine is there when asked for
+
+
+def test_a_token_can_be_forbidden() -> None:
+    assert SamplingParams(logit_bias={3: -math.inf}).logit_bias == {3: -math.inf}

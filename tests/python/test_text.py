@@ -43,6 +43,26 @@ def test_special_tokens_have_no_text() -> None:
     assert [d.push(t) for t in (ord("a"), 256, ord("b"))] == ["a", "", "b"]
 
 
+def test_a_space_after_a_special_token_stays() -> None:
+    """Decoders of the sentencepiece kind drop the space that begins a text: no token may become the first of one."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models
+
+    words = ["\u2581one", "\u2581two", "<0xE2>", "<0x98>", "<0x83>"]
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2, **{word: i + 3 for i, word in enumerate(words)}}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<s>", "</s>")])
+    strip = decoders.Strip(content=" ", left=1, right=0)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), strip]
+    )
+    rng = random.Random(3)
+    for _ in range(300):
+        tokens = [t for _ in range(10) for t in rng.choice([[1], [2], [3], [4], [5, 6, 7]])]
+        d = Detokenizer(tokenizer, [1, 3])
+        text = "".join([d.push(t) for t in tokens]) + d.finish()
+        assert text == tokenizer.decode([1, 3, *tokens]).removeprefix("one"), tokens
+
+
 def reference(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
     """Cut at the stop string that is completed first."""
     for end in range(len(text) + 1):

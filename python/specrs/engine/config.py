@@ -47,6 +47,23 @@ class EngineConfig:
         """Whether the tree is picked by the cost model."""
         return self.topk is None
 
+    def check_types(self) -> None:
+        """Refuse what is not of its field's type, before a model is read.
+
+        Raises:
+            ConfigError: with the option's name and value.
+        """
+        for name in ("max_batch", "max_context_len", "page_size", "num_pages", "topk", "steps", "draft_tokens",
+                     "prefill_chunk"):  # fmt: skip
+            value = getattr(self, name)
+            optional = type(self).__dataclass_fields__[name].default is None
+            if (isinstance(value, bool) or not isinstance(value, int)) and not (optional and value is None):
+                raise ConfigError(f"{name} = {value!r}: must be an integer{' or None' if optional else ''}")
+        if not isinstance(self.prefix_cache, bool):
+            raise ConfigError(f"prefix_cache = {self.prefix_cache!r}: must be a bool")
+        if self.max_context_len is not None and self.max_context_len < 2:
+            raise ConfigError(f"max_context_len = {self.max_context_len}: must be at least 2, a prompt and a token")
+
     def resolve(self, model_context: int) -> tuple[EngineConfig, Geometry]:
         """Fill the defaults that depend on the model and check everything.
 

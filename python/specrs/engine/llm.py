@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
+import os
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,9 +61,14 @@ class LLM:
             )
         if model is None:
             model, draft = assets.model_dir(), assets.draft_dir() if draft is None else draft
+        for name, path in (("model", model), ("draft", draft)):
+            if path is not None and not isinstance(path, (str, os.PathLike)):
+                raise ConfigError(f"{name} = {path!r}: must be the path of a directory")
+        config = EngineConfig(**options)
+        config.check_types()
         model = Path(model)
-        target = load_target(model, max_context_len=options.get("max_context_len"))
-        self.config, geometry = EngineConfig(**options).resolve(target.max_context_len)
+        target = load_target(model, max_context_len=config.max_context_len)
+        self.config, geometry = config.resolve(target.max_context_len)
         head = load_draft(Path(draft), target) if draft is not None and speculative else None
         self.tokenizer = _load_tokenizer(model)
         self.vocab_size: int = target.config.vocab_size
@@ -107,10 +114,12 @@ class LLM:
     def _requests(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[Request]:
-        if isinstance(prompts, str):
-            raise ConfigError("prompts is a str: give a list of prompts")
+        if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Sequence):
+            raise ConfigError(f"prompts is a {type(prompts).__name__}: give a list of prompts")
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
+        if not isinstance(params, Sequence):
+            raise ConfigError(f"params is a {type(params).__name__}: give SamplingParams, or a list of them")
         if len(params) != len(prompts):
             raise ConfigError(f"params has {len(params)} entries for {len(prompts)} prompts")
         return [self._request(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
@@ -161,13 +170,24 @@ class LLM:
         return rest
 
     def abort(self, request_id: int) -> StreamEvent | None:
-        """End a request early, with the output that it has; ``None`` where it is not live."""
-        return self._scheduler.abort(request_id)
+        """End a request early, with the output that it has; ``None`` where it is not live.
+
+        The event carries whatever of the request ``step`` has not returned yet, its own end included. A stream that
+        waits for the request gets the event too, and goes on with its others.
+        """
+        held = [e for e in self._unclaimed if e.request_id == request_id]
+        self._unclaimed = [e for e in self._unclaimed if e.request_id != request_id]
+        event = self._scheduler.abort(request_id)
+        event = StreamEvent.joined(held if event is None else [*held, event])
+        inbox = self._inboxes.get(request_id)
+        if event is not None and inbox is not None:
+            inbox.append(event)
+        return event
 
     @property
     def unfinished(self) -> int:
-        """Requests that wait or run."""
-        return self._scheduler.unfinished
+        """Requests that wait or run, or whose output ``step`` has not returned yet."""
+        return self._scheduler.unfinished + sum(e.output is not None for e in self._unclaimed)
 
     @property
     def speculative(self) -> bool:
@@ -196,17 +216,21 @@ class LLM:
         """Token ids of a prompt, with the special tokens that the model's tokenizer adds."""
         if self.tokenizer is None:
             raise ConfigError("the model directory has no tokenizer.json: give prompts as token ids")
+        try:
+            text.encode()
+        except UnicodeEncodeError as e:
+            raise ConfigError(f"prompt: not encodable as UTF-8 at character {e.start}: {e.reason}") from None
         return list(self.tokenizer.encode(text).ids)
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
         """Check everything about a request before anything is allocated for it."""
+        if not isinstance(params, SamplingParams):
+            raise ConfigError(f"params is a {type(params).__name__}: must be SamplingParams")
         text = prompt if isinstance(prompt, str) else None
-        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        ids = self.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
         if not ids:
             raise ConfigError("prompt: empty, there is nothing to continue")
         for i, token in enumerate(ids):
-            if isinstance(token, bool) or not isinstance(token, int):
-                raise ConfigError(f"prompt[{i}] = {token!r}: must be a token id")
             if not 0 <= token < self.vocab_size:
                 raise ConfigError(f"prompt[{i}] = {token}: outside the vocabulary 0..{self.vocab_size - 1}")
         context = self.config.max_context_len
@@ -229,6 +253,21 @@ class LLM:
         self._scheduler.check(request.ending.max_total)
         self._next_id += 1
         return request
+
+
+def _token_ids(prompt: object) -> list[int]:
+    """A prompt that is no text: a list or an array of integers."""
+    if isinstance(prompt, (bytes, Mapping, Set)) or not isinstance(prompt, Iterable):
+        raise ConfigError(f"prompt is a {type(prompt).__name__}: must be a text or a sequence of token ids")
+    ids = []
+    for i, token in enumerate(prompt):
+        try:
+            if isinstance(token, bool):
+                raise TypeError
+            ids.append(operator.index(token))  # numpy's and torch's integers too
+        except TypeError:
+            raise ConfigError(f"prompt[{i}] = {token!r}: must be a token id") from None
+    return ids
 
 
 def _load_tokenizer(model: Path) -> Tokenizer | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -62,7 +63,8 @@ class RequestOutput:
         rounds: decoding rounds (target passes after the prompt's).
         accepted_lengths: ``accepted_lengths[n]`` rounds yielded n tokens, bonus token included.
         drafted: per token of ``token_ids``, whether it was an accepted draft token.
-        seconds: wall time from the request's admission to its end.
+        seconds: wall time from the request's admission (the first, where it was preempted) to its end; 0 for one that
+            was aborted while it waited.
     """
 
     request_id: int
@@ -103,6 +105,14 @@ class StreamEvent:
         """The released text."""
         return "".join(text for text, _ in self.pieces)
 
+    @classmethod
+    def joined(cls, events: Sequence[StreamEvent]) -> StreamEvent | None:
+        """One event in place of a request's successive ones; ``None`` in place of none."""
+        if not events:
+            return None
+        tokens, pieces = [t for e in events for t in e.token_ids], [p for e in events for p in e.pieces]
+        return cls(events[-1].request_id, tokens, pieces, events[-1].output)
+
 
 @dataclass(frozen=True)
 class Committed:
@@ -140,7 +150,7 @@ class Request:
     sampler: Sampler
     stops: StopMatcher
     detokenizer: Detokenizer | None
-    started: float = field(default_factory=time.perf_counter)
+    started: float | None = None  # when it was admitted first, on the performance counter
 
     row: KvSequence | None = None  # of the page table, while admitted
     committed: int = 0  # target KV valid on [0, committed)
@@ -303,5 +313,5 @@ class Request:
             rounds=self.rounds,
             accepted_lengths=list(self.accepted_lengths),
             drafted=list(self.drafted),
-            seconds=time.perf_counter() - self.started,
+            seconds=0.0 if self.started is None else time.perf_counter() - self.started,
         )

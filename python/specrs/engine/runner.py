@@ -273,7 +273,8 @@ class Runner:
             return
         head, draft_cache = self.head, self.draft_cache
         assert draft_cache is not None
-        most = min(_CALIBRATED_ROWS[-1], self.geometry.row_width, self.config.page_size * (self.config.num_pages or 1))
+        pages = self.config.page_size * (self.config.num_pages or 1)
+        most = min(_CALIBRATED_ROWS[-1], self.config.max_context_len or 1, pages)
         table = [n for n in _CALIBRATED_ROWS if n <= most]
         aux, hidden = torch.zeros(most, head.config.aux_size), torch.zeros(most, head.config.hidden_size)
         seq = self.pool.create()

@@ -9,6 +9,7 @@ added, so that the oldest one always makes progress.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -24,11 +25,13 @@ class Scheduler:
         self._runner = runner
         self._waiting: deque[Request] = deque()
         self._admitted: list[Request] = []  # in order of admission
+        self._restarted: tuple[int, int] | None = None  # the last one to start over alone, and its tokens then
+        self._news: list[StreamEvent] = []  # of this step; after an error, what the next one returns
 
     @property
     def unfinished(self) -> int:
-        """Requests that wait or run."""
-        return len(self._waiting) + len(self._admitted)
+        """Requests that wait or run, or whose output no step has returned yet."""
+        return len(self._waiting) + len(self._admitted) + sum(e.output is not None for e in self._news)
 
     def check(self, max_total: int) -> None:
         """Refuse a request of at most ``max_total`` tokens that the pool could not hold even alone.
@@ -49,27 +52,33 @@ class Scheduler:
         self._waiting.append(request)
 
     def abort(self, request_id: int) -> StreamEvent | None:
-        """End a request early; ``None`` where it is not live."""
+        """End a request early. The event carries what no step has returned yet; ``None`` where there is nothing."""
+        news = [e for e in self._news if e.request_id == request_id]
+        self._news = [e for e in self._news if e.request_id != request_id]
         for group in (self._admitted, self._waiting):
             for request in group:
                 if request.request_id == request_id:
                     group.remove(request)
                     self._runner.release(request)
-                    pieces = request.abort()
-                    return StreamEvent(request_id, [], pieces, request.output())
-        return None
+                    news.append(StreamEvent(request_id, [], request.abort(), request.output()))
+                    return StreamEvent.joined(news)
+        return StreamEvent.joined(news)  # ended by itself, in a step that failed later
 
     def step(self) -> list[StreamEvent]:
-        """Admit, prefill one chunk, run one round. An error leaves every request as it was before the pass."""
+        """Admit, prefill one chunk, run one round. An error leaves every request as it was before the failed pass.
+
+        What an earlier pass of a failed step gave comes with the next step, or with `abort`.
+        """
         self._admit()
-        passed = self._prefill()
-        done = {id(p.request) for p in passed if p.committed.finished}
-        ready = [r for r in self._admitted if r.ready and id(r) not in done]
-        new = {id(p.request) for p in passed}
-        ready = [r for r in ready if id(r) not in new]  # its first token is this step's news
+        prefilled = self._prefill()
+        # Before the round, which may fail or preempt: what prefill ended is out of the way, and its pages are back.
+        self._news += [self._event(p) for p in prefilled]
+        new = {id(p.request) for p in prefilled}
+        ready = [r for r in self._admitted if r.ready and id(r) not in new]  # its first token is this step's news
         if ready:
-            passed += self._with_pages(ready, self._runner.round)
-        return [self._event(p) for p in passed]
+            self._news += [self._event(p) for p in self._with_pages(ready, self._runner.round)]
+        news, self._news = self._news, []
+        return news
 
     def _admit(self) -> None:
         while self._waiting and len(self._admitted) < self._runner.config.max_batch:
@@ -80,6 +89,7 @@ class Scheduler:
                 return
             self._waiting.popleft()
             self._runner.admit(request)
+            request.started = request.started or time.perf_counter()
             self._admitted.append(request)
 
     def _prefill(self) -> list[Passed]:
@@ -109,9 +119,14 @@ class Scheduler:
             try:
                 return run(reqs)
             except PoolExhaustedError:
-                if len(self._admitted) == 1:
-                    raise
                 last = self._admitted[-1]
+                if len(self._admitted) == 1:
+                    state = (last.request_id, len(last.tokens))
+                    if self._restarted == state:
+                        raise  # `check` rules this out
+                    # Pages of the cache are in its way that it computed a second time itself: its own pages that
+                    # the cache holds hang behind them. Admitted anew, it shares those instead.
+                    self._restarted = state
                 self._preempt(last)
                 reqs = [r for r in reqs if r is not last]
                 if not reqs:

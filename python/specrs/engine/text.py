@@ -41,6 +41,9 @@ class Detokenizer:
         if text.endswith(_UNFINISHED) and len(self._ids) - self._read < _MAX_HELD_TOKENS:
             return ""
         piece = text[len(self._known) :]
+        if not piece:  # a special token: alone, it would make the next token the first of a text
+            self._read, self._known = len(self._ids), text
+            return piece
         self._start, self._read = self._read, len(self._ids)
         self._known = self._decode()
         return piece
