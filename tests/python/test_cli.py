@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -91,3 +95,74 @@ def test_certify_proves_the_big_configuration(capsys: pytest.CaptureFixture[str]
 def test_certify_refuses_what_cannot_be_made(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["certify", "--topk", "2", "--steps", "1", "--draft-tokens", "4"]) == 2
     assert "draft_tokens = 4" in capsys.readouterr().err
+
+
+def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    err = capsys.readouterr().err
+    assert "usage: specrs" in err and "certify" in err
+
+
+def test_generate_samples_with_a_fixed_seed_unless_told_otherwise(
+    bytes_pair: Pair, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["generate", "x", "--model", str(bytes_pair.target), "--max-tokens", "30", "--ignore-eos"]
+
+    def text(*more: str) -> str:
+        assert main([*argv, *more]) == 0
+        return capsys.readouterr().out
+
+    default = text()
+    assert default == text("--temperature", "0.6", "--top-p", "0.9", "--seed", "0")
+    assert default != text("--seed", "1")
+    assert default != text("--greedy") == text("--temperature", "0", "--seed", "random")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [(["layout", "--length", "-1"], "length = -1"), (["layout", "--steps", "0"], "steps = 0"),
+     (["layout", "--draft-tokens", "0"], "draft_tokens = 0"), (["layout", "--topk", "0"], "topk = 0"),
+     (["layout", "--tree", "x", "--rounds", "0"], "rounds = 0"), (["layout", "--length", "9" * 20], "length = 999"),
+     (["layout", "-o", "/nonexistent/x.png"], "/nonexistent/x.png"), (["generate", "\udcff"], "not encodable"),
+     (["generate", "x", "--stop", ""], "stop"), (["certify", "--max-batch", "0"], "max_batch = 0")],
+)  # fmt: skip
+def test_bad_values_are_one_line(
+    argv: list[str], message: str, bytes_pair: Pair, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if argv[0] == "generate":
+        argv = [*argv, "--model", str(bytes_pair.target)]
+    assert main(argv) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("specrs: ") and message in err and err.count("\n") == 1
+
+
+def run(argv: list[str], **kwargs: Any) -> subprocess.CompletedProcess[bytes]:
+    code = "import sys; from specrs.cli import main; sys.exit(main())"
+    return subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, timeout=120, check=False, **kwargs)
+
+
+def test_stdin_and_terminals_without_unicode(bytes_pair: Pair) -> None:
+    argv = ["generate", "-", "--model", str(bytes_pair.target), "--max-tokens", "2"]
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = run(argv, input="\u00e9 \u2603".encode(), env=env)
+    assert (done.returncode, done.stdout[:11]) == (0, b"\\xe9 \\u2603"), done.stderr
+    done = run(argv, input=b"\xff", env=env)
+    assert done.returncode == 2 and done.stderr.startswith(b"specrs: stdin: not UTF-8")
+
+
+def test_a_closed_pipe_is_no_traceback() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    code = "import sys; from specrs.cli import main; sys.exit(main(['layout', '--length', '5000', '--page-size', '1']))"
+    done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, timeout=120, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+def test_pictures_fold_long_prefixes(tmp_path: Path) -> None:
+    sizes = []
+    for length in (24, 1_000_000):
+        path = tmp_path / f"{length}.png"
+        assert main(["layout", "--length", str(length), "--page-size", "4", "-o", str(path)]) == 0
+        sizes.append(int.from_bytes(path.read_bytes()[20:24], "big"))  # height
+    assert sizes[1] < 1.3 * sizes[0]

@@ -1,14 +1,19 @@
-"""``specrs generate PROMPT``: stream text with accepted draft tokens marked, and say what speculation was worth."""
+"""``specrs generate PROMPT``: stream text with accepted draft tokens marked, and say what speculation was worth.
+
+Exit status 1 where ``--compare`` finds that the tokens differ from those of plain decoding.
+"""
 
 from __future__ import annotations
 
 import argparse
+import io
 import statistics
 import sys
 import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TextIO
 
+from specrs._specrs import ConfigError
 from specrs.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -30,28 +35,47 @@ def add_parser(commands: Any) -> None:
                    help="how accepted draft tokens are marked; auto: color on a terminal, else none")  # fmt: skip
     p.add_argument("--compare", action="store_true", help="also time plain decoding of the same prompt")
     sampling = p.add_argument_group("sampling")
-    sampling.add_argument("--max-tokens", type=int, default=128)
-    sampling.add_argument("--temperature", type=float, default=0.0)
-    sampling.add_argument("--top-k", type=int, default=0)
-    sampling.add_argument("--top-p", type=float, default=1.0)
-    sampling.add_argument("--min-p", type=float, default=0.0)
-    sampling.add_argument("--seed", type=int, default=None)
-    sampling.add_argument("--stop", action="append", default=[])
-    sampling.add_argument("--ignore-eos", action="store_true")
+    sampling.add_argument("--max-tokens", type=int, default=128, help="most tokens to generate (default: %(default)s)")
+    heat = sampling.add_mutually_exclusive_group()
+    heat.add_argument("--temperature", type=float, default=0.6, help="0 is greedy decoding (default: %(default)s)")
+    heat.add_argument("--greedy", action="store_const", dest="temperature", const=0.0, help="as --temperature 0")
+    sampling.add_argument("--top-k", type=int, default=0, help="keep the k most probable tokens (default: all)")
+    sampling.add_argument("--top-p", type=float, default=0.9,
+                          help="keep the most probable tokens up to this mass (default: %(default)s)")  # fmt: skip
+    sampling.add_argument("--min-p", type=float, default=0.0,
+                          help="drop tokens below this fraction of the top one (default: %(default)s)")  # fmt: skip
+    sampling.add_argument("--seed", type=_seed, default=0,
+                          help="same seed, same text; 'random': another one every time (default: 0)")  # fmt: skip
+    sampling.add_argument("--stop", action="append", default=[], help="text that ends the output; may be repeated")
+    sampling.add_argument("--ignore-eos", action="store_true", help="go on beyond the model's end of text")
     tree = p.add_argument_group("tree (default: picked by a measured cost model)")
-    tree.add_argument("--topk", type=int)
-    tree.add_argument("--steps", type=int)
-    tree.add_argument("--draft-tokens", type=int)
-    tree.add_argument("--page-size", type=int, default=16)
-    tree.add_argument("--draft-attention", choices=["ancestors", "lane"], default="ancestors")
+    tree.add_argument("--topk", type=int, help="K: branches kept per draft step")
+    tree.add_argument("--steps", type=int, help="S: draft steps")
+    tree.add_argument("--draft-tokens", type=int, help="V: tokens verified per round, root included")
+    tree.add_argument("--page-size", type=int, default=16, help="tokens per KV page (default: %(default)s)")
+    tree.add_argument("--draft-attention", choices=["ancestors", "lane"], default="ancestors",
+                      help="a branch attends to its ancestors, or to its own lane (default: %(default)s)")  # fmt: skip
     p.set_defaults(run=run)
+
+
+def _seed(text: str) -> int | None:
+    return None if text == "random" else int(text)
+
+
+def _read_stdin() -> str:
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8")
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as e:
+        raise ConfigError(f"stdin: not UTF-8: {e}") from None
 
 
 def run(args: argparse.Namespace) -> int:
     """Generate."""
     from specrs.engine import LLM
 
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    prompt = _read_stdin() if args.prompt == "-" else args.prompt
     params = SamplingParams(
         max_tokens=args.max_tokens, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
         min_p=args.min_p, seed=args.seed, stop=args.stop, ignore_eos=args.ignore_eos,
@@ -68,9 +92,12 @@ def run(args: argparse.Namespace) -> int:
     if output.stop_reason is not None:
         line += f" {output.stop_reason!r}"
     print(f"[{line}]", file=sys.stderr)
-    if args.compare and llm.speculative:
+    if args.compare and not llm.speculative:
+        print("[nothing to compare: no draft head is in use]", file=sys.stderr)
+    elif args.compare:
         plain = LLM(args.model, args.draft, speculative=False, **options)
-        _compare(llm, plain, prompt, params, output)
+        if not _compare(llm, plain, prompt, params, output):
+            return 1
     return 0
 
 
@@ -81,10 +108,11 @@ def _marks(mark: str, out: TextIO) -> tuple[str, str]:
 
 
 def _show(llm: LLM, prompt: str, params: SamplingParams, marks: tuple[str, str]) -> tuple[RequestOutput, float]:
+    events = llm.stream([prompt], params)
     print(prompt, end="", flush=True)
     started = time.perf_counter()
     output = None
-    for event in llm.stream([prompt], params):
+    for event in events:
         print(_marked(event.pieces, marks), end="", flush=True)
         output = event.output or output
     print(flush=True)
@@ -104,8 +132,8 @@ def _marked(pieces: Iterable[tuple[str, bool]], marks: tuple[str, str]) -> str:
     return "".join(parts) + (marks[1] if last else "")
 
 
-def _compare(llm: LLM, plain: LLM, prompt: str, params: SamplingParams, output: RequestOutput) -> None:
-    """Both engines on the same prompt and seed, in turn; medians; the tokens must be the same."""
+def _compare(llm: LLM, plain: LLM, prompt: str, params: SamplingParams, output: RequestOutput) -> bool:
+    """Both engines on the same prompt and seed, in turn; medians; whether all tokens are the same."""
     seeded = SamplingParams(**{**params.__dict__, "seed": output.seed})
     times: dict[str, list[float]] = {"speculative": [], "plain": []}
     tokens = []
@@ -123,5 +151,4 @@ def _compare(llm: LLM, plain: LLM, prompt: str, params: SamplingParams, output: 
         f"tokens {'identical' if same else 'DIFFERENT'}]",
         file=sys.stderr,
     )
-    if not same:
-        raise SystemExit(1)
+    return same

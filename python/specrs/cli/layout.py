@@ -6,7 +6,9 @@ import argparse
 import sys
 from typing import Any
 
-from specrs._specrs import Geometry, TreeShape
+from specrs._specrs import ConfigError, Geometry, TreeShape
+
+_MAX_LENGTH = 1 << 20
 
 
 def add_parser(commands: Any) -> None:
@@ -33,7 +35,12 @@ def run(args: argparse.Namespace) -> int:
     output = None if args.output is None else check_path(args.output)
     color = sys.stdout.isatty()
     most = 1 + args.topk + (args.steps - 1) * args.topk**2
-    shape = TreeShape(args.topk, args.steps, args.draft_tokens or min(1 + args.topk * args.steps, most))
+    nodes = max(min(1 + args.topk * args.steps, most), 1) if args.draft_tokens is None else args.draft_tokens
+    shape = TreeShape(args.topk, args.steps, nodes)
+    if args.rounds < 1:
+        raise ConfigError(f"rounds = {args.rounds}: must be at least 1")
+    if not 0 <= args.length <= _MAX_LENGTH:
+        raise ConfigError(f"length = {args.length}: must be in 0..{_MAX_LENGTH}")
     if args.tree is not None:
         return _trees(args, shape, output, color)
     from specrs.drawing import figure, row_cells, terminal
@@ -41,9 +48,10 @@ def run(args: argparse.Namespace) -> int:
     geometry = Geometry(1, max(args.length, 1), args.page_size, shape, args.layout)
     region = geometry.draft_region(args.length)
     cells = row_cells(geometry, args.length)
+    branches = f", {region.pages_per_branch} page(s) a branch" if args.layout == "holey" else ""
     title = (
         f"{args.layout}: L={args.length} P={args.page_size} K={args.topk} S={args.steps}: "
-        f"r={region.remainder}, base={region.base}, {region.pages_per_branch} page(s) a branch, row needs {region.end}"
+        f"r={region.remainder}, base={region.base}{branches}, row needs {region.end}"
     )
     print(title)
     print(terminal.draw_row(cells, args.page_size, color))

@@ -4,6 +4,6 @@
 `figure` draw the two.
 """
 
-from specrs.drawing.model import Cell, Kind, TreePicture, row_cells
+from specrs.drawing.model import Cell, Kind, TreePicture, folded_pages, row_cells
 
-__all__ = ["Cell", "Kind", "TreePicture", "row_cells"]
+__all__ = ["Cell", "Kind", "TreePicture", "folded_pages", "row_cells"]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specrs._specrs import ConfigError
-from specrs.drawing.model import Cell, Kind, TreePicture
+from specrs.drawing.model import Cell, Kind, TreePicture, folded_pages
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,6 +21,8 @@ _NAMES = {
     Kind.FREE: "unused",
 }
 _SLOTS_PER_LINE = 32
+_FOLD_ABOVE = 4  # pages
+_MAX_LABEL = 14  # characters of a token
 
 
 def check_path(path: str | Path) -> Path:
@@ -32,7 +34,12 @@ def check_path(path: str | Path) -> Path:
 
 
 def save_row(cells: Sequence[Cell], page_size: int, title: str, path: Path) -> None:
-    """Write a request's pages."""
+    """Write a request's pages; a long prefix is folded."""
+    folded = folded_pages(cells, page_size)
+    first = folded * page_size if folded > _FOLD_ABOVE else 0
+    cells = cells[first:]
+    if first:
+        title += f"\nnot drawn: {folded} full pages of prefix, positions 0..{first - 1}"
     per_line = max(_SLOTS_PER_LINE // page_size, 1) * page_size
     lines = -(-len(cells) // per_line)
     figure, axes = _axes(0.42 * min(per_line, len(cells)) + 1.2, 0.75 * lines + 1.1)
@@ -46,8 +53,8 @@ def save_row(cells: Sequence[Cell], page_size: int, title: str, path: Path) -> N
         )
         if i % page_size == 0:
             end = min(page_size, len(cells) - i)
-            axes.add_patch(Rectangle((x, y), end, 1, fill=False, edgecolor="#333333", linewidth=1.4))
-            axes.text(x, y + 1.08, str(i), size=6, color="#666666")
+            axes.add_patch(Rectangle((x, y), end, 1, fill=False, edgecolor="#333333", linewidth=1.4, zorder=2))
+            axes.text(x, y + 1.08, str(first + i), size=6, color="#666666")
     used = {c.kind for c in cells}
     handles = [Patch(facecolor=_FILL[k], edgecolor="#bbbbbb", label=_NAMES[k]) for k in Kind if k in used]
     axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(0, -0.02), ncols=4, frameon=False, fontsize=8)
@@ -59,28 +66,31 @@ def save_row(cells: Sequence[Cell], page_size: int, title: str, path: Path) -> N
 def save_tree(tree: TreePicture, title: str, path: Path) -> None:
     """Write a round's tree."""
     places = _places(tree)
-    depth = max(tree.depths)
-    width = max(x for x, _ in places) + 1
-    figure, axes = _axes(1.15 * width + 0.5, 0.8 * (depth + 2))
+    depth, rows = max(tree.depths), max(y for _, y in places) + 1
+    figure, axes = _axes(1.5 * (depth + 1), 0.28 * rows + 0.5)
     for i, (x, y) in enumerate(places):
         p = tree.parents[i]
         on_path = i in tree.accepted
         if p >= 0:
             px, py = places[p]
-            axes.plot(
-                [px, x], [py, y], color="#31a354" if on_path else "#bbbbbb", linewidth=2 if on_path else 1, zorder=1
-            )
-        label = repr(tree.texts[i]) + (f"\n{tree.probabilities[i]:.2f}" if i else "")
+            color, width = ("#31a354", 2) if on_path else ("#bbbbbb", 1)
+            axes.plot([px, px + 0.5, x], [py, y, y], color=color, linewidth=width, zorder=1)
+        label = _short(repr(tree.texts[i])) + (f" {tree.probabilities[i]:.2f}" if i else "")
         box = {"boxstyle": "round", "facecolor": "#a1d99b" if on_path else "#f0f0f0", "edgecolor": "#888888"}
-        axes.text(x, y, label, ha="center", va="center", size=7, bbox=box, zorder=2, family="monospace")
-    axes.set_xlim(-0.7, width - 0.3)
-    axes.set_ylim(-depth - 0.6, 0.6)
-    _save(figure, axes, f"{title}; then drew {tree.bonus!r}", path)
+        axes.text(x, y, label, ha="center", va="center", size=7, bbox=box, zorder=2, family="monospace",
+                  parse_math=False)  # fmt: skip
+    axes.set_xlim(-0.5, depth + 0.5)
+    axes.set_ylim(rows - 0.4, -0.6)  # the best first, at the top
+    _save(figure, axes, f"{title}: accepted {len(tree.accepted) - 1} draft token(s), then drew {tree.bonus!r}", path)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _MAX_LABEL else f"{text[: _MAX_LABEL - 2]}\u2026{text[-1]}"
 
 
 def _places(tree: TreePicture) -> list[tuple[float, float]]:
-    """Leaves side by side, each parent over the middle of its children."""
-    x: dict[int, float] = {}
+    """x: depth. y: leaves one below the other, each parent beside the middle of its children."""
+    y: dict[int, float] = {}
     free = 0.0
 
     def place(node: int) -> None:
@@ -89,13 +99,13 @@ def _places(tree: TreePicture) -> list[tuple[float, float]]:
         for child in children:
             place(child)
         if children:
-            x[node] = (x[children[0]] + x[children[-1]]) / 2
+            y[node] = (y[children[0]] + y[children[-1]]) / 2
         else:
-            x[node] = free
+            y[node] = free
             free += 1
 
     place(0)
-    return [(x[i], -float(d)) for i, d in enumerate(tree.depths)]
+    return [(float(d), y[i]) for i, d in enumerate(tree.depths)]
 
 
 def _axes(width: float, height: float) -> tuple[Figure, Axes]:
@@ -108,7 +118,6 @@ def _axes(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def _save(figure: Figure, axes: Axes, title: str, path: Path) -> None:
-    # matplotlib reads a dollar sign as the beginning of mathematics.
-    axes.set_title(title.replace("$", r"\$"), fontsize=9)
+    axes.set_title(title, fontsize=9, parse_math=False)
     axes.axis("off")
     figure.savefig(path, bbox_inches="tight", metadata={"Date": None} if path.suffix == ".svg" else None)

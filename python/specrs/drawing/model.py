@@ -56,6 +56,12 @@ def row_cells(geometry: Geometry, length: int) -> list[Cell]:
     return cells
 
 
+def folded_pages(cells: Sequence[Cell], page_size: int) -> int:
+    """How many pages at the front hold nothing but prefix, but for the last one of those: pictures leave them out."""
+    prefix = next((i for i, c in enumerate(cells) if c.kind is not Kind.PREFIX), len(cells))
+    return max(prefix // page_size - 1, 0)
+
+
 @dataclass(frozen=True)
 class TreePicture:
     """A verified tree: per node its parent (-1: root), text, draft probability of its path, and whether accepted."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specrs.drawing.model import Cell, Kind, TreePicture
+from specrs.drawing.model import Cell, Kind, TreePicture, folded_pages
 
 _COLORS = {Kind.PREFIX: "34", Kind.HOLE: "33", Kind.DRAFT: "32", Kind.FREE: "2"}
 
@@ -27,16 +27,10 @@ def draw_row(cells: Sequence[Cell], page_size: int, color: bool, width: int = 10
             lines.append(" ".join(boxes))
             boxes.clear()
 
-    folded = 0
-    for i, page in enumerate(pages):
-        full = all(c.kind is Kind.PREFIX for c in page)
-        if full and i + 1 < len(pages) and all(c.kind is Kind.PREFIX for c in pages[i + 1]):
-            folded += 1
-            continue
-        if folded:
-            flush()
-            lines.append(f"  {folded} full page(s) of prefix: positions 0..{folded * page_size - 1}")
-            folded = 0
+    folded = folded_pages(cells, page_size)
+    if folded:
+        lines.append(f"  {folded} full page(s) of prefix: positions 0..{folded * page_size - 1}")
+    for page in pages[folded:]:
         inner = " ".join(paint(f"{c.label or '.':>{cell_width}}", _COLORS[c.kind], color) for c in page)
         boxes.append(f"[{inner}]")
         if len(boxes) == per_line:

@@ -28,6 +28,8 @@ Prompt = str | Sequence[int]
 class LLM:
     """A model, its draft head and the engine that runs them on the CPU.
 
+    One thread at a time may use an engine; several engines may run in as many threads.
+
     Args:
         model: Hugging Face directory (``config.json``, safetensors, ``tokenizer.json``); ``None`` is the small model
             in the package, with its draft head unless ``draft`` says otherwise.
