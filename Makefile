@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 NVCC_ENV := .venv-nvcc
-PROMPT ?= def fibonacci(n):
+PROMPT ?= def read_file(path):
 SOURCES := $(shell find src cuda python/specrs -type f \( -name '*.rs' -o -name '*.cu' -o -name '*.cuh' \)) Cargo.toml Cargo.lock build.rs pyproject.toml
 
 .PHONY: demo test test-long bench lint stubs wheel clean
