@@ -169,6 +169,8 @@ fn depth_is_clamped_at_the_wall() {
 #[test]
 fn buffers_add_up() {
     let g = geometry(8, 5, 64, 64, 64, 131_072, Layout::Dense).unwrap();
+    let few = geometry(2, 5, 3, 4, 1, 64, Layout::Dense).unwrap();
+    assert_eq!((g.max_accepted(), few.max_accepted()), (6, 3), "no path is longer than the tree");
     let all = g.buffers();
     for b in &all {
         let size = if b.dtype.ends_with("64") { 8 } else { 4 };

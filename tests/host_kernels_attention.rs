@@ -264,6 +264,13 @@ fn indices_out_of_bounds_are_named_and_nothing_is_written() {
     b.qo_indptr[1] = 3;
     b.qo_indptr[2] = 2;
     refused(&world, &b, "qo_indptr", 1, -1, 4);
+    // The last bit of a mask is one position behind the row, at a page of its own.
+    let mut b = Batch::new(1);
+    b.positions.extend([15; 3]);
+    b.out_slots.extend([0; 3]);
+    b.mask.extend([1, 2, 1]);
+    b.close(0, 15);
+    refused(&world, &b, "page table row", 0, 4, 4);
     // A row that only lanes without keys name is checked too.
     let mut b = Batch::new(1);
     b.positions.extend([0; 3]);
@@ -342,19 +349,19 @@ fn rope_attention_is_norm_rotation_write_and_attention() {
         // A position past the table, a slot past the cache: refused, nothing written.
         let before = world.snapshot();
         let mut batch = Batch::new(0);
-        batch.extend(&world, 0, 47, 1);
-        let mut out = [7.0; 384];
-        let qkv = vec![1.0; width];
-        batch.positions[0] = 200;
+        batch.extend(&world, 0, 46, 2);
+        let mut out = [7.0; 2 * 384];
+        let qkv = vec![1.0; 2 * width];
+        batch.positions[1] = 200; // the last row's
         let error =
             rope_attention(&mut world.cache_mut(), 0, &batch.view(&plain), &qkv, heads, &rotary, 0.125, &mut out);
         assert!(matches!(error, Err(Error::OutOfBounds { buffer: "rope table", index: 200, bound: 200, .. })));
-        batch.positions[0] = 47;
-        batch.out_slots[0] = world.shape.slots as i32;
+        batch.positions[1] = 47;
+        batch.out_slots[1] = world.shape.slots as i32;
         let error =
             rope_attention(&mut world.cache_mut(), 0, &batch.view(&plain), &qkv, heads, &rotary, 0.125, &mut out);
-        assert!(matches!(error, Err(Error::OutOfBounds { buffer: "kv slots", request: 0, step: 0, .. })));
+        assert!(matches!(error, Err(Error::OutOfBounds { buffer: "kv slots", request: 0, step: 1, .. })));
         assert_eq!(world.snapshot(), before);
-        assert_eq!(out, [7.0; 384]);
+        assert_eq!(out, [7.0; 2 * 384]);
     }
 }
