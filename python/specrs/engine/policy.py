@@ -11,6 +11,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+_STEP = 1.02  # of a running median
+
 
 @dataclass
 class PassCost:
@@ -42,18 +44,38 @@ class PassCost:
         return t0 + max(t1 - t0, 0.0) * (rows - r0) / (r1 - r0)
 
     def observe(self, rows: int, seconds: float) -> None:
-        """Follow slow change (longer contexts, a busy machine) without believing a single outlier."""
-        ratio = seconds / (self.at(rows) / self.drift)
-        self.drift += 0.05 * (min(max(ratio, 0.25), 4.0) - self.drift)
+        """Follow slow change (longer contexts, a busy machine): a running median, which no outlier moves far."""
+        self.drift *= _STEP if seconds > self.at(rows) else 1 / _STEP
+
+
+@dataclass
+class Overhead:
+    """Seconds of a round outside its passes, as a running median."""
+
+    seconds: float
+
+    def observe(self, seconds: float) -> None:
+        """Take a step towards what was seen."""
+        self.seconds *= _STEP if seconds > self.seconds else 1 / _STEP
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Measured passes of one engine."""
+    """Measured passes of one engine, and what its rounds cost beside them."""
 
     target: PassCost
     draft_step: PassCost
     draft_extend: PassCost
+    plain_overhead: Overhead = field(default_factory=lambda: Overhead(1e-4))
+    spec_overhead: Overhead = field(default_factory=lambda: Overhead(2e-4))
+
+    def plain(self, batch: int) -> float:
+        """Seconds of a round of plain decoding."""
+        return self.target.at(batch) + self.plain_overhead.seconds
+
+    def drafting(self, batch: int, beams: int, steps: int) -> float:
+        """Seconds of a round's drafting: ``steps`` passes over ``beams`` rows in all, and the draft_extend."""
+        return steps * self.draft_step.at(beams) + self.draft_extend.at(2 * batch) + self.spec_overhead.seconds
 
 
 @dataclass(frozen=True)
@@ -69,67 +91,73 @@ class TreeChoice:
 class TreePolicy:
     """Picks depth and size of the trees of a batch round by round.
 
-    ``worth`` calibrates the draft's probabilities: accepted draft tokens over the sum of the probabilities of the
-    nodes that were verified.
+    Only modelled times enter, never the time of the round at hand, so that a stall of the machine decides nothing.
+    A node of draft probability p is taken to be accepted with probability p ** ``temper``: drafts of a greedy target
+    are likelier to be accepted than they claim (about p ** 0.5 with the model in the package). ``temper`` is learned.
     """
 
     costs: Costs
-    worth: float = 0.9
+    temper: float = 0.6
     gain: float = 1.5  # smoothed rate of speculative rounds over plain ones
-    _level_yield: float = 0.6  # share of a level's probability that the next level keeps
+    _level_yield: float = 0.75  # share of a level's chance that the next level keeps
 
-    def deepen(self, batch: int, beams: Sequence[Sequence[float]]) -> bool:
+    def chance(self, score: float) -> float:
+        """Probability that a node of this cumulative log-probability is accepted."""
+        return math.exp(self.temper * score)
+
+    def deepen(self, batch: int, steps: int, beams: Sequence[Sequence[float]]) -> bool:
         """Whether another draft step pays: its expected tokens against its time at the present rate.
 
         Args:
             batch: requests.
-            beams: per request, the cumulative log-probabilities of its present beams.
+            steps: levels drafted so far.
+            beams: per request that drafts, the cumulative log-probabilities of its present beams, best first.
         """
-        rate = max(self.gain, 1.0) * batch / self.costs.target.at(batch)
-        mass = sum(math.exp(s) for scores in beams for s in scores)
-        gain = self.worth * mass * self._level_yield
-        rows = sum(len(scores) for scores in beams)
-        target = self.costs.target
-        cost = self.costs.draft_step.at(rows) + (target.at(2 * batch) - target.at(batch))
-        return gain > cost * rate
+        rate = max(self.gain, 1.0) * batch / self.costs.plain(batch)
+        gain = self._level_yield * sum(self.chance(scores[0]) for scores in beams)
+        # A step's rows, and at the end one more row to verify for each request.
+        target, verified = self.costs.target, batch * (steps + 1)
+        cost = self.costs.draft_step.at(sum(len(scores) for scores in beams))
+        return gain > (cost + target.at(verified + batch) - target.at(verified)) * rate
 
-    def choose(self, batch: int, scores: Sequence[float], max_nodes: int, spent: float, extend: float) -> TreeChoice:
+    def choose(self, batch: int, scores: Sequence[float], drafting: float) -> TreeChoice:
         """The number of draft nodes with the most expected tokens per second.
 
         Args:
             batch: requests, each with its root.
             scores: cumulative log-probabilities of the usable candidates of all requests, descending.
-            max_nodes: most draft nodes of the whole batch.
-            spent: seconds of drafting, already spent.
-            extend: seconds of the draft_extend that follows.
+            drafting: seconds of the round beside the target's pass.
         """
         best = TreeChoice(0, math.inf, float(batch))
-        best_rate = batch / (spent + self.costs.target.at(batch) + extend)
+        best_rate = batch / (drafting + self.costs.target.at(batch))
         expected = float(batch)
-        for n, score in enumerate(scores[:max_nodes], start=1):
-            expected += self.worth * math.exp(score)
-            rate = expected / (spent + self.costs.target.at(batch + n) + extend)
+        for n, score in enumerate(scores, start=1):
+            expected += self.chance(score)
+            rate = expected / (drafting + self.costs.target.at(batch + n))
             if rate > best_rate:
                 best_rate, best = rate, TreeChoice(n, score, expected)
         return best
 
-    def learn(self, predicted: float, accepted: int, gain: float) -> None:
-        """Calibrate by a verified round: sum of its nodes' probabilities, accepted draft tokens, rate over plain."""
+    def learn(self, scores: Sequence[float], accepted: int, gain: float) -> None:
+        """Calibrate by a verified round: its nodes' scores, accepted draft tokens, rate over plain."""
         self.gain += 0.05 * (min(gain, 8.0) - self.gain)
-        if predicted > 0:
-            self.worth += 0.02 * (min(accepted / predicted, 1.5) - self.worth)
+        chances = [self.chance(s) for s in scores]
+        slope = -sum(s * c for s, c in zip(scores, chances, strict=True))
+        # A small step of Newton's method towards a temper whose chances sum to what was accepted.
+        step = (sum(chances) - accepted) / max(slope, 0.5)
+        self.temper = min(max(self.temper + 0.02 * min(max(step, -1.0), 1.0), 0.2), 2.0)
 
 
 @dataclass
 class SpeculationGate:
     """Whether a request's drafts pay at all; plain rounds in between cost nothing but a rare probe.
 
-    After each speculative round the smoothed rate is compared with plain decoding. Below it, the request decodes
-    plainly for a span that doubles with every failed probe, so that the time lost to probes stays under 2%.
+    What counts is the smoothed number of plain rounds that a speculative round saves. Below 0, the request decodes
+    plainly for a span that doubles with every failed probe, so that the time lost to probes soon is under 2%.
     """
 
     plain_left: int = 0
-    _gain: float = 1.3  # smoothed speculative over plain rate; starts with the benefit of the doubt
+    _saved: float = 0.5  # starts with the benefit of the doubt
     _span: int = 16
     _probe: int = field(default=0)
 
@@ -146,16 +174,16 @@ class SpeculationGate:
         if self.plain_left > 0:
             self.plain_left -= 1
 
-    def spec_round(self, gain: float) -> None:
-        """A round with drafts whose rate was ``gain`` times the plain rate."""
+    def spec_round(self, tokens: int, cost: float) -> None:
+        """A round with drafts that yielded ``tokens`` and took as long as ``cost`` plain rounds."""
         probing = self._probe > 0
-        self._gain += (0.5 if probing else 0.15) * (gain - self._gain)
+        self._saved += (0.5 if probing else 0.06) * (tokens - cost - self._saved)
         if probing:
             self._probe -= 1
-        if self._gain >= 1.02:
+        if self._saved >= 0.0:
             self._span = 16
         elif self._probe == 0:
             self.plain_left = self._span
             self._span = min(2 * self._span, self._MAX_SPAN)
             self._probe = self._PROBE_ROUNDS
-            self._gain = 1.0
+            self._saved = 0.0

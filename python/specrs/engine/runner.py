@@ -6,10 +6,11 @@ rolls back and every request is as it was before the pass.
 
 from __future__ import annotations
 
-import statistics
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -23,8 +24,21 @@ from specrs.models.eagle3 import Eagle3Head
 from specrs.models.llama import LlamaModel
 
 _CALIBRATED_ROWS = (1, 2, 4, 8, 16, 32, 64)
-_CALIBRATION_RUNS = 5
+_CALIBRATION_RUNS = 7
 _MAX_LAG = 256  # features held for a request that decodes plainly before its draft KV is brought up to date
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """Trees to verify, and what the cost model made of them (nothing where the tree's shape is given)."""
+
+    trees: core.TreeBatch
+    scores: list[float]  # cumulative log-probabilities of the draft nodes
+    cost: float  # modelled seconds of the whole round
 
 
 @dataclass(frozen=True)
@@ -54,6 +68,7 @@ class Runner:
         self.policy: TreePolicy | None = None
         self.gates: dict[int, SpeculationGate] = {}
         self.watch: Callable[[core.TreeBatch, core.Accepts], None] | None = None
+        self._in_passes = 0.0  # seconds
 
     # -- target passes ------------------------------------------------------------------------------------------
 
@@ -76,7 +91,7 @@ class Runner:
             r.committed += n
         for i, token in zip(drawing, drawn, strict=True):
             passed.append(Passed(reqs[i], [token], reqs[i].commit([token], round_=False)))
-        self._remember(reqs, aux, [np.arange(e - n, e) for e, n in zip(ends, counts, strict=True)])
+        self._remember(reqs, aux, [list(range(e - n, e)) for e, n in zip(ends.tolist(), counts, strict=True)])
         self._draft_extend([r for r in reqs if r.finish_reason is None])
         if self.config.prefix_cache:
             for r in reqs:
@@ -86,13 +101,15 @@ class Runner:
 
     def decode(self, reqs: Sequence[Request]) -> list[Passed]:
         """One token for each request, without drafts."""
+        started, self._in_passes = time.perf_counter(), 0.0
         trees = core.TreeBatch.from_parents([[-1]] * len(reqs), [[r.tokens[-1]] for r in reqs])
         with self._lease(reqs, [1] * len(reqs)) as lease:
             passed, aux, _ = self._verify(reqs, trees, lease)
-        self._remember(reqs, aux, [np.array([i]) for i in range(len(reqs))])
+        self._remember(reqs, aux, [[i] for i in range(len(reqs))])
         lagging = [r for r in reqs if r.finish_reason is None and sum(len(p) for p in r.pending) >= _MAX_LAG]
         self._draft_extend(lagging)
         if self.policy is not None:
+            self.policy.costs.plain_overhead.observe(time.perf_counter() - started - self._in_passes)
             for r in reqs:
                 self._gate(r).plain_round()
         return passed
@@ -104,21 +121,22 @@ class Runner:
         speculating = [r for r in reqs if self._gate(r).speculate]
         if self.policy is not None and not speculating:
             return self.decode(reqs)
-        started = time.perf_counter()
         self._draft_extend([r for r in reqs if r.root_logits is None])
+        started, self._in_passes = time.perf_counter(), 0.0
         need = self.geometry.alloc_len_per_decode
         with self._lease(reqs, [need] * len(reqs)) as lease:
-            trees, predicted = self._draft(reqs, started)
-            passed, aux, paths = self._verify(reqs, trees, lease)
-        offsets = np.cumsum([0, *trees.sizes[:-1]])
-        self._remember(
-            reqs,
-            aux,
-            [o + np.array(path[: p.committed.kept]) for o, path, p in zip(offsets, paths, passed, strict=True)],
-        )
+            drafted = self._draft(reqs)
+            passed, aux, paths = self._verify(reqs, drafted.trees, lease)
+        first = 0
+        rows = []
+        for size, path, p in zip(drafted.trees.sizes, paths, passed, strict=True):
+            rows.append([first + node for node in path[: p.committed.kept]])
+            first += size
+        self._remember(reqs, aux, rows)
         self._draft_extend([r for r in reqs if r.finish_reason is None])
         if self.policy is not None:
-            self._learn(reqs, passed, predicted, time.perf_counter() - started)
+            self.policy.costs.spec_overhead.observe(time.perf_counter() - started - self._in_passes)
+            self._learn(passed, drafted)
         return passed
 
     def _verify(
@@ -127,10 +145,9 @@ class Runner:
         seqs, lens = [r.seq for r in reqs], [r.committed for r in reqs]
         plan = self.planner.verify(seqs, lens, trees)
         tokens = from_dlpack(trees.tokens)
-        started = time.perf_counter()
-        logits, aux = self.target.forward(tokens, plan, self.cache, self._wants_aux, None)
-        if self.policy is not None:
-            self.policy.costs.target.observe(len(tokens), time.perf_counter() - started)
+        logits, aux = self._timed(
+            "target", len(tokens), self.target.forward, tokens, plan, self.cache, self._wants_aux, None
+        )
         accepts = core.verify(trees, logits, [r.sampler for r in reqs], lens)
         if self.watch is not None:
             self.watch(trees, accepts)
@@ -144,36 +161,44 @@ class Runner:
 
     # -- draft passes -------------------------------------------------------------------------------------------
 
-    def _draft(self, reqs: Sequence[Request], started: float) -> tuple[core.TreeBatch, float]:
-        """Draft trees for ``reqs``, whose draft KV is up to date; also the summed probability of their nodes."""
+    def _draft(self, reqs: Sequence[Request]) -> Drafted:
+        """Draft trees for ``reqs``, whose draft KV is up to date."""
         assert self.head is not None and self.draft_cache is not None
+        head, cache = self.head, self.draft_cache
         seqs, lens = [r.seq for r in reqs], [r.committed for r in reqs]
         depths = [r.max_depth if self._gate(r).speculate else 0 for r in reqs]
-        beams = core.DraftBeams(len(reqs), self.shape, self.head.d2t, self.target.config.vocab_size)
+        beams = core.DraftBeams(len(reqs), self.shape, head.d2t, self.target.config.vocab_size)
         beams.start(torch.stack([_some(r.root_logits) for r in reqs]))
         hidden = torch.stack([_some(r.root_hidden) for r in reqs])
-        for step in range(min(self.shape.steps, max(depths)) - 1):
-            if self.policy is not None and not self.policy.deepen(len(reqs), beams.scores()):
-                break
-            plan = self.planner.draft(seqs, lens, step, beams, self.config.draft_attention)
-            inputs = hidden.index_select(0, from_dlpack(beams.parents))
-            logits, hidden = self.head.step(from_dlpack(beams.tokens), inputs, plan, self.draft_cache)
+        steps = 0
+        while steps < min(self.shape.steps, max(depths)) - 1 and self._deepen(beams, depths, steps + 1):
+            plan = self.planner.draft(seqs, lens, steps, beams, self.config.draft_attention)
+            tokens, inputs = from_dlpack(beams.tokens), hidden.index_select(0, from_dlpack(beams.parents))
+            logits, hidden = self._timed("draft_step", len(tokens), head.step, tokens, inputs, plan, cache)
             beams.advance(logits)
-        return self._finish(reqs, beams, depths, time.perf_counter() - started)
+            steps += 1
+        return self._finish(reqs, beams, depths, steps)
 
-    def _finish(
-        self, reqs: Sequence[Request], beams: core.DraftBeams, depths: list[int], spent: float
-    ) -> tuple[core.TreeBatch, float]:
-        roots = [r.tokens[-1] for r in reqs]
-        most = self.shape.draft_tokens
+    def _deepen(self, beams: core.DraftBeams, depths: list[int], levels: int) -> bool:
         if self.policy is None:
-            return beams.finish(roots, depths, [most] * len(reqs)), 0.0
-        scores = np.from_dlpack(beams.finish(roots, depths, [most] * len(reqs)).scores)
-        scores = np.sort(scores[scores < 0])[::-1]  # without the roots, whose score is 0
-        extend = self.policy.costs.draft_extend.at(2 * len(reqs))
-        choice = self.policy.choose(len(reqs), scores.tolist(), len(scores), spent, extend)
-        predicted = float(np.exp(scores[: choice.nodes]).sum())
-        return beams.finish(roots, depths, [most] * len(reqs), choice.min_score), predicted
+            return True
+        live = [scores for scores, depth in zip(beams.scores(), depths, strict=True) if depth > levels]
+        return self.policy.deepen(len(depths), levels, live)
+
+    def _finish(self, reqs: Sequence[Request], beams: core.DraftBeams, depths: list[int], steps: int) -> Drafted:
+        roots = [r.tokens[-1] for r in reqs]
+        most = [self.shape.draft_tokens] * len(reqs)
+        trees = beams.finish(roots, depths, most)
+        if self.policy is None:
+            return Drafted(trees, [], 0.0)
+        costs, batch = self.policy.costs, len(reqs)
+        scores = sorted((s for s in from_dlpack(trees.scores).tolist() if s < 0), reverse=True)  # roots have 0
+        drafting = costs.drafting(batch, batch * self.shape.topk, steps)
+        choice = self.policy.choose(batch, scores, drafting)
+        if choice.nodes < len(scores):
+            trees = beams.finish(roots, depths, most, choice.min_score)
+        nodes = sum(trees.sizes)
+        return Drafted(trees, scores[: nodes - batch], drafting + costs.target.at(nodes))
 
     def _draft_extend(self, reqs: Sequence[Request]) -> None:
         """Run the head over the features that wait, so that draft KV, logits and hidden state reach the root."""
@@ -187,18 +212,20 @@ class Runner:
         plan = self.planner.extend([r.seq for r in reqs], starts, counts)
         rows = torch.from_numpy(np.cumsum(counts) - 1)
         aux = torch.cat([p for r in reqs for p in r.pending])
-        logits, hidden = self.head.extend(torch.tensor(tokens), aux, plan, self.draft_cache, rows)
+        logits, hidden = self._timed(
+            "draft_extend", len(tokens), self.head.extend, torch.tensor(tokens), aux, plan, self.draft_cache, rows
+        )
         for i, r in enumerate(reqs):
             r.pending.clear()
             r.root_logits, r.root_hidden = logits[i].clone(), hidden[i].clone()
 
-    def _remember(self, reqs: Sequence[Request], aux: torch.Tensor | None, rows: Sequence[np.ndarray]) -> None:
+    def _remember(self, reqs: Sequence[Request], aux: torch.Tensor | None, rows: Sequence[list[int]]) -> None:
         """Keep the target's features of newly committed positions until the head has run over them."""
         if aux is None:
             return
         for r, index in zip(reqs, rows, strict=True):
-            if len(index):
-                r.pending.append(aux.index_select(0, torch.from_numpy(index.astype(np.int64))))
+            if index:
+                r.pending.append(aux.index_select(0, torch.tensor(index)))
                 r.root_logits = r.root_hidden = None
 
     # -- pages --------------------------------------------------------------------------------------------------
@@ -255,15 +282,34 @@ class Runner:
             return _OPEN
         return self.gates.setdefault(request.request_id, SpeculationGate())
 
-    def _learn(self, reqs: Sequence[Request], passed: Sequence[Passed], predicted: float, seconds: float) -> None:
+    def _timed(
+        self,
+        kind: Literal["target", "draft_step", "draft_extend"],
+        rows: int,
+        run: Callable[_P, _T],
+        *args: _P.args,
+        **kwargs: _P.kwargs,
+    ) -> _T:
+        """Run a pass and let the cost model see what it took."""
+        if self.policy is None:
+            return run(*args, **kwargs)
+        started = time.perf_counter()
+        result = run(*args, **kwargs)
+        seconds = time.perf_counter() - started
+        cost: PassCost = getattr(self.policy.costs, kind)
+        cost.observe(rows, seconds)
+        self._in_passes += seconds
+        return result
+
+    def _learn(self, passed: Sequence[Passed], drafted: Drafted) -> None:
         assert self.policy is not None
         drawn = sum(len(p.tokens) for p in passed)
-        plain = self.policy.costs.target.at(len(reqs))  # seconds of a round of plain decoding
-        self.policy.learn(predicted, drawn - len(reqs), drawn / len(reqs) * plain / seconds)
+        cost = drafted.cost / self.policy.costs.plain(len(passed))  # in rounds of plain decoding
+        self.policy.learn(drafted.scores, drawn - len(passed), drawn / len(passed) / cost)
         for p in passed:
             gate = self._gate(p.request)
             if gate.speculate:
-                gate.spec_round(len(p.tokens) * plain / seconds)
+                gate.spec_round(len(p.tokens), cost)
             else:
                 gate.plain_round()
 
@@ -290,17 +336,16 @@ class Runner:
             head.extend(torch.zeros(n, dtype=torch.int64), aux[:n], plan, draft_cache, last)
 
         def measure(run: Callable[[int, core.Plan], None]) -> PassCost:
-            seconds = []
-            for n in table:
-                plan = self.planner.extend([seq], [0], [n])
-                run(n, plan)  # warm-up: buffers of this row count
-                times = []
-                for _ in range(_CALIBRATION_RUNS):
+            # The least of several turns, in which what else the machine does has the smallest part.
+            least = dict.fromkeys(table, math.inf)
+            for turn in range(_CALIBRATION_RUNS + 1):
+                for n in table:
+                    plan = self.planner.extend([seq], [0], [n])
                     started = time.perf_counter()
                     run(n, plan)
-                    times.append(time.perf_counter() - started)
-                seconds.append(statistics.median(times))
-            return PassCost(table, seconds)
+                    if turn > 0:  # the first makes buffers of each row count
+                        least[n] = min(least[n], time.perf_counter() - started)
+            return PassCost(table, list(least.values()))
 
         with self.pool.reserve([(seq, most)]):
             self.policy = TreePolicy(Costs(measure(target), measure(step), measure(extend)))
