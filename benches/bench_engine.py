@@ -2,8 +2,9 @@
 
 Speculative against plain decoding of the same engine and kernels, with the tree picked by the cost model; plain
 against transformers' eager decoding; and against transformers' assisted generation (prompt lookup, and its
-self-speculation by early exit), the faster of which counts. One request at a time, in turn over the engines, medians
-over repeats; the greedy tokens of all specrs engines must be equal.
+self-speculation by early exit), the faster of which counts. One request at a time, the engines taking turns at each
+prompt, medians over repeats summed over the prompts; the tokens of all specrs engines must be equal. Speculative over
+plain is of decoding (what follows the first token; both prefill the prompt alike) and of whole requests as well.
 
     python benches/bench_engine.py [--prompts 16] [--max-tokens 128] [--repeats 5]
 """
@@ -20,12 +21,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-import specrs
 from common import write_result
 from specrs import LLM, SamplingParams, assets
+from specrs import _specrs as core
 
 THREADS = 2
-Decode = Callable[[list[int]], list[int]]
+Decode = Callable[[list[int]], tuple[list[int], float]]  # tokens, and seconds from start to the first one
 
 ENGLISH = [
     "The history of the printing press begins in",
@@ -48,43 +49,60 @@ def prompt_sets(llm: LLM, count: int) -> dict[str, list[list[int]]]:
 def specrs_decoder(llm: LLM, max_tokens: int, **options: Any) -> Decode:
     """Greedy (or seeded) decoding by specrs."""
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **options)
-    return lambda prompt: llm.generate([prompt], params)[0].token_ids
+
+    def decode(prompt: list[int]) -> tuple[list[int], float]:
+        started = time.perf_counter()
+        events = llm.stream([prompt], params)
+        tokens = list(next(events).token_ids)
+        first = time.perf_counter() - started
+        for event in events:
+            tokens += event.token_ids
+        return tokens, first
+
+    return decode
 
 
 def transformers_decoder(model: Any, max_tokens: int, **options: Any) -> Decode:
     """Greedy decoding by transformers."""
 
-    def decode(prompt: list[int]) -> list[int]:
+    def decode(prompt: list[int]) -> tuple[list[int], float]:
         ids = torch.tensor([prompt])
         with torch.no_grad():
             out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens,
                                  min_new_tokens=max_tokens, do_sample=False, **options)  # fmt: skip
         tokens: list[int] = out[0, len(prompt) :].tolist()
-        return tokens
+        return tokens, 0.0
 
     return decode
 
 
 def measure(engines: dict[str, Decode], prompts: list[list[int]], repeats: int) -> dict[str, Any]:
-    """Median seconds of decoding all prompts, the engines in turn within each repeat."""
-    seconds: dict[str, list[float]] = {name: [] for name in engines}
-    tokens: dict[str, list[list[int]]] = {}
+    """Seconds of decoding all prompts, the engines in turn at each prompt: medians over repeats, summed."""
+    whole: dict[str, list[list[float]]] = {name: [[] for _ in prompts] for name in engines}
+    after_first: dict[str, list[list[float]]] = {name: [[] for _ in prompts] for name in engines}
+    tokens: dict[str, list[list[int]]] = {name: [[] for _ in prompts] for name in engines}
     for repeat in range(repeats + 1):
-        for name, decode in engines.items():
-            started = time.perf_counter()
-            tokens[name] = [decode(p) for p in prompts]
-            if repeat:  # the first is warm-up
-                seconds[name].append(time.perf_counter() - started)
+        for i, prompt in enumerate(prompts):
+            for name, decode in engines.items():
+                started = time.perf_counter()
+                tokens[name][i], first = decode(prompt)
+                seconds = time.perf_counter() - started
+                if repeat:  # the first is warm-up
+                    whole[name][i].append(seconds)
+                    after_first[name][i].append(seconds - first)
     count = sum(len(t) for t in tokens["plain"])
     assert tokens["speculative"] == tokens["plain"], "speculation must not change the tokens"
-    medians = {name: statistics.median(s) for name, s in seconds.items()}
+    total = {name: sum(map(statistics.median, s)) for name, s in whole.items()}
+    decoding = {name: sum(map(statistics.median, after_first[name])) for name in ("speculative", "plain")}
     same = {name: sum(a == b for a, b in zip(tokens[name], tokens["plain"], strict=True)) for name in engines}
     return {
         "tokens": count,
-        "seconds": seconds,
-        "tokens_per_second": {name: count / s for name, s in medians.items()},
+        "seconds": total,
+        "seconds_after_first_token": decoding,
+        "tokens_per_second": {name: count / s for name, s in total.items()},
         "prompts_with_equal_tokens": same,
-        "speculative_over_plain": medians["plain"] / medians["speculative"],
+        "speculative_over_plain": decoding["plain"] / decoding["speculative"],
+        "speculative_over_plain_whole_request": total["plain"] / total["speculative"],
     }
 
 
@@ -96,7 +114,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     torch.set_num_threads(THREADS)
-    specrs.set_num_threads(THREADS)
+    core.set_num_threads(THREADS)
     llm, plain = LLM(max_batch=1, prefix_cache=False), LLM(max_batch=1, prefix_cache=False, speculative=False)
     hf = AutoModelForCausalLM.from_pretrained(assets.model_dir(), dtype=torch.float32)
     hf.generation_config.pad_token_id = 0
@@ -115,7 +133,8 @@ def main() -> None:
         row = measure(engines, prompts, args.repeats)
         rates = row["tokens_per_second"]
         print(f"{name}: " + ", ".join(f"{k} {v:.0f} tokens/s" for k, v in rates.items()))
-        print(f"  speculative over plain {row['speculative_over_plain']:.2f}x")
+        print(f"  speculative over plain {row['speculative_over_plain']:.2f}x, "
+              f"of whole requests {row['speculative_over_plain_whole_request']:.2f}x")  # fmt: skip
         if "transformers eager" in rates:
             assisted = max(rates["transformers prompt lookup"], rates["transformers early exit"])
             row["plain_over_transformers_eager"] = rates["plain"] / rates["transformers eager"]

@@ -10,7 +10,7 @@ from specrs._specrs import ConfigError, Geometry, TreeShape
 DraftAttention = Literal["ancestors", "lane"]
 KvDtype = Literal["float32", "bfloat16"]
 
-AUTO_TOPK, AUTO_STEPS, AUTO_DRAFT_TOKENS = 2, 8, 16
+AUTO_TOPK, AUTO_STEPS, AUTO_DRAFT_TOKENS = 1, 8, 9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,8 @@ class EngineConfig:
         page_size: tokens per KV page, a power of two.
         num_pages: KV pages besides the sink; ``None`` holds ``max_batch`` requests of full context.
         topk, steps, draft_tokens: the tree (K, S, V). All ``None``: picked every round by a measured cost model,
-            within K=2, S=8, V=16, plain decoding included. Given, they are used as they are.
+            plain decoding included, among chains of up to 8 tokens: on a CPU, where every row costs, a chain cut where
+            its probability falls beat all wider trees measured. Given, they are used as they are.
         draft_attention: ``"ancestors"`` (exact) or ``"lane"`` (a branch sees its own lane, as sglang's draft does).
         prefix_cache: share the KV pages of equal prompt prefixes between requests.
         prefill_chunk: most prompt tokens of one step.

@@ -16,36 +16,34 @@ _STEP = 1.02  # of a running median
 
 @dataclass
 class PassCost:
-    """Seconds of a model pass by its number of rows: a measured table, interpolated, drifting with what is seen."""
+    """Seconds of a model pass by its number of rows: a measured table, interpolated, that follows what is seen."""
 
     rows: list[int]
     seconds: list[float]
-    drift: float = 1.0
 
     def at(self, rows: int) -> float:
-        """Predicted seconds of a pass over ``rows`` rows."""
+        """Predicted seconds of a pass over ``rows`` rows; beyond the table by its last slope."""
         if rows <= 0:
             return 0.0
-        i = bisect.bisect_left(self.rows, rows)
-        if i == 0:
-            base = self.seconds[0]
-        elif i == len(self.rows):  # beyond the table: the last slope
-            i -= 1
-            base = self._line(i, rows)
-        else:
-            base = self._line(i, rows)
-        return base * self.drift
-
-    def _line(self, i: int, rows: int) -> float:
-        if i == 0:
+        if rows <= self.rows[0] or len(self.rows) == 1:
             return self.seconds[0]
+        i = min(bisect.bisect_left(self.rows, rows), len(self.rows) - 1)
         r0, r1 = self.rows[i - 1], self.rows[i]
         t0, t1 = self.seconds[i - 1], self.seconds[i]
         return t0 + max(t1 - t0, 0.0) * (rows - r0) / (r1 - r0)
 
     def observe(self, rows: int, seconds: float) -> None:
-        """Follow slow change (longer contexts, a busy machine): a running median, which no outlier moves far."""
-        self.drift *= _STEP if seconds > self.at(rows) else 1 / _STEP
+        """Move the entries about ``rows`` a step towards what was seen.
+
+        A running median: it follows longer contexts and a busy machine, and no outlier moves it far.
+        """
+        factor = _STEP if seconds > self.at(rows) else 1 / _STEP
+        i = min(bisect.bisect_left(self.rows, rows), len(self.rows) - 1)
+        share = 1.0  # of the upper one of the two entries
+        if i > 0 and rows < self.rows[i]:
+            share = (rows - self.rows[i - 1]) / (self.rows[i] - self.rows[i - 1])
+            self.seconds[i - 1] *= factor ** (1.0 - share)
+        self.seconds[i] *= factor**share
 
 
 @dataclass

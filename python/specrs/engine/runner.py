@@ -6,13 +6,12 @@ rolls back and every request is as it was before the pass.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal, ParamSpec, TypeVar
 
-import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
@@ -25,6 +24,7 @@ from specrs.models.llama import LlamaModel
 
 _CALIBRATED_ROWS = (1, 2, 4, 8, 16, 32, 64)
 _CALIBRATION_RUNS = 7
+_CALIBRATED_CONTEXT = 256  # tokens before the rows: attention has its share in what a row costs
 _MAX_LAG = 256  # features held for a request that decodes plainly before its draft KV is brought up to date
 
 
@@ -69,6 +69,7 @@ class Runner:
         self.gates: dict[int, SpeculationGate] = {}
         self.watch: Callable[[core.TreeBatch, core.Accepts], None] | None = None
         self._in_passes = 0.0  # seconds
+        self._borrowers: list[Request] = []  # whose root_logits and root_hidden are the head's own memory
 
     # -- target passes ------------------------------------------------------------------------------------------
 
@@ -77,12 +78,12 @@ class Runner:
         reqs = [r for r, _ in chunks]
         starts, counts = [r.committed for r in reqs], [n for _, n in chunks]
         tokens = [t for r, n in chunks for t in r.tokens[r.committed : r.committed + n]]
-        ends = np.cumsum(counts)
+        ends = list(accumulate(counts))
         # A fresh prompt yields its first token with its last position; a resumed request knows its root already.
         drawing = [i for i, r in enumerate(reqs) if r.committed + counts[i] == len(r.tokens)]
         with self._lease(reqs, counts) as lease:
             plan = self.planner.extend([r.seq for r in reqs], starts, counts)
-            rows = torch.from_numpy(ends[drawing] - 1) if drawing else torch.empty(0, dtype=torch.int64)
+            rows = torch.tensor([ends[i] - 1 for i in drawing], dtype=torch.int64)
             logits, aux = self.target.forward(torch.tensor(tokens), plan, self.cache, self._wants_aux, rows)
             drawn = [reqs[i].sampler.draw(logits[j], len(reqs[i].tokens), []) for j, i in enumerate(drawing)]
             lease.commit([r.committed + n for r, n in chunks])
@@ -91,7 +92,7 @@ class Runner:
             r.committed += n
         for i, token in zip(drawing, drawn, strict=True):
             passed.append(Passed(reqs[i], [token], reqs[i].commit([token], round_=False)))
-        self._remember(reqs, aux, [list(range(e - n, e)) for e, n in zip(ends.tolist(), counts, strict=True)])
+        self._remember(reqs, aux, [list(range(e - n, e)) for e, n in zip(ends, counts, strict=True)])
         self._draft_extend([r for r in reqs if r.finish_reason is None])
         if self.config.prefix_cache:
             for r in reqs:
@@ -168,12 +169,14 @@ class Runner:
         seqs, lens = [r.seq for r in reqs], [r.committed for r in reqs]
         depths = [r.max_depth if self._gate(r).speculate else 0 for r in reqs]
         beams = core.DraftBeams(len(reqs), self.shape, head.d2t, self.target.config.vocab_size)
-        beams.start(torch.stack([_some(r.root_logits) for r in reqs]))
-        hidden = torch.stack([_some(r.root_hidden) for r in reqs])
+        beams.start(_stack([r.root_logits for r in reqs]))
+        hidden = _stack([r.root_hidden for r in reqs])
         steps = 0
         while steps < min(self.shape.steps, max(depths)) - 1 and self._deepen(beams, depths, steps + 1):
             plan = self.planner.draft(seqs, lens, steps, beams, self.config.draft_attention)
-            tokens, inputs = from_dlpack(beams.tokens), hidden.index_select(0, from_dlpack(beams.parents))
+            tokens = from_dlpack(beams.tokens)
+            # The only beam of a request continues itself.
+            inputs = hidden if self.shape.topk == 1 else hidden.index_select(0, from_dlpack(beams.parents))
             logits, hidden = self._timed("draft_step", len(tokens), head.step, tokens, inputs, plan, cache)
             beams.advance(logits)
             steps += 1
@@ -205,19 +208,24 @@ class Runner:
         reqs = [r for r in reqs if r.pending]
         if self.head is None or self.draft_cache is None or not reqs:
             return
+        for r in self._borrowers:  # the head's pass overwrites what they have borrowed
+            if not r.pending and r.root_logits is not None and r.root_hidden is not None:
+                r.root_logits, r.root_hidden = r.root_logits.clone(), r.root_hidden.clone()
         counts = [sum(len(p) for p in r.pending) for r in reqs]
         starts = [r.committed - n for r, n in zip(reqs, counts, strict=True)]
         # The draft's entry at position p pairs the target's feature of p with the token at p + 1.
         tokens = [t for r, s in zip(reqs, starts, strict=True) for t in r.tokens[s + 1 : r.committed + 1]]
         plan = self.planner.extend([r.seq for r in reqs], starts, counts)
-        rows = torch.from_numpy(np.cumsum(counts) - 1)
-        aux = torch.cat([p for r in reqs for p in r.pending])
+        rows = torch.tensor([end - 1 for end in accumulate(counts)])
+        pieces = [p for r in reqs for p in r.pending]
+        aux = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         logits, hidden = self._timed(
             "draft_extend", len(tokens), self.head.extend, torch.tensor(tokens), aux, plan, self.draft_cache, rows
         )
         for i, r in enumerate(reqs):
             r.pending.clear()
-            r.root_logits, r.root_hidden = logits[i].clone(), hidden[i].clone()
+            r.root_logits, r.root_hidden = logits[i], hidden[i]
+        self._borrowers = reqs
 
     def _remember(self, reqs: Sequence[Request], aux: torch.Tensor | None, rows: Sequence[list[int]]) -> None:
         """Keep the target's features of newly committed positions until the head has run over them."""
@@ -225,7 +233,10 @@ class Runner:
             return
         for r, index in zip(reqs, rows, strict=True):
             if index:
-                r.pending.append(aux.index_select(0, torch.tensor(index)))
+                first, n = index[0], len(index)
+                straight = index[-1] - first == n - 1  # rows ascend
+                rows_of = aux[first : first + n].clone() if straight else aux.index_select(0, torch.tensor(index))
+                r.pending.append(rows_of)
                 r.root_logits = r.root_hidden = None
 
     # -- pages --------------------------------------------------------------------------------------------------
@@ -319,9 +330,11 @@ class Runner:
             return
         head, draft_cache = self.head, self.draft_cache
         assert draft_cache is not None
-        pages = self.config.page_size * (self.config.num_pages or 1)
-        most = min(_CALIBRATED_ROWS[-1], self.config.max_context_len or 1, pages)
+        config = self.config
+        room = min(config.max_context_len or 1, config.page_size * (config.num_pages or 1))
+        most = min(_CALIBRATED_ROWS[-1], room)
         table = [n for n in _CALIBRATED_ROWS if n <= most]
+        context = min(_CALIBRATED_CONTEXT, room - most)
         aux, hidden = torch.zeros(most, head.config.aux_size), torch.zeros(most, head.config.hidden_size)
         seq = self.pool.create()
         last = torch.zeros(1, dtype=torch.int64)
@@ -336,25 +349,28 @@ class Runner:
             head.extend(torch.zeros(n, dtype=torch.int64), aux[:n], plan, draft_cache, last)
 
         def measure(run: Callable[[int, core.Plan], None]) -> PassCost:
-            # The least of several turns, in which what else the machine does has the smallest part.
-            least = dict.fromkeys(table, math.inf)
-            for turn in range(_CALIBRATION_RUNS + 1):
-                for n in table:
-                    plan = self.planner.extend([seq], [0], [n])
+            seconds = []
+            for n in table:
+                plan = self.planner.extend([seq], [context], [n])
+                run(n, plan)  # makes the buffers of this row count
+                times = []
+                for _ in range(_CALIBRATION_RUNS):
                     started = time.perf_counter()
                     run(n, plan)
-                    if turn > 0:  # the first makes buffers of each row count
-                        least[n] = min(least[n], time.perf_counter() - started)
-            return PassCost(table, list(least.values()))
+                    times.append(time.perf_counter() - started)
+                seconds.append(min(times))  # what else the machine does has the smallest part in it
+            return PassCost(table, seconds)
 
-        with self.pool.reserve([(seq, most)]):
+        with self.pool.reserve([(seq, context + most)]):
             self.policy = TreePolicy(Costs(measure(target), measure(step), measure(extend)))
         self.pool.release([seq])
 
 
-def _some(value: torch.Tensor | None) -> torch.Tensor:
-    assert value is not None, "draft_extend runs before a draft"
-    return value
+def _stack(rows: list[torch.Tensor | None]) -> torch.Tensor:
+    """What the last draft_extend gave for each request's root, as rows."""
+    some = [row for row in rows if row is not None]
+    assert len(some) == len(rows), "draft_extend runs before a draft"
+    return some[0][None] if len(some) == 1 else torch.stack(some)
 
 
 _OPEN = SpeculationGate()  # never closes: nothing calls its methods that count
