@@ -386,3 +386,24 @@ def test_the_cost_model_is_measured_in_any_context(tiny: Pair, context: int) -> 
     llm = LLM(tiny.target, tiny.draft, max_context_len=context)
     [out] = llm.generate([[1]])
     assert len(out.token_ids) == context - 1
+
+
+def test_a_pool_beyond_memory_is_a_typed_error(tiny: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(torch, "zeros", fail)
+    with pytest.raises(ConfigError, match=r"no memory for \d+ bytes, num_pages = 41 "):
+        LLM(tiny.target, page_size=4, num_pages=40)
+
+
+def test_scalars_for_matrices_and_bottomless_json(tiny: Pair, tmp_path: Path) -> None:
+    for name in ("fc.weight", "lm_head.weight"):
+        draft = tmp_path / name
+        shutil.copytree(tiny.draft, draft)
+        save_file({**read_weights(draft), name: torch.tensor(1.0)}, draft / "model.safetensors")
+        with pytest.raises(ConfigError, match=name):
+            LLM(tiny.target, draft, **TREE)
+    (draft / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match=r"config\.json: not readable as JSON"):
+        LLM(tiny.target, draft, **TREE)

@@ -48,9 +48,9 @@ def save_row(cells: Sequence[Cell], page_size: int, title: str, path: Path) -> N
     for i, cell in enumerate(cells):
         x, y = i % per_line, -(i // per_line) * 1.6
         axes.add_patch(Rectangle((x, y), 1, 1, facecolor=_FILL[cell.kind], edgecolor="#bbbbbb", linewidth=0.6))
-        axes.text(
-            x + 0.5, y + 0.5, cell.label if cell.kind is not Kind.PREFIX else "", ha="center", va="center", size=7
-        )
+        label = "" if cell.kind is Kind.PREFIX else cell.label
+        size = 7 if len(label) <= 4 else 26 / len(label)  # what fits a cell's width
+        axes.text(x + 0.5, y + 0.5, label, ha="center", va="center", size=size)
         if i % page_size == 0:
             end = min(page_size, len(cells) - i)
             axes.add_patch(Rectangle((x, y), end, 1, fill=False, edgecolor="#333333", linewidth=1.4, zorder=2))

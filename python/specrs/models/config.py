@@ -306,7 +306,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelFileError(path, "no such file; a Hugging Face model directory is needed") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ModelFileError(path, f"not readable as JSON: {error}") from error
     if not isinstance(value, dict):
         raise ModelFileError(path, f"a JSON object is needed, not {type(value).__name__}")

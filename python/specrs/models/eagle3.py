@@ -190,7 +190,7 @@ def _check_files(config: Eagle3Config, weights: Checkpoint, target: LlamaModel, 
     if "fc.bias" in weights:
         expected["fc.bias"] = (h,)
     if "fc.weight" in weights:
-        columns = weights.shape("fc.weight")[-1]
+        columns = (weights.shape("fc.weight") or (0,))[-1]
         if columns != features * config.target_hidden_size:
             raise DraftMismatchError(
                 "columns of fc.weight",
@@ -208,7 +208,7 @@ def _check_files(config: Eagle3Config, weights: Checkpoint, target: LlamaModel, 
             "the head has no embed_tokens.weight of its own",
         )
     if "lm_head.weight" in weights:
-        rows = weights.shape("lm_head.weight")[0]
+        rows = (weights.shape("lm_head.weight") or (0,))[0]
         if rows != config.draft_vocab_size:
             raise DraftMismatchError("draft_vocab_size", config.draft_vocab_size, f"lm_head.weight with {rows} rows")
         expected["lm_head.weight"] = (config.draft_vocab_size, h)

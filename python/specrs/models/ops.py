@@ -10,6 +10,7 @@ All activations are f32 [rows, width], contiguous, and caller-allocated. An `out
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, Protocol
 
 import torch
@@ -28,11 +29,20 @@ def new_cache(
     """Zeroed memory for `num_pages` pages, the sink included, of `page_size` tokens.
 
     Its tensor is [layers, 2, num_slots, kv_heads, head_dim], keys at index 0 and values at 1. Slot s is position
-    s % page_size of page s // page_size; page 0 is the sink of padded lanes. ConfigError: dtype not f32 or bf16.
+    s % page_size of page s // page_size; page 0 is the sink of padded lanes. ConfigError: dtype not f32 or bf16, or no
+    memory for it.
     """
     if dtype not in KV_DTYPES:
         raise ConfigError(f"KV dtype = {dtype}: must be torch.float32 or torch.bfloat16")
-    tensor = torch.zeros((layers, 2, num_pages * page_size, config.num_kv_heads, config.head_dim), dtype=dtype)
+    shape = (layers, 2, num_pages * page_size, config.num_kv_heads, config.head_dim)
+    try:
+        tensor = torch.zeros(shape, dtype=dtype)
+    except RuntimeError as error:  # torch's allocator has no type of its own for this
+        size = math.prod(shape) * dtype.itemsize
+        raise ConfigError(
+            f"KV cache: no memory for {size} bytes, num_pages = {num_pages} (sink included) of {page_size} tokens; "
+            "a smaller num_pages, max_batch or max_context_len, or kv_dtype bfloat16, takes less"
+        ) from error
     return KvCache(tensor, page_size)
 
 
