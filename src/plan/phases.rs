@@ -179,7 +179,6 @@ impl<F: Format> Planner<F> {
 }
 
 /// Positions and ancestor bits of a tree of at most 64 nodes; the first node whose parent is not before it.
-///
 #[inline(always)]
 fn tree_1(parents: &[i32], root: i32, pos: &mut [i32], bits: &mut [u64]) -> Option<usize> {
     let n = parents.len().min(64);

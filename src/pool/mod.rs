@@ -98,7 +98,7 @@ impl PoolConfig {
 impl PoolConfig {
     /// Refuse sizes whose accounts the allocator has no room for: the allocations themselves would end the process.
     fn check_memory(&self, events: u32) -> Result<()> {
-        // Upper bounds: 24 bytes a page, 64 a row beside its columns, 32 an event (rounded up to a power of two).
+        // Upper bounds: 24 bytes a page, 64 a row beside its columns, 64 an event (16, rounded up to a power of two).
         let (n, s, w) = (u64::from(self.num_pages), u64::from(self.max_seqs), u64::from(self.row_pages));
         let bytes = 24 * n + s * (4 * w + 64) + 64 * u64::from(events);
         let mut probe = Vec::<u8>::new();
