@@ -3,14 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 NVCC_ENV := .venv-nvcc
-PROMPT ?= def read_file(path):
+PROMPT ?= class TestReadFile(unittest.TestCase):
 SOURCES := $(shell find src cuda python/specrs -type f \( -name '*.rs' -o -name '*.cu' -o -name '*.cuh' \)) Cargo.toml Cargo.lock build.rs pyproject.toml
 
 .PHONY: demo test test-long bench lint stubs wheel clean
 
 demo: $(VENV)/.built
 	@if [ -t 1 ]; then mark=color; else mark=brackets; fi; \
-	$(BIN)/specrs generate "$(PROMPT)" --compare --mark $$mark
+	$(BIN)/specrs generate "$(PROMPT)" --greedy --max-tokens 160 --compare --mark $$mark
 
 test: $(VENV)/.built
 	cargo test --no-default-features
