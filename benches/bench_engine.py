@@ -37,10 +37,13 @@ ENGLISH = [
 
 
 def prompt_sets(llm: LLM, count: int) -> dict[str, list[list[int]]]:
-    """What the draft head knows, what it has not seen, and what nobody can predict."""
+    """From the end of the held-out prompts, since the tree policy was tuned on the first 16.
+
+    What the draft head knows, what it has not seen, and what nobody can predict.
+    """
     rng = random.Random(0)
     return {
-        "held-out code": [llm.encode(p) for p in assets.heldout_prompts()[:count]],
+        "held-out code": [llm.encode(p) for p in assets.heldout_prompts()[-count:]],
         "english": [llm.encode(p) for p in ENGLISH],
         "random tokens": [[rng.randrange(llm.vocab_size) for _ in range(64)] for _ in range(4)],
     }
@@ -69,7 +72,7 @@ def transformers_decoder(model: Any, max_tokens: int, **options: Any) -> Decode:
         ids = torch.tensor([prompt])
         with torch.no_grad():
             out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens,
-                                 min_new_tokens=max_tokens, do_sample=False, **options)  # fmt: skip
+                                 do_sample=False, **options)  # fmt: skip
         tokens: list[int] = out[0, len(prompt) :].tolist()
         return tokens, 0.0
 
@@ -119,6 +122,7 @@ def main() -> None:
     llm, plain = LLM(max_batch=1, prefix_cache=False), LLM(max_batch=1, prefix_cache=False, speculative=False)
     hf = AutoModelForCausalLM.from_pretrained(assets.model_dir(), dtype=torch.float32)
     hf.generation_config.pad_token_id = 0
+    hf.generation_config.eos_token_id = None  # as ignore_eos: min_new_tokens would forbid EOS, and change the text
     results: dict[str, Any] = {}
     for name, prompts in prompt_sets(llm, args.prompts).items():
         engines = {

@@ -24,7 +24,7 @@ class EngineConfig:
         num_pages: KV pages besides the sink; ``None`` holds ``max_batch`` requests of full context.
         topk, steps, draft_tokens: the tree (K, S, V). All ``None``: picked every round by a measured cost model,
             plain decoding included, among chains of up to 8 tokens: on a CPU, where every row costs, a chain cut where
-            its probability falls beat all wider trees measured. Given, they are used as they are.
+            its probability falls beat the wider trees tried. Given, they are used as they are.
         draft_attention: ``"ancestors"`` (exact) or ``"lane"`` (a branch sees its own lane, as sglang's draft does).
         prefix_cache: share the KV pages of equal prompt prefixes between requests.
         prefill_chunk: most prompt tokens of one step.
