@@ -7,50 +7,69 @@ mod plan_support;
 use plan_support::{Batch as Case, geometry};
 use specrs::error::{Error, Result};
 use specrs::geometry::{Geometry, Layout};
-use specrs::plan::{Batch, DraftMask, Format, Lens, Phase, Plan, Planner, Trees};
+use specrs::plan::{
+    Arrays, Batch, DType, DraftMask, Extent, Format, Lens, Load, Need, Phase, Plan, Planner, Spec, Trees,
+};
 use specrs::pool::Tables;
 
-/// `kv_indptr` of `queries + 1`, and `kv_indices`: each query's prefix, then what its mask names.
-#[derive(Debug, Default)]
-struct Indices {
-    kv_indptr: Vec<i32>,
-    kv_indices: Vec<i32>,
-}
+const ARRAYS: &[Spec] = &[Spec::new("kv_indptr", DType::I32), Spec::new("kv_indices", DType::I32)];
 
+/// `kv_indptr` of `queries + 1`, and `kv_indices`: each query's prefix, then what its mask names.
 #[derive(Debug)]
 struct PerBranch;
 
 impl Format for PerBranch {
-    type Arrays = Indices;
-    const NAME: &'static str = "per branch";
+    fn name(&self) -> &'static str {
+        "per branch"
+    }
+
+    fn arrays(&self) -> &'static [Spec] {
+        ARRAYS
+    }
 
     fn supports(&self, geometry: &Geometry) -> Result<()> {
         geometry.per_branch_kv_indices().map(|_| ())
     }
 
-    fn lower(&self, plan: &Plan, tables: &Tables<'_>, geometry: &Geometry, out: &mut Indices) -> Result<()> {
+    fn extents(&self, _: &Geometry, load: &Load) -> Result<Vec<(usize, Extent)>> {
+        Ok(vec![(0, Extent::Line(load.queries + 1)), (1, Extent::Line(load.query_keys))])
+    }
+
+    fn lower(&self, plan: &Plan, tables: &Tables<'_>, geometry: &Geometry, arrays: &mut Arrays) -> Result<()> {
         let Phase::Draft { .. } = plan.phase() else {
             return Err(Error::Invalid { what: "phase", got: plan.phase().name().into(), why: "draft only".into() });
         };
-        out.kv_indptr.clear();
-        out.kv_indices.clear();
-        out.kv_indptr.push(0);
+        let used = self.extents(geometry, &Load::of(plan))?;
+        let limit = self.extents(geometry, &Load::limit(geometry, plan.phase(), plan.batch() as u32)?)?;
+        let need = |i: usize| Some(Need { array: used[i].0, used: used[i].1, limit: limit[i].1 });
+        let [kv_indptr, kv_indices] = arrays.open([need(0), need(1)], || "a test".into())?;
+        let (kv_indptr, kv_indices) = (kv_indptr.slice::<i32>()?, kv_indices.slice::<i32>()?);
+        kv_indptr[0] = 0;
         let (p, w, steps) = (tables.page().get(), plan.mask_words() as usize, geometry.shape().steps());
+        let mut n = 0;
         for i in 0..plan.live_batch() {
             let len = plan.prefix_lens()[i] as u32;
             let line = tables.line(plan.rows()[i] as u32).unwrap_or(&[]);
             let region = geometry.draft_region(len)?;
             let slot = |pos: u32| line[(pos / p) as usize] * p as i32 + (pos % p) as i32;
             for q in plan.qo_indptr()[i] as usize..plan.qo_indptr()[i + 1] as usize {
-                out.kv_indices.extend((0..len).map(slot));
                 let mask = &plan.mask()[q * w..(q + 1) * w];
-                for bit in (0..w as u32 * 64).filter(|b| mask[(b / 64) as usize] >> (b % 64) & 1 == 1) {
-                    out.kv_indices.push(slot(region.pos(bit / steps, bit % steps)?));
+                let bits = (0..w as u32 * 64).filter(|b| mask[(b / 64) as usize] >> (b % 64) & 1 == 1);
+                let drafts = bits.map(|bit| region.pos(bit / steps, bit % steps).unwrap());
+                for pos in (0..len).chain(drafts) {
+                    kv_indices[n] = slot(pos);
+                    n += 1;
                 }
-                out.kv_indptr.push(out.kv_indices.len() as i32);
+                kv_indptr[q + 1] = n as i32;
             }
         }
         Ok(())
+    }
+
+    fn reads(&self, _: &Plan, _: &Geometry, arrays: &Arrays, q: usize, out: &mut Vec<i32>) -> Result<Option<()>> {
+        let indptr = arrays.line::<i32>("kv_indptr");
+        out.extend_from_slice(&arrays.line("kv_indices")[indptr[q] as usize..indptr[q + 1] as usize]);
+        Ok(Some(()))
     }
 }
 
@@ -65,7 +84,8 @@ fn per_branch_indices_follow_the_closed_form() {
             let batch = Batch::new(&c.seqs, Lens::Host(&c.lens));
             for t in 0..s {
                 let plan = c.pool.with_tables(|x| planner.draft(&x, &batch, t, DraftMask::Lane)).unwrap().unwrap();
-                let arrays = plan.arrays();
+                let kv_indptr = plan.arrays().line::<i32>("kv_indptr");
+                let kv_indices = plan.arrays().line::<i32>("kv_indices");
                 for i in 0..3usize {
                     let before: u32 = c.lens[..i].iter().map(|l| l + t + 1).sum();
                     let region = g.draft_region(c.lens[i]).unwrap();
@@ -73,16 +93,16 @@ fn per_branch_indices_follow_the_closed_form() {
                         let z = i * k as usize + b as usize;
                         // K * sum_{j<i} (L_j + t + 1) + b * (L_i + t + 1)
                         let start = (k * before + b * (c.lens[i] + t + 1)) as i32;
-                        assert_eq!(arrays.kv_indptr[z], start);
-                        let row = &arrays.kv_indices[start as usize..arrays.kv_indptr[z + 1] as usize];
+                        assert_eq!(kv_indptr[z], start);
+                        let row = &kv_indices[start as usize..kv_indptr[z + 1] as usize];
                         let lane = (0..=t).map(|u| region.pos(b, u).unwrap());
                         let want: Vec<i32> = (0..c.lens[i]).chain(lane).map(|pos| c.slot(i, pos)).collect();
                         assert_eq!(row, want);
                     }
                 }
                 let sum: u32 = c.lens.iter().sum();
-                assert_eq!(arrays.kv_indices.len() as u32, k * sum + 3 * k * (t + 1));
-                assert!(arrays.kv_indices.len() as u32 <= g.per_branch_kv_indices().unwrap());
+                assert_eq!(kv_indices.len() as u32, k * sum + 3 * k * (t + 1));
+                assert!(kv_indices.len() as u32 <= g.per_branch_kv_indices().unwrap());
             }
         }
     }

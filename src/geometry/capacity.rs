@@ -117,12 +117,18 @@ impl Geometry {
     /// # Errors
     /// Where it does not fit `int32` indexing; such a configuration must use the `native` format.
     pub fn per_branch_kv_indices(&self) -> Result<u32> {
-        let (b, k, s) = (self.limits.max_batch as u64, self.shape.topk() as u64, self.shape.steps() as u64);
-        let n = b * k * (self.limits.max_context_len as u64 + s);
-        fits_i32("per-branch kv_indices", n, || {
-            format!("max_batch {b} * topk {k} * (max_context_len {} + steps {s})", self.limits.max_context_len)
+        let Limits { max_batch: b, max_context_len: context, .. } = self.limits;
+        fits_i32("per-branch kv_indices", self.per_branch_elements(b, context), || {
+            let (k, s) = (self.shape.topk(), self.shape.steps());
+            format!("max_batch {b} * topk {k} * (max_context_len {context} + steps {s})")
         })
         .map(|v| v as u32)
+    }
+
+    /// What one step of the per-branch formats needs at most for `requests` of up to `len` tokens:
+    /// `requests * K * (len + S)`.
+    pub fn per_branch_elements(&self, requests: u32, len: u32) -> u64 {
+        requests as u64 * self.shape.topk() as u64 * (len as u64 + self.shape.steps() as u64)
     }
 
     /// 64-bit words of a draft query's ancestor mask over the K*S draft slots.

@@ -5,7 +5,7 @@ use crate::error::{Error, Result, in_range};
 use crate::geometry::Geometry;
 use crate::plan::body::{check_version, live_columns};
 use crate::plan::phases::same_length;
-use crate::plan::{Phase, Plan};
+use crate::plan::{Arrays, Format, Phase, Plan};
 use crate::pool::Tables;
 
 /// One request of the plan under check.
@@ -62,7 +62,7 @@ fn sizes(plan: &Plan, tables: &Tables<'_>, geometry: &Geometry) -> Result<()> {
     same_length("qo_indptr", plan.qo_indptr().len(), b + 1)?;
     same_length("out_slots", plan.out_slots().len(), q)?;
     let words = match plan.phase {
-        Phase::Extend => 0,
+        Phase::Extend | Phase::Decode => 0,
         Phase::Draft { step } => {
             in_range("step", step, 0, geometry.shape().steps() as i128 - 1)?;
             geometry.draft_mask_words()
@@ -114,6 +114,10 @@ fn lane(plan: &Plan, tables: &Tables<'_>, geometry: &Geometry, r: &Request<'_>, 
     }
     let pos = match plan.phase {
         Phase::Extend => r.prefix + j as u64,
+        Phase::Decode => {
+            same_length("decode queries of a request", r.end - r.first, 1)?;
+            r.prefix
+        }
         Phase::Verify => {
             in_range("tree nodes", (r.end - r.first) as i128, 1, shape.draft_tokens() as i128)?;
             for b in bits {
@@ -175,6 +179,99 @@ fn dead(plan: &Plan, q: usize, request: usize, which: &str) -> Result<()> {
         got: format!("request {request}, query {q}: position {pos}, slot {slot}, mask {mask:x?}"),
         why: format!("{which} has position 0, slot 0, mask 0"),
     })
+}
+
+/// Read the arrays of a format back as its kernel would, query by query, and compare with what the plan says.
+pub(super) fn check_reads<F: Format>(
+    format: &F,
+    plan: &Plan,
+    tables: &Tables<'_>,
+    geometry: &Geometry,
+    arrays: &Arrays,
+) -> Result<()> {
+    let (mut got, mut want) = (Vec::new(), Vec::new());
+    for q in 0..plan.queries() {
+        got.clear();
+        want.clear();
+        if format.reads(plan, geometry, arrays, q, &mut got)?.is_none() {
+            return Ok(());
+        }
+        let i = plan.qo_indptr().partition_point(|&first| first as usize <= q) - 1;
+        if i < plan.live_batch() && plan.out_slots()[q] != 0 {
+            attended(plan, tables, geometry, i, q, format.reads_holes(geometry), &mut want)?;
+        }
+        if got != want {
+            let at = got.iter().zip(&want).position(|(g, w)| g != w).unwrap_or(got.len().min(want.len()));
+            let show = |all: &[i32]| all.get(at).map_or("nothing".to_string(), |s| format!("slot {s}"));
+            return Err(Error::Invalid {
+                what: "arrays",
+                got: format!(
+                    "{} {}: request {i}, query {q} reads {} at key {at} of {}",
+                    format.name(),
+                    plan.phase().name(),
+                    show(&got),
+                    got.len()
+                ),
+                why: format!("the plan says {} of {}", show(&want), want.len()),
+            });
+        }
+    }
+    Ok(())
+}
+
+/// Slots of the keys of query `q` of the live request `i`, by the plan's attention form.
+fn attended(
+    plan: &Plan,
+    tables: &Tables<'_>,
+    geometry: &Geometry,
+    i: usize,
+    q: usize,
+    holes: bool,
+    out: &mut Vec<i32>,
+) -> Result<()> {
+    let pages = tables.line(plan.rows()[i] as u32).unwrap_or(&[]);
+    let p = tables.page().get();
+    let slot = |pos: u32| match pages.get((pos / p) as usize) {
+        Some(&page) => Ok(page * p as i32 + (pos % p) as i32),
+        None => {
+            let (kernel, bound) = (plan.phase().name(), pages.len() as i64 * p as i64);
+            Err(Error::OutOfBounds {
+                kernel,
+                buffer: "row",
+                request: i as i64,
+                step: q as i64,
+                index: pos as i64,
+                bound,
+            })
+        }
+    };
+    let (prefix, j) = (plan.prefix_lens()[i] as u32, q as u32 - plan.qo_indptr()[i] as u32);
+    let draft = match plan.phase() {
+        Phase::Draft { .. } => Some(geometry.draft_region(prefix)?),
+        _ => None,
+    };
+    let hole = match &draft {
+        Some(region) if holes => region.hole(j)?,
+        _ => None,
+    };
+    for pos in 0..prefix {
+        out.push(slot(hole.filter(|h| pos >= h.src).map_or(pos, |h| h.dst + pos - h.src))?);
+    }
+    let w = plan.mask_words() as usize;
+    if w == 0 {
+        for pos in prefix..=prefix + j {
+            out.push(slot(pos)?);
+        }
+    }
+    let mask = &plan.mask()[q * w..(q + 1) * w];
+    for bit in (0..w as u32 * 64).filter(|b| mask[(b / 64) as usize] >> (b % 64) & 1 == 1) {
+        let steps = geometry.shape().steps();
+        out.push(slot(match &draft {
+            Some(region) => region.pos(bit / steps, bit % steps)?,
+            None => prefix + bit,
+        })?);
+    }
+    Ok(())
 }
 
 #[cold]

@@ -1,5 +1,6 @@
 //! [`Plan`]: what one step of a batch writes and attends to, in row positions and slots.
 
+use std::marker::PhantomData;
 use std::ops::Deref;
 use std::sync::Arc;
 
@@ -8,15 +9,17 @@ use crate::error::{Error, Result};
 use crate::geometry::Geometry;
 use crate::plan::audit;
 use crate::plan::buf::Buf;
-use crate::plan::{Format, Native};
+use crate::plan::{AnyFormat, Arrays, Format, Native};
 use crate::pool::Tables;
 
 /// Which step of a round a plan describes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Phase {
-    /// Tokens appended behind a prefix, attended causally: prefill chunks, plain decode (one token) and the draft
-    /// model's pass over the accepted tokens.
+    /// Tokens appended behind a prefix, attended causally: prefill chunks and the draft model's pass over the accepted
+    /// tokens.
     Extend,
+    /// One token behind each prefix.
+    Decode,
     /// Draft step `step`: K branches per request, each with the ancestors that its mask names.
     Draft {
         /// 0-based step.
@@ -31,6 +34,7 @@ impl Phase {
     pub fn name(self) -> &'static str {
         match self {
             Phase::Extend => "extend",
+            Phase::Decode => "decode",
             Phase::Draft { .. } => "draft",
             Phase::Verify => "verify",
         }
@@ -267,9 +271,9 @@ pub(super) fn check_version(tables: &Tables<'_>, what: &'static str, row: i32, v
 
 /// A plan and the arrays that its format derives.
 #[derive(Debug, Default)]
-pub(crate) struct Filled<A> {
+pub(crate) struct Filled {
     pub(crate) plan: Plan,
-    pub(crate) arrays: A,
+    pub(crate) arrays: Arrays,
 }
 
 /// A plan that has been checked against the pool; the only kind that launches. A cheap handle: clones share the
@@ -277,11 +281,11 @@ pub(crate) struct Filled<A> {
 ///
 /// `F` says which backend's arrays it carries, so that a kernel cannot be given another backend's plan.
 #[derive(Debug)]
-pub struct AuditedPlan<F: Format = Native>(pub(crate) Arc<Filled<F::Arrays>>);
+pub struct AuditedPlan<F: Format = Native>(pub(crate) Arc<Filled>, PhantomData<fn() -> F>);
 
 impl<F: Format> Clone for AuditedPlan<F> {
     fn clone(&self) -> Self {
-        Self(Arc::clone(&self.0))
+        Self(Arc::clone(&self.0), PhantomData)
     }
 }
 
@@ -294,20 +298,33 @@ impl<F: Format> Deref for AuditedPlan<F> {
 }
 
 impl<F: Format> AuditedPlan<F> {
-    /// Check a plan made elsewhere, in full, and derive its format's arrays.
+    /// Check a plan made elsewhere, in full, and derive its format's arrays, which are read back and checked too.
     ///
     /// # Errors
     /// Whatever is wrong with it, with operands: see [`crate::plan`] for the list of checks.
     pub fn audit(plan: Plan, tables: &Tables<'_>, geometry: &Geometry, format: &F) -> Result<Self> {
         format.supports(geometry)?;
         audit::check(&plan, tables, geometry)?;
-        let mut arrays = F::Arrays::default();
+        let mut arrays = Arrays::own(format.arrays());
+        arrays.set_poison(true);
         format.lower(&plan, tables, geometry, &mut arrays)?;
-        Ok(Self(Arc::new(Filled { plan, arrays })))
+        audit::check_reads(format, &plan, tables, geometry, &arrays)?;
+        Ok(Self(Arc::new(Filled { plan, arrays }), PhantomData))
     }
 
-    /// The arrays of the format.
-    pub fn arrays(&self) -> &F::Arrays {
+    pub(crate) fn new(filled: Arc<Filled>) -> Self {
+        Self(filled, PhantomData)
+    }
+
+    /// The arrays of the format; none where they were left to [`Planner::lower`](crate::plan::Planner::lower).
+    pub fn arrays(&self) -> &Arrays {
         &self.0.arrays
+    }
+}
+
+impl AuditedPlan<AnyFormat> {
+    /// The plan as one for specrs's own kernels, where `format`, which it was made for, is the native one.
+    pub fn native(&self, format: &AnyFormat) -> Option<AuditedPlan<Native>> {
+        matches!(format, AnyFormat::Native(_)).then(|| AuditedPlan(Arc::clone(&self.0), PhantomData))
     }
 }

@@ -3,13 +3,21 @@
 use std::sync::Arc;
 
 /// A value that no writer produces: what a debug run fills buffers with, so that a lane nobody wrote is seen.
-pub(crate) trait Poison: Copy + Default + PartialEq {
+pub trait Poison: Copy + Default + PartialEq {
     /// The value.
     const POISON: Self;
 }
 
 impl Poison for i32 {
     const POISON: Self = i32::MIN + 0xBAD;
+}
+
+impl Poison for i64 {
+    const POISON: Self = i64::MIN + 0xBAD;
+}
+
+impl Poison for u8 {
+    const POISON: Self = 0xBA;
 }
 
 impl Poison for u64 {

@@ -4,30 +4,88 @@
 //! what, in row positions. A [`Format`] derives its backend's arrays from that description and the page tables, so
 //! that a new backend adds a type here and touches no phase.
 
+use std::fmt::Debug;
+
 use crate::error::{Error, Result};
 use crate::geometry::{Geometry, Layout};
-use crate::plan::Plan;
+use crate::plan::{Arrays, DraftMask, Extent, Load, Phase, Plan, Spec};
 use crate::pool::Tables;
 
 /// The arrays of one attention backend, derived from a plan.
-pub trait Format: Send + Sync + 'static {
-    /// The derived arrays; reused from round to round, so [`Format::lower`] overwrites all of them.
-    type Arrays: Default + Send + Sync + 'static;
+pub trait Format: Send + Sync + Debug + 'static {
+    /// Name, as users give it.
+    fn name(&self) -> &'static str;
 
-    /// Name in messages.
-    const NAME: &'static str;
+    /// Every array of the format, whatever the phase; an array is known by its index here.
+    fn arrays(&self) -> &'static [Spec] {
+        &[]
+    }
 
     /// Whether the backend can run the geometry.
     ///
     /// # Errors
-    /// [`Error::Invalid`] that names the combination and what would work.
+    /// [`Error::Invalid`] that names the combination and what would work; [`Error::Overflow`] where an array does not
+    /// fit the format's index type.
     fn supports(&self, geometry: &Geometry) -> Result<()>;
 
-    /// Derive the arrays of `plan`. The plan has been checked: its rows are live, its slots are in bounds.
+    /// Whether the format can express what the queries of a draft step attend to.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] that says what would work.
+    fn supports_mask(&self, geometry: &Geometry, mask: DraftMask<'_>) -> Result<()> {
+        let _ = (geometry, mask);
+        Ok(())
+    }
+
+    /// Index and size of each array of the load's phase. Sizes to write and capacities come from here alike.
     ///
     /// # Errors
     /// A size that does not fit the format's index type.
-    fn lower(&self, plan: &Plan, tables: &Tables<'_>, geometry: &Geometry, arrays: &mut Self::Arrays) -> Result<()>;
+    fn extents(&self, geometry: &Geometry, load: &Load) -> Result<Vec<(usize, Extent)>> {
+        let _ = (geometry, load);
+        Ok(Vec::new())
+    }
+
+    /// Write the arrays of `plan`. The plan has been checked: its rows are live, its slots are in bounds.
+    ///
+    /// # Errors
+    /// [`Error::Capacity`] where an array is too small, before anything is written; a size that does not fit the
+    /// format's index type.
+    fn lower(&self, plan: &Plan, tables: &Tables<'_>, geometry: &Geometry, arrays: &mut Arrays) -> Result<()> {
+        let _ = (plan, tables, geometry, arrays);
+        Ok(())
+    }
+
+    /// Append the slots whose keys the backend's kernel reads for query `q`, in order, to `out`: from the arrays (and
+    /// the plan's `out_slots`, where the kernel is given them) **alone**, as the kernel would. The debug audit compares
+    /// them with the plan. `None` where the format leaves reading to the plan itself.
+    ///
+    /// # Errors
+    /// Arrays that the kernel could not use: an index outside of them, a missing one.
+    fn reads(
+        &self,
+        plan: &Plan,
+        geometry: &Geometry,
+        arrays: &Arrays,
+        q: usize,
+        out: &mut Vec<i32>,
+    ) -> Result<Option<()>> {
+        let _ = (plan, geometry, arrays, q, out);
+        Ok(None)
+    }
+
+    /// Whether a draft step's branches read the tail of the prefix from their holes (the holey layout's copies).
+    fn reads_holes(&self, geometry: &Geometry) -> bool {
+        let _ = geometry;
+        false
+    }
+}
+
+/// The phases of a round for `geometry`, each once: what a format is checked and sized for.
+pub fn phases(geometry: &Geometry) -> impl Iterator<Item = Phase> + use<> {
+    let steps = geometry.shape().steps();
+    let drafts = (0..steps).map(|step| Phase::Draft { step });
+    [Phase::Extend, Phase::Decode].into_iter().chain(drafts).chain([Phase::Verify])
 }
 
 /// specrs's own kernels: they read the pool's page table in place, the prefix once for all queries of a request, and
@@ -36,8 +94,9 @@ pub trait Format: Send + Sync + 'static {
 pub struct Native;
 
 impl Format for Native {
-    type Arrays = ();
-    const NAME: &'static str = "native";
+    fn name(&self) -> &'static str {
+        "native"
+    }
 
     fn supports(&self, geometry: &Geometry) -> Result<()> {
         match geometry.layout() {
@@ -49,10 +108,6 @@ impl Format for Native {
             }),
         }
     }
-
-    fn lower(&self, _: &Plan, _: &Tables<'_>, _: &Geometry, (): &mut ()) -> Result<()> {
-        Ok(())
-    }
 }
 
 /// Placement alone: slots to write, in either layout, and nothing for attention. What `certify` and a KV writer
@@ -61,14 +116,11 @@ impl Format for Native {
 pub struct WritesOnly;
 
 impl Format for WritesOnly {
-    type Arrays = ();
-    const NAME: &'static str = "writes only";
-
-    fn supports(&self, _: &Geometry) -> Result<()> {
-        Ok(())
+    fn name(&self) -> &'static str {
+        "writes only"
     }
 
-    fn lower(&self, _: &Plan, _: &Tables<'_>, _: &Geometry, (): &mut ()) -> Result<()> {
+    fn supports(&self, _: &Geometry) -> Result<()> {
         Ok(())
     }
 }

@@ -17,12 +17,19 @@
 //! | phase | queries of a request | row position of query j | RoPE position | mask |
 //! |---|---|---|---|---|
 //! | [`extend`](Planner::extend) | the chunk | `start + j` | the same | none (causal) |
+//! | [`decode`](Planner::decode) | one token | `L` | `L` | none |
 //! | [`draft`](Planner::draft) step t | K branches | `region.pos(j, t)` | `L + t` | over the draft slots `b*S + s` |
 //! | [`verify`](Planner::verify) | the tree's nodes | `L + j` | `L + depth(j)` | over the nodes |
 //! | [`commit`](Planner::commit) | accepted nodes | moves `L + n_i` to `L + i` | | |
 //!
 //! In the dense layout draft slot `b*S + s` is row position `L + b*S + s`, so bit and position agree; a format that
 //! uses the holey layout places bit `b*S + s` by [`DraftRegion::pos`](crate::geometry::DraftRegion::pos).
+//!
+//! ## Formats
+//!
+//! Every phase is planned once, in the form above; a [`Format`] derives the arrays of an attention backend from it:
+//! [`Native`] none, the others ([`AnyFormat`]) what their kernels take. The sizes to write and the capacities come from
+//! one function of a [`Load`]; the arrays ([`Arrays`]) are specrs's own or a caller's, checked before they are written.
 //!
 //! ## What is checked
 //!
@@ -69,25 +76,31 @@
 //! # Ok::<(), specrs::Error>(())
 //! ```
 
+mod arrays;
 mod audit;
 mod body;
 mod buf;
 mod certify;
 mod commit;
 mod format;
+mod formats;
 mod lanes;
 mod lens;
+mod load;
 mod moves;
 mod phases;
 mod place;
 mod planner;
 mod wide;
 
+pub use arrays::{ArrayRef, Arrays, DType, Element, Extent, Given, HostMemory, Memory, Need, Spec, View};
 pub use body::{AuditedPlan, Phase, Plan, PlanParts};
 pub use certify::{Certificate, Failure, LayoutSizes, MAX_FAILURES, certify};
 pub use commit::{AuditedCommit, Paths, Remap};
-pub use format::{Format, Native, WritesOnly};
+pub use format::{Format, Native, WritesOnly, phases};
+pub use formats::AnyFormat;
 pub use lens::Lens;
+pub use load::Load;
 pub use moves::Moves;
 pub use planner::Planner;
 

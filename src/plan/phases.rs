@@ -10,31 +10,56 @@ use crate::pool::Tables;
 impl<F: Format> Planner<F> {
     /// Append `counts[i]` tokens behind the first `batch.lens[i]` of request i, attended causally.
     ///
-    /// This is chunked prefill, plain decode (`counts` of 1), and the draft model's pass over the accepted tokens.
+    /// This is chunked prefill, and the draft model's pass over the accepted tokens.
     ///
     /// # Errors
     /// Positions at or beyond `max_context_len`, beyond the row's allocation, or in a page with other owners; a row
     /// twice in the batch; `counts` of another length; lengths that live on the device.
     pub fn extend(&mut self, tables: &Tables<'_>, batch: &Batch<'_>, counts: &[u32]) -> Result<AuditedPlan<F>> {
-        const WHO: &str = "extend";
-        let starts = batch.lens.host(WHO)?;
+        let starts = batch.lens.host("extend")?;
         same_length("counts", counts.len(), batch.seqs.len())?;
+        self.append(tables, batch, Phase::Extend, starts, counts)
+    }
+
+    /// One token behind the first `batch.lens[i]` of each request: plain decoding.
+    ///
+    /// # Errors
+    /// As [`Self::extend`].
+    pub fn decode(&mut self, tables: &Tables<'_>, batch: &Batch<'_>) -> Result<AuditedPlan<F>> {
+        let starts = batch.lens.host("decode")?;
+        let mut ones = std::mem::take(&mut self.scratch.ones);
+        ones.resize(starts.len(), 1);
+        let plan = self.append(tables, batch, Phase::Decode, starts, &ones);
+        self.scratch.ones = ones;
+        plan
+    }
+
+    /// Causal queries behind each prefix.
+    fn append(
+        &mut self,
+        tables: &Tables<'_>,
+        batch: &Batch<'_>,
+        phase: Phase,
+        starts: &[u32],
+        counts: &[u32],
+    ) -> Result<AuditedPlan<F>> {
+        let who = phase.name();
         let limit = self.geometry.limits().max_context_len;
         // Before anything is sized by the counts, which may be anything.
         for (request, (&start, &count)) in starts.iter().zip(counts).enumerate() {
             let end = start as u64 + count as u64;
             if end > limit as u64 {
-                let at = Where { kernel: WHO, request, tables };
+                let at = Where { kernel: who, request, tables };
                 return Err(at.outside("context", end as i64 - 1, limit));
             }
         }
         let queries = counts.iter().map(|&c| c as u64).sum();
-        self.build(tables, batch, Phase::Extend, queries, 0, |_, scratch, plan| {
+        self.build(tables, batch, phase, queries, 0, |_, scratch, plan| {
             let (indptr, prefix) = (plan.qo_indptr.get_mut(), plan.prefix_lens.get_mut());
             let (mut positions, mut slots) = (plan.positions.get_mut(), plan.out_slots.get_mut());
             let mut q = 0;
             for (i, ((row, &start), &count)) in scratch.rows.each(tables).zip(starts).zip(counts).enumerate() {
-                let at = Where { kernel: WHO, request: i, tables };
+                let at = Where { kernel: who, request: i, tables };
                 row.check_end(at, start as u64)?;
                 let (pos, rest) = positions.split_at_mut(count as usize);
                 positions = rest;
@@ -71,6 +96,7 @@ impl<F: Format> Planner<F> {
     ) -> Result<AuditedPlan<F>> {
         const WHO: &str = "draft";
         let lens = batch.lens.host(WHO)?;
+        self.format.supports_mask(&self.geometry, mask)?;
         let shape = self.geometry.shape();
         in_range("step", step, 0, shape.steps() as i128 - 1)?;
         let (k, words) = (shape.topk() as usize, self.geometry.draft_mask_words());

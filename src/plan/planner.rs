@@ -8,7 +8,7 @@ use crate::plan::buf::Arena;
 use crate::plan::commit::Commit;
 use crate::plan::lanes::Lanes;
 use crate::plan::place::Rows;
-use crate::plan::{AuditedPlan, Batch, Bucket, Format, Native, Phase, Plan, audit};
+use crate::plan::{Arrays, AuditedPlan, Batch, Bucket, Format, Native, Phase, Plan, audit};
 use crate::pool::Tables;
 
 /// Plans the steps of rounds for one geometry and one format.
@@ -17,9 +17,11 @@ use crate::pool::Tables;
 #[derive(Debug)]
 pub struct Planner<F: Format = Native> {
     pub(super) geometry: Geometry,
-    format: F,
+    pub(super) format: F,
     debug: bool,
-    plans: Arena<Filled<F::Arrays>>,
+    /// Arrays are left to [`Planner::lower`].
+    deferred: bool,
+    plans: Arena<Filled>,
     pub(super) commits: Arena<Commit>,
     pub(super) scratch: Scratch,
 }
@@ -37,6 +39,8 @@ pub(super) struct Scratch {
     pub(super) pattern: Vec<u64>,
     /// Bits that a draft query may have besides its own, `[words]`.
     pub(super) allowed: Vec<u64>,
+    /// Ones: the counts of a decode.
+    pub(super) ones: Vec<u32>,
 }
 
 impl<F: Format> Planner<F> {
@@ -50,6 +54,7 @@ impl<F: Format> Planner<F> {
             geometry,
             format,
             debug: cfg!(debug_assertions),
+            deferred: false,
             plans: Arena::default(),
             commits: Arena::default(),
             scratch: Scratch::default(),
@@ -67,6 +72,27 @@ impl<F: Format> Planner<F> {
         self.debug = on;
     }
 
+    /// The format.
+    pub fn format(&self) -> &F {
+        &self.format
+    }
+
+    /// Leave the arrays of the format to [`Planner::lower`]: plans come without, and those that a caller keeps are
+    /// written directly.
+    pub fn defer_arrays(&mut self, on: bool) {
+        self.deferred = on;
+    }
+
+    /// Write the arrays of `plan` into `arrays`, which were made for this planner's format.
+    ///
+    /// # Errors
+    /// [`Error::Capacity`] with need, have and the configuration where an array is too small, before any is written;
+    /// [`Error::Dead`] where a row's pages have changed since the plan was made.
+    pub fn lower(&self, tables: &Tables<'_>, plan: &AuditedPlan<F>, arrays: &mut Arrays) -> Result<()> {
+        plan.check_rows(tables)?;
+        write_arrays(&self.format, plan, tables, &self.geometry, self.debug, arrays)
+    }
+
     /// Bodies there are, in use or free: the largest number of plans that were alive at once.
     pub fn bodies(&self) -> usize {
         self.plans.len()
@@ -82,7 +108,7 @@ impl<F: Format> Planner<F> {
         mask_words: u32,
         fill: impl FnOnce(&Geometry, &mut Scratch, &mut Plan) -> Result<()>,
     ) -> Result<AuditedPlan<F>> {
-        let Self { geometry, format, debug, plans, scratch, .. } = self;
+        let Self { geometry, format, debug, deferred, plans, scratch, .. } = self;
         check_batch(geometry, tables, batch)?;
         scratch.rows.resolve(tables, batch.seqs)?;
         let filled = plans.fill(|body| {
@@ -94,10 +120,30 @@ impl<F: Format> Planner<F> {
                 check_poison(&body.plan)?;
                 audit::check(&body.plan, tables, geometry)?;
             }
-            format.lower(&body.plan, tables, geometry, &mut body.arrays)
+            if *deferred || format.arrays().is_empty() {
+                return Ok(());
+            }
+            if body.arrays.is_empty() {
+                body.arrays = Arrays::own(format.arrays());
+            }
+            write_arrays(format, &body.plan, tables, geometry, *debug, &mut body.arrays)
         })?;
-        Ok(AuditedPlan(filled))
+        Ok(AuditedPlan::new(filled))
     }
+}
+
+/// Write the arrays of a plan; in debug mode poison them first, and read them back as the kernel would.
+fn write_arrays<F: Format>(
+    format: &F,
+    plan: &Plan,
+    tables: &Tables<'_>,
+    geometry: &Geometry,
+    debug: bool,
+    arrays: &mut Arrays,
+) -> Result<()> {
+    arrays.set_poison(debug);
+    format.lower(plan, tables, geometry, arrays)?;
+    if debug { audit::check_reads(format, plan, tables, geometry, arrays) } else { Ok(()) }
 }
 
 /// Limits that hold for the whole batch.

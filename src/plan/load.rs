@@ -1,0 +1,160 @@
+//! [`Load`]: a step of a batch in numbers, from which every array of every format is sized.
+//!
+//! The same function of a format turns a load into the sizes to write and into the capacities to allocate; what differs
+//! is where the load comes from: a plan ([`Load::of`]), the lengths alone ([`Load::of_lens`]), or the limits of the
+//! configuration ([`Load::limit`]). That a plan's numbers never exceed the limit's is what `certify` proves.
+
+use crate::error::{Result, in_range};
+use crate::geometry::Geometry;
+use crate::plan::{Lens, Phase, Plan};
+
+/// A step of a batch in numbers. Requests behind the context wall, and padded ones, count as requests and queries and
+/// attend to nothing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Load {
+    /// The step.
+    pub phase: Phase,
+    /// Requests, B.
+    pub requests: u64,
+    /// Queries, Q.
+    pub queries: u64,
+    /// Sum over the requests of their prefix, L.
+    pub prefix: u64,
+    /// Sum over the requests of prefix and own queries, L + n: the keys of a request that is read once.
+    pub keys: u64,
+    /// Sum over the queries of the keys of each, where each is listed by itself: of a draft step, L + t + 1.
+    pub query_keys: u64,
+    /// Sum over the requests of n * (L + n): elements of a mask over the context.
+    pub mask: u64,
+    /// The same in bytes of 8 elements, each request rounded up.
+    pub mask_bytes: u64,
+    /// The largest prefix.
+    pub longest_prefix: u64,
+    /// The largest L + n; of a draft step, L + t + 1.
+    pub longest: u64,
+}
+
+impl Load {
+    fn new(phase: Phase, requests: u64, queries: u64) -> Self {
+        Self {
+            phase,
+            requests,
+            queries,
+            prefix: 0,
+            keys: 0,
+            query_keys: 0,
+            mask: 0,
+            mask_bytes: 0,
+            longest_prefix: 0,
+            longest: 0,
+        }
+    }
+
+    /// Add `times` requests with a prefix of `prefix` and `n` queries each.
+    fn add(&mut self, times: u64, prefix: u64, n: u64) {
+        let own = match self.phase {
+            Phase::Draft { step } => step as u64 + 1,
+            _ => n,
+        };
+        let keys = prefix + own;
+        self.prefix += times * prefix;
+        self.keys += times * keys;
+        self.query_keys += times * n * keys;
+        self.mask += times * n * keys;
+        self.mask_bytes += times * (n * keys).div_ceil(8);
+        self.longest_prefix = self.longest_prefix.max(prefix);
+        self.longest = self.longest.max(keys);
+    }
+
+    /// What `plan` holds.
+    pub fn of(plan: &Plan) -> Self {
+        let mut load = Self::new(plan.phase(), plan.batch() as u64, plan.queries() as u64);
+        for i in 0..plan.live_batch() {
+            let (first, end) = (plan.qo_indptr()[i] as usize, plan.qo_indptr()[i + 1] as usize);
+            // A request behind the context wall writes to the sink.
+            if first < end && plan.out_slots()[first] != 0 {
+                load.add(1, plan.prefix_lens()[i] as u64, (end - first) as u64);
+            }
+        }
+        load
+    }
+
+    /// A batch of `requests` at their largest: the capacity of every array.
+    ///
+    /// # Errors
+    /// A step that the tree does not have; more requests than `max_batch`.
+    pub fn limit(geometry: &Geometry, phase: Phase, requests: u32) -> Result<Self> {
+        let context = geometry.limits().max_context_len;
+        in_range("requests", requests, 0, geometry.limits().max_batch as i128)?;
+        Self::at_most(geometry, phase, requests, context)
+    }
+
+    /// What a step takes of a batch whose lengths are `lens`, with the most queries that the phase has (`extend`: up to
+    /// the end of the context). Lengths on the device count with their bound: nothing on the host may read them (sglang
+    /// pull request 26738).
+    ///
+    /// # Errors
+    /// As [`Load::limit`].
+    pub fn of_lens(geometry: &Geometry, phase: Phase, lens: &Lens<'_>) -> Result<Self> {
+        let context = geometry.limits().max_context_len;
+        let requests = lens.batch() as u64;
+        match *lens {
+            Lens::Device { at_most, batch } => {
+                in_range("length bound", at_most, 0, context as i128)?;
+                Self::at_most(geometry, phase, batch, at_most)
+            }
+            Lens::Host(all) => {
+                let mut load = Self::new(phase, requests, requests * most_queries(geometry, phase, 0) as u64);
+                for &len in all {
+                    in_range("committed length", len, 0, context as i128)?;
+                    if alive(phase, len, context) {
+                        load.add(1, len as u64, most_queries(geometry, phase, len) as u64);
+                    }
+                }
+                Ok(load)
+            }
+        }
+    }
+
+    /// `requests` with prefixes of up to `len`.
+    fn at_most(geometry: &Geometry, phase: Phase, requests: u32, len: u32) -> Result<Self> {
+        let context = geometry.limits().max_context_len;
+        in_range("requests", requests, 0, geometry.limits().max_batch as i128)?;
+        if let Phase::Draft { step } = phase {
+            in_range("step", step, 0, geometry.shape().steps() as i128 - 1)?;
+        }
+        let (b, n) = (requests as u64, most_queries(geometry, phase, 0) as u64);
+        let mut load = Self::new(phase, b, b * n);
+        // The longest prefix behind which the phase still does something.
+        let longest = match phase {
+            Phase::Draft { step } => len.min(context.saturating_sub(step + 1)),
+            _ => len.min(context - 1),
+        };
+        // Of a prefix and a chunk together the sum counts, and the mask is none.
+        let queries = most_queries(geometry, phase, longest) as u64;
+        load.add(b, longest as u64, queries);
+        load.longest_prefix = load.longest_prefix.max(longest as u64);
+        if let Phase::Draft { .. } = phase {
+            load.query_keys = geometry.per_branch_elements(requests, len);
+        }
+        Ok(load)
+    }
+}
+
+/// The most queries of a request of `len` tokens.
+fn most_queries(geometry: &Geometry, phase: Phase, len: u32) -> u32 {
+    match phase {
+        Phase::Extend => geometry.limits().max_context_len - len.min(geometry.limits().max_context_len),
+        Phase::Decode => 1,
+        Phase::Draft { .. } => geometry.shape().topk(),
+        Phase::Verify => geometry.shape().draft_tokens(),
+    }
+}
+
+/// Whether a request of `len` tokens does something in the phase.
+fn alive(phase: Phase, len: u32, context: u32) -> bool {
+    match phase {
+        Phase::Draft { step } => (len as u64) + (step as u64) < context as u64,
+        _ => len < context,
+    }
+}
