@@ -22,14 +22,33 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    fn new(phase: &'static str, name: &'static str, dtype: &'static str, factors: &[(&str, u32)], plus: u32) -> Self {
+    pub(super) fn new(
+        phase: &'static str,
+        name: &'static str,
+        dtype: &'static str,
+        factors: &[(&str, u32)],
+        plus: u32,
+    ) -> Self {
         let product = factors.iter().map(|&(_, n)| n as u64).product::<u64>();
         let mut formula = factors.iter().map(|(name, n)| format!("{name} {n}")).collect::<Vec<_>>().join(" * ");
         if plus > 0 {
             formula += &format!(" + {plus}");
         }
-        let elements = product + plus as u64;
-        let size = if dtype.ends_with("64") { 8 } else { 4 };
+        Self::sized(phase, name, dtype, product + plus as u64, formula)
+    }
+
+    pub(super) fn sized(
+        phase: &'static str,
+        name: &'static str,
+        dtype: &'static str,
+        elements: u64,
+        formula: String,
+    ) -> Self {
+        let size = match dtype {
+            "bool" | "uint8" => 1,
+            "int64" | "uint64" => 8,
+            _ => 4,
+        };
         Self { name, phase, dtype, elements, bytes: elements * size, formula }
     }
 }

@@ -18,6 +18,7 @@
 
 mod buffers;
 mod capacity;
+mod formats;
 mod layout;
 mod shape;
 mod tree;

@@ -1,5 +1,15 @@
 //! The formats of other projects' attention kernels, each derived from the same [`Plan`].
 
+mod flashinfer;
+mod masks;
+mod reader;
+mod sizes;
+mod slots;
+mod triton;
+
+pub use flashinfer::{FlashInfer, MaskForm};
+pub use triton::Triton;
+
 use crate::error::Result;
 use crate::geometry::Geometry;
 use crate::plan::{Arrays, DraftMask, Extent, Format, Load, Native, Plan, Spec};
@@ -10,12 +20,18 @@ use crate::pool::Tables;
 pub enum AnyFormat {
     /// specrs's own kernels.
     Native(Native),
+    /// FlashInfer's wrappers.
+    FlashInfer(FlashInfer),
+    /// sglang's Triton backend.
+    Triton(Triton),
 }
 
 impl AnyFormat {
     fn inner(&self) -> &dyn Format {
         match self {
             AnyFormat::Native(f) => f,
+            AnyFormat::FlashInfer(f) => f,
+            AnyFormat::Triton(f) => f,
         }
     }
 }

@@ -1,0 +1,226 @@
+//! [`FlashInfer`]: the arrays of FlashInfer's batch wrappers for paged KV (`BatchDecodeWithPagedKVCacheWrapper`,
+//! `BatchPrefillWithPagedKVCacheWrapper`; read in flashinfer-python 0.7.2).
+//!
+//! The pool is viewed as `[num_slots, 1, heads, head_dim]`, pages of one token, whatever its page size, so that both draft
+//! layouts and any ancestors can be expressed.
+//!
+//! | array | draft, decode | extend | verify |
+//! |---|---|---|---|
+//! | `kv_indptr` int32 | `[Q + 1]`, a list a query | `[B + 1]`, a list a request | the same |
+//! | `kv_indices` int32 | prefix, ancestors, itself | prefix and chunk, causal | prefix and nodes |
+//! | `kv_last_page_len` int32 | `[Q]` of 1 | `[B]` of 1 | the same |
+//! | `qo_indptr` int32 | | `[B + 1]` | `[B + 1]` |
+//! | `mask_indptr` int32 | | | `[B + 1]` starts in `custom_mask`, in elements |
+//! | `custom_mask` bool | | | `[n, L + n]` of each request, row-major |
+//! | `packed_mask_indptr` int32 | | | `[B + 1]` starts in `packed_custom_mask`, in bytes |
+//! | `packed_custom_mask` uint8 | | | the same mask in bits, the first element lowest; requests padded to bytes |
+//!
+//! In a draft step lists follow each other as `i*K + b`: with t + 1 keys of its own, branch b of request i starts at
+//! `K * sum_{j<i} (L_j + t + 1) + b * (L_i + t + 1)`. Dead and padded lanes have empty lists.
+//!
+//! The kernel reads the packed mask by **byte** offsets: what `segment_packbits(mask, mask_indptr, "little")` returns. A
+//! wrapper's `plan(custom_mask=...)` packs by itself; `plan(packed_custom_mask=...)` alone goes by element offsets and
+//! is right for one request only, so the packed form is for the buffers of a wrapper in graph mode.
+
+use crate::error::{Error, Result};
+use crate::geometry::Geometry;
+use crate::plan::arrays::{Arrays, DType, Extent, Spec};
+use crate::plan::formats::reader::Reader;
+use crate::plan::formats::slots::{self, Span};
+use crate::plan::formats::{masks, sizes};
+use crate::plan::wide::wide;
+use crate::plan::{Format, Load, Phase, Plan};
+use crate::pool::Tables;
+
+/// The form in which a verification's ancestors are written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum MaskForm {
+    /// In bytes and in bits.
+    #[default]
+    Both,
+    /// `custom_mask` and `mask_indptr`, one byte an element.
+    Bool,
+    /// `packed_custom_mask` and `packed_mask_indptr`, one bit an element.
+    Packed,
+}
+
+/// The arrays of FlashInfer's wrappers; see the [module](self).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct FlashInfer {
+    /// How ancestors are written.
+    pub mask: MaskForm,
+}
+
+const ARRAYS: [Spec; 8] = [
+    Spec::new("kv_indptr", DType::I32),
+    Spec::new("kv_indices", DType::I32),
+    Spec::optional("kv_last_page_len", DType::I32), // all 1: an engine may keep its own
+    Spec::new("qo_indptr", DType::I32),
+    Spec::optional("mask_indptr", DType::I32),
+    Spec::optional("custom_mask", DType::Bool),
+    Spec::optional("packed_mask_indptr", DType::I32),
+    Spec::optional("packed_custom_mask", DType::U8),
+];
+
+/// Arrays of [`ARRAYS`] with one element a lane or a request.
+const PER_LANE: [usize; 5] = [0, 2, 3, 4, 6];
+
+impl FlashInfer {
+    /// Elements of each array of [`ARRAYS`] in the load's phase.
+    fn sizes(self, load: &Load) -> Result<[Option<u64>; 8]> {
+        let lists = match load.phase {
+            Phase::Draft { .. } | Phase::Decode => load.queries,
+            Phase::Extend | Phase::Verify => load.requests,
+        };
+        let keys = match load.phase {
+            Phase::Draft { .. } => load.query_keys,
+            _ => load.keys,
+        };
+        let per_request = matches!(load.phase, Phase::Extend | Phase::Verify).then_some(load.requests + 1);
+        let of = |form: MaskForm, n: u64| {
+            (load.phase == Phase::Verify && (self.mask == MaskForm::Both || self.mask == form)).then_some(n)
+        };
+        let all = [
+            Some(lists + 1),
+            Some(keys),
+            Some(lists),
+            per_request,
+            of(MaskForm::Bool, load.requests + 1),
+            of(MaskForm::Bool, load.mask),
+            of(MaskForm::Packed, load.requests + 1),
+            of(MaskForm::Packed, load.mask_bytes),
+        ];
+        sizes::fit_i32(&ARRAYS, &all, load)?;
+        Ok(all)
+    }
+}
+
+impl Format for FlashInfer {
+    fn name(&self) -> &'static str {
+        "flashinfer"
+    }
+
+    fn arrays(&self) -> &'static [Spec] {
+        &ARRAYS
+    }
+
+    fn supports(&self, geometry: &Geometry) -> Result<()> {
+        let b = geometry.limits().max_batch;
+        geometry.flashinfer_buffers(b).map_err(sizes::refuse(
+            "flashinfer",
+            "a smaller max_batch, topk or max_context_len, or native, would do",
+        ))?;
+        if self.mask != MaskForm::Packed {
+            geometry.verify_mask_elements_i32(b).map_err(sizes::refuse(
+                "flashinfer",
+                "the packed mask alone, a smaller max_batch, draft_tokens or max_context_len, or native, would do",
+            ))?;
+        }
+        Ok(())
+    }
+
+    fn extents(&self, _: &Geometry, load: &Load) -> Result<Vec<(usize, Extent)>> {
+        let sizes = self.sizes(load)?.into_iter().enumerate();
+        Ok(sizes.filter_map(|(i, n)| Some((i, Extent::Line(n?)))).collect())
+    }
+
+    fn lower(&self, plan: &Plan, tables: &Tables<'_>, geometry: &Geometry, arrays: &mut Arrays) -> Result<()> {
+        let needs = sizes::needs(plan, geometry, &PER_LANE, |load| self.sizes(load))?;
+        let views = arrays.open(needs, || sizes::hint("flashinfer", plan, geometry))?;
+        let [kv_indptr, kv_indices, last, qo_indptr, mask_indptr, mask, packed_indptr, packed] = views;
+        let masked = [&mask, &mask_indptr].iter().all(|v| v.is_present());
+        let in_bits = [&packed, &packed_indptr].iter().all(|v| v.is_present());
+        if plan.phase() == Phase::Verify && !masked && !in_bits {
+            return Err(Error::Mismatch {
+                operand: "custom_mask",
+                got: "no array for the tree's mask".into(),
+                want: "custom_mask and mask_indptr, or packed_custom_mask and packed_mask_indptr".into(),
+            });
+        }
+        let (indptr, indices) = (kv_indptr.slice::<i32>()?, kv_indices.slice::<i32>()?);
+        last.slice::<i32>()?.fill(1);
+        let arch = pulp::Arch::new();
+        match plan.phase() {
+            Phase::Draft { .. } | Phase::Decode => wide(
+                arch,
+                #[inline(always)]
+                || slots::lists_of_queries(plan, tables, geometry, indptr, indices),
+            )?,
+            Phase::Extend | Phase::Verify => {
+                wide(
+                    arch,
+                    #[inline(always)]
+                    || slots::lists_of_requests(plan, tables, Span::All, indptr, indices),
+                )?;
+                slots::query_starts(plan, qo_indptr.slice::<i32>()?)?;
+            }
+        }
+        if masked {
+            masks::starts(plan, 1, mask_indptr.slice::<i32>()?);
+            masks::in_bytes(plan, mask.slice()?)?;
+        }
+        if in_bits {
+            masks::starts(plan, 8, packed_indptr.slice::<i32>()?);
+            masks::in_bits(plan, packed.slice()?)?;
+        }
+        Ok(())
+    }
+
+    fn reads(&self, plan: &Plan, _: &Geometry, arrays: &Arrays, q: usize, out: &mut Vec<i32>) -> Result<Option<()>> {
+        let reader = Reader { arrays, kernel: "flashinfer" };
+        match plan.phase() {
+            Phase::Draft { .. } | Phase::Decode => out.extend(pages(&reader, q)?),
+            phase => {
+                let Some((i, j, n)) = reader.request::<i32>("qo_indptr", q) else { return Ok(Some(())) };
+                let list = pages(&reader, i)?;
+                if phase == Phase::Extend {
+                    // Causal: the last query sees all, each one before it one key less.
+                    out.extend(&list[..(list.len() + j + 1).saturating_sub(n).min(list.len())]);
+                    return Ok(Some(()));
+                }
+                for (at, &slot) in list.iter().enumerate() {
+                    if allowed(&reader, i, j, at, list.len())? {
+                        out.push(slot);
+                    }
+                }
+            }
+        }
+        Ok(Some(()))
+    }
+}
+
+/// The pages of list `i`, each full with its one token.
+fn pages<'a>(reader: &Reader<'a>, i: usize) -> Result<&'a [i32]> {
+    let list = reader.list::<i32, i32>("kv_indptr", "kv_indices", i)?;
+    let lens = reader.line::<i32>("kv_last_page_len");
+    match lens.get(i) {
+        Some(&len) if len != 1 => Err(Error::Invalid {
+            what: "kv_last_page_len",
+            got: format!("list {i}: {len}"),
+            why: "a page has one token".into(),
+        }),
+        None if !lens.is_empty() => reader.run("kv_last_page_len", list, i, lens.len(), i).map(|_| list),
+        _ => Ok(list),
+    }
+}
+
+/// Whether query `j` of request `i` attends key `at` of `keys`, by each form of the mask that there is.
+fn allowed(reader: &Reader<'_>, i: usize, j: usize, at: usize, keys: usize) -> Result<bool> {
+    let has = |name| reader.arrays.get(name).is_some();
+    let (bytes, bits) = (has("custom_mask"), has("packed_custom_mask"));
+    let byte = if bytes { Some(reader.mask_row::<i32>(i, j, keys)?[at]) } else { None };
+    let bit = if bits { Some(reader.mask_bit(i, j * keys + at)?) } else { None };
+    match (byte, bit) {
+        (None, None) => Err(Error::Mismatch {
+            operand: "custom_mask",
+            got: "no array for the tree's mask".into(),
+            want: "one of its forms".into(),
+        }),
+        (Some(byte), bit) if byte > 1 || bit.is_some_and(|bit| bit != (byte == 1)) => Err(Error::Invalid {
+            what: "custom_mask",
+            got: format!("request {i}, query {j}, key {at}: byte {byte}, bit {bit:?}"),
+            why: "bytes are 0 or 1, and bits agree with them".into(),
+        }),
+        (byte, bit) => Ok(byte == Some(1) || bit == Some(true)),
+    }
+}

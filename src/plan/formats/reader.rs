@@ -1,0 +1,77 @@
+//! Arrays read back by their indices alone, as a kernel does: what the debug audit compares with the plan.
+
+use crate::error::{Error, Result};
+use crate::plan::Arrays;
+use crate::plan::arrays::Element;
+use crate::plan::formats::slots::Index;
+
+/// Reads arrays back as a kernel indexes them: nothing is taken from the plan.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Reader<'a> {
+    pub(super) arrays: &'a Arrays,
+    pub(super) kernel: &'static str,
+}
+
+impl<'a> Reader<'a> {
+    /// An array of the phase, empty where there is none.
+    pub(super) fn line<T: Element>(&self, name: &'static str) -> &'a [T] {
+        self.arrays.line(name)
+    }
+
+    #[cold]
+    fn outside(&self, buffer: &'static str, list: usize, index: usize, bound: usize) -> Error {
+        let (request, index, bound) = (list as i64, index as i64, bound as i64);
+        Error::OutOfBounds { kernel: self.kernel, buffer, request, step: -1, index, bound }
+    }
+
+    /// `of[from..from + n]`, of list `i`.
+    pub(super) fn run<T>(&self, name: &'static str, of: &'a [T], i: usize, from: usize, n: usize) -> Result<&'a [T]> {
+        let end = from.saturating_add(n);
+        of.get(from..end).ok_or_else(|| self.outside(name, i, end, of.len()))
+    }
+
+    /// List `i` of those that start at `indptr` in the array `name`.
+    pub(super) fn list<P: Index, T: Element>(
+        &self,
+        starts: &'static str,
+        name: &'static str,
+        i: usize,
+    ) -> Result<&'a [T]> {
+        let (indptr, all) = (self.line::<P>(starts), self.line::<T>(name));
+        let (Some(first), Some(end)) = (indptr.get(i), indptr.get(i + 1)) else {
+            return Err(self.outside(starts, i, i + 1, indptr.len()));
+        };
+        let (first, end) = (first.position(), end.position());
+        all.get(first..end).ok_or_else(|| self.outside(name, i, end, all.len()))
+    }
+
+    /// The request of query `q`, the query's number in it, and the queries it has; `None` for a padded lane.
+    pub(super) fn request<P: Index>(&self, starts: &'static str, q: usize) -> Option<(usize, usize, usize)> {
+        let indptr = self.line::<P>(starts);
+        let i = indptr.partition_point(|first| first.position() <= q).checked_sub(1)?;
+        let (first, end) = (indptr.get(i)?.position(), indptr.get(i + 1)?.position());
+        Some((i, q - first, end.checked_sub(first)?))
+    }
+
+    /// Row `j` of the mask of request `i`, of `keys` elements, one a byte.
+    pub(super) fn mask_row<P: Index>(&self, i: usize, j: usize, keys: usize) -> Result<&'a [u8]> {
+        let (indptr, all) = (self.line::<P>("mask_indptr"), self.line::<u8>("custom_mask"));
+        let Some(first) = indptr.get(i) else {
+            return Err(self.outside("mask_indptr", i, i, indptr.len()));
+        };
+        self.run("custom_mask", all, i, first.position().saturating_add(j * keys), keys)
+    }
+
+    /// The element of the packed mask of request `i` at `at`, counted from the request's first.
+    pub(super) fn mask_bit(&self, i: usize, at: usize) -> Result<bool> {
+        let (indptr, all) = (self.line::<i32>("packed_mask_indptr"), self.line::<u8>("packed_custom_mask"));
+        let Some(first) = indptr.get(i) else {
+            return Err(self.outside("packed_mask_indptr", i, i, indptr.len()));
+        };
+        let byte = first.position().saturating_add(at / 8);
+        match all.get(byte) {
+            Some(byte) => Ok(byte >> (at % 8) & 1 == 1),
+            None => Err(self.outside("packed_custom_mask", i, byte, all.len())),
+        }
+    }
+}

@@ -1,0 +1,156 @@
+//! [`Triton`]: the arrays of sglang's Triton attention backend (`decode_attention_fwd`, `extend_attention_fwd`; read in
+//! sglang 0.5.23).
+//!
+//! Its decode kernel, which runs the draft steps too, is given all keys by slot. Its extend kernel, which runs prefill,
+//! draft-extend and verify, is given the **prefix** by slot and the new tokens' keys and values as they come from the
+//! projection; where they are written, and may be read from afterwards, is `extend_slots` (sglang's `out_cache_loc`).
+//!
+//! | array | draft, decode | extend | verify |
+//! |---|---|---|---|
+//! | `kv_indptr` int32 | `[Q + 1]`, a list a query | `[B + 1]`, a list a request | the same |
+//! | `kv_indices` int64 | prefix, ancestors, itself | prefix | prefix |
+//! | `qo_indptr` int64 | | `[B + 1]` | `[B + 1]` |
+//! | `extend_slots` int64 | | `[Q]` | `[Q]` |
+//! | `mask_indptr` int64 | | | `[B + 1]` starts in `custom_mask` |
+//! | `custom_mask` bool | | | `[n, L + n]` of each request, row-major |
+//!
+//! The element types are those of the backend's preallocated buffers. Dead and padded lanes have empty lists, and 0 in
+//! `extend_slots`.
+
+use crate::error::{Error, Result};
+use crate::geometry::Geometry;
+use crate::plan::arrays::{Arrays, DType, Extent, Spec};
+use crate::plan::formats::reader::Reader;
+use crate::plan::formats::slots::{self, Index, Span};
+use crate::plan::formats::{masks, sizes};
+use crate::plan::wide::wide;
+use crate::plan::{Format, Load, Phase, Plan};
+use crate::pool::Tables;
+
+/// The arrays of sglang's Triton backend; see the [module](self).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Triton;
+
+const ARRAYS: [Spec; 6] = [
+    Spec::new("kv_indptr", DType::I32),
+    Spec::new("kv_indices", DType::I64),
+    Spec::new("qo_indptr", DType::I64),
+    Spec::optional("extend_slots", DType::I64), // the plan's own out_slots, for a kernel that reads them by int64
+    Spec::new("mask_indptr", DType::I64),
+    Spec::new("custom_mask", DType::Bool),
+];
+
+/// Arrays of [`ARRAYS`] with one element a lane or a request.
+const PER_LANE: [usize; 4] = [0, 2, 3, 4];
+
+impl Triton {
+    /// Elements of each array of [`ARRAYS`] in the load's phase.
+    fn sizes(load: &Load) -> Result<[Option<u64>; 6]> {
+        let (lists, keys) = match load.phase {
+            Phase::Draft { .. } => (load.queries, load.query_keys),
+            Phase::Decode => (load.queries, load.keys),
+            Phase::Extend | Phase::Verify => (load.requests, load.prefix),
+        };
+        let extend = matches!(load.phase, Phase::Extend | Phase::Verify);
+        let verify = load.phase == Phase::Verify;
+        let all = [
+            Some(lists + 1),
+            Some(keys),
+            extend.then_some(load.requests + 1),
+            extend.then_some(load.queries),
+            verify.then_some(load.requests + 1),
+            verify.then_some(load.mask),
+        ];
+        // `kv_indptr` is int32; the mask is indexed by int64.
+        sizes::fit_i32(&ARRAYS, &all[..2], load)?;
+        Ok(all)
+    }
+}
+
+impl Format for Triton {
+    fn name(&self) -> &'static str {
+        "triton"
+    }
+
+    fn arrays(&self) -> &'static [Spec] {
+        &ARRAYS
+    }
+
+    fn supports(&self, geometry: &Geometry) -> Result<()> {
+        geometry
+            .triton_buffers(geometry.limits().max_batch)
+            .map_err(sizes::refuse("triton", "a smaller max_batch, topk or max_context_len, or native, would do"))
+            .map(|_| ())
+    }
+
+    fn extents(&self, _: &Geometry, load: &Load) -> Result<Vec<(usize, Extent)>> {
+        let sizes = Self::sizes(load)?.into_iter().enumerate();
+        Ok(sizes.filter_map(|(i, n)| Some((i, Extent::Line(n?)))).collect())
+    }
+
+    fn lower(&self, plan: &Plan, tables: &Tables<'_>, geometry: &Geometry, arrays: &mut Arrays) -> Result<()> {
+        let needs = sizes::needs(plan, geometry, &PER_LANE, Self::sizes)?;
+        let views = arrays.open(needs, || sizes::hint("triton", plan, geometry))?;
+        let [kv_indptr, kv_indices, qo_indptr, extend_slots, mask_indptr, mask] = views;
+        let (indptr, indices) = (kv_indptr.slice::<i32>()?, kv_indices.slice::<i64>()?);
+        let arch = pulp::Arch::new();
+        match plan.phase() {
+            Phase::Draft { .. } | Phase::Decode => wide(
+                arch,
+                #[inline(always)]
+                || slots::lists_of_queries(plan, tables, geometry, indptr, indices),
+            )?,
+            Phase::Extend | Phase::Verify => {
+                wide(
+                    arch,
+                    #[inline(always)]
+                    || slots::lists_of_requests(plan, tables, Span::Prefix, indptr, indices),
+                )?;
+                slots::query_starts(plan, qo_indptr.slice::<i64>()?)?;
+                for (o, &slot) in extend_slots.slice::<i64>()?.iter_mut().zip(plan.out_slots()) {
+                    *o = slot.into();
+                }
+            }
+        }
+        if plan.phase() == Phase::Verify {
+            masks::starts(plan, 1, mask_indptr.slice::<i64>()?);
+            masks::in_bytes(plan, mask.slice()?)?;
+        }
+        Ok(())
+    }
+
+    fn reads(&self, plan: &Plan, _: &Geometry, arrays: &Arrays, q: usize, out: &mut Vec<i32>) -> Result<Option<()>> {
+        let reader = Reader { arrays, kernel: "triton" };
+        let phase = plan.phase();
+        if let Phase::Draft { .. } | Phase::Decode = phase {
+            let list = reader.list::<i32, i64>("kv_indptr", "kv_indices", q)?;
+            out.extend(list.iter().map(|s| s.slot()));
+            return Ok(Some(()));
+        }
+        let Some((i, j, n)) = reader.request::<i64>("qo_indptr", q) else { return Ok(Some(())) };
+        let prefix = reader.list::<i32, i64>("kv_indptr", "kv_indices", i)?;
+        // Left out by a caller whose kernel is given the new tokens by themselves: then the plan's.
+        let own: Vec<i32> = match reader.arrays.get("extend_slots") {
+            Some(_) => {
+                let all = reader.line::<i64>("extend_slots");
+                reader.run("extend_slots", all, i, q - j, n)?.iter().map(|s| s.slot()).collect()
+            }
+            None => reader.run("out_slots", plan.out_slots(), i, q - j, n)?.to_vec(),
+        };
+        let keys = prefix.iter().map(|s| s.slot()).chain(own);
+        if phase == Phase::Extend {
+            out.extend(keys.take(prefix.len() + j + 1));
+            return Ok(Some(()));
+        }
+        let mask = reader.mask_row::<i64>(i, j, prefix.len() + n)?;
+        if let Some(at) = mask.iter().position(|&m| m > 1) {
+            return Err(Error::Invalid {
+                what: "custom_mask",
+                got: format!("request {i}, query {j}, key {at}: {}", mask[at]),
+                why: "bytes are 0 or 1".into(),
+            });
+        }
+        out.extend(keys.zip(mask).filter(|&(_, &m)| m == 1).map(|(slot, _)| slot));
+        Ok(Some(()))
+    }
+}
