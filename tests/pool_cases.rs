@@ -513,3 +513,61 @@ fn exhaustion_at_every_point() {
         assert_eq!(ran_out.len(), 5, "P = {page}: the pages ran out only at {ran_out:?}");
     }
 }
+
+#[test]
+fn owners_of_every_kind() {
+    let p = pool(8, 4, 3, 6);
+    let a = p.create().unwrap();
+    p.reserve(&[(a, 6)]).unwrap().commit(&[6]).unwrap(); // pages 1, 2
+    p.cache_insert(a, &[1, 2, 3, 4]).unwrap();
+    let b = p.fork(a, 5).unwrap();
+    let _lease = p.reserve(&[(b, 9)]).unwrap(); // page 3 replaces the shared tail, which the lease holds; page 4
+    let raw = p.alloc_pages(1).unwrap();
+    p.retain_pages(&raw).unwrap();
+    let owners: Vec<String> = p.owners().unwrap().iter().map(|(page, o)| format!("{} {o}", page.get())).collect();
+    let want = [
+        "1 sequence 0.1",
+        "1 sequence 1.1",
+        "1 prefix cache",
+        "2 sequence 0.1",
+        "2 sequence 1.1",
+        "3 sequence 1.1",
+        "4 sequence 1.1",
+        "5 raw pages",
+        "5 raw pages",
+    ];
+    assert_eq!(owners, want);
+    // As many as the ledger counts.
+    p.with_tables(|t| {
+        for page in 1..9 {
+            let n = owners.iter().filter(|o| o.starts_with(&format!("{page} "))).count() as u32;
+            assert_eq!(t.owners(page), Some(n), "page {page}");
+        }
+    })
+    .unwrap();
+}
+
+#[test]
+fn pages_in_a_given_order() {
+    let p = pool(8, 4, 2, 6);
+    let page = |n| PageId::new(n).unwrap();
+    p.take_next(&[page(7), page(2), page(5)]).unwrap();
+    let s = p.create().unwrap();
+    p.reserve(&[(s, 20)]).unwrap().commit(&[20]).unwrap();
+    assert_eq!(ids(&p.pages(s).unwrap()), [7, 2, 5, 1, 3]);
+    p.audit().unwrap();
+    let free = |p: &Pool| ids(&p.alloc_pages(3).inspect(|got| p.free_pages(got).unwrap()).unwrap());
+    for (pages, message) in [
+        (vec![page(4), page(5)], "page to take next = 5: it has 1 owner(s)"),
+        (vec![page(4), page(6), page(4)], "page to take next = 4: it is given twice"),
+        (vec![page(4), page(9)], "page to take next = 9 is outside 1..=8"),
+        (vec![page(4), PageId::SINK], "page to take next = 0 is outside 1..=8"),
+    ] {
+        assert_eq!(refused(&p, || p.take_next(&pages)).to_string(), message);
+    }
+    p.take_next(&[]).unwrap();
+    assert_eq!(free(&p), [4, 6, 8]);
+    p.take_next(&[page(8), page(6), page(4)]).unwrap();
+    assert_eq!(free(&p), [8, 6, 4]);
+    p.audit().unwrap();
+}

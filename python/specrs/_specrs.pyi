@@ -389,6 +389,16 @@ class Pool:
         nothing is changed.
         """
 
+    def owners(self) -> list[tuple[int, str]]:
+        """`(page, owner)` for each owner of each page, pages ascending: `"sequence ROW.GENERATION"`, `"prefix cache"`,
+        or `"raw pages"` (of `alloc_pages`).
+        """
+
+    def take_next(self, pages: _List[SupportsIndex]) -> None:
+        """Put these free pages before all others, so that the next calls take them, in this order. Raises
+        `ConfigError` for a page that has an owner or is given twice, and changes nothing then.
+        """
+
     def audit(self) -> dict[str, int]:
         """Recount every owner of every page; raises `LedgerError` where the account is wrong, else returns the
         counts.
@@ -680,6 +690,10 @@ class DraftBeams:
         """Row of the previous hidden states that each beam continues, int32 [batch * K]: the request after `start`,
         `request * K + beam` after `advance`.
         """
+
+    @property
+    def ancestors(self) -> Array:
+        """True ancestors of each beam and itself, int64 [batch * K, words]: bit `b * S + s` is beam b of step s."""
 
     def scores(self) -> list[list[float]]:
         """Cumulative log-probabilities of the beams of each request, best first."""

@@ -45,6 +45,7 @@ mod audit;
 mod cache;
 mod lease;
 mod ledger;
+mod owners;
 mod sequence;
 mod state;
 mod table;

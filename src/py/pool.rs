@@ -166,6 +166,20 @@ impl Pool {
         detached(py, || self.0.free_pages(&pages))
     }
 
+    /// `(page, owner)` for each owner of each page, pages ascending: `"sequence ROW.GENERATION"`, `"prefix cache"`, or
+    /// `"raw pages"` (of `alloc_pages`).
+    fn owners(&self, py: Python<'_>) -> PyResult<Vec<(u32, String)>> {
+        let owners = detached(py, || self.0.owners())?;
+        Ok(owners.iter().map(|(page, owner)| (page.get(), owner.to_string())).collect())
+    }
+
+    /// Put these free pages before all others, so that the next calls take them, in this order. Raises `ConfigError`
+    /// for a page that has an owner or is given twice, and changes nothing then.
+    fn take_next(&self, py: Python<'_>, pages: Vec<Int>) -> PyResult<()> {
+        let pages: Vec<PageId> = pages.iter().map(|p| PageId::new(p.u32("page id")?)).collect::<Result<_>>()?;
+        detached(py, || self.0.take_next(&pages))
+    }
+
     /// Recount every owner of every page; raises `LedgerError` where the account is wrong, else returns the counts.
     fn audit<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let r = detached(py, || self.0.audit())?;

@@ -169,6 +169,14 @@ impl DraftBeams {
         Ok(Array::line(self.state().parents())?)
     }
 
+    /// True ancestors of each beam and itself, int64 [batch * K, words]: bit `b * S + s` is beam b of step s.
+    #[getter]
+    fn ancestors(&self) -> PyResult<Array> {
+        let state = self.state();
+        let bits: &[i64] = bytemuck::cast_slice(state.mask(select::DraftMask::Ancestors));
+        Ok(Array::new(bits, &[bits.len() / state.mask_words().max(1), state.mask_words()])?)
+    }
+
     /// Cumulative log-probabilities of the beams of each request, best first.
     fn scores(&self) -> Vec<Vec<f32>> {
         let state = self.state();

@@ -66,7 +66,7 @@ def test_draft(mode: str) -> None:
         assert (plan.phase, plan.step, plan.queries) == ("draft", 0, 2)
         assert plan.positions.tolist() == [3, 3]
         assert plan.out_slots.tolist() == slots(pool, seq, [3, 5])  # branch b at L + b * S
-        assert plan.mask.tolist() == [[0b0001], [0b0100]]
+        assert plan.mask.tolist() == beams.ancestors.tolist() == [[0b0001], [0b0100]]
         # Both beams of step 1 descend from beam 1 of step 0: their lanes differ from their ancestors.
         beams.advance(torch.tensor([[0.0] * 8, [50.0, 49.5, 0, 0, 0, 0, 0, 0]]))
         assert beams.parents.tolist() == [1, 1]
@@ -74,6 +74,7 @@ def test_draft(mode: str) -> None:
         assert plan.positions.tolist() == [4, 4]
         ancestors = {"ancestors": [[0b0110], [0b1100]], "lane": [[0b0011], [0b1100]]}
         assert plan.mask.tolist() == ancestors[mode]
+        assert beams.ancestors.tolist() == ancestors["ancestors"]
         for step in [2, -1, 2**40]:
             with pytest.raises(core.ConfigError, match="step"):
                 planner.draft([seq], [3], step, beams, mode)

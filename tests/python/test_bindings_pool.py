@@ -244,3 +244,23 @@ for sizes in [(2**31 - 1, 1, 1, 1), (2, 1, 2**20, 2047)]:
     assert "num_pages 2147483647" in lines[0]
     assert "max_seqs 1048576 * row_pages 2047" in lines[1]
     assert all("bytes" in line for line in lines)
+
+
+def test_owners_and_the_order_of_free_pages(pool: core.Pool) -> None:
+    pool.take_next([7, 3])
+    a = pool.create()
+    with pool.reserve([(a, 9)]) as lease:
+        lease.commit([9])
+    assert pool.pages(a) == [7, 3, 1]
+    pool.cache_insert(a, [1, 2, 3, 4])
+    b = pool.fork(a, 5)
+    assert pool.alloc_pages(1) == [2]
+    first, second = f"sequence {a.row}.{a.generation}", f"sequence {b.row}.{b.generation}"
+    assert pool.owners() == [(1, first), (2, "raw pages"), (3, first), (3, second), (7, first), (7, second),
+                             (7, "prefix cache")]  # fmt: skip
+    for pages, message in [([4, 7], "page to take next = 7: it has 3 owner"), ([4, 4], "given twice"),
+                           ([9], "outside 1..=8"), ([0], "outside 1..=8"), ([-1], "page id")]:  # fmt: skip
+        with pytest.raises(core.ConfigError, match=message):
+            pool.take_next(pages)
+    assert pool.alloc_pages(2) == [4, 5]
+    pool.audit()
