@@ -141,6 +141,18 @@ pub enum Error {
         /// What is needed.
         want: String,
     },
+    /// A view of memory that is written again and again (static buffers, a graph's output) was read after a later
+    /// write.
+    #[error("{what} is stale: it holds write {held} of its memory, which write {current} has overwritten; read a view \
+             before the next write, or copy it")]
+    StaleOutput {
+        /// The view.
+        what: String,
+        /// Generation that the view was made of.
+        held: u64,
+        /// Generation of the memory now.
+        current: u64,
+    },
     /// The CUDA driver refused a call.
     #[error("CUDA: {call} failed: {message}")]
     Cuda {

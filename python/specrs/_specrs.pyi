@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol, SupportsIndex, final, type_check_only
 from typing_extensions import Self
 
 __version__: str
+_Lens = _List[SupportsIndex] | DeviceLens
 
 @type_check_only
 class _Tensor(Protocol):
@@ -88,13 +89,17 @@ class CudaError(SpecrsError, RuntimeError):
     reason: str
 
 class StaleOutputError(SpecrsError):
-    """A graph's output was read after a later replay."""
+    """A view of static buffers, or a graph's output, was read after a later write."""
+
+    what: str
+    held: int
+    current: int
 
 @final
 class Array:
     """A small tensor of specrs on the CPU. `torch.from_dlpack(a)` and `numpy.from_dlpack(a)` share its memory (numpy
     has no bfloat16 and refuses it); `tolist()` copies it. Writing into the shared memory changes this array and
-    nothing of specrs.
+    nothing that specrs reads; numpy refuses to write into a plan's arrays.
     """
 
     @property
@@ -467,13 +472,24 @@ class Moves:
 
 @final
 class Plan:
-    """What one step of a batch writes and attends to, checked against the pool. Kernels refuse it
-    (`StaleHandleError`) once a row's pages have changed. B requests, Q queries.
+    """What one step of a batch writes and attends to, checked against the pool, and the arrays of its format.
+    Kernels refuse it (`StaleHandleError`) once a row's pages have changed. B requests, Q queries.
     """
 
     @property
-    def phase(self) -> Literal["extend", "draft", "verify"]:
-        """`"extend"`, `"draft"` or `"verify"`."""
+    def format(self) -> Literal["native", "flashinfer", "flash_attention", "triton"]:
+        """Format of its arrays: `"native"` (none), `"flashinfer"`, `"flash_attention"` or `"triton"`."""
+
+    def arrays(self) -> dict[str, Array]:
+        """The arrays of its format by name, exactly as long as they are used, without a copy. Arrays of the plan's
+        own memory stay as they are for as long as anybody holds them; numpy sees them read-only, and who writes into
+        them by other ways spoils the plan. Arrays in `FormatBuffers` are views: `StaleOutputError` once these are
+        written again.
+        """
+
+    @property
+    def phase(self) -> Literal["extend", "decode", "draft", "verify"]:
+        """`"extend"`, `"decode"`, `"draft"` or `"verify"`."""
 
     @property
     def step(self) -> int | None:
@@ -484,8 +500,16 @@ class Plan:
         """B."""
 
     @property
+    def live_batch(self) -> int:
+        """Requests that are not padding; they come first."""
+
+    @property
     def queries(self) -> int:
         """Q."""
+
+    @property
+    def live_queries(self) -> int:
+        """Queries of the live requests; they come first."""
 
     @property
     def rows(self) -> Array:
@@ -517,44 +541,180 @@ class Plan:
         """Pages of each request, int32 [B, columns]; 0 where it has none."""
 
 @final
-class Planner:
-    """Makes the plans of a geometry over a pool; its buffers are reused once the plans made of them are dropped."""
+class DeviceLens:
+    """Committed lengths of `batch` requests that live on the device: the host knows only that none exceeds
+    `at_most`. They size buffers; a plan of the host, which has to read lengths, refuses them.
+    """
 
-    def __new__(cls, geometry: Geometry, pool: Pool) -> Self: ...
+    def __new__(cls, batch: SupportsIndex, at_most: SupportsIndex) -> Self: ...
+    @property
+    def batch(self) -> int:
+        """Requests."""
+
+    @property
+    def at_most(self) -> int:
+        """A bound on every length."""
+
+    def __eq__(self, value: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@final
+class FormatBuffers:
+    """Static memory for the arrays of one format and phase, made by `Planner.buffers` and written by plans made with
+    `out=`: it never moves and never grows. Each write makes a new generation; arrays of earlier plans are stale
+    then.
+    """
+
+    @property
+    def format(self) -> Literal["native", "flashinfer", "flash_attention", "triton"]:
+        """Format of the arrays."""
+
+    @property
+    def phase(self) -> Literal["extend", "decode", "draft", "verify"]:
+        """Phase whose plans may be written: `"extend"`, `"decode"`, `"draft"` or `"verify"`."""
+
+    @property
+    def step(self) -> int | None:
+        """The one draft step whose plans may be written; `None` for every step, and for other phases."""
+
+    @property
+    def max_batch(self) -> int:
+        """Requests that are certain to fit, padded ones included."""
+
+    @property
+    def generation(self) -> int:
+        """Times that the arrays were written, or begun to be; 0 before the first."""
+
+    def tensors(self) -> dict[str, Array]:
+        """The whole memory of each array by name, for what holds on to addresses (a captured graph). These never go
+        stale: they show what was written last, and behind it what earlier writes left.
+        """
+
+@final
+class Planner:
+    """Makes the plans of a geometry over a pool, in the format of an attention backend; its buffers are reused once the
+    plans made of them, and the arrays of these, are dropped.
+
+    `format` is `"native"`, `"flashinfer"`, `"flash_attention"` or `"triton"`; one that cannot run the geometry raises
+    `ConfigError`, which says what would work. `mask` chooses the masks of `"flashinfer"`: `"bool"`, `"packed"` bits, or
+    `"both"`.
+    """
+
+    def __new__(
+        cls,
+        geometry: Geometry,
+        pool: Pool,
+        format: Literal["native", "flashinfer", "flash_attention", "triton"] = "native",
+        mask: Literal["both", "bool", "packed"] = "both",
+    ) -> Self: ...
     @property
     def geometry(self) -> Geometry:
         """The geometry."""
+
+    @property
+    def format(self) -> Literal["native", "flashinfer", "flash_attention", "triton"]:
+        """The format of its plans' arrays."""
 
     def set_debug(self, on: bool) -> None:
         """Check every lane and every page of each plan from its arrays alone, and poison reused buffers: slow, to
         find faults.
         """
 
-    def extend(self, seqs: _List[Sequence], starts: _List[SupportsIndex], counts: _List[SupportsIndex]) -> Plan:
-        """`counts[i]` tokens of sequence i at row positions `starts[i]...`, attended causally: prefill chunks, plain
-        decoding (one token), and the draft model's pass over accepted tokens.
+    def extend(
+        self,
+        seqs: _List[Sequence],
+        starts: _Lens,
+        counts: _List[SupportsIndex],
+        *,
+        out: FormatBuffers | None = None,
+        pad: tuple[SupportsIndex, SupportsIndex] | None = None,
+    ) -> Plan:
+        """`counts[i]` tokens of sequence i at row positions `starts[i]...`, attended causally: prefill chunks, and the
+        draft model's pass over accepted tokens.
+
+        Of every plan: `pad` is (requests, queries) to pad to; `out` takes the arrays of the format, see `buffers`.
         """
+
+    def decode(
+        self,
+        seqs: _List[Sequence],
+        lens: _Lens,
+        *,
+        out: FormatBuffers | None = None,
+        pad: tuple[SupportsIndex, SupportsIndex] | None = None,
+    ) -> Plan:
+        """One token of each sequence behind its `lens[i]` committed ones: plain decoding."""
 
     def draft(
         self,
         seqs: _List[Sequence],
-        lens: _List[SupportsIndex],
+        lens: _Lens,
         step: SupportsIndex,
         beams: DraftBeams,
         mode: Literal["ancestors", "lane"] = "ancestors",
+        *,
+        out: FormatBuffers | None = None,
+        pad: tuple[SupportsIndex, SupportsIndex] | None = None,
     ) -> Plan:
         """The forward of the beams of draft step `step` (0-based), K queries a request. A beam attends its true
         ancestors (`mode="ancestors"`), or its own lane's slots of the earlier steps (`"lane"`).
         """
 
-    def verify(self, seqs: _List[Sequence], lens: _List[SupportsIndex], trees: TreeBatch) -> Plan:
+    def verify(
+        self,
+        seqs: _List[Sequence],
+        lens: _Lens,
+        trees: TreeBatch,
+        *,
+        out: FormatBuffers | None = None,
+        pad: tuple[SupportsIndex, SupportsIndex] | None = None,
+    ) -> Plan:
         """The target's pass over one tree a request: node j at row position `lens[i] + j`, attending the prefix and
         its ancestors.
         """
 
-    def commit(self, lease: Lease, seqs: _List[Sequence], lens: _List[SupportsIndex], accepts: Accepts) -> Moves:
+    def tail_copies(self, seqs: _List[Sequence], lens: _Lens) -> Moves:
+        """Copies of each prefix's tail into the holes before its draft branches, to be run on the draft model's
+        cache before the first step; none in the dense layout.
+        """
+
+    def commit(self, lease: Lease, seqs: _List[Sequence], lens: _Lens, accepts: Accepts) -> Moves:
         """Make the accepted nodes' KV the dense end of each prefix: with pages of one token the lease's rows are
         reordered and nothing moves; else the returned moves have to be run before the lease is committed.
+        """
+
+    def buffers(
+        self,
+        phase: Literal["extend", "decode", "draft", "verify"],
+        step: SupportsIndex | None = None,
+        max_batch: SupportsIndex | None = None,
+        tensors: Mapping[str, _Tensor] | None = None,
+    ) -> FormatBuffers:
+        """Static memory for the arrays of `phase` (`"extend"`, `"decode"`, `"draft"`, `"verify"`), at the size that
+        `capacities` says, for plans made with `out=`. Of a draft, `step` makes it that step's alone.
+
+        With `tensors`, name to tensor, the arrays are written into these: on the CPU, contiguous, of the array's dtype
+        (`custom_mask`: bool or uint8), apart from each other; a table may have more rows and columns than needed. They
+        are zeroed, kept alive, and written by later plans: no thread may use them during such a call. `ConfigError`
+        names the first that is missing, unknown, of another kind or too small.
+        """
+
+    def capacities(
+        self,
+        phase: Literal["extend", "decode", "draft", "verify"],
+        step: SupportsIndex | None = None,
+        max_batch: SupportsIndex | None = None,
+    ) -> dict[str, dict[str, Any]]:
+        """The largest size of each array of a phase, for `max_batch` requests: name to `shape`, `dtype`, `bytes` and
+        `formula`, where the size comes from.
+        """
+
+    def sizes(
+        self, phase: Literal["extend", "decode", "draft", "verify"], lens: _Lens, step: SupportsIndex | None = None
+    ) -> dict[str, dict[str, Any]]:
+        """The size of each array of a phase for requests of these lengths (a list, or `DeviceLens`, whose bound
+        counts): name to `shape`, `dtype`, `bytes`. Of `"extend"`, with tokens up to the context limit; of `"draft"`
+        without `step`, of the first.
         """
 
 @final

@@ -6,21 +6,56 @@ use pyo3::exceptions::PyBufferError;
 use pyo3::prelude::*;
 use pyo3::types::PyList;
 
+use super::arg::detached;
 use super::dlpack::{Buffer, DType, Device, Element};
 use crate::error::Result;
 
+/// Whether memory that is written again and again still holds what a view of it was made of.
+pub(super) trait Lease: Send + Sync {
+    /// Run `read` while nobody writes the memory.
+    ///
+    /// # Errors
+    /// `Error::StaleOutput` once it was written again.
+    fn hold(&self, read: &mut dyn FnMut()) -> Result<()>;
+}
+
 /// A small tensor of specrs on the CPU. `torch.from_dlpack(a)` and `numpy.from_dlpack(a)` share its memory (numpy has
 /// no bfloat16 and refuses it); `tolist()` copies it. Writing into the shared memory changes this array and
-/// nothing of specrs.
+/// nothing that specrs reads; numpy refuses to write into a plan's arrays.
 #[pyclass(frozen, module = "specrs._specrs")]
 pub(super) struct Array {
-    pub(super) buffer: Arc<Buffer>,
+    buffer: Arc<Buffer>,
+    /// Of a view of static memory.
+    lease: Option<Arc<dyn Lease>>,
 }
 
 impl Array {
     /// Copy `values` into an array of this shape.
     pub(super) fn new<T: Element>(values: &[T], shape: &[usize]) -> Result<Self> {
-        Ok(Self { buffer: Arc::new(Buffer::new(values, shape)?) })
+        Ok(Self::of(Buffer::new(values, shape)?, None))
+    }
+
+    /// The tensor that `buffer` is, for as long as `lease` says.
+    pub(super) fn of(buffer: Buffer, lease: Option<Arc<dyn Lease>>) -> Self {
+        Self { buffer: Arc::new(buffer), lease }
+    }
+
+    /// The tensor, where it still holds what it was made of.
+    pub(super) fn current(&self, py: Python<'_>) -> PyResult<&Arc<Buffer>> {
+        if let Some(lease) = &self.lease {
+            detached(py, || lease.hold(&mut || ()))?;
+        }
+        Ok(&self.buffer)
+    }
+
+    /// A copy of the elements.
+    fn bytes(&self, py: Python<'_>) -> PyResult<Vec<u8>> {
+        let Some(lease) = &self.lease else { return Ok(self.buffer.bytes()) };
+        detached(py, || {
+            let mut bytes = Vec::new();
+            lease.hold(&mut || bytes = self.buffer.bytes())?;
+            Ok(bytes)
+        })
     }
 
     /// Copy `values` into an array of one dimension.
@@ -45,7 +80,7 @@ impl Array {
 
     /// The values as (nested) lists.
     fn tolist<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        let bytes = self.buffer.bytes();
+        let bytes = self.bytes(py)?;
         let size = self.buffer.dtype().size();
         let mut chunks = bytes.chunks_exact(size.max(1));
         nested(py, self.buffer.shape(), self.buffer.dtype(), &mut chunks)
@@ -77,7 +112,12 @@ impl Array {
                 format!("dl_device = {device:?}: a CPU array exports to (1, 0) only; copy it in the consumer");
             return Err(PyBufferError::new_err(message));
         }
-        self.buffer.capsule(py, max_version.is_some_and(|v| v.0 >= 1), copy == Some(true))
+        let buffer = match copy {
+            // Copied by `bytes`, which keeps writers out.
+            Some(true) => Arc::new(Buffer::own(&self.bytes(py)?, self.buffer.dtype(), self.buffer.shape().into())),
+            _ => self.current(py)?.clone(),
+        };
+        buffer.capsule(py, max_version.is_some_and(|v| v.0 >= 1), copy == Some(true))
     }
 
     /// `(1, 0)`: the CPU.
@@ -111,6 +151,7 @@ fn nested<'py, 'b>(
         DType::F32 => bytemuck::pod_read_unaligned::<f32>(b).into_pyobject(py)?.into_any(),
         DType::BF16 => bytemuck::pod_read_unaligned::<half::bf16>(b).to_f32().into_pyobject(py)?.into_any(),
         DType::F16 => bytemuck::pod_read_unaligned::<half::f16>(b).to_f32().into_pyobject(py)?.into_any(),
+        DType::BOOL => pyo3::types::PyBool::new(py, b.first() != Some(&0)).to_owned().into_any(),
         _ => b.first().copied().unwrap_or_default().into_pyobject(py)?.into_any(),
     })
 }

@@ -13,11 +13,11 @@ use crate::host::attention::AttnView;
 use crate::host::norm::RmsNorm;
 use crate::host::rope::Rotary;
 use crate::host::{attention as kernel, rope};
+use crate::plan::AuditedPlan;
 use crate::pool::Tables;
 
 /// The plan as the kernels take it.
-fn view<'a>(plan: &'a Plan, tables: &Tables<'a>) -> Result<AttnView<'a>> {
-    let p = &plan.plan;
+fn view<'a>(p: &'a AuditedPlan, tables: &Tables<'a>) -> Result<AttnView<'a>> {
     p.check_rows(tables)?;
     Ok(AttnView {
         qo_indptr: p.qo_indptr(),
@@ -48,6 +48,7 @@ fn attend(
     scale: f32,
 ) -> PyResult<()> {
     let layer = layer.usize("layer")?;
+    let native = plan.native("attention")?;
     let q = Tensor::import(q, "q", None)?;
     let mut out = Tensor::import(out, "out", None)?;
     let [_, heads, _] = q.dims("shape [Q, heads, head_dim]")?;
@@ -59,7 +60,7 @@ fn attend(
         let tensor = cache.read();
         let out = out.output(&shape, &[&q, &tensor])?;
         let kv = cache.view(&tensor)?;
-        plan.pool.with_tables(|t| run(&kv, layer, &view(plan, &t)?, qs, heads, scale, out))?
+        plan.pool.with_tables(|t| run(&kv, layer, &view(&native, &t)?, qs, heads, scale, out))?
     })
 }
 
@@ -156,6 +157,7 @@ pub(super) fn rope_attention(
 ) -> PyResult<()> {
     let (cache, plan, table) = (cache.get(), plan.get(), &rope.get().0);
     let layer = layer.usize("layer")?;
+    let native = plan.native("rope_attention")?;
     let heads = num_heads.within("num_heads", 1, 1 << 16)? as usize;
     let (q_norm, k_norm) = (Tensor::import_option(q_norm, "q_norm")?, Tensor::import_option(k_norm, "k_norm")?);
     let qkv = Tensor::import(qkv, "qkv", None)?;
@@ -178,6 +180,6 @@ pub(super) fn rope_attention(
         let out = out.output(&[queries, heads * d], &[&qkv, &tensor])?;
         let mut kv = cache.view_mut(&mut tensor, &[&qkv])?;
         plan.pool
-            .with_tables(|t| rope::rope_attention(&mut kv, layer, &view(plan, &t)?, rows, heads, &rotary, scale, out))?
+            .with_tables(|t| rope::rope_attention(&mut kv, layer, &view(&native, &t)?, rows, heads, &rotary, scale, out))?
     })
 }

@@ -25,6 +25,7 @@ mod abi;
 mod buffer;
 #[cfg(feature = "cuda")]
 pub(super) mod cuda;
+mod lent;
 
 use std::ffi::{CStr, c_void};
 use std::fmt;
@@ -41,7 +42,8 @@ use self::abi::{
     DlTensor, EXCHANGE, ExchangeApi, FromObject, IS_COPIED, LEGACY, LEGACY_USED, Legacy, MAX_VERSION, READ_ONLY,
     VERSIONED, VERSIONED_USED, Versioned,
 };
-pub(super) use self::buffer::Buffer;
+pub(super) use self::buffer::{Buffer, View};
+pub(super) use self::lent::{Lent, Place};
 use super::array::Array;
 use crate::error::{Error, Result};
 
@@ -109,9 +111,9 @@ impl Tensor {
         match producer(obj)? {
             Producer::Own => {
                 let array = obj.cast::<Array>()?;
-                let buffer = array.get().buffer.clone();
-                // SAFETY: the description is of `buffer`'s own memory, which the clone keeps alive.
-                Ok(unsafe { Self::describe(operand, &buffer.describe(), Owner::Own(buffer.clone()), 0) }?)
+                let buffer = array.get().current(obj.py())?;
+                // SAFETY: the description is of memory that `buffer` keeps, as the clone keeps `buffer`.
+                Ok(unsafe { Self::describe(operand, &buffer.describe(), Owner::Own(buffer.clone()), buffer.flags()) }?)
             }
             Producer::Exchange(from_object) => {
                 let mut out = std::ptr::null_mut();

@@ -65,7 +65,7 @@ fn classes(py: Python<'_>) -> PyResult<&Classes> {
             )?,
             non_finite: sub("NonFiniteError", value(), "NaN, or a row without a finite score.")?,
             cuda: sub("CudaError", runtime(), "CUDA is missing, or its driver refused a call.")?,
-            stale_output: sub("StaleOutputError", None, "A graph's output was read after a later replay.")?,
+            stale_output: sub("StaleOutputError", None, "A view of static buffers, or a graph's output, was read after a later write.")?,
             base: base_py,
         })
     })
@@ -129,6 +129,7 @@ table! {
         index: index = 99, bound: bound = 64 } => out_of_bounds,
     NonFinite { what: what = "target logits", value: value = "NaN", request: request = 0, row: row = 2,
         index: index = 5 } => non_finite,
+    StaleOutput { what: what = "kv_indices".into(), held: held = 1, current: current = 2 } => stale_output,
     Cuda { call: call = "cuLaunchKernel", message: message = "CUDA_ERROR_INVALID_VALUE (1)".into() } => cuda,
     CudaUnavailable { 0: reason = "no libcuda".into() } => cuda,
 }

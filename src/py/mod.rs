@@ -4,14 +4,14 @@
 //! |---|---|
 //! | `errors` | the one table from core errors to Python exceptions |
 //! | `arg` | integers of any size with named errors; work without the GIL |
-//! | `dlpack` | tensors in and out; the only file with `unsafe` |
+//! | `dlpack` | tensors in and out, memory that callers lend; the only place with `unsafe` |
 //! | `array` | `Array`, the tensors that specrs returns |
 //! | `device` | CUDA launches; there in every build |
 //! | `geometry` | tree shapes, sizes, draft layouts, token trees |
 //! | `kv`, `attention` | the KV cache, its writes and moves, attention, RoPE |
 //! | `linear` | packed matrix products, RMSNorm, threads |
 //! | `pool` | the paged pool, sequences, leases |
-//! | `plan` | planner, plans, moves |
+//! | `plan` | planner, plans, the arrays of their formats, moves |
 //! | `certify` | proofs of a configuration, as dictionaries |
 //! | `trees` | draft beams, the trees of a batch |
 //! | `sampling` | samplers and verification |
@@ -58,7 +58,7 @@ mod _specrs {
     #[pymodule_export]
     use super::linear::{PackedLinear, num_threads, rms_norm, set_num_threads};
     #[pymodule_export]
-    use super::plan::{Moves, Plan, Planner};
+    use super::plan::{DeviceLens, FormatBuffers, Moves, Plan, Planner};
     #[pymodule_export]
     use super::pool::{Lease, Pool, Sequence};
     #[pymodule_export]

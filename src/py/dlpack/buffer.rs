@@ -1,28 +1,43 @@
-//! Memory of ours as DLPack capsules.
+//! Memory as DLPack capsules: a buffer's own, or that of anything that an `Arc` keeps in place.
 
 use std::cell::UnsafeCell;
 use std::ffi::c_void;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use pyo3::ffi;
 use pyo3::prelude::*;
 
-use super::abi::{DType, Device, DlTensor, Element, IS_COPIED, LEGACY, Legacy, VERSIONED, Version, Versioned};
+use super::abi::{
+    DType, Device, DlTensor, Element, IS_COPIED, LEGACY, Legacy, READ_ONLY, VERSIONED, Version, Versioned,
+};
+use super::lent::Place;
 use crate::error::{Error, Result};
 
-/// Memory that is handed to Python: nothing of the core reads it as data, so a consumer that writes into it (torch
-/// ignores the read-only flag) spoils only its own numbers.
-pub(in crate::py) struct Buffer {
-    words: Box<[UnsafeCell<u64>]>,
-    len: usize, // bytes in use; at most 8 * words.len()
-    dtype: DType,
-    shape: Box<[i64]>,
-    strides: Box<[i64]>,
+/// What keeps the memory of a [`Buffer`] in place.
+enum Storage {
+    /// The buffer itself. Nothing of the core reads it as data, so a consumer that writes into it spoils only its own
+    /// numbers.
+    Own(#[allow(dead_code, reason = "held for its memory")] Box<[UnsafeCell<u64>]>),
+    /// A plan's arrays, or whatever else lends a shared slice: read-only to consumers.
+    Shared(#[allow(dead_code, reason = "held for its memory")] Arc<dyn Send + Sync>),
+    /// Static memory, which calls write again later.
+    Static(#[allow(dead_code, reason = "held for its memory")] Arc<Place>),
 }
 
-// SAFETY: plain memory; after construction Rust only copies out of it, under the GIL, in `bytes`.
+/// A tensor that is handed to Python.
+pub(in crate::py) struct Buffer {
+    storage: Storage,
+    data: *const u8, // what `storage` keeps; every element lies within it, see the constructors
+    dtype: DType,
+    shape: Box<[i64]>,
+    strides: Box<[i64]>, // elements; the last dimension's is 1
+}
+
+// SAFETY: the memory is kept by `storage`, which is Send and Sync or plain words. Rust only copies out of it, in
+// `bytes`; consumers that write do so under DLPack's rules, not ours.
 unsafe impl Send for Buffer {}
-// SAFETY: as above; consumers that write do so under DLPack's rules, not ours.
+// SAFETY: as above.
 unsafe impl Sync for Buffer {}
 
 impl Buffer {
@@ -35,23 +50,50 @@ impl Buffer {
             let (got, want) = (format!("{} values", values.len()), format!("shape {shape:?}"));
             return Err(Error::Mismatch { operand: "array", got, want });
         }
-        let bytes: &[u8] = bytemuck::cast_slice(values);
+        Ok(Self::own(bytemuck::cast_slice(values), T::DTYPE, shape.iter().map(|&n| n as i64).collect()))
+    }
+
+    /// Copy `bytes`, the elements of `shape` in C order.
+    pub(in crate::py) fn own(bytes: &[u8], dtype: DType, shape: Box<[i64]>) -> Self {
         let word = |chunk: &[u8]| {
             let mut w = [0u8; 8];
             w[..chunk.len()].copy_from_slice(chunk);
             UnsafeCell::new(u64::from_ne_bytes(w))
         };
+        let words: Box<[_]> = bytes.chunks(8).map(word).collect();
         let mut strides = vec![1i64; shape.len()];
         for d in (1..shape.len()).rev() {
-            strides[d - 1] = strides[d].saturating_mul(shape[d].max(1) as i64);
+            strides[d - 1] = strides[d].saturating_mul(shape[d].max(1));
         }
-        Ok(Self {
-            words: bytes.chunks(8).map(word).collect(),
-            len: bytes.len(),
-            dtype: T::DTYPE,
-            shape: shape.iter().map(|&n| n as i64).collect(),
-            strides: strides.into(),
-        })
+        Self { data: words.as_ptr().cast(), storage: Storage::Own(words), dtype, shape, strides: strides.into() }
+    }
+
+    /// The slice that `of` finds in `owner` as a tensor, without a copy. Whoever consumes it keeps `owner` alive, from
+    /// whichever thread; nothing may write to the slice as long as that lasts, which an `Arc` of plain data sees to.
+    ///
+    /// # Errors
+    /// [`Error::Capacity`] for a slice that is too short for `view`.
+    pub(in crate::py) fn share<O: Send + Sync + 'static>(
+        owner: Arc<O>,
+        of: impl for<'a> FnOnce(&'a O) -> &'a [u8],
+        view: View,
+    ) -> Result<Self> {
+        // The borrow ends here; the memory stays where it is, because nobody can get a `&mut O` while `owner` lives
+        // (`Arc`), and `of` cannot lend anything from behind a lock (the slice has the lifetime of `&O`).
+        let bytes = of(&owner);
+        let data = bytes.as_ptr();
+        view.fits(bytes.len())?;
+        Ok(view.of(Storage::Shared(owner), data))
+    }
+
+    /// A part of static memory as a tensor, without a copy.
+    ///
+    /// # Errors
+    /// [`Error::Capacity`] for memory that is too small for `view`.
+    pub(in crate::py) fn of_place(place: Arc<Place>, view: View) -> Result<Self> {
+        view.fits(place.len())?;
+        let data = place.data();
+        Ok(view.of(Storage::Static(place), data))
     }
 
     /// Element type.
@@ -64,24 +106,35 @@ impl Buffer {
         &self.shape
     }
 
-    /// A copy of the memory.
+    /// A copy of the elements in C order. Of static memory only while no call writes to it.
     pub(in crate::py) fn bytes(&self) -> Vec<u8> {
-        // SAFETY: `words` covers `len` bytes (`new`), all written; no `&mut` to them exists.
-        unsafe { std::slice::from_raw_parts(self.words.as_ptr().cast::<u8>(), self.len) }.to_vec()
-    }
-
-    /// A buffer with memory of its own.
-    fn duplicate(&self) -> Self {
-        // SAFETY: as in `bytes`.
-        let words = self.words.iter().map(|w| UnsafeCell::new(unsafe { *w.get() })).collect();
-        Self { words, len: self.len, dtype: self.dtype, shape: self.shape.clone(), strides: self.strides.clone() }
+        let elements = if self.shape.contains(&0) { 0 } else { self.shape.iter().product::<i64>() as usize };
+        if elements == 0 {
+            return Vec::new();
+        }
+        // Rows of the last dimension are contiguous, and so is the whole unless it is a table in a wider one.
+        let (rows, stride) = match (&*self.shape, &*self.strides) {
+            (&[rows, cols], &[stride, _]) if stride != cols => (rows as usize, stride as usize),
+            _ => (1, 0),
+        };
+        let (row, size) = (elements / rows, self.dtype.size());
+        let mut out = Vec::with_capacity(elements * size);
+        for r in 0..rows {
+            // SAFETY: the constructors checked that row `r` of a table, or all elements of anything else, lie in the
+            // memory that `storage` keeps; all of it is initialised; no `&mut` to it exists (own and shared memory:
+            // never; static memory: see above).
+            out.extend_from_slice(unsafe {
+                std::slice::from_raw_parts(self.data.add(r * stride * size), row * size)
+            });
+        }
+        out
     }
 
     /// The description; its pointers live as long as `self`.
     pub(super) fn describe(&self) -> DlTensor {
-        let data = if self.words.is_empty() { std::ptr::null_mut() } else { self.words.as_ptr().cast_mut().cast() };
+        let data = if self.shape.contains(&0) { std::ptr::null_mut() } else { self.data.cast_mut().cast() };
         DlTensor {
-            data, // may be written: the words are cells
+            data, // own and static memory may be written: it is cells, or memory that was lent to be written
             device: Device::CPU,
             ndim: self.shape.len() as i32,
             dtype: self.dtype,
@@ -91,20 +144,24 @@ impl Buffer {
         }
     }
 
-    /// A capsule over this buffer, `dltensor_versioned` or `dltensor`; a `copy` has memory of its own.
+    /// DLPack's flags of the memory.
+    pub(super) fn flags(&self) -> u64 {
+        if matches!(self.storage, Storage::Shared(_)) { READ_ONLY } else { 0 }
+    }
+
+    /// A capsule over this buffer, `dltensor_versioned` or `dltensor`; `copied` says that nobody else has its memory.
     pub(in crate::py) fn capsule<'py>(
-        self: &Arc<Self>,
+        self: Arc<Self>,
         py: Python<'py>,
         versioned: bool,
-        copy: bool,
+        copied: bool,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let buffer = if copy { Arc::new(self.duplicate()) } else { self.clone() };
-        let tensor = buffer.describe();
-        let context = Arc::into_raw(buffer).cast_mut().cast::<c_void>();
+        let (tensor, flags) = (self.describe(), if copied { IS_COPIED } else { self.flags() });
+        let context = Arc::into_raw(self).cast_mut().cast::<c_void>();
         // SAFETY (both): the capsule owns the box, whose `context` owns one count of the buffer; whoever consumes the
         // capsule renames it and calls the deleter, else the capsule's destructor does.
         let capsule = if versioned {
-            let (version, flags) = (Version { major: 1, minor: 0 }, if copy { IS_COPIED } else { 0 });
+            let version = Version { major: 1, minor: 0 };
             let t = Box::new(Versioned { version, context, deleter: Some(delete_versioned), flags, tensor });
             // SAFETY: see above.
             unsafe { ffi::PyCapsule_New(Box::into_raw(t).cast(), VERSIONED.as_ptr(), Some(drop_capsule)) }
@@ -118,11 +175,55 @@ impl Buffer {
     }
 }
 
+/// How memory that exists is seen as a tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::py) enum View {
+    /// `[n]`.
+    Line { name: &'static str, dtype: DType, n: usize },
+    /// `[rows, cols]`, each row behind the one before by `stride` elements, `cols <= stride`.
+    Table { name: &'static str, dtype: DType, rows: usize, cols: usize, stride: usize },
+}
+
+impl View {
+    /// Check that memory of `bytes` holds every element.
+    fn fits(self, bytes: usize) -> Result<()> {
+        let (name, dtype, need, hint) = match self {
+            View::Line { name, dtype, n } => (name, dtype, Some(n), format!("shape [{n}]")),
+            View::Table { name, dtype, rows, cols, stride } => {
+                let hint = format!("shape [{rows}, {cols}] in rows of {stride}");
+                let last = rows.saturating_sub(1).checked_mul(stride).and_then(|n| n.checked_add(cols));
+                (name, dtype, last.filter(|_| cols <= stride), hint)
+            }
+        };
+        let have = bytes / dtype.size().max(1);
+        match need {
+            Some(need) if need <= have => Ok(()),
+            _ => Err(Error::Capacity {
+                what: name,
+                need: need.map_or(u64::MAX, |n| n as u64),
+                have: have as u64,
+                hint,
+            }),
+        }
+    }
+
+    /// The buffer over memory that [`Self::fits`].
+    fn of(self, storage: Storage, data: *const u8) -> Buffer {
+        let (dtype, shape, strides) = match self {
+            View::Line { dtype, n, .. } => (dtype, [n as i64].into(), [1].into()),
+            View::Table { dtype, rows, cols, stride, .. } => {
+                (dtype, [rows as i64, cols as i64].into(), [stride as i64, 1].into())
+            }
+        };
+        Buffer { storage, data, dtype, shape, strides }
+    }
+}
+
 unsafe extern "C" fn delete_versioned(t: *mut Versioned) {
     // SAFETY: `t` is the box that `capsule` made, given back once; the context holds one count of the buffer.
     unsafe {
         let t = Box::from_raw(t);
-        drop(Arc::from_raw(t.context.cast::<Buffer>()));
+        release(Arc::from_raw(t.context.cast::<Buffer>()));
     }
 }
 
@@ -130,8 +231,14 @@ unsafe extern "C" fn delete_legacy(t: *mut Legacy) {
     // SAFETY: as in `delete_versioned`.
     unsafe {
         let t = Box::from_raw(t);
-        drop(Arc::from_raw(t.context.cast::<Buffer>()));
+        release(Arc::from_raw(t.context.cast::<Buffer>()));
     }
+}
+
+/// Drop a count of the buffer, and perhaps a plan or a lent tensor with it. No unwinding may cross into C, and a leak
+/// is better than an abort.
+fn release(buffer: Arc<Buffer>) {
+    let _ = catch_unwind(AssertUnwindSafe(|| drop(buffer)));
 }
 
 /// Destructor of our capsules: frees the tensor unless a consumer took it (and renamed the capsule).

@@ -1,0 +1,402 @@
+//! `FormatBuffers`: memory of fixed size and place for the arrays of one format and phase, written round after round.
+//!
+//! An engine that captures graphs, or keeps its own buffers, needs arrays that stay where they are. Their capacity is
+//! compared with what the configuration can ask for when they are made, and with what a plan asks for at each write,
+//! before anything is written. A write makes a new generation; views remember theirs, so that one that is read after
+//! the next write is refused instead of showing another plan's values (sglang pull request 23037).
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::error::{Error, Result};
+use crate::geometry::Geometry;
+use crate::plan::{self, AnyFormat, ArrayRef, Arrays, Extent, Format, Given, Load, Phase, Spec};
+use crate::py::arg::detached;
+use crate::py::array::{Array, Lease};
+use crate::py::dlpack::{Buffer, DType, Lent, Place, Tensor, View};
+
+/// Element types that an array may have in memory of a caller; the first is that of specrs's memory.
+fn dtypes(dtype: plan::DType) -> &'static [DType] {
+    match dtype {
+        plan::DType::I32 => &[DType::I32],
+        plan::DType::I64 => &[DType::I64],
+        plan::DType::Bool => &[DType::BOOL, DType::U8],
+        plan::DType::U8 => &[DType::U8],
+    }
+}
+
+/// An array of the core as a tensor; `dtype` where its memory has one of its own.
+pub(super) fn view(a: &ArrayRef<'_>, dtype: Option<DType>) -> View {
+    let (name, dtype) = (a.spec.name, dtype.unwrap_or(dtypes(a.spec.dtype)[0]));
+    match a.extent {
+        Extent::Line(n) => View::Line { name, dtype, n: n as usize },
+        Extent::Table { rows, cols } => {
+            View::Table { name, dtype, rows: rows as usize, cols: cols as usize, stride: a.width as usize }
+        }
+    }
+}
+
+/// A phase as users name it: `step` belongs to `"draft"` alone.
+pub(super) fn phase(name: &str, step: Option<u32>) -> Result<Phase> {
+    let phase = match (name, step) {
+        ("extend", _) => Phase::Extend,
+        ("decode", _) => Phase::Decode,
+        ("verify", _) => Phase::Verify,
+        ("draft", _) => return Ok(Phase::Draft { step: step.unwrap_or(0) }),
+        _ => {
+            let why = "want \"extend\", \"decode\", \"draft\" or \"verify\"".into();
+            return Err(Error::Invalid { what: "phase", got: format!("{name:?}"), why });
+        }
+    };
+    match step {
+        None => Ok(phase),
+        Some(step) => {
+            Err(Error::Invalid { what: "step", got: step.to_string(), why: format!("{name} has no steps; leave it out") })
+        }
+    }
+}
+
+/// What buffers are for: a format of a configuration, a phase, a number of requests.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Use {
+    pub(super) format: AnyFormat,
+    pub(super) geometry: Geometry,
+    pub(super) phase: Phase,
+    /// Whether any step of the draft may use them, instead of the phase's own.
+    pub(super) any_step: bool,
+    pub(super) max_batch: u32,
+}
+
+impl Use {
+    /// The largest size of each array, by its index in the format.
+    pub(super) fn limits(&self) -> Result<Vec<(usize, Extent)>> {
+        let of = |phase| self.format.extents(&self.geometry, &Load::limit(&self.geometry, phase, self.max_batch)?);
+        if !self.any_step {
+            return of(self.phase);
+        }
+        let mut all: Vec<(usize, Extent)> = Vec::new();
+        for step in 0..self.geometry.shape().steps() {
+            for (array, extent) in of(Phase::Draft { step })? {
+                match all.iter_mut().find(|(a, _)| *a == array) {
+                    Some((_, largest)) => *largest = larger(*largest, extent),
+                    None => all.push((array, extent)),
+                }
+            }
+        }
+        all.sort_unstable_by_key(|&(array, _)| array);
+        Ok(all)
+    }
+
+    /// The name of an array as the format has it.
+    pub(super) fn array(&self, name: &str) -> Result<&'static str> {
+        let specs = self.format.arrays();
+        specs.iter().map(|s| s.name).find(|n| *n == name).ok_or_else(|| {
+            let known: Vec<&str> = specs.iter().map(|s| s.name).collect();
+            let why = format!("{} has the arrays {}", self.format.name(), known.join(", "));
+            Error::Invalid { what: "tensors", got: format!("{name:?}"), why }
+        })
+    }
+
+    /// The step that `phase` restricts them to.
+    fn step(&self) -> Option<u32> {
+        match self.phase {
+            Phase::Draft { step } if !self.any_step => Some(step),
+            _ => None,
+        }
+    }
+
+    /// The configuration, for errors.
+    pub(super) fn describe(&self) -> String {
+        let (l, s) = (self.geometry.limits(), self.geometry.shape());
+        let step = self.step().map_or(String::new(), |t| format!(" step {t}"));
+        format!(
+            "{} {}{step} of max_batch {}, max_context_len {}, page_size {}, topk {}, steps {}, draft_tokens {}, {} layout",
+            self.format.name(),
+            self.phase.name(),
+            self.max_batch,
+            l.max_context_len,
+            l.page_size,
+            s.topk(),
+            s.steps(),
+            s.draft_tokens(),
+            crate::py::geometry::layout_name(self.geometry.layout()),
+        )
+    }
+
+    /// Check that a plan of `other` may be written here.
+    pub(super) fn takes(&self, other: &Use) -> Result<()> {
+        let differ = |what: &'static str, got: String, want: String| {
+            Err(Error::Mismatch { operand: "out", got: format!("buffers for {what} {got}"), want })
+        };
+        if self.format.name() != other.format.name() {
+            return differ("format", self.format.name().into(), other.format.name().into());
+        }
+        if self.geometry != other.geometry {
+            let want = "buffers that this planner, or one of the same geometry, made".into();
+            return differ("another geometry:", self.describe(), want);
+        }
+        let same = match (self.phase, other.phase) {
+            (Phase::Draft { .. }, Phase::Draft { .. }) if self.any_step => true,
+            (mine, other) => mine == other,
+        };
+        if same {
+            return Ok(());
+        }
+        let name = |u: &Use| match u.phase {
+            Phase::Draft { step } => format!("draft step {step}"),
+            phase => phase.name().to_string(),
+        };
+        differ("phase", name(self), name(other))
+    }
+}
+
+/// Of two sizes of an array the one that holds both.
+fn larger(a: Extent, b: Extent) -> Extent {
+    match (a, b) {
+        (Extent::Table { rows, cols }, Extent::Table { rows: r, cols: c }) => {
+            Extent::Table { rows: rows.max(r), cols: cols.max(c) }
+        }
+        (a, b) if b.elements() > a.elements() => b,
+        (a, _) => a,
+    }
+}
+
+/// The memory of one array.
+struct Slab {
+    spec: &'static Spec,
+    place: Arc<Place>,
+    dtype: DType,
+    extent: Extent,
+}
+
+/// What `FormatBuffers`, the plans written into them and the views of these share.
+pub(super) struct Static {
+    purpose: Use,
+    slabs: Vec<Slab>,
+    /// Locked by whoever writes, and by whoever of ours reads.
+    arrays: Mutex<Arrays>,
+}
+
+impl Static {
+    /// Buffers for `purpose`, in memory of specrs or, where `tensors` is given, in those of a caller.
+    pub(super) fn new(purpose: Use, tensors: Option<Vec<(&'static str, Tensor)>>) -> Result<Self> {
+        let specs = purpose.format.arrays();
+        let limits = purpose.limits()?;
+        let (mut given, mut slabs) = (Vec::new(), Vec::new());
+        given.resize_with(specs.len(), || None);
+        let mut hold = |at: usize, lent: Lent, dtype: DType, extent: Extent| {
+            slabs.push(Slab { spec: &specs[at], place: lent.place(), dtype, extent });
+            given[at] = Some(Given { memory: Box::new(lent), extent });
+        };
+        match tensors {
+            None => {
+                for &(at, extent) in &limits {
+                    let bytes = extent.elements().saturating_mul(specs[at].dtype.size() as u64);
+                    hold(at, Lent::zeroed(specs[at].name, bytes)?, dtypes(specs[at].dtype)[0], extent);
+                }
+            }
+            Some(tensors) => {
+                // All checks before the first tensor is written to.
+                let extents = check(&purpose, specs, &limits, &tensors)?;
+                for ((name, tensor), extent) in tensors.into_iter().zip(extents) {
+                    let Some(at) = specs.iter().position(|s| s.name == name) else { continue };
+                    let dtype = tensor.dtype();
+                    hold(at, Lent::tensor(tensor, dtypes(specs[at].dtype))?, dtype, extent);
+                }
+            }
+        }
+        let arrays = Mutex::new(Arrays::fixed(specs, given)?);
+        Ok(Self { purpose, slabs, arrays })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Arrays> {
+        self.arrays.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What it is for.
+    pub(super) fn purpose(&self) -> &Use {
+        &self.purpose
+    }
+
+    /// Write a plan that the purpose takes with `write`; returns what the plan remembers.
+    pub(super) fn write(self: &Arc<Self>, write: impl FnOnce(&mut Arrays) -> Result<()>) -> Result<Written> {
+        let mut arrays = self.lock();
+        write(&mut arrays)?;
+        Ok(Written { memory: self.clone(), generation: arrays.generation() })
+    }
+}
+
+/// Check the tensors of a caller against the arrays of the phase; returns the size of each.
+fn check(
+    purpose: &Use,
+    specs: &'static [Spec],
+    limits: &[(usize, Extent)],
+    tensors: &[(&'static str, Tensor)],
+) -> Result<Vec<Extent>> {
+    let mut extents = Vec::with_capacity(tensors.len());
+    for (i, (name, tensor)) in tensors.iter().enumerate() {
+        let Some(&(at, limit)) = limits.iter().find(|(at, _)| specs[*at].name == *name) else {
+            let known: Vec<&str> = limits.iter().map(|&(at, _)| specs[at].name).collect();
+            let why = format!("{} has the arrays {}", purpose.describe(), known.join(", "));
+            return Err(Error::Invalid { what: "tensors", got: format!("{name:?}"), why });
+        };
+        let beside: Vec<&Tensor> = tensors[..i].iter().map(|(_, t)| t).collect();
+        tensor.lendable(dtypes(specs[at].dtype), &beside)?;
+        extents.push(capacity(purpose, specs[at].name, tensor, limit)?);
+    }
+    for &(at, limit) in limits {
+        if !specs[at].optional && !tensors.iter().any(|(name, _)| *name == specs[at].name) {
+            let (dtype, shape) = (specs[at].dtype.name(), limit.shape());
+            let want = format!("a tensor of {dtype}, shape {shape:?} at least, for {}", purpose.describe());
+            return Err(Error::Mismatch { operand: specs[at].name, got: "none".into(), want });
+        }
+    }
+    Ok(extents)
+}
+
+/// The size of a tensor, where it holds `limit`.
+fn capacity(purpose: &Use, name: &'static str, tensor: &Tensor, limit: Extent) -> Result<Extent> {
+    let shape: Vec<u64> = tensor.shape().iter().map(|&n| n as u64).collect();
+    let too_small = |need, have, of: &str| Err(Error::Capacity { what: name, need, have, hint: of.to_string() + &purpose.describe() });
+    match (limit, &shape[..]) {
+        (Extent::Line(need), &[have]) if have < need => too_small(need, have, ""),
+        (Extent::Line(_), &[have]) => Ok(Extent::Line(have)),
+        (Extent::Table { rows: need, .. }, &[have, _]) if have < need => too_small(need, have, "rows of "),
+        (Extent::Table { cols: need, .. }, &[_, have]) if have < need => too_small(need, have, "columns of "),
+        (Extent::Table { .. }, &[rows, cols]) => Ok(Extent::Table { rows, cols }),
+        (limit, _) => {
+            let dims = limit.shape().len();
+            Err(tensor.mismatch(format_args!("shape {shape:?}"), format_args!("{dims} dimension(s), as {:?}", limit.shape())))
+        }
+    }
+}
+
+/// One write of static buffers.
+#[derive(Clone)]
+pub(super) struct Written {
+    memory: Arc<Static>,
+    generation: u64,
+}
+
+impl Written {
+    /// The arrays that it wrote, as views.
+    pub(super) fn arrays(&self) -> Result<Vec<(&'static str, Array)>> {
+        let arrays = self.memory.lock();
+        self.current(&arrays, "arrays")?;
+        let slab = |a: &ArrayRef<'_>| self.memory.slabs.iter().find(|s| s.spec.name == a.spec.name);
+        let views = arrays.iter().filter_map(|a| slab(&a).map(|slab| (slab, view(&a, Some(slab.dtype)))));
+        views
+            .map(|(slab, view)| {
+                let name = slab.spec.name;
+                let lease = Of { write: self.clone(), name };
+                Ok((name, Array::of(Buffer::of_place(slab.place.clone(), view)?, Some(Arc::new(lease)))))
+            })
+            .collect()
+    }
+
+    /// Refuse what was written before the last write.
+    fn current(&self, arrays: &Arrays, name: &str) -> Result<()> {
+        let (held, current) = (self.generation, arrays.generation());
+        if held == current {
+            return Ok(());
+        }
+        let what = format!("{name} of {} buffers for {}", self.memory.purpose.format.name(), self.memory.purpose.phase.name());
+        Err(Error::StaleOutput { what, held, current })
+    }
+}
+
+/// The lease of a view of one write.
+struct Of {
+    write: Written,
+    name: &'static str,
+}
+
+impl Lease for Of {
+    fn hold(&self, read: &mut dyn FnMut()) -> Result<()> {
+        let arrays = self.write.memory.lock();
+        self.write.current(&arrays, self.name)?;
+        read();
+        Ok(())
+    }
+}
+
+/// The lease of a view of whole memory, which shows whatever was written last.
+struct Whole(Arc<Static>);
+
+impl Lease for Whole {
+    fn hold(&self, read: &mut dyn FnMut()) -> Result<()> {
+        let _arrays = self.0.lock();
+        read();
+        Ok(())
+    }
+}
+
+/// Static memory for the arrays of one format and phase, made by `Planner.buffers` and written by plans made with
+/// `out=`: it never moves and never grows. Each write makes a new generation; arrays of earlier plans are stale then.
+#[pyclass(frozen, module = "specrs._specrs")]
+pub(in crate::py) struct FormatBuffers(pub(super) Arc<Static>);
+
+#[pymethods]
+impl FormatBuffers {
+    /// Format of the arrays.
+    #[getter]
+    fn format(&self) -> &'static str {
+        self.0.purpose.format.name()
+    }
+
+    /// Phase whose plans may be written: `"extend"`, `"decode"`, `"draft"` or `"verify"`.
+    #[getter]
+    fn phase(&self) -> &'static str {
+        self.0.purpose.phase.name()
+    }
+
+    /// The one draft step whose plans may be written; `None` for every step, and for other phases.
+    #[getter]
+    fn step(&self) -> Option<u32> {
+        self.0.purpose.step()
+    }
+
+    /// Requests that are certain to fit, padded ones included.
+    #[getter]
+    fn max_batch(&self) -> u32 {
+        self.0.purpose.max_batch
+    }
+
+    /// Times that the arrays were written, or begun to be; 0 before the first.
+    #[getter]
+    fn generation(&self, py: Python<'_>) -> PyResult<u64> {
+        detached(py, || Ok(self.0.lock().generation()))
+    }
+
+    /// The whole memory of each array by name, for what holds on to addresses (a captured graph). These never go stale:
+    /// they show what was written last, and behind it what earlier writes left.
+    fn tensors<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let dict = PyDict::new(py);
+        for slab in &self.0.slabs {
+            let (name, dtype) = (slab.spec.name, slab.dtype);
+            let view = match slab.extent {
+                Extent::Line(n) => View::Line { name, dtype, n: n as usize },
+                Extent::Table { rows, cols } => {
+                    View::Table { name, dtype, rows: rows as usize, cols: cols as usize, stride: cols as usize }
+                }
+            };
+            let lease: Arc<dyn Lease> = Arc::new(Whole(self.0.clone()));
+            dict.set_item(name, Array::of(Buffer::of_place(slab.place.clone(), view)?, Some(lease)))?;
+        }
+        Ok(dict)
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        let p = &self.0.purpose;
+        let step = p.step().map_or("None".into(), |t| t.to_string());
+        Ok(format!(
+            "FormatBuffers(format={:?}, phase={:?}, step={step}, max_batch={}, generation={})",
+            p.format.name(),
+            p.phase.name(),
+            p.max_batch,
+            self.generation(py)?
+        ))
+    }
+}

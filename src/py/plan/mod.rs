@@ -1,0 +1,211 @@
+//! Plans and moves: [`crate::plan`] over a pool.
+//!
+//! | file | what lives there |
+//! |---|---|
+//! | `mod` | `Plan` with the arrays of its format, `Moves` |
+//! | `planner` | `Planner`, `DeviceLens` |
+//! | `buffers` | `FormatBuffers`: static memory for the arrays of a format, and who may still read it |
+
+mod buffers;
+mod planner;
+
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use super::arg::{Int, detached, i32s};
+use super::array::Array;
+use super::dlpack::Buffer;
+use crate::bounds::Slot;
+use crate::error::{Error, Result};
+use crate::plan::{self, AnyFormat, AuditedPlan, Format, Phase};
+use crate::pool;
+
+pub(super) use self::buffers::FormatBuffers;
+use self::buffers::{Written, view};
+pub(super) use self::planner::{DeviceLens, Planner};
+
+/// What one step of a batch writes and attends to, checked against the pool, and the arrays of its format. Kernels
+/// refuse it (`StaleHandleError`) once a row's pages have changed. B requests, Q queries.
+#[pyclass(frozen, module = "specrs._specrs")]
+pub(super) struct Plan {
+    pub(super) plan: AuditedPlan<AnyFormat>,
+    /// The pool whose rows it speaks of.
+    pub(super) pool: pool::Pool,
+    format: AnyFormat,
+    /// The static buffers that hold its arrays; `None` where it has them itself.
+    out: Option<Written>,
+}
+
+impl Plan {
+    /// The plan for specrs's own kernel `who`, which reads the plan itself; refused where it is of another format.
+    pub(super) fn native(&self, who: &'static str) -> Result<AuditedPlan> {
+        self.plan.native(&self.format).ok_or_else(|| {
+            let got = format!("a plan of format {:?}", self.format.name());
+            let want = format!("format \"native\": {who} reads no arrays of another backend");
+            Error::Mismatch { operand: "plan", got, want }
+        })
+    }
+}
+
+#[pymethods]
+impl Plan {
+    /// Format of its arrays: `"native"` (none), `"flashinfer"`, `"flash_attention"` or `"triton"`.
+    #[getter]
+    fn format(&self) -> &'static str {
+        self.format.name()
+    }
+
+    /// The arrays of its format by name, exactly as long as they are used, without a copy. Arrays of the plan's own
+    /// memory stay as they are for as long as anybody holds them; numpy sees them read-only, and who writes into them
+    /// by other ways spoils the plan. Arrays in `FormatBuffers` are views: `StaleOutputError` once these are written
+    /// again.
+    fn arrays<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let dict = PyDict::new(py);
+        if let Some(out) = &self.out {
+            for (name, array) in detached(py, || out.arrays())? {
+                dict.set_item(name, array)?;
+            }
+            return Ok(dict);
+        }
+        for a in self.plan.arrays().iter() {
+            let (name, body) = (a.spec.name, self.plan.0.clone());
+            // Looked up again in what the array keeps alive.
+            let buffer = Buffer::share(body, |b| b.arrays.get(name).map_or(&[], |a| a.bytes), view(&a, None))?;
+            dict.set_item(name, Array::of(buffer, None))?;
+        }
+        Ok(dict)
+    }
+
+    /// `"extend"`, `"decode"`, `"draft"` or `"verify"`.
+    #[getter]
+    fn phase(&self) -> &'static str {
+        self.plan.phase().name()
+    }
+
+    /// Step of a draft plan, else `None`.
+    #[getter]
+    fn step(&self) -> Option<u32> {
+        match self.plan.phase() {
+            Phase::Draft { step } => Some(step),
+            _ => None,
+        }
+    }
+
+    /// B.
+    #[getter]
+    fn batch(&self) -> usize {
+        self.plan.batch()
+    }
+
+    /// Requests that are not padding; they come first.
+    #[getter]
+    fn live_batch(&self) -> usize {
+        self.plan.live_batch()
+    }
+
+    /// Q.
+    #[getter]
+    fn queries(&self) -> usize {
+        self.plan.queries()
+    }
+
+    /// Queries of the live requests; they come first.
+    #[getter]
+    fn live_queries(&self) -> usize {
+        self.plan.live_queries()
+    }
+
+    /// Row of the pool's page table of each request, int32 [B].
+    #[getter]
+    fn rows(&self) -> PyResult<Array> {
+        Ok(Array::line(self.plan.rows())?)
+    }
+
+    /// First query of each request, and Q: int32 [B + 1].
+    #[getter]
+    fn qo_indptr(&self) -> PyResult<Array> {
+        Ok(Array::line(self.plan.qo_indptr())?)
+    }
+
+    /// Row positions before the queries, which all of them attend: int32 [B].
+    #[getter]
+    fn prefix_lens(&self) -> PyResult<Array> {
+        Ok(Array::line(self.plan.prefix_lens())?)
+    }
+
+    /// RoPE position of each query, int32 [Q].
+    #[getter]
+    fn positions(&self) -> PyResult<Array> {
+        Ok(Array::line(self.plan.positions())?)
+    }
+
+    /// Slot that each query's KV is written to, int32 [Q].
+    #[getter]
+    fn out_slots(&self) -> PyResult<Array> {
+        Ok(Array::line(self.plan.out_slots())?)
+    }
+
+    /// int64 [Q, W]: bit b of a row says that the query attends row position `prefix + b`. W = 0 in a causal plan.
+    #[getter]
+    fn mask(&self) -> PyResult<Array> {
+        let words: &[i64] = bytemuck::cast_slice(self.plan.mask());
+        Ok(Array::new(words, &[self.plan.queries(), self.plan.mask_words() as usize])?)
+    }
+
+    /// Pages of each request, int32 [B, columns]; 0 where it has none.
+    fn page_table(&self, py: Python<'_>) -> PyResult<Array> {
+        detached(py, || {
+            let mut table = Vec::new();
+            let columns = self.pool.with_tables(|t| self.plan.page_table(&t, &mut table))??;
+            Array::new(&table, &[self.plan.batch(), columns])
+        })
+    }
+
+    fn __repr__(&self) -> String {
+        let (phase, format) = (self.phase(), self.format.name());
+        format!("Plan(phase={phase:?}, format={format:?}, batch={}, queries={})", self.batch(), self.queries())
+    }
+}
+
+/// Copies of one token's KV, in every layer, for `kv_move` to run in order.
+#[pyclass(frozen, module = "specrs._specrs")]
+pub(super) struct Moves {
+    pub(super) moves: plan::Moves,
+    /// The pool whose rows it is tied to; `None` for raw slots.
+    pub(super) pool: Option<pool::Pool>,
+}
+
+#[pymethods]
+impl Moves {
+    /// Moves between raw slots of a cache of `num_slots` slots, put into an order in which no move reads what an
+    /// earlier one wrote. A ring of moves needs `scratch`, a slot that no move uses.
+    #[new]
+    #[pyo3(signature = (src, dst, num_slots, scratch=None))]
+    fn new(py: Python<'_>, src: Vec<Int>, dst: Vec<Int>, num_slots: Int, scratch: Option<Int>) -> PyResult<Self> {
+        let (src, dst) = (i32s("source slot", &src)?, i32s("destination slot", &dst)?);
+        let num_slots = num_slots.within("num_slots", 0, i32::MAX.into())? as u32;
+        let scratch = scratch.map(|s| Slot::new(s.u32("scratch slot")?)).transpose()?;
+        let moves = detached(py, || plan::Moves::new(&src, &dst, num_slots, scratch))?;
+        Ok(Self { moves, pool: None })
+    }
+
+    /// Source slots, int32.
+    #[getter]
+    fn src(&self) -> PyResult<Array> {
+        Ok(Array::line(self.moves.src())?)
+    }
+
+    /// Destination slots, int32.
+    #[getter]
+    fn dst(&self) -> PyResult<Array> {
+        Ok(Array::line(self.moves.dst())?)
+    }
+
+    fn __len__(&self) -> usize {
+        self.moves.len()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Moves(src={:?}, dst={:?})", self.moves.src(), self.moves.dst())
+    }
+}

@@ -1,0 +1,414 @@
+//! `Planner`: the plans of a geometry over a pool, in the format of an attention backend.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyMapping};
+
+use super::buffers::{FormatBuffers, Static, Use, phase};
+use super::{Moves, Plan};
+use crate::error::{Error, Result};
+use crate::host::select;
+use crate::plan::{
+    self, AnyFormat, AuditedPlan, Batch, Bucket, DraftMask, Extent, Format, Lens, Load, Paths, Phase, Trees,
+};
+use crate::pool;
+use crate::py::arg::{Int, detached, same_len, u32s};
+use crate::py::dlpack::Tensor;
+use crate::py::geometry::Geometry;
+use crate::py::pool::{Lease, Pool, Sequence, ids};
+use crate::py::sampling::Accepts;
+use crate::py::trees::{DraftBeams, TreeBatch};
+
+/// Committed lengths of `batch` requests that live on the device: the host knows only that none exceeds `at_most`.
+/// They size buffers; a plan of the host, which has to read lengths, refuses them.
+#[pyclass(frozen, eq, hash, module = "specrs._specrs")]
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub(in crate::py) struct DeviceLens {
+    batch: u32,
+    at_most: u32,
+}
+
+#[pymethods]
+impl DeviceLens {
+    #[new]
+    #[pyo3(signature = (batch, at_most))]
+    fn new(batch: Int, at_most: Int) -> PyResult<Self> {
+        Ok(Self { batch: batch.u32("batch")?, at_most: at_most.u32("at_most")? })
+    }
+
+    /// Requests.
+    #[getter]
+    fn batch(&self) -> u32 {
+        self.batch
+    }
+
+    /// A bound on every length.
+    #[getter]
+    fn at_most(&self) -> u32 {
+        self.at_most
+    }
+
+    fn __repr__(&self) -> String {
+        format!("DeviceLens(batch={}, at_most={})", self.batch, self.at_most)
+    }
+}
+
+/// Lengths as an argument: a list, or `DeviceLens`.
+enum LensArg {
+    Host(Vec<u32>),
+    Device(DeviceLens),
+}
+
+impl LensArg {
+    fn take(what: &'static str, lens: &Bound<'_, PyAny>) -> PyResult<Self> {
+        if let Ok(device) = lens.cast::<DeviceLens>() {
+            return Ok(LensArg::Device(*device.get()));
+        }
+        Ok(LensArg::Host(u32s(what, &lens.extract::<Vec<Int>>()?)?))
+    }
+
+    fn get(&self) -> Lens<'_> {
+        match self {
+            LensArg::Host(lens) => Lens::Host(lens),
+            LensArg::Device(d) => Lens::Device { batch: d.batch, at_most: d.at_most },
+        }
+    }
+}
+
+/// `(requests, queries)` to pad to.
+type Pad = Option<(Int, Int)>;
+
+fn bucket(pad: Pad) -> Result<Option<Bucket>> {
+    let Some((batch, queries)) = pad else { return Ok(None) };
+    Ok(Some(Bucket { batch: batch.u32("pad requests")?, queries: queries.u32("pad queries")? }))
+}
+
+/// The format of that name.
+fn format(name: &str, mask: &str) -> Result<AnyFormat> {
+    let _ = mask;
+    match name {
+        "native" => Ok(AnyFormat::Native(plan::Native)),
+        _ => {
+            let why = "want \"native\", \"flashinfer\", \"flash_attention\" or \"triton\"".into();
+            Err(Error::Invalid { what: "format", got: format!("{name:?}"), why })
+        }
+    }
+}
+
+/// Makes the plans of a geometry over a pool, in the format of an attention backend; its buffers are reused once the
+/// plans made of them, and the arrays of these, are dropped.
+///
+/// `format` is `"native"`, `"flashinfer"`, `"flash_attention"` or `"triton"`; one that cannot run the geometry raises
+/// `ConfigError`, which says what would work. `mask` chooses the masks of `"flashinfer"`: `"bool"`, `"packed"` bits, or
+/// `"both"`.
+#[pyclass(frozen, module = "specrs._specrs")]
+pub(in crate::py) struct Planner {
+    geometry: crate::geometry::Geometry,
+    format: AnyFormat,
+    pool: pool::Pool,
+    state: Mutex<plan::Planner<AnyFormat>>,
+}
+
+/// What every plan takes besides its own arguments.
+struct Call<'a> {
+    phase: Phase,
+    pad: Option<Bucket>,
+    out: Option<&'a FormatBuffers>,
+}
+
+impl<'a> Call<'a> {
+    fn new(phase: Phase, pad: Pad, out: Option<&'a Bound<'_, FormatBuffers>>) -> PyResult<Self> {
+        Ok(Self { phase, pad: bucket(pad)?, out: out.map(|o| o.get()) })
+    }
+}
+
+impl Planner {
+    fn state(&self) -> MutexGuard<'_, plan::Planner<AnyFormat>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Run `f` with the planner, the page table and the batch, without the GIL.
+    fn plan(
+        &self,
+        py: Python<'_>,
+        seqs: &[Bound<'_, Sequence>],
+        lens: &LensArg,
+        call: &Call<'_>,
+        f: impl FnOnce(&mut plan::Planner<AnyFormat>, &pool::Tables<'_>, &Batch<'_>) -> Result<AuditedPlan<AnyFormat>>
+        + Send,
+    ) -> PyResult<Plan> {
+        let (seqs, pad) = (ids(seqs), call.pad);
+        let out = call.out.map(|o| (&o.0, self.purpose(call.phase, false, self.geometry.limits().max_batch)));
+        if let Some((memory, purpose)) = &out {
+            memory.purpose().takes(purpose)?;
+        }
+        let (plan, out) = detached(py, || {
+            let mut planner = self.state();
+            self.pool.with_tables(|t| {
+                planner.defer_arrays(out.is_some());
+                let plan = f(&mut planner, &t, &Batch { seqs: &seqs, lens: lens.get(), pad })?;
+                let out = out.map(|(memory, _)| memory.write(|arrays| planner.lower(&t, &plan, arrays))).transpose()?;
+                Ok((plan, out))
+            })?
+        })?;
+        Ok(Plan { plan, pool: self.pool.clone(), format: self.format, out })
+    }
+
+    fn purpose(&self, phase: Phase, any_step: bool, max_batch: u32) -> Use {
+        Use { format: self.format, geometry: self.geometry, phase, any_step, max_batch }
+    }
+
+    /// A phase, step and batch of the arguments.
+    fn parse(&self, name: &str, step: Option<Int>, max_batch: Option<Int>) -> Result<Use> {
+        let limit = self.geometry.limits().max_batch;
+        let step = step.map(|s| s.within("step", 0, self.geometry.shape().steps() as i128 - 1)).transpose()?;
+        let max_batch = max_batch.map(|b| b.within("max_batch", 0, limit.into())).transpose()?;
+        let phase = phase(name, step.map(|s| s as u32))?;
+        let any_step = step.is_none() && matches!(phase, Phase::Draft { .. });
+        Ok(self.purpose(phase, any_step, max_batch.map_or(limit, |b| b as u32)))
+    }
+
+    /// `{name: {"shape", "dtype", "bytes"}}` of sizes by array.
+    fn describe<'py>(&self, py: Python<'py>, sizes: &[(usize, Extent)]) -> PyResult<Bound<'py, PyDict>> {
+        let out = PyDict::new(py);
+        for &(at, extent) in sizes {
+            let Some(spec) = self.format.arrays().get(at) else { continue };
+            let d = PyDict::new(py);
+            d.set_item("shape", pyo3::types::PyTuple::new(py, extent.shape())?)?;
+            d.set_item("dtype", spec.dtype.name())?;
+            d.set_item("bytes", extent.elements() as u128 * spec.dtype.size() as u128)?;
+            out.set_item(spec.name, d)?;
+        }
+        Ok(out)
+    }
+}
+
+#[pymethods]
+impl Planner {
+    #[new]
+    #[pyo3(signature = (geometry, pool, format="native", mask="both"))]
+    fn new(geometry: &Bound<'_, Geometry>, pool: &Bound<'_, Pool>, format: &str, mask: &str) -> PyResult<Self> {
+        let (geometry, pool) = (geometry.get().0, pool.get().0.clone());
+        let format = self::format(format, mask)?;
+        let state = Mutex::new(plan::Planner::new(geometry, format)?);
+        Ok(Self { geometry, format, pool, state })
+    }
+
+    /// The geometry.
+    #[getter]
+    fn geometry(&self) -> Geometry {
+        Geometry(self.geometry)
+    }
+
+    /// The format of its plans' arrays.
+    #[getter]
+    fn format(&self) -> &'static str {
+        self.format.name()
+    }
+
+    /// Check every lane and every page of each plan from its arrays alone, and poison reused buffers: slow, to find
+    /// faults.
+    fn set_debug(&self, on: bool) {
+        self.state().set_debug(on);
+    }
+
+    /// `counts[i]` tokens of sequence i at row positions `starts[i]...`, attended causally: prefill chunks, and the
+    /// draft model's pass over accepted tokens.
+    ///
+    /// Of every plan: `pad` is (requests, queries) to pad to; `out` takes the arrays of the format, see `buffers`.
+    #[pyo3(signature = (seqs, starts, counts, *, out=None, pad=None))]
+    #[allow(clippy::too_many_arguments, reason = "operands of an operation, by name")]
+    fn extend(
+        &self,
+        py: Python<'_>,
+        seqs: Vec<Bound<'_, Sequence>>,
+        starts: &Bound<'_, PyAny>,
+        counts: Vec<Int>,
+        out: Option<&Bound<'_, FormatBuffers>>,
+        pad: Pad,
+    ) -> PyResult<Plan> {
+        let (starts, counts) = (LensArg::take("starts", starts)?, u32s("counts", &counts)?);
+        let call = Call::new(Phase::Extend, pad, out)?;
+        self.plan(py, &seqs, &starts, &call, |p, t, batch| p.extend(t, batch, &counts))
+    }
+
+    /// One token of each sequence behind its `lens[i]` committed ones: plain decoding.
+    #[pyo3(signature = (seqs, lens, *, out=None, pad=None))]
+    fn decode(
+        &self,
+        py: Python<'_>,
+        seqs: Vec<Bound<'_, Sequence>>,
+        lens: &Bound<'_, PyAny>,
+        out: Option<&Bound<'_, FormatBuffers>>,
+        pad: Pad,
+    ) -> PyResult<Plan> {
+        let lens = LensArg::take("committed length", lens)?;
+        let call = Call::new(Phase::Decode, pad, out)?;
+        self.plan(py, &seqs, &lens, &call, |p, t, batch| p.decode(t, batch))
+    }
+
+    /// The forward of the beams of draft step `step` (0-based), K queries a request. A beam attends its true
+    /// ancestors (`mode="ancestors"`), or its own lane's slots of the earlier steps (`"lane"`).
+    #[pyo3(signature = (seqs, lens, step, beams, mode="ancestors", *, out=None, pad=None))]
+    #[allow(clippy::too_many_arguments, reason = "operands of an operation, by name")]
+    fn draft(
+        &self,
+        py: Python<'_>,
+        seqs: Vec<Bound<'_, Sequence>>,
+        lens: &Bound<'_, PyAny>,
+        step: Int,
+        beams: &Bound<'_, DraftBeams>,
+        mode: &str,
+        out: Option<&Bound<'_, FormatBuffers>>,
+        pad: Pad,
+    ) -> PyResult<Plan> {
+        let (lens, step) = (LensArg::take("committed length", lens)?, step.u32("step")?);
+        let lane = match mode {
+            "ancestors" => false,
+            "lane" => true,
+            _ => {
+                let why = "want \"ancestors\" or \"lane\"".into();
+                return Err(Error::Invalid { what: "mode", got: format!("{mode:?}"), why }.into());
+            }
+        };
+        let beams = beams.get();
+        same_len("sequences", seqs.len(), "the beams' batch", beams.batch())?;
+        let call = Call::new(Phase::Draft { step }, pad, out)?;
+        self.plan(py, &seqs, &lens, &call, |p, t, batch| {
+            let state = beams.state();
+            let mask = match lane {
+                true => DraftMask::Lane,
+                false => DraftMask::Ancestors(state.mask(select::DraftMask::Ancestors)),
+            };
+            p.draft(t, batch, step, mask)
+        })
+    }
+
+    /// The target's pass over one tree a request: node j at row position `lens[i] + j`, attending the prefix and its
+    /// ancestors.
+    #[pyo3(signature = (seqs, lens, trees, *, out=None, pad=None))]
+    fn verify(
+        &self,
+        py: Python<'_>,
+        seqs: Vec<Bound<'_, Sequence>>,
+        lens: &Bound<'_, PyAny>,
+        trees: &Bound<'_, TreeBatch>,
+        out: Option<&Bound<'_, FormatBuffers>>,
+        pad: Pad,
+    ) -> PyResult<Plan> {
+        let (lens, trees) = (LensArg::take("committed length", lens)?, &trees.get().0);
+        let sizes: Vec<u32> = trees.sizes().collect();
+        let call = Call::new(Phase::Verify, pad, out)?;
+        self.plan(py, &seqs, &lens, &call, |p, t, batch| {
+            p.verify(t, batch, Trees { sizes: &sizes, parents: trees.parents() })
+        })
+    }
+
+    /// Copies of each prefix's tail into the holes before its draft branches, to be run on the draft model's cache
+    /// before the first step; none in the dense layout.
+    #[pyo3(signature = (seqs, lens))]
+    fn tail_copies(
+        &self,
+        py: Python<'_>,
+        seqs: Vec<Bound<'_, Sequence>>,
+        lens: &Bound<'_, PyAny>,
+    ) -> PyResult<Moves> {
+        let (seqs, lens) = (ids(&seqs), LensArg::take("committed length", lens)?);
+        let moves = detached(py, || {
+            let mut planner = self.state();
+            let copies = self.pool.with_tables(|t| planner.tail_copies(&t, &Batch::new(&seqs, lens.get())))??;
+            Ok(copies.moves().clone())
+        })?;
+        Ok(Moves { moves, pool: Some(self.pool.clone()) })
+    }
+
+    /// Make the accepted nodes' KV the dense end of each prefix: with pages of one token the lease's rows are
+    /// reordered and nothing moves; else the returned moves have to be run before the lease is committed.
+    #[pyo3(signature = (lease, seqs, lens, accepts))]
+    fn commit(
+        &self,
+        py: Python<'_>,
+        lease: &Bound<'_, Lease>,
+        seqs: Vec<Bound<'_, Sequence>>,
+        lens: &Bound<'_, PyAny>,
+        accepts: &Bound<'_, Accepts>,
+    ) -> PyResult<Moves> {
+        let (lease, accepts) = (lease.get(), &accepts.get().0);
+        let (seqs, lens) = (ids(&seqs), LensArg::take("committed length", lens)?);
+        let moves = detached(py, || {
+            let sizes: Vec<u32> = (0..accepts.len()).map(|i| accepts.path(i).len() as u32).collect();
+            let nodes: Vec<u32> = (0..accepts.len()).flat_map(|i| accepts.path(i)).copied().collect();
+            let (batch, paths) = (Batch::new(&seqs, lens.get()), Paths { sizes: &sizes, nodes: &nodes });
+            lease.with(|lease| {
+                let mut planner = self.state();
+                let commit = self.pool.with_tables(|t| planner.commit(&t, &batch, paths))??;
+                lease.remap_all(commit.remaps().map(|r| (r.seq, r.first, r.order)))?;
+                Ok(commit.moves().clone())
+            })
+        })?;
+        Ok(Moves { moves, pool: Some(self.pool.clone()) })
+    }
+
+    /// Static memory for the arrays of `phase` (`"extend"`, `"decode"`, `"draft"`, `"verify"`), at the size that
+    /// `capacities` says, for plans made with `out=`. Of a draft, `step` makes it that step's alone.
+    ///
+    /// With `tensors`, name to tensor, the arrays are written into these: on the CPU, contiguous, of the array's
+    /// dtype (`custom_mask`: bool or uint8), apart from each other; a table may have more rows and columns than
+    /// needed. They are zeroed, kept alive, and written by later plans: no thread may use them during such a call.
+    /// `ConfigError` names the first that is missing, unknown, of another kind or too small.
+    #[pyo3(signature = (phase, step=None, max_batch=None, tensors=None))]
+    fn buffers(
+        &self,
+        py: Python<'_>,
+        phase: &str,
+        step: Option<Int>,
+        max_batch: Option<Int>,
+        tensors: Option<&Bound<'_, PyMapping>>,
+    ) -> PyResult<FormatBuffers> {
+        let purpose = self.parse(phase, step, max_batch)?;
+        let import = |given: &Bound<'_, PyMapping>| -> PyResult<Vec<(&'static str, Tensor)>> {
+            let mut all = Vec::new();
+            for item in given.items()?.iter() {
+                let (name, tensor): (String, Bound<'_, PyAny>) = item.extract()?;
+                let name = purpose.array(&name)?;
+                all.push((name, Tensor::import(&tensor, name, None)?));
+            }
+            Ok(all)
+        };
+        let tensors = tensors.map(import).transpose()?;
+        let memory = detached(py, || Static::new(purpose, tensors))?;
+        Ok(FormatBuffers(memory.into()))
+    }
+
+    /// The largest size of each array of a phase, for `max_batch` requests: name to `shape`, `dtype`, `bytes` and
+    /// `formula`, where the size comes from.
+    #[pyo3(signature = (phase, step=None, max_batch=None))]
+    fn capacities<'py>(
+        &self,
+        py: Python<'py>,
+        phase: &str,
+        step: Option<Int>,
+        max_batch: Option<Int>,
+    ) -> PyResult<Bound<'py, PyDict>> {
+        let purpose = self.parse(phase, step, max_batch)?;
+        let out = self.describe(py, &purpose.limits()?)?;
+        Ok(out)
+    }
+
+    /// The size of each array of a phase for requests of these lengths (a list, or `DeviceLens`, whose bound counts):
+    /// name to `shape`, `dtype`, `bytes`. Of `"extend"`, with tokens up to the context limit; of `"draft"` without
+    /// `step`, of the first.
+    #[pyo3(signature = (phase, lens, step=None))]
+    fn sizes<'py>(
+        &self,
+        py: Python<'py>,
+        phase: &str,
+        lens: &Bound<'py, PyAny>,
+        step: Option<Int>,
+    ) -> PyResult<Bound<'py, PyDict>> {
+        let (purpose, lens) = (self.parse(phase, step, None)?, LensArg::take("committed length", lens)?);
+        let load = Load::of_lens(&self.geometry, purpose.phase, &lens.get())?;
+        self.describe(py, &self.format.extents(&self.geometry, &load)?)
+    }
+}
