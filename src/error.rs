@@ -143,8 +143,10 @@ pub enum Error {
     },
     /// A view of memory that is written again and again (static buffers, a graph's output) was read after a later
     /// write.
-    #[error("{what} is stale: it holds write {held} of its memory, which write {current} has overwritten; read a view \
-             before the next write, or copy it")]
+    #[error(
+        "{what} is stale: it holds write {held} of its memory, which write {current} has overwritten; read a view \
+             before the next write, or copy it"
+    )]
     StaleOutput {
         /// The view.
         what: String,

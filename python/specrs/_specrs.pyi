@@ -8,7 +8,6 @@ from typing import Any, Literal, Protocol, SupportsIndex, final, type_check_only
 from typing_extensions import Self
 
 __version__: str
-_Lens = _List[SupportsIndex] | DeviceLens
 
 @type_check_only
 class _Tensor(Protocol):
@@ -623,7 +622,7 @@ class Planner:
     def extend(
         self,
         seqs: _List[Sequence],
-        starts: _Lens,
+        starts: _List[SupportsIndex] | DeviceLens,
         counts: _List[SupportsIndex],
         *,
         out: FormatBuffers | None = None,
@@ -638,7 +637,7 @@ class Planner:
     def decode(
         self,
         seqs: _List[Sequence],
-        lens: _Lens,
+        lens: _List[SupportsIndex] | DeviceLens,
         *,
         out: FormatBuffers | None = None,
         pad: tuple[SupportsIndex, SupportsIndex] | None = None,
@@ -648,7 +647,7 @@ class Planner:
     def draft(
         self,
         seqs: _List[Sequence],
-        lens: _Lens,
+        lens: _List[SupportsIndex] | DeviceLens,
         step: SupportsIndex,
         beams: DraftBeams,
         mode: Literal["ancestors", "lane"] = "ancestors",
@@ -663,7 +662,7 @@ class Planner:
     def verify(
         self,
         seqs: _List[Sequence],
-        lens: _Lens,
+        lens: _List[SupportsIndex] | DeviceLens,
         trees: TreeBatch,
         *,
         out: FormatBuffers | None = None,
@@ -673,12 +672,14 @@ class Planner:
         its ancestors.
         """
 
-    def tail_copies(self, seqs: _List[Sequence], lens: _Lens) -> Moves:
+    def tail_copies(self, seqs: _List[Sequence], lens: _List[SupportsIndex] | DeviceLens) -> Moves:
         """Copies of each prefix's tail into the holes before its draft branches, to be run on the draft model's
         cache before the first step; none in the dense layout.
         """
 
-    def commit(self, lease: Lease, seqs: _List[Sequence], lens: _Lens, accepts: Accepts) -> Moves:
+    def commit(
+        self, lease: Lease, seqs: _List[Sequence], lens: _List[SupportsIndex] | DeviceLens, accepts: Accepts
+    ) -> Moves:
         """Make the accepted nodes' KV the dense end of each prefix: with pages of one token the lease's rows are
         reordered and nothing moves; else the returned moves have to be run before the lease is committed.
         """
@@ -710,7 +711,10 @@ class Planner:
         """
 
     def sizes(
-        self, phase: Literal["extend", "decode", "draft", "verify"], lens: _Lens, step: SupportsIndex | None = None
+        self,
+        phase: Literal["extend", "decode", "draft", "verify"],
+        lens: _List[SupportsIndex] | DeviceLens,
+        step: SupportsIndex | None = None,
     ) -> dict[str, dict[str, Any]]:
         """The size of each array of a phase for requests of these lengths (a list, or `DeviceLens`, whose bound
         counts): name to `shape`, `dtype`, `bytes`. Of `"extend"`, with tokens up to the context limit; of `"draft"`

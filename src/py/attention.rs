@@ -179,7 +179,8 @@ pub(super) fn rope_attention(
         let mut tensor = cache.write();
         let out = out.output(&[queries, heads * d], &[&qkv, &tensor])?;
         let mut kv = cache.view_mut(&mut tensor, &[&qkv])?;
-        plan.pool
-            .with_tables(|t| rope::rope_attention(&mut kv, layer, &view(&native, &t)?, rows, heads, &rotary, scale, out))?
+        plan.pool.with_tables(|t| {
+            rope::rope_attention(&mut kv, layer, &view(&native, &t)?, rows, heads, &rotary, scale, out)
+        })?
     })
 }

@@ -20,6 +20,7 @@ CLASSES = {
     "Audit": (core.LedgerError, {"what", "history"}),
     "Dead": (core.StaleHandleError, {"what", "id", "why"}),
     "OutOfBounds": (core.OutOfBoundsError, {"kernel", "buffer", "request", "step", "index", "bound"}),
+    "StaleOutput": (core.StaleOutputError, {"what", "held", "current"}),
     "NonFinite": (core.NonFiniteError, {"what", "value", "request", "row", "index"}),
     "Cuda": (core.CudaError, {"call", "message"}),
     "CudaUnavailable": (core.CudaError, {"reason"}),

@@ -10,7 +10,7 @@ mod triton;
 pub use flashinfer::{FlashInfer, MaskForm};
 pub use triton::Triton;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::geometry::Geometry;
 use crate::plan::{Arrays, DraftMask, Extent, Format, Load, Native, Plan, Spec};
 use crate::pool::Tables;
@@ -27,6 +27,39 @@ pub enum AnyFormat {
 }
 
 impl AnyFormat {
+    /// Every format that [`AnyFormat::named`] knows, with the masks of both forms.
+    pub const ALL: [AnyFormat; 3] = [
+        AnyFormat::Native(Native),
+        AnyFormat::FlashInfer(FlashInfer { mask: MaskForm::Both }),
+        AnyFormat::Triton(Triton),
+    ];
+
+    /// The format of a name that users give. `masks` chooses the forms of the masks of `flashinfer`: `"both"`, `"bool"`
+    /// or `"packed"`.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] that lists what there is.
+    pub fn named(name: &str, masks: &str) -> Result<Self> {
+        let mask = match masks {
+            "both" => MaskForm::Both,
+            "bool" => MaskForm::Bool,
+            "packed" => MaskForm::Packed,
+            _ => {
+                let why = "want \"both\", \"bool\" or \"packed\"".into();
+                return Err(Error::Invalid { what: "mask", got: format!("{masks:?}"), why });
+            }
+        };
+        match Self::ALL.into_iter().find(|f| f.name() == name) {
+            Some(AnyFormat::FlashInfer(_)) => Ok(AnyFormat::FlashInfer(FlashInfer { mask })),
+            Some(format) => Ok(format),
+            None => {
+                let names: Vec<&str> = Self::ALL.iter().map(Format::name).collect();
+                let why = format!("want one of {}", names.join(", "));
+                Err(Error::Invalid { what: "format", got: format!("{name:?}"), why })
+            }
+        }
+    }
+
     fn inner(&self) -> &dyn Format {
         match self {
             AnyFormat::Native(f) => f,

@@ -123,9 +123,7 @@ impl Buffer {
             // SAFETY: the constructors checked that row `r` of a table, or all elements of anything else, lie in the
             // memory that `storage` keeps; all of it is initialised; no `&mut` to it exists (own and shared memory:
             // never; static memory: see above).
-            out.extend_from_slice(unsafe {
-                std::slice::from_raw_parts(self.data.add(r * stride * size), row * size)
-            });
+            out.extend_from_slice(unsafe { std::slice::from_raw_parts(self.data.add(r * stride * size), row * size) });
         }
         out
     }
@@ -198,12 +196,9 @@ impl View {
         let have = bytes / dtype.size().max(1);
         match need {
             Some(need) if need <= have => Ok(()),
-            _ => Err(Error::Capacity {
-                what: name,
-                need: need.map_or(u64::MAX, |n| n as u64),
-                have: have as u64,
-                hint,
-            }),
+            _ => {
+                Err(Error::Capacity { what: name, need: need.map_or(u64::MAX, |n| n as u64), have: have as u64, hint })
+            }
         }
     }
 

@@ -52,9 +52,11 @@ pub(super) fn phase(name: &str, step: Option<u32>) -> Result<Phase> {
     };
     match step {
         None => Ok(phase),
-        Some(step) => {
-            Err(Error::Invalid { what: "step", got: step.to_string(), why: format!("{name} has no steps; leave it out") })
-        }
+        Some(step) => Err(Error::Invalid {
+            what: "step",
+            got: step.to_string(),
+            why: format!("{name} has no steps; leave it out"),
+        }),
     }
 }
 
@@ -259,7 +261,9 @@ fn check(
 /// The size of a tensor, where it holds `limit`.
 fn capacity(purpose: &Use, name: &'static str, tensor: &Tensor, limit: Extent) -> Result<Extent> {
     let shape: Vec<u64> = tensor.shape().iter().map(|&n| n as u64).collect();
-    let too_small = |need, have, of: &str| Err(Error::Capacity { what: name, need, have, hint: of.to_string() + &purpose.describe() });
+    let too_small = |need, have, of: &str| {
+        Err(Error::Capacity { what: name, need, have, hint: of.to_string() + &purpose.describe() })
+    };
     match (limit, &shape[..]) {
         (Extent::Line(need), &[have]) if have < need => too_small(need, have, ""),
         (Extent::Line(_), &[have]) => Ok(Extent::Line(have)),
@@ -268,7 +272,8 @@ fn capacity(purpose: &Use, name: &'static str, tensor: &Tensor, limit: Extent) -
         (Extent::Table { .. }, &[rows, cols]) => Ok(Extent::Table { rows, cols }),
         (limit, _) => {
             let dims = limit.shape().len();
-            Err(tensor.mismatch(format_args!("shape {shape:?}"), format_args!("{dims} dimension(s), as {:?}", limit.shape())))
+            Err(tensor
+                .mismatch(format_args!("shape {shape:?}"), format_args!("{dims} dimension(s), as {:?}", limit.shape())))
         }
     }
 }
@@ -302,7 +307,8 @@ impl Written {
         if held == current {
             return Ok(());
         }
-        let what = format!("{name} of {} buffers for {}", self.memory.purpose.format.name(), self.memory.purpose.phase.name());
+        let what =
+            format!("{name} of {} buffers for {}", self.memory.purpose.format.name(), self.memory.purpose.phase.name());
         Err(Error::StaleOutput { what, held, current })
     }
 }

@@ -84,18 +84,6 @@ fn bucket(pad: Pad) -> Result<Option<Bucket>> {
     Ok(Some(Bucket { batch: batch.u32("pad requests")?, queries: queries.u32("pad queries")? }))
 }
 
-/// The format of that name.
-fn format(name: &str, mask: &str) -> Result<AnyFormat> {
-    let _ = mask;
-    match name {
-        "native" => Ok(AnyFormat::Native(plan::Native)),
-        _ => {
-            let why = "want \"native\", \"flashinfer\", \"flash_attention\" or \"triton\"".into();
-            Err(Error::Invalid { what: "format", got: format!("{name:?}"), why })
-        }
-    }
-}
-
 /// Makes the plans of a geometry over a pool, in the format of an attention backend; its buffers are reused once the
 /// plans made of them, and the arrays of these, are dropped.
 ///
@@ -190,7 +178,7 @@ impl Planner {
     #[pyo3(signature = (geometry, pool, format="native", mask="both"))]
     fn new(geometry: &Bound<'_, Geometry>, pool: &Bound<'_, Pool>, format: &str, mask: &str) -> PyResult<Self> {
         let (geometry, pool) = (geometry.get().0, pool.get().0.clone());
-        let format = self::format(format, mask)?;
+        let format = AnyFormat::named(format, mask)?;
         let state = Mutex::new(plan::Planner::new(geometry, format)?);
         Ok(Self { geometry, format, pool, state })
     }
@@ -308,12 +296,7 @@ impl Planner {
     /// Copies of each prefix's tail into the holes before its draft branches, to be run on the draft model's cache
     /// before the first step; none in the dense layout.
     #[pyo3(signature = (seqs, lens))]
-    fn tail_copies(
-        &self,
-        py: Python<'_>,
-        seqs: Vec<Bound<'_, Sequence>>,
-        lens: &Bound<'_, PyAny>,
-    ) -> PyResult<Moves> {
+    fn tail_copies(&self, py: Python<'_>, seqs: Vec<Bound<'_, Sequence>>, lens: &Bound<'_, PyAny>) -> PyResult<Moves> {
         let (seqs, lens) = (ids(&seqs), LensArg::take("committed length", lens)?);
         let moves = detached(py, || {
             let mut planner = self.state();
