@@ -394,8 +394,8 @@ class Pool:
         """
 
     def owners(self) -> list[tuple[int, str]]:
-        """`(page, owner)` for each owner of each page, pages ascending: `"sequence ROW.GENERATION"`, `"prefix cache"`,
-        or `"raw pages"` (of `alloc_pages`).
+        """`(page, owner)` for each owner of each page, pages ascending: `"sequence ROW.GENERATION"`, `"prefix
+        cache"`, or `"raw pages"` (of `alloc_pages`).
         """
 
     def take_next(self, pages: _List[SupportsIndex]) -> None:
