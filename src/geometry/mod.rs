@@ -20,6 +20,7 @@ mod buffers;
 mod capacity;
 mod formats;
 mod layout;
+mod paged;
 mod shape;
 mod tree;
 

@@ -98,7 +98,7 @@ pub use body::{AuditedPlan, Phase, Plan, PlanParts};
 pub use certify::{Certificate, Failure, LayoutSizes, MAX_FAILURES, certify};
 pub use commit::{AuditedCommit, Paths, Remap};
 pub use format::{Format, Native, WritesOnly, phases};
-pub use formats::{AnyFormat, FlashInfer, MaskForm, Triton};
+pub use formats::{AnyFormat, FlashAttention, FlashInfer, MaskForm, Triton};
 pub use lens::Lens;
 pub use load::Load;
 pub use moves::Moves;

@@ -1,12 +1,15 @@
 //! The formats of other projects' attention kernels, each derived from the same [`Plan`].
 
+mod flash_attention;
 mod flashinfer;
 mod masks;
 mod reader;
 mod sizes;
 mod slots;
+mod table;
 mod triton;
 
+pub use flash_attention::FlashAttention;
 pub use flashinfer::{FlashInfer, MaskForm};
 pub use triton::Triton;
 
@@ -22,6 +25,8 @@ pub enum AnyFormat {
     Native(Native),
     /// FlashInfer's wrappers.
     FlashInfer(FlashInfer),
+    /// FlashAttention 3 and 4 over pages.
+    FlashAttention(FlashAttention),
     /// sglang's Triton backend.
     Triton(Triton),
 }
@@ -64,6 +69,7 @@ impl AnyFormat {
         match self {
             AnyFormat::Native(f) => f,
             AnyFormat::FlashInfer(f) => f,
+            AnyFormat::FlashAttention(f) => f,
             AnyFormat::Triton(f) => f,
         }
     }

@@ -1,0 +1,96 @@
+//! Rows of page tables, in memory that is written whole or that keeps what earlier rounds left.
+//!
+//! The columns behind a row's entries hold the sink. A static table is as wide as a whole context, so that clearing all
+//! of it in every round would write megabytes; each of its rows remembers how far it was written instead
+//! ([`View::marks`]), and only the stale columns between that and the row's new end are cleared.
+
+use crate::error::{Error, Result};
+use crate::plan::arrays::View;
+
+/// An opened table of int32, to write row by row: each row in use, then [`Table::end`].
+#[derive(Debug)]
+pub(super) struct Table<'a> {
+    name: &'static str,
+    /// The rows in use; in fixed memory all rows of the capacity.
+    cells: &'a mut [i32],
+    /// Columns in use, at most `stride`.
+    cols: usize,
+    /// Distance of two rows.
+    stride: usize,
+    /// See [`View::marks`].
+    marks: &'a mut [u32],
+}
+
+impl<'a> Table<'a> {
+    /// The table `name`, of `cols` used columns.
+    pub(super) fn new(name: &'static str, mut view: View<'a>, cols: usize) -> Result<Self> {
+        let (stride, marks) = (view.width, std::mem::take(&mut view.marks));
+        if stride < cols {
+            let (got, want) = (format!("rows of {stride}"), format!("a table of {cols} columns"));
+            return Err(Error::Mismatch { operand: name, got, want });
+        }
+        Ok(Self { name, cells: view.slice()?, cols, stride, marks })
+    }
+
+    /// Write row `row`: `n` entries by `fill`, and the sink behind them. `hint` says whose row it is.
+    #[inline]
+    pub(super) fn put(
+        &mut self,
+        row: usize,
+        n: usize,
+        fill: impl FnOnce(&mut [i32]) -> Result<()>,
+        hint: impl FnOnce() -> String,
+    ) -> Result<()> {
+        if n > self.cols {
+            return Err(self.too_wide(n, hint()));
+        }
+        let (entries, behind) = self.row(row, n)?.split_at_mut(n);
+        fill(entries)?;
+        behind.fill(0);
+        if let Some(mark) = self.marks.get_mut(row) {
+            *mark = n as u32;
+        }
+        Ok(())
+    }
+
+    /// Clear what earlier rounds left in the rows from `rows` on.
+    pub(super) fn end(mut self, rows: usize) -> Result<()> {
+        for row in rows..self.marks.len() {
+            if self.marks[row] != 0 {
+                self.row(row, 0)?.fill(0);
+                self.marks[row] = 0;
+            }
+        }
+        Ok(())
+    }
+
+    /// The columns of a row that are to be written for `n` entries: the entries and what is stale behind them.
+    #[inline]
+    fn row(&mut self, row: usize, n: usize) -> Result<&mut [i32]> {
+        let len = self.marks.get(row).map_or(self.cols, |&stale| n.max(stale as usize));
+        let rows = self.marks.len();
+        let first = row * self.stride;
+        match self.cells.get_mut(first..first + len) {
+            Some(cells) => Ok(cells),
+            None => Err(outside(self.name, row, rows)),
+        }
+    }
+
+    #[cold]
+    fn too_wide(&self, n: usize, hint: String) -> Error {
+        let (need, have) = (n as u64, self.cols as u64);
+        Error::Capacity { what: self.name, need, have, hint: format!("columns of {hint}") }
+    }
+}
+
+#[cold]
+fn outside(buffer: &'static str, row: usize, rows: usize) -> Error {
+    Error::OutOfBounds {
+        kernel: "flash_attention",
+        buffer,
+        request: -1,
+        step: -1,
+        index: row as i64,
+        bound: rows as i64,
+    }
+}
