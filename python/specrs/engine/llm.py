@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from specrs import assets
 from specrs._specrs import Accepts, ConfigError, TreeBatch
+from specrs.capsule.file import save
+from specrs.capsule.recorder import RoundRecorder
 from specrs.engine.config import EngineConfig
 from specrs.engine.request import Request, RequestOutput, StreamEvent
 from specrs.engine.runner import Runner
@@ -209,6 +211,30 @@ class LLM:
             yield
         finally:
             self._runner.watch = previous
+
+    @contextmanager
+    def recording(self, path: str | os.PathLike[str] | None = None, round: int = 1) -> Iterator[RoundRecorder]:
+        """Within the context, keep the inputs of the ``round``-th round that runs, for ``specrs replay``.
+
+        Plain decoding counts as rounds too. The recorder's ``capsule`` has the round once it has run; with ``path`` it
+        is also written there when the context is left.
+
+        Raises:
+            ConfigError: a round below 1; on leaving, fewer rounds ran.
+        """
+        if isinstance(round, bool) or not isinstance(round, int) or round < 1:
+            raise ConfigError(f"round = {round!r}: must be an integer of at least 1")
+        runner, config = self._runner, self.config
+        recorder = RoundRecorder(runner.planner, runner.pool, config.draft_attention, round)
+        previous, runner.recorder = runner.recorder, recorder
+        try:
+            yield recorder
+        finally:
+            runner.recorder = previous
+        if recorder.capsule is None:
+            raise ConfigError(f"round = {round}: only {recorder.rounds} ran")
+        if path is not None:
+            save(recorder.capsule, path)
 
     def audit(self) -> dict[str, int]:
         """Check the page ledger against every sequence; raises LedgerError on a leak. Returns the pool's counts."""

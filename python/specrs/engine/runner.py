@@ -16,6 +16,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from specrs import _specrs as core
+from specrs.capsule.recorder import RoundRecorder
 from specrs.engine.config import EngineConfig
 from specrs.engine.policy import Costs, PassCost, SpeculationGate, TreePolicy
 from specrs.engine.request import Committed, Request
@@ -68,6 +69,7 @@ class Runner:
         self.policy: TreePolicy | None = None
         self.gates: dict[int, SpeculationGate] = {}
         self.watch: Callable[[core.TreeBatch, core.Accepts], None] | None = None
+        self.recorder: RoundRecorder | None = None
         self._in_passes = 0.0  # seconds
         self._borrowers: list[Request] = []  # whose root_logits and root_hidden are the head's own memory
 
@@ -105,10 +107,14 @@ class Runner:
         started, self._in_passes = time.perf_counter(), 0.0
         trees = core.TreeBatch.from_parents([[-1]] * len(reqs), [[r.tokens[-1]] for r in reqs])
         with self._lease(reqs, [1] * len(reqs)) as lease:
+            if self.recorder is not None:
+                self.recorder.reserved(reqs, [r.committed + 1 for r in reqs], speculative=False)
             passed, aux, _ = self._verify(reqs, trees, lease)
         self._remember(reqs, aux, [[i] for i in range(len(reqs))])
         lagging = [r for r in reqs if r.finish_reason is None and sum(len(p) for p in r.pending) >= _MAX_LAG]
         self._draft_extend(lagging)
+        if self.recorder is not None:
+            self.recorder.ended()
         if self.policy is not None:
             self.policy.costs.plain_overhead.observe(time.perf_counter() - started - self._in_passes)
             for r in reqs:
@@ -126,6 +132,8 @@ class Runner:
         started, self._in_passes = time.perf_counter(), 0.0
         need = self.geometry.alloc_len_per_decode
         with self._lease(reqs, [need] * len(reqs)) as lease:
+            if self.recorder is not None:
+                self.recorder.reserved(reqs, [r.committed + need for r in reqs], speculative=True)
             drafted = self._draft(reqs)
             passed, aux, paths = self._verify(reqs, drafted.trees, lease)
         first = 0
@@ -135,6 +143,8 @@ class Runner:
             first += size
         self._remember(reqs, aux, rows)
         self._draft_extend([r for r in reqs if r.finish_reason is None])
+        if self.recorder is not None:
+            self.recorder.ended()
         if self.policy is not None:
             self.policy.costs.spec_overhead.observe(time.perf_counter() - started - self._in_passes)
             self._learn(passed, drafted)
@@ -152,12 +162,16 @@ class Runner:
         accepts = core.verify(trees, logits, [r.sampler for r in reqs], lens)
         if self.watch is not None:
             self.watch(trees, accepts)
+        if self.recorder is not None:
+            self.recorder.verified(trees, accepts)
         moves = self.planner.commit(lease, seqs, lens, accepts)
         core.kv_move(self.cache, moves)
         passed = [Passed(r, drawn, r.commit(drawn, round_=True)) for r, drawn in zip(reqs, accepts.tokens, strict=True)]
         for p in passed:
             p.request.committed += p.committed.kept
         lease.commit([r.committed for r in reqs])
+        if self.recorder is not None:
+            self.recorder.committed([p.committed.kept for p in passed])
         return passed, aux, accepts.paths
 
     # -- draft passes -------------------------------------------------------------------------------------------
@@ -174,6 +188,8 @@ class Runner:
         steps = 0
         while steps < min(self.shape.steps, max(depths)) - 1 and self._deepen(beams, depths, steps + 1):
             plan = self.planner.draft(seqs, lens, steps, beams, self.config.draft_attention)
+            if self.recorder is not None:
+                self.recorder.drafted(beams)
             tokens = from_dlpack(beams.tokens)
             # The only beam of a request continues itself.
             inputs = hidden if self.shape.topk == 1 else hidden.index_select(0, from_dlpack(beams.parents))
@@ -216,6 +232,8 @@ class Runner:
         # The draft's entry at position p pairs the target's feature of p with the token at p + 1.
         tokens = [t for r, s in zip(reqs, starts, strict=True) for t in r.tokens[s + 1 : r.committed + 1]]
         plan = self.planner.extend([r.seq for r in reqs], starts, counts)
+        if self.recorder is not None:
+            self.recorder.extended([r.seq for r in reqs], starts, counts)
         rows = torch.tensor([end - 1 for end in accumulate(counts)])
         pieces = [p for r in reqs for p in r.pending]
         aux = pieces[0] if len(pieces) == 1 else torch.cat(pieces)

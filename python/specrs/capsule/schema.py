@@ -1,0 +1,342 @@
+"""What a capsule holds: one round's inputs as plain values, and the check of every field.
+
+`Capsule.from_json` accepts only what `Capsule.to_json` can write: each field has its type, its range and its length,
+and fields that say the same thing twice must agree (page tables with lengths, ancestor bits with parents, paths with
+trees), so that a replay that starts from a capsule cannot meet an impossible round. B requests, K branches, S steps.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, cast
+
+from specrs._specrs import ConfigError, Geometry, TreeShape
+from specrs.capsule.errors import CapsuleError
+
+Format = Literal["native", "flashinfer", "flash_attention", "triton"]
+DraftAttention = Literal["ancestors", "lane"]
+Layout = Literal["dense", "holey"]
+Kind = Literal["speculative", "plain"]
+
+FORMATS: tuple[Format, ...] = ("native", "flashinfer", "flash_attention", "triton")
+_INT32 = 2**31 - 1
+_OWNER = re.compile(r"sequence (0|[1-9][0-9]{0,9})\.(0|[1-9][0-9]{0,9})|prefix cache|raw pages")
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Limits, tree and draft layout: the arguments of `specrs.Geometry`."""
+
+    max_batch: int
+    max_context_len: int
+    page_size: int
+    topk: int
+    steps: int
+    draft_tokens: int
+    layout: Layout
+
+    def geometry(self, **options: Any) -> Geometry:
+        """The geometry; `options` are passed on."""
+        tree = TreeShape(self.topk, self.steps, self.draft_tokens)
+        return Geometry(self.max_batch, self.max_context_len, self.page_size, tree, self.layout, **options)
+
+
+@dataclass(frozen=True)
+class PoolSize:
+    """Pages (the sink included), rows of the page table, and its columns."""
+
+    num_pages: int
+    max_seqs: int
+    row_pages: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One request under the round's lease.
+
+    Attributes:
+        row, generation: of its sequence.
+        committed: L, positions whose KV is valid.
+        reserved: positions that the round asked pages for.
+        seed: of its sampler.
+        pages: page of each P positions, ``ceil(reserved / P)`` of them.
+    """
+
+    row: int
+    generation: int
+    committed: int
+    reserved: int
+    seed: int
+    pages: tuple[int, ...]
+
+    @property
+    def owner(self) -> str:
+        """Its name in the pool's ledger."""
+        return f"sequence {self.row}.{self.generation}"
+
+
+@dataclass(frozen=True)
+class DraftStep:
+    """The beams that one forward of the draft model took, B * K values each.
+
+    Attributes:
+        tokens: ids in the target's vocabulary.
+        parents: row of the step before that a beam continues; of step 0 the request.
+        scores: cumulative log-probabilities, float32 exactly.
+        ancestors: bit ``b * S + s`` is beam b of step s: the beam's true ancestors and itself.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    scores: tuple[float, ...]
+    ancestors: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A request's verified tree: parents (-1, then each before its child), tokens, cumulative log-probabilities."""
+
+    parents: tuple[int, ...]
+    tokens: tuple[int, ...]
+    scores: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Extend:
+    """The draft model's pass over accepted tokens: `count` of them at positions `start`... of request `request`."""
+
+    request: int
+    start: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Capsule:
+    """One round's inputs: no weights, no text, no KV.
+
+    Attributes:
+        round: which round of its recording it was, from 1.
+        kind: ``"speculative"``, or ``"plain"`` where each request verified its root alone, without drafts.
+        format: of the attention backend that the engine ran.
+        draft_attention: what a draft branch attended to.
+        shape, pool: sizes.
+        rows: the batch.
+        others: (page, owner) for each owner of a page that is not a sequence of the batch, by page.
+        steps: the forwards of the draft model, in order.
+        trees: of each request.
+        paths: accepted nodes of each request, the root first.
+        kept: how many of them count (a stop string or a limit may end a request inside its path).
+        extend: the draft model's pass at the end of the round; without the requests that ended.
+    """
+
+    round: int
+    kind: Kind
+    format: Format
+    draft_attention: DraftAttention
+    shape: Shape
+    pool: PoolSize
+    rows: tuple[Row, ...]
+    others: tuple[tuple[int, str], ...]
+    steps: tuple[DraftStep, ...]
+    trees: tuple[Tree, ...]
+    paths: tuple[tuple[int, ...], ...]
+    kept: tuple[int, ...]
+    extend: tuple[Extend, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The value that a file holds; ``-inf`` is null."""
+        s, p = self.shape, self.pool
+        return {
+            "round": self.round,
+            "kind": self.kind,
+            "format": self.format,
+            "draft_attention": self.draft_attention,
+            "shape": {name: getattr(s, name) for name in s.__dataclass_fields__},
+            "pool": {name: getattr(p, name) for name in p.__dataclass_fields__},
+            "rows": [{**{name: getattr(r, name) for name in _ROW}, "pages": [*r.pages]} for r in self.rows],
+            "others": [[page, owner] for page, owner in self.others],
+            "steps": [
+                {
+                    "tokens": [*step.tokens],
+                    "parents": [*step.parents],
+                    "scores": _scores_json(step.scores),
+                    "ancestors": [*step.ancestors],
+                }
+                for step in self.steps
+            ],
+            "trees": [
+                {"parents": [*t.parents], "tokens": [*t.tokens], "scores": _scores_json(t.scores)} for t in self.trees
+            ],
+            "paths": [[*path] for path in self.paths],
+            "kept": [*self.kept],
+            "extend": [[e.request, e.start, e.count] for e in self.extend],
+        }
+
+    @classmethod
+    def from_json(cls, value: object) -> Capsule:
+        """Check a value field by field.
+
+        Raises:
+            CapsuleError: the first field that is missing, unknown, of another type, out of range, or that contradicts
+                another; `where` names it.
+        """
+        top = _object("", value, tuple(cls.__dataclass_fields__))
+        capsule = cls(
+            round=_int("round", top["round"], 1, _INT32),
+            kind=cast(Kind, _one_of("kind", top["kind"], ("speculative", "plain"))),
+            format=cast(Format, _one_of("format", top["format"], FORMATS)),
+            draft_attention=cast(
+                DraftAttention, _one_of("draft_attention", top["draft_attention"], ("ancestors", "lane"))
+            ),
+            shape=_shape(top["shape"]),
+            pool=_pool(top["pool"]),
+            rows=_list("rows", top["rows"], _row),
+            others=_list("others", top["others"], _other),
+            steps=_list("steps", top["steps"], _step),
+            trees=_list("trees", top["trees"], _tree),
+            paths=_list("paths", top["paths"], _ints(0, _INT32)),
+            kept=_list("kept", top["kept"], _bounded(0, _INT32)),
+            extend=_list("extend", top["extend"], _extend),
+        )
+        capsule.check()
+        return capsule
+
+    def check(self) -> None:
+        """Compare the fields with each other.
+
+        Raises:
+            CapsuleError: the first contradiction.
+        """
+        from specrs.capsule.consistency import check
+
+        check(self)
+
+
+_ROW = ("row", "generation", "committed", "reserved", "seed")
+
+
+def _scores_json(scores: Sequence[float]) -> list[float | None]:
+    return [None if s == -math.inf else s for s in scores]
+
+
+def _object(where: str, value: object, keys: Sequence[str]) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise CapsuleError(where or "body", f"a {type(value).__name__}, must be an object")
+    dot = where and f"{where}."
+    for key in keys:
+        if key not in value:
+            raise CapsuleError(f"{dot}{key}", "missing")
+    for key in value:
+        if key not in keys:
+            raise CapsuleError(f"{dot}{str(key)[:64]}", "unknown field")
+    return value
+
+
+def _int(where: str, value: object, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise CapsuleError(where, f"a {type(value).__name__}, must be an integer")
+    if not low <= value <= high:
+        got, most = (n if abs(n) < 2**70 else f"(a number of {n.bit_length()} bits)" for n in (value, high))
+        raise CapsuleError(where, f"{got}: must be in {low}..{most}")
+    return value
+
+
+def _one_of(where: str, value: object, allowed: Sequence[str]) -> str:
+    if not isinstance(value, str) or value not in allowed:
+        raise CapsuleError(where, f"{str(value)[:64]!r}: must be one of {', '.join(allowed)}")
+    return value
+
+
+def _list(where: str, value: object, item: Callable[[str, object], _T]) -> tuple[_T, ...]:
+    if not isinstance(value, list):
+        raise CapsuleError(where, f"a {type(value).__name__}, must be a list")
+    return tuple(item(f"{where}[{i}]", v) for i, v in enumerate(value))
+
+
+def _bounded(low: int, high: int) -> Callable[[str, object], int]:
+    return lambda where, value: _int(where, value, low, high)
+
+
+def _ints(low: int, high: int) -> Callable[[str, object], tuple[int, ...]]:
+    return lambda where, value: _list(where, value, _bounded(low, high))
+
+
+def _score(where: str, value: object) -> float:
+    if value is None:
+        return -math.inf
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise CapsuleError(where, f"a {type(value).__name__}, must be a number or null")
+    try:
+        exact = struct.unpack("<f", struct.pack("<f", value))[0]
+    except (OverflowError, struct.error):
+        exact = math.nan
+    if exact != value:
+        raise CapsuleError(where, f"{value!r}: must be a float32")
+    return float(value)
+
+
+def _shape(value: object) -> Shape:
+    v = _object("shape", value, tuple(Shape.__dataclass_fields__))
+    numbers = {name: _int(f"shape.{name}", v[name], 0, _INT32) for name in v if name != "layout"}
+    layout = cast(Layout, _one_of("shape.layout", v["layout"], ("dense", "holey")))
+    shape = Shape(**numbers, layout=layout)
+    try:
+        geometry = shape.geometry()
+    except ConfigError as e:
+        raise CapsuleError("shape", str(e)) from None
+    if geometry.layout != layout:
+        raise CapsuleError("shape.layout", f"{layout!r}: with these sizes the layout in force is {geometry.layout!r}")
+    return shape
+
+
+def _pool(value: object) -> PoolSize:
+    v = _object("pool", value, tuple(PoolSize.__dataclass_fields__))
+    lows = {"num_pages": 2, "max_seqs": 1, "row_pages": 1}
+    return PoolSize(**{name: _int(f"pool.{name}", v[name], low, _INT32) for name, low in lows.items()})
+
+
+def _row(where: str, value: object) -> Row:
+    v = _object(where, value, (*_ROW, "pages"))
+    numbers = {name: _int(f"{where}.{name}", v[name], 0, 2**64 - 1 if name == "seed" else _INT32) for name in _ROW}
+    return Row(**numbers, pages=_list(f"{where}.pages", v["pages"], _bounded(1, _INT32)))
+
+
+def _other(where: str, value: object) -> tuple[int, str]:
+    if not isinstance(value, list) or len(value) != 2:
+        raise CapsuleError(where, "must be [page, owner]")
+    page, owner = _int(f"{where}[0]", value[0], 1, _INT32), value[1]
+    if not isinstance(owner, str) or _OWNER.fullmatch(owner) is None:
+        why = "must be 'sequence ROW.GENERATION', 'prefix cache' or 'raw pages'"
+        raise CapsuleError(f"{where}[1]", f"{str(owner)[:64]!r}: {why}")
+    return page, owner
+
+
+def _step(where: str, value: object) -> DraftStep:
+    v = _object(where, value, tuple(DraftStep.__dataclass_fields__))
+    return DraftStep(
+        tokens=_list(f"{where}.tokens", v["tokens"], _bounded(0, _INT32)),
+        parents=_list(f"{where}.parents", v["parents"], _bounded(0, _INT32)),
+        scores=_list(f"{where}.scores", v["scores"], _score),
+        ancestors=_list(f"{where}.ancestors", v["ancestors"], _bounded(1, 2**4096 - 1)),
+    )
+
+
+def _tree(where: str, value: object) -> Tree:
+    v = _object(where, value, tuple(Tree.__dataclass_fields__))
+    return Tree(
+        parents=_list(f"{where}.parents", v["parents"], _bounded(-1, _INT32)),
+        tokens=_list(f"{where}.tokens", v["tokens"], _bounded(0, _INT32)),
+        scores=_list(f"{where}.scores", v["scores"], _score),
+    )
+
+
+def _extend(where: str, value: object) -> Extend:
+    numbers = _ints(0, _INT32)(where, value)
+    if len(numbers) != 3:
+        raise CapsuleError(where, f"{len(numbers)} numbers, must be [request, start, count]")
+    return Extend(*numbers)
