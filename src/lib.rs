@@ -6,13 +6,14 @@
 //! Data flows one way; a module imports only from those on its left:
 //!
 //! ```text
-//! error, bounds -> geometry -> pool -> plan -> host | device -> graph -> py
+//! error, bounds, revert -> geometry -> pool -> plan -> host | device -> graph -> py
 //! ```
 //!
 //! | module | what lives there |
 //! |---|---|
 //! | [`error`] | one error type; every variant carries the operand, its value and the limit |
 //! | [`bounds`] | units as types (page, slot, token) and checked arithmetic |
+//! | [`revert`] | named historical faults and the debug switch that puts one back |
 //! | [`geometry`] | tree shapes, limits, capacities, draft layouts: pure arithmetic |
 //! | [`pool`] | the paged KV allocator: reference counts, sequences, leases, prefix cache, ledger |
 //! | [`plan`] | metadata of each phase, audited before anything may use it |
@@ -31,6 +32,7 @@ pub mod geometry;
 pub mod host;
 pub mod plan;
 pub mod pool;
+pub mod revert;
 
 #[cfg(feature = "cuda")]
 pub mod device;

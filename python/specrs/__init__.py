@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from specrs._specrs import (
@@ -28,7 +29,9 @@ from specrs._specrs import (
     Tree,
     TreeShape,
     __version__,
+    _reverts_warning,
     cuda_available,
+    faults,
 )
 from specrs.sampling_params import SamplingParams
 
@@ -58,7 +61,20 @@ __all__ = [
     "TreeShape",
     "__version__",
     "cuda_available",
+    "faults",
 ]
+
+
+def _warn_of_reverts() -> None:
+    try:
+        warning = _reverts_warning()
+    except ConfigError as e:  # an unknown id: whatever needs a Geometry is refused
+        warning = str(e)
+    if warning is not None:
+        warnings.warn(warning, RuntimeWarning, stacklevel=3)
+
+
+_warn_of_reverts()
 
 
 def __getattr__(name: str) -> Any:

@@ -162,6 +162,9 @@ class TreeShape:
 class Geometry:
     """Checked limits, tree shape and draft layout: every size of specrs is a property of this object. Raises
     `ConfigError` where a limit is out of range or a size does not fit int32 indexing.
+
+    `reverts` are ids of historical faults to put back, for debugging alone (see `faults()`); `None` takes those that
+    the environment variable `SPECRS_DEBUG_REVERT` names, usually none.
     """
 
     def __new__(
@@ -171,6 +174,7 @@ class Geometry:
         page_size: SupportsIndex,
         shape: TreeShape,
         layout: Literal["dense", "holey"] = "dense",
+        reverts: _List[SupportsIndex] | None = None,
     ) -> Self: ...
     @property
     def max_batch(self) -> int:
@@ -191,6 +195,10 @@ class Geometry:
     @property
     def layout(self) -> Literal["dense", "holey"]:
         """Draft layout in force: `"dense"` (also for K = 1 or P = 1) or `"holey"`."""
+
+    @property
+    def reverts(self) -> tuple[int, ...]:
+        """Ids of the historical faults that are put back; empty but for debugging."""
 
     @property
     def alloc_len_per_decode(self) -> int:
@@ -1023,6 +1031,17 @@ def set_num_threads(n: SupportsIndex) -> None:
 
 def num_threads() -> int:
     """Threads that the kernels use."""
+
+def faults() -> list[dict[str, Any]]:
+    """Registry of the historical faults that `SPECRS_DEBUG_REVERT` or `Geometry(reverts=)` can put back, for
+    debugging and tests: `id` (int), `title`, `report` (URL), `reverts` (what the switch puts back), `place` (where),
+    `guard` (what stops it).
+    """
+
+def _reverts_warning() -> str | None:
+    """What a process under `SPECRS_DEBUG_REVERT` says of itself in a line, and on stderr once; `None` where no fault
+    is put back. Raises `ConfigError` for an unknown id.
+    """
 
 def certify(
     max_batch: SupportsIndex, max_context_len: SupportsIndex, page_size: SupportsIndex, shape: TreeShape

@@ -3,6 +3,7 @@
 use crate::bounds::{MAX_BATCH, MAX_CONTEXT_LEN, PageSize, add, fits_i32, mul};
 use crate::error::{Result, in_range};
 use crate::geometry::{DraftRegion, Layout, TreeShape, words_for};
+use crate::revert::{Fault, Reverts};
 
 /// What the user limits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -22,16 +23,25 @@ pub struct Geometry {
     page: PageSize,
     shape: TreeShape,
     layout: Layout, // always effective
+    reverts: Reverts,
     alloc_len: u32,
     row_width: u32,
 }
 
 impl Geometry {
-    /// Check a configuration.
+    /// Check a configuration. Faults that [`SPECRS_DEBUG_REVERT`](crate::revert) names are put back.
     ///
     /// # Errors
     /// A limit outside its range, or a size that does not fit `int32` indexing; each names its operands.
     pub fn new(limits: Limits, shape: TreeShape, layout: Layout) -> Result<Self> {
+        Self::with_reverts(limits, shape, layout, Reverts::from_env()?)
+    }
+
+    /// [`Self::new`] with the faults of `reverts` put back, whatever the environment says.
+    ///
+    /// # Errors
+    /// Those of [`Self::new`].
+    pub fn with_reverts(limits: Limits, shape: TreeShape, layout: Layout, reverts: Reverts) -> Result<Self> {
         in_range("max_batch", limits.max_batch, 1, MAX_BATCH as i128)?;
         in_range("max_context_len", limits.max_context_len, 1, MAX_CONTEXT_LEN as i128)?;
         let page = PageSize::new(limits.page_size)?;
@@ -39,12 +49,13 @@ impl Geometry {
         let (k, s, v, p) = (shape.topk(), shape.steps(), shape.draft_tokens(), page.get());
         let alloc_len = match layout {
             Layout::Dense => shape.draft_slots().max(v),
+            Layout::Holey if reverts.has(Fault::HoleyReserve) => shape.draft_slots().max(v),
             Layout::Holey => mul("alloc_len_per_decode", page.pages_for(p - 1 + s) * p, k)?.max(v),
         };
         let reserve = mul("reserve_per_decode", 2, alloc_len)?;
         let headroom = add("row headroom", reserve, p - 1)?.max(4 + v);
         let row_width = page.round_up(add("row_width", limits.max_context_len, headroom)?)?;
-        let g = Self { limits, page, shape, layout, alloc_len, row_width };
+        let g = Self { limits, page, shape, layout, reverts, alloc_len, row_width };
         fits_i32("max_batch * row_width", limits.max_batch as u64 * row_width as u64, || {
             format!("{} * {row_width}", limits.max_batch)
         })?;
@@ -75,6 +86,11 @@ impl Geometry {
     /// The draft layout in force.
     pub fn layout(&self) -> Layout {
         self.layout
+    }
+
+    /// Historical faults that are put back; none but for debugging.
+    pub fn reverts(&self) -> Reverts {
+        self.reverts
     }
 
     /// Positions that one round may write beyond the committed length: `max(S*K, V)` in the dense layout, else
@@ -128,7 +144,8 @@ impl Geometry {
     /// What one step of the per-branch formats needs at most for `requests` of up to `len` tokens:
     /// `requests * K * (len + S)`.
     pub fn per_branch_elements(&self, requests: u32, len: u32) -> u64 {
-        requests as u64 * self.shape.topk() as u64 * (len as u64 + self.shape.steps() as u64)
+        let branches = if self.reverts.has(Fault::BranchWidth) { 1 } else { self.shape.topk() as u64 };
+        requests as u64 * branches * (len as u64 + self.shape.steps() as u64)
     }
 
     /// 64-bit words of a draft query's ancestor mask over the K*S draft slots.

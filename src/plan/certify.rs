@@ -318,7 +318,7 @@ impl Proof {
     /// Whole rounds by the planner, two rows a residue on one pool: a short one and one at the context wall.
     fn rounds(&mut self, geometry: &Geometry) -> Result<()> {
         let two = Limits { max_batch: 2, ..geometry.limits() };
-        let geometry = Geometry::new(two, geometry.shape(), geometry.layout())?;
+        let geometry = Geometry::with_reverts(two, geometry.shape(), geometry.layout(), geometry.reverts())?;
         let pool = Pool::new(PoolConfig {
             num_pages: geometry.pages_for_full_load()? + 1,
             page: geometry.page(),

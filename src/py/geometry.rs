@@ -1,8 +1,10 @@
 //! Tree shapes, sizes, draft layouts and token trees: thin newtypes over [`crate::geometry`].
 
 use pyo3::prelude::*;
+use pyo3::types::PyTuple;
 
 use super::arg::{Int, guarded, i32s};
+use super::revert;
 use crate::error::{Error, Result};
 use crate::geometry;
 
@@ -82,6 +84,9 @@ impl TreeShape {
 
 /// Checked limits, tree shape and draft layout: every size of specrs is a property of this object. Raises
 /// `ConfigError` where a limit is out of range or a size does not fit int32 indexing.
+///
+/// `reverts` are ids of historical faults to put back, for debugging alone (see `faults()`); `None` takes those that
+/// the environment variable `SPECRS_DEBUG_REVERT` names, usually none.
 #[pyclass(frozen, eq, hash, module = "specrs._specrs")]
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Geometry(pub(super) geometry::Geometry);
@@ -89,20 +94,25 @@ pub(super) struct Geometry(pub(super) geometry::Geometry);
 #[pymethods]
 impl Geometry {
     #[new]
-    #[pyo3(signature = (max_batch, max_context_len, page_size, shape, layout="dense"))]
+    #[pyo3(signature = (max_batch, max_context_len, page_size, shape, layout="dense", reverts=None))]
     fn new(
         max_batch: Int,
         max_context_len: Int,
         page_size: Int,
         shape: &Bound<'_, TreeShape>,
         layout: &str,
+        reverts: Option<Vec<Int>>,
     ) -> PyResult<Self> {
         let limits = geometry::Limits {
             max_batch: max_batch.u32("max_batch")?,
             max_context_len: max_context_len.u32("max_context_len")?,
             page_size: page_size.u32("page_size")?,
         };
-        Ok(Self(geometry::Geometry::new(limits, shape.get().0, self::layout(layout)?)?))
+        let (shape, layout) = (shape.get().0, self::layout(layout)?);
+        Ok(Self(match reverts {
+            None => geometry::Geometry::new(limits, shape, layout)?,
+            Some(ids) => geometry::Geometry::with_reverts(limits, shape, layout, revert::set(&ids)?)?,
+        }))
     }
 
     /// Largest number of requests in a batch.
@@ -133,6 +143,12 @@ impl Geometry {
     #[getter]
     fn layout(&self) -> &'static str {
         layout_name(self.0.layout())
+    }
+
+    /// Ids of the historical faults that are put back; empty but for debugging.
+    #[getter]
+    fn reverts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, self.0.reverts().iter().map(|f| f.id).collect::<Vec<_>>())
     }
 
     /// Positions that one round may write beyond the committed length.
@@ -195,8 +211,12 @@ impl Geometry {
 
     fn __repr__(&self) -> String {
         let (l, s) = (self.0.limits(), TreeShape(self.0.shape()).__repr__());
+        let reverts = match self.0.reverts() {
+            none if none.is_empty() => String::new(),
+            some => format!(", reverts=[{some}]"),
+        };
         format!(
-            "Geometry(max_batch={}, max_context_len={}, page_size={}, shape={s}, layout={:?})",
+            "Geometry(max_batch={}, max_context_len={}, page_size={}, shape={s}, layout={:?}{reverts})",
             l.max_batch,
             l.max_context_len,
             l.page_size,

@@ -12,6 +12,7 @@
 //! | `linear` | packed matrix products, RMSNorm, threads |
 //! | `pool` | the paged pool, sequences, leases |
 //! | `plan` | planner, plans, the arrays of their formats, moves |
+//! | `revert` | the registry of historical faults |
 //! | `certify` | proofs of a configuration, as dictionaries |
 //! | `trees` | draft beams, the trees of a batch |
 //! | `sampling` | samplers and verification |
@@ -31,6 +32,7 @@ mod kv;
 mod linear;
 mod plan;
 mod pool;
+mod revert;
 mod sampling;
 mod trees;
 
@@ -61,6 +63,8 @@ mod _specrs {
     use super::plan::{DeviceLens, FormatBuffers, Moves, Plan, Planner};
     #[pymodule_export]
     use super::pool::{Lease, Pool, Sequence};
+    #[pymodule_export]
+    use super::revert::{faults, reverts_warning};
     #[pymodule_export]
     use super::sampling::{Accepts, Sampler, verify};
     #[pymodule_export]
