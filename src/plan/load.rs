@@ -69,12 +69,20 @@ impl Load {
     /// What `plan` holds.
     pub fn of(plan: &Plan) -> Self {
         let mut load = Self::new(plan.phase(), plan.batch() as u64, plan.queries() as u64);
+        let mut prefixes = 0; // of each query
         for i in 0..plan.live_batch() {
             let (first, end) = (plan.qo_indptr()[i] as usize, plan.qo_indptr()[i + 1] as usize);
             // A request behind the context wall writes to the sink.
             if first < end && plan.out_slots()[first] != 0 {
-                load.add(1, plan.prefix_lens()[i] as u64, (end - first) as u64);
+                let (prefix, n) = (plan.prefix_lens()[i] as u64, (end - first) as u64);
+                load.add(1, prefix, n);
+                prefixes += n * prefix;
             }
+        }
+        if let Phase::Draft { .. } = load.phase {
+            // True ancestors and lanes are t + 1 slots; a caller's bits may name any slots of earlier steps.
+            let own: u64 = plan.mask().iter().map(|word| word.count_ones() as u64).sum();
+            load.query_keys = prefixes + own;
         }
         load
     }

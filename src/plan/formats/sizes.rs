@@ -3,7 +3,6 @@
 use crate::bounds::fits_i32;
 use crate::error::{Error, Result};
 use crate::geometry::Geometry;
-use crate::plan::formats::slots::keys_of_queries;
 use crate::plan::{Extent, Load, Need, Phase, Plan, Spec};
 
 /// The arrays to open for `plan`: the sizes that its load has, and those of the largest batch as their limits.
@@ -16,9 +15,7 @@ pub(super) fn needs<const N: usize>(
     per_lane: &[usize],
     sizes: impl Fn(&Load) -> Result<[Option<u64>; N]>,
 ) -> Result<[Option<Need>; N]> {
-    let mut load = Load::of(plan);
-    load.query_keys = keys_of_queries(plan);
-    let used = sizes(&load)?;
+    let used = sizes(&Load::of(plan))?;
     let limit = sizes(&Load::limit(geometry, plan.phase(), geometry.limits().max_batch)?)?;
     Ok(std::array::from_fn(|array| {
         let (used, limit) = (used[array]?, limit[array].unwrap_or(0));

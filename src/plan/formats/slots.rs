@@ -197,24 +197,6 @@ impl<'a, P: Index> Starts<'a, P> {
     }
 }
 
-/// Queries of live requests that attend to anything at all.
-pub(super) fn keys_of_queries(plan: &Plan) -> u64 {
-    let w = plan.mask_words() as usize;
-    let mut keys = 0;
-    for i in 0..plan.live_batch() {
-        let (first, end) = (plan.qo_indptr()[i] as usize, plan.qo_indptr()[i + 1] as usize);
-        let prefix = plan.prefix_lens()[i] as u64;
-        keys += match w {
-            0 => (1..=(end - first) as u64).map(|own| prefix + own).sum::<u64>(),
-            _ => {
-                let own = plan.mask()[first * w..end * w].iter().map(|m| m.count_ones() as u64).sum::<u64>();
-                (end - first) as u64 * prefix + own
-            }
-        };
-    }
-    keys
-}
-
 /// One list a query: of a draft step the prefix and the query's ancestors, itself the last; of a decode step the prefix
 /// and the token. Lanes that attend to nothing, padded ones included, have empty lists.
 #[inline(always)]
