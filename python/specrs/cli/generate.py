@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TextIO
 
 from specrs._specrs import ConfigError
+from specrs.backends import BACKENDS
+from specrs.backends.base import DRAFT_ATTENTIONS, LAYOUTS
 from specrs.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -53,8 +55,14 @@ def add_parser(commands: Any) -> None:
     tree.add_argument("--steps", type=int, help="S: draft steps")
     tree.add_argument("--draft-tokens", type=int, help="V: tokens verified per round, root included")
     tree.add_argument("--page-size", type=int, default=16, help="tokens per KV page (default: %(default)s)")
-    tree.add_argument("--draft-attention", choices=["ancestors", "lane"], default="ancestors",
-                      help="a branch attends to its ancestors, or to its own lane (default: %(default)s)")  # fmt: skip
+    tree.add_argument("--draft-attention", choices=DRAFT_ATTENTIONS,
+                      help="a branch attends to its ancestors, or to its own lane (default: ancestors, "
+                           "wherever the backend can)")  # fmt: skip
+    tree.add_argument("--draft-layout", choices=LAYOUTS,
+                      help="where a round's draft KV lies: dense, or each branch on pages of its own "
+                           "(default: what the backend reads)")  # fmt: skip
+    p.add_argument("--attention-backend", default="native", metavar="NAME",
+                   help=f"whose attention and metadata: {', '.join(BACKENDS)} (default: %(default)s)")  # fmt: skip
     p.set_defaults(run=run)
 
 
@@ -80,7 +88,10 @@ def run(args: argparse.Namespace) -> int:
         max_tokens=args.max_tokens, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
         min_p=args.min_p, seed=args.seed, stop=args.stop, ignore_eos=args.ignore_eos,
     )  # fmt: skip
-    options: dict[str, Any] = {"max_batch": 1, "page_size": args.page_size, "draft_attention": args.draft_attention}
+    options: dict[str, Any] = {
+        "max_batch": 1, "page_size": args.page_size, "draft_attention": args.draft_attention,
+        "draft_layout": args.draft_layout, "attention_backend": args.attention_backend,
+    }  # fmt: skip
     tree = {"topk": args.topk, "steps": args.steps, "draft_tokens": args.draft_tokens}
     llm = LLM(args.model, args.draft, speculative=not args.no_draft, **options, **tree)
     output, seconds = _show(llm, prompt, params, _marks(args.mark, sys.stdout))

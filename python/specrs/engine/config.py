@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
+from specrs import backends
 from specrs._specrs import ConfigError, Geometry, TreeShape
-
-DraftAttention = Literal["ancestors", "lane"]
-KvDtype = Literal["float32", "bfloat16"]
+from specrs.backends.base import DraftAttention, KvDtype, Layout
 
 AUTO_TOPK, AUTO_STEPS, AUTO_DRAFT_TOKENS = 1, 8, 9
 
@@ -25,7 +23,11 @@ class EngineConfig:
         topk, steps, draft_tokens: the tree (K, S, V). All ``None``: picked every round by a measured cost model,
             plain decoding included, among chains of up to 8 tokens: on a CPU, where every row costs, a chain cut where
             its probability falls beat the wider trees tried. Given, they are used as they are.
-        draft_attention: ``"ancestors"`` (exact) or ``"lane"`` (a branch sees its own lane, as sglang's draft does).
+        draft_attention: ``"ancestors"`` (exact) or ``"lane"`` (a branch sees its own lane, as sglang's draft does);
+            ``None`` is ancestors wherever the backend can.
+        draft_layout: ``"dense"``, or ``"holey"``, which backends that read whole pages want; they coincide with
+            ``topk = 1`` or ``page_size = 1``. ``None`` is the backend's first that does the rest.
+        attention_backend: a name of `specrs.backends.BACKENDS`, or a backend; ``None`` is ``"native"``.
         prefix_cache: share the KV pages of equal prompt prefixes between requests.
         prefill_chunk: most prompt tokens of one step.
         kv_dtype: element type of the KV caches.
@@ -38,7 +40,9 @@ class EngineConfig:
     topk: int | None = None
     steps: int | None = None
     draft_tokens: int | None = None
-    draft_attention: DraftAttention = "ancestors"
+    draft_attention: DraftAttention | None = None
+    draft_layout: Layout | None = None
+    attention_backend: str | backends.AttentionBackend | None = "native"
     prefix_cache: bool = True
     prefill_chunk: int = 512
     kv_dtype: KvDtype = "float32"
@@ -65,8 +69,36 @@ class EngineConfig:
         if self.max_context_len is not None and self.max_context_len < 2:
             raise ConfigError(f"max_context_len = {self.max_context_len}: must be at least 2, a prompt and a token")
 
+    def route(self, recurrent_state: bool) -> tuple[EngineConfig, bool]:
+        """Fill what depends on the attention backend, before a model is read.
+
+        Args:
+            recurrent_state: whether the model declares recurrent layers.
+
+        Returns:
+            The configuration with its backend, layout and draft attention; whether the model may be drafted for.
+
+        Raises:
+            UnsupportedCombinationError: what the backend cannot do, and what would work instead.
+            ConfigError: a backend, layout or draft attention that there is not.
+        """
+        backend = backends.find(self.attention_backend)
+        asked = backends.Combination(
+            topk=self.topk,
+            page_size=self.page_size,
+            layout=self.draft_layout,
+            draft_attention=self.draft_attention,
+            recurrent_state=recurrent_state,
+            kv_dtype=self.kv_dtype,
+        )
+        found = backends.resolve(backend, asked)
+        config = replace(
+            self, attention_backend=backend, draft_layout=found.layout, draft_attention=found.draft_attention
+        )
+        return config, found.speculate
+
     def resolve(self, model_context: int) -> tuple[EngineConfig, Geometry]:
-        """Fill the defaults that depend on the model and check everything.
+        """Fill the defaults that depend on the model, of a configuration that `route` gave, and check everything.
 
         Raises:
             ConfigError: an option out of range, with its name, value and limit.
@@ -74,10 +106,6 @@ class EngineConfig:
         given = [name for name in ("topk", "steps", "draft_tokens") if getattr(self, name) is not None]
         if given and len(given) < 3:
             raise ConfigError(f"topk, steps and draft_tokens go together; only {', '.join(given)} given")
-        if self.draft_attention not in ("ancestors", "lane"):
-            raise ConfigError(f"draft_attention = {self.draft_attention!r}: must be 'ancestors' or 'lane'")
-        if self.kv_dtype not in ("float32", "bfloat16"):
-            raise ConfigError(f"kv_dtype = {self.kv_dtype!r}: must be 'float32' or 'bfloat16'")
         context = model_context if self.max_context_len is None else self.max_context_len
         if context > model_context:
             raise ConfigError(f"max_context_len = {context}: the model's limit is {model_context}")
@@ -88,7 +116,7 @@ class EngineConfig:
             self.steps if self.steps is not None else AUTO_STEPS,
             self.draft_tokens if self.draft_tokens is not None else AUTO_DRAFT_TOKENS,
         )
-        geometry = Geometry(self.max_batch, context, self.page_size, shape, "dense")
+        geometry = Geometry(self.max_batch, context, self.page_size, shape, self.draft_layout or "dense")
         pages = geometry.pages_for_full_load if self.num_pages is None else self.num_pages
         if pages < 1:
             raise ConfigError(f"num_pages = {pages}: must be at least 1")

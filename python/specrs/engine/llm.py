@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from specrs import assets
 from specrs._specrs import Accepts, ConfigError, TreeBatch
+from specrs.backends import find
 from specrs.capsule.file import save
 from specrs.capsule.recorder import RoundRecorder
 from specrs.engine.config import EngineConfig
 from specrs.engine.request import Request, RequestOutput, StreamEvent
 from specrs.engine.runner import Runner
 from specrs.engine.scheduler import Scheduler
-from specrs.models import load_draft, load_target
+from specrs.models import has_recurrent_state, load_draft, load_target, ops_for
 from specrs.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -38,11 +39,12 @@ class LLM:
         draft: directory of an EAGLE-3 head for the model; ``None`` with a model given is plain decoding.
         speculative: ``False`` decodes plainly even where a draft head is there.
         options: fields of `EngineConfig`: ``max_batch``, ``max_context_len``, ``page_size``, ``num_pages``,
-            ``topk``/``steps``/``draft_tokens``, ``draft_attention``, ``prefix_cache``, ``prefill_chunk``,
-            ``kv_dtype``.
+            ``topk``/``steps``/``draft_tokens``, ``draft_attention``, ``draft_layout``, ``attention_backend``,
+            ``prefix_cache``, ``prefill_chunk``, ``kv_dtype``.
 
     Raises:
         ConfigError: an option or a file that does not fit, with the value and the limit.
+        UnsupportedCombinationError: a `ConfigError`: what the attention backend cannot do, and what would work.
 
     Example:
         >>> llm = LLM()
@@ -71,9 +73,11 @@ class LLM:
         config = EngineConfig(**options)
         config.check_types()
         model = Path(model)
-        target = load_target(model, max_context_len=config.max_context_len)
+        config, drafts = config.route(speculative and has_recurrent_state(model))
+        ops = ops_for(find(config.attention_backend), config.draft_layout or "dense")
+        target = load_target(model, ops, max_context_len=config.max_context_len)
         self.config, geometry = config.resolve(target.max_context_len)
-        head = load_draft(Path(draft), target) if draft is not None and speculative else None
+        head = load_draft(Path(draft), target) if draft is not None and speculative and drafts else None
         self.tokenizer = _load_tokenizer(model)
         self.vocab_size: int = target.config.vocab_size
         self.eos_ids = frozenset(target.config.eos_token_ids)

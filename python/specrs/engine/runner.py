@@ -16,6 +16,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from specrs import _specrs as core
+from specrs.backends import AttentionBackend, Capabilities, find
 from specrs.capsule.recorder import RoundRecorder
 from specrs.engine.config import EngineConfig
 from specrs.engine.policy import Costs, PassCost, SpeculationGate, TreePolicy
@@ -62,7 +63,7 @@ class Runner:
         self.shape = geometry.shape
         pages = config.num_pages + 1  # page 0 is the sink
         self.pool = core.Pool(pages, config.page_size, config.max_batch, geometry.row_pages)
-        self.planner = core.Planner(geometry, self.pool)
+        self.planner = _planner(geometry, self.pool, find(config.attention_backend))
         dtype = getattr(torch, config.kv_dtype)
         self.cache = target.new_cache(pages, config.page_size, dtype)
         self.draft_cache = head.new_cache(pages, config.page_size, dtype) if head is not None else None
@@ -109,7 +110,8 @@ class Runner:
         with self._lease(reqs, [1] * len(reqs)) as lease:
             if self.recorder is not None:
                 self.recorder.reserved(reqs, [r.committed + 1 for r in reqs], speculative=False)
-            passed, aux, _ = self._verify(reqs, trees, lease)
+            plan = self.planner.decode([r.seq for r in reqs], [r.committed for r in reqs])
+            passed, aux, _ = self._verify(reqs, trees, plan, lease)
         self._remember(reqs, aux, [[i] for i in range(len(reqs))])
         lagging = [r for r in reqs if r.finish_reason is None and sum(len(p) for p in r.pending) >= _MAX_LAG]
         self._draft_extend(lagging)
@@ -135,7 +137,8 @@ class Runner:
             if self.recorder is not None:
                 self.recorder.reserved(reqs, [r.committed + need for r in reqs], speculative=True)
             drafted = self._draft(reqs)
-            passed, aux, paths = self._verify(reqs, drafted.trees, lease)
+            plan = self.planner.verify([r.seq for r in reqs], [r.committed for r in reqs], drafted.trees)
+            passed, aux, paths = self._verify(reqs, drafted.trees, plan, lease)
         first = 0
         rows = []
         for size, path, p in zip(drafted.trees.sizes, paths, passed, strict=True):
@@ -151,10 +154,10 @@ class Runner:
         return passed
 
     def _verify(
-        self, reqs: Sequence[Request], trees: core.TreeBatch, lease: core.Lease
+        self, reqs: Sequence[Request], trees: core.TreeBatch, plan: core.Plan, lease: core.Lease
     ) -> tuple[list[Passed], torch.Tensor | None, list[list[int]]]:
+        """Run the target over the nodes of trees, as planned, and commit what it accepts."""
         seqs, lens = [r.seq for r in reqs], [r.committed for r in reqs]
-        plan = self.planner.verify(seqs, lens, trees)
         tokens = from_dlpack(trees.tokens)
         logits, aux = self._timed(
             "target", len(tokens), self.target.forward, tokens, plan, self.cache, self._wants_aux, None
@@ -185,9 +188,12 @@ class Runner:
         beams = core.DraftBeams(len(reqs), self.shape, head.d2t, self.target.config.vocab_size)
         beams.start(_stack([r.root_logits for r in reqs]))
         hidden = _stack([r.root_hidden for r in reqs])
+        if self.geometry.layout == "holey":
+            core.kv_move(cache, self.planner.tail_copies(seqs, lens))  # what whole pages bring along before a branch
+        mode = self.config.draft_attention or "ancestors"
         steps = 0
         while steps < min(self.shape.steps, max(depths)) - 1 and self._deepen(beams, depths, steps + 1):
-            plan = self.planner.draft(seqs, lens, steps, beams, self.config.draft_attention)
+            plan = self.planner.draft(seqs, lens, steps, beams, mode)
             if self.recorder is not None:
                 self.recorder.drafted(beams)
             tokens = from_dlpack(beams.tokens)
@@ -382,6 +388,12 @@ class Runner:
         with self.pool.reserve([(seq, context + most)]):
             self.policy = TreePolicy(Costs(measure(target), measure(step), measure(extend)))
         self.pool.release([seq])
+
+
+def _planner(geometry: core.Geometry, pool: core.Pool, backend: AttentionBackend) -> core.Planner:
+    """The planner of a backend's format."""
+    capabilities = Capabilities.of(backend)
+    return core.Planner(geometry, pool, format=capabilities.format, mask=capabilities.mask)
 
 
 def _stack(rows: list[torch.Tensor | None]) -> torch.Tensor:

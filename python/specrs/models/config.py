@@ -28,15 +28,24 @@ _ARCHITECTURES: dict[str, tuple[bool | None, bool | None, bool]] = {
 }
 _EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
 
+# How published models declare layers with a state that is overwritten token by token: by their own keys, by their name,
+# or in a list with the kind of each layer.
 _RECURRENT_KEYS = (
     "ssm_cfg",
     "mamba_d_state",
     "mamba_expand",
+    "mamba_num_heads",
     "state_size",
+    "ssm_state_size",
+    "lru_width",
     "linear_num_key_heads",
     "linear_attn_config",
+    "conv_L_cache",
 )
-_RECURRENT_NAMES = ("mamba", "jamba", "rwkv", "recurrentgemma", "xlstm", "zamba", "bamba", "falconh1", "qwen3next")
+_RECURRENT_NAMES = ("mamba", "jamba", "rwkv", "recurrentgemma", "xlstm", "zamba", "bamba", "falconh1", "qwen3next",
+                    "nemotronh", "granitemoehybrid", "kimilinear", "lfm2", "plamo2", "retnet")  # fmt: skip
+_LAYER_LISTS = ("layer_types", "layers_block_type", "block_types")
+_RECURRENT_LAYERS = ("mamba", "linear", "recurrent", "ssm", "rwkv", "conv", "lstm", "deltanet", "retention")
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
 
 # Larger than any model there is; it keeps sizes far from what overflows an int64 product.
@@ -262,6 +271,34 @@ class Eagle3Config(LayerConfig):
                 )
 
 
+def recurrent_layers(raw: Mapping[str, Any]) -> tuple[str, Any] | None:
+    """The key of a ``config.json`` that declares recurrent (Mamba-like) layers, with its value; ``None`` where all that
+    is declared is attention. Of a multimodal model, its language part is looked at too."""
+    names = raw.get("architectures")
+    names = names if isinstance(names, list) else [names]
+    for key, value in (("architectures", names), ("model_type", [raw.get("model_type")])):
+        plain = [str(name).lower().replace("_", "").replace("-", "") for name in value]
+        if any(part in name for name in plain for part in _RECURRENT_NAMES):
+            return key, raw[key]
+    for key in _RECURRENT_KEYS:
+        if raw.get(key):
+            return key, raw[key]
+    for key in _LAYER_LISTS:
+        kinds = raw.get(key)
+        if isinstance(kinds, list) and any(part in str(kind).lower() for kind in kinds for part in _RECURRENT_LAYERS):
+            return key, kinds
+    pattern = raw.get("hybrid_override_pattern")  # Nemotron-H: M for Mamba, * for attention, - for MLP
+    if isinstance(pattern, str) and "M" in pattern:
+        return "hybrid_override_pattern", pattern
+    nested = raw.get("text_config")
+    return recurrent_layers(nested) if isinstance(nested, dict) else None
+
+
+def has_recurrent_state(directory: str | Path) -> bool:
+    """Whether the model of a Hugging Face directory declares recurrent layers. ModelFileError: no readable config."""
+    return recurrent_layers(_read_json(Path(directory) / "config.json")) is not None
+
+
 class _Reader:
     """Typed access to parsed JSON: a value of the wrong type or range is an error that names the key and the limit."""
 
@@ -318,14 +355,13 @@ def _architecture(get: _Reader, known: tuple[str, ...]) -> str:
     raw = get.raw
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) else None
-    plain = str(name or raw.get("model_type")).lower().replace("_", "").replace("-", "")
-    if any(part in plain for part in _RECURRENT_NAMES):
+    recurrent = recurrent_layers(raw)
+    if recurrent is not None:
         get.refuse(
-            "architectures", names, "models with recurrent state cannot verify a tree; attention-only models work"
+            *recurrent,
+            "recurrent state: no model with recurrent (Mamba-like) layers is implemented yet (one would be decoded "
+            "plainly, since a rejected branch cannot be taken back out of a state); attention-only models work",
         )
-    for key in _RECURRENT_KEYS:
-        if raw.get(key):
-            get.refuse(key, raw[key], "models with recurrent state cannot verify a tree; attention-only models work")
     for key in _EXPERT_KEYS:
         if raw.get(key):
             get.refuse(key, raw[key], "mixture-of-experts layers are not implemented; dense models work")

@@ -12,7 +12,7 @@ import torch
 from specrs._specrs import ConfigError, KvCache, Plan
 from specrs.models.config import LayerConfig
 from specrs.models.loader import Checkpoint
-from specrs.models.ops import Linear, Ops
+from specrs.models.ops import Heads, Linear, Ops
 
 # Row counts repeat from round to round; this many sets of views are kept before starting over.
 _MAX_ROW_COUNTS = 256
@@ -107,22 +107,21 @@ class LayerTail:
     def __init__(self, ops: Ops, config: LayerConfig, kind: LayerKind, weights: Checkpoint, prefix: str) -> None:
         self._ops = ops
         self._eps = config.rms_norm_eps
-        self._heads = config.num_heads
-        self._scale = config.head_dim**-0.5
         self.o = stacked(ops, weights, [f"{prefix}self_attn.o_proj"], kind.o_bias)
         self.gate_up = stacked(
             ops, weights, [f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"], kind.mlp_bias, gated=True
         )
         self.down = stacked(ops, weights, [f"{prefix}mlp.down_proj"], kind.mlp_bias)
         self.post_norm = weights.load(f"{prefix}post_attention_layernorm.weight").float()
-        self.q_norm = weights.load(f"{prefix}self_attn.q_norm.weight").float() if kind.qk_norm else None
-        self.k_norm = weights.load(f"{prefix}self_attn.k_norm.weight").float() if kind.qk_norm else None
+        q_norm, k_norm = (
+            weights.load(f"{prefix}self_attn.{name}.weight").float() if kind.qk_norm else None
+            for name in ("q_norm", "k_norm")
+        )
+        self._heads = Heads(config.num_heads, config.head_dim**-0.5, q_norm, k_norm, config.rms_norm_eps)
 
     def attend(self, kv: KvCache, index: int, plan: Plan, qkv: torch.Tensor, rope: Any, out: torch.Tensor) -> None:
         """Layer `index` of `kv` gets the rows' keys and values; out [Q, H D] is what the queries read."""
-        self._ops.rope_attention(
-            kv, index, plan, qkv, rope, self._heads, out, self._scale, self.q_norm, self.k_norm, self._eps
-        )
+        self._ops.rope_attention(kv, index, plan, qkv, rope, self._heads, out)
 
     def mix(
         self, residual: torch.Tensor, attended: torch.Tensor, w: dict[str, torch.Tensor], out: torch.Tensor

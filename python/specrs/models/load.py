@@ -1,4 +1,4 @@
-"""From directories to models on the backend that this machine has."""
+"""From directories to models."""
 
 from __future__ import annotations
 
@@ -6,19 +6,14 @@ from pathlib import Path
 
 from specrs.models.eagle3 import Eagle3Head
 from specrs.models.llama import LlamaModel
-from specrs.models.ops import HostOps, Ops
+from specrs.models.ops import Ops, ops_for
 
 
 def load_target(directory: str | Path, ops: Ops | None = None, max_context_len: int | None = None) -> LlamaModel:
     """The target model of a Hugging Face directory; see `LlamaModel.load`."""
-    return LlamaModel.load(directory, ops or default_ops(), max_context_len)
+    return LlamaModel.load(directory, ops or ops_for(), max_context_len)
 
 
 def load_draft(directory: str | Path, target: LlamaModel, ops: Ops | None = None) -> Eagle3Head:
-    """The EAGLE-3 head of a directory, bound to its target, by default on the target's backend."""
+    """The EAGLE-3 head of a directory, bound to its target, by default over the target's ops."""
     return Eagle3Head.load(directory, ops or target.ops, target)
-
-
-def default_ops() -> Ops:
-    """The backend for a model on the CPU."""
-    return HostOps()

@@ -1,9 +1,9 @@
-"""The few operations that a model is written over, in two implementations.
+"""The few operations that a model is written over, in three implementations.
 
-`TorchOps` is plain torch reading the plan's arrays: slow, obviously right, the reference for the other one and the
-start of any new backend. `HostOps` calls the Rust kernels, whose results for a row do not depend on the other rows of
-the batch, on paging or on the number of threads; with it a token's logits are the same bits whether it is decoded
-alone, prefilled in a chunk or verified in a tree.
+`TorchOps` is plain torch reading the plan's attention form: slow, obviously right, the reference for the others.
+`HostOps` calls the Rust kernels, whose results for a row do not depend on the other rows of the batch, on paging or on
+the number of threads; with it a token's logits are the same bits whether it is decoded alone, prefilled in a chunk or
+verified in a tree. `BackendOps` is `HostOps` with the attention of a backend (`specrs.backends`).
 
 All activations are f32 [rows, width], contiguous, and caller-allocated. An `out` never shares memory with an input.
 """
@@ -11,6 +11,7 @@ All activations are f32 [rows, width], contiguous, and caller-allocated. An `out
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
@@ -18,6 +19,8 @@ from torch.utils.dlpack import from_dlpack
 
 from specrs import _specrs as core
 from specrs._specrs import ConfigError, KvCache, Plan
+from specrs.backends import AttentionBackend, Native, PlanAttention
+from specrs.backends.base import Layout
 from specrs.models.config import LayerConfig
 
 KV_DTYPES = (torch.float32, torch.bfloat16)
@@ -71,8 +74,26 @@ class Linear(Protocol):
         """For a gated weight: out [M, N/2] = silu(gate) * up of rms_norm(x [M, K], norm, eps)."""
 
 
+@dataclass(frozen=True, eq=False)
+class Heads:
+    """What attention is told of a layer, beside its rows.
+
+    Attributes:
+        count: query heads, H. The cache knows the KV heads, Hkv, and the head's dimension, D.
+        scale: factor on the scores.
+        q_norm, k_norm: weights [D] of an RMSNorm of each head, or ``None``.
+        eps: of that norm.
+    """
+
+    count: int
+    scale: float
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+    eps: float = 0.0
+
+
 class Ops(Protocol):
-    """A backend of the model code."""
+    """What the model code is written over."""
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False) -> Linear:
         """Prepares a weight [N, K] (f32, f16 or bf16) and bias [N]; may repack it, so the originals can go.
@@ -87,18 +108,7 @@ class Ops(Protocol):
         """out [M, K] = weight * x / sqrt(mean(x^2) + eps)."""
 
     def rope_attention(
-        self,
-        kv: KvCache,
-        layer: int,
-        plan: Plan,
-        qkv: torch.Tensor,
-        rope: Any,
-        num_heads: int,
-        out: torch.Tensor,
-        scale: float,
-        q_norm: torch.Tensor | None = None,
-        k_norm: torch.Tensor | None = None,
-        eps: float = 0.0,
+        self, kv: KvCache, layer: int, plan: Plan, qkv: torch.Tensor, rope: Any, heads: Heads, out: torch.Tensor
     ) -> None:
         """Normalises (optionally) and rotates q and k of `qkv` [Q, (H + 2 Hkv) D] at the plan's positions, writes k
         and v to its slots, and attends as it says: out [Q, H D]."""
@@ -117,31 +127,13 @@ class TorchOps:
         out.copy_(_rms_norm(x, weight, eps))
 
     def rope_attention(
-        self,
-        kv: KvCache,
-        layer: int,
-        plan: Plan,
-        qkv: torch.Tensor,
-        rope: Any,
-        num_heads: int,
-        out: torch.Tensor,
-        scale: float,
-        q_norm: torch.Tensor | None = None,
-        k_norm: torch.Tensor | None = None,
-        eps: float = 0.0,
+        self, kv: KvCache, layer: int, plan: Plan, qkv: torch.Tensor, rope: Any, heads: Heads, out: torch.Tensor
     ) -> None:
-        kv_heads, head_dim = kv.tensor.shape[3:]
-        q, k, v = torch.split(qkv.view(qkv.shape[0], -1, head_dim), [num_heads, kv_heads, kv_heads], dim=1)
-        if q_norm is not None:
-            q = _rms_norm(q, q_norm, eps)
-        if k_norm is not None:
-            k = _rms_norm(k, k_norm, eps)
-        positions = from_dlpack(plan.positions).long()
-        cos, sin = (table[positions, None, :] for table in rope)
+        q, k, v = _rotated(kv, plan, qkv, rope, heads)
         slots = from_dlpack(plan.out_slots).long()
-        kv.tensor[layer, 0, slots] = _rotate(k, cos, sin).to(kv.tensor.dtype)
+        kv.tensor[layer, 0, slots] = k.to(kv.tensor.dtype)
         kv.tensor[layer, 1, slots] = v.to(kv.tensor.dtype)
-        _attend(kv, layer, plan, _rotate(q, cos, sin), out.view_as(q), scale)
+        _attend(kv, layer, plan, q, out.view_as(q), heads.scale)
 
 
 class HostOps:
@@ -167,20 +159,37 @@ class HostOps:
         core.rms_norm(x, weight, eps, out)
 
     def rope_attention(
-        self,
-        kv: KvCache,
-        layer: int,
-        plan: Plan,
-        qkv: torch.Tensor,
-        rope: Any,
-        num_heads: int,
-        out: torch.Tensor,
-        scale: float,
-        q_norm: torch.Tensor | None = None,
-        k_norm: torch.Tensor | None = None,
-        eps: float = 0.0,
+        self, kv: KvCache, layer: int, plan: Plan, qkv: torch.Tensor, rope: Any, heads: Heads, out: torch.Tensor
     ) -> None:
-        core.rope_attention(kv, layer, plan, qkv, rope, num_heads, out, scale, q_norm, k_norm, eps)
+        core.rope_attention(
+            kv, layer, plan, qkv, rope, heads.count, out, heads.scale, heads.q_norm, heads.k_norm, heads.eps
+        )
+
+
+class BackendOps(HostOps):
+    """The Rust kernels for everything but attention, which a backend computes from its format's arrays.
+
+    layout: the draft layout in force, which the plans of the planner have.
+    """
+
+    def __init__(self, backend: AttentionBackend, layout: Layout) -> None:
+        super().__init__()
+        self._attention = PlanAttention(backend, layout)
+
+    def rope(self, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        return cos, sin
+
+    def rope_attention(
+        self, kv: KvCache, layer: int, plan: Plan, qkv: torch.Tensor, rope: Any, heads: Heads, out: torch.Tensor
+    ) -> None:
+        q, k, v = _rotated(kv, plan, qkv, rope, heads)
+        core.kv_write(kv, layer, plan, k.contiguous(), v.contiguous())
+        self._attention(kv, layer, plan, q, out.view_as(q), heads.scale)
+
+
+def ops_for(backend: AttentionBackend | None = None, layout: Layout = "dense") -> Ops:
+    """The operations for a model on the CPU whose attention is a backend's; `None`: specrs's own."""
+    return HostOps() if backend is None or isinstance(backend, Native) else BackendOps(backend, layout)
 
 
 class _TorchLinear:
@@ -217,6 +226,21 @@ class _TorchLinear:
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+
+
+def _rotated(
+    kv: KvCache, plan: Plan, qkv: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], heads: Heads
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q [Q, H, D], k and v [Q, Hkv, D] of fused rows, q and k normalised and rotated at the plan's positions."""
+    kv_heads, head_dim = kv.tensor.shape[3:]
+    q, k, v = torch.split(qkv.view(qkv.shape[0], -1, head_dim), [heads.count, kv_heads, kv_heads], dim=1)
+    if heads.q_norm is not None:
+        q = _rms_norm(q, heads.q_norm, heads.eps)
+    if heads.k_norm is not None:
+        k = _rms_norm(k, heads.k_norm, heads.eps)
+    positions = from_dlpack(plan.positions).long()
+    cos, sin = (table[positions, None, :] for table in rope)
+    return _rotate(q, cos, sin), _rotate(k, cos, sin), v
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

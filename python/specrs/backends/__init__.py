@@ -1,0 +1,84 @@
+"""Attention backends: specrs's own kernels, and plain torch stand-ins for the kernels of other engines.
+
+    from specrs.backends import BACKENDS, find, resolve, Combination
+
+A backend declares what it can do (`AttentionBackend`), `resolve` decides from that what it may be asked for, and the
+engine (``LLM(attention_backend=...)``) runs models over it. The stand-ins compute from the metadata arrays and the KV
+pool and from nothing else, as the real kernels do, so that arrays on which they give the right tokens are arrays that
+an engine can hand to the real ones. Importing this package does not import torch.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from specrs._specrs import ConfigError
+from specrs.backends.base import FORMATS, AttentionBackend, Capabilities, Step
+from specrs.backends.flash_attention import FlashAttention
+from specrs.backends.flashinfer import FlashInfer
+from specrs.backends.native import Native
+from specrs.backends.routing import (
+    Alternative,
+    Combination,
+    Resolved,
+    UnsupportedCombinationError,
+    check,
+    needs_cpu_seq_lens,
+)
+from specrs.backends.routing import resolve as _resolve
+from specrs.backends.running import PlanAttention
+from specrs.backends.triton import Triton
+
+BACKENDS = MappingProxyType({cls.name: cls for cls in (Native, FlashInfer, FlashAttention, Triton)})
+"""The backends that come with specrs, by name."""
+
+__all__ = [
+    "BACKENDS",
+    "FORMATS",
+    "Alternative",
+    "AttentionBackend",
+    "Capabilities",
+    "Combination",
+    "FlashAttention",
+    "FlashInfer",
+    "Native",
+    "PlanAttention",
+    "Resolved",
+    "Step",
+    "Triton",
+    "UnsupportedCombinationError",
+    "check",
+    "find",
+    "needs_cpu_seq_lens",
+    "resolve",
+]
+
+
+def find(backend: str | AttentionBackend | None) -> AttentionBackend:
+    """The backend of an option: a name, an instance (returned as it is), or ``None`` for specrs's own.
+
+    Raises:
+        ConfigError: an unknown name, with the known ones; a class where an instance is wanted; an instance whose format
+            is ``"native"``, which has no arrays for another backend to read.
+    """
+    if backend is None:
+        return Native()
+    if isinstance(backend, str):
+        if backend not in BACKENDS:
+            raise ConfigError(f"attention_backend = {backend!r}: must be one of {', '.join(BACKENDS)}")
+        return BACKENDS[backend]()
+    if isinstance(backend, type):
+        raise ConfigError(f"attention_backend = {backend.__name__}: a class; give an instance, {backend.__name__}()")
+    capabilities = Capabilities.of(backend)
+    if capabilities.format == "native" and not isinstance(backend, Native):
+        others = ", ".join(repr(name) for name in FORMATS if name != "native")
+        raise ConfigError(
+            f"attention backend {capabilities.name!r}: format = 'native': specrs's own kernels alone read it, it "
+            f"has no arrays; formats for other backends are {others}"
+        )
+    return backend
+
+
+def resolve(backend: str | AttentionBackend | None, asked: Combination) -> Resolved:
+    """`specrs.backends.routing.resolve` for a name or an instance, recommending the backends that come with specrs."""
+    return _resolve(find(backend), asked, others=[cls() for cls in BACKENDS.values()])

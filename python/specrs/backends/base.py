@@ -1,0 +1,176 @@
+"""What an attention backend is: what it can do, stated as class attributes, and the two calls that do it.
+
+A backend names a metadata format of the planner; the planner then writes that format's arrays, and the backend computes
+attention from the arrays and the KV pool alone. Its capabilities decide, before a model is read, which trees, pages and
+draft layouts it may be asked for (`specrs.backends.routing`).
+
+    class Mine(AttentionBackend):
+        name, format = "mine", "flashinfer"
+        topk_above_1 = page_size_above_1 = True
+
+        def prepare(self, step): ...             # once a pass: indices from step.arrays
+        def attend(self, prepared, keys, values, q, scale): ...   # once a layer
+
+    LLM(attention_backend=Mine())
+
+What a class does not declare has the value given here, which promises least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+
+from specrs._specrs import ConfigError
+
+if TYPE_CHECKING:  # capabilities are read without torch
+    import torch
+
+Format = Literal["native", "flashinfer", "flash_attention", "triton"]
+Layout = Literal["dense", "holey"]
+DraftAttention = Literal["ancestors", "lane"]
+KvDtype = Literal["float32", "bfloat16"]
+Phase = Literal["extend", "decode", "draft", "verify"]
+MaskForm = Literal["both", "bool", "packed"]
+
+FORMATS: tuple[Format, ...] = get_args(Format)
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+DRAFT_ATTENTIONS: tuple[DraftAttention, ...] = get_args(DraftAttention)
+KV_DTYPES: tuple[KvDtype, ...] = get_args(KvDtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One pass of a batch, as a backend is told of it.
+
+    Attributes:
+        phase: what the pass is for; causal in ``"extend"``, by mask or by expanded rows in ``"verify"``.
+        layout: of the draft region, in force: ``"holey"`` only where K > 1 and P > 1.
+        page_size: P, tokens per page of the pool; slot s is position ``s % P`` of page ``s // P``.
+        queries: Q, rows of q, dead lanes of a padded plan included; a row that no array names gives 0.
+        arrays: the format's arrays by name, as `Plan.arrays` gives them: CPU tensors in the plan's memory, to be read.
+    """
+
+    phase: Phase
+    layout: Layout
+    page_size: int
+    queries: int
+    arrays: Mapping[str, torch.Tensor]
+
+
+class AttentionBackend:
+    """A kernel family that an engine keeps as its attention. Subclasses declare what they can do, and do it."""
+
+    name: ClassVar[str]
+    """What users call it."""
+
+    format: ClassVar[Format]
+    """The planner's format whose arrays it reads."""
+
+    reads: ClassVar[str] = "its format's arrays"
+    """What it reads of them, for people."""
+
+    topk_above_1: ClassVar[bool] = False
+    """Whether a draft step may have more than one branch (K > 1)."""
+
+    page_size_above_1: ClassVar[bool] = False
+    """Whether pages may hold more than one token (P > 1)."""
+
+    draft_attention: ClassVar[Mapping[Layout, Sequence[DraftAttention]]] = MappingProxyType({"dense": ("lane",)})
+    """For each draft layout that it can read where K > 1 and P > 1 (with K = 1 or P = 1 the layouts coincide), what a
+    branch can attend to; the first is the default. The first layout is the default too."""
+
+    kv_dtypes: ClassVar[Sequence[KvDtype]] = ("float32",)
+    """Element types of the KV pool that it reads."""
+
+    needs_cpu_seq_lens: ClassVar[bool] = True
+    """Whether a pass needs the requests' lengths on the host. False: lengths may live on the device only."""
+
+    recurrent_state: ClassVar[bool] = False
+    """Whether it can take a rejected branch back out of a recurrent (Mamba-like) state. None here can."""
+
+    mask: ClassVar[MaskForm] = "both"
+    """Form of the verify mask that it reads, in a format that has both forms."""
+
+    def prepare(self, step: Step) -> Any:
+        """Once a pass: whatever `attend` needs of the metadata. Nothing else of the pass is told later."""
+        raise NotImplementedError(f"{type(self).__name__}.prepare")
+
+    def attend(
+        self, prepared: Any, keys: torch.Tensor, values: torch.Tensor, q: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Once a layer: softmax attention of rotated queries over a layer of the pool.
+
+        Args:
+            prepared: what `prepare` returned for this pass.
+            keys, values: the pool's [num_slots, kv_heads, head_dim], f32 or bf16; the pass's own KV is in it already.
+            q: f32 [Q, heads, head_dim]; consecutive groups of heads share a KV head.
+            scale: factor on the scores.
+
+        Returns:
+            f32 [Q, heads, head_dim]; 0 for a query without keys.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.attend")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What a backend declares, read once and checked; the fields are those of `AttentionBackend`."""
+
+    name: str
+    format: Format
+    topk_above_1: bool
+    page_size_above_1: bool
+    draft_attention: Mapping[Layout, tuple[DraftAttention, ...]] = field(hash=False)
+    kv_dtypes: tuple[KvDtype, ...]
+    needs_cpu_seq_lens: bool
+    recurrent_state: bool
+    mask: MaskForm
+
+    @classmethod
+    def of(cls, backend: object) -> Capabilities:
+        """Read a backend, which need not be an `AttentionBackend`: a flag that it lacks has the base class's value.
+
+        Raises:
+            ConfigError: no known format, or a flag of another type, with its value and what it may be.
+        """
+        name = getattr(backend, "name", None) or type(backend).__name__
+
+        def declared(flag: str, allowed: Sequence[Any]) -> Any:
+            value = getattr(backend, flag, getattr(AttentionBackend, flag, None))
+            if not any(value is a if isinstance(a, bool) else value == a for a in allowed):
+                options = ", ".join(repr(a) for a in allowed)
+                raise ConfigError(f"attention backend {name!r}: {flag} = {value!r}: must be one of {options}")
+            return value
+
+        def several(flag: str, value: object, allowed: Sequence[str]) -> tuple[Any, ...]:
+            options = ", ".join(repr(a) for a in allowed)
+            if isinstance(value, str) or not isinstance(value, Sequence) or not value or {*value} - {*allowed}:
+                raise ConfigError(f"attention backend {name!r}: {flag} = {value!r}: must be some of {options}")
+            return tuple(value)
+
+        if not isinstance(name, str):
+            raise ConfigError(f"attention backend: name = {name!r}: must be a string")
+        for method in ("prepare", "attend"):
+            if not callable(getattr(backend, method, None)):
+                raise ConfigError(f"attention backend {name!r} has no method {method!r}; see AttentionBackend")
+        layouts = getattr(backend, "draft_attention", AttentionBackend.draft_attention)
+        if not isinstance(layouts, Mapping):
+            raise ConfigError(f"attention backend {name!r}: draft_attention = {layouts!r}: must map layouts to modes")
+        several("draft_attention", list(layouts), LAYOUTS)
+        return cls(
+            name=name,
+            format=declared("format", FORMATS),
+            topk_above_1=declared("topk_above_1", (False, True)),
+            page_size_above_1=declared("page_size_above_1", (False, True)),
+            draft_attention={
+                layout: several(f"draft_attention[{layout!r}]", modes, DRAFT_ATTENTIONS)
+                for layout, modes in layouts.items()
+            },
+            kv_dtypes=several("kv_dtypes", getattr(backend, "kv_dtypes", AttentionBackend.kv_dtypes), KV_DTYPES),
+            needs_cpu_seq_lens=declared("needs_cpu_seq_lens", (True, False)),
+            recurrent_state=declared("recurrent_state", (False, True)),
+            mask=declared("mask", get_args(MaskForm)),
+        )

@@ -1,0 +1,70 @@
+"""FlashInfer's paged attention as specrs's planner feeds it: pages of one token, ``kv_indptr`` and ``kv_indices``.
+
+What is read is what ``BatchPrefillWithPagedKVCacheWrapper`` and ``BatchDecodeWithPagedKVCacheWrapper`` read
+(https://docs.flashinfer.ai): request z's keys are the slots ``kv_indices[kv_indptr[z]:kv_indptr[z + 1]]``, in order,
+and its queries are rows ``qo_indptr[z]:qo_indptr[z + 1]``, or row z alone without ``qo_indptr``. A custom mask has a
+row of bits per query over the request's keys, as bytes or packed, lowest bit first.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
+
+from specrs._specrs import ConfigError
+from specrs.backends.base import AttentionBackend, Step
+
+if TYPE_CHECKING:
+    import torch
+
+
+class FlashInfer(AttentionBackend):
+    """Both draft layouts, ancestors and lanes: indices are by slot, so a branch can be given any slots.
+
+    Args:
+        mask: form of the verify mask that is read, ``"packed"`` (what FlashInfer's kernels take) or ``"bool"``.
+    """
+
+    name = "flashinfer"
+    format = "flashinfer"
+    reads = "`kv_indptr`, `kv_indices` (int32) over pages of one token; custom mask, bool or packed"
+    topk_above_1 = True
+    page_size_above_1 = True
+    draft_attention = MappingProxyType({"dense": ("ancestors", "lane"), "holey": ("ancestors", "lane")})
+    kv_dtypes = ("float32", "bfloat16")
+    needs_cpu_seq_lens = True  # its plan() schedules on the host
+
+    def __init__(self, mask: Literal["bool", "packed"] = "packed") -> None:
+        if mask not in ("bool", "packed"):
+            raise ConfigError(f"FlashInfer: mask = {mask!r}: must be 'bool' or 'packed'")
+        self.mask = mask  # type: ignore[misc]
+
+    def prepare(self, step: Step) -> Any:
+        from specrs.backends import gather
+
+        arrays = step.arrays
+        indptr = arrays["kv_indptr"].long()
+        first, count = gather.rows_of(arrays.get("qo_indptr"), indptr.numel() - 1)
+        # As the kernel counts keys: whole pages but for the last, whose length is stated; pages have one token.
+        pages = indptr.diff()
+        last = arrays.get("kv_last_page_len")
+        lens = pages if last is None else (pages - 1 + last.long()).masked_fill_(pages == 0, 0)
+        slots = gather.ragged(arrays["kv_indices"], indptr[:-1], lens)
+        mask = self._mask(arrays, count, lens) if step.phase == "verify" else None
+        return gather.groups(first, count, slots, lens, causal=step.phase == "extend", mask=mask)
+
+    def _mask(self, arrays: Any, count: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
+        from specrs.backends import gather
+
+        if self.mask == "packed":
+            at = gather.cells(arrays["packed_mask_indptr"].long()[:-1] * 8, count, lens)
+            data = arrays["packed_custom_mask"]
+            return gather.take(data, at >> 3).int() >> (at & 7).int() & 1 == 1
+        return gather.take(arrays["custom_mask"], gather.cells(arrays["mask_indptr"].long()[:-1], count, lens)) != 0
+
+    def attend(
+        self, prepared: Any, keys: torch.Tensor, values: torch.Tensor, q: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        from specrs.backends import gather
+
+        return gather.attend(prepared, keys, values, q, scale).out.to(q.dtype)

@@ -1,0 +1,226 @@
+"""What a backend may be asked for: pure functions from plain values to a configuration, or to a typed refusal.
+
+    resolve(FlashAttention(), Combination(topk=4, page_size=16))   # layout dense, ancestors
+    resolve(FlashAttention(), Combination(topk=4, page_size=16, layout="holey", draft_attention="ancestors"))
+    # UnsupportedCombinationError: ... draft_attention='lane' works; ...
+
+Nothing here depends on the order in which an engine is built, so the whole (small) domain is tested exhaustively.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from specrs._specrs import ConfigError
+from specrs.backends.base import DRAFT_ATTENTIONS, KV_DTYPES, LAYOUTS, Capabilities, DraftAttention, KvDtype, Layout
+
+_MAX_NAMED = 4  # alternatives in a message; the error carries all of them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Combination:
+    """What is asked of a backend.
+
+    Attributes:
+        topk: K of the tree; ``None`` where no tree is asked for, which leaves the engine free to draft chains.
+        page_size: P, tokens per page.
+        layout: of the draft region; ``None`` for the backend's first that can do the rest.
+        draft_attention: what a branch attends to; ``None`` for the layout's first.
+        recurrent_state: whether the model has recurrent (Mamba-like) state.
+        kv_dtype: element type of the KV pool.
+    """
+
+    topk: int | None = None
+    page_size: int = 1
+    layout: Layout | None = None
+    draft_attention: DraftAttention | None = None
+    recurrent_state: bool = False
+    kv_dtype: KvDtype = "float32"
+
+    @property
+    def holes(self) -> bool:
+        """Whether the layouts differ: K > 1 and P > 1."""
+        return (self.topk or 1) > 1 and self.page_size > 1
+
+    def __str__(self) -> str:
+        defaults = Combination()
+        told = {name: value for name, value in vars(self).items() if value != getattr(defaults, name)}
+        return ", ".join(f"{'draft_layout' if name == 'layout' else name}={value!r}" for name, value in told.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """A combination that a backend can run, every choice made.
+
+    Attributes:
+        capabilities: of the backend.
+        speculate: whether the model may be drafted for; ``False`` where recurrent state routes it to plain decoding.
+        layout: in force: ``"holey"`` only where it differs from ``"dense"``.
+        draft_attention: in force.
+        needs_cpu_seq_lens: whether passes need the lengths on the host.
+    """
+
+    capabilities: Capabilities
+    speculate: bool
+    layout: Layout
+    draft_attention: DraftAttention
+    needs_cpu_seq_lens: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """What would work in place of a refused combination: a backend's name, a combination, and what changed."""
+
+    backend: str
+    combination: Combination
+    change: str
+
+
+class UnsupportedCombinationError(ConfigError):
+    """A backend is asked for what it cannot do.
+
+    Attributes: `backend` (its name), `combination`, `why`, `alternatives` (each accepted by `resolve`; nearest first).
+    """
+
+    def __init__(self, backend: str, combination: Combination, why: str, alternatives: Iterable[Alternative]) -> None:
+        self.backend = backend
+        self.combination = combination
+        self.why = why
+        self.alternatives = tuple(alternatives)
+        works = "; or ".join(a.change for a in self.alternatives[:_MAX_NAMED])
+        works = f". What would work: {works}" if works else ""
+        super().__init__(f"attention backend {backend!r} with {combination}: {why}{works}")
+
+
+def check(capabilities: Capabilities, asked: Combination) -> str | None:
+    """Why a backend cannot run a combination; ``None`` where it can."""
+    name, tree = capabilities.name, (asked.topk or 1) > 1
+    if asked.recurrent_state and asked.topk is not None and not capabilities.recurrent_state:
+        return "a rejected branch cannot be taken back out of a recurrent state, so such models are decoded plainly"
+    if tree and not capabilities.topk_above_1:
+        return f"{name} has one branch per draft step (topk = 1)"
+    if asked.page_size > 1 and not capabilities.page_size_above_1:
+        return f"{name} reads pages of one token"
+    if asked.kv_dtype not in capabilities.kv_dtypes:
+        return f"{name} reads KV of {_either(capabilities.kv_dtypes)}"
+    layouts = _layouts(capabilities, asked)
+    if not layouts:
+        return f"{name} reads the {_either(capabilities.draft_attention)} draft layout where K > 1 and P > 1"
+    if tree and asked.draft_attention is not None and not any(asked.draft_attention in m for m in layouts.values()):
+        modes = dict.fromkeys(mode for modes in layouts.values() for mode in modes)
+        where = f"in the {_either(layouts)} layout" if asked.holes else "here"
+        return f"{where} a branch of {name} attends to its {_either(modes)}"
+    return None
+
+
+def resolve(backend: object, asked: Combination, *, others: Iterable[object] = ()) -> Resolved:
+    """Every choice that a combination leaves open, made.
+
+    Args:
+        backend: an `AttentionBackend`, or an object with its methods.
+        asked: what is asked of it.
+        others: backends that a refusal may recommend instead.
+
+    Raises:
+        UnsupportedCombinationError: with the combination, the reason and what would work.
+        ConfigError: the backend declares a flag that means nothing, or a value asked for is none that there is.
+    """
+    _check_values(asked)
+    capabilities = Capabilities.of(backend)
+    why = check(capabilities, asked)
+    if why is not None:
+        rest = [c for c in map(Capabilities.of, others) if c.name != capabilities.name]
+        raise UnsupportedCombinationError(capabilities.name, asked, why, _alternatives(capabilities, asked, rest))
+    layout, mode = next(
+        (layout, mode)
+        for layout, modes in _layouts(capabilities, asked).items()
+        for mode in modes
+        if asked.draft_attention in (None, mode) or (asked.topk or 1) == 1
+    )
+    return Resolved(
+        capabilities=capabilities,
+        speculate=not asked.recurrent_state or capabilities.recurrent_state,
+        layout=layout if asked.holes else "dense",
+        draft_attention=mode if (asked.topk or 1) > 1 else asked.draft_attention or "ancestors",
+        needs_cpu_seq_lens=capabilities.needs_cpu_seq_lens,
+    )
+
+
+def needs_cpu_seq_lens(backends: Iterable[object | None]) -> bool:
+    """Whether any backend of an engine's slots needs the lengths on the host.
+
+    A slot may be empty, as that of a draft backend before there is a draft; it needs nothing. A backend that does not
+    say gets the lengths: what it would do without them is unknown (sglang PR 26738, where both were dereferenced).
+    """
+    return any(getattr(b, "needs_cpu_seq_lens", True) is not False for b in backends if b is not None)
+
+
+def _layouts(capabilities: Capabilities, asked: Combination) -> dict[Layout, tuple[DraftAttention, ...]]:
+    """The layouts that come into question, each with its modes. Where they coincide, slots and pages do too, and what
+    a backend can do in either, it can do."""
+    layouts = dict(capabilities.draft_attention)
+    if not asked.holes:
+        modes = dict.fromkeys(mode for modes in layouts.values() for mode in modes)
+        return {"dense": tuple(modes)}
+    return {layout: modes for layout, modes in layouts.items() if asked.layout in (None, layout)}
+
+
+def _check_values(asked: Combination) -> None:
+    for name, value, allowed in (
+        ("draft_layout", asked.layout, LAYOUTS),
+        ("draft_attention", asked.draft_attention, DRAFT_ATTENTIONS),
+    ):
+        if value is not None and value not in allowed:
+            raise ConfigError(
+                f"{name} = {value!r}: must be {_either(map(repr, allowed))}, or None for the best there is"
+            )
+    if asked.kv_dtype not in KV_DTYPES:
+        raise ConfigError(f"kv_dtype = {asked.kv_dtype!r}: must be {_either(map(repr, KV_DTYPES))}")
+
+
+def _alternatives(
+    capabilities: Capabilities, asked: Combination, others: Iterable[Capabilities]
+) -> Iterator[Alternative]:
+    """Accepted combinations near a refused one: fewest changes first; another backend counts as one."""
+    changes: dict[str, list[Any]] = {
+        "draft_attention": [mode for mode in DRAFT_ATTENTIONS if asked.draft_attention not in (None, mode)],
+        "layout": [layout for layout in LAYOUTS if asked.layout not in (None, layout)],
+        "kv_dtype": [dtype for dtype in KV_DTYPES if dtype != asked.kv_dtype],
+        "page_size": [1] if asked.page_size > 1 else [],
+        "topk": [None] if asked.recurrent_state else [1] if (asked.topk or 1) > 1 else [],
+    }
+    fields = [name for name, values in changes.items() if values]
+    found: list[set[str]] = []
+    for count in range(len(fields) + 1):
+        for names in itertools.combinations(fields, count):
+            if any(known <= {*names} for known in found):
+                continue  # fewer of these changes suffice
+            for values in itertools.product(*(changes[name] for name in names)):
+                changed = replace(asked, **dict(zip(names, values, strict=True)))
+                if check(capabilities, changed) is None:
+                    found.append({*names})
+                    yield Alternative(backend=capabilities.name, combination=changed, change=_told(asked, changed))
+        if count == min(1, len(fields)):
+            for other in others:
+                if check(other, asked) is None:
+                    yield Alternative(backend=other.name, combination=asked, change=f"attention_backend={other.name!r}")
+
+
+def _told(asked: Combination, changed: Combination) -> str:
+    """The changes as the options that a user would give."""
+    parts = []
+    for name, value in vars(changed).items():
+        if value == getattr(asked, name):
+            continue
+        if name == "topk" and value is None:
+            parts.append("no tree (leave out topk, steps and draft_tokens)")
+        else:
+            parts.append(f"{'draft_layout' if name == 'layout' else name}={value!r}")
+    return " with ".join(parts)
+
+
+def _either(names: Iterable[str]) -> str:
+    return " or ".join(names)

@@ -1,0 +1,58 @@
+"""A plan's attention by a backend: what the model code and the replay of recorded rounds call."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from specrs import _specrs as core
+from specrs._specrs import ConfigError, KvCache, Plan
+from specrs.backends.base import AttentionBackend, Layout, Step
+from specrs.backends.native import Native
+
+if TYPE_CHECKING:
+    import torch
+
+
+class PlanAttention:
+    """Attention over the KV that a plan names, which has been written before.
+
+        attention = PlanAttention(find("flashinfer"), geometry.layout)
+        attention(cache, 0, plan, q, out, scale)
+
+    Args:
+        backend: whose format the plan is made in.
+        layout: the draft layout in force, that of the planner's geometry.
+    """
+
+    def __init__(self, backend: AttentionBackend, layout: Layout = "dense") -> None:
+        self.backend = backend
+        self.layout = layout
+        self._prepared: tuple[Plan, Any] | None = None  # of the pass at hand, for all of its layers
+
+    def __call__(self, kv: KvCache, layer: int, plan: Plan, q: torch.Tensor, out: torch.Tensor, scale: float) -> None:
+        """out = attention of q, both f32 [Q, heads, head_dim].
+
+        Raises:
+            ConfigError: a plan of another format; a backend whose result has another shape or type.
+        """
+        if isinstance(self.backend, Native):
+            core.attention(kv, layer, plan, q, out, scale)
+            return
+        if plan.format != self.backend.format:
+            raise ConfigError(
+                f"plan: made in the format {plan.format!r}; the attention backend {self.backend.name!r} reads "
+                f"{self.backend.format!r}"
+            )
+        if self._prepared is None or self._prepared[0] is not plan:
+            self._prepared = plan, self.backend.prepare(self._step(plan, kv.page_size))
+        result = self.backend.attend(self._prepared[1], kv.tensor[layer, 0], kv.tensor[layer, 1], q, scale)
+        if result.shape != q.shape or result.dtype != q.dtype:
+            got, want = f"{list(result.shape)} {result.dtype}", f"{list(q.shape)} {q.dtype}"
+            raise ConfigError(f"attention backend {type(self.backend).__name__}: attend gave {got}, must give {want}")
+        out.copy_(result)
+
+    def _step(self, plan: Plan, page_size: int) -> Step:
+        from torch.utils.dlpack import from_dlpack
+
+        arrays = {name: from_dlpack(array) for name, array in plan.arrays().items()}
+        return Step(phase=plan.phase, layout=self.layout, page_size=page_size, queries=plan.queries, arrays=arrays)
