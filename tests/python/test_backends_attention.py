@@ -172,14 +172,9 @@ def test_flash_attention_reads_a_holey_branch_by_its_pages() -> None:
 
 
 def test_flash_attention_drafts_chains_in_one_pass() -> None:
-    nothing = {
-        "expand_cache_seqlens": i32([]),
-        "expand_page_table": torch.zeros((0, 0), dtype=torch.int32),
-        "expand_cu_seqlens_q": i32([0]),
-    }
     arrays = {"cache_seqlens": i32(5, 1), "page_table": i32([[2, 1], [3, 0]]), "cu_seqlens_q": i32(0, 1, 2)}
     reads = [[8, 9, 10, 11, 4], [12]]
-    same(FlashAttention(), step("draft", 2, arrays | nothing, 4), reads, 16)
+    same(FlashAttention(), step("draft", 2, arrays, 4), reads, 16)
     same(FlashAttention(), step("decode", 2, arrays, 4), reads, 16)
 
 

@@ -34,8 +34,9 @@ class FlashAttention(AttentionBackend):
     needs_cpu_seq_lens = True  # max_seqlen_k, and the columns of the table, are host values
 
     def prepare(self, step: Step) -> Any:
+        # One causal pass where the queries need no tree: extend, decode, and the steps of a chain.
         passes = [_pass(step.arrays, "", step.page_size, causal=step.phase == "extend")]
-        if step.phase == "verify" or (step.phase == "draft" and step.arrays["expand_cache_seqlens"].numel()):
+        if "expand_cache_seqlens" in step.arrays:
             by_page = step.phase == "draft" and step.layout == "holey"
             passes.append(_pass(step.arrays, "expand_", step.page_size if by_page else 1))
         return passes
