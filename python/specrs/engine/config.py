@@ -52,6 +52,16 @@ class EngineConfig:
         """Whether the tree is picked by the cost model."""
         return self.topk is None
 
+    @property
+    def backend(self) -> backends.AttentionBackend:
+        """The attention backend itself."""
+        return backends.find(self.attention_backend)
+
+    @property
+    def branches_attend(self) -> DraftAttention:
+        """What a draft branch attends to, of a configuration that `route` gave."""
+        return self.draft_attention or "ancestors"
+
     def check_types(self) -> None:
         """Refuse what is not of its field's type, before a model is read.
 
@@ -82,7 +92,7 @@ class EngineConfig:
             UnsupportedCombinationError: what the backend cannot do, and what would work instead.
             ConfigError: a backend, layout or draft attention that there is not.
         """
-        backend = backends.find(self.attention_backend)
+        backend = self.backend
         asked = backends.Combination(
             topk=self.topk,
             page_size=self.page_size,

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from specrs import assets
 from specrs._specrs import Accepts, ConfigError, TreeBatch
-from specrs.backends import find
 from specrs.capsule.file import save
 from specrs.capsule.recorder import RoundRecorder
 from specrs.engine.config import EngineConfig
@@ -74,7 +73,7 @@ class LLM:
         config.check_types()
         model = Path(model)
         config, drafts = config.route(speculative and has_recurrent_state(model))
-        ops = ops_for(find(config.attention_backend), config.draft_layout or "dense")
+        ops = ops_for(config.backend, config.draft_layout or "dense")
         target = load_target(model, ops, max_context_len=config.max_context_len)
         self.config, geometry = config.resolve(target.max_context_len)
         head = load_draft(Path(draft), target) if draft is not None and speculative and drafts else None
@@ -229,7 +228,7 @@ class LLM:
         if isinstance(round, bool) or not isinstance(round, int) or round < 1:
             raise ConfigError(f"round = {round!r}: must be an integer of at least 1")
         runner, config = self._runner, self.config
-        recorder = RoundRecorder(runner.planner, runner.pool, config.draft_attention, round)
+        recorder = RoundRecorder(runner.planner, runner.pool, config.branches_attend, round)
         previous, runner.recorder = runner.recorder, recorder
         try:
             yield recorder

@@ -16,7 +16,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from specrs import _specrs as core
-from specrs.backends import AttentionBackend, Capabilities, find
+from specrs.backends import AttentionBackend, Capabilities
 from specrs.capsule.recorder import RoundRecorder
 from specrs.engine.config import EngineConfig
 from specrs.engine.policy import Costs, PassCost, SpeculationGate, TreePolicy
@@ -63,7 +63,7 @@ class Runner:
         self.shape = geometry.shape
         pages = config.num_pages + 1  # page 0 is the sink
         self.pool = core.Pool(pages, config.page_size, config.max_batch, geometry.row_pages)
-        self.planner = _planner(geometry, self.pool, find(config.attention_backend))
+        self.planner = _planner(geometry, self.pool, config.backend)
         dtype = getattr(torch, config.kv_dtype)
         self.cache = target.new_cache(pages, config.page_size, dtype)
         self.draft_cache = head.new_cache(pages, config.page_size, dtype) if head is not None else None
@@ -190,10 +190,9 @@ class Runner:
         hidden = _stack([r.root_hidden for r in reqs])
         if self.geometry.layout == "holey":
             core.kv_move(cache, self.planner.tail_copies(seqs, lens))  # what whole pages bring along before a branch
-        mode = self.config.draft_attention or "ancestors"
         steps = 0
         while steps < min(self.shape.steps, max(depths)) - 1 and self._deepen(beams, depths, steps + 1):
-            plan = self.planner.draft(seqs, lens, steps, beams, mode)
+            plan = self.planner.draft(seqs, lens, steps, beams, self.config.branches_attend)
             if self.recorder is not None:
                 self.recorder.drafted(beams)
             tokens = from_dlpack(beams.tokens)

@@ -33,9 +33,10 @@ pub enum AnyFormat {
 
 impl AnyFormat {
     /// Every format that [`AnyFormat::named`] knows, with the masks of both forms.
-    pub const ALL: [AnyFormat; 3] = [
+    pub const ALL: [AnyFormat; 4] = [
         AnyFormat::Native(Native),
         AnyFormat::FlashInfer(FlashInfer { mask: MaskForm::Both }),
+        AnyFormat::FlashAttention(FlashAttention),
         AnyFormat::Triton(Triton),
     ];
 
