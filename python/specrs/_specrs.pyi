@@ -657,7 +657,7 @@ class Planner:
         seqs: _List[Sequence],
         lens: _List[SupportsIndex] | DeviceLens,
         step: SupportsIndex,
-        beams: DraftBeams,
+        beams: DraftBeams | _Tensor | None,
         mode: Literal["ancestors", "lane"] = "ancestors",
         *,
         out: FormatBuffers | None = None,
@@ -665,6 +665,9 @@ class Planner:
     ) -> Plan:
         """The forward of the beams of draft step `step` (0-based), K queries a request. A beam attends its true
         ancestors (`mode="ancestors"`), or its own lane's slots of the earlier steps (`"lane"`).
+
+        `beams` are `DraftBeams`, or their ancestors: int64 [B * K, draft_mask_words], bit b * S + s of a row for the
+        beam b of step s, the row's own included (`DraftBeams.ancestors`). With `"lane"` it may be `None`.
         """
 
     def verify(

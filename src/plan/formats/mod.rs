@@ -14,7 +14,7 @@ pub use flashinfer::{FlashInfer, MaskForm};
 pub use triton::Triton;
 
 use crate::error::{Error, Result};
-use crate::geometry::Geometry;
+use crate::geometry::{Buffer, Geometry};
 use crate::plan::{Arrays, DraftMask, Extent, Format, Load, Native, Plan, Spec};
 use crate::pool::Tables;
 
@@ -63,6 +63,19 @@ impl AnyFormat {
                 let why = format!("want one of {}", names.join(", "));
                 Err(Error::Invalid { what: "format", got: format!("{name:?}"), why })
             }
+        }
+    }
+
+    /// Capacity of every array of the format, phase by phase (one draft step), for batches of `requests`, with the
+    /// arithmetic. Nothing for [`Native`], which derives no arrays.
+    ///
+    /// # Errors
+    /// [`Error::Overflow`] for what the format's index type does not hold.
+    pub fn buffers(&self, geometry: &Geometry, requests: u32) -> Result<Vec<Buffer>> {
+        match self {
+            AnyFormat::Native(_) => Ok(Vec::new()),
+            AnyFormat::FlashInfer(_) => geometry.flashinfer_buffers(requests),
+            AnyFormat::Triton(_) => geometry.triton_buffers(requests),
         }
     }
 

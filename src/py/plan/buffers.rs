@@ -101,6 +101,18 @@ impl Use {
         })
     }
 
+    /// Where the largest size of array `at` comes from, with the numbers.
+    pub(super) fn formula(&self, at: usize, limit: Extent) -> String {
+        let name = self.format.arrays().get(at).map_or("", |s| s.name);
+        let listed = self.format.buffers(&self.geometry, self.max_batch).unwrap_or_default();
+        let of = |b: &&crate::geometry::Buffer| b.name == name && b.phase == self.phase.name();
+        match listed.iter().find(of) {
+            Some(b) if b.elements == limit.elements() => b.formula.clone(),
+            // Of one draft step, where the steps differ.
+            _ => limit.shape().iter().map(u64::to_string).collect::<Vec<_>>().join(" * "),
+        }
+    }
+
     /// The step that `phase` restricts them to.
     fn step(&self) -> Option<u32> {
         match self.phase {
@@ -246,7 +258,7 @@ fn check(
         };
         let beside: Vec<&Tensor> = tensors[..i].iter().map(|(_, t)| t).collect();
         tensor.lendable(dtypes(specs[at].dtype), &beside)?;
-        extents.push(capacity(purpose, specs[at].name, tensor, limit)?);
+        extents.push(capacity(purpose, at, tensor, limit)?);
     }
     for &(at, limit) in limits {
         if !specs[at].optional && !tensors.iter().any(|(name, _)| *name == specs[at].name) {
@@ -259,10 +271,12 @@ fn check(
 }
 
 /// The size of a tensor, where it holds `limit`.
-fn capacity(purpose: &Use, name: &'static str, tensor: &Tensor, limit: Extent) -> Result<Extent> {
+fn capacity(purpose: &Use, at: usize, tensor: &Tensor, limit: Extent) -> Result<Extent> {
+    let what = purpose.format.arrays().get(at).map_or("array", |s| s.name);
     let shape: Vec<u64> = tensor.shape().iter().map(|&n| n as u64).collect();
     let too_small = |need, have, of: &str| {
-        Err(Error::Capacity { what: name, need, have, hint: of.to_string() + &purpose.describe() })
+        let hint = format!("{of}[{}] for {}", purpose.formula(at, limit), purpose.describe());
+        Err(Error::Capacity { what, need, have, hint })
     };
     match (limit, &shape[..]) {
         (Extent::Line(need), &[have]) if have < need => too_small(need, have, ""),

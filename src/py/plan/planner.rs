@@ -8,6 +8,7 @@ use pyo3::types::{PyDict, PyMapping};
 use super::buffers::{FormatBuffers, Static, Use, phase};
 use super::{Moves, Plan};
 use crate::error::{Error, Result};
+use crate::geometry;
 use crate::host::select;
 use crate::plan::{
     self, AnyFormat, AuditedPlan, Batch, Bucket, DraftMask, Extent, Format, Lens, Load, Paths, Phase, Trees,
@@ -76,6 +77,37 @@ impl LensArg {
     }
 }
 
+/// The beams of a draft step as an argument: specrs's own, or their ancestors as bits.
+enum Beams<'a> {
+    Own(&'a DraftBeams),
+    Bits { tensor: Box<Tensor>, shape: [usize; 2] },
+}
+
+impl<'a> Beams<'a> {
+    fn take(given: Option<&'a Bound<'_, PyAny>>, batch: usize, geometry: &geometry::Geometry) -> PyResult<Self> {
+        let Some(given) = given else {
+            let want = "DraftBeams or their ancestors, which only mode \"lane\" can do without".into();
+            return Err(Error::Mismatch { operand: "beams", got: "None".into(), want }.into());
+        };
+        if let Ok(beams) = given.cast::<DraftBeams>() {
+            same_len("sequences", batch, "the beams' batch", beams.get().batch())?;
+            return Ok(Beams::Own(beams.get()));
+        }
+        let tensor = Box::new(Tensor::import(given, "beams", None)?);
+        let shape = [batch * geometry.shape().topk() as usize, geometry.draft_mask_words() as usize];
+        tensor.input::<i64>(&shape)?;
+        Ok(Beams::Bits { tensor, shape })
+    }
+
+    /// Run `f` with the ancestors of each beam.
+    fn with<T>(&self, f: impl FnOnce(&[u64]) -> Result<T>) -> Result<T> {
+        match self {
+            Beams::Own(beams) => f(beams.state().mask(select::DraftMask::Ancestors)),
+            Beams::Bits { tensor, shape } => f(bytemuck::cast_slice(tensor.input::<i64>(shape)?)),
+        }
+    }
+}
+
 /// `(requests, queries)` to pad to.
 type Pad = Option<(Int, Int)>;
 
@@ -92,7 +124,7 @@ fn bucket(pad: Pad) -> Result<Option<Bucket>> {
 /// `"both"`.
 #[pyclass(frozen, module = "specrs._specrs")]
 pub(in crate::py) struct Planner {
-    geometry: crate::geometry::Geometry,
+    geometry: geometry::Geometry,
     format: AnyFormat,
     pool: pool::Pool,
     state: Mutex<plan::Planner<AnyFormat>>,
@@ -238,6 +270,9 @@ impl Planner {
 
     /// The forward of the beams of draft step `step` (0-based), K queries a request. A beam attends its true
     /// ancestors (`mode="ancestors"`), or its own lane's slots of the earlier steps (`"lane"`).
+    ///
+    /// `beams` are `DraftBeams`, or their ancestors: int64 [B * K, draft_mask_words], bit b * S + s of a row for the
+    /// beam b of step s, the row's own included (`DraftBeams.ancestors`). With `"lane"` it may be `None`.
     #[pyo3(signature = (seqs, lens, step, beams, mode="ancestors", *, out=None, pad=None))]
     #[allow(clippy::too_many_arguments, reason = "operands of an operation, by name")]
     fn draft(
@@ -246,7 +281,7 @@ impl Planner {
         seqs: Vec<Bound<'_, Sequence>>,
         lens: &Bound<'_, PyAny>,
         step: Int,
-        beams: &Bound<'_, DraftBeams>,
+        beams: Option<&Bound<'_, PyAny>>,
         mode: &str,
         out: Option<&Bound<'_, FormatBuffers>>,
         pad: Pad,
@@ -260,16 +295,13 @@ impl Planner {
                 return Err(Error::Invalid { what: "mode", got: format!("{mode:?}"), why }.into());
             }
         };
-        let beams = beams.get();
-        same_len("sequences", seqs.len(), "the beams' batch", beams.batch())?;
         let call = Call::new(Phase::Draft { step }, pad, out)?;
+        if lane && beams.is_none() {
+            return self.plan(py, &seqs, &lens, &call, |p, t, batch| p.draft(t, batch, step, DraftMask::Lane));
+        }
+        let beams = Beams::take(beams, seqs.len(), &self.geometry)?;
         self.plan(py, &seqs, &lens, &call, |p, t, batch| {
-            let state = beams.state();
-            let mask = match lane {
-                true => DraftMask::Lane,
-                false => DraftMask::Ancestors(state.mask(select::DraftMask::Ancestors)),
-            };
-            p.draft(t, batch, step, mask)
+            beams.with(|bits| p.draft(t, batch, step, if lane { DraftMask::Lane } else { DraftMask::Ancestors(bits) }))
         })
     }
 
@@ -375,7 +407,11 @@ impl Planner {
         max_batch: Option<Int>,
     ) -> PyResult<Bound<'py, PyDict>> {
         let purpose = self.parse(phase, step, max_batch)?;
-        let out = self.describe(py, &purpose.limits()?)?;
+        let limits = purpose.limits()?;
+        let out = self.describe(py, &limits)?;
+        for (&(at, limit), d) in limits.iter().zip(out.values()) {
+            d.set_item("formula", purpose.formula(at, limit))?;
+        }
         Ok(out)
     }
 
