@@ -189,7 +189,10 @@ impl View {
             View::Line { name, dtype, n } => (name, dtype, Some(n), format!("shape [{n}]")),
             View::Table { name, dtype, rows, cols, stride } => {
                 let hint = format!("shape [{rows}, {cols}] in rows of {stride}");
-                let last = rows.saturating_sub(1).checked_mul(stride).and_then(|n| n.checked_add(cols));
+                let last = match rows {
+                    0 => Some(0),
+                    _ => (rows - 1).checked_mul(stride).and_then(|n| n.checked_add(cols)),
+                };
                 (name, dtype, last.filter(|_| cols <= stride), hint)
             }
         };

@@ -108,8 +108,11 @@ impl Use {
         let of = |b: &&crate::geometry::Buffer| b.name == name && b.phase == self.phase.name();
         match listed.iter().find(of) {
             Some(b) if b.elements == limit.elements() => b.formula.clone(),
-            // Of one draft step, where the steps differ.
-            _ => limit.shape().iter().map(u64::to_string).collect::<Vec<_>>().join(" * "),
+            _ =>
+            // a draft step that is smaller than the largest
+            {
+                limit.shape().iter().map(u64::to_string).collect::<Vec<_>>().join(" * ")
+            }
         }
     }
 

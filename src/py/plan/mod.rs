@@ -32,6 +32,7 @@ pub(super) struct Plan {
     /// The pool whose rows it speaks of.
     pub(super) pool: pool::Pool,
     format: AnyFormat,
+    expand_page_size: Option<u32>,
     /// The static buffers that hold its arrays; `None` where it has them itself.
     out: Option<Written>,
 }
@@ -53,6 +54,13 @@ impl Plan {
     #[getter]
     fn format(&self) -> &'static str {
         self.format.name()
+    }
+
+    /// Of format `"flash_attention"`: tokens of the pages that `expand_page_table` names (1: slots); `None` where the
+    /// phase is one causal pass, and in other formats.
+    #[getter]
+    fn expand_page_size(&self) -> Option<u32> {
+        self.expand_page_size
     }
 
     /// The arrays of its format by name, exactly as long as they are used, without a copy. Arrays of the plan's own

@@ -11,7 +11,8 @@ use crate::error::{Error, Result};
 use crate::geometry;
 use crate::host::select;
 use crate::plan::{
-    self, AnyFormat, AuditedPlan, Batch, Bucket, DraftMask, Extent, Format, Lens, Load, Paths, Phase, Trees,
+    self, AnyFormat, AuditedPlan, Batch, Bucket, DraftMask, Extent, FlashAttention, Format, Lens, Load, Paths, Phase,
+    Trees,
 };
 use crate::pool;
 use crate::py::arg::{Int, detached, same_len, u32s};
@@ -172,7 +173,11 @@ impl Planner {
                 Ok((plan, out))
             })?
         })?;
-        Ok(Plan { plan, pool: self.pool.clone(), format: self.format, out })
+        let expand_page_size = match self.format {
+            AnyFormat::FlashAttention(_) => FlashAttention::expand_page_size(&self.geometry, call.phase),
+            _ => None,
+        };
+        Ok(Plan { plan, pool: self.pool.clone(), format: self.format, expand_page_size, out })
     }
 
     fn purpose(&self, phase: Phase, any_step: bool, max_batch: u32) -> Use {
