@@ -6,6 +6,9 @@
 //!
 //! Goal 2 of `performance.md`: K = 8, S = 6, V = 64, L about 8k; <= 1.5 / 4 / 10 / 35 us at batch 1 / 16 / 64 / 256.
 //! `cargo bench --bench planner`; `benches/bench_planner.py` runs it beside sglang's functions.
+//!
+//! The groups `format_*` are the same rounds with the arrays of another backend's format derived from each plan. Those
+//! that list every branch's slots write O(B * K * L) of them a step: their throughput is that of writing memory.
 #![allow(clippy::expect_used)]
 
 #[path = "workload/planner.rs"]
@@ -13,17 +16,20 @@ mod workload;
 
 use std::hint::black_box;
 
-use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
-use specrs::plan::{Batch, DraftMask, Lens, Paths, Trees};
+use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use specrs::geometry::Layout;
+use specrs::plan::{AnyFormat, Batch, DraftMask, FlashInfer, Lens, MaskForm, Native, Paths, Planner, Trees, Triton};
 use workload::Round;
 
 fn rounds(c: &mut Criterion) {
     for page_size in [1, 16, 64] {
         let mut group = c.benchmark_group(format!("round_p{page_size}"));
         for batch in [1, 16, 64, 256] {
-            let mut round = Round::new(batch, page_size).expect("the shapes are in range");
+            let mut round = Round::new(batch, page_size, Layout::Dense).expect("the shapes are in range");
+            let mut planner = Planner::new(round.geometry, Native).expect("native takes the dense layout");
             group.bench_function(BenchmarkId::from_parameter(batch), |b| {
-                b.iter_custom(|n| (0..n).map(|_| round.run().expect("the round is in range")).sum());
+                let mut run = || round.run(&mut planner, false, false).expect("the round is in range").round;
+                b.iter_custom(|n| (0..n).map(|_| run()).sum());
             });
         }
         group.finish();
@@ -34,8 +40,9 @@ fn rounds(c: &mut Criterion) {
 fn parts(c: &mut Criterion) {
     for batch in [64, 256] {
         let mut group = c.benchmark_group(format!("parts_b{batch}"));
-        let mut r = Round::new(batch, 1).expect("the shapes are in range");
-        let Round { pool, seqs, lens, planner, bits, sizes, parents, path_sizes, path_nodes, .. } = &mut r;
+        let mut r = Round::new(batch, 1, Layout::Dense).expect("the shapes are in range");
+        let mut planner = Planner::new(r.geometry, Native).expect("native takes the dense layout");
+        let Round { pool, seqs, lens, bits, sizes, parents, path_sizes, path_nodes, .. } = &mut r;
         let b = Batch::new(seqs, Lens::Host(lens));
         group.bench_function("draft", |x| {
             x.iter(|| pool.with_tables(|t| black_box(planner.draft(&t, &b, 2, DraftMask::Ancestors(&bits[2])))));
@@ -52,5 +59,30 @@ fn parts(c: &mut Criterion) {
     }
 }
 
-criterion_group!(benches, rounds, parts);
+/// Rounds with the arrays of other backends, in the layout that each reads.
+fn formats(c: &mut Criterion) {
+    let packed = FlashInfer { mask: MaskForm::Packed };
+    let formats = [
+        ("flashinfer", AnyFormat::FlashInfer(FlashInfer::default())),
+        ("flashinfer_packed", AnyFormat::FlashInfer(packed)),
+        ("triton", AnyFormat::Triton(Triton)),
+    ];
+    for (name, format) in formats {
+        let mut group = c.benchmark_group(format!("format_{name}"));
+        group.sample_size(20);
+        for (page_size, batch) in [(1, 1), (1, 16), (16, 16), (64, 16), (64, 64)] {
+            let mut round = Round::new(batch, page_size, Layout::Dense).expect("the shapes are in range");
+            let mut planner = Planner::new(round.geometry, format).expect("the arrays fit int32");
+            let bytes = round.run(&mut planner, false, false).expect("the round is in range").bytes;
+            group.throughput(Throughput::Bytes(bytes));
+            group.bench_function(BenchmarkId::from_parameter(format!("p{page_size}_b{batch}")), |b| {
+                let mut run = || round.run(&mut planner, false, false).expect("the round is in range").round;
+                b.iter_custom(|n| (0..n).map(|_| run()).sum());
+            });
+        }
+        group.finish();
+    }
+}
+
+criterion_group!(benches, rounds, parts, formats);
 criterion_main!(benches);

@@ -1,11 +1,11 @@
 //! One round of planning on a live pool: what `benches/planner.rs` and `examples/planner_driver.rs` time.
-#![allow(unreachable_pub)]
+#![allow(unreachable_pub, dead_code)] // each uses its part
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use specrs::geometry::{Geometry, Layout, Limits, TreeShape};
-use specrs::plan::{AuditedPlan, Batch, DraftMask, Lens, Native, Paths, Planner, Trees};
+use specrs::plan::{AuditedPlan, Batch, DraftMask, Format, Lens, Paths, Planner, Trees};
 use specrs::pool::{Lease, Pool, PoolConfig, SeqId};
 
 pub const K: u32 = 8;
@@ -19,8 +19,7 @@ pub struct Round {
     pub seqs: Vec<SeqId>,
     pub lens: Vec<u32>,
     lease: Option<Lease>,
-    geometry: Geometry,
-    pub planner: Planner<Native>,
+    pub geometry: Geometry,
     /// Ancestor bits of each step, `[B * K]`.
     pub bits: Vec<Vec<u64>>,
     pub sizes: Vec<u32>,
@@ -28,6 +27,17 @@ pub struct Round {
     pub path_sizes: Vec<u32>,
     pub path_nodes: Vec<u32>,
     starts: Vec<u32>,
+}
+
+/// What a round of plans took.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Took {
+    pub round: Duration,
+    /// Of it, the draft steps; the verification; commit, draft_extend and tail copies are the rest.
+    pub draft: Duration,
+    pub verify: Duration,
+    /// Bytes of the arrays of the format that were written.
+    pub bytes: u64,
 }
 
 struct Rng(u64);
@@ -40,9 +50,9 @@ impl Rng {
 }
 
 impl Round {
-    pub fn new(batch: u32, page_size: u32) -> specrs::Result<Self> {
+    pub fn new(batch: u32, page_size: u32, layout: Layout) -> specrs::Result<Self> {
         let limits = Limits { max_batch: batch, max_context_len: 2 * L, page_size };
-        let geometry = Geometry::new(limits, TreeShape::new(K, S, V)?, Layout::Dense)?;
+        let geometry = Geometry::new(limits, TreeShape::new(K, S, V)?, layout)?;
         let mut rng = Rng(batch as u64 + 1);
         let lens: Vec<u32> = (0..batch).map(|_| L - 500 + rng.below(500)).collect();
         let wants: Vec<u32> = lens.iter().map(|&l| geometry.alloc_target(l, 0)).collect::<specrs::Result<_>>()?;
@@ -103,7 +113,6 @@ impl Round {
             lens,
             lease: Some(lease),
             geometry,
-            planner: Planner::new(geometry, Native)?,
             bits,
             sizes: vec![V; batch as usize],
             parents,
@@ -113,21 +122,33 @@ impl Round {
         })
     }
 
-    /// Plan one round and return the time that took; every plan is kept until the round's end, as an engine may.
-    pub fn run(&mut self) -> specrs::Result<Duration> {
-        let Self { pool, seqs, lens, planner, bits, sizes, parents, path_sizes, path_nodes, starts, .. } = self;
+    /// Plan one round and say what that took; every plan is kept until the round's end, as an engine may.
+    ///
+    /// With `split` the clock is read between the parts too.
+    pub fn run<F: Format>(&mut self, planner: &mut Planner<F>, lanes: bool, split: bool) -> specrs::Result<Took> {
+        let Self { pool, seqs, lens, bits, sizes, parents, path_sizes, path_nodes, starts, geometry, .. } = self;
+        let mut took = Took::default();
+        let clock = |split: bool, before: Instant| if split { before.elapsed() } else { Duration::ZERO };
         let before = Instant::now();
         let batch = Batch::new(seqs, Lens::Host(lens));
-        let mut drafts: [Option<AuditedPlan>; S as usize - 1] = Default::default();
+        let copies = match geometry.layout() {
+            Layout::Dense => None,
+            Layout::Holey => Some(pool.with_tables(|t| planner.tail_copies(&t, &batch))??),
+        };
+        let start = clock(split, before);
+        let mut drafts: [Option<AuditedPlan<F>>; S as usize - 1] = Default::default();
         for (t, bits) in bits.iter().enumerate() {
-            let mask = DraftMask::Ancestors(bits);
+            let mask = if lanes { DraftMask::Lane } else { DraftMask::Ancestors(bits) };
             drafts[t] = Some(pool.with_tables(|tables| planner.draft(&tables, &batch, t as u32, mask))??);
         }
+        let drafted = clock(split, before);
+        took.draft = drafted - start;
         let trees = Trees { sizes, parents };
         let verify = pool.with_tables(|t| planner.verify(&t, &batch, trees))??;
+        took.verify = clock(split, before) - drafted;
         let paths = Paths { sizes: path_sizes, nodes: path_nodes };
         let commit = pool.with_tables(|t| planner.commit(&t, &batch, paths))??;
-        let mut time = before.elapsed();
+        took.round = before.elapsed();
 
         let mut lease = self.lease.take();
         for remap in commit.remaps() {
@@ -139,11 +160,13 @@ impl Round {
         let before = Instant::now();
         let accepted = Batch::new(seqs, Lens::Host(starts));
         let extend = pool.with_tables(|t| planner.extend(&t, &accepted, path_sizes))??;
-        time += before.elapsed();
-        black_box((&drafts, &verify, &commit, &extend));
+        took.round += before.elapsed();
+        black_box((&copies, &drafts, &verify, &commit, &extend));
+        let plans = drafts.iter().flatten().chain([&verify, &extend]);
+        took.bytes = plans.flat_map(|plan| plan.arrays().iter()).map(|array| array.bytes.len() as u64).sum();
         lens.copy_from_slice(commit.new_lens());
         self.reserve()?;
-        Ok(time)
+        Ok(took)
     }
 
     /// Reserve the next round; start again at L where the context ends.

@@ -441,7 +441,7 @@ fn grow<T: Poison>(name: &'static str, data: &mut Vec<T>, elements: usize) -> Re
     if elements <= data.len() {
         return Ok(elements);
     }
-    data.try_reserve_exact(elements - data.len()).map_err(|_| Error::Invalid {
+    data.try_reserve(elements - data.len()).map_err(|_| Error::Invalid {
         what: name,
         got: format!("{elements} elements of {} bytes", size_of::<T>()),
         why: "no memory for it; smaller limits, or the native format, take less".into(),
