@@ -18,7 +18,9 @@ use std::hint::black_box;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use specrs::geometry::Layout;
-use specrs::plan::{AnyFormat, Batch, DraftMask, FlashInfer, Lens, MaskForm, Native, Paths, Planner, Trees, Triton};
+use specrs::plan::{
+    AnyFormat, Batch, DraftMask, FlashAttention, FlashInfer, Lens, MaskForm, Native, Paths, Planner, Trees, Triton,
+};
 use workload::Round;
 
 fn rounds(c: &mut Criterion) {
@@ -62,21 +64,25 @@ fn parts(c: &mut Criterion) {
 /// Rounds with the arrays of other backends, in the layout that each reads.
 fn formats(c: &mut Criterion) {
     let packed = FlashInfer { mask: MaskForm::Packed };
+    let flash_attention = AnyFormat::FlashAttention(FlashAttention);
     let formats = [
-        ("flashinfer", AnyFormat::FlashInfer(FlashInfer::default())),
-        ("flashinfer_packed", AnyFormat::FlashInfer(packed)),
-        ("triton", AnyFormat::Triton(Triton)),
+        ("flashinfer", AnyFormat::FlashInfer(FlashInfer::default()), Layout::Dense),
+        ("flashinfer_packed", AnyFormat::FlashInfer(packed), Layout::Dense),
+        ("triton", AnyFormat::Triton(Triton), Layout::Dense),
+        ("flash_attention", flash_attention, Layout::Dense),
+        ("flash_attention_holey", flash_attention, Layout::Holey), // whole pages: lanes only
     ];
-    for (name, format) in formats {
+    for (name, format, layout) in formats {
         let mut group = c.benchmark_group(format!("format_{name}"));
         group.sample_size(20);
         for (page_size, batch) in [(1, 1), (1, 16), (16, 16), (64, 16), (64, 64)] {
-            let mut round = Round::new(batch, page_size, Layout::Dense).expect("the shapes are in range");
+            let mut round = Round::new(batch, page_size, layout).expect("the shapes are in range");
             let mut planner = Planner::new(round.geometry, format).expect("the arrays fit int32");
-            let bytes = round.run(&mut planner, false, false).expect("the round is in range").bytes;
+            let lanes = layout == Layout::Holey;
+            let bytes = round.run(&mut planner, lanes, false).expect("the round is in range").bytes;
             group.throughput(Throughput::Bytes(bytes));
             group.bench_function(BenchmarkId::from_parameter(format!("p{page_size}_b{batch}")), |b| {
-                let mut run = || round.run(&mut planner, false, false).expect("the round is in range").round;
+                let mut run = || round.run(&mut planner, lanes, false).expect("the round is in range").round;
                 b.iter_custom(|n| (0..n).map(|_| run()).sum());
             });
         }

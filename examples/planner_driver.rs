@@ -6,7 +6,7 @@
 //! there were, and the bytes of the format's arrays that one round wrote (the mean, rounded down).
 //!
 //! * FORMAT: `native` (default), `flashinfer` (the mask in bytes and in bits), `flashinfer_bool`, `flashinfer_packed`,
-//!   `triton`. Those other than `native` also answer `draft_ns` and `verify_ns`, the medians of these parts.
+//!   `flash_attention`, `triton`. Those other than `native` also answer `draft_ns` and `verify_ns`, the medians of these parts.
 //! * LAYOUT: `dense` (default) or `holey`, whose rounds plan the tail copies too.
 //! * MASK: `ancestors` (default) or `lanes`.
 //!
@@ -20,7 +20,7 @@ use std::io::{BufRead, Write};
 use std::time::{Duration, Instant};
 
 use specrs::geometry::Layout;
-use specrs::plan::{AnyFormat, FlashInfer, Format, MaskForm, Native, Planner, Triton};
+use specrs::plan::{AnyFormat, FlashAttention, FlashInfer, Format, MaskForm, Native, Planner, Triton};
 use workload::{Round, Took};
 
 type Failure = Box<dyn std::error::Error>;
@@ -39,6 +39,7 @@ fn planner(round: &Round, format: &str) -> Result<Run, Failure> {
         "flashinfer" => flashinfer(MaskForm::Both),
         "flashinfer_bool" => flashinfer(MaskForm::Bool),
         "flashinfer_packed" => flashinfer(MaskForm::Packed),
+        "flash_attention" => AnyFormat::FlashAttention(FlashAttention),
         "triton" => AnyFormat::Triton(Triton),
         other => return Err(format!("no format {other}").into()),
     };

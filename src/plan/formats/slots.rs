@@ -276,7 +276,7 @@ pub(super) enum Span {
     All,
 }
 
-/// One list a request; a padded one's is empty.
+/// One list a request; that of one without queries, as a padded one is, is empty.
 #[inline(always)]
 pub(super) fn lists_of_requests<I: Index>(
     plan: &Plan,
@@ -290,12 +290,13 @@ pub(super) fn lists_of_requests<I: Index>(
     let mut rest = indices;
     let mut starts = Starts::new(indptr);
     for i in 0..plan.live_batch() {
-        let own = match span {
-            Span::Prefix => 0,
-            Span::All => (plan.qo_indptr()[i + 1] - plan.qo_indptr()[i]) as usize,
+        let n = (plan.qo_indptr()[i + 1] - plan.qo_indptr()[i]) as usize;
+        let len = match (n, span) {
+            (0, _) => 0,
+            (_, Span::Prefix) => plan.prefix_lens()[i] as usize,
+            (n, Span::All) => plan.prefix_lens()[i] as usize + n,
         };
-        let list = take(INDICES, &mut rest, plan.prefix_lens()[i] as usize + own)?;
-        Row::of(plan, tables, i).expand(list)?;
+        Row::of(plan, tables, i).expand(take(INDICES, &mut rest, len)?)?;
         starts.push((total - rest.len()) as u64);
     }
     starts.end((total - rest.len()) as u64);
