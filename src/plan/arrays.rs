@@ -335,6 +335,26 @@ impl Arrays {
         Ok(views.map(|v| v.unwrap_or_else(absent)))
     }
 
+    /// Whether memory of fixed size takes the arrays.
+    pub(crate) fn is_fixed(&self) -> bool {
+        self.columns.iter().any(|c| matches!(c.store, Some(Store::Given(_))))
+    }
+
+    /// Say that fixed memory holds `needs`, whatever stands in it: what an old engine did with the padding of its
+    /// static buffers ([`Fault::StalePadding`](crate::revert::Fault)).
+    ///
+    /// # Errors
+    /// As [`Arrays::open`].
+    pub(crate) fn claim(&mut self, needs: &[Need], hint: impl Fn() -> String) -> Result<()> {
+        needs.iter().try_for_each(|need| self.check(need, &hint))?;
+        for need in needs {
+            if let Some(column) = self.columns.get_mut(need.array).filter(|c| c.store.is_some()) {
+                column.used = Some(need.used);
+            }
+        }
+        Ok(())
+    }
+
     fn check(&self, need: &Need, hint: &impl Fn() -> String) -> Result<()> {
         let Some(column) = self.columns.get(need.array) else {
             let (got, want) = (format!("{} arrays", self.columns.len()), format!("array {}", need.array));
