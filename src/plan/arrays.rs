@@ -107,6 +107,10 @@ pub trait Memory: Send + Sync + fmt::Debug {
     fn bytes(&self) -> &[u8];
     /// The bytes, to write.
     fn bytes_mut(&mut self) -> &mut [u8];
+    /// Whether every byte is known to be 0, so that clearing them again would only touch memory.
+    fn is_zeroed(&self) -> bool {
+        false
+    }
 }
 
 /// An array of fixed capacity for [`Arrays::fixed`].
@@ -276,7 +280,9 @@ impl Arrays {
                     let want = format!("{need} bytes: {:?} of {}", given.extent.shape(), spec.dtype.name());
                     return Err(Error::Mismatch { operand: spec.name, got: format!("{have} bytes"), want });
                 }
-                given.memory.bytes_mut().fill(0);
+                if !given.memory.is_zeroed() {
+                    given.memory.bytes_mut().fill(0);
+                }
                 if let Extent::Table { rows, cols } = given.extent {
                     column.width = cols;
                     column.marks = vec![0; rows as usize];
