@@ -169,10 +169,11 @@ impl Round {
         Ok(took)
     }
 
-    /// Reserve the next round; start again at L where the context ends.
+    /// Reserve the next round; start again where a length has left the neighbourhood of L: the bytes of some formats grow
+    /// with it, and other sides of a comparison stay at L.
     fn reserve(&mut self) -> specrs::Result<()> {
         let Self { pool, seqs, lens, geometry, .. } = self;
-        if lens.iter().any(|&l| l + V > 2 * L) {
+        if lens.iter().any(|&l| l > L + 500) {
             pool.release(seqs)?;
             seqs.iter_mut().try_for_each(|s| pool.create().map(|new| *s = new))?;
             lens.iter_mut().for_each(|l| *l = L - 500 + *l % 500);
