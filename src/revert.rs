@@ -78,8 +78,8 @@ pub const FAULTS: [FaultInfo; 5] = [
         title: "expand page table of a draft step filled from all num_steps slots, wider than its row",
         report: "https://github.com/sgl-project/sglang/pull/27360",
         reverts: "flash_attention's holey draft step t writes the pages of all S slots of a branch, not of its t + 1 live ones",
-        place: "plan::formats::flash_attention, expand table of a draft step",
-        guard: "each row's pages are compared with the table's width before they are written: OutOfBounds",
+        place: "Geometry::live_draft_tokens, asked by the flash_attention format",
+        guard: "each row's pages are compared with the table's columns before they are written: Capacity",
     },
     FaultInfo {
         fault: Fault::StalePadding,
@@ -87,8 +87,8 @@ pub const FAULTS: [FaultInfo; 5] = [
         title: "padding of a static buffer keeps the last replay's values, and outputs are held across replays",
         report: "https://github.com/sgl-project/sglang/pull/23037",
         reverts: "dead lanes of a padded plan are not written into static buffers, and the lease on a buffer's content is not renewed",
-        place: "plan::formats (padding of static buffers), FormatBuffers (lease)",
-        guard: "dead lanes of every padded write are read back: Invalid; reading an earlier write's arrays: Stale",
+        place: "plan::planner::write_arrays (padding), FormatBuffers (lease)",
+        guard: "dead lanes of every padded write are read back: Invalid; arrays of an earlier write: StaleOutput",
     },
     FaultInfo {
         fault: Fault::HoleyReserve,

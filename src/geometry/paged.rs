@@ -2,6 +2,7 @@
 //! size it.
 
 use crate::geometry::Geometry;
+use crate::revert::Fault;
 
 impl Geometry {
     /// Columns of the expand table of draft step `step` (0-based): a branch has `step + 1` live draft tokens, each in
@@ -20,6 +21,6 @@ impl Geometry {
     /// Draft tokens of a branch that a kernel may read at step `step`: those that steps 0 to `step` have written, not
     /// the S that are allocated.
     pub(crate) fn live_draft_tokens(&self, step: u32) -> u32 {
-        step + 1
+        if self.reverts().has(Fault::ExpandTable) { self.shape().steps() } else { step + 1 }
     }
 }

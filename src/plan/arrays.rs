@@ -107,6 +107,10 @@ pub trait Memory: Send + Sync + fmt::Debug {
     fn bytes(&self) -> &[u8];
     /// The bytes, to write.
     fn bytes_mut(&mut self) -> &mut [u8];
+    /// Whether every byte is known to be 0, so that clearing them again would only touch memory.
+    fn is_zeroed(&self) -> bool {
+        false
+    }
 }
 
 /// An array of fixed capacity for [`Arrays::fixed`].
@@ -276,7 +280,9 @@ impl Arrays {
                     let want = format!("{need} bytes: {:?} of {}", given.extent.shape(), spec.dtype.name());
                     return Err(Error::Mismatch { operand: spec.name, got: format!("{have} bytes"), want });
                 }
-                given.memory.bytes_mut().fill(0);
+                if !given.memory.is_zeroed() {
+                    given.memory.bytes_mut().fill(0);
+                }
                 if let Extent::Table { rows, cols } = given.extent {
                     column.width = cols;
                     column.marks = vec![0; rows as usize];
@@ -333,6 +339,26 @@ impl Arrays {
         }
         let absent = || View { name: "absent", store: None, elements: 0, poison: false, width: 1, marks: &mut [] };
         Ok(views.map(|v| v.unwrap_or_else(absent)))
+    }
+
+    /// Whether memory of fixed size takes the arrays.
+    pub(crate) fn is_fixed(&self) -> bool {
+        self.columns.iter().any(|c| matches!(c.store, Some(Store::Given(_))))
+    }
+
+    /// Say that fixed memory holds `needs`, whatever stands in it: what an old engine did with the padding of its
+    /// static buffers ([`Fault::StalePadding`](crate::revert::Fault)).
+    ///
+    /// # Errors
+    /// As [`Arrays::open`].
+    pub(crate) fn claim(&mut self, needs: &[Need], hint: impl Fn() -> String) -> Result<()> {
+        needs.iter().try_for_each(|need| self.check(need, &hint))?;
+        for need in needs {
+            if let Some(column) = self.columns.get_mut(need.array).filter(|c| c.store.is_some()) {
+                column.used = Some(need.used);
+            }
+        }
+        Ok(())
     }
 
     fn check(&self, need: &Need, hint: &impl Fn() -> String) -> Result<()> {

@@ -181,6 +181,43 @@ fn dead(plan: &Plan, q: usize, request: usize, which: &str) -> Result<()> {
     })
 }
 
+/// Read the dead lanes of a padded plan back from the arrays, as the kernel would: they attend to nothing.
+///
+/// Always on where a plan is padded: what an earlier round left in a lane that nobody wrote is a read of pages that may be
+/// another request's by now (sglang pull request 23037).
+pub(super) fn check_padding<F: Format>(format: &F, plan: &Plan, geometry: &Geometry, arrays: &Arrays) -> Result<()> {
+    let mut slots = Vec::new();
+    // Where a kernel finds queries by request, none may be left behind the last lane either.
+    let behind = usize::from(matches!(plan.phase, Phase::Extend | Phase::Verify));
+    for q in plan.live_queries()..plan.queries() + behind {
+        let found = match format.reads(plan, geometry, arrays, q, &mut slots) {
+            Ok(None) => return Ok(()),
+            Ok(Some(())) => match slots.first() {
+                None => continue,
+                Some(slot) => format!("reads slot {slot}, the first of {}", slots.len()),
+            },
+            Err(e) => format!("reads what is not there: {e}"),
+        };
+        let step = match plan.phase {
+            Phase::Draft { step } => format!(" step {step}"),
+            _ => String::new(),
+        };
+        let (name, phase) = (format.name(), plan.phase.name());
+        return Err(Error::Invalid {
+            what: "dead lane",
+            got: format!("{name} {phase}{step}: padded query {q} {found}"),
+            why: format!(
+                "a padded lane attends to nothing; {} of {} requests and {} of {} queries are live",
+                plan.live_batch,
+                plan.batch(),
+                plan.live_queries(),
+                plan.queries()
+            ),
+        });
+    }
+    Ok(())
+}
+
 /// Read the arrays of a format back as its kernel would, query by query, and compare with what the plan says.
 pub(super) fn check_reads<F: Format>(
     format: &F,

@@ -165,6 +165,25 @@ impl Plan {
         self.qo_indptr.get().get(self.live_batch).map_or(0, |&q| q as usize)
     }
 
+    /// Whether it has dead requests or lanes behind the live ones.
+    pub fn is_padded(&self) -> bool {
+        self.batch() > self.live_batch || self.queries() > self.live_queries()
+    }
+
+    /// A copy of its live part.
+    pub(crate) fn without_padding(&self) -> Self {
+        let (b, q) = (self.live_batch, self.live_queries());
+        let mut parts = self.to_parts();
+        parts.rows.truncate(b);
+        parts.versions.truncate(b);
+        parts.qo_indptr.truncate(b + 1);
+        parts.prefix_lens.truncate(b);
+        parts.positions.truncate(q);
+        parts.out_slots.truncate(q);
+        parts.mask.truncate(q * self.mask_words as usize);
+        Self::from_parts(self.phase, self.page, parts)
+    }
+
     /// `[batch]` row of each request in the pool's page table; -1 for a dead request.
     pub fn rows(&self) -> &[i32] {
         self.rows.get()

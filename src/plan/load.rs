@@ -7,6 +7,7 @@
 use crate::error::{Result, in_range};
 use crate::geometry::Geometry;
 use crate::plan::{Lens, Phase, Plan};
+use crate::revert::Fault;
 
 /// A step of a batch in numbers. Requests behind the context wall, and padded ones, count as requests and queries and
 /// attend to nothing.
@@ -107,6 +108,10 @@ impl Load {
         let context = geometry.limits().max_context_len;
         let requests = lens.batch() as u64;
         match *lens {
+            // What 26738 did: ask the host's mirror, which is not there.
+            Lens::Device { .. } if geometry.reverts().has(Fault::HostLengths) => {
+                Self::of_lens(geometry, phase, &Lens::Host(lens.host("sizing")?))
+            }
             Lens::Device { at_most, batch } => {
                 in_range("length bound", at_most, 0, context as i128)?;
                 Self::at_most(geometry, phase, batch, at_most)

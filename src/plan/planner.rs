@@ -8,8 +8,9 @@ use crate::plan::buf::Arena;
 use crate::plan::commit::Commit;
 use crate::plan::lanes::Lanes;
 use crate::plan::place::Rows;
-use crate::plan::{Arrays, AuditedPlan, Batch, Bucket, Format, Native, Phase, Plan, audit};
+use crate::plan::{Arrays, AuditedPlan, Batch, Bucket, Format, Load, Native, Need, Phase, Plan, audit};
 use crate::pool::Tables;
+use crate::revert::Fault;
 
 /// Plans the steps of rounds for one geometry and one format.
 ///
@@ -132,7 +133,8 @@ impl<F: Format> Planner<F> {
     }
 }
 
-/// Write the arrays of a plan; in debug mode poison them first, and read them back as the kernel would.
+/// Write the arrays of a plan. The dead lanes of a padded one are read back always, as the kernel would; in debug mode
+/// the arrays are poisoned first and every lane is read back.
 fn write_arrays<F: Format>(
     format: &F,
     plan: &Plan,
@@ -142,8 +144,33 @@ fn write_arrays<F: Format>(
     arrays: &mut Arrays,
 ) -> Result<()> {
     arrays.set_poison(debug);
-    format.lower(plan, tables, geometry, arrays)?;
+    if geometry.reverts().has(Fault::StalePadding) && plan.is_padded() && arrays.is_fixed() {
+        lower_stale(format, plan, tables, geometry, arrays)?;
+    } else {
+        format.lower(plan, tables, geometry, arrays)?;
+    }
+    if plan.is_padded() {
+        audit::check_padding(format, plan, geometry, arrays)?;
+    }
     if debug { audit::check_reads(format, plan, tables, geometry, arrays) } else { Ok(()) }
+}
+
+/// What 23037 did: write the live lanes of a padded plan, and leave in the dead ones what the last round left.
+#[cold]
+fn lower_stale<F: Format>(
+    format: &F,
+    plan: &Plan,
+    tables: &Tables<'_>,
+    geometry: &Geometry,
+    arrays: &mut Arrays,
+) -> Result<()> {
+    let live = plan.without_padding();
+    format.lower(&live, tables, geometry, arrays)?;
+    let written = format.extents(geometry, &Load::of(&live))?;
+    let stated = format.extents(geometry, &Load::of(plan))?;
+    let longer = stated.into_iter().filter(|s| !written.contains(s));
+    let needs: Vec<Need> = longer.map(|(array, used)| Need { array, used, limit: used }).collect();
+    arrays.claim(&needs, || format!("{} {} padded to {} requests", format.name(), plan.phase.name(), plan.batch()))
 }
 
 /// Limits that hold for the whole batch.

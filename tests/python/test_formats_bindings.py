@@ -1,104 +1,33 @@
-"""The arrays of the formats through the bindings: without a copy, in memory of specrs or of a caller, never stale."""
+"""The arrays of the formats through the bindings: values, capacities, what is refused, batches at the edge."""
 
 from __future__ import annotations
 
-import gc
-import threading
-import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from dlpack_ctypes import Producer
+from formats_world import (
+    CANARY,
+    FORMATS,
+    LARGEST,
+    LISTS,
+    PHASES,
+    SHAPE,
+    TORCH,
+    TREES,
+    Caller,
+    Format,
+    Phase,
+    World,
+    used,
+    values,
+)
 from specrs import _specrs as core
-
-Format = Literal["native", "flashinfer", "flash_attention", "triton"]
-Phase = Literal["extend", "decode", "draft", "verify"]
-
-FORMATS: list[Format] = ["flashinfer", "flash_attention", "triton"]
-LISTS: list[Format] = ["flashinfer", "triton"]
-PHASES: list[Phase] = ["extend", "decode", "draft", "verify"]
-SHAPE = core.TreeShape(2, 3, 5)
-TREES = core.TreeBatch.from_parents([[-1, 0, 0, 1], [-1, 0]], [[5, 6, 7, 8], [1, 2]])
-LARGEST: dict[Phase, tuple[int, int]] = {"extend": (4, 12), "decode": (4, 4), "draft": (4, 8), "verify": (4, 20)}
-CANARY = 0x5A
-TORCH = {"int32": torch.int32, "int64": torch.int64, "bool": torch.bool, "uint8": torch.uint8}
-
-
-@dataclass
-class World:
-    """Two sequences of 5 and 3 committed tokens, allocated for a round, and a planner over them."""
-
-    format: Format
-    page_size: int = 4
-    mask: Literal["both", "bool", "packed"] = "both"
-    layout: Literal["dense", "holey"] = "dense"
-    max_batch: int = 4
-    lens: list[int] = field(default_factory=lambda: [5, 3])
-
-    def __post_init__(self) -> None:
-        geometry = core.Geometry(self.max_batch, 64, self.page_size, SHAPE, self.layout)
-        self.pool = core.Pool(128, self.page_size, self.max_batch, geometry.row_pages)
-        self.planner = core.Planner(geometry, self.pool, self.format, self.mask)
-        self.planner.set_debug(True)
-        self.seqs = [self.pool.create() for _ in self.lens]
-        self.pool.reserve(list(zip(self.seqs, self.lens, strict=True))).commit(self.lens)
-        self.lease = self.pool.reserve([(s, 40) for s in self.seqs])
-        self.beams = core.DraftBeams(2, SHAPE, None, 8)
-        self.beams.start(torch.tensor([[0.0, 5.0, 0.0, 4.0, 0, 0, 0, 0]] * 2))
-
-    def plan(self, phase: Phase, shorter: int = 0, **kwargs: Any) -> core.Plan:
-        """A plan of the phase; ``shorter`` takes that many tokens off every prefix."""
-        lens = [n - shorter for n in self.lens]
-        p, seqs = self.planner, self.seqs
-        if phase == "extend":
-            return p.extend(seqs, lens, [2, 3], **kwargs)
-        if phase == "decode":
-            return p.decode(seqs, lens, **kwargs)
-        if phase == "draft":
-            return p.draft(seqs, lens, 0, self.beams, **kwargs)
-        return p.verify(seqs, lens, TREES, **kwargs)
-
-
-def values(plan: core.Plan) -> dict[str, Any]:
-    return {name: array.tolist() for name, array in plan.arrays().items()}
-
-
-class Caller:
-    """Tensors of a caller for a phase, each with canaries on both sides, of at least the capacity.
-
-    ``grow`` makes them larger (negative: smaller) by so many elements, columns of a table.
-    """
-
-    def __init__(self, planner: core.Planner, phase: Phase, grow: int = 0, step: int | None = None) -> None:
-        self.blocks: dict[str, torch.Tensor] = {}
-        self.tensors: dict[str, torch.Tensor] = {}
-        for name, c in planner.capacities(phase, step).items():
-            *rows, last = c["shape"]
-            shape = [*rows, last + grow]
-            dtype = TORCH[c["dtype"]]
-            size = torch.tensor([], dtype=dtype).element_size()
-            n = int(np.prod(shape)) * size
-            self.blocks[name] = torch.full((n + 128,), CANARY, dtype=torch.uint8)
-            self.tensors[name] = self.blocks[name][64 : 64 + n].view(dtype).view(shape)
-
-    def check_canaries(self) -> None:
-        for name, block in self.blocks.items():
-            assert torch.all(block[:64] == CANARY), name
-            assert torch.all(block[-64:] == CANARY), name
-
-    def untouched(self) -> bool:
-        return all(bool(torch.all(block == CANARY)) for block in self.blocks.values())
-
-
-def used(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """The part of a whole tensor that an array of this shape is."""
-    return tensor[: shape[0]] if len(shape) == 1 else tensor[: shape[0], : shape[1]]
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -185,147 +114,6 @@ def test_a_caller_may_keep_its_mask_in_bytes() -> None:
     assert array.dtype == "uint8"
     assert [bool(x) for x in array.tolist()] == values(w.plan("verify"))["custom_mask"]
     assert set(array.tolist()) == {0, 1}
-
-
-# --- without a copy
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_rounds_allocate_nothing(format: Format) -> None:
-    w = World(format)
-    for phase in PHASES:
-        seen: set[tuple[int, ...]] = set()
-        for _ in range(20):
-            plan = w.plan(phase)
-            first = [torch.from_dlpack(a).data_ptr() for a in plan.arrays().values()]
-            assert first == [torch.from_dlpack(a).data_ptr() for a in plan.arrays().values()]
-            seen.add(tuple(first))
-            del plan
-        assert len(seen) == 1, phase
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_views_keep_a_plans_memory(format: Format) -> None:
-    w = World(format)
-    plan = w.plan("verify")
-    want = values(plan)
-    views = {n: torch.from_dlpack(a) for n, a in plan.arrays().items()}
-    copies = {n: torch.from_dlpack(a).clone() for n, a in plan.arrays().items()}
-    indices = "page_table" if format == "flash_attention" else "kv_indices"
-    array = plan.arrays()[indices]
-    del plan
-    later = w.plan("verify", shorter=1)  # would write into the same memory if it were free
-    assert values(later) != want
-    assert {torch.from_dlpack(a).data_ptr() for a in later.arrays().values()}.isdisjoint(
-        v.data_ptr() for v in views.values()
-    )
-    del later, w
-    gc.collect()
-    _ = [torch.zeros(4096, dtype=torch.int32) for _ in range(100)]  # would reuse freed memory
-    assert all(torch.equal(v, copies[n]) for n, v in views.items())
-    assert array.tolist() == want[indices]
-
-
-def test_memory_returns_once_its_views_are_gone() -> None:
-    w = World("flashinfer")
-    view = torch.from_dlpack(w.plan("decode").arrays()["kv_indices"])
-    held = view.data_ptr()
-    other = torch.from_dlpack(w.plan("decode").arrays()["kv_indices"]).data_ptr()
-    assert other != held
-    box = [view]
-    del view
-    dropped = threading.Thread(target=box.clear)  # the deleter runs on another thread
-    dropped.start()
-    dropped.join()
-    pointers = {torch.from_dlpack(w.plan("decode").arrays()["kv_indices"]).data_ptr() for _ in range(4)}
-    assert pointers == {held, other}
-
-
-def test_a_plans_arrays_are_read_only_where_a_library_knows_of_it() -> None:
-    w = World("flashinfer")
-    plan = w.plan("decode")
-    array = np.from_dlpack(plan.arrays()["kv_indptr"])
-    with pytest.raises(ValueError, match="read-only"):
-        array[0] = 1
-    with pytest.raises(core.ConfigError, match="read-only"):
-        w.planner.buffers("decode", tensors=plan.arrays())
-    assert np.from_dlpack(w.plan("decode", out=w.planner.buffers("decode")).arrays()["kv_indptr"]).flags.writeable
-
-
-@pytest.mark.parametrize("version", [None, (1, 0)])
-def test_copies_are_detached(version: tuple[int, int] | None) -> None:
-    w = World("flashinfer")
-    buffers = w.planner.buffers("decode")
-    for array in [
-        w.plan("decode").arrays()["kv_indices"],
-        w.plan("decode", out=buffers).arrays()["kv_indices"],
-    ]:
-        want = array.tolist()
-        copy = torch.utils.dlpack.from_dlpack(array.__dlpack__(copy=True, max_version=version))
-        copy.fill_(-1)
-        assert array.tolist() == want != copy.tolist()
-
-
-# --- staleness
-
-
-@pytest.mark.parametrize("given", [False, True])
-def test_views_of_an_earlier_write_are_refused(given: bool) -> None:
-    w = World("triton")
-    tensors = Caller(w.planner, "verify").tensors if given else None
-    buffers = w.planner.buffers("verify", tensors=tensors)
-    assert buffers.generation == 0
-    first = w.plan("verify", out=buffers)
-    arrays = first.arrays()
-    assert arrays["kv_indptr"].tolist() == [0, 5, 8]
-    assert buffers.generation == 1
-    second = w.plan("verify", shorter=1, out=buffers)
-    assert buffers.generation == 2
-    reads: list[Callable[[], object]] = [first.arrays]
-    for a in arrays.values():
-        reads += [a.tolist, a.__dlpack__, a.__repr__, lambda a=a: core.as_array(a), lambda a=a: torch.from_dlpack(a)]
-    for read in reads:
-        with pytest.raises(core.StaleOutputError, match=r"holds write 1 .*write 2") as e:
-            read()
-        assert (e.value.kind, e.value.held, e.value.current) == ("StaleOutput", 1, 2)
-        assert "triton" in e.value.what and "verify" in e.value.what
-    with pytest.raises(core.StaleOutputError, match="kv_indptr of triton buffers for verify"):
-        arrays["kv_indptr"].tolist()
-    assert arrays["kv_indptr"].shape == (3,)  # no memory is read
-    assert second.arrays()["kv_indptr"].tolist() == [0, 4, 6]
-    # The rest of a stale plan is its own.
-    assert first.prefix_lens.tolist() == [5, 3]
-    # Whole memory shows what was written last.
-    assert buffers.tensors()["kv_indptr"].tolist()[:3] == [0, 4, 6]
-
-
-def test_writers_and_readers_of_one_buffer_do_not_meet() -> None:
-    w = World("flashinfer")
-    w.planner.set_debug(False)
-    buffers = w.planner.buffers("verify")
-    want = [values(w.plan("verify", shorter=s)) for s in range(3)]
-    wrong: list[Any] = []
-    fresh = [0]
-
-    def work(shorter: int) -> None:
-        for _ in range(300):
-            plan = w.plan("verify", shorter=shorter, out=buffers)
-            try:
-                got = {n: a.tolist() for n, a in plan.arrays().items()}
-            except core.StaleOutputError:
-                continue
-            fresh[0] += 1
-            if got != want[shorter]:
-                wrong.append(got)
-
-    threads = [threading.Thread(target=work, args=(s,)) for s in range(3)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert not wrong
-    assert fresh[0] > 0
-    assert buffers.generation == 900
 
 
 # --- capacity
@@ -736,90 +524,3 @@ def test_tail_copies() -> None:
     assert cache.tensor[0, 1, dst, 0, 0].tolist() == [float(s) for s in src]
     dense = World("flashinfer")
     assert len(dense.planner.tail_copies(dense.seqs, dense.lens)) == 0
-
-
-# --- lifetimes
-
-
-def ready(planner: core.Planner) -> dict[str, Producer]:
-    """A lent tensor for each array of a decode, which counts the calls of its deleter."""
-    return {
-        n: Producer([0.0] * int(np.prod(c["shape"])), code=0)
-        for n, c in planner.capacities("decode").items()
-        if c["dtype"] == "int32"
-    }
-
-
-def test_lent_tensors_are_given_back_once() -> None:
-    w = World("flashinfer")
-    lent = ready(w.planner)
-    buffers = w.planner.buffers("decode", tensors=lent)
-    plan = w.plan("decode", out=buffers)
-    view = torch.from_dlpack(plan.arrays()["kv_indices"])
-    del buffers
-    gc.collect()
-    assert [p.deleted for p in lent.values()] == [0] * len(lent)
-    assert values(plan) == values(w.plan("decode"))
-    del plan
-    gc.collect()
-    # The view keeps its own array and no more than it must.
-    assert lent["kv_indices"].deleted == 0
-    assert view.tolist() == values(w.plan("decode"))["kv_indices"]
-    del view
-    gc.collect()
-    assert [p.deleted for p in lent.values()] == [1] * len(lent)
-
-
-def test_refused_tensors_are_given_back() -> None:
-    w = World("flashinfer")
-    lent = ready(w.planner)
-    broken = {**lent, "kv_last_page_len": torch.zeros(1, dtype=torch.int32)}
-    with pytest.raises(core.ConfigError, match="kv_last_page_len"):
-        w.planner.buffers("decode", tensors=broken)
-    gc.collect()
-    assert [p.deleted for n, p in lent.items() if n != "kv_last_page_len"] == [1] * (len(lent) - 1)
-
-
-def test_numpy_arrays_live_as_long_as_they_are_lent() -> None:
-    class Owned(np.ndarray):
-        """An array that can be watched."""
-
-    w = World("flashinfer")
-    arrays = {n: np.zeros(c["shape"], dtype=c["dtype"]).view(Owned) for n, c in w.planner.capacities("decode").items()}
-    alive = [weakref.ref(a) for a in arrays.values()]
-    buffers = w.planner.buffers("decode", tensors=arrays)
-    del arrays
-    gc.collect()
-    assert all(a() is not None for a in alive)
-    views = w.plan("decode", out=buffers).arrays()
-    want = values(w.plan("decode"))
-    del buffers
-    gc.collect()
-    assert {n: a.tolist() for n, a in views.items()} == want
-    del views
-    gc.collect()
-    assert all(a() is None for a in alive)
-
-
-def test_whole_memory_outlives_its_buffers() -> None:
-    w = World("flashinfer")
-    buffers = w.planner.buffers("decode")
-    whole = torch.from_dlpack(buffers.tensors()["kv_indices"])
-    plan = w.plan("decode", out=buffers)
-    want = values(plan)["kv_indices"]
-    assert whole.tolist()[: len(want)] == want
-    assert whole.shape == w.planner.capacities("decode")["kv_indices"]["shape"]
-    assert whole.data_ptr() % 64 == 0
-    del plan, buffers, w
-    gc.collect()
-    assert whole.tolist()[: len(want)] == want
-    whole.fill_(1)
-
-
-def test_static_memory_that_nobody_has_is_refused() -> None:
-    g = core.Geometry(4096, 2**17, 1, core.TreeShape(4, 3, 5))
-    pool = core.Pool(64, 1, 4, g.row_pages)
-    planner = core.Planner(g, pool, "native")
-    assert planner.buffers("verify").tensors() == {}
-    with pytest.raises(core.ConfigError, match="kv_indices"):
-        core.Planner(g, pool, "flashinfer")

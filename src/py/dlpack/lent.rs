@@ -24,8 +24,8 @@ pub(in crate::py) struct Place {
 enum Source {
     /// A caller's tensor: contiguous, writable, on the CPU.
     Tensor(#[allow(dead_code, reason = "held for its memory")] Box<Tensor>),
-    /// `alloc_zeroed` of this layout; nothing was allocated for a layout without bytes.
-    Heap(Layout),
+    /// `alloc_zeroed` of this layout at this address, which is at or before `data`.
+    Heap(NonNull<u8>, Layout),
 }
 
 // SAFETY: the memory is plain bytes that `source` keeps; a DLPack deleter may run on any thread; `Place` itself never
@@ -48,22 +48,24 @@ impl Place {
 
 impl Drop for Place {
     fn drop(&mut self) {
-        if let Source::Heap(layout) = self.source
-            && layout.size() > 0
-        {
+        if let Source::Heap(at, layout) = self.source {
             // SAFETY: allocated with this layout in `Lent::zeroed`, and freed once.
-            unsafe { std::alloc::dealloc(self.data.as_ptr(), layout) }
+            unsafe { std::alloc::dealloc(at.as_ptr(), layout) }
         }
     }
 }
 
 /// The right to read and write a [`Place`]; there is one for each.
-pub(in crate::py) struct Lent(Arc<Place>);
+pub(in crate::py) struct Lent {
+    place: Arc<Place>,
+    /// Nobody has had the bytes to write since they were zeroed.
+    fresh: bool,
+}
 
 impl fmt::Debug for Lent {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let kind = if matches!(self.0.source, Source::Tensor(_)) { "tensor" } else { "own" };
-        write!(f, "Lent({kind}, {} bytes)", self.0.len)
+        let kind = if matches!(self.place.source, Source::Tensor(_)) { "tensor" } else { "own" };
+        write!(f, "Lent({kind}, {} bytes)", self.place.len)
     }
 }
 
@@ -80,13 +82,16 @@ impl Lent {
             why: "more than the system can give; a smaller max_batch or max_context_len needs less".into(),
         };
         let len = usize::try_from(bytes).map_err(|_| none())?;
-        let layout = Layout::from_size_align(len, ALIGN).map_err(|_| none())?;
-        let data = match len {
-            0 => Some(NonNull::<[u64; 8]>::dangling().cast()),
-            // SAFETY: a layout of more than 0 bytes.
-            _ => NonNull::new(unsafe { std::alloc::alloc_zeroed(layout) }),
-        };
-        Ok(Self(Arc::new(Place { data: data.ok_or_else(none)?, len, source: Source::Heap(layout) })))
+        // Room to align by hand: an allocator that is asked for more than its own alignment clears the memory itself,
+        // and so touches all of it.
+        let size = len.checked_add(ALIGN).ok_or_else(none)?;
+        let layout = Layout::from_size_align(size, align_of::<u64>()).map_err(|_| none())?;
+        // SAFETY: a layout of more than 0 bytes.
+        let at = NonNull::new(unsafe { std::alloc::alloc_zeroed(layout) }).ok_or_else(none)?;
+        let skip = at.as_ptr().align_offset(ALIGN).min(ALIGN);
+        // SAFETY: within the allocation, which has ALIGN bytes more than `len`.
+        let data = unsafe { at.add(skip) };
+        Ok(Self { place: Arc::new(Place { data, len, source: Source::Heap(at, layout) }), fresh: true })
     }
 
     /// A caller's tensor. It is kept alive, and its owner may use it between calls.
@@ -98,12 +103,13 @@ impl Lent {
         let len = tensor.elements * tensor.dtype.size();
         let data = NonNull::new(tensor.first::<u64>()).map(NonNull::cast);
         let data = data.ok_or_else(|| tensor.mismatch("a null pointer", "data"))?;
-        Ok(Self(Arc::new(Place { data, len, source: Source::Tensor(tensor.into()) })))
+        let place = Place { data, len, source: Source::Tensor(tensor.into()) };
+        Ok(Self { place: Arc::new(place), fresh: false })
     }
 
     /// The memory, for views of it.
     pub(in crate::py) fn place(&self) -> Arc<Place> {
-        self.0.clone()
+        self.place.clone()
     }
 }
 
@@ -127,11 +133,16 @@ impl Memory for Lent {
     fn bytes(&self) -> &[u8] {
         // SAFETY: `len` initialised bytes at `data`, kept by the place. `&self` and `&mut self` of the one `Lent` there
         // is for them keep readers of ours apart from its writer, and the module's contract does the caller.
-        unsafe { std::slice::from_raw_parts(self.0.data.as_ptr(), self.0.len) }
+        unsafe { std::slice::from_raw_parts(self.place.data.as_ptr(), self.place.len) }
     }
 
     fn bytes_mut(&mut self) -> &mut [u8] {
+        self.fresh = false;
         // SAFETY: as in `bytes`; `lendable` saw a writable tensor.
-        unsafe { std::slice::from_raw_parts_mut(self.0.data.as_ptr(), self.0.len) }
+        unsafe { std::slice::from_raw_parts_mut(self.place.data.as_ptr(), self.place.len) }
+    }
+
+    fn is_zeroed(&self) -> bool {
+        self.fresh
     }
 }

@@ -5,7 +5,7 @@
 //! before anything is written. A write makes a new generation; views remember theirs, so that one that is read after
 //! the next write is refused instead of showing another plan's values (sglang pull request 23037).
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -16,6 +16,7 @@ use crate::plan::{self, AnyFormat, ArrayRef, Arrays, Extent, Format, Given, Load
 use crate::py::arg::detached;
 use crate::py::array::{Array, Lease};
 use crate::py::dlpack::{Buffer, DType, Lent, Place, Tensor, View};
+use crate::revert::Fault;
 
 /// Element types that an array may have in memory of a caller; the first is that of specrs's memory.
 fn dtypes(dtype: plan::DType) -> &'static [DType] {
@@ -194,6 +195,9 @@ pub(super) struct Static {
     slabs: Vec<Slab>,
     /// Locked by whoever writes, and by whoever of ours reads.
     arrays: Mutex<Arrays>,
+    /// Generation of the first write: the one that a reader held who did not renew its lease (see
+    /// [`Fault::StalePadding`]).
+    first: OnceLock<u64>,
 }
 
 impl Static {
@@ -225,7 +229,7 @@ impl Static {
             }
         }
         let arrays = Mutex::new(Arrays::fixed(specs, given)?);
-        Ok(Self { purpose, slabs, arrays })
+        Ok(Self { purpose, slabs, arrays, first: OnceLock::new() })
     }
 
     fn lock(&self) -> MutexGuard<'_, Arrays> {
@@ -241,7 +245,11 @@ impl Static {
     pub(super) fn write(self: &Arc<Self>, write: impl FnOnce(&mut Arrays) -> Result<()>) -> Result<Written> {
         let mut arrays = self.lock();
         write(&mut arrays)?;
-        Ok(Written { memory: self.clone(), generation: arrays.generation() })
+        let mut generation = arrays.generation();
+        if self.purpose.geometry.reverts().has(Fault::StalePadding) {
+            generation = *self.first.get_or_init(|| generation);
+        }
+        Ok(Written { memory: self.clone(), generation })
     }
 }
 
