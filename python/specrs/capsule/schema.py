@@ -40,10 +40,11 @@ class Shape:
     draft_tokens: int
     layout: Layout
 
-    def geometry(self, **options: Any) -> Geometry:
-        """The geometry; `options` are passed on."""
+    def geometry(self, layout: Layout | None = None, reverts: Sequence[int] = ()) -> Geometry:
+        """The geometry, in another draft layout or with faults put back; the environment has no say in it."""
         tree = TreeShape(self.topk, self.steps, self.draft_tokens)
-        return Geometry(self.max_batch, self.max_context_len, self.page_size, tree, self.layout, **options)
+        limits = self.max_batch, self.max_context_len, self.page_size
+        return Geometry(*limits, tree, layout or self.layout, reverts=list(reverts))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,236 @@
+"""What a replay wrote, array by array, and the first write in which two replays differ.
+
+A run is a list of `Segment`s in the order in which it came to them: one array (or one KV pool) in one phase of the
+round. Writes are read back from memory that was filled with a known pattern before, so that an element that nobody
+wrote is told from one that was written with any value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from specrs._specrs import SpecrsError
+
+Values = npt.NDArray[Any]
+Written = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The writes to one array in one phase.
+
+    Attributes:
+        phase: such as ``"draft step 1"``.
+        array: its name.
+        shape: sizes; values beyond the last one written are left out.
+        values: the elements, flat.
+        written: which of them were written.
+        owner: an element's flat index -> whose it is.
+        show: a value -> text, with what is known of it.
+        across: whether runs in different formats have this array alike.
+        tolerance: largest difference that counts as equal across formats; within one, bits are compared.
+    """
+
+    phase: str
+    array: str
+    shape: tuple[int, ...]
+    values: Values
+    written: Written
+    owner: Callable[[int], str]
+    show: Callable[[Any], str] = str
+    across: bool = False
+    tolerance: float = 0.0
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What pairs it with its like of another run."""
+        return self.phase, self.array
+
+    @property
+    def writes(self) -> int:
+        """Elements written."""
+        return int(self.written.sum())
+
+    def index(self, at: int) -> tuple[int, ...]:
+        """A flat index as one of each dimension."""
+        if len(self.shape) < 2:
+            return (at,)
+        columns = max(int(np.prod(self.shape[1:])), 1)
+        rest = np.unravel_index(at % columns, self.shape[1:])
+        return (at // columns, *(int(i) for i in rest))
+
+    def value(self, at: int) -> Any:
+        """An element as a Python value; None where it was not written."""
+        if at >= len(self.values) or not self.written[at]:
+            return None
+        return self.values[at].item() if isinstance(self.values[at], np.generic) else self.values[at]
+
+
+@dataclass(frozen=True)
+class Guard:
+    """The check that ended a run.
+
+    Attributes:
+        phase: in which it did.
+        error: its message.
+        kind: class and kind of the error.
+        array, have: of a capacity that did not suffice, the array and its elements.
+    """
+
+    phase: str
+    error: str
+    kind: str
+    array: str | None = None
+    have: int | None = None
+
+    @classmethod
+    def of(cls, phase: str, e: SpecrsError) -> Guard:
+        """The guard that raised `e`."""
+        capacity = e.kind == "Capacity"
+        return cls(
+            phase,
+            str(e),
+            f"{type(e).__name__}{f' ({e.kind})' if e.kind else ''}",
+            getattr(e, "what", None) if capacity else None,
+            getattr(e, "have", None) if capacity else None,
+        )
+
+
+@dataclass
+class Run:
+    """What one replay wrote.
+
+    Attributes:
+        name: what was run, such as ``"triton with 27338 reverted"``.
+        segments: its writes, in order.
+        guard: what refused to go on; None where the round was completed.
+        notes: what a reader should know of it.
+    """
+
+    name: str
+    segments: list[Segment] = field(default_factory=list)
+    guard: Guard | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first write that two runs do not have alike.
+
+    Attributes:
+        phase, array, index: where.
+        owner: whose element it is.
+        values: of both runs, None where one did not write it.
+        shown: the values as text.
+    """
+
+    phase: str
+    array: str
+    index: tuple[int, ...]
+    owner: str
+    values: tuple[Any, Any]
+    shown: tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two runs side by side.
+
+    Attributes:
+        first: the first divergence; None where the runs agree.
+        beyond: where a guard refused the second run for want of room in an array, the first write of the first run
+            that has no room there: what an unguarded write would have put behind the array.
+        arrays, writes: how many were compared and agreed before it.
+        skipped: arrays that only one of two formats has.
+        largest: the largest difference seen within a tolerance.
+    """
+
+    first: Divergence | None
+    beyond: Divergence | None
+    arrays: int
+    writes: int
+    skipped: tuple[str, ...]
+    largest: float
+
+
+def compare(a: Run, b: Run, across: bool = False) -> Comparison:
+    """The first divergence of two runs, in the order of the first. ``across``: compare only what formats share."""
+    theirs = {s.key: s for s in b.segments}
+    mine = {s.key for s in a.segments}
+    arrays = writes = 0
+    largest = 0.0
+    skipped = []
+    stopped = None if b.guard is None else b.guard.phase
+    for s in a.segments:
+        if across and not s.across:
+            skipped += [s.array] if s.writes else []
+            continue
+        other = theirs.get(s.key)
+        if other is None and across and stopped is None:
+            skipped += [s.array] if s.writes else []
+            continue
+        at, apart = _first(s, other, across)
+        if at is not None:
+            return Comparison(_divergence(s, other, at), _beyond(a, b.guard), arrays, writes, _unique(skipped), largest)
+        arrays, writes, largest = arrays + 1, writes + s.writes, max(largest, apart)
+    for s in b.segments:
+        if s.key not in mine and s.writes and not across:
+            at = int(s.written.argmax())
+            found = _divergence(s, None, at)
+            turned = Divergence(found.phase, found.array, found.index, found.owner, found.values[::-1],
+                                found.shown[::-1])  # fmt: skip
+            return Comparison(turned, None, arrays, writes, _unique(skipped), largest)
+    return Comparison(None, None, arrays, writes, _unique(skipped), largest)
+
+
+def _beyond(a: Run, guard: Guard | None) -> Divergence | None:
+    """The first write of `a` that a capacity of `guard` leaves no room for."""
+    if guard is None or guard.array is None or guard.have is None:
+        return None
+    for s in a.segments:
+        if s.key == (guard.phase, guard.array) and len(s.shape) == 1 and s.value(guard.have) is not None:
+            return _divergence(s, None, guard.have)
+    return None
+
+
+def _unique(names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(names))
+
+
+def _first(a: Segment, b: Segment | None, across: bool) -> tuple[int | None, float]:
+    """The first element written otherwise, and the largest difference of those before it."""
+    if b is None:
+        return (int(a.written.argmax()), 0.0) if a.writes else (None, 0.0)
+    n = max(len(a.values), len(b.values))
+    wa, wb = (_padded(s.written, n, False) for s in (a, b))
+    va, vb = (_padded(s.values, n, None if s.values.dtype == object else 0) for s in (a, b))
+    apart = 0.0
+    tolerance = max(a.tolerance, b.tolerance) if across else 0.0
+    if tolerance:
+        with np.errstate(invalid="ignore"):
+            distance = np.abs(va.astype(np.float64) - vb.astype(np.float64))
+        unlike = ~((distance <= tolerance) | (np.isnan(va) & np.isnan(vb)))
+        apart = float(np.nan_to_num(distance, nan=0.0, posinf=0.0)[~unlike].max(initial=0.0))
+    elif va.dtype.kind == "f":
+        unlike = va.view(np.uint32) != vb.view(np.uint32)  # bits: NaN is NaN
+    else:
+        unlike = va != vb
+    different = (wa != wb) | (wa & wb & unlike)
+    return (int(different.argmax()) if different.any() else None), apart
+
+
+def _padded(values: Values, n: int, fill: Any) -> Values:
+    out = np.full(n, fill, dtype=values.dtype)
+    out[: len(values)] = values
+    return out
+
+
+def _divergence(a: Segment, b: Segment | None, at: int) -> Divergence:
+    values = (a.value(at), None if b is None else b.value(at))
+    shown = tuple("not written" if v is None else s.show(v) for s, v in zip((a, b or a), values, strict=True))
+    return Divergence(a.phase, a.array, a.index(at), a.owner(at), values, (shown[0], shown[1]))

@@ -1,0 +1,438 @@
+"""Run a capsule's round again, without weights: planner, KV kernels and attention, every write logged.
+
+    run = replay(capsule, format="triton")
+    other = replay(capsule, format="triton", reverts=["27338"])
+    compare(run, other).first          # index, owner and both values of the first write that differs
+
+Every phase of the round is planned into static buffers (padded to the largest batch, as a captured graph's are) over
+the same page tables, its keys and values are written and moved by the kernels, and its attention is computed by the
+format's backend from the arrays alone. Keys, values and queries are made up from who they belong to (`synth`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from specrs import _specrs as core
+from specrs._specrs import ConfigError, DeviceLens, KvCache, Plan, Planner, SpecrsError
+from specrs.capsule import synth
+from specrs.capsule.log import Guard, Run, Segment
+from specrs.capsule.names import Names, Owner, Query
+from specrs.capsule.owners import ArrayNames
+from specrs.capsule.schema import Capsule, DraftAttention, Format, Layout
+from specrs.capsule.static import FILLS, MAX_BYTES, Image, Phase, Static, static_bytes
+from specrs.capsule.synth import Tokens
+from specrs.capsule.world import World, rebuild
+
+TOLERANCE = 1e-5
+"""Largest difference of attention outputs, which lie within -1 and 1, of two formats."""
+MAX_POOL_BYTES = 1 << 29
+"""Largest made-up KV pool; a capsule of a larger one is refused."""
+
+_TARGET, _DRAFT = 0, 1  # caches, as numbers that tell tokens apart
+_PREFIX, _OTHERS, _STEP, _VERIFY, _EXTEND, _QUERY = range(6)  # kinds of tokens, likewise
+
+
+def replay(
+    capsule: Capsule,
+    *,
+    format: Format | None = None,
+    reverts: Sequence[int] = (),
+    layout: Layout | None = None,
+    mode: DraftAttention | None = None,
+    reference: bool = False,
+) -> Run:
+    """What one replay writes.
+
+    Args:
+        capsule: the round.
+        format: of the metadata; None: the recorded one.
+        reverts: ids of historical faults to put back; a guard that fires ends the run and is in it.
+        layout, mode: another draft layout or draft attention than the recorded one.
+        reference: native attention by the plain reference kernel.
+
+    Raises:
+        ConfigError: a format that cannot run the round, with what would work; a pool too large to be made up.
+        CapsuleError: page tables that cannot be made again.
+    """
+    return _Replay(capsule, format or capsule.format, reverts, layout, mode, reference).run()
+
+
+class _Replay:
+    def __init__(
+        self,
+        c: Capsule,
+        format: Format,
+        reverts: Sequence[int],
+        layout: Layout | None,
+        mode: DraftAttention | None,
+        reference: bool,
+    ) -> None:
+        self.c, self.format, self.reverts, self.reference = c, format, list(reverts), reference
+        self.mode: DraftAttention = mode or c.draft_attention
+        self.geometry = c.shape.geometry(layout, self.reverts)
+        slots = c.pool.num_pages * c.shape.page_size
+        if slots * synth.POOL_BYTES > MAX_POOL_BYTES:
+            raise ConfigError(f"pool of {slots} slots: replay would make up {slots * synth.POOL_BYTES} bytes of KV, "
+                              f"the limit is {MAX_POOL_BYTES}")  # fmt: skip
+        # Formats are compared where both lay out the drafts alike.
+        self.columns = max(c.pool.row_pages, self.geometry.row_pages)  # of page tables in the log
+        self.as_recorded = self.geometry.layout == c.shape.layout
+        ids = ", ".join(map(str, self.reverts))
+        name = format + (f" with {ids} reverted" if ids else "")
+        self.log = Run(name + (", reference kernel" if reference else ""))
+        self.phase = "reserve"
+        self.tokens = Tokens()
+        self.static: dict[Phase, Static | None] = {}
+
+    def run(self) -> Run:
+        try:
+            world = rebuild(self.c, self.geometry)
+            self._round(world)
+        except SpecrsError as e:
+            if not self.reverts:
+                raise
+            self.log.guard = Guard.of(self.phase, e)
+        return self.log
+
+    def _round(self, world: World) -> None:
+        c, pool = self.c, world.pool
+        self.world, self.seqs, self.lens = world, world.seqs, [r.committed for r in c.rows]
+        self.names = Names(c, world.pages)
+        same, all_ = world.recorded, world.columns
+        more = f", {all_ - same} more for this layout" if all_ > same else ""
+        self.log.notes.append(f"page tables: {same} columns as recorded{more}")
+        self._log_tables("reserve", world.pages, self.as_recorded)
+        self.planner = Planner(self.geometry, pool, format=self.format)
+        self.backend = None
+        if self.format != "native":
+            from specrs.backends import find
+
+            self.backend = find(self.format)
+        slots = c.pool.num_pages * c.shape.page_size
+        self.pools = [synth.new_pool(slots), synth.new_pool(slots)]
+        self.caches = [KvCache(t, c.shape.page_size) for t in self.pools]
+        for cache in (_TARGET, _DRAFT):
+            self._fill_prefixes(cache)
+        with world.lease as lease:
+            if c.steps:
+                self._drafts()
+            accepts, trees = _accepts(c, self.lens)
+            self._verify(trees)
+            self._commit(lease, accepts)
+        if c.extend:
+            self._extend()
+
+    # -- phases -------------------------------------------------------------------------------------------------
+
+    def _drafts(self) -> None:
+        c, k = self.c, self.c.shape.topk
+        self.phase = "tail copies"
+        self._moves(_DRAFT, self.planner.tail_copies(self.seqs, self.lens), False)
+        for t, step in enumerate(c.steps):
+            self.phase = f"draft step {t}"
+            words = self.geometry.draft_mask_words
+            bits = torch.tensor([_words(b, words) for b in step.ancestors], dtype=torch.int64).view(-1, words)
+            pad = (c.shape.max_batch, c.shape.max_batch * k)
+            queries = self.names.draft_queries(t, pad[1])
+            lanes = np.arange(pad[1])
+            self._pass(
+                "draft", t, queries, list(range(len(c.rows))), [t + 1] * len(c.rows), pad,
+                lambda out, bits=bits, t=t, pad=pad: self.planner.draft(
+                    self.seqs, self.lens, t, bits, self.mode, out=out, pad=pad
+                ),
+                _DRAFT, (_STEP, t, lanes // k, lanes % k), self.as_recorded,
+            )  # fmt: skip
+
+    def _verify(self, trees: core.TreeBatch) -> None:
+        c = self.c
+        self.phase = "verify"
+        pad = (c.shape.max_batch, c.shape.max_batch * c.shape.draft_tokens)
+        queries = self.names.verify_queries(pad[1])
+        self._pass(
+            "verify", None, queries, list(range(len(c.rows))), [len(t.parents) for t in c.trees], pad,
+            lambda out: self.planner.verify(self.seqs, self.lens, trees, out=out, pad=pad),
+            _TARGET, (_VERIFY, *_numbers(queries)), True,
+        )  # fmt: skip
+
+    def _commit(self, lease: core.Lease, accepts: core.Accepts) -> None:
+        self.phase = "commit"
+        self._moves(_TARGET, self.planner.commit(lease, self.seqs, self.lens, accepts), True)
+        committed = [n + kept for n, kept in zip(self.lens, self.c.kept, strict=True)]
+        lease.commit(committed)
+        pages = [self.world.pool.pages(seq) for seq in self.seqs]
+        self._log_tables("commit", pages, True)
+        self._log("committed", np.array(committed), self.names.of_requests(range(len(committed))), across=True)
+        self.names = Names(self.c, pages)
+
+    def _extend(self) -> None:
+        c = self.c
+        self.phase = "draft extend"
+        requests = [e.request for e in c.extend]
+        counts = [e.count for e in c.extend]
+        pad = (c.shape.max_batch, max(c.shape.max_batch * (c.shape.steps + 1), sum(counts)))
+        queries = self.names.extend_queries(pad[1])
+        seqs, starts = [self.seqs[i] for i in requests], [e.start for e in c.extend]
+        self._pass(
+            "extend", None, queries, requests, counts, pad,
+            lambda out: self.planner.extend(seqs, starts, counts, out=out, pad=pad),
+            _DRAFT, (_EXTEND, *_numbers(queries)), True,
+        )  # fmt: skip
+
+    # -- what every phase does ------------------------------------------------------------------------------------
+
+    def _pass(
+        self,
+        phase: Phase,
+        step: int | None,
+        queries: list[Query],
+        requests: Sequence[int],
+        counts: Sequence[int],
+        pad: tuple[int, int],
+        make: Callable[[core.FormatBuffers | None], Plan],
+        cache: int,
+        numbers: tuple[int | np.ndarray[Any, Any], ...],
+        across: bool,
+    ) -> None:
+        self._sizes(phase, step)
+        who = ArrayNames(self.names, self.c, phase, queries, requests, counts)
+        plan = self._plan(phase, make, pad, who)
+        self._log_plan(plan, who, across)
+        if plan.format != "native":
+            for name, image in self._held.items():
+                owner, show = who.of(name, self._held, getattr(plan, 'expand_page_size', None))
+                self._log(name, image.values, owner, show, written=image.written, shape=image.shape)
+        keys, values = self.tokens.make([f"KV of {q.name}" for q in queries], *numbers)
+        with self._writes(cache, across):
+            core.kv_write(self.caches[cache], 0, plan, keys, values)
+        self._attend(phase, plan, cache, queries, numbers, across)
+
+    def _sizes(self, phase: Phase, step: int | None) -> None:
+        """As on the path where lengths live on the device only, which has no host lengths to read."""
+        at_most = max(self.lens)
+        sizes = self.planner.sizes(phase, DeviceLens(len(self.lens), at_most), step)
+        rows = list(sizes)
+        elements = np.array([int(np.prod(s["shape"])) for s in sizes.values()], dtype=np.int64)
+        self._log("sizes for device lengths", elements, lambda at: f"elements of {rows[at]}, lengths up to {at_most}")
+
+    def _plan(
+        self, phase: Phase, make: Callable[[core.FormatBuffers | None], Plan], pad: tuple[int, int], who: ArrayNames
+    ) -> Plan:
+        """Plan into static buffers, twice, over different bytes; what was written is in `_held`."""
+        static = self._static(phase)
+        if static is None:
+            plan = make(None)
+            self._held = {name: _image(from_dlpack(a)) for name, a in plan.arrays().items()}
+            return plan
+        plans: list[Plan] = []
+        copies = []
+        refused: SpecrsError | None = None
+        for byte in FILLS:
+            static.fill(byte)
+            try:
+                plans.append(make(static.out))
+            except SpecrsError as e:
+                refused = e
+            copies.append(static.bytes(byte))
+        self._held = static.images(copies)
+        if refused is not None:  # what it wrote until then is part of the story
+            for name, image in self._held.items():
+                owner, show = who.of(name, self._held, None)
+                self._log(name, image.values, owner, show, written=image.written, shape=image.shape)
+            raise refused
+        self._leases(plans[0])
+        return plans[1]
+
+    def _static(self, phase: Phase) -> Static | None:
+        if self.format == "native":
+            return None
+        if phase not in self.static:
+            size = static_bytes(self.planner, phase, self.c.shape.max_batch)
+            if size > MAX_BYTES:
+                note = f"static buffers of {phase} would have {size} bytes: written to the format's own arrays instead"
+                self.log.notes.append(note)
+            self.static[phase] = None if size > MAX_BYTES else Static(self.planner, phase, self.c.shape.max_batch)
+        return self.static[phase]
+
+    def _leases(self, before: Plan) -> None:
+        """The arrays of a plan whose buffers have been written again are not to be had."""
+        try:
+            before.arrays()
+            state = "readable"
+        except core.StaleOutputError:
+            state = "refused as stale"
+        self._log("arrays of the write before", np.array([state], dtype=object), lambda _: "whoever still holds them")
+
+    def _attend(
+        self,
+        phase: Phase,
+        plan: Plan,
+        cache: int,
+        queries: list[Query],
+        numbers: tuple[int | np.ndarray[Any, Any], ...],
+        across: bool,
+    ) -> None:
+        q = synth.queries(_QUERY, cache, *numbers)
+        out = torch.zeros_like(q)
+        kv = self.caches[cache]
+        if self.backend is None:
+            kernel = core.attention_reference if self.reference else core.attention
+            kernel(kv, 0, plan, q, out, synth.SCALE)
+        else:
+            from specrs.backends import Step
+
+            arrays = {name: from_dlpack(a) for name, a in plan.arrays().items()}
+            step = Step(phase=phase, layout=self.geometry.layout, page_size=kv.page_size, queries=plan.queries,
+                        arrays=arrays)  # fmt: skip
+            keys, values = self.pools[cache][0]
+            out = self.backend.attend(self.backend.prepare(step), keys, values, q, synth.SCALE)
+        width = synth.HEADS * synth.HEAD_DIM
+        self._log("attention", out.reshape(-1).numpy().copy(), self.names.of_queries(queries, width),
+                  shape=(len(queries), synth.HEADS, synth.HEAD_DIM), across=True, tolerance=TOLERANCE)  # fmt: skip
+
+    def _moves(self, cache: int, moves: core.Moves, across: bool) -> None:
+        src, dst = moves.src.tolist(), moves.dst.tolist()
+
+        def owner(at: int) -> str:
+            return f"move {at} into {self.names.slot(dst[at])}"
+
+        for name, slots in (("source slots", src), ("destination slots", dst)):
+            self._log(name, np.array(slots, dtype=np.int32), owner, self.names.slot, across=across)
+        with self._writes(cache, across):
+            core.kv_move(self.caches[cache], moves)
+
+    # -- the log ------------------------------------------------------------------------------------------------
+
+    def _log(
+        self,
+        array: str,
+        values: np.ndarray[Any, Any],
+        owner: Owner,
+        show: Callable[[Any], str] = str,
+        *,
+        written: np.ndarray[Any, Any] | None = None,
+        shape: tuple[int, ...] | None = None,
+        across: bool = False,
+        tolerance: float = 0.0,
+    ) -> None:
+        done = np.ones(len(values), dtype=np.bool_) if written is None else written
+        self.log.segments.append(
+            Segment(self.phase, array, shape or (len(values),), values, done, owner, show, across, tolerance)
+        )
+
+    def _log_plan(self, plan: Plan, who: ArrayNames, across: bool) -> None:
+        for name in ("rows", "qo_indptr", "prefix_lens", "positions", "out_slots"):
+            values = from_dlpack(getattr(plan, name)).numpy()
+            owner, show = who.of_plan(name)
+            self._log(f"plan.{name}", values, owner, show, across=across or name != "out_slots")
+        mask = from_dlpack(plan.mask)
+        owner, _ = who.of_plan("mask", mask.shape[1])
+        self._log("plan.mask", mask.reshape(-1).numpy(), owner, _hexadecimal, shape=tuple(mask.shape), across=True)
+
+    def _log_tables(self, phase: str, pages: Sequence[Sequence[int]], across: bool) -> None:
+        self.phase = phase
+        columns = self.columns
+        table = np.zeros((len(pages), columns), dtype=np.int64)
+        for i, own in enumerate(pages):
+            table[i, : len(own)] = own
+
+        flat = table.reshape(-1)
+
+        def owner(at: int) -> str:
+            i, column = divmod(at, columns)
+            return f"{self.names.request(i)}, column {column}"
+
+        self._log("page table", flat, owner, self.names.page, written=flat != 0, shape=table.shape, across=across)
+
+    def _writes(self, cache: int, across: bool) -> _KvWrites:
+        return _KvWrites(self, cache, across)
+
+    def _fill_prefixes(self, cache: int) -> None:
+        """Committed positions of the batch, and the pages of everybody else."""
+        c, p = self.c, self.c.shape.page_size
+        pool, done = self.pools[cache], set[int]()
+        for i, r in enumerate(c.rows):
+            positions = np.arange(r.committed, dtype=np.int64)
+            own = np.array([r.pages[n // p] not in done for n in positions], dtype=np.bool_)
+            done.update(r.pages[: -(-r.committed // p)])
+            positions = positions[own]
+            names = [f"KV of {self.names.request(i)}, prefix position {n}" for n in positions]
+            pages = np.array(r.pages, dtype=np.int64)
+            self._put(pool, pages[positions // p] * p + positions % p, names, cache, _PREFIX, i, positions)
+        for page in sorted({page for page, _ in c.others} - done):
+            slots = np.arange(page * p, (page + 1) * p, dtype=np.int64)
+            self._put(pool, slots, [f"KV in {self.names.page(page)}"] * p, cache, _OTHERS, 0, slots)
+
+    def _put(
+        self, pool: torch.Tensor, slots: np.ndarray[Any, Any], names: list[str], *numbers: int | np.ndarray[Any, Any]
+    ) -> None:
+        if len(slots):
+            pool[0, 0, slots], pool[0, 1, slots] = self.tokens.make(names, *numbers)
+
+
+class _KvWrites:
+    """Logs the slots of a KV pool that change within the context; the sink's are nobody's."""
+
+    def __init__(self, replay: _Replay, cache: int, across: bool) -> None:
+        self._replay, self._cache, self._across = replay, cache, across
+
+    def __enter__(self) -> None:
+        self._before = synth.by_slot(self._replay.pools[self._cache])
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        r = self._replay
+        after = synth.by_slot(r.pools[self._cache])
+        changed = (after.view(np.uint32) != self._before.view(np.uint32)).any(axis=1)
+        changed[: r.c.shape.page_size] = False
+        n = int(changed.nonzero()[0][-1]) + 1 if changed.any() else 0
+        values = np.full(n, None, dtype=object)
+        for slot in changed.nonzero()[0]:
+            values[slot] = r.tokens.name(after[slot])
+        name = ("target KV", "draft KV")[self._cache]
+        r._log(name, values, r.names.slot, written=changed[:n], shape=(len(after),), across=self._across)
+
+
+def _image(array: torch.Tensor) -> Image:
+    values = array.contiguous().view(-1).numpy().copy()
+    return Image(values, np.ones(len(values), dtype=np.bool_), tuple(array.shape))
+
+
+def _words(bits: int, words: int) -> list[int]:
+    """A mask as int64 words."""
+    out = []
+    for i in range(words):
+        word = bits >> 64 * i & (1 << 64) - 1
+        out.append(word - (1 << 64) if word >> 63 else word)
+    return out
+
+
+def _hexadecimal(word: int) -> str:
+    return f"{word % 2**64:#x}"
+
+
+def _numbers(queries: Sequence[Query]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """The request of each query (-1 for padding) and its index."""
+    requests = np.array([-1 if q.request is None else q.request for q in queries], dtype=np.int64)
+    return requests, np.arange(len(queries), dtype=np.int64)
+
+
+def _accepts(c: Capsule, lens: Sequence[int]) -> tuple[core.Accepts, core.TreeBatch]:
+    """The recorded paths as what verification accepted, and the trees; tokens are node numbers, which is all that
+    placement needs."""
+    most = max(len(t.parents) for t in c.trees)
+    trees = core.TreeBatch.from_parents(
+        [list(t.parents) for t in c.trees], [list(range(len(t.parents))) for t in c.trees]
+    )
+    logits = torch.zeros(sum(len(t.parents) for t in c.trees), most + 1)
+    first = 0
+    for tree, path in zip(c.trees, c.paths, strict=True):
+        for node, following in zip(path, [*path[1:], most], strict=True):
+            logits[first + node, following] = 1.0  # greedy: this token, which at the end no node has
+        first += len(tree.parents)
+    samplers = [core.Sampler(most + 1, [0]) for _ in c.rows]
+    return core.verify(trees, logits, samplers, list(lens)), trees

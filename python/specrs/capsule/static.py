@@ -1,0 +1,90 @@
+"""Static buffers of one phase, in memory whose every byte is known before a plan is written into it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from specrs._specrs import FormatBuffers, Planner, SpecrsError
+
+Phase = Literal["extend", "decode", "draft", "verify"]
+
+FILLS = (0xA5, 0x5A)
+"""A plan is written once over each: an element that has kept both was not written."""
+MAX_BYTES = 64 << 20
+"""Largest buffers of a phase that are made static; beyond, the format's own arrays are used."""
+
+_GUARD = 64  # bytes before and behind each array
+_DTYPES = {"int32": torch.int32, "int64": torch.int64, "bool": torch.uint8, "uint8": torch.uint8}
+
+
+@dataclass(frozen=True)
+class Image:
+    """An array as two writes left it: values (flat), which were written, and the shape of its memory."""
+
+    values: npt.NDArray[Any]
+    written: npt.NDArray[np.bool_]
+    shape: tuple[int, ...]
+
+
+class Overrun(SpecrsError):
+    """Bytes beside an array were written."""
+
+
+class Static:
+    """Tensors of the capacity that the planner states for a phase, lent to it."""
+
+    def __init__(self, planner: Planner, phase: Phase, max_batch: int) -> None:
+        capacities = planner.capacities(phase, max_batch=max_batch)
+        self._backing: dict[str, torch.Tensor] = {}
+        self._views: dict[str, torch.Tensor] = {}
+        for name, c in capacities.items():
+            backing = torch.zeros(c["bytes"] + 2 * _GUARD, dtype=torch.uint8)
+            self._backing[name] = backing
+            self._views[name] = backing[_GUARD : _GUARD + c["bytes"]].view(_DTYPES[c["dtype"]]).view(c["shape"])
+        self.out: FormatBuffers = planner.buffers(phase, max_batch=max_batch, tensors=self._views)
+
+    def fill(self, byte: int) -> None:
+        """Overwrite what a plan must write. A table is left as it is, since its dead cells are kept, not rewritten;
+        its cells count as written where they are not 0."""
+        for name, backing in self._backing.items():
+            if self._views[name].dim() == 1:
+                backing.fill_(byte)
+            else:
+                backing[:_GUARD] = byte
+                backing[-_GUARD:] = byte
+
+    def bytes(self, byte: int) -> dict[str, npt.NDArray[Any]]:
+        """Copies of the arrays after a write over `byte`.
+
+        Raises:
+            Overrun: the bytes beside one have changed.
+        """
+        for name, backing in self._backing.items():
+            for side, guard in (("before", backing[:_GUARD]), ("behind", backing[-_GUARD:])):
+                if bool((guard != byte).any()):
+                    raise Overrun(f"{name}: bytes {side} the array were written")
+        return {name: view.numpy().reshape(-1).copy() for name, view in self._views.items()}
+
+    def images(self, copies: list[dict[str, npt.NDArray[Any]]]) -> dict[str, Image]:
+        """What both writes made of each array, cut behind the last element written."""
+        out = {}
+        for name, view in self._views.items():
+            first, second = (c[name] for c in copies)
+            if view.dim() == 1:
+                kept = [np.frombuffer(bytes([b]) * first.itemsize, first.dtype)[0] for b in FILLS]
+                written = ~((first == kept[0]) & (second == kept[1]))
+            else:
+                written = second != 0
+            n = int(written.nonzero()[0][-1]) + 1 if written.any() else 0
+            out[name] = Image(second[:n], written[:n], tuple(view.shape))
+        return out
+
+
+def static_bytes(planner: Planner, phase: Phase, max_batch: int) -> int:
+    """Bytes of a phase's static buffers."""
+    return sum(c["bytes"] for c in planner.capacities(phase, max_batch=max_batch).values())
