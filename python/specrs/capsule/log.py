@@ -8,7 +8,7 @@ wrote is told from one that was written with any value.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -63,6 +63,23 @@ class Segment:
         columns = max(int(np.prod(self.shape[1:])), 1)
         rest = np.unravel_index(at % columns, self.shape[1:])
         return (at // columns, *(int(i) for i in rest))
+
+    def widened(self, columns: int) -> Segment:
+        """The same table with rows of `columns` columns, those that it lacks not written."""
+        own = self.shape[1]
+        rows = -(-len(self.values) // own)
+
+        def laid_out(flat: Values, fill: Any) -> Values:
+            out = np.full((rows, columns), fill, dtype=flat.dtype)
+            out[:, :own] = _padded(flat, rows * own, fill).reshape(rows, own)
+            return out.reshape(-1)
+
+        def owner(at: int) -> str:
+            row, column = divmod(at, columns)
+            return self.owner(row * own + column)
+
+        values, written = laid_out(self.values, 0), laid_out(self.written, False)
+        return replace(self, shape=(self.shape[0], columns), values=values, written=written, owner=owner)
 
     def value(self, at: int) -> Any:
         """An element as a Python value; None where it was not written."""
@@ -145,7 +162,7 @@ class Comparison:
         first: the first divergence; None where the runs agree.
         beyond: where a guard refused the second run for want of room in an array, the first write of the first run
             that has no room there: what an unguarded write would have put behind the array.
-        arrays, writes: how many were compared and agreed before it.
+        arrays, writes: how many arrays agreed as a whole, and writes one by one, before it.
         skipped: arrays that only one of two formats has.
         largest: the largest difference seen within a tolerance.
     """
@@ -165,25 +182,23 @@ def compare(a: Run, b: Run, across: bool = False) -> Comparison:
     arrays = writes = 0
     largest = 0.0
     skipped = []
-    stopped = None if b.guard is None else b.guard.phase
     for s in a.segments:
-        if across and not s.across:
-            skipped += [s.array] if s.writes else []
-            continue
         other = theirs.get(s.key)
-        if other is None and across and stopped is None:
+        alone = other is None and b.guard is None
+        if across and (alone or not s.across or (other is not None and not other.across)):
             skipped += [s.array] if s.writes else []
             continue
+        if other is not None:
+            s, other = _alike(s, other)
         at, apart = _first(s, other, across)
         if at is not None:
+            writes += int(s.written[:at].sum())
             return Comparison(_divergence(s, other, at), _beyond(a, b.guard), arrays, writes, _unique(skipped), largest)
         arrays, writes, largest = arrays + 1, writes + s.writes, max(largest, apart)
     for s in b.segments:
         if s.key not in mine and s.writes and not across:
-            at = int(s.written.argmax())
-            found = _divergence(s, None, at)
-            turned = Divergence(found.phase, found.array, found.index, found.owner, found.values[::-1],
-                                found.shown[::-1])  # fmt: skip
+            found = _divergence(s, None, int(s.written.argmax()))
+            turned = replace(found, values=found.values[::-1], shown=found.shown[::-1])
             return Comparison(turned, None, arrays, writes, _unique(skipped), largest)
     return Comparison(None, None, arrays, writes, _unique(skipped), largest)
 
@@ -200,6 +215,14 @@ def _beyond(a: Run, guard: Guard | None) -> Divergence | None:
 
 def _unique(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
+
+
+def _alike(a: Segment, b: Segment) -> tuple[Segment, Segment]:
+    """Two tables with rows of the same length, so that an element has the same flat index in both."""
+    if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] == b.shape[1]:
+        return a, b
+    columns = max(a.shape[1], b.shape[1])
+    return a.widened(columns), b.widened(columns)
 
 
 def _first(a: Segment, b: Segment | None, across: bool) -> tuple[int | None, float]:

@@ -79,6 +79,12 @@ class Names:
         ]
         return self._padded(live, pad)
 
+    def draft_slots(self, bits: int) -> list[str]:
+        """The draft slots in a mask, in the order in which lists have them."""
+        steps = self._c.shape.steps
+        slots = range(self._c.shape.topk * steps)
+        return [f"branch {slot // steps}, step {slot % steps}" for slot in slots if bits >> slot & 1]
+
     def verify_queries(self, pad: int) -> list[Query]:
         """Queries of verify, padded to `pad`."""
         live = [

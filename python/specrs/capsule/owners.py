@@ -23,7 +23,8 @@ class ArrayNames:
         phase: of the pass.
         queries: of the pass, padding included.
         requests: of the batch that the pass has, in order.
-        counts: queries of each; of a draft step, the slots that a branch has written with it.
+        counts: queries of each.
+        seen: of a draft step, the draft slots that each query attends, in the order of its list, by name.
     """
 
     def __init__(
@@ -34,9 +35,10 @@ class ArrayNames:
         queries: Sequence[Query],
         requests: Sequence[int],
         counts: Sequence[int],
+        seen: Sequence[Sequence[str]] = (),
     ) -> None:
         self._names, self._phase, self._queries = names, phase, queries
-        self._requests, self._counts = requests, counts
+        self._requests, self._counts, self._seen = requests, counts, seen
         self._page_size = capsule.shape.page_size
         starts = {e.request: e.start for e in capsule.extend} if phase == "extend" else {}
         self._prefix = [starts.get(i, capsule.rows[i].committed) for i in requests]
@@ -111,8 +113,10 @@ class ArrayNames:
         if at is None or entry < self._prefix[at]:
             return f"prefix position {entry}"
         own = entry - self._prefix[at]
-        what = {"draft": "its draft of step", "verify": "node", "extend": "new token", "decode": "new token"}
-        return f"{what[self._phase]} {own}"
+        if self._phase != "draft":
+            return f"{'node' if self._phase == 'verify' else 'new token'} {own}"
+        seen = self._seen[row] if row < len(self._seen) else ()
+        return f"draft of {seen[own]}" if own < len(seen) else f"entry {entry}"
 
     def _width(self, row: int) -> int:
         return self._prefix[row] + self._counts[row] if row < len(self._counts) else 1

@@ -11,7 +11,7 @@ format's backend from the arrays alone. Keys, values and queries are made up fro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,11 +20,12 @@ from torch.utils.dlpack import from_dlpack
 
 from specrs import _specrs as core
 from specrs._specrs import ConfigError, DeviceLens, KvCache, Plan, Planner, SpecrsError
+from specrs.backends import PlanAttention, find
 from specrs.capsule import synth
 from specrs.capsule.log import Guard, Run, Segment
 from specrs.capsule.names import Names, Owner, Query
 from specrs.capsule.owners import ArrayNames
-from specrs.capsule.schema import Capsule, DraftAttention, Format, Layout
+from specrs.capsule.schema import Capsule, DraftAttention, DraftStep, Format, Layout
 from specrs.capsule.static import FILLS, MAX_BYTES, Image, Phase, Static, static_bytes
 from specrs.capsule.synth import Tokens
 from specrs.capsule.world import World, rebuild
@@ -34,6 +35,7 @@ TOLERANCE = 1e-5
 MAX_POOL_BYTES = 1 << 29
 """Largest made-up KV pool; a capsule of a larger one is refused."""
 
+_Attention = Callable[[KvCache, int, Plan, torch.Tensor, torch.Tensor, float], None]
 _TARGET, _DRAFT = 0, 1  # caches, as numbers that tell tokens apart
 _PREFIX, _OTHERS, _STEP, _VERIFY, _EXTEND, _QUERY = range(6)  # kinds of tokens, likewise
 
@@ -81,7 +83,6 @@ class _Replay:
             raise ConfigError(f"pool of {slots} slots: replay would make up {slots * synth.POOL_BYTES} bytes of KV, "
                               f"the limit is {MAX_POOL_BYTES}")  # fmt: skip
         # Formats are compared where both lay out the drafts alike.
-        self.columns = max(c.pool.row_pages, self.geometry.row_pages)  # of page tables in the log
         self.as_recorded = self.geometry.layout == c.shape.layout
         ids = ", ".join(map(str, self.reverts))
         name = format + (f" with {ids} reverted" if ids else "")
@@ -109,11 +110,9 @@ class _Replay:
         self.log.notes.append(f"page tables: {same} columns as recorded{more}")
         self._log_tables("reserve", world.pages, self.as_recorded)
         self.planner = Planner(self.geometry, pool, format=self.format)
-        self.backend = None
+        self.attention: _Attention = core.attention_reference if self.reference else core.attention
         if self.format != "native":
-            from specrs.backends import find
-
-            self.backend = find(self.format)
+            self.attention = PlanAttention(find(self.format), self.geometry.layout)
         slots = c.pool.num_pages * c.shape.page_size
         self.pools = [synth.new_pool(slots), synth.new_pool(slots)]
         self.caches = [KvCache(t, c.shape.page_size) for t in self.pools]
@@ -131,31 +130,36 @@ class _Replay:
     # -- phases -------------------------------------------------------------------------------------------------
 
     def _drafts(self) -> None:
-        c, k = self.c, self.c.shape.topk
         self.phase = "tail copies"
         self._moves(_DRAFT, self.planner.tail_copies(self.seqs, self.lens), False)
-        for t, step in enumerate(c.steps):
-            self.phase = f"draft step {t}"
-            words = self.geometry.draft_mask_words
-            bits = torch.tensor([_words(b, words) for b in step.ancestors], dtype=torch.int64).view(-1, words)
-            pad = (c.shape.max_batch, c.shape.max_batch * k)
-            queries = self.names.draft_queries(t, pad[1])
-            lanes = np.arange(pad[1])
-            self._pass(
-                "draft", t, queries, list(range(len(c.rows))), [t + 1] * len(c.rows), pad,
-                lambda out, bits=bits, t=t, pad=pad: self.planner.draft(
-                    self.seqs, self.lens, t, bits, self.mode, out=out, pad=pad
-                ),
-                _DRAFT, (_STEP, t, lanes // k, lanes % k), self.as_recorded,
-            )  # fmt: skip
+        for t, step in enumerate(self.c.steps):
+            self._draft(t, step)
+
+    def _draft(self, t: int, step: DraftStep) -> None:
+        c, k, words = self.c, self.c.shape.topk, self.geometry.draft_mask_words
+        self.phase = f"draft step {t}"
+        bits = torch.tensor([_words(b, words) for b in step.ancestors], dtype=torch.int64).view(-1, words)
+        pad = (c.shape.max_batch, c.shape.max_batch * k)
+        queries = self.names.draft_queries(t, pad[1])
+        lanes = np.arange(pad[1])
+        requests = list(range(len(c.rows)))
+        lane = [sum(1 << (b * c.shape.steps + s) for s in range(t + 1)) for b in range(k)] * len(requests)
+        seen = [self.names.draft_slots(m) for m in (lane if self.mode == "lane" else step.ancestors)]
+        who = ArrayNames(self.names, c, "draft", queries, requests, [k] * len(requests), seen)
+        self._pass(
+            "draft", t, queries, who,
+            lambda out: self.planner.draft(self.seqs, self.lens, t, bits, self.mode, out=out, pad=pad),
+            _DRAFT, (_STEP, t, lanes // k, lanes % k), self.as_recorded,
+        )  # fmt: skip
 
     def _verify(self, trees: core.TreeBatch) -> None:
         c = self.c
         self.phase = "verify"
         pad = (c.shape.max_batch, c.shape.max_batch * c.shape.draft_tokens)
         queries = self.names.verify_queries(pad[1])
+        who = ArrayNames(self.names, c, "verify", queries, list(range(len(c.rows))), [len(t.parents) for t in c.trees])
         self._pass(
-            "verify", None, queries, list(range(len(c.rows))), [len(t.parents) for t in c.trees], pad,
+            "verify", None, queries, who,
             lambda out: self.planner.verify(self.seqs, self.lens, trees, out=out, pad=pad),
             _TARGET, (_VERIFY, *_numbers(queries)), True,
         )  # fmt: skip
@@ -177,9 +181,10 @@ class _Replay:
         counts = [e.count for e in c.extend]
         pad = (c.shape.max_batch, max(c.shape.max_batch * (c.shape.steps + 1), sum(counts)))
         queries = self.names.extend_queries(pad[1])
+        who = ArrayNames(self.names, c, "extend", queries, requests, counts)
         seqs, starts = [self.seqs[i] for i in requests], [e.start for e in c.extend]
         self._pass(
-            "extend", None, queries, requests, counts, pad,
+            "extend", None, queries, who,
             lambda out: self.planner.extend(seqs, starts, counts, out=out, pad=pad),
             _DRAFT, (_EXTEND, *_numbers(queries)), True,
         )  # fmt: skip
@@ -191,26 +196,19 @@ class _Replay:
         phase: Phase,
         step: int | None,
         queries: list[Query],
-        requests: Sequence[int],
-        counts: Sequence[int],
-        pad: tuple[int, int],
+        who: ArrayNames,
         make: Callable[[core.FormatBuffers | None], Plan],
         cache: int,
         numbers: tuple[int | np.ndarray[Any, Any], ...],
         across: bool,
     ) -> None:
-        self._sizes(phase, step)
-        who = ArrayNames(self.names, self.c, phase, queries, requests, counts)
-        plan = self._plan(phase, make, pad, who)
+        plan = self._plan(phase, make, who)
         self._log_plan(plan, who, across)
-        if plan.format != "native":
-            for name, image in self._held.items():
-                owner, show = who.of(name, self._held, getattr(plan, 'expand_page_size', None))
-                self._log(name, image.values, owner, show, written=image.written, shape=image.shape)
+        self._sizes(phase, step)
         keys, values = self.tokens.make([f"KV of {q.name}" for q in queries], *numbers)
         with self._writes(cache, across):
             core.kv_write(self.caches[cache], 0, plan, keys, values)
-        self._attend(phase, plan, cache, queries, numbers, across)
+        self._attend(plan, cache, queries, numbers)
 
     def _sizes(self, phase: Phase, step: int | None) -> None:
         """As on the path where lengths live on the device only, which has no host lengths to read."""
@@ -220,14 +218,12 @@ class _Replay:
         elements = np.array([int(np.prod(s["shape"])) for s in sizes.values()], dtype=np.int64)
         self._log("sizes for device lengths", elements, lambda at: f"elements of {rows[at]}, lengths up to {at_most}")
 
-    def _plan(
-        self, phase: Phase, make: Callable[[core.FormatBuffers | None], Plan], pad: tuple[int, int], who: ArrayNames
-    ) -> Plan:
-        """Plan into static buffers, twice, over different bytes; what was written is in `_held`."""
+    def _plan(self, phase: Phase, make: Callable[[core.FormatBuffers | None], Plan], who: ArrayNames) -> Plan:
+        """Plan into static buffers, twice, over different bytes, and log the format's arrays."""
         static = self._static(phase)
         if static is None:
             plan = make(None)
-            self._held = {name: _image(from_dlpack(a)) for name, a in plan.arrays().items()}
+            self._log_arrays({name: _image(from_dlpack(a)) for name, a in plan.arrays().items()}, plan, who)
             return plan
         plans: list[Plan] = []
         copies = []
@@ -239,11 +235,9 @@ class _Replay:
             except SpecrsError as e:
                 refused = e
             copies.append(static.bytes(byte))
-        self._held = static.images(copies)
-        if refused is not None:  # what it wrote until then is part of the story
-            for name, image in self._held.items():
-                owner, show = who.of(name, self._held, None)
-                self._log(name, image.values, owner, show, written=image.written, shape=image.shape)
+        # Of a plan that was refused, too: what was written until then is part of the story.
+        self._log_arrays(static.images(copies), plans[-1] if plans else None, who)
+        if refused is not None:
             raise refused
         self._leases(plans[0])
         return plans[1]
@@ -269,28 +263,11 @@ class _Replay:
         self._log("arrays of the write before", np.array([state], dtype=object), lambda _: "whoever still holds them")
 
     def _attend(
-        self,
-        phase: Phase,
-        plan: Plan,
-        cache: int,
-        queries: list[Query],
-        numbers: tuple[int | np.ndarray[Any, Any], ...],
-        across: bool,
+        self, plan: Plan, cache: int, queries: list[Query], numbers: tuple[int | np.ndarray[Any, Any], ...]
     ) -> None:
         q = synth.queries(_QUERY, cache, *numbers)
         out = torch.zeros_like(q)
-        kv = self.caches[cache]
-        if self.backend is None:
-            kernel = core.attention_reference if self.reference else core.attention
-            kernel(kv, 0, plan, q, out, synth.SCALE)
-        else:
-            from specrs.backends import Step
-
-            arrays = {name: from_dlpack(a) for name, a in plan.arrays().items()}
-            step = Step(phase=phase, layout=self.geometry.layout, page_size=kv.page_size, queries=plan.queries,
-                        arrays=arrays)  # fmt: skip
-            keys, values = self.pools[cache][0]
-            out = self.backend.attend(self.backend.prepare(step), keys, values, q, synth.SCALE)
+        self.attention(self.caches[cache], 0, plan, q, out, synth.SCALE)
         width = synth.HEADS * synth.HEAD_DIM
         self._log("attention", out.reshape(-1).numpy().copy(), self.names.of_queries(queries, width),
                   shape=(len(queries), synth.HEADS, synth.HEAD_DIM), across=True, tolerance=TOLERANCE)  # fmt: skip
@@ -325,6 +302,11 @@ class _Replay:
             Segment(self.phase, array, shape or (len(values),), values, done, owner, show, across, tolerance)
         )
 
+    def _log_arrays(self, images: Mapping[str, Image], plan: Plan | None, who: ArrayNames) -> None:
+        for name, image in images.items():
+            owner, show = who.of(name, images, None if plan is None else plan.expand_page_size)
+            self._log(name, image.values, owner, show, written=image.written, shape=image.shape)
+
     def _log_plan(self, plan: Plan, who: ArrayNames, across: bool) -> None:
         for name in ("rows", "qo_indptr", "prefix_lens", "positions", "out_slots"):
             values = from_dlpack(getattr(plan, name)).numpy()
@@ -336,7 +318,7 @@ class _Replay:
 
     def _log_tables(self, phase: str, pages: Sequence[Sequence[int]], across: bool) -> None:
         self.phase = phase
-        columns = self.columns
+        columns = max(max(map(len, pages)), 1)
         table = np.zeros((len(pages), columns), dtype=np.int64)
         for i, own in enumerate(pages):
             table[i, : len(own)] = own

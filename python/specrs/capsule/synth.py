@@ -27,14 +27,16 @@ def _mix(x: Words) -> Words:
     with np.errstate(over="ignore"):
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    mixed: Words = x ^ (x >> np.uint64(31))
+    return mixed
 
 
 def _uniform(keys: Words, width: int) -> Floats:
     """float32 [len(keys), width] in [-1, 1), row i a function of keys[i] alone."""
     with np.errstate(over="ignore"):
         words = keys[:, None] + np.arange(1, width + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    return ((_mix(words) >> np.uint64(40)).astype(np.float32) / np.float32(1 << 23)) - np.float32(1.0)
+    uniform: Floats = (_mix(words) >> np.uint64(40)).astype(np.float32) / np.float32(1 << 23) - np.float32(1.0)
+    return uniform
 
 
 def _keys(*numbers: int | npt.NDArray[np.int64]) -> Words:

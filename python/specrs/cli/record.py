@@ -71,8 +71,9 @@ def describe(c: Any) -> str:
     """A capsule in a line."""
     s = c.shape
     nodes = sum(len(t.parents) for t in c.trees)
+    lengths = ", ".join(str(r.committed) for r in c.rows)
     return (
-        f"{c.kind} round {c.round} of {len(c.rows)} request(s) at {', '.join(str(r.committed) for r in c.rows)} tokens: "
+        f"{c.kind} round {c.round} of {len(c.rows)} request(s) at {lengths} tokens: "
         f"K={s.topk} S={s.steps} V={s.draft_tokens} P={s.page_size}, {s.layout} layout, {c.draft_attention}, "
         f"{c.format}; {len(c.steps)} draft step(s), {nodes} node(s) verified, {sum(c.kept)} kept"
     )

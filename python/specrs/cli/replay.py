@@ -1,4 +1,4 @@
-"""``specrs replay FILE``: run a recorded round again, without weights, and find the first write in which two runs differ.
+"""``specrs replay FILE``: run a recorded round again, without weights; find the first write in which two runs differ.
 
 The two runs are: the plain one and one with historical faults put back (``--revert``); or native and another format
 (``--format``); or two capsules (``--against``). Without any of these it is the recorded format against native, or of a

@@ -1,0 +1,496 @@
+"""Replays: rounds of the engine agree in every format, and a difference is found where it was put, by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import Pair
+from specrs import LLM, ConfigError, SamplingParams
+from specrs import _specrs as core
+from specrs.capsule import Capsule, dumps, load, loads, save, synth
+from specrs.capsule import replay as replaying
+from specrs.capsule.compare import replay_against, replay_formats, replay_reverted
+from specrs.capsule.log import Guard, Run, Segment, compare
+from specrs.capsule.replay import replay
+from specrs.capsule.schema import DraftStep, Extend, PoolSize, Row, Shape, Tree
+from specrs.capsule.world import rebuild
+from specrs.cli import main
+
+FORMATS = ["flashinfer", "triton", "flash_attention"]
+
+
+def record(pair: Pair, round: int = 2, **options: Any) -> Capsule:
+    """Three requests of different lengths; the first two share the pages of five tokens."""
+    llm = LLM(pair.target, pair.draft, max_context_len=64, **options)
+    prompts = [[1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 9, 8, 7, 6, 5, 4], [3]]
+    llm.generate([prompts[0]], SamplingParams(max_tokens=2))  # leaves its pages in the cache
+    with llm.recording(round=round) as recorder:
+        llm.generate(prompts, SamplingParams(max_tokens=12, temperature=1.0, seed=5))
+    assert recorder.capsule is not None
+    return loads(dumps(recorder.capsule))
+
+
+def hand(**changes: Any) -> Capsule:
+    """Two requests, K=2, S=3, V=4, P=4: L=10 and L=5; scattered pages, the first page shared and cached.
+
+    Tree of request 0: 0 -> {1, 2}, 1 -> 3; of request 1: 0 -> 1. Accepted: 0, 2 and 0, 1.
+    """
+    ancestors = ((1 << 0, 1 << 3, 1 << 0, 1 << 3), (1 << 3 | 1 << 1, 1 << 3 | 1 << 4, 1 << 0 | 1 << 1, 1 << 3 | 1 << 4))
+    c = Capsule(
+        round=1,
+        kind="speculative",
+        format="native",
+        draft_attention="ancestors",
+        shape=Shape(2, 16, 4, 2, 3, 4, "dense"),
+        pool=PoolSize(20, 4, 7),
+        rows=(Row(1, 3, 10, 16, 7, (9, 4, 17, 2)), Row(3, 1, 5, 11, 8, (9, 12, 1))),
+        others=((5, "raw pages"), (9, "prefix cache"), (11, "sequence 2.4")),
+        steps=(
+            DraftStep((1, 2, 3, 4), (0, 0, 1, 1), (-0.5, -1.0, -0.25, -2.0), ancestors[0]),
+            DraftStep((5, 6, 7, 8), (1, 1, 2, 3), (-1.5, -2.0, -0.5, -3.0), ancestors[1]),
+        ),
+        trees=(Tree((-1, 0, 0, 1), (9, 1, 2, 6), (0.0, -0.5, -1.0, -2.0)), Tree((-1, 0), (3, 1), (0.0, -0.5))),
+        paths=((0, 2), (0, 1)),
+        kept=(2, 2),
+        extend=(Extend(0, 10, 2), Extend(1, 5, 2)),
+    )
+    c = dataclasses.replace(c, **changes)
+    return loads(dumps(c))
+
+
+def segment(run: Run, phase: str, array: str) -> Segment:
+    [found] = [s for s in run.segments if s.key == (phase, array)]
+    return found
+
+
+# -- rounds of the engine agree -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("k", "s", "v"), [(1, 3, 4), (2, 2, 4), (4, 3, 9)])
+@pytest.mark.parametrize("page", [1, 4, 16])
+@pytest.mark.parametrize("mode", ["ancestors", "lane"])
+def test_formats_agree(tiny: Pair, k: int, s: int, v: int, page: int, mode: str) -> None:
+    c = record(tiny, topk=k, steps=s, draft_tokens=v, page_size=page, draft_attention=mode)
+    assert len(c.rows) == 3 and c.draft_attention == mode
+    for format in ["native", *FORMATS]:
+        result = replay_formats(c, format=format)
+        assert result.equal, "\n".join(result.lines())
+        assert result.found.writes > 300 and result.found.largest < 1e-6
+        assert all(not np.isnan(s.values).any() for s in result.runs[1].segments if s.array == "attention")
+
+
+@pytest.mark.parametrize("page", [2, 4, 16])
+def test_holey_rounds_agree(tiny: Pair, page: int) -> None:
+    tree = {"topk": 3, "steps": 4, "draft_tokens": 9, "page_size": page}
+    c = record(tiny, attention_backend="flash_attention", draft_layout="holey", **tree)
+    assert (c.format, c.shape.layout, c.draft_attention) == ("flash_attention", "holey", "lane")
+    result = replay_formats(c)
+    assert result.equal, "\n".join(result.lines())
+    assert segment(result.runs[1], "tail copies", "draft KV").writes == sum(2 * (r.committed % page) for r in c.rows)
+    # A dense round in the holey layout: the committed pages are the recorded ones, the branches get more.
+    dense = record(tiny, draft_attention="lane", **tree)
+    again = replay_formats(dense, format="flash_attention", layout="holey")
+    assert again.equal, "\n".join(again.lines())
+    assert any("more for this layout" in note for note in again.runs[1].notes)
+
+
+def test_plain_rounds_agree(tiny: Pair) -> None:
+    llm = LLM(tiny.target, max_context_len=64, page_size=4)
+    with llm.recording(round=2) as recorder:
+        llm.generate([[1, 2, 3], [4]], SamplingParams(max_tokens=6))
+    assert recorder.capsule is not None and recorder.capsule.kind == "plain"
+    for format in FORMATS:
+        assert replay_formats(recorder.capsule, format=format).equal
+
+
+def test_a_replay_is_deterministic(tiny: Pair) -> None:
+    c = record(tiny, topk=2, steps=2, draft_tokens=4, page_size=4)
+    result = replay_against(c, c, format="triton")
+    assert result.equal and not result.across and result.found.arrays == len(result.runs[0].segments)
+    other = record(tiny, round=3, topk=2, steps=2, draft_tokens=4, page_size=4)
+    assert not replay_against(c, other).equal
+
+
+# -- the pool made again ------------------------------------------------------------------------------------------
+
+
+def test_page_tables_are_made_again() -> None:
+    c = hand()
+    world = rebuild(c, c.shape.geometry())
+    assert world.pages == [[9, 4, 17, 2], [9, 12, 1]]
+    assert [seq.row for seq in world.seqs] == [1, 3]
+    assert (world.recorded, world.columns) == (7, 7)
+    owners: dict[int, list[str]] = {}
+    for page, owner in world.pool.owners():
+        owners.setdefault(page, []).append(owner)
+    assert set(owners) == {1, 2, 4, 5, 9, 11, 12, 17}
+    assert len(owners[9]) == 4  # both requests, and for each of them the cache
+    assert owners[4] == ["sequence 1.1"] and owners[12] == ["sequence 3.1"]
+    assert owners[5] == owners[11] == ["raw pages"]
+    world.lease.rollback()
+    assert [world.pool.committed(seq) for seq in world.seqs] == [10, 5]
+
+
+def test_a_layout_that_takes_more(tiny: Pair) -> None:
+    c = hand()
+    # Holey: ceil((3 + 3) / 4) * 4 * 2 = 16 positions a round instead of 6, so reserved 26 and 21: 7 and 6 columns.
+    world = rebuild(c, c.shape.geometry("holey"))
+    assert world.pages[0][:4] == [9, 4, 17, 2] and world.pages[1][:3] == [9, 12, 1]
+    assert [len(p) for p in world.pages] == [7, 6] and (world.recorded, world.columns) == (7, 13)
+    assert len({p for pages in world.pages for p in pages} & {5, 11}) == 0
+    # Six more pages are wanted: five are free.
+    raw = tuple((page, "raw pages") for page in (3, 5, 6, 7, 8, 10))
+    small = hand(pool=PoolSize(18, 4, 7), others=(*raw[:5], (9, "prefix cache"), raw[5]))
+    with pytest.raises(core.PoolExhaustedError):
+        replay(small, format="flash_attention", layout="holey", mode="lane")
+
+
+def test_pools_beyond_memory_are_refused() -> None:
+    c = hand(pool=PoolSize(2**24, 4, 7))
+    with pytest.raises(ConfigError, match=r"pool of 67108864 slots: replay would make up \d+ bytes"):
+        replay(c)
+
+
+# -- what is logged, by hand --------------------------------------------------------------------------------------
+
+
+def test_slots_keys_and_names_by_hand() -> None:
+    run = replay(hand(), format="flashinfer")
+    # Draft slots of the dense layout: L + b * 3 + t, so of request 0 positions 10, 13 and 11, 14; of request 1 5, 8.
+    slots = segment(run, "draft step 0", "plan.out_slots")
+    assert slots.values.tolist() == [17 * 4 + 2, 2 * 4 + 1, 12 * 4 + 1, 1 * 4]
+    assert slots.owner(1) == "request 0 (sequence 1.3), branch 1, step 0"
+    assert slots.show(70) == "slot 70 (page 17 (sequence 1.3), position 10 of request 0)"
+    assert segment(run, "draft step 1", "plan.out_slots").values.tolist() == [71, 10, 50, 5]
+    # Step 1, request 0: both beams continue branch 1 of step 0, which lies in slot 9. Lists are in order of position.
+    keys = segment(run, "draft step 1", "kv_indices")
+    prefix0 = [36, 37, 38, 39, 16, 17, 18, 19, 68, 69]
+    prefix1 = [36, 37, 38, 39, 48]
+    assert keys.values.tolist() == [*prefix0, 71, 9, *prefix0, 9, 10, *prefix1, 49, 50, *prefix1, 4, 5]
+    assert keys.written.all()
+    assert keys.owner(10) == "request 0 (sequence 1.3), branch 0, step 1, draft of branch 0, step 1"
+    assert keys.owner(11) == "request 0 (sequence 1.3), branch 0, step 1, draft of branch 1, step 0"
+    assert keys.owner(12) == "request 0 (sequence 1.3), branch 1, step 1, prefix position 0"
+    assert keys.owner(99) == "behind the lists of 4 rows"
+    assert keys.show(36).startswith(
+        "slot 36 (page 9 (sequence 3.1, sequence 1.3, prefix cache), position 0 of request 0"
+    )
+    assert segment(run, "draft step 1", "kv_indptr").values.tolist() == [0, 12, 24, 31, 38]
+    # The draft's KV lies where the plan said, and says whose it is.
+    kv = segment(run, "draft step 1", "draft KV")
+    assert {i: kv.values[i] for i in kv.written.nonzero()[0]} == {
+        71: "KV of request 0 (sequence 1.3), branch 0, step 1", 10: "KV of request 0 (sequence 1.3), branch 1, step 1",
+        50: "KV of request 1 (sequence 3.1), branch 0, step 1", 5: "KV of request 1 (sequence 3.1), branch 1, step 1",
+    }  # fmt: skip
+    # Verify: nodes at positions L + j; node 3 attends the prefix, 0, 1 and itself.
+    assert segment(run, "verify", "plan.out_slots").values.tolist()[:6] == [70, 71, 8, 9, 49, 50]
+    mask = segment(run, "verify", "custom_mask")
+    assert mask.values.tolist()[3 * 14 : 4 * 14] == [1] * 10 + [1, 1, 0, 1]
+    assert mask.owner(3 * 14 + 12) == "request 0 (sequence 1.3), node 3, node 2"
+    assert mask.owner(4 * 14 + 6) == "request 1 (sequence 3.1), node 0, node 1"
+    packed = segment(run, "verify", "packed_custom_mask")
+    assert packed.owner(7) == "request 1 (sequence 3.1), bits from node 0, prefix position 0"
+    # Commit: node 2 of request 0 moves from position 12 to 11, and nothing else moves.
+    moved = segment(run, "commit", "target KV")
+    assert [(i, moved.values[i]) for i in moved.written.nonzero()[0]] == [
+        (71, "KV of request 0 (sequence 1.3), node 2")
+    ]
+    assert segment(run, "commit", "source slots").values.tolist() == [8]
+    assert segment(run, "commit", "page table").values.reshape(2, -1).tolist() == [[9, 4, 17], [9, 12, 0]]
+    assert segment(run, "commit", "committed").values.tolist() == [12, 7]
+    # The draft model's pass: positions 10, 11 and 5, 6.
+    kv = segment(run, "draft extend", "draft KV")
+    assert sorted(kv.written.nonzero()[0].tolist()) == [49, 50, 70, 71]
+    assert kv.values[50] == "KV of request 1 (sequence 3.1), position 6"
+
+
+def test_pages_are_reordered_where_pages_have_one_token() -> None:
+    pages = (tuple(range(1, 17)), (1, 2, 3, 4, *range(20, 27)))
+    rows = (Row(1, 3, 10, 16, 7, pages[0]), Row(3, 1, 5, 11, 8, pages[1]))
+    c = hand(shape=Shape(2, 16, 1, 2, 3, 4, "dense"), pool=PoolSize(40, 4, 28), rows=rows, others=())
+    run = replay(c)
+    # Row positions 10.. of request 0 had pages 11, 12, 13, 14; the accepted nodes are 0 and 2.
+    table = segment(run, "commit", "page table").values.reshape(2, -1)
+    assert table[0].tolist() == [*range(1, 12), 13]
+    assert table[1].tolist() == [1, 2, 3, 4, 20, 21, 22, 0, 0, 0, 0, 0]
+    assert segment(run, "commit", "target KV").writes == 0
+
+
+def test_page_tables_of_flash_attention_by_hand() -> None:
+    run = replay(hand(draft_attention="lane"), format="flash_attention", layout="holey")
+    # Request 0: r = 2, base = 8: branch 0 in columns 2, 3, branch 1 in columns 4, 5; the tail, positions 8 and 9 in
+    # page 17, is copied into the first two slots of column 4. Request 1: r = 1, branches in columns 1 and 2.
+    table = segment(run, "reserve", "page table").values.reshape(2, -1).tolist()
+    copied = segment(run, "tail copies", "destination slots").values.tolist()
+    assert copied == [table[0][4] * 4, table[0][4] * 4 + 1, table[1][2] * 4]
+    assert segment(run, "tail copies", "source slots").values.tolist() == [68, 69, 48]
+    kv = segment(run, "tail copies", "draft KV")
+    assert kv.values[copied[1]] == "KV of request 0 (sequence 1.3), prefix position 9"
+    # Step 1 reaches r + 2 = 4 and 3 tokens into a branch: one page each.
+    expand = segment(run, "draft step 1", "expand_page_table")
+    assert expand.values[:: expand.shape[1]].tolist() == [17, table[0][4], 12, table[1][2]]
+    assert segment(run, "draft step 1", "expand_cache_seqlens").values.tolist()[:4] == [4, 4, 3, 3]
+    assert segment(run, "draft step 1", "cache_seqlens").values.tolist() == [8, 4]
+    assert expand.owner(expand.shape[1]) == "request 0 (sequence 1.3), branch 1, step 1, column 0"
+    assert expand.show(17) == "page 17 (sequence 1.3)"
+
+
+def test_padding_has_names() -> None:
+    c = hand(shape=Shape(3, 16, 4, 2, 3, 4, "dense"))
+    run = replay(c, format="triton")
+    starts = segment(run, "draft step 0", "kv_indptr")
+    assert starts.values.tolist() == [0, 11, 22, 28, 34, 34, 34]
+    assert starts.owner(4) == "start of padding, query 4"
+    assert segment(run, "draft step 0", "plan.rows").values.tolist() == [1, 3, -1]
+    assert segment(run, "draft step 0", "plan.rows").owner(2) == "request 2 (padding)"
+    assert replay_formats(c, format="triton").equal
+
+
+# -- differences are found ----------------------------------------------------------------------------------------
+
+
+def test_the_index_width_without_topk() -> None:
+    """27338: max_batch * (max_context_len + S) = 2 * (14 + 3) = 34 entries, where topk = 2 makes 68. Step 0 needs
+    2 * (11 + 6) = 34, which just fits; step 1 needs 38."""
+    c = hand(shape=Shape(2, 14, 4, 2, 3, 4, "dense"))
+    result = replay_reverted(c, [27338], format="flashinfer")
+    assert not result.equal and result.found.first is not None
+    # What differs first is what step 0 says it may need with lengths up to 10: 2 * 2 * (10 + 3), and half of it.
+    first, beyond, guard = result.found.first, result.found.beyond, result.runs[1].guard
+    assert (first.phase, first.array, first.index) == ("draft step 0", "sizes for device lengths", (1,))
+    assert (first.owner, first.values) == ("elements of kv_indices, lengths up to 10", (52, 26))
+    assert guard is not None and (guard.phase, guard.array, guard.have) == ("draft step 1", "kv_indices", 34)
+    assert guard.kind == "ConfigError (Capacity)" and "need 38 elements, have 34" in guard.error
+    # Entry 34 is the fourth of the last list (31..38): position 3 of the page that both requests share.
+    assert beyond is not None and (beyond.phase, beyond.array, beyond.index) == ("draft step 1", "kv_indices", (34,))
+    assert beyond.owner == "request 1 (sequence 3.1), branch 1, step 1, prefix position 3"
+    assert beyond.values == (39, None) and beyond.shown[1] == "not written"
+
+
+def test_the_reserve_without_the_holey_term() -> None:
+    """26972: max(S * K, V) = 6 positions instead of 16, so request 0 has columns for 16 positions, not for 26."""
+    c = hand(draft_attention="lane")
+    result = replay_reverted(c, [26972], format="flash_attention", layout="holey")
+    first, guard = result.found.first, result.runs[1].guard
+    assert first is not None and (first.phase, first.array, first.index) == ("reserve", "page table", (0, 4))
+    assert first.owner == "request 0 (sequence 1.3), column 4"
+    assert first.values == (3, None)  # the first page that nobody has
+    assert guard is not None and (guard.phase, guard.kind) == ("tail copies", "OutOfBoundsError (OutOfBounds)")
+    assert "index 16 into allocated positions is outside 0..16 (request 0" in guard.error
+
+
+def test_reverts_that_a_round_does_not_reach() -> None:
+    assert replay_reverted(hand(), [27338], format="native").equal
+    assert replay_reverted(hand(), [26972], format="triton").equal
+
+
+def break_once(monkeypatch: pytest.MonkeyPatch, name: str, call: int, wrong: Any) -> None:
+    """The `call`-th call of a kernel, over both runs, is `wrong(real, *args)`."""
+    real, calls = getattr(core, name), [0]
+
+    def kernel(*args: Any) -> Any:
+        calls[0] += 1
+        return wrong(real, *args) if calls[0] == call else real(*args)
+
+    monkeypatch.setattr(replaying.core, name, kernel)
+
+
+def test_a_move_that_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Moves of a run: tail copies, then commit; the fourth is the commit of the second run.
+    break_once(monkeypatch, "kv_move", 4, lambda real, cache, moves: None)
+    first = replay_against(hand(), hand()).found.first
+    assert first is not None and (first.phase, first.array, first.index) == ("commit", "target KV", (71,))
+    assert first.owner == "slot 71 (page 17 (sequence 1.3), position 11 of request 0)"
+    assert first.values == ("KV of request 0 (sequence 1.3), node 2", None)
+
+
+def test_a_token_written_to_the_wrong_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(real: Any, cache: core.KvCache, layer: int, plan: core.Plan, k: torch.Tensor, v: torch.Tensor) -> None:
+        real(cache, layer, plan, k, v)
+        cache.tensor[0, :, 18] = cache.tensor[0, :, 71]  # into a committed position of request 0
+
+    break_once(monkeypatch, "kv_write", 4 + 2, wrong)  # draft step 1 of the second run
+    result = replay_against(hand(), hand())
+    first = result.found.first
+    assert first is not None and (first.phase, first.array, first.index) == ("draft step 1", "draft KV", (18,))
+    assert first.owner == "slot 18 (page 4 (sequence 1.3), position 6 of request 0)"
+    assert first.values == (None, "KV of request 0 (sequence 1.3), branch 0, step 1")
+    assert "value   native: not written" in "\n".join(result.lines())
+
+
+def test_attention_that_reads_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(real: Any, cache: core.KvCache, layer: int, plan: core.Plan, q: Any, out: Any, scale: float) -> None:
+        real(cache, layer, plan, q, out, scale)
+        out[2, 1, 3] += 2e-5
+
+    break_once(monkeypatch, "attention", 3, wrong)  # verify
+    result = replay_formats(hand(), format="triton")
+    first = result.found.first
+    assert first is not None and (first.phase, first.array, first.index) == ("verify", "attention", (2, 1, 3))
+    assert first.owner == "request 0 (sequence 1.3), node 2"
+    assert abs(first.values[0] - first.values[1]) == pytest.approx(2e-5, abs=2e-6)
+
+
+def test_reads_of_what_nobody_wrote_are_seen() -> None:
+    pool = synth.new_pool(8)
+    assert torch.isnan(pool).all()
+    tokens = synth.Tokens()
+    keys, values = tokens.make(["a", "b"], 1, np.arange(2))
+    again = synth.Tokens().make(["a", "b"], 1, np.arange(2))
+    assert torch.equal(keys, again[0]) and torch.equal(values, again[1])
+    assert not torch.equal(keys[0], keys[1]) and float(keys.abs().max()) <= 1.0
+    pool[0, 0, [3, 5]], pool[0, 1, [3, 5]] = keys, values
+    rows = synth.by_slot(pool)
+    assert [tokens.name(rows[i]) for i in (3, 5, 1)] == ["a", "b", "nothing written"]
+    rows[3, 0] = 0.0
+    assert tokens.name(rows[3]) == "a mixture of tokens"
+
+
+# -- the comparison itself ----------------------------------------------------------------------------------------
+
+
+def line(values: list[Any], array: str = "x", **more: Any) -> Segment:
+    flat = np.array([0 if v is None else v for v in values], dtype=more.pop("dtype", np.int32))
+    written = np.array([v is not None for v in values], dtype=np.bool_)
+    return Segment("p", array, more.pop("shape", (len(flat),)), flat, written, lambda at: f"owner {at}", **more)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "index", "values"),
+    [([1, 2, 3], [1, 2, 3], None, None), ([1, 2, 3], [1, 5, 3], (1,), (2, 5)),
+     ([1, None, 3], [1, 0, 3], (1,), (None, 0)), ([1, 2], [1, 2, 3], (2,), (None, 3)),
+     ([1, 2, 3], [1, 2], (2,), (3, None)), ([1, None], [1], None, None),
+     ([], [], None, None), ([], [4], (0,), (None, 4))],
+)  # fmt: skip
+def test_first_difference(a: list[Any], b: list[Any], index: Any, values: Any) -> None:
+    found = compare(Run("a", [line([7]), line(a, "y")]), Run("b", [line([7]), line(b, "y")]))
+    if index is None:
+        assert found.first is None and found.arrays == 2 and found.writes == 1 + sum(v is not None for v in a)
+    else:
+        assert found.first is not None
+        assert (found.first.array, found.first.index, found.first.values) == ("y", index, values)
+        assert found.first.owner == f"owner {index[0]}" and found.arrays == 1
+
+
+def test_arrays_of_one_run_alone() -> None:
+    x, y = line([1, 2]), line([None, 9], "y")
+    first = compare(Run("a", [x, y]), Run("b", [x])).first
+    assert first is not None and (first.array, first.index, first.values) == ("y", (1,), (9, None))
+    first = compare(Run("a", [x]), Run("b", [x, y])).first
+    assert first is not None and (first.array, first.index, first.values) == ("y", (1,), (None, 9))
+    assert compare(Run("a", [x, line([None], "y")]), Run("b", [x])).first is None
+    shared = compare(Run("a", [line([1], across=True), y]), Run("b", [line([1], across=True)]), across=True)
+    assert (shared.first, shared.skipped, shared.arrays) == (None, ("y",), 1)
+
+
+def test_tables_of_other_widths_are_compared_by_row_and_column() -> None:
+    a = line([1, 2, 3, 4], shape=(2, 2))
+    b = line([1, 2, None, 3, 4, None], shape=(2, 3))
+    assert compare(Run("a", [a]), Run("b", [b])).first is None
+    c = line([1, 2, None, 3, 5, None], shape=(2, 3))
+    first = compare(Run("a", [a]), Run("b", [c])).first
+    assert first is not None and (first.index, first.values, first.owner) == ((1, 1), (4, 5), "owner 3")
+
+
+def test_tolerance_holds_across_formats_alone() -> None:
+    a, b = (line([1.0, x, float("nan")], dtype=np.float32, across=True, tolerance=1e-5) for x in (2.0, 2.000005))
+    found = compare(Run("a", [a]), Run("b", [b]), across=True)
+    assert found.first is None and found.largest == pytest.approx(5e-6, rel=0.1)
+    first = compare(Run("a", [a]), Run("b", [b])).first
+    assert first is not None and first.index == (1,)
+    far = line([1.0, 2.00002, 0.0], dtype=np.float32, across=True, tolerance=1e-5)
+    first = compare(Run("a", [a]), Run("b", [far]), across=True).first
+    assert first is not None and first.index == (1,)
+
+
+def test_a_stopped_run_diverges_at_what_it_did_not_write() -> None:
+    guard = Guard("p", "y: need 3 elements, have 1", "ConfigError (Capacity)", "y", 1)
+    a, b = Run("a", [line([1]), line([4, 5, 6], "y")]), Run("b", [line([1])], guard)
+    found = compare(a, b)
+    assert found.first is not None and (found.first.index, found.first.values) == ((0,), (4, None))
+    assert found.beyond is not None and (found.beyond.index, found.beyond.values) == ((1,), (5, None))
+
+
+# -- the command line ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "hand.capsule"
+    save(hand(shape=Shape(2, 14, 4, 2, 3, 4, "dense")), path)
+    return str(path)
+
+
+def test_replay_says_what_agreed(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for more in ([], ["--format", "triton"], ["--against", file], ["--format", "native", "--revert", "27338"]):
+        assert main(["replay", file, *more]) == 0
+        out = capsys.readouterr().out
+        assert "speculative round 1 of 2 request(s) at 10, 5 tokens: K=2 S=3 V=4 P=4" in out
+        assert "page tables: 7 columns as recorded" in out and "NO DIVERGENCE: " in out
+
+
+def test_replay_says_what_differs(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["replay", file, "--format", "flashinfer", "--revert", "27338"]
+    assert main(argv) == 1
+    out = capsys.readouterr().out
+    assert "FIRST DIVERGENT WRITE" in out and "owner " in out
+    assert (
+        "flashinfer with 27338 reverted was stopped in draft step 1: ConfigError (Capacity): kv_indices: need 38" in out
+    )
+    assert "draft step 1: kv_indices[34]" in out and "request 1 (sequence 3.1), branch 1" in out
+    assert main([*argv, "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["equal"] is False and told["runs"][1]["guard"]["have"] == 34
+    assert told["beyond"]["index"] == [34] and told["beyond"]["values"] == [39, None]
+    assert main(["replay", file, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["equal"] is True and told["first"] is None and told["tolerance"] == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [(["--revert", "1"], "1"), (["--revert", "27338,x"], "'x' is no number"), (["--revert", "27460"], "MLA"),
+     (["--revert", ""], "is no number"), (["--layout", "holey"], "dense layout"),
+     (["--format", "flash_attention", "--layout", "holey"], "lane")],
+)  # fmt: skip
+def test_refused_options(file: str, more: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", file, *more]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("specrs: ") and message in err and err.count("\n") == 1
+
+
+def test_bad_files(file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = tmp_path / "bad.capsule"
+    for data, message in [(b"", "empty"), (Path(file).read_bytes()[:-1], "truncated"), (b"\x89PNG", "not a capsule")]:
+        bad.write_bytes(data)
+        for argv in (["replay", str(bad)], ["replay", file, "--against", str(bad)]):
+            assert main(argv) == 2
+            err = capsys.readouterr().err
+            assert err.startswith(f"specrs: {bad}: ") and message in err and err.count("\n") == 1
+    for missing in ("/nonexistent/x.capsule", str(tmp_path)):
+        assert main(["replay", missing]) == 2
+        assert capsys.readouterr().err.startswith("specrs: ")
+
+
+def test_record_and_replay(bytes_pair: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "r.capsule"
+    argv = ["record", "some text", "more", "-o", str(path), "--model", str(bytes_pair.target), "--draft",
+            str(bytes_pair.draft), "--topk", "2", "--steps", "2", "--draft-tokens", "4", "--page-size", "4",
+            "--max-context", "64"]  # fmt: skip
+    assert main([*argv, "--round", "2"]) == 0
+    assert f"{path}: {path.stat().st_size} bytes, speculative round 2 of 2 request(s)" in capsys.readouterr().out
+    assert load(path).round == 2 and len(load(path).rows) == 2
+    assert main(["replay", str(path), "--format", "flashinfer"]) == 0
+    assert main([*argv, "--round", "999"]) == 2
+    assert "round = 999: only" in capsys.readouterr().err
+    assert main([*argv, "--attention-backend", "flash_attention", "--draft-layout", "holey"]) == 0
+    assert (load(path).shape.layout, load(path).format) == ("holey", "flash_attention")
+    assert main(["replay", str(path)]) == 0
+    assert main([*argv, "-o", "/nonexistent/x"]) == 2
