@@ -6,7 +6,7 @@ NVCC_ENV := .venv-nvcc
 PROMPT ?= class TestReadFile(unittest.TestCase):
 SOURCES := $(shell find src cuda python/specrs -type f \( -name '*.rs' -o -name '*.cu' -o -name '*.cuh' \)) Cargo.toml Cargo.lock build.rs pyproject.toml
 
-.PHONY: demo test test-long bench lint stubs wheel clean
+.PHONY: demo test test-long bench lint stubs backends-table wheel clean
 
 demo: $(VENV)/.built
 	@if [ -t 1 ]; then mark=color; else mark=brackets; fi; \
@@ -37,6 +37,10 @@ lint: $(VENV)/.built
 # The docstrings of python/specrs/_specrs.pyi, from the built module.
 stubs: $(VENV)/.built
 	$(BIN)/python tests/python/stub.py
+
+# The table of attention backends in the README, from their classes.
+backends-table: $(VENV)/.built
+	$(BIN)/python -m specrs.backends README.md
 
 # The build requirements bring nvcc; a wheel without kernels is refused.
 wheel:

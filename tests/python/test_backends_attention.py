@@ -69,8 +69,10 @@ def same(backend: Any, step: Step, reads: list[list[int]], slots: int, dtype: to
     assert not any(got[i].any() for i, r in enumerate(reads) if not r)
 
 
-def step(phase: Any, count: int, arrays: dict[str, torch.Tensor], page_size: int = 1, layout: Any = "dense") -> Step:
-    return Step(phase=phase, layout=layout, page_size=page_size, queries=count, arrays=arrays)
+def step(
+    phase: Any, count: int, arrays: dict[str, torch.Tensor], page_size: int = 1, expand: int | None = None
+) -> Step:
+    return Step(phase=phase, page_size=page_size, expand_page_size=expand, queries=count, arrays=arrays)
 
 
 # -- worked by hand ---------------------------------------------------------------------------------------------
@@ -153,7 +155,7 @@ def test_flash_attention_verifies_in_two_passes() -> None:
         "expand_cu_seqlens_q": i32(0, 1, 2, 3, 4),
     }
     own = [8, 9, 10, 11, 4]
-    same(FlashAttention(), step("verify", 4, arrays, 4), [[*own, 5], [*own, 5, 6], [*own, 5, 7], [14]], 16)
+    same(FlashAttention(), step("verify", 4, arrays, 4, 1), [[*own, 5], [*own, 5, 6], [*own, 5, 7], [14]], 16)
 
 
 def test_flash_attention_reads_a_holey_branch_by_its_pages() -> None:
@@ -168,7 +170,7 @@ def test_flash_attention_reads_a_holey_branch_by_its_pages() -> None:
         "expand_cu_seqlens_q": i32(0, 1, 2),
     }
     reads = [[8, 9, 10, 11, 12, 13, 14, 15], [8, 9, 10, 11, 20, 21, 22, 23]]
-    same(FlashAttention(), step("draft", 2, arrays, 4, "holey"), reads, 24)
+    same(FlashAttention(), step("draft", 2, arrays, 4, 4), reads, 24)
 
 
 def test_flash_attention_drafts_chains_in_one_pass() -> None:
@@ -296,8 +298,9 @@ EMPTY = {
 )
 def test_a_batch_of_nothing_and_a_batch_of_dead_rows(backend: Any, phase: str) -> None:
     arrays = {name: a for name, a in EMPTY.items() if name != "qo_indptr" or phase not in ("draft", "decode")}
-    same(backend, step(phase, 0, arrays, 4), [], 8)
-    same(backend, step(phase, 3, arrays, 4), [[], [], []], 8)
+    for expand in (None, 1, 4):
+        same(backend, step(phase, 0, arrays, 4, expand), [], 8)
+        same(backend, step(phase, 3, arrays, 4, expand), [[], [], []], 8)
 
 
 def test_results_do_not_depend_on_the_batch() -> None:

@@ -36,6 +36,24 @@ def test_marks_do_not_change_the_text(bytes_pair: Pair, capsys: pytest.CaptureFi
     assert texts[0] == texts[1].replace("\u27e8", "").replace("\u27e9", "") == texts[2]
 
 
+def test_generate_takes_a_backend_and_a_layout(bytes_pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["generate", "x", "--model", str(bytes_pair.target), "--draft", str(bytes_pair.draft), "--max-tokens", "20"]
+    argv += ["--ignore-eos", "--topk", "3", "--steps", "3", "--draft-tokens", "9", "--page-size", "4"]
+    texts = []
+    for more in ([], ["--attention-backend", "flash_attention", "--draft-layout", "holey", "--compare"],
+                 ["--attention-backend", "triton", "--draft-attention", "lane"]):  # fmt: skip
+        assert main([*argv, *more]) == 0
+        out, err = capsys.readouterr()
+        assert ("tokens identical" in err) == ("--compare" in more)
+        texts.append(out)
+    assert texts[0] == texts[1] == texts[2]
+    assert main([*argv, "--attention-backend", "fa3"]) == 2
+    assert "must be one of native, flashinfer, flash_attention, triton" in capsys.readouterr().err
+    holey = ["--attention-backend", "flash_attention", "--draft-layout", "holey", "--draft-attention", "ancestors"]
+    assert main([*argv, *holey]) == 2
+    assert "What would work: draft_attention='lane'" in capsys.readouterr().err
+
+
 def test_errors_are_one_line_with_the_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "x", "--model", str(tmp_path / "nowhere")]) == 2
     err = capsys.readouterr().err

@@ -47,15 +47,16 @@ class Step:
 
     Attributes:
         phase: what the pass is for; causal in ``"extend"``, by mask or by expanded rows in ``"verify"``.
-        layout: of the draft region, in force: ``"holey"`` only where K > 1 and P > 1.
         page_size: P, tokens per page of the pool; slot s is position ``s % P`` of page ``s // P``.
+        expand_page_size: of format ``"flash_attention"`` where a second pass expands the queries' own keys: tokens per
+            page of its table, P or 1 (the pool viewed by slot); ``None`` where there is no second pass.
         queries: Q, rows of q, dead lanes of a padded plan included; a row that no array names gives 0.
         arrays: the format's arrays by name, as `Plan.arrays` gives them: CPU tensors in the plan's memory, to be read.
     """
 
     phase: Phase
-    layout: Layout
     page_size: int
+    expand_page_size: int | None = None
     queries: int
     arrays: Mapping[str, torch.Tensor]
 
@@ -121,6 +122,7 @@ class Capabilities:
 
     name: str
     format: Format
+    reads: str
     topk_above_1: bool
     page_size_above_1: bool
     draft_attention: Mapping[Layout, tuple[DraftAttention, ...]] = field(hash=False)
@@ -163,6 +165,7 @@ class Capabilities:
         return cls(
             name=name,
             format=declared("format", FORMATS),
+            reads=str(getattr(backend, "reads", AttentionBackend.reads)),
             topk_above_1=declared("topk_above_1", (False, True)),
             page_size_above_1=declared("page_size_above_1", (False, True)),
             draft_attention={

@@ -36,9 +36,8 @@ class FlashAttention(AttentionBackend):
     def prepare(self, step: Step) -> Any:
         # One causal pass where the queries need no tree: extend, decode, and the steps of a chain.
         passes = [_pass(step.arrays, "", step.page_size, causal=step.phase == "extend")]
-        if "expand_cache_seqlens" in step.arrays:
-            by_page = step.phase == "draft" and step.layout == "holey"
-            passes.append(_pass(step.arrays, "expand_", step.page_size if by_page else 1))
+        if step.expand_page_size is not None:
+            passes.append(_pass(step.arrays, "expand_", step.expand_page_size))
         return passes
 
     def attend(

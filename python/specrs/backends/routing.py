@@ -17,7 +17,7 @@ from typing import Any
 from specrs._specrs import ConfigError
 from specrs.backends.base import DRAFT_ATTENTIONS, KV_DTYPES, LAYOUTS, Capabilities, DraftAttention, KvDtype, Layout
 
-_MAX_NAMED = 4  # alternatives in a message; the error carries all of them
+_MAX_NAMED = 3  # alternatives on the same backend in a message; the error carries all of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +90,12 @@ class UnsupportedCombinationError(ConfigError):
         self.combination = combination
         self.why = why
         self.alternatives = tuple(alternatives)
-        works = "; or ".join(a.change for a in self.alternatives[:_MAX_NAMED])
-        works = f". What would work: {works}" if works else ""
-        super().__init__(f"attention backend {backend!r} with {combination}: {why}{works}")
+        works = [a.change for a in self.alternatives if a.backend == backend][:_MAX_NAMED]
+        others = [repr(a.backend) for a in self.alternatives if a.backend != backend]
+        if others:
+            works.append(f"attention_backend={_either(others)}")
+        told = f". What would work: {'; or '.join(works)}" if works else ""
+        super().__init__(f"attention backend {backend!r} with {combination}: {why}{told}")
 
 
 def check(capabilities: Capabilities, asked: Combination) -> str | None:
@@ -184,7 +187,7 @@ def _check_values(asked: Combination) -> None:
 def _alternatives(
     capabilities: Capabilities, asked: Combination, others: Iterable[Capabilities]
 ) -> Iterator[Alternative]:
-    """Accepted combinations near a refused one: fewest changes first; another backend counts as one."""
+    """Accepted combinations near a refused one: fewest changes first, then other backends as it is."""
     changes: dict[str, list[Any]] = {
         "draft_attention": [mode for mode in DRAFT_ATTENTIONS if asked.draft_attention not in (None, mode)],
         "layout": [layout for layout in LAYOUTS if asked.layout not in (None, layout)],
@@ -203,10 +206,9 @@ def _alternatives(
                 if check(capabilities, changed) is None:
                     found.append({*names})
                     yield Alternative(backend=capabilities.name, combination=changed, change=_told(asked, changed))
-        if count == min(1, len(fields)):
-            for other in others:
-                if check(other, asked) is None:
-                    yield Alternative(backend=other.name, combination=asked, change=f"attention_backend={other.name!r}")
+    for other in others:
+        if check(other, asked) is None:
+            yield Alternative(backend=other.name, combination=asked, change=f"attention_backend={other.name!r}")
 
 
 def _told(asked: Combination, changed: Combination) -> str:

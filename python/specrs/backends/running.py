@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from specrs import _specrs as core
 from specrs._specrs import ConfigError, KvCache, Plan
-from specrs.backends.base import AttentionBackend, Layout, Step
+from specrs.backends.base import AttentionBackend, Step
 from specrs.backends.native import Native
 
 if TYPE_CHECKING:
@@ -16,17 +16,15 @@ if TYPE_CHECKING:
 class PlanAttention:
     """Attention over the KV that a plan names, which has been written before.
 
-        attention = PlanAttention(find("flashinfer"), geometry.layout)
+        attention = PlanAttention(find("flashinfer"))
         attention(cache, 0, plan, q, out, scale)
 
     Args:
         backend: whose format the plan is made in.
-        layout: the draft layout in force, that of the planner's geometry.
     """
 
-    def __init__(self, backend: AttentionBackend, layout: Layout = "dense") -> None:
+    def __init__(self, backend: AttentionBackend) -> None:
         self.backend = backend
-        self.layout = layout
         self._prepared: tuple[Plan, Any] | None = None  # of the pass at hand, for all of its layers
 
     def __call__(self, kv: KvCache, layer: int, plan: Plan, q: torch.Tensor, out: torch.Tensor, scale: float) -> None:
@@ -55,4 +53,10 @@ class PlanAttention:
         from torch.utils.dlpack import from_dlpack
 
         arrays = {name: from_dlpack(array) for name, array in plan.arrays().items()}
-        return Step(phase=plan.phase, layout=self.layout, page_size=page_size, queries=plan.queries, arrays=arrays)
+        return Step(
+            phase=plan.phase,
+            page_size=page_size,
+            expand_page_size=plan.expand_page_size,
+            queries=plan.queries,
+            arrays=arrays,
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from specrs._specrs import ConfigError
 from specrs.backends.base import DRAFT_ATTENTIONS, KV_DTYPES, AttentionBackend, Capabilities, Layout
@@ -27,28 +28,26 @@ def table(backends: Sequence[AttentionBackend]) -> str:
 def _row(backend: AttentionBackend) -> tuple[str, ...]:
     capabilities = Capabilities.of(backend)
 
-    def works(asked: Combination) -> bool:
-        return check(capabilities, asked) is None
+    def works(**asked: Any) -> bool:
+        return check(capabilities, Combination(**{"kv_dtype": capabilities.kv_dtypes[0], **asked})) is None
 
     def modes(page_size: int, layout: Layout | None) -> str:
         able = [
-            mode
-            for mode in DRAFT_ATTENTIONS
-            if works(Combination(topk=2, page_size=page_size, layout=layout, draft_attention=mode))
+            mode for mode in DRAFT_ATTENTIONS if works(topk=2, page_size=page_size, layout=layout, draft_attention=mode)
         ]
         return ", ".join(able) or "no"
 
-    chains = [works(Combination(topk=1, page_size=page_size)) for page_size in (1, 2)]
-    recurrent = [works(Combination(topk=topk, recurrent_state=True)) for topk in (None, 1)]
+    chains = [works(topk=1, page_size=page_size) for page_size in (1, 2)]
+    recurrent = [works(topk=topk, recurrent_state=True) for topk in (None, 1)]
     return (
         f"`{capabilities.name}`",
-        backend.reads,
+        capabilities.reads,
         "yes" if all(chains) else "P = 1" if chains[0] else "no",
         modes(1, None),
         modes(2, "dense"),
         modes(2, "holey"),
         "drafted for" if all(recurrent) else "decoded plainly" if recurrent[0] else "no",
-        ", ".join(dtype for dtype in KV_DTYPES if works(Combination(kv_dtype=dtype))),
+        ", ".join(dtype for dtype in KV_DTYPES if works(kv_dtype=dtype)),
         "needed" if capabilities.needs_cpu_seq_lens else "not needed",
     )
 

@@ -73,8 +73,7 @@ class LLM:
         config.check_types()
         model = Path(model)
         config, drafts = config.route(speculative and has_recurrent_state(model))
-        ops = ops_for(config.backend, config.draft_layout or "dense")
-        target = load_target(model, ops, max_context_len=config.max_context_len)
+        target = load_target(model, ops_for(config.backend), max_context_len=config.max_context_len)
         self.config, geometry = config.resolve(target.max_context_len)
         head = load_draft(Path(draft), target) if draft is not None and speculative and drafts else None
         self.tokenizer = _load_tokenizer(model)

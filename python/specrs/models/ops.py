@@ -20,7 +20,6 @@ from torch.utils.dlpack import from_dlpack
 from specrs import _specrs as core
 from specrs._specrs import ConfigError, KvCache, Plan
 from specrs.backends import AttentionBackend, Native, PlanAttention
-from specrs.backends.base import Layout
 from specrs.models.config import LayerConfig
 
 KV_DTYPES = (torch.float32, torch.bfloat16)
@@ -167,14 +166,11 @@ class HostOps:
 
 
 class BackendOps(HostOps):
-    """The Rust kernels for everything but attention, which a backend computes from its format's arrays.
+    """The Rust kernels for everything but attention, which a backend computes from its format's arrays."""
 
-    layout: the draft layout in force, which the plans of the planner have.
-    """
-
-    def __init__(self, backend: AttentionBackend, layout: Layout) -> None:
+    def __init__(self, backend: AttentionBackend) -> None:
         super().__init__()
-        self._attention = PlanAttention(backend, layout)
+        self._attention = PlanAttention(backend)
 
     def rope(self, cos: torch.Tensor, sin: torch.Tensor) -> Any:
         return cos, sin
@@ -187,9 +183,9 @@ class BackendOps(HostOps):
         self._attention(kv, layer, plan, q, out.view_as(q), heads.scale)
 
 
-def ops_for(backend: AttentionBackend | None = None, layout: Layout = "dense") -> Ops:
+def ops_for(backend: AttentionBackend | None = None) -> Ops:
     """The operations for a model on the CPU whose attention is a backend's; `None`: specrs's own."""
-    return HostOps() if backend is None or isinstance(backend, Native) else BackendOps(backend, layout)
+    return HostOps() if backend is None or isinstance(backend, Native) else BackendOps(backend)
 
 
 class _TorchLinear:
