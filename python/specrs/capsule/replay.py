@@ -112,7 +112,7 @@ class _Replay:
         self.planner = Planner(self.geometry, pool, format=self.format)
         self.attention: _Attention = core.attention_reference if self.reference else core.attention
         if self.format != "native":
-            self.attention = PlanAttention(find(self.format), self.geometry.layout)
+            self.attention = PlanAttention(find(self.format))
         slots = c.pool.num_pages * c.shape.page_size
         self.pools = [synth.new_pool(slots), synth.new_pool(slots)]
         self.caches = [KvCache(t, c.shape.page_size) for t in self.pools]
