@@ -168,9 +168,15 @@ impl Format for FlashInfer {
 
     fn reads(&self, plan: &Plan, _: &Geometry, arrays: &Arrays, q: usize, out: &mut Vec<i32>) -> Result<Option<()>> {
         let reader = Reader { arrays, kernel: "flashinfer" };
+        if q == 0 {
+            check_last_pages(&reader)?;
+        }
         match plan.phase() {
             Phase::Draft { .. } | Phase::Decode => out.extend(pages(&reader, q)?),
             phase => {
+                if q == 0 {
+                    reader.check_requests::<i32>(true)?;
+                }
                 let Some((i, j, n)) = reader.request::<i32>("qo_indptr", q) else { return Ok(Some(())) };
                 let list = pages(&reader, i)?;
                 if phase == Phase::Extend {
@@ -189,18 +195,22 @@ impl Format for FlashInfer {
     }
 }
 
-/// The pages of list `i`, each full with its one token.
+/// Slots of list `i`: pages of one token.
 fn pages<'a>(reader: &Reader<'a>, i: usize) -> Result<&'a [i32]> {
-    let list = reader.list::<i32, i32>("kv_indptr", "kv_indices", i)?;
-    let lens = reader.line::<i32>("kv_last_page_len");
-    match lens.get(i) {
-        Some(&len) if len != 1 => Err(Error::Invalid {
-            what: "kv_last_page_len",
-            got: format!("list {i}: {len}"),
-            why: "a page has one token".into(),
-        }),
-        None if !lens.is_empty() => reader.run("kv_last_page_len", list, i, lens.len(), i).map(|_| list),
-        _ => Ok(list),
+    reader.list::<i32, i32>("kv_indptr", "kv_indices", i)
+}
+
+/// Every list's last page is full, an empty list's too: the kernel takes a list for `pages - 1 + last` tokens.
+fn check_last_pages(reader: &Reader<'_>) -> Result<()> {
+    let Some(lens) = reader.arrays.get("kv_last_page_len") else { return Ok(()) }; // an engine's own
+    let lists = reader.line::<i32>("kv_indptr").len().saturating_sub(1);
+    let wrong = |got: String, why: String| Err(Error::Invalid { what: "kv_last_page_len", got, why });
+    if lens.extent.elements() != lists as u64 {
+        return wrong(format!("{} elements", lens.extent.elements()), format!("there are {lists} lists"));
+    }
+    match reader.line::<i32>("kv_last_page_len").iter().enumerate().find(|&(_, &len)| len != 1) {
+        Some((i, len)) => wrong(format!("{len} of list {i}"), "a page has one token".into()),
+        None => Ok(()),
     }
 }
 

@@ -74,4 +74,47 @@ impl<'a> Reader<'a> {
             None => Err(self.outside("packed_custom_mask", i, byte, all.len())),
         }
     }
+
+    /// What no single query shows: the lists of requests fill `kv_indices` and those of requests without queries are
+    /// empty, and masks are as long as their requests' queries and keys ask for. `own` says whether a list names the
+    /// request's own tokens too.
+    pub(super) fn check_requests<P: Index>(&self, own: bool) -> Result<()> {
+        let (qo, kv) = (self.line::<P>("qo_indptr"), self.line::<i32>("kv_indptr"));
+        let slots = self.arrays.get("kv_indices").map_or(0, |a| a.extent.elements());
+        let wrong = |what: &'static str, i: usize, got: String, want: String| {
+            let got = format!("{}: request {i} has {got}", self.kernel);
+            Err(Error::Invalid { what, got, why: format!("it must have {want}") })
+        };
+        if qo.len() != kv.len() {
+            return wrong("kv_indptr", 0, format!("{} starts", kv.len()), format!("{}, as qo_indptr", qo.len()));
+        }
+        let (mut bytes, mut bits) = (0, 0);
+        for i in 0..qo.len().saturating_sub(1) {
+            let n = qo[i + 1].position().saturating_sub(qo[i].position());
+            let list = kv[i + 1].position().saturating_sub(kv[i].position());
+            if n == 0 && list != 0 {
+                return wrong("kv_indptr", i, format!("no queries and {list} slots"), "none".into());
+            }
+            if own && list < n {
+                return wrong("kv_indptr", i, format!("{n} queries and {list} slots"), "the queries' own, too".into());
+            }
+            let elements = n * if own { list } else { list + n };
+            bytes += elements;
+            bits += elements.div_ceil(8);
+            for (what, got, want) in [
+                ("mask_indptr", self.line::<P>("mask_indptr").get(i + 1).map(|s| s.position()), bytes),
+                ("packed_mask_indptr", self.line::<i32>("packed_mask_indptr").get(i + 1).map(|s| s.position()), bits),
+            ] {
+                if got.is_some_and(|got| got != want) {
+                    return wrong(what, i, format!("its end at {got:?}"), format!("it at {want}"));
+                }
+            }
+        }
+        match kv.last() {
+            Some(end) if end.position() as u64 != slots => {
+                wrong("kv_indptr", kv.len() - 1, format!("its start at {end:?}"), format!("it at {slots}"))
+            }
+            _ => Ok(()),
+        }
+    }
 }

@@ -127,6 +127,9 @@ impl Format for Triton {
             out.extend(list.iter().map(|s| s.slot()));
             return Ok(Some(()));
         }
+        if q == 0 {
+            reader.check_requests::<i64>(false)?;
+        }
         let Some((i, j, n)) = reader.request::<i64>("qo_indptr", q) else { return Ok(Some(())) };
         let prefix = reader.list::<i32, i64>("kv_indptr", "kv_indices", i)?;
         // Left out by a caller whose kernel is given the new tokens by themselves: then the plan's.
