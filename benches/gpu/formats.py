@@ -178,6 +178,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--driver", type=Path, required=True, help="the release binary of examples/planner_driver.rs")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--commit", default="", help="what the driver was built from, where there is no repository")
     parser.add_argument("--turns", type=int, default=30)
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--pages", type=int, nargs="+", default=PAGES)
@@ -186,7 +187,7 @@ def main() -> int:
     peer, device = prepare()
     driver = Driver(args.driver)
     result: dict[str, Any] = {
-        "commit": commit(),
+        "commit": args.commit or commit(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": {**machine(), "gpu": torch.cuda.get_device_name()},
         "versions": versions("triton"),
