@@ -114,7 +114,8 @@ def main() -> None:
         target.mkdir(parents=True)
         shutil.copy(folder / f"{folder.name}.so", target)
     code = package / "data" / "csrc"
-    files = [f for f in package.rglob("*.py") if "data" not in f.relative_to(package).parts]
+    unused = {"data", "experimental", "moe_ep"}
+    files = [f for f in package.rglob("*.py") if not unused & set(f.relative_to(package).parts)]
     files += [
         *code.glob("*.jinja"),
         *code.glob("batch_prefill*"),
