@@ -20,6 +20,7 @@ from specrs.capsule.compare import replay_against, replay_formats, replay_revert
 from specrs.capsule.log import Guard, Run, Segment, compare
 from specrs.capsule.replay import replay
 from specrs.capsule.schema import DraftStep, Extend, PoolSize, Row, Shape, Tree
+from specrs.capsule.static import Overrun, Static
 from specrs.capsule.world import rebuild
 from specrs.cli import main
 
@@ -253,6 +254,75 @@ def test_padding_has_names() -> None:
     assert replay_formats(c, format="triton").equal
 
 
+@pytest.mark.parametrize("format", ["native", *FORMATS])
+def test_every_element_has_an_owner(format: Any) -> None:
+    run = replay(hand(shape=Shape(3, 16, 4, 2, 3, 4, "dense")), format=format)
+    phases = list(dict.fromkeys(s.phase for s in run.segments))
+    assert phases == ["reserve", "tail copies", "draft step 0", "draft step 1", "verify", "commit", "draft extend"]
+    arrays = {s.array for s in run.segments}
+    pool = core.Pool(20, 4, 4, 7)
+    planner = core.Planner(hand().shape.geometry(), pool, format=format)
+    for phase in ("draft", "verify", "extend"):
+        assert set(planner.capacities(phase)) <= arrays  # type: ignore[arg-type]
+    for s in run.segments:
+        assert len(s.values) == len(s.written) <= np.prod(s.shape)
+        for at in s.written.nonzero()[0]:
+            owner, index = s.owner(int(at)), s.index(int(at))
+            assert owner and not owner.startswith("element ") and len(index) == len(s.shape), (s.array, at)
+            assert all(0 <= i < n for i, n in zip(index, s.shape, strict=True))
+            assert s.show(s.value(int(at)))
+
+
+def test_buffers_too_large_to_be_static(monkeypatch: pytest.MonkeyPatch) -> None:
+    static = replay(hand(), format="flashinfer")
+    monkeypatch.setattr(replaying, "MAX_BYTES", 100)
+    run = replay(hand(), format="flashinfer")
+    assert any(note.startswith("static buffers of draft would have ") for note in run.notes)
+    first = compare(run, static).first  # nobody holds arrays across writes where nothing is static
+    assert first is not None and (first.phase, first.array) == ("draft step 0", "arrays of the write before")
+    for name in ("kv_indptr", "kv_indices", "custom_mask"):
+        a, b = (segment(r, "verify", name) for r in (run, static))
+        assert a.values.tolist() == b.values.tolist()[: len(a.values)]
+
+
+def test_bytes_beside_an_array_are_watched() -> None:
+    pool = core.Pool(20, 4, 4, 7)
+    planner = core.Planner(hand().shape.geometry(), pool, format="triton")
+    for side, at in (("before", 63), ("behind", -64)):
+        static = Static(planner, "draft", 2)
+        static.fill(0xA5)
+        static.bytes(0xA5)
+        static._backing["kv_indices"][at] = 0
+        with pytest.raises(Overrun, match=f"kv_indices: bytes {side} the array"):
+            static.bytes(0xA5)
+
+
+def test_rounds_that_cannot_run_are_typed_errors() -> None:
+    """Whatever a valid file asks for: a replay, or an error of specrs."""
+    value = hand().to_json()
+    ran = 0
+    for path, new in [(("pool", "num_pages"), n) for n in (18, 19, 2**17, 2**29)] + [
+        (("pool", "max_seqs"), n) for n in (4, 2**20, 2**27)
+    ] + [(("pool", "row_pages"), n) for n in (4, 2**27)] + [
+        (("shape", "max_batch"), n) for n in (3, 65536)
+    ] + [(("shape", "max_context_len"), n) for n in (12, 13, 2**20, 2**24)] + [
+        (("rows", 1, "row"), 0), (("extend", 0), [0, 0, 12]), (("steps",), []), (("extend",), []), (("others",), []),
+    ]:  # fmt: skip
+        changed = json.loads(json.dumps(value))
+        at = changed
+        for key in path[:-1]:
+            at = at[key]
+        at[path[-1]] = new
+        for format in ("native", "flashinfer"):
+            try:
+                c = Capsule.from_json(changed)
+                replay(c, format=format)  # type: ignore[arg-type]
+                ran += 1
+            except core.SpecrsError as e:
+                assert str(e)
+    assert ran >= 20
+
+
 # -- differences are found ----------------------------------------------------------------------------------------
 
 
@@ -284,6 +354,53 @@ def test_the_reserve_without_the_holey_term() -> None:
     assert first.values == (3, None)  # the first page that nobody has
     assert guard is not None and (guard.phase, guard.kind) == ("tail copies", "OutOfBoundsError (OutOfBounds)")
     assert "index 16 into allocated positions is outside 0..16 (request 0" in guard.error
+
+
+def test_the_expand_table_with_the_slots_of_all_steps() -> None:
+    """27360: step 0 of request 0 reaches 3 tokens into a branch, one page; all 3 steps would reach 5, two pages."""
+    result = replay_reverted(hand(draft_attention="lane"), [27360], format="flash_attention", layout="holey")
+    first, guard = result.found.first, result.runs[1].guard
+    assert first is not None and first.phase == "draft step 0" and first.values[1] is None
+    assert first.owner.startswith("request 0 (sequence 1.3), branch 0")
+    assert guard is not None and (guard.phase, guard.array, guard.have) == ("draft step 0", "expand_page_table", 1)
+    assert "need 2 elements, have 1; columns of request 0, query 0" in guard.error
+    # Request 1 alone reaches 1 + 3 = 4 tokens, one page: the fault does not show.
+    rows, trees = hand().rows[1:], hand().trees[1:]
+    steps = (DraftStep((1, 2), (0, 0), (-0.5, -1.0), (1 << 0, 1 << 3)),)
+    alone = hand(draft_attention="lane", rows=rows, trees=trees, steps=steps, paths=((0, 1),), kept=(2,), extend=(),
+                 others=((9, "prefix cache"),))  # fmt: skip
+    assert replay_reverted(alone, [27360], format="flash_attention", layout="holey").equal
+
+
+def test_padding_that_is_not_written() -> None:
+    """23037: with a largest batch of 3, queries 4 and 5 of a draft step are dead, and stay as they were before."""
+    c = hand(shape=Shape(3, 16, 4, 2, 3, 4, "dense"))
+    for format, array, index, value in [("flashinfer", "kv_indptr", (5,), 34), ("triton", "kv_indptr", (5,), 34),
+                                        ("flash_attention", "cache_seqlens", (2,), 0)]:  # fmt: skip
+        result = replay_reverted(c, [23037], format=format)
+        first, guard = result.found.first, result.runs[1].guard
+        assert first is not None and (first.phase, first.array, first.index) == ("draft step 0", array, index)
+        assert first.values == (value, None) and "padding" in first.owner
+        assert guard is not None and guard.phase == "draft step 0" and "dead lane" in guard.error
+
+
+def test_outputs_that_are_held_across_writes() -> None:
+    """23037 without padding: the lease on what a buffer holds is not renewed, which reading it finds."""
+    guard = replay_reverted(hand(draft_attention="lane"), [23037], format="triton").runs[1].guard
+    assert guard is not None and "StaleOutput" in guard.kind and guard.phase == "draft step 0"
+    run = replay(hand(), format="triton")
+    assert segment(run, "draft step 0", "arrays of the write before").values.tolist() == ["refused as stale"]
+
+
+def test_host_values_read_where_lengths_are_on_the_device() -> None:
+    """26738: the first size that is asked for reads the host's lengths, of which there are none."""
+    for format in ["native", *FORMATS]:
+        result = replay_reverted(hand(), [26738], format=format)
+        first, guard = result.found.first, result.runs[1].guard
+        assert guard is not None and guard.phase == "draft step 0" and "device lengths of 2 requests" in guard.error
+        assert first is not None and first.phase == "draft step 0"
+        if format != "native":
+            assert first.array == "sizes for device lengths" and first.index == (0,) and first.values[1] is None
 
 
 def test_reverts_that_a_round_does_not_reach() -> None:
@@ -439,7 +556,8 @@ def test_replay_says_what_agreed(file: str, capsys: pytest.CaptureFixture[str]) 
 def test_replay_says_what_differs(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["replay", file, "--format", "flashinfer", "--revert", "27338"]
     assert main(argv) == 1
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert err.startswith("specrs: WARNING: the second run has a historical fault, 27338: ")
     assert "FIRST DIVERGENT WRITE" in out and "owner " in out
     assert (
         "flashinfer with 27338 reverted was stopped in draft step 1: ConfigError (Capacity): kv_indices: need 38" in out

@@ -16,6 +16,13 @@ first write in which two runs differ.
 | `container` | the file: magic, version, lengths, checksum, compressed body |
 | `schema`, `consistency` | `Capsule`, the check of every field, and of fields against each other |
 | `recorder` | what the engine calls while a round runs |
+| `world` | the pool made again: same page tables, same sharing, under the same lease |
+| `synth` | keys, values and queries made up from who they belong to |
+| `static` | static buffers in memory whose every byte is known before a plan is written into it |
+| `replay` | one run of the round, every write logged |
+| `names`, `owners` | whose an element of an array is: request, branch, step, position, a page's owner |
+| `log` | writes, and the first one in which two runs differ |
+| `compare` | two runs side by side, as text and as JSON |
 """
 
 from __future__ import annotations

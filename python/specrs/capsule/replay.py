@@ -32,8 +32,12 @@ from specrs.capsule.world import World, rebuild
 
 TOLERANCE = 1e-5
 """Largest difference of attention outputs, which lie within -1 and 1, of two formats."""
-MAX_POOL_BYTES = 1 << 29
-"""Largest made-up KV pool; a capsule of a larger one is refused."""
+MAX_POOL_BYTES = 1 << 27
+"""Largest made-up KV pool (a million slots); a capsule of a larger one is refused."""
+MAX_TABLE = 1 << 26
+"""Most entries of a page table (rows times columns); a capsule of a larger one is refused."""
+MAX_PADDED = 256
+"""Most requests that plans are padded to, unless the round has more; the largest batch of the capsule bounds it too."""
 
 _Attention = Callable[[KvCache, int, Plan, torch.Tensor, torch.Tensor, float], None]
 _TARGET, _DRAFT = 0, 1  # caches, as numbers that tell tokens apart
@@ -78,10 +82,15 @@ class _Replay:
         self.c, self.format, self.reverts, self.reference = c, format, list(reverts), reference
         self.mode: DraftAttention = mode or c.draft_attention
         self.geometry = c.shape.geometry(layout, self.reverts)
+        self.padded = max(min(c.shape.max_batch, MAX_PADDED), len(c.rows))
         slots = c.pool.num_pages * c.shape.page_size
         if slots * synth.POOL_BYTES > MAX_POOL_BYTES:
-            raise ConfigError(f"pool of {slots} slots: replay would make up {slots * synth.POOL_BYTES} bytes of KV, "
-                              f"the limit is {MAX_POOL_BYTES}")  # fmt: skip
+            need = slots * synth.POOL_BYTES
+            raise ConfigError(f"pool of {slots} slots: replay would make up {need} bytes of KV, the limit is "
+                              f"{MAX_POOL_BYTES}")  # fmt: skip
+        entries = c.pool.max_seqs * c.pool.row_pages
+        if entries > MAX_TABLE:
+            raise ConfigError(f"page table of {entries} entries: replay would make it, the limit is {MAX_TABLE}")
         # Formats are compared where both lay out the drafts alike.
         self.as_recorded = self.geometry.layout == c.shape.layout
         ids = ", ".join(map(str, self.reverts))
@@ -139,7 +148,7 @@ class _Replay:
         c, k, words = self.c, self.c.shape.topk, self.geometry.draft_mask_words
         self.phase = f"draft step {t}"
         bits = torch.tensor([_words(b, words) for b in step.ancestors], dtype=torch.int64).view(-1, words)
-        pad = (c.shape.max_batch, c.shape.max_batch * k)
+        pad = (self.padded, self.padded * k)
         queries = self.names.draft_queries(t, pad[1])
         lanes = np.arange(pad[1])
         requests = list(range(len(c.rows)))
@@ -155,7 +164,7 @@ class _Replay:
     def _verify(self, trees: core.TreeBatch) -> None:
         c = self.c
         self.phase = "verify"
-        pad = (c.shape.max_batch, c.shape.max_batch * c.shape.draft_tokens)
+        pad = (self.padded, self.padded * c.shape.draft_tokens)
         queries = self.names.verify_queries(pad[1])
         who = ArrayNames(self.names, c, "verify", queries, list(range(len(c.rows))), [len(t.parents) for t in c.trees])
         self._pass(
@@ -179,7 +188,7 @@ class _Replay:
         self.phase = "draft extend"
         requests = [e.request for e in c.extend]
         counts = [e.count for e in c.extend]
-        pad = (c.shape.max_batch, max(c.shape.max_batch * (c.shape.steps + 1), sum(counts)))
+        pad = (self.padded, max(self.padded * (c.shape.steps + 1), sum(counts)))
         queries = self.names.extend_queries(pad[1])
         who = ArrayNames(self.names, c, "extend", queries, requests, counts)
         seqs, starts = [self.seqs[i] for i in requests], [e.start for e in c.extend]
@@ -246,11 +255,11 @@ class _Replay:
         if self.format == "native":
             return None
         if phase not in self.static:
-            size = static_bytes(self.planner, phase, self.c.shape.max_batch)
+            size = static_bytes(self.planner, phase, self.padded)
             if size > MAX_BYTES:
                 note = f"static buffers of {phase} would have {size} bytes: written to the format's own arrays instead"
                 self.log.notes.append(note)
-            self.static[phase] = None if size > MAX_BYTES else Static(self.planner, phase, self.c.shape.max_batch)
+            self.static[phase] = None if size > MAX_BYTES else Static(self.planner, phase, self.padded)
         return self.static[phase]
 
     def _leases(self, before: Plan) -> None:

@@ -1,4 +1,4 @@
-"""The command line: ``specrs generate``, ``specrs layout``, ``specrs certify``."""
+"""The command line: ``specrs generate``, ``layout``, ``certify``, ``record``, ``replay``."""
 
 from __future__ import annotations
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from typing import Any
 
-from specrs._specrs import ConfigError
+from specrs._specrs import ConfigError, faults
 
 
 def add_parser(commands: Any) -> None:
@@ -28,7 +29,9 @@ def add_parser(commands: Any) -> None:
     )
     p.add_argument("file", metavar="FILE", help="a capsule of specrs record")
     other = p.add_mutually_exclusive_group()
-    other.add_argument("--revert", metavar="ID[,ID]", help="historical faults to put back in the second run")
+    other.add_argument(
+        "--revert", metavar="ID[,ID]", help="historical faults to put back in the second run; see specrs.faults()"
+    )
     other.add_argument("--against", metavar="FILE", help="another capsule as the second run")
     p.add_argument("--format", choices=["native", "flashinfer", "flash_attention", "triton"],
                    help="metadata format (default: the recorded one)")  # fmt: skip
@@ -46,7 +49,11 @@ def run(args: argparse.Namespace) -> int:
     capsule = load(args.file)
     options = {"format": args.format, "layout": args.layout, "mode": args.draft_attention}
     if args.revert is not None:
-        result = replay_reverted(capsule, _ids(args.revert), **options)
+        ids = _ids(args.revert)
+        for fault in (f for f in faults() if f["id"] in ids):
+            print(f"specrs: WARNING: the second run has a historical fault, {fault['id']}: {fault['reverts']}",
+                  file=sys.stderr)  # fmt: skip
+        result = replay_reverted(capsule, ids, **options)
     elif args.against is not None:
         result = replay_against(capsule, load(args.against), **options)
     else:
