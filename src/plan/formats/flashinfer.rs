@@ -1,26 +1,4 @@
-//! [`FlashInfer`]: the arrays of FlashInfer's batch wrappers for paged KV (`BatchDecodeWithPagedKVCacheWrapper`,
-//! `BatchPrefillWithPagedKVCacheWrapper`; read in flashinfer-python 0.7.2).
-//!
-//! The pool is viewed as `[num_slots, 1, heads, head_dim]`, pages of one token, whatever its page size, so that both draft
-//! layouts and any ancestors can be expressed.
-//!
-//! | array | draft, decode | extend | verify |
-//! |---|---|---|---|
-//! | `kv_indptr` int32 | `[Q + 1]`, a list a query | `[B + 1]`, a list a request | the same |
-//! | `kv_indices` int32 | prefix, ancestors, itself | prefix and chunk, causal | prefix and nodes |
-//! | `kv_last_page_len` int32 | `[Q]` of 1 | `[B]` of 1 | the same |
-//! | `qo_indptr` int32 | | `[B + 1]` | `[B + 1]` |
-//! | `mask_indptr` int32 | | | `[B + 1]` starts in `custom_mask`, in elements |
-//! | `custom_mask` bool | | | `[n, L + n]` of each request, row-major |
-//! | `packed_mask_indptr` int32 | | | `[B + 1]` starts in `packed_custom_mask`, in bytes |
-//! | `packed_custom_mask` uint8 | | | the same mask in bits, the first element lowest; requests padded to bytes |
-//!
-//! In a draft step lists follow each other as `i*K + b`: with t + 1 keys of its own, branch b of request i starts at
-//! `K * sum_{j<i} (L_j + t + 1) + b * (L_i + t + 1)`. Dead and padded lanes have empty lists.
-//!
-//! The kernel reads the packed mask by **byte** offsets: what `segment_packbits(mask, mask_indptr, "little")` returns. A
-//! wrapper's `plan(custom_mask=...)` packs by itself; `plan(packed_custom_mask=...)` alone goes by element offsets and
-//! is right for one request only, so the packed form is for the buffers of a wrapper in graph mode.
+//! [`FlashInfer`]: slot lists and masks for FlashInfer's wrappers.
 
 use crate::error::{Error, Result};
 use crate::geometry::Geometry;
@@ -44,7 +22,29 @@ pub enum MaskForm {
     Packed,
 }
 
-/// The arrays of FlashInfer's wrappers; see the [module](self).
+/// The arrays of FlashInfer's batch wrappers for paged KV (`BatchDecodeWithPagedKVCacheWrapper`,
+/// `BatchPrefillWithPagedKVCacheWrapper`; read in flashinfer-python 0.7.2).
+///
+/// The pool is viewed as `[num_slots, 1, heads, head_dim]`, pages of one token, whatever its page size, so that both draft
+/// layouts and any ancestors can be expressed.
+///
+/// | array | draft, decode | extend | verify |
+/// |---|---|---|---|
+/// | `kv_indptr` int32 | `[Q + 1]`, a list a query | `[B + 1]`, a list a request | the same |
+/// | `kv_indices` int32 | prefix, ancestors, itself | prefix and chunk, causal | prefix and nodes |
+/// | `kv_last_page_len` int32 | `[Q]` of 1 | `[B]` of 1 | the same |
+/// | `qo_indptr` int32 | | `[B + 1]` | `[B + 1]` |
+/// | `mask_indptr` int32 | | | `[B + 1]` starts in `custom_mask`, in elements |
+/// | `custom_mask` bool | | | `[n, L + n]` of each request, row-major |
+/// | `packed_mask_indptr` int32 | | | `[B + 1]` starts in `packed_custom_mask`, in bytes |
+/// | `packed_custom_mask` uint8 | | | the same mask in bits, the first element lowest; requests padded to bytes |
+///
+/// In a draft step lists follow each other as `i*K + b`: with t + 1 keys of its own, branch b of request i starts at
+/// `K * sum_{j<i} (L_j + t + 1) + b * (L_i + t + 1)`. Dead and padded lanes have empty lists.
+///
+/// The kernel reads the packed mask by **byte** offsets: what `segment_packbits(mask, mask_indptr, "little")` returns. A
+/// wrapper's `plan(custom_mask=...)` packs by itself; `plan(packed_custom_mask=...)` alone goes by element offsets and
+/// is right for one request only, so the packed form is for the buffers of a wrapper in graph mode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct FlashInfer {
     /// How ancestors are written.

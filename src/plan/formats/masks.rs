@@ -37,8 +37,13 @@ pub(super) fn in_bytes(plan: &Plan, out: &mut [u8]) -> Result<()> {
             let (prefix, own) = take(WHAT, &mut rest, len + n)?.split_at_mut(len);
             prefix.fill(1);
             for (own, &word) in own.chunks_mut(64).zip(&plan.mask()[q * w..(q + 1) * w]) {
-                for (eight, byte) in own.chunks_mut(8).zip(word.to_le_bytes()) {
-                    eight.copy_from_slice(&spread(byte).to_le_bytes()[..eight.len()]);
+                let (whole, rest) = own.as_chunks_mut::<8>();
+                let bytes = word.to_le_bytes();
+                for (eight, &byte) in whole.iter_mut().zip(&bytes) {
+                    *eight = spread(byte).to_le_bytes();
+                }
+                if let Some(&last) = bytes.get(whole.len()) {
+                    rest.copy_from_slice(&spread(last).to_le_bytes()[..rest.len()]);
                 }
             }
         }

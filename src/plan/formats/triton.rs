@@ -1,21 +1,4 @@
-//! [`Triton`]: the arrays of sglang's Triton attention backend (`decode_attention_fwd`, `extend_attention_fwd`; read in
-//! sglang 0.5.23).
-//!
-//! Its decode kernel, which runs the draft steps too, is given all keys by slot. Its extend kernel, which runs prefill,
-//! draft-extend and verify, is given the **prefix** by slot and the new tokens' keys and values as they come from the
-//! projection; where they are written, and may be read from afterwards, is `extend_slots` (sglang's `out_cache_loc`).
-//!
-//! | array | draft, decode | extend | verify |
-//! |---|---|---|---|
-//! | `kv_indptr` int32 | `[Q + 1]`, a list a query | `[B + 1]`, a list a request | the same |
-//! | `kv_indices` int64 | prefix, ancestors, itself | prefix | prefix |
-//! | `qo_indptr` int64 | | `[B + 1]` | `[B + 1]` |
-//! | `extend_slots` int64 | | `[Q]` | `[Q]` |
-//! | `mask_indptr` int64 | | | `[B + 1]` starts in `custom_mask` |
-//! | `custom_mask` bool | | | `[n, L + n]` of each request, row-major |
-//!
-//! The element types are those of the backend's preallocated buffers. Dead and padded lanes have empty lists, and 0 in
-//! `extend_slots`.
+//! [`Triton`]: slot lists and masks for sglang's Triton kernels.
 
 use crate::error::{Error, Result};
 use crate::geometry::Geometry;
@@ -27,7 +10,24 @@ use crate::plan::wide::wide;
 use crate::plan::{Format, Load, Phase, Plan};
 use crate::pool::Tables;
 
-/// The arrays of sglang's Triton backend; see the [module](self).
+/// The arrays of sglang's Triton attention backend (`decode_attention_fwd`, `extend_attention_fwd`; read in
+/// sglang 0.5.23).
+///
+/// Its decode kernel, which runs the draft steps too, is given all keys by slot. Its extend kernel, which runs prefill,
+/// draft-extend and verify, is given the **prefix** by slot and the new tokens' keys and values as they come from the
+/// projection; where they are written, and may be read from afterwards, is `extend_slots` (sglang's `out_cache_loc`).
+///
+/// | array | draft, decode | extend | verify |
+/// |---|---|---|---|
+/// | `kv_indptr` int32 | `[Q + 1]`, a list a query | `[B + 1]`, a list a request | the same |
+/// | `kv_indices` int64 | prefix, ancestors, itself | prefix | prefix |
+/// | `qo_indptr` int64 | | `[B + 1]` | `[B + 1]` |
+/// | `extend_slots` int64 | | `[Q]` | `[Q]` |
+/// | `mask_indptr` int64 | | | `[B + 1]` starts in `custom_mask` |
+/// | `custom_mask` bool | | | `[n, L + n]` of each request, row-major |
+///
+/// The element types are those of the backend's preallocated buffers. Dead and padded lanes have empty lists, and 0 in
+/// `extend_slots`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Triton;
 
