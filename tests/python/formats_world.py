@@ -33,9 +33,10 @@ class World:
     layout: Literal["dense", "holey"] = "dense"
     max_batch: int = 4
     lens: list[int] = field(default_factory=lambda: [5, 3])
+    reverts: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        geometry = core.Geometry(self.max_batch, 64, self.page_size, SHAPE, self.layout)
+        geometry = core.Geometry(self.max_batch, 64, self.page_size, SHAPE, self.layout, self.reverts)
         self.pool = core.Pool(128, self.page_size, self.max_batch, geometry.row_pages)
         self.planner = core.Planner(geometry, self.pool, self.format, self.mask)
         self.planner.set_debug(True)

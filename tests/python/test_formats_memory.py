@@ -107,6 +107,26 @@ def test_copies_are_detached(version: tuple[int, int] | None) -> None:
         assert array.tolist() == want != copy.tolist()
 
 
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_debug_planner_poisons_what_it_is_lent(debug: bool) -> None:
+    """A lowering that stops half-way (historical fault 27360, put back) leaves poison where it has not been yet."""
+    w = World("flash_attention", layout="holey", lens=[4, 3], reverts=[27360])
+    w.planner.set_debug(debug)
+    caller = Caller(w.planner, "draft", step=0)
+    t = caller.tensors
+    buffers = w.planner.buffers("draft", 0, tensors=t)
+    with pytest.raises(core.ConfigError, match="columns of request 1, query 0: flash_attention draft step 0") as e:
+        w.planner.draft(w.seqs, w.lens, 0, None, "lane", out=buffers)
+    assert (e.value.kind, e.value.what, e.value.need, e.value.have) == ("Capacity", "expand_page_table", 2, 1)
+    poison = -(2**31) + 0xBAD
+    seen = {name: int(torch.count_nonzero(tensor == poison)) for name, tensor in t.items()}
+    assert seen["cache_seqlens"] == seen["page_table"] == 0  # the first pass is whole
+    assert (seen["expand_cache_seqlens"] > 0) == (seen["expand_page_table"] > 0) == debug
+    # Of a line nothing beyond what the plan asked for is touched; of a table every row is.
+    assert not torch.any(t["expand_cache_seqlens"][4:] == poison)
+    caller.check_canaries()
+
+
 # --- staleness
 
 
