@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from specrs._specrs import (
     ConfigError,
     CudaError,
+    DeviceLens,
+    FormatBuffers,
     Geometry,
     LedgerError,
     NonFiniteError,
@@ -44,6 +46,8 @@ __all__ = [
     "LLM",
     "ConfigError",
     "CudaError",
+    "DeviceLens",
+    "FormatBuffers",
     "Geometry",
     "LedgerError",
     "NonFiniteError",

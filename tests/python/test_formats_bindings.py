@@ -284,6 +284,17 @@ def test_tensors_that_share_memory_are_refused() -> None:
     plan = w.plan("decode", out=w.planner.buffers("decode", tensors=tensors))
     assert values(plan) == values(w.plan("decode"))
     assert torch.all(block[5 + n :] == CANARY)
+    # Nor may two buffers have one memory: what the one knows of its content the other would make false.
+    before = block.clone()
+    for lent in [tensors, {**caller.tensors, "kv_last_page_len": block[3:7]}]:
+        with pytest.raises(core.ConfigError, match="memory that is lent to other buffers"):
+            w.planner.buffers("decode", tensors=lent)
+    assert torch.equal(block, before)
+    view = torch.from_dlpack(plan.arrays()["kv_indptr"])
+    del plan
+    again = w.planner.buffers("decode", tensors=tensors)  # a view of torch's is no writer
+    assert (again.generation, view.tolist()) == (0, [0, 0, 0])
+    del again
     w.planner.buffers("decode", tensors=tensors)
 
 
@@ -307,6 +318,7 @@ def test_missing_and_unknown_names() -> None:
     plan = w.plan("verify", out=w.planner.buffers("verify", tensors=some))
     assert set(plan.arrays()) == set(some)
     assert values(plan).items() <= values(w.plan("verify")).items()
+    del plan
     none = {n: t for n, t in some.items() if "mask" not in n}
     with pytest.raises(core.ConfigError, match="mask"):
         w.plan("verify", out=w.planner.buffers("verify", tensors=none))

@@ -3,7 +3,7 @@
 use std::alloc::Layout;
 use std::fmt;
 use std::ptr::NonNull;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use super::Tensor;
 use super::abi::{DType, Device};
@@ -12,6 +12,10 @@ use crate::plan::Memory;
 
 /// Bytes that memory of ours is aligned to: a cache line, and any vector that a kernel loads.
 const ALIGN: usize = 64;
+
+/// First address, and one past the last, of every tensor that is lent: two writers of one memory would each hold a
+/// `&mut` to it, and what one of them knows of its content the other makes false.
+static LENT: Mutex<Vec<(usize, usize)>> = Mutex::new(Vec::new());
 
 /// Memory that stays where it is. [`Lent`] alone makes slices of it; others know its address, and keep it alive.
 pub(in crate::py) struct Place {
@@ -62,6 +66,19 @@ pub(in crate::py) struct Lent {
     fresh: bool,
 }
 
+impl Drop for Lent {
+    fn drop(&mut self) {
+        if let Source::Tensor(_) = self.place.source {
+            let first = self.place.data.as_ptr() as usize;
+            let range = (first, first + self.place.len);
+            let mut lent = LENT.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Some(i) = lent.iter().position(|l| *l == range) {
+                lent.swap_remove(i);
+            }
+        }
+    }
+}
+
 impl fmt::Debug for Lent {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let kind = if matches!(self.place.source, Source::Tensor(_)) { "tensor" } else { "own" };
@@ -97,12 +114,18 @@ impl Lent {
     /// A caller's tensor. It is kept alive, and its owner may use it between calls.
     ///
     /// # Errors
-    /// As [`Tensor::lendable`].
+    /// As [`Tensor::lendable`]; [`Error::Mismatch`] for memory that is lent already.
     pub(in crate::py) fn tensor(tensor: Tensor, dtypes: &[DType]) -> Result<Self> {
         tensor.lendable(dtypes, &[])?;
         let len = tensor.elements * tensor.dtype.size();
         let data = NonNull::new(tensor.first::<u64>()).map(NonNull::cast);
         let data = data.ok_or_else(|| tensor.mismatch("a null pointer", "data"))?;
+        let range = (data.as_ptr() as usize, data.as_ptr() as usize + len);
+        let mut lent = LENT.lock().unwrap_or_else(PoisonError::into_inner);
+        if lent.iter().any(|l| l.0 < range.1 && range.0 < l.1) {
+            return Err(tensor.mismatch("memory that is lent to other buffers", "memory that nobody else writes"));
+        }
+        lent.push(range);
         let place = Place { data, len, source: Source::Tensor(tensor.into()) };
         Ok(Self { place: Arc::new(place), fresh: false })
     }

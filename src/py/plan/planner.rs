@@ -374,8 +374,8 @@ impl Planner {
     /// `capacities` says, for plans made with `out=`. Of a draft, `step` makes it that step's alone.
     ///
     /// With `tensors`, name to tensor, the arrays are written into these: on the CPU, contiguous, of the array's
-    /// dtype (`custom_mask`: bool or uint8), apart from each other; a table may have more rows and columns than
-    /// needed. They are zeroed, kept alive, and written by later plans: no thread may use them during such a call.
+    /// dtype (`custom_mask`: bool or uint8), apart from each other and from those of other buffers; a table may have more
+    /// rows and columns than needed. They are zeroed, kept alive, and written by later plans: no thread may use them during such a call.
     /// `ConfigError` names the first that is missing, unknown, of another kind or too small.
     #[pyo3(signature = (phase, step=None, max_batch=None, tensors=None))]
     fn buffers(
