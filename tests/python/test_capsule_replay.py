@@ -84,6 +84,7 @@ def test_formats_agree(tiny: Pair, k: int, s: int, v: int, page: int, mode: str)
         result = replay_formats(c, format=format)
         assert result.equal, "\n".join(result.lines())
         assert result.found.writes > 300 and result.found.largest < 1e-6
+        assert result.found.skipped == ()  # page tables, slots and both pools were compared
         assert all(not np.isnan(s.values).any() for s in result.runs[1].segments if s.array == "attention")
 
 
@@ -94,6 +95,7 @@ def test_holey_rounds_agree(tiny: Pair, page: int) -> None:
     assert (c.format, c.shape.layout, c.draft_attention) == ("flash_attention", "holey", "lane")
     result = replay_formats(c)
     assert result.equal, "\n".join(result.lines())
+    assert result.found.skipped == ("page table", "plan.out_slots", "draft KV")  # those of the drafts lie elsewhere
     assert segment(result.runs[1], "tail copies", "draft KV").writes == sum(2 * (r.committed % page) for r in c.rows)
     # A dense round in the holey layout: the committed pages are the recorded ones, the branches get more.
     dense = record(tiny, draft_attention="lane", **tree)
@@ -128,6 +130,7 @@ def test_page_tables_are_made_again() -> None:
     assert world.pages == [[9, 4, 17, 2], [9, 12, 1]]
     assert [seq.row for seq in world.seqs] == [1, 3]
     assert (world.recorded, world.columns) == (7, 7)
+    assert (world.pool.num_pages, world.pool.max_seqs, world.pool.row_pages) == (20, 4 + 2, 7)
     owners: dict[int, list[str]] = {}
     for page, owner in world.pool.owners():
         owners.setdefault(page, []).append(owner)

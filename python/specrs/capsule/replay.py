@@ -1,7 +1,7 @@
 """Run a capsule's round again, without weights: planner, KV kernels and attention, every write logged.
 
     run = replay(capsule, format="triton")
-    other = replay(capsule, format="triton", reverts=["27338"])
+    other = replay(capsule, format="triton", reverts=[27338])
     compare(run, other).first          # index, owner and both values of the first write that differs
 
 Every phase of the round is planned into static buffers (padded to the largest batch, as a captured graph's are) over
@@ -331,7 +331,6 @@ class _Replay:
         table = np.zeros((len(pages), columns), dtype=np.int64)
         for i, own in enumerate(pages):
             table[i, : len(own)] = own
-
         flat = table.reshape(-1)
 
         def owner(at: int) -> str:
