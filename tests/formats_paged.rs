@@ -157,7 +157,7 @@ fn draft_of_one_branch_is_one_pass() {
     assert_eq!(FlashAttention::expand_page_size(&g, plan.phase()), None);
 }
 
-/// The root has children 1 and 2, node 1 has child 3, and 3 has child 4; the second request verifies its root alone.
+/// The root has children 1 and 2, node 1 has child 3, and 3 has child 4; the second request verifies its root alone. Rows are as long as the deepest node's.
 #[test]
 fn verify_of_ragged_trees() {
     for layout in [Layout::Dense, Layout::Holey] {
@@ -175,12 +175,12 @@ fn verify_of_ragged_trees() {
             cu_seqlens_q: vec![0, 5, 6],
             expand_cache_seqlens: vec![1, 2, 2, 3, 4, 1],
             expand_page_table: vec![
-                vec![n0, 0, 0, 0, 0],
-                vec![n0, n1, 0, 0, 0],
-                vec![n0, n2, 0, 0, 0],
-                vec![n0, n1, n3, 0, 0],
-                vec![n0, n1, n3, n4, 0],
-                vec![b[1] * 4, 0, 0, 0, 0],
+                vec![n0, 0, 0, 0],
+                vec![n0, n1, 0, 0],
+                vec![n0, n2, 0, 0],
+                vec![n0, n1, n3, 0],
+                vec![n0, n1, n3, n4],
+                vec![b[1] * 4, 0, 0, 0],
             ],
             expand_cu_seqlens_q: vec![0, 1, 2, 3, 4, 5, 6],
         };

@@ -6,6 +6,7 @@
 
 use crate::error::{Result, in_range};
 use crate::geometry::Geometry;
+use crate::plan::wide::wide;
 use crate::plan::{Lens, Phase, Plan};
 use crate::revert::Fault;
 
@@ -33,6 +34,8 @@ pub struct Load {
     pub longest_prefix: u64,
     /// The largest L + n; of a draft step, L + t + 1.
     pub longest: u64,
+    /// The most ancestors, itself included, of a query of a verification; 0 for other phases.
+    pub deepest: u64,
 }
 
 impl Load {
@@ -48,6 +51,7 @@ impl Load {
             mask_bytes: 0,
             longest_prefix: 0,
             longest: 0,
+            deepest: 0,
         }
     }
 
@@ -82,8 +86,10 @@ impl Load {
         }
         if let Phase::Draft { .. } = load.phase {
             // True ancestors and lanes are t + 1 slots; a caller's bits may name any slots of earlier steps.
-            let own: u64 = plan.mask().iter().map(|word| word.count_ones() as u64).sum();
-            load.query_keys = prefixes + own;
+            load.query_keys = prefixes + ancestors(plan, u64::saturating_add);
+        }
+        if plan.phase() == Phase::Verify {
+            load.deepest = ancestors(plan, u64::max);
         }
         load
     }
@@ -118,6 +124,7 @@ impl Load {
             }
             Lens::Host(all) => {
                 let mut load = Self::new(phase, requests, requests * most_queries(geometry, phase, 0) as u64);
+                load.deepest = most_ancestors(geometry, phase);
                 for &len in all {
                     in_range("committed length", len, 0, context as i128)?;
                     if alive(phase, len, context) {
@@ -150,8 +157,27 @@ impl Load {
         if let Phase::Draft { .. } = phase {
             load.query_keys = geometry.per_branch_elements(requests, len);
         }
+        load.deepest = most_ancestors(geometry, phase);
         Ok(load)
     }
+}
+
+/// The bits of each query's mask, put together over all queries; a dead lane has none.
+fn ancestors(plan: &Plan, fold: impl Fn(u64, u64) -> u64) -> u64 {
+    let words = (plan.mask_words() as usize).max(1);
+    wide(
+        pulp::Arch::new(),
+        #[inline(always)]
+        || {
+            let bits = |mask: &[u64]| mask.iter().map(|word| word.count_ones() as u64).sum();
+            plan.mask().chunks_exact(words).map(bits).fold(0, &fold)
+        },
+    )
+}
+
+/// The most ancestors of a node: a tree may be a chain.
+fn most_ancestors(geometry: &Geometry, phase: Phase) -> u64 {
+    if phase == Phase::Verify { geometry.verify_expand_width() as u64 } else { 0 }
 }
 
 /// The most queries of a request of `len` tokens.

@@ -121,7 +121,11 @@ fn sizes(geometry: &Geometry, load: &Load) -> [Option<Extent>; 6] {
         Some(Extent::Table { rows: b, cols: tokens.div_ceil(page.get() as u64) }),
         Some(Extent::Line(b + 1)),
         expand.map(|_| Extent::Line(q)),
-        expand.map(|width| Extent::Table { rows: q, cols: width as u64 }),
+        // A verification's rows are as long as its deepest node needs, V of a chain at most.
+        expand.map(|width| match load.phase {
+            Phase::Verify => Extent::Table { rows: q, cols: load.deepest },
+            _ => Extent::Table { rows: q, cols: width as u64 },
+        }),
         expand.map(|_| Extent::Line(q + 1)),
     ]
 }
