@@ -16,7 +16,7 @@ fn every_residue_of_small_configurations() {
             for s in 1..=4 {
                 for v in [1, 2, 1 + k + (s - 1) * k * k] {
                     let shape = TreeShape::new(k, s, v.min(1 + k + (s - 1) * k * k)).unwrap();
-                    let c = certify(limits(3, 200, p), shape).unwrap();
+                    let c = certify(limits(3, 200, p), shape, &[]).unwrap();
                     assert!(c.holds(), "K={k} S={s} V={v} P={p}: {}", c.failures[0]);
                     assert_eq!(c.residues, p);
                     assert_eq!(c.layouts.len(), if k > 1 && p > 1 { 2 } else { 1 });
@@ -31,7 +31,7 @@ fn every_residue_of_small_configurations() {
 /// topk 8, steps 5, draft tokens 64, page 64, batch 64, context 131072.
 #[test]
 fn the_command_line_of_the_specification() {
-    let c = certify(limits(64, 131_072, 64), TreeShape::new(8, 5, 64).unwrap()).unwrap();
+    let c = certify(limits(64, 131_072, 64), TreeShape::new(8, 5, 64).unwrap(), &[]).unwrap();
     assert!(c.holds(), "{:?}", c.failures);
     let holey = c.layouts.iter().find(|l| l.layout == Layout::Holey).unwrap();
     // ceil((63 + 5) / 64) = 2 pages a branch: 2 * 64 * 8 = 1024; twice that in reserve; the row is
@@ -58,10 +58,10 @@ fn the_command_line_of_the_specification() {
 /// P = 1024, and trees at their largest.
 #[test]
 fn the_largest_pages_and_trees() {
-    let c = certify(limits(2, 4096, 1024), TreeShape::new(8, 8, 64).unwrap()).unwrap();
+    let c = certify(limits(2, 4096, 1024), TreeShape::new(8, 8, 64).unwrap(), &[]).unwrap();
     assert!(c.holds(), "{:?}", c.failures);
     assert_eq!(c.residues, 1024);
-    let c = certify(limits(2, 20_000, 16), TreeShape::new(64, 64, 1024).unwrap()).unwrap();
+    let c = certify(limits(2, 20_000, 16), TreeShape::new(64, 64, 1024).unwrap(), &[]).unwrap();
     assert!(c.holds(), "{:?}", c.failures);
 }
 
@@ -70,7 +70,7 @@ fn the_largest_pages_and_trees() {
 fn contexts_of_a_few_tokens() {
     for context in 1..=9 {
         for p in [1, 4, 16] {
-            let c = certify(limits(1, context, p), TreeShape::new(3, 4, 12).unwrap()).unwrap();
+            let c = certify(limits(1, context, p), TreeShape::new(3, 4, 12).unwrap(), &[]).unwrap();
             assert!(c.holds(), "context {context} P={p}: {:?}", c.failures);
         }
     }
@@ -78,9 +78,9 @@ fn contexts_of_a_few_tokens() {
 
 #[test]
 fn a_configuration_that_does_not_fit_is_an_error() {
-    let err = certify(limits(65_536, 1 << 24, 1), TreeShape::new(8, 5, 64).unwrap()).unwrap_err();
+    let err = certify(limits(65_536, 1 << 24, 1), TreeShape::new(8, 5, 64).unwrap(), &[]).unwrap_err();
     assert!(err.to_string().contains("does not fit int32"), "{err}");
     // Constructible, but too large for the per-branch formats: 65536 * 8 * 4096 overflows int32.
-    let c = certify(limits(65_536, 4096, 64), TreeShape::new(8, 2, 8).unwrap()).unwrap();
+    let c = certify(limits(65_536, 4096, 64), TreeShape::new(8, 2, 8).unwrap(), &[]).unwrap();
     assert!(c.holds() && !c.per_branch_fits);
 }

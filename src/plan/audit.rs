@@ -218,21 +218,24 @@ pub(super) fn check_padding<F: Format>(format: &F, plan: &Plan, geometry: &Geome
     Ok(())
 }
 
-/// Read the arrays of a format back as its kernel would, query by query, and compare with what the plan says.
+/// Read the arrays of a format back as its kernel would, for each of `queries`, and compare with what the plan says;
+/// the number of slots read.
 pub(super) fn check_reads<F: Format>(
     format: &F,
     plan: &Plan,
     tables: &Tables<'_>,
     geometry: &Geometry,
     arrays: &Arrays,
-) -> Result<()> {
-    let (mut got, mut want) = (Vec::new(), Vec::new());
-    for q in 0..plan.queries() {
+    queries: impl IntoIterator<Item = usize>,
+) -> Result<u64> {
+    let (mut got, mut want, mut reads) = (Vec::new(), Vec::new(), 0);
+    for q in queries {
         got.clear();
         want.clear();
         if format.reads(plan, geometry, arrays, q, &mut got)?.is_none() {
-            return Ok(());
+            break;
         }
+        reads += got.len() as u64;
         let i = plan.qo_indptr().partition_point(|&first| first as usize <= q) - 1;
         if i < plan.live_batch() && plan.out_slots()[q] != 0 {
             attended(plan, tables, geometry, i, q, format.reads_holes(geometry), &mut want)?;
@@ -253,7 +256,7 @@ pub(super) fn check_reads<F: Format>(
             });
         }
     }
-    Ok(())
+    Ok(reads)
 }
 
 /// Slots of the keys of query `q` of the live request `i`, by the plan's attention form.

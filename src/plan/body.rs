@@ -327,7 +327,7 @@ impl<F: Format> AuditedPlan<F> {
         let mut arrays = Arrays::own(format.arrays());
         arrays.set_poison(true);
         format.lower(&plan, tables, geometry, &mut arrays)?;
-        audit::check_reads(format, &plan, tables, geometry, &arrays)?;
+        audit::check_reads(format, &plan, tables, geometry, &arrays, 0..plan.queries())?;
         Ok(Self(Arc::new(Filled { plan, arrays }), PhantomData))
     }
 

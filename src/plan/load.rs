@@ -71,6 +71,20 @@ impl Load {
         self.longest = self.longest.max(keys);
     }
 
+    /// A batch of `n` times what this one holds.
+    pub fn times(self, n: u64) -> Self {
+        Self {
+            requests: n * self.requests,
+            queries: n * self.queries,
+            prefix: n * self.prefix,
+            keys: n * self.keys,
+            query_keys: n * self.query_keys,
+            mask: n * self.mask,
+            mask_bytes: n * self.mask_bytes,
+            ..self
+        }
+    }
+
     /// What `plan` holds.
     pub fn of(plan: &Plan) -> Self {
         let mut load = Self::new(plan.phase(), plan.batch() as u64, plan.queries() as u64);

@@ -95,7 +95,10 @@ mod wide;
 
 pub use arrays::{ArrayRef, Arrays, DType, Element, Extent, Given, HostMemory, Memory, Need, Spec, View};
 pub use body::{AuditedPlan, Phase, Plan, PlanParts};
-pub use certify::{Certificate, Failure, LayoutSizes, MAX_FAILURES, certify};
+pub use certify::{
+    Certificate, Failure, FormatArray, FormatCertificate, FormatLayout, LayoutSizes, MAX_FAILURES, certify,
+    certify_with,
+};
 pub use commit::{AuditedCommit, Paths, Remap};
 pub use format::{Format, Native, WritesOnly, phases};
 pub use formats::{AnyFormat, FlashAttention, FlashInfer, MaskForm, Triton};

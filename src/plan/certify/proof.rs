@@ -1,16 +1,10 @@
-//! `certify`: prove a configuration in bounds, for every residue of the committed length.
-//!
-//! Nothing is proved by formula against formula: the placement functions that the planner uses are run for every
-//! residue `L mod P`, branch and step, in both layouts, and each position is looked up in a bitmap of the row; then
-//! the planner itself plans whole rounds of representative rows on a real pool, in debug mode, so that every lane of
-//! every plan is audited.
+//! Placements: every position that a round writes, for every residue of the committed length; and the collector of
+//! what fails.
 
 use std::fmt;
 
-use crate::error::Result;
-use crate::geometry::{Buffer, DraftRegion, Geometry, Layout, Limits, TreeShape};
-use crate::plan::{AuditedPlan, Batch, DraftMask, Lens, Paths, Planner, Trees, WritesOnly};
-use crate::pool::{Pool, PoolConfig, SeqId};
+use crate::error::{Error, Result};
+use crate::geometry::{DraftRegion, Geometry, Layout};
 
 /// A position, size or write that breaks its limit.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -44,122 +38,12 @@ impl fmt::Display for Failure {
     }
 }
 
-/// The sizes of one layout.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct LayoutSizes {
-    /// The layout.
-    pub layout: Layout,
-    /// Positions that one round may write.
-    pub alloc_len_per_decode: u32,
-    /// Positions that are kept reserved.
-    pub reserve_per_decode: u32,
-    /// Positions of a row.
-    pub row_width: u32,
-}
-
-/// What [`certify`] found.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Certificate {
-    /// The limits.
-    pub limits: Limits,
-    /// The tree.
-    pub shape: TreeShape,
-    /// Sizes of the layouts that were checked: dense, and holey where it differs.
-    pub layouts: Vec<LayoutSizes>,
-    /// Every array of the native format.
-    pub buffers: Vec<Buffer>,
-    /// The per-branch formats' `kv_indices`, for comparison; not needed by the native format.
-    pub per_branch: Buffer,
-    /// Whether one step's per-branch `kv_indices` fit `int32` indexing.
-    pub per_branch_fits: bool,
-    /// Residues checked: all P of them.
-    pub residues: u32,
-    /// Positions placed and looked up.
-    pub placements: u64,
-    /// Plans made and audited.
-    pub plans: u64,
-    /// The first failures, at most [`MAX_FAILURES`].
-    pub failures: Vec<Failure>,
-    /// Failures there were.
-    pub failed: u64,
-}
-
 /// Failures that a certificate lists.
 pub const MAX_FAILURES: usize = 32;
 
-impl Certificate {
-    /// Whether everything held.
-    pub fn holds(&self) -> bool {
-        self.failed == 0
-    }
-
-    /// Bytes of all arrays of the native format.
-    pub fn native_bytes(&self) -> u64 {
-        self.buffers.iter().map(|b| b.bytes).sum()
-    }
-}
-
-/// Check `used <= capacity` and disjoint writes for every residue of the committed length, in both layouts.
-///
-/// Takes O(P * (K * S + V)) for the placements and O(max_context_len / P) pages for the planner's rows.
-///
-/// # Errors
-/// A configuration that cannot be constructed, as [`Geometry::new`]. What breaks a limit is not an error of this
-/// function but a [`Failure`] in the certificate.
-pub fn certify(limits: Limits, shape: TreeShape) -> Result<Certificate> {
-    let dense = Geometry::new(limits, shape, Layout::Dense)?;
-    let holey = Geometry::new(limits, shape, Layout::Holey)?;
-    let mut proof = Proof::default();
-    let mut layouts = Vec::new();
-    for geometry in [dense, holey] {
-        if layouts.iter().any(|l: &LayoutSizes| l.layout == geometry.layout()) {
-            continue; // holey is dense for K = 1 or P = 1
-        }
-        proof.layout = geometry.layout();
-        layouts.push(LayoutSizes {
-            layout: geometry.layout(),
-            alloc_len_per_decode: geometry.alloc_len_per_decode(),
-            reserve_per_decode: geometry.reserve_per_decode(),
-            row_width: geometry.row_width(),
-        });
-        for residue in 0..geometry.page().get() {
-            for committed in lengths(&geometry, residue) {
-                proof.placements(&geometry, Capacity::of(&geometry, committed)?, committed)?;
-            }
-        }
-        proof.index_widths(&geometry)?;
-        proof.rounds(&geometry)?;
-    }
-    Ok(Certificate {
-        limits,
-        shape,
-        layouts,
-        buffers: dense.buffers(),
-        per_branch: dense.per_branch_buffer()?,
-        per_branch_fits: dense.per_branch_kv_indices().is_ok(),
-        residues: dense.page().get(),
-        placements: proof.placed,
-        plans: proof.plans,
-        failures: proof.failures,
-        failed: proof.failed,
-    })
-}
-
-/// Committed lengths of a residue that are checked: the smallest, the one a page later, and the largest from which a
-/// round can start. Placement depends on the residue and adds the base, so that these stand for all.
-fn lengths(geometry: &Geometry, residue: u32) -> Vec<u32> {
-    let (p, last) = (geometry.page().get(), geometry.limits().max_context_len - 1);
-    let mut all = vec![residue, residue + p];
-    all.extend(last.checked_sub(residue).map(|room| residue + room / p * p));
-    all.retain(|&l| l <= last);
-    all.sort_unstable();
-    all.dedup();
-    all
-}
-
 /// What a round behind a committed length may use.
 #[derive(Debug, Clone, Copy)]
-struct Capacity {
+pub(super) struct Capacity {
     /// Positions that one round may write behind the tail page's start (holey) or the prefix (dense).
     alloc_len: u64,
     /// Positions that the row has allocated.
@@ -169,7 +53,7 @@ struct Capacity {
 }
 
 impl Capacity {
-    fn of(geometry: &Geometry, committed: u32) -> Result<Self> {
+    pub(super) fn of(geometry: &Geometry, committed: u32) -> Result<Self> {
         Ok(Self {
             alloc_len: geometry.alloc_len_per_decode() as u64,
             allocated: geometry.alloc_target(committed, 0)? as u64,
@@ -178,15 +62,16 @@ impl Capacity {
     }
 }
 
+/// Collects what fails.
 #[derive(Debug)]
-struct Proof {
-    layout: Layout,
-    placed: u64,
-    plans: u64,
-    failures: Vec<Failure>,
-    failed: u64,
+pub(super) struct Proof {
+    pub(super) layout: Layout,
+    pub(super) placed: u64,
+    pub(super) plans: u64,
+    pub(super) failures: Vec<Failure>,
+    pub(super) failed: u64,
     /// Which positions of the region are taken; scratch.
-    taken: Vec<bool>,
+    pub(super) taken: Vec<bool>,
 }
 
 impl Default for Proof {
@@ -197,15 +82,15 @@ impl Default for Proof {
 
 /// Where a failure is.
 #[derive(Debug, Clone, Copy)]
-struct At {
-    committed: u32,
-    residue: u32,
-    branch: i64,
-    step: i64,
+pub(super) struct At {
+    pub(super) committed: u32,
+    pub(super) residue: u32,
+    pub(super) branch: i64,
+    pub(super) step: i64,
 }
 
 impl Proof {
-    fn fail(&mut self, what: impl Into<String>, at: At, got: u64, limit: u64) {
+    pub(super) fn fail(&mut self, what: impl Into<String>, at: At, got: u64, limit: u64) {
         self.failed += 1;
         if self.failures.len() < MAX_FAILURES {
             let At { committed, residue, branch, step } = at;
@@ -214,8 +99,18 @@ impl Proof {
         }
     }
 
+    /// An error of the code under proof, with its operands where it has them.
+    pub(super) fn error(&mut self, what: impl Into<String>, at: At, error: &Error) {
+        let (got, limit) = match *error {
+            Error::Capacity { need, have, .. } => (need, have),
+            Error::OutOfBounds { index, bound, .. } => (index.max(0) as u64, bound.max(0) as u64),
+            _ => (0, 0),
+        };
+        self.fail(format!("{}: {error}", what.into()), at, got, limit);
+    }
+
     /// `got <= limit`.
-    fn at_most(&mut self, what: &'static str, at: At, got: u64, limit: u64) {
+    pub(super) fn at_most(&mut self, what: &'static str, at: At, got: u64, limit: u64) {
         if got > limit {
             self.fail(what, at, got, limit);
         }
@@ -239,7 +134,7 @@ impl Proof {
     }
 
     /// Every position that one round behind `committed` writes.
-    fn placements(&mut self, geometry: &Geometry, capacity: Capacity, committed: u32) -> Result<()> {
+    pub(super) fn placements(&mut self, geometry: &Geometry, capacity: Capacity, committed: u32) -> Result<()> {
         let (shape, page) = (geometry.shape(), geometry.page());
         let region = geometry.draft_region(committed)?;
         let residue = page.offset(committed);
@@ -304,7 +199,7 @@ impl Proof {
     }
 
     /// Per-branch index width: what the last step uses with every request at its longest.
-    fn index_widths(&mut self, geometry: &Geometry) -> Result<()> {
+    pub(super) fn index_widths(&mut self, geometry: &Geometry) -> Result<()> {
         let Ok(width) = geometry.per_branch_kv_indices() else { return Ok(()) };
         let (limits, shape) = (geometry.limits(), geometry.shape());
         let committed = limits.max_context_len;
@@ -314,91 +209,12 @@ impl Proof {
         self.at_most("per-branch kv_indices", at, k * b * committed as u64 + b * k * s, width as u64);
         Ok(())
     }
-
-    /// Whole rounds by the planner, two rows a residue on one pool: a short one and one at the context wall.
-    fn rounds(&mut self, geometry: &Geometry) -> Result<()> {
-        let two = Limits { max_batch: 2, ..geometry.limits() };
-        let geometry = Geometry::with_reverts(two, geometry.shape(), geometry.layout(), geometry.reverts())?;
-        let pool = Pool::new(PoolConfig {
-            num_pages: geometry.pages_for_full_load()? + 1,
-            page: geometry.page(),
-            max_seqs: 2,
-            row_pages: geometry.row_pages(),
-        })?;
-        let mut planner = Planner::new(geometry, WritesOnly)?;
-        planner.set_debug(true);
-        for residue in 0..geometry.page().get() {
-            let lens = lengths(&geometry, residue);
-            let lens: Vec<u32> =
-                lens.first().into_iter().chain(lens.get(1..).and_then(|l| l.last())).copied().collect();
-            let committed = lens.last().copied().unwrap_or(0);
-            if let Err(error) = self.round(&geometry, &pool, &mut planner, &lens) {
-                let at = At { committed, residue, branch: -1, step: -1 };
-                self.fail(format!("planner: {error}"), at, 0, 0);
-            }
-        }
-        Ok(())
-    }
-
-    fn round(&mut self, g: &Geometry, pool: &Pool, planner: &mut Planner<WritesOnly>, lens: &[u32]) -> Result<()> {
-        let seqs: Vec<SeqId> = lens.iter().map(|_| pool.create()).collect::<Result<_>>()?;
-        let pair = |n: &[u32]| seqs.iter().copied().zip(n.iter().copied()).collect::<Vec<_>>();
-        pool.reserve(&pair(lens))?.commit(lens)?;
-        let targets: Vec<u32> = lens.iter().map(|&l| g.alloc_target(l, 0)).collect::<Result<_>>()?;
-        let lease = pool.reserve(&pair(&targets))?;
-        let batch = Batch::new(&seqs, Lens::Host(lens));
-        for step in 0..g.shape().steps() {
-            let plan = pool.with_tables(|t| planner.draft(&t, &batch, step, DraftMask::Lane))??;
-            self.fits(g, &plan, "draft");
-        }
-        // A fan under the root as far as V goes (depth 1, inside the context), and a path to its last node.
-        let sizes: Vec<u32> =
-            lens.iter().map(|&l| g.shape().clamp_depth(wall(g, l)).map_or(1, |s| s.draft_tokens())).collect();
-        let parents: Vec<i32> = sizes.iter().flat_map(|&n| (0..n).map(|j| if j == 0 { -1 } else { 0 })).collect();
-        let plan = pool.with_tables(|t| planner.verify(&t, &batch, Trees { sizes: &sizes, parents: &parents }))??;
-        self.fits(g, &plan, "verify");
-        let path_sizes: Vec<u32> = sizes.iter().map(|&n| n.min(2)).collect();
-        let nodes: Vec<u32> = sizes.iter().flat_map(|&n| [0, n - 1].into_iter().take(n.min(2) as usize)).collect();
-        let paths = Paths { sizes: &path_sizes, nodes: &nodes };
-        let commit = pool.with_tables(|t| planner.commit(&t, &batch, paths))??;
-        let copies = pool.with_tables(|t| planner.tail_copies(&t, &batch))??;
-        self.plans += 2;
-        self.capacity(g, "commit", "move sources", commit.moves().len());
-        self.capacity(g, "tail copy", "sources", copies.moves().len());
-        let extend = pool.with_tables(|t| planner.extend(&t, &batch, &path_sizes))??;
-        self.fits(g, &extend, "draft_extend");
-        lease.commit(commit.new_lens())?;
-        pool.release(&seqs)?;
-        pool.audit()?;
-        Ok(())
-    }
-
-    /// The arrays of a plan against the capacities of its phase.
-    fn fits(&mut self, g: &Geometry, plan: &AuditedPlan<WritesOnly>, phase: &'static str) {
-        self.plans += 1;
-        self.capacity(g, phase, "positions", plan.positions().len());
-        self.capacity(g, phase, "out_slots", plan.out_slots().len());
-        self.capacity(g, phase, "mask", plan.mask().len());
-        self.capacity(g, "each plan", "qo_indptr", plan.qo_indptr().len());
-    }
-
-    fn capacity(&mut self, g: &Geometry, phase: &'static str, name: &'static str, used: usize) {
-        let have = g.buffers().iter().find(|b| (b.phase, b.name) == (phase, name)).map_or(0, |b| b.elements);
-        if used as u64 > have {
-            let at = At { committed: 0, residue: 0, branch: -1, step: -1 };
-            self.fail(format!("{phase} {name}"), at, used as u64, have);
-        }
-    }
-}
-
-/// Largest depth of a tree behind `committed` tokens: the deepest node stays inside the context.
-fn wall(geometry: &Geometry, committed: u32) -> u32 {
-    geometry.limits().max_context_len.saturating_sub(committed + 1)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::geometry::{Limits, TreeShape};
 
     fn geometry(layout: Layout) -> Geometry {
         let limits = Limits { max_batch: 4, max_context_len: 64, page_size: 4 };
