@@ -3,19 +3,11 @@
 
 use specrs::geometry::{Geometry, Layout, Limits, TreeShape};
 use specrs::plan::{
-    AnyFormat, Certificate, Extent, FlashAttention, FlashInfer, Format, FormatCertificate, FormatLayout, Load,
-    MaskForm, Native, Phase, Triton, certify, certify_with,
+    AnyFormat, Certificate, Extent, Format, FormatCertificate, FormatLayout, Load, Phase, certify, certify_with,
 };
 use specrs::revert::{Fault, Reverts};
 
-fn all() -> [AnyFormat; 4] {
-    [
-        AnyFormat::Native(Native),
-        AnyFormat::FlashInfer(FlashInfer { mask: MaskForm::Both }),
-        AnyFormat::FlashAttention(FlashAttention),
-        AnyFormat::Triton(Triton),
-    ]
-}
+const ALL: [AnyFormat; 4] = AnyFormat::ALL;
 
 fn limits(max_batch: u32, max_context_len: u32, page_size: u32) -> Limits {
     Limits { max_batch, max_context_len, page_size }
@@ -39,7 +31,7 @@ fn small_configurations_hold() {
     for p in [1, 4, 16] {
         for (k, s, v) in [(1, 1, 1), (1, 3, 4), (2, 2, 5), (3, 4, 16), (4, 1, 5), (8, 2, 70)] {
             for context in [1, 2, 5, 90] {
-                let c = certify(limits(3, context, p), shape(k, s, v), &all()).unwrap();
+                let c = certify(limits(3, context, p), shape(k, s, v), &ALL).unwrap();
                 for f in &c.formats {
                     for l in &f.layouts {
                         let at = format!("{} {:?} K={k} S={s} V={v} P={p} context {context}", f.format, l.layout);
@@ -60,7 +52,7 @@ fn small_configurations_hold() {
 /// The configuration of the specification: topk 8, steps 5, draft tokens 64, page 64, batch 64, context 131072.
 #[test]
 fn the_specification_s_configuration_side_by_side() {
-    let c = certify(limits(64, 131_072, 64), shape(8, 5, 64), &all()).unwrap();
+    let c = certify(limits(64, 131_072, 64), shape(8, 5, 64), &ALL).unwrap();
     assert!(c.holds(), "{:?}", c.formats.iter().flat_map(|f| &f.layouts).flat_map(|l| &l.failures).next());
     let native = layout(of(&c, "native"), Layout::Dense);
     let flashinfer = layout(of(&c, "flashinfer"), Layout::Dense);
@@ -89,8 +81,8 @@ fn capacities_are_those_of_the_formats() {
     for (p, s) in [(1, 3), (16, 4)] {
         for k in [1, 4] {
             let (limits, shape) = (limits(8, 1000, p), shape(k, s, k + 1));
-            let c = certify(limits, shape, &all()[1..]).unwrap();
-            for (f, format) in c.formats.iter().zip(&all()[1..]) {
+            let c = certify(limits, shape, &ALL[1..]).unwrap();
+            for (f, format) in c.formats.iter().zip(&ALL[1..]) {
                 for l in &f.layouts {
                     let g = Geometry::new(limits, shape, l.layout).unwrap();
                     for a in &l.arrays {
@@ -144,7 +136,7 @@ fn capacities_are_those_of_the_formats() {
 /// 65536 requests of 8 branches overflow the slot lists' int32; page tables do not care.
 #[test]
 fn what_a_format_cannot_do_is_said() {
-    let c = certify(limits(65_536, 4096, 64), shape(8, 2, 8), &all()).unwrap();
+    let c = certify(limits(65_536, 4096, 64), shape(8, 2, 8), &ALL).unwrap();
     assert!(c.holds(), "a refusal is no failure");
     for name in ["flashinfer", "triton"] {
         let f = of(&c, name);
@@ -163,7 +155,7 @@ fn what_a_format_cannot_do_is_said() {
 
 /// A fault that is put back fails, in the formats that it concerns and in no other, with its operands.
 fn failing(fault: Fault) -> Vec<(&'static str, FormatLayout)> {
-    let c = certify_with(limits(4, 200, 4), shape(3, 4, 16), &all(), Reverts::NONE.and(fault)).unwrap();
+    let c = certify_with(limits(4, 200, 4), shape(3, 4, 16), &ALL, Reverts::NONE.and(fault)).unwrap();
     assert_eq!(c.reverts.to_string(), fault.info().id.to_string());
     assert!(!c.holds());
     let layouts = c.formats.into_iter().flat_map(|f| f.layouts.into_iter().map(move |l| (f.format, l)));
@@ -187,6 +179,16 @@ fn fault_27338_is_found() {
 }
 
 #[test]
+fn fault_26972_is_found() {
+    let c = certify_with(limits(4, 200, 4), shape(3, 4, 16), &[], Reverts::NONE.and(Fault::HoleyReserve)).unwrap();
+    assert!(!c.holds());
+    let f = c.failures.iter().find(|f| f.layout == Layout::Holey && f.what.contains("draft slot")).unwrap();
+    assert!(f.got >= f.limit, "{f}");
+    for (_, l) in failing(Fault::HoleyReserve) {
+        assert_eq!(l.layout, Layout::Holey);
+    }
+}
+#[test]
 fn fault_27360_is_found() {
     let failed = failing(Fault::ExpandTable);
     assert_eq!(failed.len(), 1);
@@ -196,17 +198,6 @@ fn fault_27360_is_found() {
     let f = l.failures.iter().find(|f| f.residue == 1 && f.step == 0).unwrap();
     assert_eq!((f.got, f.limit), (2, 1), "{f}");
     assert!(f.what.contains("expand_page_table"), "{f}");
-}
-
-#[test]
-fn fault_26972_is_found() {
-    let c = certify_with(limits(4, 200, 4), shape(3, 4, 16), &[], Reverts::NONE.and(Fault::HoleyReserve)).unwrap();
-    assert!(!c.holds());
-    let f = c.failures.iter().find(|f| f.layout == Layout::Holey && f.what.contains("draft slot")).unwrap();
-    assert!(f.got >= f.limit, "{f}");
-    for (_, l) in failing(Fault::HoleyReserve) {
-        assert_eq!(l.layout, Layout::Holey);
-    }
 }
 
 #[test]

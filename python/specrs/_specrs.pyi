@@ -1053,16 +1053,26 @@ def _reverts_warning() -> str | None:
     """
 
 def certify(
-    max_batch: SupportsIndex, max_context_len: SupportsIndex, page_size: SupportsIndex, shape: TreeShape
+    max_batch: SupportsIndex,
+    max_context_len: SupportsIndex,
+    page_size: SupportsIndex,
+    shape: TreeShape,
+    formats: _List[str] | None = None,
 ) -> dict[str, Any]:
-    """Prove a configuration in bounds: run the placements of every residue of the committed length in both layouts, and
-    plan and audit whole rounds.
+    """Prove a configuration in bounds: run the placements of every residue of the committed length in both layouts,
+    plan and audit whole rounds, and of each of `formats` (`"native"`, `"flashinfer"`, `"flash_attention"`, `"triton"`;
+    none by default) count full batches, write the arrays of representative rows and read them back as its kernel does.
 
-    Returns `holds` (bool), `failed` (their number), `failures` (the first of them: `what`, `layout`, `committed`,
+    Returns `holds` (bool: all of it), `reverts` (ids of historical faults that `SPECRS_DEBUG_REVERT` puts back), and of
+    placements and rounds `failed` (their number), `failures` (the first of them: `what`, `layout`, `committed`,
     `residue`, `branch`, `step`, `got`, `limit`), `residues`, `placements` and `plans` checked, `layouts` (`layout`,
     `alloc_len_per_decode`, `reserve_per_decode`, `row_width`), `buffers` of the native format (`name`, `phase`,
     `dtype`, `elements`, `bytes`, `formula`), `native_bytes`, and for comparison `per_branch` (a buffer) with
-    `per_branch_fits`. Raises `ConfigError` for a configuration that cannot be made.
+    `per_branch_fits`; then `formats`: `format`, `holds`, `usable` (in some layout) and `layouts`, each with `layout`,
+    `refused` (why it cannot be done and what would work, or `None`), `arrays` (`phase`, `step`, `name`, `dtype`,
+    `shape`, `bytes`, `formula`), `bytes` of all rounds' arrays and `bytes_of` each phase, `sizes` compared, `plans`
+    written, `reads` (slots read back), `written_context`, `failed` and `failures`. Raises `ConfigError` for a
+    configuration that cannot be made.
     """
 
 def cuda_available() -> bool:

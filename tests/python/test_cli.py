@@ -110,6 +110,72 @@ def test_certify_proves_the_big_configuration(capsys: pytest.CaptureFixture[str]
     assert result["native_bytes"] == sum(b["bytes"] for b in result["buffers"])
 
 
+def certify_json(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[str, Any]]:
+    status = main(["certify", "--json", *argv])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_certify_puts_the_formats_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--topk", "8", "--steps", "5", "--draft-tokens", "64", "--page-size", "64", "--max-batch", "64",
+            "--max-context", "131072"]  # fmt: skip
+    status, result = certify_json(capsys, *argv)
+    assert status == 0
+    formats = {f["format"]: {y["layout"]: y for y in f["layouts"]} for f in result["formats"]}
+    assert list(formats) == ["native", "flashinfer", "flash_attention", "triton"]
+    # 5 steps of 512 lists of up to 131072 + 5 slots, int32 and int64, with 513 starts, and 512 last page lengths
+    assert formats["flashinfer"]["dense"]["bytes_of"]["draft"] == 5 * 4 * (512 * (131072 + 5) + 513 + 512)
+    assert formats["triton"]["dense"]["bytes_of"]["draft"] == 5 * (8 * 512 * (131072 + 5) + 4 * 513)
+    assert formats["native"]["dense"]["bytes"] < 10**6 and formats["flash_attention"]["holey"]["bytes"] < 10**7
+    assert "dense layout" in formats["native"]["holey"]["refused"]
+    for layout in (y for f in ("flashinfer", "flash_attention", "triton") for y in formats[f].values()):
+        assert layout["refused"] is None and layout["failed"] == 0
+        assert layout["reads"] > 10**6 and layout["written_context"] == 131072
+        assert layout["bytes"] == sum(n for phase, n in layout["bytes_of"].items() if phase != "extend")
+        assert sum(layout["bytes_of"].values()) == sum(a["bytes"] for a in layout["arrays"])
+    assert main(["certify", *argv]) == 0
+    out = capsys.readouterr().out
+    row = next(line for line in out.splitlines() if line.startswith("flashinfer  ") and "dense" in line)
+    assert "1.34 GB" in row and row.endswith("holds")
+    assert "CANNOT  native, holey layout" in out and "REVERT" not in out
+
+
+def test_certify_of_one_format(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["certify", "--format", "flash_attention"]) == 0
+    out = capsys.readouterr().out
+    # K = 4, step 2 of 8 requests: three columns
+    line = next(x for x in out.splitlines() if x.startswith("expand_page_table") and "draft 2" in x)
+    assert "32 x 3 int32" in line and "step + 1 3" in line
+    assert "flashinfer" not in out and "native" not in out
+    # more than int32 counts: said, with what would do, and exit status 1 for the one format that was asked for
+    big = ["--max-batch", "65536", "--max-context", "4096", "--topk", "8", "--steps", "2", "--draft-tokens", "8"]
+    assert main(["certify", "--format", "triton", *big]) == 1
+    out = capsys.readouterr().out
+    assert "CANNOT  triton, dense layout" in out and "native, would do" in out
+    assert main(["certify", "--format", "all", *big]) == 0
+    capsys.readouterr()
+
+
+def test_certify_fails_where_a_fault_is_put_back() -> None:
+    def certified(*argv: str) -> subprocess.CompletedProcess[bytes]:
+        return run(["certify", *argv], env={**os.environ, "SPECRS_DEBUG_REVERT": "27338"})
+
+    done = certified("--format", "flashinfer")
+    out = done.stdout.decode()
+    assert done.returncode == 1
+    assert out.startswith("!!!!!!  REVERT 27338 IS IN FORCE") and out.splitlines()[-1].startswith("!!!!!!  REVERT 27338")
+    # behind L = 2047 step 0 lists 8 * 4 * 2048 slots; without topk there are 8 * (2048 + 4)
+    want = f"kv_indices of a full batch, elements: got {8 * 4 * 2048}, limit {8 * 2052} "
+    assert want in out and "committed 2047, residue 15" in out
+    assert "WARNING" in done.stderr.decode()
+    done = certified("--format", "flashinfer", "--json")
+    result = json.loads(done.stdout)
+    assert done.returncode == 1 and result["reverts"] == [27338] and not result["holds"]
+    assert result["formats"][0]["layouts"][0]["failed"] > 0
+    # page tables do not depend on the width that is lost
+    result = json.loads(certified("--format", "flash_attention", "--json").stdout)
+    assert result["formats"][0]["holds"]
+
+
 def test_certify_refuses_what_cannot_be_made(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["certify", "--topk", "2", "--steps", "1", "--draft-tokens", "4"]) == 2
     assert "draft_tokens = 4" in capsys.readouterr().err

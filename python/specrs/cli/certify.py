@@ -1,7 +1,9 @@
 """``specrs certify``: prove that a configuration cannot write out of bounds, and print what its buffers cost.
 
 The placements of every residue of the committed length are run in both draft layouts, and whole rounds are planned
-and audited: used <= capacity, and no slot written twice. Exit status 1 where that does not hold.
+and audited: used <= capacity, and no slot written twice. Of each format its full batches are counted, and the arrays
+of representative rows are written and read back the way its kernel reads them. Exit status 1 where that does not hold,
+or where the one format that was asked for cannot do the configuration.
 """
 
 from __future__ import annotations
@@ -10,12 +12,17 @@ import argparse
 import json
 from typing import Any
 
-from specrs._specrs import TreeShape, certify
+from specrs._specrs import TreeShape, certify, faults
+
+FORMATS = ("native", "flashinfer", "flash_attention", "triton")
+#: Phases whose bytes stand side by side; a prefill's arrays are as long as its chunk.
+PHASES = ("draft", "verify", "draft_extend", "decode")
 
 
 def add_parser(commands: Any) -> None:
     """Declare the subcommand."""
     p = commands.add_parser("certify", help="prove used <= capacity for a configuration", description=__doc__)
+    p.add_argument("--format", choices=(*FORMATS, "all"), default="all", help="whose arrays to prove (default: all)")
     p.add_argument("--topk", type=int, default=4, help="K: branches kept per draft step")
     p.add_argument("--steps", type=int, default=4, help="S: draft steps")
     p.add_argument("--draft-tokens", type=int, default=16, help="V: tokens verified per request, root included")
@@ -29,41 +36,108 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Certify."""
     shape = TreeShape(args.topk, args.steps, args.draft_tokens)
-    result = certify(args.max_batch, args.max_context, args.page_size, shape)
+    formats = FORMATS if args.format == "all" else (args.format,)
+    result = certify(args.max_batch, args.max_context, args.page_size, shape, list(formats))
     if args.json:
         print(json.dumps(result, indent=1))
     else:
-        _report(result)
-    return 0 if result["holds"] else 1
+        _report(result, args)
+    usable = args.format == "all" or all(f["usable"] for f in result["formats"])
+    return 0 if result["holds"] and usable else 1
 
 
-def _report(result: dict[str, Any]) -> None:
-    rows = [("buffer", "phase", "elements", "bytes", "formula")]
-    for b in result["buffers"]:
-        rows.append((b["name"], b["phase"], f"{b['elements']:,} {b['dtype']}", f"{b['bytes']:,}", b["formula"]))
-    widths = [max(len(r[i]) for r in rows) for i in range(4)]
-    for name, phase, elements, size, formula in rows:
-        print(f"{name:<{widths[0]}}  {phase:<{widths[1]}}  {elements:>{widths[2]}}  {size:>{widths[3]}}  {formula}")
-    other = result["per_branch"]
-    fits = "" if result["per_branch_fits"] else " (does not fit int32 indexing)"
-    print(f"native metadata in all: {human(result['native_bytes'])}")
-    print(f"for comparison, {other['name']}: {human(other['bytes'])}{fits} = {other['formula']}")
+def _report(result: dict[str, Any], args: argparse.Namespace) -> None:
+    _warn(result["reverts"])
+    if args.format in ("native", "all"):
+        _native(result)
+    else:
+        shown: list[dict[str, Any]] = []
+        for layout in result["formats"][0]["layouts"]:
+            _arrays(layout, shown[-1] if shown else None)
+            shown.append(layout)
     for layout in result["layouts"]:
         print(f"{layout['layout']:>6} layout: alloc_len_per_decode {layout['alloc_len_per_decode']}, "
               f"reserve_per_decode {layout['reserve_per_decode']}, row_width {layout['row_width']:,}")  # fmt: skip
+    _side_by_side(result, args.steps)
     checked = (
         f"{result['residues']} residues, {result['placements']:,} placements, {result['plans']:,} plans: "
         "used <= capacity, writes disjoint"
     )
+    for f in result["formats"]:
+        for layout in f["layouts"]:
+            if layout["refused"] is not None:
+                print(f"CANNOT  {f['format']}, {layout['layout']} layout: {layout['refused']}")
+    failed = [(result["failed"], result["failures"])]
+    failed += [(y["failed"], y["failures"]) for f in result["formats"] for y in f["layouts"]]
     if result["holds"]:
         print(f"HOLDS   {checked}")
+    else:
+        print(f"FAILS   {sum(n for n, _ in failed)} time(s); checked were {checked}; the first failures:")
+        for _, failures in failed:
+            for failure in failures[:8]:
+                _print_failure(failure)
+    _warn(result["reverts"])
+
+
+def _print_failure(f: dict[str, Any]) -> None:
+    print(
+        f"  {f['what']}: got {f['got']}, limit {f['limit']} ({f['layout']} layout, committed {f['committed']}, "
+        f"residue {f['residue']}, branch {f['branch']}, step {f['step']})"
+    )
+
+
+def _warn(reverts: list[int]) -> None:
+    """Say it loudly where the run is one with faults put back."""
+    for fault in faults():
+        if fault["id"] in reverts:
+            print(f"!!!!!!  REVERT {fault['id']} IS IN FORCE (SPECRS_DEBUG_REVERT): {fault['reverts']}")
+
+
+def _native(result: dict[str, Any]) -> None:
+    rows = [("buffer", "phase", "elements", "bytes", "formula")]
+    for b in result["buffers"]:
+        rows.append((b["name"], b["phase"], f"{b['elements']:,} {b['dtype']}", f"{b['bytes']:,}", b["formula"]))
+    _table(rows, "<<>><")
+    other = result["per_branch"]
+    fits = "" if result["per_branch_fits"] else " (does not fit int32 indexing)"
+    print(f"native metadata in all: {human(result['native_bytes'])}")
+    print(f"for comparison, {other['name']}: {human(other['bytes'])}{fits} = {other['formula']}")
+
+
+def _arrays(layout: dict[str, Any], before: dict[str, Any] | None) -> None:
+    """Every array of a format in one layout; ``before`` is the layout that was shown before it."""
+    if before and layout["arrays"] == before["arrays"]:
+        print(f"{layout['layout']} layout: the same arrays")
         return
-    print(f"FAILS   {result['failed']} of {checked}; the first:")
-    for f in result["failures"]:
-        print(
-            f"  {f['what']}: got {f['got']}, limit {f['limit']} ({f['layout']} layout, committed {f['committed']}, "
-            f"residue {f['residue']}, branch {f['branch']}, step {f['step']})"
-        )
+    rows = [("array", "phase", "shape", "bytes", "formula")]
+    for a in layout["arrays"]:
+        phase = a["phase"] if a["step"] is None else f"{a['phase']} {a['step']}"
+        shape = f"{' x '.join(f'{n:,}' for n in a['shape'])} {a['dtype']}"
+        rows.append((a["name"], phase, shape, f"{a['bytes']:,}", a["formula"]))
+    if len(rows) > 1:
+        print(f"{layout['layout']} layout")
+        _table(rows, "<<>><")
+
+
+def _side_by_side(result: dict[str, Any], steps: int) -> None:
+    """Bytes of each format, layout and phase, and what was proved of them."""
+    rows = [("format", "layout", f"draft, {steps} steps", *PHASES[1:], "in all", "sizes", "plans", "slots read", "")]
+    for f in result["formats"]:
+        for layout in f["layouts"]:
+            if layout["refused"] is not None:
+                continue
+            sizes = [human(layout["bytes_of"].get(phase, 0)) for phase in PHASES]
+            proved = [f"{layout[key]:,}" for key in ("sizes", "plans", "reads")]
+            verdict = "FAILS" if layout["failed"] else "holds"
+            rows.append((f["format"], layout["layout"], *sizes, human(layout["bytes"]), *proved, verdict))
+    _table(rows, "<<>>>>>>>><")
+
+
+def _table(rows: list[tuple[str, ...]], align: str) -> None:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(align))]
+    for row in rows:
+        cells = (f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True))
+        print("  ".join(cells).rstrip())
 
 
 def human(size: int) -> str:

@@ -27,12 +27,15 @@ fn phase_of(proof: &mut Proof, format: &impl Format, g: &Geometry, phase: Phase,
     let limits = [1, b].map(|n| Load::limit(g, phase, n).and_then(|load| format.extents(g, &load)));
     let [one, full] = limits;
     let (one, full) = (one?, full?);
+    let (mut alone, mut batches) = (Worst::new("one request"), Worst::new("a full batch"));
     for &committed in lens {
         let request = Load::of_lens(g, phase, &Lens::Host(&[committed]))?;
-        fits(proof, format, at(g, phase, committed), "one request", &format.extents(g, &request)?, &one);
+        alone.compare(proof, at(g, phase, committed), &format.extents(g, &request)?, &one);
         let batch = request.times(b as u64);
-        fits(proof, format, at(g, phase, committed), "a full batch", &format.extents(g, &batch)?, &full);
+        batches.compare(proof, at(g, phase, committed), &format.extents(g, &batch)?, &full);
     }
+    alone.report(proof, format);
+    batches.report(proof, format);
     // A batch counted request by request, and one whose lengths only the device knows.
     let longest = vec![context.saturating_sub(1); b as usize];
     let counted = Load::of_lens(g, phase, &Lens::Host(&longest))?;
@@ -56,25 +59,59 @@ pub(super) fn fits(
     proof: &mut Proof,
     format: &impl Format,
     at: At,
-    whose: &str,
+    whose: &'static str,
     used: &[(usize, Extent)],
     have: &[(usize, Extent)],
 ) {
-    for &(array, used) in used {
-        proof.placed += 1;
-        let name = format.arrays().get(array).map_or("an array", |spec| spec.name);
-        let have = have.iter().find(|h| h.0 == array).map_or(Extent::Line(0), |h| h.1);
-        let over = match (used, have) {
-            (Extent::Table { rows, .. }, Extent::Table { rows: have, .. }) if rows > have => Some(("rows", rows, have)),
-            (Extent::Table { cols, .. }, Extent::Table { cols: have, .. }) if cols > have => {
-                Some(("columns", cols, have))
+    let mut worst = Worst::new(whose);
+    worst.compare(proof, at, used, have);
+    worst.report(proof, format);
+}
+
+/// The comparison of each array that exceeds its capacity most, so that a fault is not told once a length.
+struct Worst {
+    whose: &'static str,
+    over: Vec<Over>,
+}
+
+struct Over {
+    array: usize,
+    what: &'static str,
+    at: At,
+    used: u64,
+    have: u64,
+}
+
+impl Worst {
+    fn new(whose: &'static str) -> Self {
+        Self { whose, over: Vec::new() }
+    }
+
+    fn compare(&mut self, proof: &mut Proof, at: At, used: &[(usize, Extent)], have: &[(usize, Extent)]) {
+        for &(array, used) in used {
+            proof.placed += 1;
+            let have = have.iter().find(|h| h.0 == array).map_or(Extent::Line(0), |h| h.1);
+            let (what, used, have) = match (used, have) {
+                (Extent::Table { rows, .. }, Extent::Table { rows: have, .. }) if rows > have => ("rows", rows, have),
+                (Extent::Table { cols, .. }, Extent::Table { cols: have, .. }) => ("columns", cols, have),
+                _ => ("elements", used.elements(), have.elements()),
+            };
+            if used <= have {
+                continue;
             }
-            (Extent::Table { .. }, Extent::Table { .. }) => None,
-            _ if used.elements() > have.elements() => Some(("elements", used.elements(), have.elements())),
-            _ => None,
-        };
-        if let Some((what, used, have)) = over {
-            proof.fail(format!("{} {name} of {whose}, {what}", format.name()), at, used, have);
+            let over = Over { array, what, at, used, have };
+            match self.over.iter_mut().find(|o| o.array == array) {
+                None => self.over.push(over),
+                Some(worst) if over.used - over.have > worst.used - worst.have => *worst = over,
+                Some(_) => {}
+            }
+        }
+    }
+
+    fn report(self, proof: &mut Proof, format: &impl Format) {
+        for Over { array, what, at, used, have } in self.over {
+            let name = format.arrays().get(array).map_or("an array", |spec| spec.name);
+            proof.fail(format!("{} {name} of {}, {what}", format.name(), self.whose), at, used, have);
         }
     }
 }

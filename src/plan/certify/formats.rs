@@ -122,7 +122,7 @@ fn capacities(format: &AnyFormat, g: &Geometry) -> Result<Vec<FormatArray>> {
             Phase::Draft { step } => Some(step),
             _ => None,
         };
-        let listed = formulas(format, g, step.unwrap_or(0))?;
+        let listed = format.buffers(g, b, step.unwrap_or(0))?;
         for (array, extent) in format.extents(g, &Load::limit(g, phase, b)?)? {
             let spec = &format.arrays()[array];
             let formula = listed.iter().find(|l| (l.phase, l.name) == (phase.name(), spec.name));
@@ -144,17 +144,6 @@ fn capacities(format: &AnyFormat, g: &Geometry) -> Result<Vec<FormatArray>> {
 fn accepted(g: &Geometry, requests: u32) -> Result<Load> {
     let n = g.max_accepted().min(g.limits().max_context_len);
     Ok(Load { queries: requests as u64 * n as u64, ..Load::limit(g, Phase::Extend, requests)? })
-}
-
-/// The arithmetic of a format's sizes.
-fn formulas(format: &AnyFormat, g: &Geometry, step: u32) -> Result<Vec<Buffer>> {
-    let b = g.limits().max_batch;
-    match format {
-        AnyFormat::Native(_) => Ok(Vec::new()),
-        AnyFormat::FlashInfer(_) => g.flashinfer_buffers(b),
-        AnyFormat::FlashAttention(_) => g.flash_attention_buffers(b, step),
-        AnyFormat::Triton(_) => g.triton_buffers(b),
-    }
 }
 
 fn array_of(phase: &'static str, step: Option<u32>, spec: &Spec, extent: Extent, formula: String) -> FormatArray {

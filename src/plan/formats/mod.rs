@@ -15,7 +15,7 @@ pub use triton::Triton;
 
 use crate::error::{Error, Result};
 use crate::geometry::{Buffer, Geometry};
-use crate::plan::{Arrays, DraftMask, Extent, Format, Load, Native, Phase, Plan, Spec};
+use crate::plan::{Arrays, DraftMask, Extent, Format, Load, Native, Plan, Spec};
 use crate::pool::Tables;
 
 /// A format chosen at run time.
@@ -66,17 +66,17 @@ impl AnyFormat {
         }
     }
 
-    /// Capacity of every array of the format, phase by phase (one draft step), for batches of `requests`, with the
-    /// arithmetic. Nothing for [`Native`], which derives no arrays.
+    /// Capacity of every array of the format, phase by phase (of the draft: step `step`), for batches of `requests`, with
+    /// the arithmetic. Nothing for [`Native`], which derives no arrays.
     ///
     /// # Errors
     /// [`Error::Overflow`] for what the format's index type does not hold.
-    pub fn buffers(&self, geometry: &Geometry, requests: u32) -> Result<Vec<Buffer>> {
+    pub fn buffers(&self, geometry: &Geometry, requests: u32, step: u32) -> Result<Vec<Buffer>> {
         match self {
             AnyFormat::Native(_) => Ok(Vec::new()),
             AnyFormat::FlashInfer(_) => geometry.flashinfer_buffers(requests),
             AnyFormat::Triton(_) => geometry.triton_buffers(requests),
-            AnyFormat::FlashAttention(f) => limits(f, geometry, requests),
+            AnyFormat::FlashAttention(_) => geometry.flash_attention_buffers(requests, step),
         }
     }
 
@@ -129,23 +129,4 @@ impl Format for AnyFormat {
     fn reads_holes(&self, geometry: &Geometry) -> bool {
         self.inner().reads_holes(geometry)
     }
-}
-
-/// Capacity of every array by its shape: of the draft's last step, which is the largest, and of every other phase.
-fn limits(format: &dyn Format, geometry: &Geometry, requests: u32) -> Result<Vec<Buffer>> {
-    let draft = Phase::Draft { step: geometry.shape().steps() - 1 };
-    let mut all = Vec::new();
-    for phase in [draft, Phase::Decode, Phase::Extend, Phase::Verify] {
-        for (array, extent) in format.extents(geometry, &Load::limit(geometry, phase, requests)?)? {
-            let Some(spec) = format.arrays().get(array) else { continue };
-            let formula = match extent {
-                Extent::Line(n) => n.to_string(),
-                Extent::Table { rows, cols } => format!("rows {rows} * columns {cols}"),
-            };
-            let (elements, dtype) = (extent.elements(), spec.dtype);
-            let bytes = elements * dtype.size() as u64;
-            all.push(Buffer { name: spec.name, phase: phase.name(), dtype: dtype.name(), elements, bytes, formula });
-        }
-    }
-    Ok(all)
 }

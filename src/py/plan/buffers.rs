@@ -105,7 +105,8 @@ impl Use {
     /// Where the largest size of array `at` comes from, with the numbers.
     pub(super) fn formula(&self, at: usize, limit: Extent) -> String {
         let name = self.format.arrays().get(at).map_or("", |s| s.name);
-        let listed = self.format.buffers(&self.geometry, self.max_batch).unwrap_or_default();
+        let step = self.step().unwrap_or(self.geometry.shape().steps() - 1);
+        let listed = self.format.buffers(&self.geometry, self.max_batch, step).unwrap_or_default();
         let of = |b: &&crate::geometry::Buffer| b.name == name && b.phase == self.phase.name();
         match listed.iter().find(of) {
             Some(b) if b.elements == limit.elements() => b.formula.clone(),
