@@ -162,7 +162,9 @@ def test_certify_fails_where_a_fault_is_put_back() -> None:
     done = certified("--format", "flashinfer")
     out = done.stdout.decode()
     assert done.returncode == 1
-    assert out.startswith("!!!!!!  REVERT 27338 IS IN FORCE") and out.splitlines()[-1].startswith("!!!!!!  REVERT 27338")
+    assert out.startswith("!!!!!!  REVERT 27338 IS IN FORCE") and out.splitlines()[-1].startswith(
+        "!!!!!!  REVERT 27338"
+    )
     # behind L = 2047 step 0 lists 8 * 4 * 2048 slots; without topk there are 8 * (2048 + 4)
     want = f"kv_indices of a full batch, elements: got {8 * 4 * 2048}, limit {8 * 2052} "
     assert want in out and "committed 2047, residue 15" in out

@@ -212,7 +212,7 @@ def test_capacities_and_sizes(format: Format) -> None:
         }
     draft = w.planner.capacities("draft")
     if format == "flash_attention":
-        assert draft["expand_page_table"]["formula"] == "rows 8 * columns 3"
+        assert draft["expand_page_table"]["formula"] == "max_batch 4 * topk 2 * step + 1 3"
         steps = [w.planner.capacities("draft", t)["expand_page_table"]["shape"] for t in range(3)]
         assert steps == [(8, 1), (8, 2), (8, 3)]
     else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from specrs._specrs import TreeShape, certify, faults
@@ -133,7 +134,7 @@ def _side_by_side(result: dict[str, Any], steps: int) -> None:
     _table(rows, "<<>>>>>>>><")
 
 
-def _table(rows: list[tuple[str, ...]], align: str) -> None:
+def _table(rows: Sequence[tuple[str, ...]], align: str) -> None:
     widths = [max(len(row[i]) for row in rows) for i in range(len(align))]
     for row in rows:
         cells = (f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True))
