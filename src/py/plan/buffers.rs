@@ -110,11 +110,8 @@ impl Use {
         let of = |b: &&crate::geometry::Buffer| b.name == name && b.phase == self.phase.name();
         match listed.iter().find(of) {
             Some(b) if b.elements == limit.elements() => b.formula.clone(),
-            _ =>
-            // a draft step that is smaller than the largest
-            {
-                limit.shape().iter().map(u64::to_string).collect::<Vec<_>>().join(" * ")
-            }
+            // A draft step that is smaller than the one listed.
+            _ => limit.shape().iter().map(u64::to_string).collect::<Vec<_>>().join(" * "),
         }
     }
 
