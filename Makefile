@@ -6,7 +6,7 @@ NVCC_ENV := .venv-nvcc
 PROMPT ?= class TestReadFile(unittest.TestCase):
 SOURCES := $(shell find src cuda python/specrs -type f \( -name '*.rs' -o -name '*.cu' -o -name '*.cuh' \)) Cargo.toml Cargo.lock build.rs pyproject.toml
 
-.PHONY: demo test test-long bench lint stubs backends-table wheel clean
+.PHONY: demo test test-long bench lint stubs backends-table figures wheel clean
 
 demo: $(VENV)/.built
 	@if [ -t 1 ]; then mark=color; else mark=brackets; fi; \
@@ -19,6 +19,7 @@ test: $(VENV)/.built
 test-long: $(VENV)/.built
 	SPECRS_TEST_LONG=1 cargo test --no-default-features
 	$(BIN)/python -m pytest -q tests/python
+	$(BIN)/python tests/mutants.py
 
 bench: $(VENV)/.built
 	cargo bench
@@ -41,6 +42,10 @@ stubs: $(VENV)/.built
 # The table of attention backends in the README, from their classes.
 backends-table: $(VENV)/.built
 	$(BIN)/python -m specrs.backends README.md
+
+# The drawings of docs/faults.md.
+figures: $(VENV)/.built
+	for id in 27338 27360 23037 26972 26738; do $(BIN)/specrs layout --fault $$id -o docs/faults/$$id.svg || exit 1; done
 
 # The build requirements bring nvcc; a wheel without kernels is refused.
 wheel:

@@ -3,7 +3,7 @@
 //! Five faults of a widely used engine are told in [`FAULTS`]. Each had the same form: a buffer sized by one rule and
 //! written by another, or a value read that was no longer, or never, there. `SPECRS_DEBUG_REVERT=27338,26972` puts
 //! those faults back into specrs exactly where they would have been, so that one can watch the guard that stops them
-//! (`tests/faults.rs`) and compare runs with and without.
+//! (`tests/faults`, `docs/faults.md`) and compare runs with and without.
 //!
 //! A set of [`Reverts`] is a field of [`Geometry`](crate::geometry::Geometry), not a global: two geometries of one
 //! process may differ, and tests need no environment. The places that consult it size buffers or write metadata once a

@@ -24,6 +24,9 @@ def add_parser(commands: Any) -> None:
     p.add_argument("--rounds", type=int, default=1, help="with --tree: how many rounds; files get the last one's")
     p.add_argument("--model", help="with --tree: model directory; default: the small model in the package")
     p.add_argument("--draft", help="with --tree: EAGLE-3 head directory")
+    p.add_argument(
+        "--fault", type=int, metavar="ID", help="draw what a historical fault does, instead (see `docs/faults.md`)"
+    )
     p.add_argument("-o", "--output", help="also write an .svg or .png")
     p.set_defaults(run=run)
 
@@ -34,6 +37,8 @@ def run(args: argparse.Namespace) -> int:
 
     output = None if args.output is None else check_path(args.output)
     color = sys.stdout.isatty()
+    if args.fault is not None:
+        return _fault(args.fault, output, color)
     most = 1 + args.topk + (args.steps - 1) * args.topk**2
     nodes = max(min(1 + args.topk * args.steps, most), 1) if args.draft_tokens is None else args.draft_tokens
     shape = TreeShape(args.topk, args.steps, nodes)
@@ -58,6 +63,18 @@ def run(args: argparse.Namespace) -> int:
     print("#: prefix  b.s: draft slot of branch b, step s  <p: hole, a copy of position p  .: unused")
     if output is not None:
         figure.save_row(cells, args.page_size, title, output)
+    return 0
+
+
+def _fault(fault: int, output: Any, color: bool) -> int:
+    from specrs.drawing import fault_story, figure, terminal
+
+    story = fault_story(fault)
+    print(story.title)
+    print(terminal.draw_strips(story.strips, color))
+    print("||: where the room ends  !: what the fault writes, or leaves")
+    if output is not None:
+        figure.save_strips(story.strips, story.title, output)
     return 0
 
 

@@ -7,18 +7,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specrs._specrs import ConfigError
-from specrs.drawing.model import Cell, Kind, TreePicture, folded_pages
+from specrs.drawing.model import Cell, Kind, Strip, TreePicture, folded_pages
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_FILL = {Kind.PREFIX: "#9ecae1", Kind.HOLE: "#fdd0a2", Kind.DRAFT: "#a1d99b", Kind.FREE: "#ffffff"}
+_FILL = {
+    Kind.PREFIX: "#9ecae1",
+    Kind.HOLE: "#fdd0a2",
+    Kind.DRAFT: "#a1d99b",
+    Kind.FREE: "#ffffff",
+    Kind.NUMBER: "#f0f0f0",
+    Kind.WRONG: "#fb6a4a",
+}
 _NAMES = {
     Kind.PREFIX: "prefix",
     Kind.HOLE: "hole: copy of the prefix's tail",
     Kind.DRAFT: "draft: branch.step",
     Kind.FREE: "unused",
+    Kind.NUMBER: "entry",
+    Kind.WRONG: "the fault",
 }
 _SLOTS_PER_LINE = 32
 _FOLD_ABOVE = 4  # pages
@@ -60,6 +69,34 @@ def save_row(cells: Sequence[Cell], page_size: int, title: str, path: Path) -> N
     axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(0, -0.02), ncols=4, frameon=False, fontsize=8)
     axes.set_xlim(-0.2, min(per_line, len(cells)) + 0.2)
     axes.set_ylim(-(lines - 1) * 1.6 - 0.2, 1.6)
+    _save(figure, axes, title, path)
+
+
+def save_strips(strips: Sequence[Strip], title: str, path: Path) -> None:
+    """Write strips one below the other, a thick line where the room of each ends."""
+    from matplotlib.patches import Patch, Rectangle
+
+    longest = max(max(len(s.cells), s.limit or 0) for s in strips)
+    figure, axes = _axes(0.55 * longest + 0.6, 0.8 * len(strips) + 0.9)
+    for row, strip in enumerate(strips):
+        y = -row * 2.1
+        axes.text(0, y + 1.3, strip.heading, size=8, color="#333333")
+        for x, cell in enumerate(strip.cells):
+            axes.add_patch(Rectangle((x, y), 1, 1, facecolor=_FILL[cell.kind], edgecolor="#bbbbbb", linewidth=0.6))
+            size = 8 if len(cell.label) <= 4 else 34 / len(cell.label)
+            axes.text(x + 0.5, y + 0.5, cell.label, ha="center", va="center", size=size)
+            if x % strip.group == 0:
+                end = min(strip.group, len(strip.cells) - x)
+                axes.add_patch(Rectangle((x, y), end, 1, fill=False, edgecolor="#333333", linewidth=1.2, zorder=2))
+        if strip.limit is not None:
+            axes.plot([strip.limit] * 2, [y - 0.25, y + 1.1], color="#cb181d", linewidth=2.5, zorder=3)
+    used = {c.kind for s in strips for c in s.cells}
+    handles = [Patch(facecolor=_FILL[k], edgecolor="#bbbbbb", label=_NAMES[k]) for k in Kind if k in used]
+    if any(s.limit is not None for s in strips):
+        handles.append(Patch(facecolor="#cb181d", label="end of the room"))
+    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(0, -0.02), ncols=3, frameon=False, fontsize=8)
+    axes.set_xlim(-0.2, longest + 0.3)
+    axes.set_ylim(-(len(strips) - 1) * 2.1 - 0.4, 2)
     _save(figure, axes, title, path)
 
 
@@ -120,4 +157,11 @@ def _axes(width: float, height: float) -> tuple[Figure, Axes]:
 def _save(figure: Figure, axes: Axes, title: str, path: Path) -> None:
     axes.set_title(title, fontsize=9, parse_math=False)
     axes.axis("off")
-    figure.savefig(path, bbox_inches="tight", metadata={"Date": None} if path.suffix == ".svg" else None)
+    if path.suffix.lower() != ".svg":
+        figure.savefig(path, bbox_inches="tight")
+        return
+    from matplotlib import rc_context
+
+    # The same bytes in every run, and text that is text: small files whose changes can be read.
+    with rc_context({"svg.hashsalt": "specrs", "svg.fonttype": "none"}):
+        figure.savefig(path, bbox_inches="tight", metadata={"Date": None, "Creator": None})

@@ -16,23 +16,29 @@ class Kind(enum.Enum):
     HOLE = "hole"  # must hold a copy of the prefix's tail
     DRAFT = "draft"
     FREE = "free"
+    NUMBER = "number"  # an entry of an array
+    WRONG = "wrong"  # what a fault writes where it must not, or leaves
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One row position. ``branch`` and ``step`` are those of a draft slot; ``source`` the position a hole copies."""
+    """One row position, or one entry of an array. ``branch`` and ``step`` are those of a draft slot; ``source`` the
+    position a hole copies; ``text`` stands for the usual label."""
 
     kind: Kind
     branch: int = -1
     step: int = -1
     source: int = -1
+    text: str = ""
 
     @property
     def label(self) -> str:
         """Short text for the cell."""
+        if self.text:
+            return self.text
         if self.kind is Kind.DRAFT:
             return f"{self.branch}.{self.step}"
-        return {Kind.PREFIX: "#", Kind.HOLE: f"<{self.source}", Kind.FREE: ""}[self.kind]
+        return {Kind.PREFIX: "#", Kind.HOLE: f"<{self.source}"}.get(self.kind, "")
 
 
 def row_cells(geometry: Geometry, length: int) -> list[Cell]:
@@ -60,6 +66,28 @@ def folded_pages(cells: Sequence[Cell], page_size: int) -> int:
     """How many pages at the front hold nothing but prefix, but for the last one of those: pictures leave them out."""
     prefix = next((i for i, c in enumerate(cells) if c.kind is not Kind.PREFIX), len(cells))
     return max(prefix // page_size - 1, 0)
+
+
+@dataclass(frozen=True)
+class Strip:
+    """A line of cells under a heading: a row, an array, a row of a table.
+
+    Attributes:
+        heading: what it is.
+        cells: its entries.
+        group: cells that belong together (a page, a branch); they get one border.
+        limit: cells that there is room for; ``None`` where room is not the matter.
+    """
+
+    heading: str
+    cells: Sequence[Cell]
+    group: int = 1
+    limit: int | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is room for all of it."""
+        return self.limit is None or len(self.cells) <= self.limit
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specrs.drawing.model import Cell, Kind, TreePicture, folded_pages
+from specrs.drawing.model import Cell, Kind, Strip, TreePicture, folded_pages
 
-_COLORS = {Kind.PREFIX: "34", Kind.HOLE: "33", Kind.DRAFT: "32", Kind.FREE: "2"}
+_COLORS = {Kind.PREFIX: "34", Kind.HOLE: "33", Kind.DRAFT: "32", Kind.FREE: "2",
+           Kind.NUMBER: "0", Kind.WRONG: "1;31"}  # fmt: skip
 
 
 def paint(text: str, code: str, color: bool) -> str:
@@ -36,6 +37,22 @@ def draw_row(cells: Sequence[Cell], page_size: int, color: bool, width: int = 10
         if len(boxes) == per_line:
             flush()
     flush()
+    return "\n".join(lines)
+
+
+def draw_strips(strips: Sequence[Strip], color: bool) -> str:
+    """Each strip under its heading; ``||`` is where the room ends, ``!`` stands at each cell that is wrong."""
+    lines: list[str] = []
+    for strip in strips:
+        wrong = [c.kind is Kind.WRONG for c in strip.cells]
+        texts = [f"{c.label or '.'}{'!' if bad else ''}" for c, bad in zip(strip.cells, wrong, strict=True)]
+        width = max((len(t) for t in texts), default=1)
+        line = ""
+        for i, (cell, text) in enumerate(zip(strip.cells, texts, strict=True)):
+            border = "||" if i == strip.limit else "|" if i % strip.group == 0 else " "
+            line += f"{border:<2} {paint(f'{text:>{width}}', _COLORS[cell.kind], color)} "
+        end = "||" if strip.limit is not None and len(strip.cells) <= strip.limit else "|"
+        lines += [strip.heading, f"  {line}{end}"]
     return "\n".join(lines)
 
 
