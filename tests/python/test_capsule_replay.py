@@ -215,6 +215,15 @@ def test_slots_keys_and_names_by_hand() -> None:
     assert kv.values[50] == "KV of request 1 (sequence 3.1), position 6"
 
 
+def test_lanes_by_hand() -> None:
+    run = replay(hand(draft_attention="lane"), format="triton")
+    keys = segment(run, "draft step 1", "kv_indices")
+    assert keys.values.tolist()[22:24] == [9, 10] and keys.values.tolist()[-2:] == [4, 5]
+    assert keys.owner(22) == "request 0 (sequence 1.3), branch 1, step 1, draft of branch 1, step 0"
+    assert keys.owner(37) == "request 1 (sequence 3.1), branch 1, step 1, draft of branch 1, step 1"
+    assert segment(run, "draft step 1", "plan.mask").show(0b011000) == "0x18"
+
+
 def test_pages_are_reordered_where_pages_have_one_token() -> None:
     pages = (tuple(range(1, 17)), (1, 2, 3, 4, *range(20, 27)))
     rows = (Row(1, 3, 10, 16, 7, pages[0]), Row(3, 1, 5, 11, 8, pages[1]))

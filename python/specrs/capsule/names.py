@@ -13,7 +13,7 @@ Owner = Callable[[int], str]
 
 @dataclass(frozen=True)
 class Query:
-    """One query of a phase: its request (or None for padding), what it is called, and its row positions' name."""
+    """One query of a phase: its request (None for padding) and what it is called."""
 
     request: int | None
     name: str
@@ -39,9 +39,7 @@ class Names:
         self._columns = [{page: col for col, page in enumerate(own)} for own in pages]
 
     def request(self, i: int) -> str:
-        """A request of the batch; of a padded one, that it is padding."""
-        if i >= len(self._c.rows):
-            return f"request {i} (padding)"
+        """A request of the batch."""
         return f"request {i} ({self._c.rows[i].owner})"
 
     def page(self, page: int) -> str:
@@ -63,13 +61,6 @@ class Names:
             if page in columns
         ]
         return f"slot {slot} ({', '.join([self.page(page), *where])})"
-
-    def position(self, request: int | None, position: int) -> str:
-        """A row position: of the prefix, or behind it."""
-        if request is None:
-            return f"position {position}"
-        committed = self._c.rows[request].committed
-        return f"position {position} ({'prefix' if position < committed else 'drafts'})"
 
     def draft_queries(self, step: int, pad: int) -> list[Query]:
         """Queries of a draft step, padded to `pad`."""
