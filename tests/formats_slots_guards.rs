@@ -190,7 +190,7 @@ fn the_audit_sees_every_element_of_triton() {
 /// A configuration whose arrays int32 does not index is refused at construction, with the numbers and what would do.
 #[test]
 fn configurations_beyond_int32_are_refused() {
-    // 1024 * 8 * (1000000 + 2) slots a step.
+    // 1024 * 8 * 1000000 slots a step.
     let g = geometry(8, 2, 8, 1, 1024, 1_000_000, Layout::Dense);
     for (name, err) in [
         ("flashinfer", Planner::new(g, FlashInfer::default()).unwrap_err()),
@@ -199,7 +199,7 @@ fn configurations_beyond_int32_are_refused() {
         let Error::Invalid { what, got, why } = &err else { panic!("{err}") };
         assert_eq!(*what, "format");
         assert!(got.starts_with(name), "{got}");
-        assert!(got.contains("max_batch 1024 * topk 8 * (max_context_len 1000000 + steps 2)"), "{got}");
+        assert!(got.contains("max_batch 1024 * topk 8 * max_context_len 1000000"), "{got}");
         assert!(why.contains("2147483647") && why.contains("native"), "{why}");
     }
     // Lists fit, the mask in bytes does not: 256 * 64 * (199999 + 64); in bits, or by int64, it does.
@@ -225,8 +225,8 @@ fn widths_by_hand() {
     let all = g.flashinfer_buffers(2).unwrap();
     let find = |phase, name| all.iter().find(|b| (b.phase, b.name) == (phase, name)).unwrap();
     let draft = find("draft", "kv_indices");
-    assert_eq!((draft.elements, draft.bytes, draft.dtype), (2 * 3 * 104, 2496, "int32"));
-    assert_eq!(draft.formula, "max_batch 2 * topk 3 * (max_context_len 100 + steps 4)");
+    assert_eq!((draft.elements, draft.bytes, draft.dtype), (2 * 3 * 100, 2400, "int32"));
+    assert_eq!(draft.formula, "max_batch 2 * topk 3 * max_context_len 100");
     let mask = find("verify", "custom_mask");
     assert_eq!((mask.elements, mask.bytes, mask.dtype), (2180, 2180, "bool"));
     assert_eq!(mask.formula, "max_batch 2 * draft_tokens 10 * (max_context_len - 1 + draft_tokens) 109");

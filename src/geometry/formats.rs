@@ -8,7 +8,7 @@
 //! | array | phase | elements |
 //! |---|---|---|
 //! | `kv_indptr` | draft; others | `B*K + 1`; `B + 1` |
-//! | `kv_indices` | draft | `B*K*(C + S)`: one list a branch ([`Geometry::per_branch_kv_indices`]) |
+//! | `kv_indices` | draft | `B*K*C`: one list a branch, each inside the context ([`Geometry::per_branch_kv_indices`]) |
 //! | `kv_indices` | decode; extend of `flashinfer` | `B*C` ([`Geometry::causal_kv_indices`]) |
 //! | `kv_indices` | verify of `flashinfer` | `B*(C-1+V)` ([`Geometry::verify_kv_indices`]) |
 //! | `kv_indices` | extend and verify of `triton` | `B*(C-1)`, the prefix alone ([`Geometry::prefix_kv_indices`]) |
@@ -145,10 +145,11 @@ impl Geometry {
 
     /// One step's `kv_indices` of a per-branch format.
     fn draft_buffer(&self, requests: u32, dtype: &'static str) -> Result<Buffer> {
-        let (context, steps) = (self.limits().max_context_len, self.shape().steps());
-        let elements = self.per_branch_elements(requests, context);
-        let k = self.shape().topk();
-        let formula = format!("max_batch {requests} * topk {k} * (max_context_len {context} + steps {steps})");
+        let (context, k) = (self.limits().max_context_len, self.shape().topk());
+        // What the per-branch width adds for steps at the context wall no live branch needs.
+        let inside = requests as u64 * k as u64 * context as u64;
+        let elements = self.per_branch_elements(requests, context).min(inside);
+        let formula = format!("max_batch {requests} * topk {k} * max_context_len {context}");
         fits_i32("per-branch kv_indices", elements, || formula.clone())?;
         Ok(Buffer::sized("draft", "kv_indices", dtype, elements, formula))
     }

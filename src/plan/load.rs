@@ -169,7 +169,10 @@ impl Load {
         load.add(b, longest as u64, queries);
         load.longest_prefix = load.longest_prefix.max(longest as u64);
         if let Phase::Draft { .. } = phase {
-            load.query_keys = geometry.per_branch_elements(requests, len);
+            // A live branch stays inside the context, so that a buffer of an engine, `max_batch * topk * max_context_len`
+            // long as sglang's, is enough.
+            let inside = b * n * context as u64;
+            load.query_keys = geometry.per_branch_elements(requests, len).min(inside);
         }
         load.deepest = most_ancestors(geometry, phase);
         Ok(load)

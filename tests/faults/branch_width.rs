@@ -50,7 +50,7 @@ fn the_guard_fires_and_nothing_around_it_changes() {
     let c = Config { k: 2, s: 1, v: 1, p: 1, batch: 2, context: 4, layout: Layout::Dense };
     let (g, phase) = (c.geometry(REVERTED), Phase::Draft { step: 0 });
     for format in FORMATS {
-        // 2 requests * (4 + 1), where the two branches of each need 2 * 2 * (4 + 1).
+        // 2 requests * (4 + 1), where the two branches of each need 2 * 2 * 4.
         assert_eq!(capacity(&format, &g, phase, 2, "kv_indices"), Extent::Line(10));
         let mut fixed = Fixed::new(&format, &g, phase, 2);
         let case = plan_support::Batch::new(&g, &[3, 3], 5);
@@ -80,7 +80,7 @@ fn the_same_configuration_without_the_switch() {
     let c = Config { k: 2, s: 1, v: 1, p: 1, batch: 2, context: 4, layout: Layout::Dense };
     let (g, phase) = (c.geometry(Reverts::NONE), Phase::Draft { step: 0 });
     for format in FORMATS {
-        assert_eq!(capacity(&format, &g, phase, 2, "kv_indices"), Extent::Line(20));
+        assert_eq!(capacity(&format, &g, phase, 2, "kv_indices"), Extent::Line(16)); // 2 * 2 * 4
         let mut fixed = Fixed::new(&format, &g, phase, 2);
         let case = plan_support::Batch::new(&g, &[3, 3], 5);
         let mut planner = planner(g, format);
