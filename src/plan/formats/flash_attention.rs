@@ -1,24 +1,6 @@
 //! `flash_attention`: page tables for FlashAttention 3 and 4 (`flash_attn_with_kvcache`), in one pass or two.
 //!
-//! A kernel of this kind reads, for each row of a page table, the first `cache_seqlens` tokens of the row's pages, and
-//! knows of no mask but the causal one. What the queries of a request attend to in common, the prefix, is one row; what
-//! each query attends to by itself is a row of the **expand** table, one query a row. The outputs of the two passes are
-//! merged by their log-sum-exp.
-//!
-//! | phase | passes | `cache_seqlens[i]` | `expand_cache_seqlens[q]` | expand table of a query |
-//! |---|---|---|---|---|
-//! | extend, decode; draft with K = 1 | one, causal | all keys of the last query | | |
-//! | draft, dense layout | two, neither causal | `L` | ancestors or lane, `t + 1` | slots |
-//! | draft, holey layout | two, neither causal | `base` | `r + t + 1` | pages of the branch |
-//! | verify | two, neither causal | `L` | ancestors | slots |
-//!
-//! A table of slots is a page table for the same pool viewed with pages of one token
-//! ([`FlashAttention::expand_page_size`] says which view): so ancestors, in any number and order, need no copy. A table
-//! of the holey layout names whole pages; those of a branch b >= 1 begin with the hole that holds a copy of the
-//! prefix's tail ([`Planner::tail_copies`](crate::plan::Planner::tail_copies), run before step 0), and the pages hold
-//! the branch's own lane alone, so that ancestors cannot be named.
-//!
-//! Entries behind a row's end are 0, the sink. A dead request or query has length 0.
+//! [`FlashAttention`] says what the arrays hold.
 
 use crate::bounds::PageSize;
 use crate::error::{Error, Result};
@@ -36,8 +18,7 @@ const EXPAND_CACHE_SEQLENS: usize = 3;
 const EXPAND_PAGE_TABLE: usize = 4;
 const EXPAND_CU_SEQLENS_Q: usize = 5;
 
-/// B requests and Q queries, dead ones included. `cache_seqlens` `[B]`, `page_table` `[B, columns]`, `cu_seqlens_q`
-/// `[B + 1]` of the prefix pass (or the only one), and `[Q]`, `[Q, columns]`, `[Q + 1]` of the expand pass.
+/// Of the prefix pass (or the only one), then of the expand pass.
 static SPECS: [Spec; 6] = [
     Spec::new("cache_seqlens", DType::I32),
     Spec::new("page_table", DType::I32),
@@ -47,7 +28,30 @@ static SPECS: [Spec; 6] = [
     Spec::new("expand_cu_seqlens_q", DType::I32),
 ];
 
-/// The format; see the [module](self).
+/// Page tables of FlashAttention 3 and 4.
+///
+/// A kernel of this kind reads, for each row of a page table, the first `cache_seqlens` tokens of the row's pages, and
+/// knows of no mask but the causal one. What the queries of a request attend to in common, the prefix, is one row; what
+/// each query attends to by itself is a row of the **expand** table, one query a row. The outputs of the two passes are
+/// merged by their log-sum-exp.
+///
+/// | phase | passes | `cache_seqlens[i]` | `expand_cache_seqlens[q]` | expand table of a query |
+/// |---|---|---|---|---|
+/// | extend, decode; draft with K = 1 | one, causal | all keys of the last query | | |
+/// | draft, dense layout | two, neither causal | `L` | ancestors or lane, `t + 1` | slots |
+/// | draft, holey layout | two, neither causal | `base` | `r + t + 1` | pages of the branch |
+/// | verify | two, neither causal | `L` | ancestors | slots |
+///
+/// A table of slots is a page table for the same pool viewed with pages of one token
+/// ([`FlashAttention::expand_page_size`] says which view): so ancestors, in any number and order, need no copy. A table
+/// of the holey layout names whole pages; those of a branch b >= 1 begin with the hole that holds a copy of the
+/// prefix's tail ([`Planner::tail_copies`](crate::plan::Planner::tail_copies), run before step 0), and the pages hold
+/// the branch's own lane alone, so that ancestors cannot be named.
+///
+/// With B requests and Q queries, dead ones included, `cache_seqlens` is `[B]`, `page_table` `[B, columns]` of pages of P
+/// tokens, `cu_seqlens_q` `[B + 1]`; the arrays of the expand pass are `[Q]`, `[Q, columns]` and `[Q + 1]`, with `t + 1`
+/// columns in a draft step and as many in a verification as its deepest node has ancestors, V at most. All are int32.
+/// Entries behind a row's end are 0, the sink. A dead request or query has length 0.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct FlashAttention;
 
