@@ -14,7 +14,7 @@ import torch
 from conftest import Pair
 from specrs import LLM, ConfigError, SamplingParams
 from specrs import _specrs as core
-from specrs.capsule import Capsule, dumps, load, loads, save, synth
+from specrs.capsule import Capsule, CapsuleError, dumps, load, loads, save, synth
 from specrs.capsule import replay as replaying
 from specrs.capsule.compare import replay_against, replay_formats, replay_reverted
 from specrs.capsule.log import Guard, Run, Segment, compare
@@ -140,6 +140,24 @@ def test_page_tables_are_made_again() -> None:
     assert owners[5] == owners[11] == ["raw pages"]
     world.lease.rollback()
     assert [world.pool.committed(seq) for seq in world.seqs] == [10, 5]
+
+
+def test_a_page_is_shared_only_when_it_is_full() -> None:
+    def second(committed: int) -> Capsule:
+        rows = (hand().rows[0], Row(3, 1, committed, 10, 8, (9, 12, 1)))
+        return hand(rows=rows, extend=(Extend(0, 10, 2), Extend(1, committed, 2)))
+
+    assert replay_formats(second(4), format="triton").equal  # page 9 holds positions 0..3
+    with pytest.raises(CapsuleError, match=r"rows\[1\]\.pages\[0\]: 9: rows\[0\]\.pages\[0\] is it too; only equal"):
+        second(3)
+    alone = {"rows": hand().rows[:1], "trees": hand().trees[:1], "steps": (), "paths": ((0, 2),), "kept": (2,)}
+    for page, fits in ((4, True), (17, False)):  # positions 4..7 and 8..11, of which 10 are committed
+        others = ((page, "sequence 2.2"),)
+        if fits:
+            assert replay_formats(hand(**alone, extend=(), others=others), format="triton").equal
+        else:
+            with pytest.raises(CapsuleError, match=r"page 17: rows\[0\] writes it"):
+                hand(**alone, extend=(), others=others)
 
 
 def test_a_layout_that_takes_more(tiny: Pair) -> None:
