@@ -122,9 +122,9 @@ def test_certify_puts_the_formats_side_by_side(capsys: pytest.CaptureFixture[str
     assert status == 0
     formats = {f["format"]: {y["layout"]: y for y in f["layouts"]} for f in result["formats"]}
     assert list(formats) == ["native", "flashinfer", "flash_attention", "triton"]
-    # 5 steps of 512 lists of up to 131072 + 5 slots, int32 and int64, with 513 starts, and 512 last page lengths
-    assert formats["flashinfer"]["dense"]["bytes_of"]["draft"] == 5 * 4 * (512 * (131072 + 5) + 513 + 512)
-    assert formats["triton"]["dense"]["bytes_of"]["draft"] == 5 * (8 * 512 * (131072 + 5) + 4 * 513)
+    # 5 steps of 512 lists of up to 131072 slots, int32 and int64, with 513 starts, and 512 last page lengths
+    assert formats["flashinfer"]["dense"]["bytes_of"]["draft"] == 5 * 4 * (512 * 131072 + 513 + 512)
+    assert formats["triton"]["dense"]["bytes_of"]["draft"] == 5 * (8 * 512 * 131072 + 4 * 513)
     assert formats["native"]["dense"]["bytes"] < 10**6 and formats["flash_attention"]["holey"]["bytes"] < 10**7
     assert "dense layout" in formats["native"]["holey"]["refused"]
     for layout in (y for f in ("flashinfer", "flash_attention", "triton") for y in formats[f].values()):
