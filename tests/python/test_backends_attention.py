@@ -180,6 +180,12 @@ def test_flash_attention_drafts_chains_in_one_pass() -> None:
     same(FlashAttention(), step("decode", 2, arrays, 4), reads, 16)
 
 
+def test_nothing_is_read_behind_a_rows_pages() -> None:
+    arrays = {"cache_seqlens": i32(5, 0, 4), "page_table": i32([[2, 1], [10**6, 10**6], [3, -7]]),
+              "cu_seqlens_q": i32(0, 1, 2, 3)}  # fmt: skip
+    same(FlashAttention(), step("decode", 3, arrays, 4), [[8, 9, 10, 11, 4], [], [12, 13, 14, 15]], 16)
+
+
 def test_a_length_beyond_the_table_is_an_error() -> None:
     arrays = {"cache_seqlens": i32([9]), "page_table": i32([[2, 1]]), "cu_seqlens_q": i32(0, 1)}
     with pytest.raises(IndexError, match="cache_seqlens = 9: 3 pages of 4; page_table has 2 columns"):

@@ -171,6 +171,8 @@ def check_cell(pair: Pair, k: int, page: int, seed: int = 0, **more: Any) -> int
         rounds += len(want[mode].rounds)
         compared += compare(pair, got, want[mode], in_step=in_step)
     assert compared > 0.9 * rounds > 0
+    if k > 2:
+        assert want["ancestors"].rounds != want["lane"].rounds, "both ways to draft must have been seen"
     return max(len(path) - 1 for run in want.values() for tree in run.rounds for path in tree.accepted)
 
 

@@ -146,7 +146,7 @@ def resolve(backend: object, asked: Combination, *, others: Iterable[object] = (
     return Resolved(
         capabilities=capabilities,
         speculate=not asked.recurrent_state or capabilities.recurrent_state,
-        layout=layout if asked.holes else "dense",
+        layout=layout,
         draft_attention=mode if (asked.topk or 1) > 1 else asked.draft_attention or "ancestors",
         needs_cpu_seq_lens=capabilities.needs_cpu_seq_lens,
     )
