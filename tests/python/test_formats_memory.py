@@ -341,4 +341,4 @@ except core.ConfigError as e:
 planner.buffers("decode")
 """
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out == f"Invalid kv_indices {64 * 4 * (2**17 + 3) * 8} bytes\n"
+    assert out == f"Invalid kv_indices {64 * 4 * 2**17 * 8} bytes\n"
