@@ -109,8 +109,19 @@ def test_plain_rounds_agree(tiny: Pair) -> None:
     with llm.recording(round=2) as recorder:
         llm.generate([[1, 2, 3], [4]], SamplingParams(max_tokens=6))
     assert recorder.capsule is not None and recorder.capsule.kind == "plain"
+    c = recorder.capsule
     for format in FORMATS:
-        assert replay_formats(recorder.capsule, format=format).equal
+        result = replay_formats(c, format=format)
+        assert result.equal, "\n".join(result.lines())
+        assert [s.phase for s in result.runs[1].segments if s.array == "attention"] == ["decode"]
+    # One key a position and the token itself, for each of the two requests; the rest of the batch of 8 is padding.
+    keys = segment(replay(c, format="triton"), "decode", "kv_indices")
+    assert keys.writes == sum(r.committed + 1 for r in c.rows)
+    last = c.rows[0].committed
+    assert keys.values[last] == c.rows[0].pages[last // 4] * 4 + last % 4
+    assert keys.owner(last) == f"request 0 ({c.rows[0].owner}), node 0, new token 0"
+    first = replay_reverted(c, [23037], format="triton").found.first
+    assert first is not None and (first.phase, first.array, first.index) == ("decode", "kv_indptr", (3,))
 
 
 def test_a_replay_is_deterministic(tiny: Pair) -> None:

@@ -131,7 +131,10 @@ class _Replay:
             if c.steps:
                 self._drafts()
             accepts, trees = _accepts(c, self.lens)
-            self._verify(trees)
+            if c.kind == "plain":
+                self._decode()
+            else:
+                self._verify(trees)
             self._commit(lease, accepts)
         if c.extend:
             self._extend()
@@ -170,6 +173,18 @@ class _Replay:
         self._pass(
             "verify", None, queries, who,
             lambda out: self.planner.verify(self.seqs, self.lens, trees, out=out, pad=pad),
+            _TARGET, (_VERIFY, *_numbers(queries)), True,
+        )  # fmt: skip
+
+    def _decode(self) -> None:
+        c = self.c
+        self.phase = "decode"
+        pad = (self.padded, self.padded)
+        queries = self.names.verify_queries(pad[1])  # a root each
+        who = ArrayNames(self.names, c, "decode", queries, list(range(len(c.rows))), [1] * len(c.rows))
+        self._pass(
+            "decode", None, queries, who,
+            lambda out: self.planner.decode(self.seqs, self.lens, out=out, pad=pad),
             _TARGET, (_VERIFY, *_numbers(queries)), True,
         )  # fmt: skip
 

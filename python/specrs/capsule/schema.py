@@ -122,7 +122,7 @@ class Capsule:
 
     Attributes:
         round: which round of its recording it was, from 1.
-        kind: ``"speculative"``, or ``"plain"`` where each request verified its root alone, without drafts.
+        kind: ``"speculative"``, or ``"plain"`` where each request decoded its root alone, without drafts.
         format: of the attention backend that the engine ran.
         draft_attention: what a draft branch attended to.
         shape, pool: sizes.
