@@ -459,6 +459,11 @@ def test_the_document_tells_every_fault() -> None:
     assert "27460" in text and "docs/faults.md" in (DOCS.parent / "README.md").read_text()
 
 
+def test_layout_names_the_faults_that_it_draws(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["layout", "--fault", "27460"]) == 2
+    assert capsys.readouterr().err == "specrs: fault = 27460: there are 27338, 27360, 23037, 26972, 26738\n"
+
+
 @pytest.mark.parametrize("fault", IDS)
 def test_the_figures_are_what_layout_draws(fault: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Up to matplotlib's version, which moves coordinates: the same texts, the same number of shapes."""
