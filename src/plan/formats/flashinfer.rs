@@ -128,13 +128,16 @@ impl Format for FlashInfer {
         let needs = sizes::needs(plan, geometry, &PER_LANE, |load| self.sizes(load))?;
         let views = arrays.open(needs, || sizes::hint("flashinfer", plan, geometry))?;
         let [kv_indptr, kv_indices, last, qo_indptr, mask_indptr, mask, packed_indptr, packed] = views;
-        let masked = [&mask, &mask_indptr].iter().all(|v| v.is_present());
-        let in_bits = [&packed, &packed_indptr].iter().all(|v| v.is_present());
-        if plan.phase() == Phase::Verify && !masked && !in_bits {
+        let (masked, in_bits) = (mask.is_present(), packed.is_present());
+        let half = masked != mask_indptr.is_present() || in_bits != packed_indptr.is_present();
+        if plan.phase() == Phase::Verify && (half || !masked && !in_bits) {
+            let all = [&mask_indptr, &mask, &packed_indptr, &packed];
+            let there: Vec<&str> =
+                (4..).zip(all).filter(|(_, v)| v.is_present()).map(|(i, _)| ARRAYS[i].name).collect();
             return Err(Error::Mismatch {
                 operand: "custom_mask",
-                got: "no array for the tree's mask".into(),
-                want: "custom_mask and mask_indptr, or packed_custom_mask and packed_mask_indptr".into(),
+                got: if half { there.join(", ") } else { "no array for the tree's mask".into() },
+                want: "custom_mask and mask_indptr, packed_custom_mask and packed_mask_indptr, or all four".into(),
             });
         }
         let (indptr, indices) = (kv_indptr.slice::<i32>()?, kv_indices.slice::<i32>()?);
