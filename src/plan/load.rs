@@ -113,9 +113,7 @@ impl Load {
     /// # Errors
     /// A step that the tree does not have; more requests than `max_batch`.
     pub fn limit(geometry: &Geometry, phase: Phase, requests: u32) -> Result<Self> {
-        let context = geometry.limits().max_context_len;
-        in_range("requests", requests, 0, geometry.limits().max_batch as i128)?;
-        Self::at_most(geometry, phase, requests, context)
+        Self::at_most(geometry, phase, requests, geometry.limits().max_context_len)
     }
 
     /// What a step takes of a batch whose lengths are `lens`, with the most queries that the phase has (`extend`: up to
@@ -127,6 +125,7 @@ impl Load {
     pub fn of_lens(geometry: &Geometry, phase: Phase, lens: &Lens<'_>) -> Result<Self> {
         let context = geometry.limits().max_context_len;
         let requests = lens.batch() as u64;
+        check(geometry, phase, requests)?;
         match *lens {
             // What 26738 did: ask the host's mirror, which is not there.
             Lens::Device { .. } if geometry.reverts().has(Fault::HostLengths) => {
@@ -137,7 +136,8 @@ impl Load {
                 Self::at_most(geometry, phase, batch, at_most)
             }
             Lens::Host(all) => {
-                let mut load = Self::new(phase, requests, requests * most_queries(geometry, phase, 0) as u64);
+                let queries = all.iter().map(|&len| most_queries(geometry, phase, len) as u64).sum();
+                let mut load = Self::new(phase, requests, queries);
                 load.deepest = most_ancestors(geometry, phase);
                 for &len in all {
                     in_range("committed length", len, 0, context as i128)?;
@@ -153,10 +153,7 @@ impl Load {
     /// `requests` with prefixes of up to `len`.
     fn at_most(geometry: &Geometry, phase: Phase, requests: u32, len: u32) -> Result<Self> {
         let context = geometry.limits().max_context_len;
-        in_range("requests", requests, 0, geometry.limits().max_batch as i128)?;
-        if let Phase::Draft { step } = phase {
-            in_range("step", step, 0, geometry.shape().steps() as i128 - 1)?;
-        }
+        check(geometry, phase, requests as u64)?;
         let (b, n) = (requests as u64, most_queries(geometry, phase, 0) as u64);
         let mut load = Self::new(phase, b, b * n);
         // The longest prefix behind which the phase still does something.
@@ -177,6 +174,15 @@ impl Load {
         load.deepest = most_ancestors(geometry, phase);
         Ok(load)
     }
+}
+
+/// The geometry has such a step, and batches of so many requests.
+fn check(geometry: &Geometry, phase: Phase, requests: u64) -> Result<()> {
+    in_range("requests", requests, 0, geometry.limits().max_batch as i128)?;
+    if let Phase::Draft { step } = phase {
+        in_range("step", step, 0, geometry.shape().steps() as i128 - 1)?;
+    }
+    Ok(())
 }
 
 /// The bits of each query's mask, put together over all queries; a dead lane has none.
