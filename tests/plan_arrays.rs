@@ -108,8 +108,21 @@ fn missing_and_wrong_arrays_are_refused_by_name() {
     let mut own = Arrays::own(SPECS);
     let [v] = own.open([need(0, LINE(1), LINE(1))], hint).unwrap();
     assert!(matches!(v.slice::<i64>(), Err(Error::Mismatch { operand: "indptr", .. })));
+    // A caller's bytes would be taken for anything: eight of them are two int32 as well as one int64.
+    let mut theirs = Arrays::fixed(SPECS, vec![None, given(16, LINE(2))]).unwrap();
+    let [v] = theirs.open([need(1, LINE(2), LINE(2))], hint).unwrap();
+    let err = v.slice::<i32>().unwrap_err().to_string();
+    assert_eq!(err, "indices: got an array of int64, want 2 elements of i32");
     let short = Arrays::fixed(SPECS, vec![given(7, LINE(2))]).unwrap_err().to_string();
     assert_eq!(short, "indptr: got 7 bytes, want 8 bytes: [2] of int32");
+}
+
+/// A table without columns has as many rows as a caller likes; nothing is kept of each.
+#[test]
+fn rows_of_nothing() {
+    let mut arrays = Arrays::fixed(SPECS, vec![None, None, given(0, table(u64::MAX, 0))]).unwrap();
+    let [t] = arrays.open([need(2, table(9, 0), table(9, 0))], hint).unwrap();
+    assert!(t.marks.is_empty() && t.slice::<i32>().unwrap().is_empty());
 }
 
 /// Memory of a caller at an odd address cannot be seen as int32.

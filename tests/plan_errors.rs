@@ -7,7 +7,8 @@ use plan_support::{Batch as Case, geometry};
 use specrs::Error;
 use specrs::geometry::{Geometry, Layout};
 use specrs::plan::{
-    AuditedPlan, Batch, DraftMask, Lens, Moves, Native, Paths, Phase, Plan, PlanParts, Planner, Trees, WritesOnly,
+    AuditedPlan, Batch, Bucket, DraftMask, Lens, Moves, Native, Paths, Phase, Plan, PlanParts, Planner, Trees,
+    WritesOnly,
 };
 
 /// K = 3, S = 4, V = 10, P = 4, context 64, two requests at 7 and 12.
@@ -35,6 +36,20 @@ fn lengths_on_the_device_are_not_read() {
         assert!(message.starts_with("lens = device lengths of 2 requests (<= 64)"), "{message}");
         assert!(message.contains(&format!("{who} on the host reads lengths")), "{message}");
     }
+}
+
+/// A bucket is memory that is taken and indices that are counted: it has limits of its own.
+#[test]
+fn buckets_without_end() {
+    let (_, c, mut planner) = case();
+    let mut verify = |batch: u32, queries: u32| {
+        let b = Batch::new(&c.seqs, Lens::Host(&c.lens)).padded(Bucket { batch, queries });
+        let trees = Trees { sizes: &[1, 1], parents: &[-1, -1] };
+        text(c.pool.with_tables(|t| planner.verify(&t, &b, trees)))
+    };
+    assert_eq!(verify(65_537, 2), "bucket requests = 65537 is outside 0..=65536");
+    assert!(verify(2, 1 << 31).starts_with("bucket queries = 2 requests, 2147483648 queries"));
+    assert!(verify(1, 2).starts_with("bucket requests: need 2 elements, have 1"));
 }
 
 #[test]
@@ -382,8 +397,8 @@ fn the_audit_finds_tampered_plans() {
     let g = geometry(3, 4, 10, 4, 3, 64, Layout::Dense);
     let c = Case::new(&g, &[7, 12], 5);
     let mut planner = Planner::new(g, Native).unwrap();
-    let batch = Batch::new(&c.seqs, Lens::Host(&c.lens)).padded(specrs::plan::Bucket { batch: 3, queries: 8 });
-    let draft = batch.padded(specrs::plan::Bucket { batch: 3, queries: 8 });
+    let batch = Batch::new(&c.seqs, Lens::Host(&c.lens)).padded(Bucket { batch: 3, queries: 8 });
+    let draft = batch.padded(Bucket { batch: 3, queries: 8 });
     let trees = Trees { sizes: &[4, 2], parents: &[-1, 0, 0, 1, -1, 0] };
     let plans = c
         .pool

@@ -137,6 +137,8 @@ pub struct Need {
 pub trait Element: bytemuck::Pod + Poison {
     #[doc(hidden)]
     fn of(store: &mut Store) -> Option<&mut Vec<Self>>;
+    /// Whether it is an element of arrays of `dtype`.
+    fn is(dtype: DType) -> bool;
 }
 
 /// Memory of an array.
@@ -150,8 +152,11 @@ pub enum Store {
 }
 
 macro_rules! element {
-    ($t:ty, $variant:ident) => {
+    ($t:ty, $variant:ident, $($dtype:ident)|+) => {
         impl Element for $t {
+            fn is(dtype: DType) -> bool {
+                matches!(dtype, $(DType::$dtype)|+)
+            }
             fn of(store: &mut Store) -> Option<&mut Vec<Self>> {
                 match store {
                     Store::$variant(data) => Some(data),
@@ -161,9 +166,9 @@ macro_rules! element {
         }
     };
 }
-element!(i32, I32);
-element!(i64, I64);
-element!(u8, U8);
+element!(i32, I32, I32);
+element!(i64, I64, I64);
+element!(u8, U8, Bool | U8);
 
 #[derive(Debug)]
 struct Column {
@@ -203,7 +208,7 @@ pub struct ArrayRef<'a> {
 /// An opened array: exactly as long as what is to be written, or all rows of a table in fixed memory.
 #[derive(Debug)]
 pub struct View<'a> {
-    name: &'static str,
+    spec: &'static Spec,
     store: Option<&'a mut Store>,
     elements: usize,
     poison: bool,
@@ -226,14 +231,16 @@ impl<'a> View<'a> {
     /// # Errors
     /// [`Error::Mismatch`] for another element type than the array's, or memory that is not aligned to it.
     pub fn slice<T: Element>(self) -> Result<&'a mut [T]> {
-        let Self { name, store, elements, poison, .. } = self;
+        let Self { spec, store, elements, poison, .. } = self;
         let mismatch = |got: String| Error::Mismatch {
-            operand: name,
+            operand: spec.name,
             got,
             want: format!("{elements} elements of {}", std::any::type_name::<T>()),
         };
         let data: &mut [T] = match store {
             None => &mut [],
+            // Of a caller's memory the bytes do not say what they are.
+            Some(_) if !T::is(spec.dtype) => return Err(mismatch(format!("an array of {}", spec.dtype.name()))),
             Some(Store::Given(given)) => bytemuck::try_cast_slice_mut(given.memory.bytes_mut())
                 .map_err(|e| mismatch(format!("memory that does not fit: {e}")))?,
             Some(own) => T::of(own).ok_or_else(|| mismatch("an array of another element type".into()))?,
@@ -285,13 +292,19 @@ impl Arrays {
                 }
                 if let Extent::Table { rows, cols } = given.extent {
                     column.width = cols;
-                    column.marks = vec![0; rows as usize];
+                    // Rows without columns hold nothing, however many a caller says that there are.
+                    column.marks = vec![0; if cols == 0 { 0 } else { rows as usize }];
                 }
                 column.store = Some(Store::Given(given));
             }
             columns.push(column);
         }
         Ok(Self { columns, generation: 0, poison: false })
+    }
+
+    /// What arrays there are, whatever the phase.
+    pub fn specs(&self) -> impl Iterator<Item = &'static Spec> {
+        self.columns.iter().map(|column| column.spec)
     }
 
     /// Whether there are no arrays at all.
@@ -337,7 +350,8 @@ impl Arrays {
                 views[n] = Some(column.view(need, poison)?);
             }
         }
-        let absent = || View { name: "absent", store: None, elements: 0, poison: false, width: 1, marks: &mut [] };
+        static ABSENT: Spec = Spec::optional("absent", DType::U8);
+        let absent = || View { spec: &ABSENT, store: None, elements: 0, poison: false, width: 1, marks: &mut [] };
         Ok(views.map(|v| v.unwrap_or_else(absent)))
     }
 
@@ -458,7 +472,7 @@ impl Column {
             self.marks.fill(self.width as u32); // nothing holds the dead value now
         }
         let Self { spec, store, marks, width, .. } = self;
-        Ok(View { name: spec.name, store: store.as_mut(), elements, poison, width: *width as usize, marks })
+        Ok(View { spec, store: store.as_mut(), elements, poison, width: *width as usize, marks })
     }
 }
 

@@ -288,11 +288,13 @@ pub(super) fn check_version(tables: &Tables<'_>, what: &'static str, row: i32, v
     Err(Error::Dead { what: "plan", id: format!("{what} of row {row}"), why })
 }
 
-/// A plan and the arrays that its format derives.
+/// A plan, the arrays that its format derives, and the geometry that says what its masks and slots mean.
 #[derive(Debug, Default)]
 pub(crate) struct Filled {
     pub(crate) plan: Plan,
     pub(crate) arrays: Arrays,
+    /// What it was made for; `None` before the first plan.
+    pub(crate) geometry: Option<Geometry>,
 }
 
 /// A plan that has been checked against the pool; the only kind that launches. A cheap handle: clones share the
@@ -328,7 +330,7 @@ impl<F: Format> AuditedPlan<F> {
         arrays.set_poison(true);
         format.lower(&plan, tables, geometry, &mut arrays)?;
         audit::check_reads(format, &plan, tables, geometry, &arrays, 0..plan.queries())?;
-        Ok(Self(Arc::new(Filled { plan, arrays }), PhantomData))
+        Ok(Self(Arc::new(Filled { plan, arrays, geometry: Some(*geometry) }), PhantomData))
     }
 
     pub(crate) fn new(filled: Arc<Filled>) -> Self {

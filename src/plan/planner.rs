@@ -1,6 +1,6 @@
 //! [`Planner`]: writes plans into buffers that it takes back, and checks what it writes while writing it.
 
-use crate::bounds::fits_i32;
+use crate::bounds::{MAX_BATCH, fits_i32};
 use crate::error::{Error, Result, in_range};
 use crate::geometry::Geometry;
 use crate::plan::body::Filled;
@@ -8,7 +8,7 @@ use crate::plan::buf::Arena;
 use crate::plan::commit::Commit;
 use crate::plan::lanes::Lanes;
 use crate::plan::place::Rows;
-use crate::plan::{Arrays, AuditedPlan, Batch, Bucket, Format, Load, Native, Need, Phase, Plan, audit};
+use crate::plan::{Arrays, AuditedPlan, Batch, Bucket, Format, Load, Native, Need, Phase, Plan, Spec, audit};
 use crate::pool::Tables;
 use crate::revert::Fault;
 
@@ -88,9 +88,23 @@ impl<F: Format> Planner<F> {
     ///
     /// # Errors
     /// [`Error::Capacity`] with need, have and the configuration where an array is too small, before any is written;
-    /// [`Error::Dead`] where a row's pages have changed since the plan was made.
+    /// [`Error::Dead`] where a row's pages have changed since the plan was made; [`Error::Mismatch`] for a plan of
+    /// another geometry or arrays of another format.
     pub fn lower(&self, tables: &Tables<'_>, plan: &AuditedPlan<F>, arrays: &mut Arrays) -> Result<()> {
         plan.check_rows(tables)?;
+        if plan.0.geometry != Some(self.geometry) {
+            return Err(Error::Mismatch {
+                operand: "plan",
+                got: plan.0.geometry.map_or("no geometry".into(), |g| format!("a plan for {g:?}")),
+                want: format!("one for the planner's {:?}", self.geometry),
+            });
+        }
+        if !arrays.specs().eq(self.format.arrays()) {
+            let names = |all: &mut dyn Iterator<Item = &Spec>| all.map(|s| s.name).collect::<Vec<_>>().join(", ");
+            let (got, want) = (names(&mut arrays.specs()), names(&mut self.format.arrays().iter()));
+            let want = format!("those of {}: {want}", self.format.name());
+            return Err(Error::Mismatch { operand: "arrays", got, want });
+        }
         write_arrays(&self.format, plan, tables, &self.geometry, self.debug, arrays)
     }
 
@@ -113,6 +127,7 @@ impl<F: Format> Planner<F> {
         check_batch(geometry, tables, batch)?;
         scratch.rows.resolve(tables, batch.seqs)?;
         let filled = plans.fill(|body| {
+            body.geometry = Some(*geometry);
             shape(&mut body.plan, geometry, batch, phase, queries, mask_words, *debug)?;
             body.plan.rows.get_mut()[..batch.seqs.len()].copy_from_slice(&scratch.rows.ids);
             body.plan.versions.get_mut()[..batch.seqs.len()].copy_from_slice(&scratch.rows.versions);
@@ -207,10 +222,13 @@ fn shape(
     poison: bool,
 ) -> Result<()> {
     let live_q = fits_i32("queries", queries, || format!("{queries} queries of {} requests", batch.seqs.len()))?;
-    fits_i32("mask words", queries * words as u64, || format!("{queries} * {words}"))?;
     let (b, q) = (batch.seqs.len(), live_q as usize);
     let bucket = batch.pad.unwrap_or(Bucket { batch: b as u32, queries: q as u32 });
     let (nb, nq) = (bucket.batch as usize, bucket.queries as usize);
+    // Dead requests and lanes may be more than the limits, not more than there can be at all.
+    in_range("bucket requests", bucket.batch, 0, MAX_BATCH as i128)?;
+    fits_i32("bucket queries", bucket.queries as u64, || format!("{nb} requests, {nq} queries"))?;
+    fits_i32("mask words", bucket.queries as u64 * words as u64, || format!("{nq} queries of {words} words"))?;
     for (what, need, have) in [("bucket requests", b, nb), ("bucket queries", q, nq)] {
         if need > have {
             let hint = format!("{} of {b} requests and {q} queries", phase.name());

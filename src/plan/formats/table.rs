@@ -45,12 +45,13 @@ impl<'a> Table<'a> {
             return Err(self.too_wide(n, hint()));
         }
         let (entries, behind) = self.row(row, n)?.split_at_mut(n);
-        fill(entries)?;
+        let filled = fill(entries);
         behind.fill(0);
+        // Where `fill` stops half way, too: it may have written any of its entries.
         if let Some(mark) = self.marks.get_mut(row) {
             *mark = n as u32;
         }
-        Ok(())
+        filled
     }
 
     /// Clear what earlier rounds left in the rows from `rows` on.
