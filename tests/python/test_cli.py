@@ -153,6 +153,10 @@ def test_certify_of_one_format(capsys: pytest.CaptureFixture[str]) -> None:
     assert "CANNOT  triton, dense layout" in out and "native, would do" in out
     assert main(["certify", "--format", "all", *big]) == 0
     capsys.readouterr()
+    # longer rows than a proof writes: they are shortened, and it says so
+    assert main(["certify", "--format", "flash_attention", "--max-context", "300000", "--topk", "16"]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("flash_attention")]
+    assert len(rows) == 2 and all(row.endswith("holds (rows written up to 131,072 tokens)") for row in rows)
 
 
 def test_certify_fails_where_a_fault_is_put_back() -> None:

@@ -59,7 +59,7 @@ def _report(result: dict[str, Any], args: argparse.Namespace) -> None:
     for layout in result["layouts"]:
         print(f"{layout['layout']:>6} layout: alloc_len_per_decode {layout['alloc_len_per_decode']}, "
               f"reserve_per_decode {layout['reserve_per_decode']}, row_width {layout['row_width']:,}")  # fmt: skip
-    _side_by_side(result, args.steps)
+    _side_by_side(result, args.steps, args.max_context)
     checked = (
         f"{result['residues']} residues, {result['placements']:,} placements, {result['plans']:,} plans: "
         "used <= capacity, writes disjoint"
@@ -120,7 +120,7 @@ def _arrays(layout: dict[str, Any], before: dict[str, Any] | None) -> None:
         _table(rows, "<<>><")
 
 
-def _side_by_side(result: dict[str, Any], steps: int) -> None:
+def _side_by_side(result: dict[str, Any], steps: int, max_context: int) -> None:
     """Bytes of each format, layout and phase, and what was proved of them."""
     rows = [("format", "layout", f"draft, {steps} steps", *PHASES[1:], "in all", "sizes", "plans", "slots read", "")]
     for f in result["formats"]:
@@ -130,6 +130,8 @@ def _side_by_side(result: dict[str, Any], steps: int) -> None:
             sizes = [human(layout["bytes_of"].get(phase, 0)) for phase in PHASES]
             proved = [f"{layout[key]:,}" for key in ("sizes", "plans", "reads")]
             verdict = "FAILS" if layout["failed"] else "holds"
+            if layout["written_context"] < max_context:
+                verdict += f" (rows written up to {layout['written_context']:,} tokens)"
             rows.append((f["format"], layout["layout"], *sizes, human(layout["bytes"]), *proved, verdict))
     _table(rows, "<<>>>>>>>><")
 

@@ -16,7 +16,7 @@ use crate::pool::{Pool, PoolConfig, SeqId, Tables};
 /// Residues whose rows are written, at most.
 const RESIDUES: u32 = 64;
 /// Entries of one array that a proof writes, at most: rows of longer contexts than that allows are shortened.
-const ENTRIES: u64 = 1 << 24;
+const ENTRIES: u64 = 1 << 22;
 
 /// What was written.
 #[derive(Debug, Default)]
