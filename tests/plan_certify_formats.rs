@@ -3,7 +3,8 @@
 
 use specrs::geometry::{Geometry, Layout, Limits, TreeShape};
 use specrs::plan::{
-    AnyFormat, Certificate, Extent, Format, FormatCertificate, FormatLayout, Load, Phase, certify, certify_with,
+    AnyFormat, Certificate, Extent, Format, FormatCertificate, FormatLayout, Lens, Load, Phase, certify, certify_with,
+    phases,
 };
 use specrs::revert::{Fault, Reverts};
 
@@ -45,6 +46,31 @@ fn small_configurations_hold() {
                 }
                 assert!(c.holds());
             }
+        }
+    }
+}
+
+/// What is read back, counted by hand: one branch, one step, one node, pages of one token and a context of 5. Rounds of
+/// two rows behind 0 and 1, 4 and 0, 4 and 4 tokens; in each verify, extend, decode and the draft step with either
+/// mask, of one query a row and L + 1 keys: 5 * (1 + 2 + 5 + 1 + 5 + 5). The round of 4 and 0 is padded, too: twice a
+/// plan, and the first row alone is read again, 5 * 5.
+#[test]
+fn every_plan_is_read_back() {
+    let c = certify(limits(2, 5, 1), shape(1, 1, 1), &ALL[1..]).unwrap();
+    for f in &c.formats {
+        let l = layout(f, Layout::Dense);
+        assert_eq!((l.plans, l.reads), (3 * 5 + 2 * 5, 5 * 19 + 25), "{}", f.format);
+    }
+}
+
+/// A full batch that is one request's numbers times its size is the batch counted request by request.
+#[test]
+fn batches_of_equal_requests_are_multiples() {
+    let g = Geometry::new(limits(7, 100, 4), shape(3, 4, 16), Layout::Holey).unwrap();
+    for phase in phases(&g) {
+        for len in [0, 1, 50, 97, 99] {
+            let of = |n: usize| Load::of_lens(&g, phase, &Lens::Host(&vec![len; n])).unwrap();
+            assert_eq!(of(1).times(7), of(7), "{phase:?} behind {len}");
         }
     }
 }
