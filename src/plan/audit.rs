@@ -198,14 +198,10 @@ pub(super) fn check_padding<F: Format>(format: &F, plan: &Plan, geometry: &Geome
             },
             Err(e) => format!("reads what is not there: {e}"),
         };
-        let step = match plan.phase {
-            Phase::Draft { step } => format!(" step {step}"),
-            _ => String::new(),
-        };
-        let (name, phase) = (format.name(), plan.phase.name());
+        let (name, phase) = (format.name(), plan.phase);
         return Err(Error::Invalid {
             what: "dead lane",
-            got: format!("{name} {phase}{step}: padded query {q} {found}"),
+            got: format!("{name} {phase}: padded query {q} {found}"),
             why: format!(
                 "a padded lane attends to nothing; {} of {} requests and {} of {} queries are live",
                 plan.live_batch,

@@ -1,5 +1,6 @@
 //! [`Plan`]: what one step of a batch writes and attends to, in row positions and slots.
 
+use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Deref;
 use std::sync::Arc;
@@ -38,6 +39,17 @@ impl Phase {
             Phase::Draft { .. } => "draft",
             Phase::Verify => "verify",
         }
+    }
+}
+
+/// The name, and of a draft the step: `draft step 3`.
+impl fmt::Display for Phase {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())?;
+        if let Phase::Draft { step } = self {
+            write!(f, " step {step}")?;
+        }
+        Ok(())
     }
 }
 

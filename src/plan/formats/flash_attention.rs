@@ -6,6 +6,7 @@ use crate::bounds::PageSize;
 use crate::error::{Error, Result};
 use crate::geometry::{Geometry, Layout};
 use crate::plan::arrays::{Arrays, DType, Extent, Need, Spec};
+use crate::plan::formats::sizes::hint;
 use crate::plan::formats::table::Table;
 use crate::plan::load::Load;
 use crate::plan::{DraftMask, Format, Phase, Plan};
@@ -176,9 +177,9 @@ impl Format for FlashAttention {
             let (used, limit) = (used[array]?, limit[array]?);
             Some(Need { array, used, limit: if padded { bucket(limit, used) } else { limit } })
         };
-        let hint = || configuration(geometry, plan);
+        let asks = || hint(FlashAttention.name(), plan, geometry);
         let needs: [Option<Need>; 6] = std::array::from_fn(need);
-        let [lens, table, cu, expand_lens, expand_table, expand_cu] = arrays.open(needs, hint)?;
+        let [lens, table, cu, expand_lens, expand_table, expand_cu] = arrays.open(needs, asks)?;
         let cols = |array: usize| match used[array] {
             Some(Extent::Table { cols, .. }) => cols as usize,
             _ => 0,
@@ -440,7 +441,7 @@ impl<'a> At<'a> {
     #[cold]
     fn whose(&self, request: usize, query: Option<usize>) -> String {
         let query = query.map_or(String::new(), |j| format!(", query {j}"));
-        format!("request {request}{query}: {}", configuration(self.geometry, self.plan))
+        format!("request {request}{query}: {}", hint(FlashAttention.name(), self.plan, self.geometry))
     }
 }
 
@@ -488,29 +489,6 @@ fn bucket(limit: Extent, used: Extent) -> Extent {
         }
         (limit, _) => limit,
     }
-}
-
-/// The configuration that asks for the sizes.
-fn configuration(geometry: &Geometry, plan: &Plan) -> String {
-    let (limits, shape) = (geometry.limits(), geometry.shape());
-    let step = match plan.phase() {
-        Phase::Draft { step } => format!(" step {step}"),
-        _ => String::new(),
-    };
-    format!(
-        "flash_attention {}{step} of {} requests and {} queries ({:?} layout, topk {}, steps {}, draft_tokens {}, \
-         page_size {}, max_batch {}, max_context_len {})",
-        plan.phase().name(),
-        plan.batch(),
-        plan.queries(),
-        geometry.layout(),
-        shape.topk(),
-        shape.steps(),
-        shape.draft_tokens(),
-        geometry.page().get(),
-        limits.max_batch,
-        limits.max_context_len
-    )
 }
 
 #[cold]

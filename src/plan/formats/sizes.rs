@@ -3,7 +3,7 @@
 use crate::bounds::fits_i32;
 use crate::error::{Error, Result};
 use crate::geometry::Geometry;
-use crate::plan::{Extent, Load, Need, Phase, Plan, Spec};
+use crate::plan::{Extent, Load, Need, Plan, Spec};
 
 /// The arrays to open for `plan`: the sizes that its load has, and those of the largest batch as their limits.
 ///
@@ -29,7 +29,6 @@ pub(super) fn fit_i32(specs: &[Spec], sizes: &[Option<u64>], load: &Load) -> Res
     for (spec, size) in specs.iter().zip(sizes) {
         fits_i32(spec.name, size.unwrap_or(0), || {
             let Load { phase, requests, queries, prefix, .. } = load;
-            let phase = phase.name();
             format!("{phase} of {requests} requests, {queries} queries and {prefix} tokens of prefixes")
         })?;
     }
@@ -39,22 +38,20 @@ pub(super) fn fit_i32(specs: &[Spec], sizes: &[Option<u64>], load: &Load) -> Res
 /// What of a plan and its geometry asks for the sizes of its arrays.
 pub(super) fn hint(format: &str, plan: &Plan, geometry: &Geometry) -> String {
     let (limits, shape) = (geometry.limits(), geometry.shape());
-    let step = match plan.phase() {
-        Phase::Draft { step } => format!(" step {step}"),
-        _ => String::new(),
-    };
     let prefix: i64 = plan.prefix_lens().iter().map(|&len| len as i64).sum();
     format!(
-        "{format} {}{step} of {} requests, {} queries and {prefix} tokens of prefixes; max_batch {}, max_context_len {}, \
-         topk {}, steps {}, draft_tokens {}",
-        plan.phase().name(),
+        "{format} {} of {} requests, {} queries and {prefix} tokens of prefixes; max_batch {}, max_context_len {}, \
+         page_size {}, topk {}, steps {}, draft_tokens {}, {:?} layout",
+        plan.phase(),
         plan.batch(),
         plan.queries(),
         limits.max_batch,
         limits.max_context_len,
+        limits.page_size,
         shape.topk(),
         shape.steps(),
         shape.draft_tokens(),
+        geometry.layout(),
     )
 }
 
