@@ -2,6 +2,8 @@
 #![allow(dead_code, unreachable_pub)] // each test binary uses a part
 #![allow(clippy::unwrap_used)] // a module of tests, which clippy takes for none
 
+pub mod paged;
+
 use specrs::geometry::{Geometry, Layout, Limits, TreeShape};
 use specrs::pool::{Lease, Pool, PoolConfig, SeqId};
 
