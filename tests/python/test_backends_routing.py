@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from conftest import Pair
+from formats_world import World
 from modelzoo import edit_config
 from specrs import LLM, ConfigError, SamplingParams
 from specrs.backends import (
@@ -23,6 +24,7 @@ from specrs.backends import (
     FlashAttention,
     FlashInfer,
     Native,
+    PlanAttention,
     Resolved,
     Triton,
     UnsupportedCombinationError,
@@ -199,6 +201,8 @@ def test_needs_cpu_seq_lens_takes_slots_as_they_are() -> None:
      (type("F", (Triton,), {"topk_above_1": 1})(), "topk_above_1 = 1: must be one of False, True"),
      (type("F", (Triton,), {"kv_dtypes": ()})(), r"kv_dtypes = \(\)"),
      (type("F", (Triton,), {"kv_dtypes": "float32"})(), "kv_dtypes = 'float32'"),
+     (type("F", (Triton,), {"kv_dtypes": [{}]})(), r"kv_dtypes = \[\{\}\]"),
+     (type("F", (Triton,), {"draft_attention": {"dense": [["lane"]]}})(), r"draft_attention\['dense'\] = \[\["),
      (type("F", (Triton,), {"draft_attention": {"sparse": ("lane",)}})(), "'sparse'"),
      (type("F", (Triton,), {"draft_attention": {"dense": ("all",)}})(), "draft_attention\\['dense'\\]"),
      (type("F", (Triton,), {"draft_attention": "dense"})(), "must map layouts"),
@@ -234,13 +238,44 @@ def test_a_backend_of_a_user_generates(tiny: Pair) -> None:
         LLM(tiny.target, tiny.draft, attention_backend=Bare(), page_size=16)
 
 
-def test_a_result_of_another_shape_is_refused(tiny: Pair) -> None:
-    class Flat(Triton):
-        def attend(self, prepared: Any, keys: Any, values: Any, q: Any, scale: float) -> Any:
-            return super().attend(prepared, keys, values, q, scale).flatten(1)
+@pytest.mark.parametrize(
+    ("change", "got"),
+    [(lambda t: t.flatten(1), r"\[3, 128\] torch.float32 on cpu"), (lambda t: t.double(), r"4, 32\] torch.float64"),
+     (lambda t: None, "a NoneType"), (lambda t: (t, t), "a tuple"), (lambda t: t.numpy(), "a ndarray"),
+     (lambda t: t.to("meta"), "torch.float32 on meta"), (lambda t: t.to_sparse(), "torch.sparse_coo")],
+)  # fmt: skip
+def test_a_result_that_is_no_tensor_like_q_is_refused(tiny: Pair, change: Any, got: str) -> None:
+    class Other(Triton):
+        def attend(self, *args: Any) -> Any:
+            return change(super().attend(*args))
 
-    with pytest.raises(ConfigError, match=r"Flat: attend gave \[3, 128\] torch.float32, must give \[3, 4, 32\]"):
-        LLM(tiny.target, attention_backend=Flat()).generate([[1, 2, 3]], SamplingParams(max_tokens=2))
+    llm = LLM(tiny.target, attention_backend=Other())
+    with pytest.raises(
+        ConfigError, match=rf"'triton': attend gave .*{got}.*, must give \[3, 4, 32\] torch.float32 on cpu"
+    ):
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
+    assert llm.audit()["sequences"] == 0
+
+
+def test_a_result_with_a_gradient_counts_as_its_values(tiny: Pair) -> None:
+    class Traced(Triton):
+        def attend(self, *args: Any) -> Any:
+            return super().attend(*args).requires_grad_()
+
+    params = SamplingParams(max_tokens=4)
+    want = LLM(tiny.target).generate([[1, 2, 3]], params)[0].token_ids
+    assert LLM(tiny.target, attention_backend=Traced()).generate([[1, 2, 3]], params)[0].token_ids == want
+
+
+def test_a_backend_without_a_name_is_called_by_its_class() -> None:
+    class Nameless:
+        format = "triton"
+        prepare = attend = Triton().prepare
+
+    w = World("flashinfer")
+    attention = PlanAttention(Nameless())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="'flashinfer'; the attention backend 'Nameless' reads 'triton'"):
+        attention(None, 0, w.plan("decode"), None, None, 1.0)  # type: ignore[arg-type]
 
 
 # -- recurrent state --------------------------------------------------------------------------------------------

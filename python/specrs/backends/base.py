@@ -149,9 +149,10 @@ class Capabilities:
 
         def several(flag: str, value: object, allowed: Sequence[str]) -> tuple[Any, ...]:
             options = ", ".join(repr(a) for a in allowed)
-            if isinstance(value, str) or not isinstance(value, Sequence) or not value or {*value} - {*allowed}:
+            items = () if isinstance(value, str) or not isinstance(value, Sequence) else tuple(value)
+            if not items or any(item not in allowed for item in items):
                 raise ConfigError(f"attention backend {name!r}: {flag} = {value!r}: must be some of {options}")
-            return tuple(value)
+            return items
 
         if not isinstance(name, str):
             raise ConfigError(f"attention backend: name = {name!r}: must be a string")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from specrs import _specrs as core
 from specrs._specrs import ConfigError, KvCache, Plan
-from specrs.backends.base import AttentionBackend, Step
+from specrs.backends.base import AttentionBackend, Capabilities, Step
 from specrs.backends.native import Native
 
 if TYPE_CHECKING:
@@ -25,29 +25,30 @@ class PlanAttention:
 
     def __init__(self, backend: AttentionBackend) -> None:
         self.backend = backend
+        self._name = Capabilities.of(backend).name  # which a backend that is no `AttentionBackend` may lack
         self._prepared: tuple[Plan, Any] | None = None  # of the pass at hand, for all of its layers
 
     def __call__(self, kv: KvCache, layer: int, plan: Plan, q: torch.Tensor, out: torch.Tensor, scale: float) -> None:
         """out = attention of q, both f32 [Q, heads, head_dim].
 
         Raises:
-            ConfigError: a plan of another format; a backend whose result has another shape or type.
+            ConfigError: a plan of another format; a backend whose result is no tensor like q.
         """
         if isinstance(self.backend, Native):
             core.attention(kv, layer, plan, q, out, scale)
             return
         if plan.format != self.backend.format:
             raise ConfigError(
-                f"plan: made in the format {plan.format!r}; the attention backend {self.backend.name!r} reads "
+                f"plan: made in the format {plan.format!r}; the attention backend {self._name!r} reads "
                 f"{self.backend.format!r}"
             )
         if self._prepared is None or self._prepared[0] is not plan:
             self._prepared = plan, self.backend.prepare(self._step(plan, kv.page_size))
         result = self.backend.attend(self._prepared[1], kv.tensor[layer, 0], kv.tensor[layer, 1], q, scale)
-        if result.shape != q.shape or result.dtype != q.dtype:
-            got, want = f"{list(result.shape)} {result.dtype}", f"{list(q.shape)} {q.dtype}"
-            raise ConfigError(f"attention backend {type(self.backend).__name__}: attend gave {got}, must give {want}")
-        out.copy_(result)
+        got, want = _kind(result), _kind(q)
+        if got != want:
+            raise ConfigError(f"attention backend {self._name!r}: attend gave {got}, must give {want}")
+        out.copy_(result.detach())
 
     def _step(self, plan: Plan, page_size: int) -> Step:
         from torch.utils.dlpack import from_dlpack
@@ -60,3 +61,13 @@ class PlanAttention:
             queries=plan.queries,
             arrays=arrays,
         )
+
+
+def _kind(value: Any) -> str:
+    """A tensor in all that `attend` must give, or what is none."""
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        return f"a {type(value).__name__}"
+    layout = "" if value.layout == torch.strided else f" {value.layout}"
+    return f"{list(value.shape)} {value.dtype} on {value.device}{layout}"
