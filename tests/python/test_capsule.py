@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import os
 import re
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,33 @@ def test_round_trip_and_equal_bytes(recorded: Capsule, tiny: Pair, tmp_path: Pat
     save(recorded, path)
     assert path.read_bytes() == data and load(path) == recorded
     assert [p.name for p in tmp_path.iterdir()] == ["a.capsule"]
+
+
+def test_a_file_is_written_whole_or_not_at_all(recorded: Capsule, tmp_path: Path, monkeypatch: Any) -> None:
+    file, link = tmp_path / "file", tmp_path / "link"
+    link.symlink_to(file)
+    save(recorded, link)
+    assert link.is_symlink() and load(file) == recorded
+    # What is no regular file stays what it is.
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor() as other:
+        read = other.submit(pipe.read_bytes)
+        save(recorded, pipe)
+        assert loads(read.result()) == recorded
+    assert pipe.is_fifo()
+    for path in (tmp_path, tmp_path / "none" / "file"):
+        with pytest.raises(OSError):
+            save(recorded, path)
+
+    def full(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="no space left"):
+        save(recorded, file)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "link", "pipe"]
+    assert load(file) == recorded
 
 
 def test_prefixes_shared_with_other_requests(tiny: Pair) -> None:

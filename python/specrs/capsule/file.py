@@ -26,12 +26,23 @@ def loads(data: bytes) -> Capsule:
 
 
 def save(capsule: Capsule, path: str | os.PathLike[str]) -> None:
-    """Write a file, whole or not at all."""
+    """Write a file, whole or not at all; into what is no regular file (a pipe, a device) as it comes.
+
+    Raises:
+        OSError: the file cannot be written; nothing is left of it.
+    """
     data = dumps(capsule)
-    path = Path(path)
-    part = path.with_name(path.name + ".part")
-    part.write_bytes(data)
-    os.replace(part, path)
+    target = Path(os.path.realpath(path))  # behind links, which stay what they are
+    if target.exists() and not target.is_file():
+        target.write_bytes(data)
+        return
+    part = target.with_name(f"{target.name}.{os.getpid()}.part")
+    try:
+        part.write_bytes(data)
+        os.replace(part, target)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def load(path: str | os.PathLike[str]) -> Capsule:
