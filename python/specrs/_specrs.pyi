@@ -714,7 +714,8 @@ class Planner:
         With `tensors`, name to tensor, the arrays are written into these: on the CPU, contiguous, of the array's dtype
         (`custom_mask`: bool or uint8), apart from each other and from those of other buffers; a table may have more
         rows and columns than needed. They are zeroed, kept alive, and written by later plans: no thread may use them
-        during such a call. `ConfigError` names the first that is missing, unknown, of another kind or too small.
+        during such a call. One that was resized since is refused. `ConfigError` names the first that is missing,
+        unknown, of another kind or too small.
         """
 
     def capacities(
@@ -743,8 +744,8 @@ class KvCache:
     """Keys and values of all layers: a CPU tensor [layers, 2, num_slots, kv_heads, head_dim], float32 or bfloat16, keys
     at index 0 and values at 1. Slot s is position `s % page_size` of page `s // page_size`; page 0 is the sink.
 
-    The tensor's memory is shared and kept alive. Calls that write wait for each other; torch may use the tensor between
-    calls, not during one.
+    The tensor's memory is shared and kept alive, unless its storage is resized (`resize_`), which a cache cannot see.
+    Calls that write wait for each other; torch may use the tensor between calls, not during one.
     """
 
     def __new__(cls, tensor: _Tensor, page_size: SupportsIndex) -> Self: ...

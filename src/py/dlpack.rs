@@ -43,7 +43,7 @@ use self::abi::{
     VERSIONED, VERSIONED_USED, Versioned,
 };
 pub(super) use self::buffer::{Buffer, View};
-pub(super) use self::lent::{Lent, Place};
+pub(super) use self::lent::{Lender, Lent, Place};
 use super::array::Array;
 use crate::error::{Error, Result};
 

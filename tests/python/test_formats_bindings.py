@@ -236,6 +236,9 @@ def test_lengths_on_the_device_are_never_read() -> None:
             call()
     with pytest.raises(core.ConfigError, match="length bound"):
         w.planner.sizes("decode", core.DeviceLens(2, 65))
+    for many in ([1] * 5, core.DeviceLens(5, 1)):
+        with pytest.raises(core.ConfigError, match=r"requests = 5 is outside 0..=4"):
+            w.planner.sizes("decode", many)
     for bad in [(-1, 5), (2, -1), (2**32, 1)]:
         with pytest.raises(core.ConfigError):
             core.DeviceLens(*bad)
@@ -287,7 +290,7 @@ def test_tensors_that_share_memory_are_refused() -> None:
     # Nor may two buffers have one memory: what the one knows of its content the other would make false.
     before = block.clone()
     for lent in [tensors, {**caller.tensors, "kv_last_page_len": block[3:7]}]:
-        with pytest.raises(core.ConfigError, match="memory that is lent to other buffers"):
+        with pytest.raises(core.ConfigError, match="memory that other buffers write"):
             w.planner.buffers("decode", tensors=lent)
     assert torch.equal(block, before)
     view = torch.from_dlpack(plan.arrays()["kv_indptr"])

@@ -127,6 +127,51 @@ def test_a_debug_planner_poisons_what_it_is_lent(debug: bool) -> None:
     caller.check_canaries()
 
 
+@pytest.mark.parametrize("given", [False, True])
+def test_memory_has_one_writer(given: bool) -> None:
+    """Neither a caller's tensors nor specrs's own static memory can be lent to two buffers."""
+    w = World("flashinfer")
+    tensors: Any = Caller(w.planner, "verify").tensors if given else None
+    buffers = w.planner.buffers("verify", tensors=tensors)
+    own = buffers.tensors()
+    for again in (own, {n: torch.from_dlpack(a) for n, a in own.items()}):
+        with pytest.raises(core.ConfigError, match="kv_indptr: got memory that other buffers write"):
+            w.planner.buffers("verify", tensors=again)
+    del buffers, own, again
+    gc.collect()
+    w.planner.buffers("verify", tensors=tensors)
+
+
+def grow_torch(t: torch.Tensor) -> None:
+    t.resize_(100 * t.numel())
+
+
+def grow_storage(t: torch.Tensor) -> None:
+    t.untyped_storage().resize_(0)
+
+
+def grow_numpy(a: Any) -> None:
+    a.resize(100 * a.size, refcheck=False)
+
+
+@pytest.mark.parametrize("grow", [grow_torch, grow_storage, grow_numpy])
+def test_a_tensor_that_was_resized_is_not_written(grow: Callable[[Any], None]) -> None:
+    """Resizing frees memory whoever else holds it: it is asked for again before each use."""
+    w = World("flashinfer")
+    kind = np if grow is grow_numpy else torch
+    tensors: Any = {
+        n: kind.zeros(c["shape"], dtype=getattr(kind, "bool_" if (kind, c["dtype"]) == (np, "bool") else c["dtype"]))
+        for n, c in w.planner.capacities("decode").items()
+    }
+    buffers = w.planner.buffers("decode", tensors=tensors)
+    plan = w.plan("decode", out=buffers)
+    grow(tensors["kv_indices"])
+    for use in (lambda: w.plan("decode", out=buffers), plan.arrays, buffers.tensors):
+        with pytest.raises(core.ConfigError, match=r"kv_indices: .*(resized|null pointer)"):
+            use()
+    assert buffers.generation == 1
+
+
 # --- staleness
 
 

@@ -5,6 +5,9 @@ use std::fmt;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use pyo3::intern;
+use pyo3::prelude::*;
+
 use super::Tensor;
 use super::abi::{DType, Device};
 use crate::error::{Error, Result};
@@ -13,8 +16,9 @@ use crate::plan::Memory;
 /// Bytes that memory of ours is aligned to: a cache line, and any vector that a kernel loads.
 const ALIGN: usize = 64;
 
-/// First address, and one past the last, of every tensor that is lent: two writers of one memory would each hold a
-/// `&mut` to it, and what one of them knows of its content the other makes false.
+/// First address, and one past the last, of all static memory, lent or ours (which a caller could lend us back): two
+/// writers of one memory would each hold a `&mut` to it, and what one of them knows of its content the other makes
+/// false.
 static LENT: Mutex<Vec<(usize, usize)>> = Mutex::new(Vec::new());
 
 /// Memory that stays where it is. [`Lent`] alone makes slices of it; others know its address, and keep it alive.
@@ -48,6 +52,12 @@ impl Place {
     pub(super) fn len(&self) -> usize {
         self.len
     }
+
+    /// First address and one past the last.
+    fn range(&self) -> (usize, usize) {
+        let first = self.data.as_ptr() as usize;
+        (first, first + self.len)
+    }
 }
 
 impl Drop for Place {
@@ -68,13 +78,9 @@ pub(in crate::py) struct Lent {
 
 impl Drop for Lent {
     fn drop(&mut self) {
-        if let Source::Tensor(_) = self.place.source {
-            let first = self.place.data.as_ptr() as usize;
-            let range = (first, first + self.place.len);
-            let mut lent = LENT.lock().unwrap_or_else(PoisonError::into_inner);
-            if let Some(i) = lent.iter().position(|l| *l == range) {
-                lent.swap_remove(i);
-            }
+        let mut lent = LENT.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(i) = lent.iter().position(|l| *l == self.place.range()) {
+            lent.swap_remove(i);
         }
     }
 }
@@ -108,7 +114,9 @@ impl Lent {
         let skip = at.as_ptr().align_offset(ALIGN).min(ALIGN);
         // SAFETY: within the allocation, which has ALIGN bytes more than `len`.
         let data = unsafe { at.add(skip) };
-        Ok(Self { place: Arc::new(Place { data, len, source: Source::Heap(at, layout) }), fresh: true })
+        let place = Place { data, len, source: Source::Heap(at, layout) };
+        LENT.lock().unwrap_or_else(PoisonError::into_inner).push(place.range());
+        Ok(Self { place: Arc::new(place), fresh: true })
     }
 
     /// A caller's tensor. It is kept alive, and its owner may use it between calls.
@@ -120,19 +128,54 @@ impl Lent {
         let len = tensor.elements * tensor.dtype.size();
         let data = NonNull::new(tensor.first::<u64>()).map(NonNull::cast);
         let data = data.ok_or_else(|| tensor.mismatch("a null pointer", "data"))?;
-        let range = (data.as_ptr() as usize, data.as_ptr() as usize + len);
+        let (first, end) = (data.as_ptr() as usize, data.as_ptr() as usize + len);
         let mut lent = LENT.lock().unwrap_or_else(PoisonError::into_inner);
-        if lent.iter().any(|l| l.0 < range.1 && range.0 < l.1) {
-            return Err(tensor.mismatch("memory that is lent to other buffers", "memory that nobody else writes"));
+        if lent.iter().any(|l| l.0 < end && first < l.1) {
+            return Err(tensor.mismatch("memory that other buffers write", "memory that nobody else writes"));
         }
-        lent.push(range);
         let place = Place { data, len, source: Source::Tensor(tensor.into()) };
+        lent.push(place.range());
         Ok(Self { place: Arc::new(place), fresh: false })
     }
 
     /// The memory, for views of it.
     pub(in crate::py) fn place(&self) -> Arc<Place> {
         self.place.clone()
+    }
+}
+
+/// A lent tensor that can be resized, as torch's and numpy's can: that frees its memory though others hold it, so it is
+/// asked for it again before each use.
+pub(in crate::py) struct Lender {
+    object: Py<PyAny>,
+    operand: &'static str,
+    range: (usize, usize),
+}
+
+impl Lender {
+    /// Of `tensor`, which was imported from `object`; `None` where that cannot be resized.
+    ///
+    /// # Errors
+    /// What looking for its methods raises.
+    pub(in crate::py) fn of(object: &Bound<'_, PyAny>, tensor: &Tensor) -> PyResult<Option<Self>> {
+        let py = object.py();
+        let resizable = object.hasattr(intern!(py, "resize_"))? || object.hasattr(intern!(py, "resize"))?;
+        let of = || Self { object: object.clone().unbind(), operand: tensor.operand, range: tensor.range };
+        Ok(resizable.then(of))
+    }
+
+    /// Check that the memory is where it was when it was lent.
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`] where it is not; whatever [`Tensor::import`] says of the object now.
+    pub(in crate::py) fn check(&self, py: Python<'_>) -> PyResult<()> {
+        let now = Tensor::import(self.object.bind(py), self.operand, None)?;
+        if now.range == self.range {
+            return Ok(());
+        }
+        let at = |(first, end): (usize, usize)| format!("{} bytes at {first:#x}", end - first);
+        let want = format!("{}, as when it was lent: make new buffers of a tensor that was resized", at(self.range));
+        Err(now.mismatch(at(now.range), want).into())
     }
 }
 

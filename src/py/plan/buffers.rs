@@ -15,7 +15,7 @@ use crate::geometry::Geometry;
 use crate::plan::{self, AnyFormat, ArrayRef, Arrays, Extent, Format, Given, Load, Phase, Spec};
 use crate::py::arg::detached;
 use crate::py::array::{Array, Lease};
-use crate::py::dlpack::{Buffer, DType, Lent, Place, Tensor, View};
+use crate::py::dlpack::{Buffer, DType, Lender, Lent, Place, Tensor, View};
 use crate::revert::Fault;
 
 /// Element types that an array may have in memory of a caller; the first is that of specrs's memory.
@@ -97,7 +97,8 @@ impl Use {
         let specs = self.format.arrays();
         specs.iter().map(|s| s.name).find(|n| *n == name).ok_or_else(|| {
             let known: Vec<&str> = specs.iter().map(|s| s.name).collect();
-            let why = format!("{} has the arrays {}", self.format.name(), known.join(", "));
+            let known = if known.is_empty() { "no arrays".into() } else { format!("the arrays {}", known.join(", ")) };
+            let why = format!("{} has {known}", self.format.name());
             Error::Invalid { what: "tensors", got: format!("{name:?}"), why }
         })
     }
@@ -191,6 +192,8 @@ struct Slab {
 pub(super) struct Static {
     purpose: Use,
     slabs: Vec<Slab>,
+    /// Of those of a caller's tensors that can be resized.
+    lenders: Vec<Lender>,
     /// Locked by whoever writes, and by whoever of ours reads.
     arrays: Mutex<Arrays>,
     /// Generation of the first write: the one that a reader held who did not renew its lease (see
@@ -200,7 +203,11 @@ pub(super) struct Static {
 
 impl Static {
     /// Buffers for `purpose`, in memory of specrs or, where `tensors` is given, in those of a caller.
-    pub(super) fn new(purpose: Use, tensors: Option<Vec<(&'static str, Tensor)>>) -> Result<Self> {
+    pub(super) fn new(
+        purpose: Use,
+        tensors: Option<Vec<(&'static str, Tensor)>>,
+        lenders: Vec<Lender>,
+    ) -> Result<Self> {
         let specs = purpose.format.arrays();
         let limits = purpose.limits()?;
         let (mut given, mut slabs) = (Vec::new(), Vec::new());
@@ -227,11 +234,19 @@ impl Static {
             }
         }
         let arrays = Mutex::new(Arrays::fixed(specs, given)?);
-        Ok(Self { purpose, slabs, arrays, first: OnceLock::new() })
+        Ok(Self { purpose, slabs, lenders, arrays, first: OnceLock::new() })
     }
 
     fn lock(&self) -> MutexGuard<'_, Arrays> {
         self.arrays.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Check that the memory of a caller's tensors is still theirs.
+    ///
+    /// # Errors
+    /// As [`Lender::check`].
+    pub(super) fn check_lenders(&self, py: Python<'_>) -> PyResult<()> {
+        self.lenders.iter().try_for_each(|lender| lender.check(py))
     }
 
     /// What it is for.
@@ -309,6 +324,11 @@ pub(super) struct Written {
 }
 
 impl Written {
+    /// As [`Static::check_lenders`].
+    pub(super) fn check_lenders(&self, py: Python<'_>) -> PyResult<()> {
+        self.memory.check_lenders(py)
+    }
+
     /// The arrays that it wrote, as views.
     pub(super) fn arrays(&self) -> Result<Vec<(&'static str, Array)>> {
         let arrays = self.memory.lock();
@@ -402,6 +422,7 @@ impl FormatBuffers {
     /// The whole memory of each array by name, for what holds on to addresses (a captured graph). These never go stale:
     /// they show what was written last, and behind it what earlier writes left.
     fn tensors<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        self.0.check_lenders(py)?;
         let dict = PyDict::new(py);
         for slab in &self.0.slabs {
             let (name, dtype) = (slab.spec.name, slab.dtype);

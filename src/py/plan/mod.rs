@@ -70,6 +70,7 @@ impl Plan {
     fn arrays<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let dict = PyDict::new(py);
         if let Some(out) = &self.out {
+            out.check_lenders(py)?;
             for (name, array) in detached(py, || out.arrays())? {
                 dict.set_item(name, array)?;
             }

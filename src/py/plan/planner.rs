@@ -16,7 +16,7 @@ use crate::plan::{
 };
 use crate::pool;
 use crate::py::arg::{Int, detached, same_len, u32s};
-use crate::py::dlpack::Tensor;
+use crate::py::dlpack::{Lender, Tensor};
 use crate::py::geometry::Geometry;
 use crate::py::pool::{Lease, Pool, Sequence, ids};
 use crate::py::sampling::Accepts;
@@ -163,6 +163,7 @@ impl Planner {
         let out = call.out.map(|o| (&o.0, self.purpose(call.phase, false, self.geometry.limits().max_batch)));
         if let Some((memory, purpose)) = &out {
             memory.purpose().takes(purpose)?;
+            memory.check_lenders(py)?;
         }
         let (plan, out) = detached(py, || {
             let mut planner = self.state();
@@ -375,7 +376,8 @@ impl Planner {
     ///
     /// With `tensors`, name to tensor, the arrays are written into these: on the CPU, contiguous, of the array's
     /// dtype (`custom_mask`: bool or uint8), apart from each other and from those of other buffers; a table may have more
-    /// rows and columns than needed. They are zeroed, kept alive, and written by later plans: no thread may use them during such a call.
+    /// rows and columns than needed. They are zeroed, kept alive, and written by later plans: no thread may use them
+    /// during such a call. One that was resized since is refused.
     /// `ConfigError` names the first that is missing, unknown, of another kind or too small.
     #[pyo3(signature = (phase, step=None, max_batch=None, tensors=None))]
     fn buffers(
@@ -387,17 +389,20 @@ impl Planner {
         tensors: Option<&Bound<'_, PyMapping>>,
     ) -> PyResult<FormatBuffers> {
         let purpose = self.parse(phase, step, max_batch)?;
+        let mut lenders = Vec::new();
         let import = |given: &Bound<'_, PyMapping>| -> PyResult<Vec<(&'static str, Tensor)>> {
             let mut all = Vec::new();
             for item in given.items()?.iter() {
-                let (name, tensor): (String, Bound<'_, PyAny>) = item.extract()?;
+                let (name, object): (String, Bound<'_, PyAny>) = item.extract()?;
                 let name = purpose.array(&name)?;
-                all.push((name, Tensor::import(&tensor, name, None)?));
+                let tensor = Tensor::import(&object, name, None)?;
+                lenders.extend(Lender::of(&object, &tensor)?);
+                all.push((name, tensor));
             }
             Ok(all)
         };
         let tensors = tensors.map(import).transpose()?;
-        let memory = detached(py, || Static::new(purpose, tensors))?;
+        let memory = detached(py, || Static::new(purpose, tensors, lenders))?;
         Ok(FormatBuffers(memory.into()))
     }
 
