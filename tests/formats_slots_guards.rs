@@ -17,8 +17,16 @@ use specrs::pool::Tables;
 /// `K * sum(L) + B*K*(t + 1)`; verify with full trees: `qo_indptr[i] = i*V`, `kv_indptr` over L_i + V.
 #[test]
 fn closed_forms_of_the_specification() {
-    for (layout, p) in [(Layout::Dense, 1), (Layout::Dense, 4), (Layout::Holey, 4), (Layout::Holey, 16)] {
-        let (k, s, v) = (3u32, 4u32, 10u32);
+    // 96 draft slots are more than one word of a mask.
+    let (small, large) = ((3u32, 4u32), (8, 12));
+    for (layout, p, (k, s)) in [
+        (Layout::Dense, 1, small),
+        (Layout::Dense, 4, large),
+        (Layout::Holey, 4, small),
+        (Layout::Holey, 4, large),
+        (Layout::Holey, 16, small),
+    ] {
+        let v = 10u32;
         let g = geometry(k, s, v, p, 3, 64, layout);
         let c = Case::new(&g, &[7, 12, 0], 5);
         let batch = Batch::new(&c.seqs, Lens::Host(&c.lens));
@@ -40,6 +48,15 @@ fn closed_forms_of_the_specification() {
             assert_eq!(o.line::<i32>("kv_indptr"), want);
             assert_eq!(a.line::<i32>("kv_indices").len() as u32, used);
             assert!(used <= g.per_branch_kv_indices().unwrap());
+            let mut slots = vec![];
+            for (i, &len) in c.lens.iter().enumerate() {
+                let region = g.draft_region(len).unwrap();
+                for b in 0..k {
+                    let own = (0..=t).map(|u| region.pos(b, u).unwrap());
+                    slots.extend((0..len).chain(own).map(|pos| c.slot(i, pos)));
+                }
+            }
+            assert_eq!(a.line::<i32>("kv_indices"), slots);
             let narrow: Vec<i64> = a.line::<i32>("kv_indices").iter().map(|&s| s.into()).collect();
             assert_eq!(o.line::<i64>("kv_indices"), narrow);
         }

@@ -29,7 +29,8 @@ struct Setting {
 }
 
 fn setting() -> impl Strategy<Value = Setting> {
-    let shape = (1u32..=6, 1u32..=6, 1u32..=130, 0u32..=7, 1u32..=300, any::<bool>());
+    // Up to 90 draft slots and 130 nodes, so that masks have more than one word.
+    let shape = (1u32..=9, 1u32..=10, 1u32..=130, 0u32..=7, 1u32..=300, any::<bool>());
     let batch = (prop::collection::vec(any::<u32>(), 0..=MAX_BATCH as usize), prop::collection::vec(any::<u32>(), 64));
     let form = prop::sample::select(vec![MaskForm::Both, MaskForm::Bool, MaskForm::Packed]);
     (shape, batch, any::<u64>(), prop::option::of((0u32..4, 0u32..9)), form).prop_map(
