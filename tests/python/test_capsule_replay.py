@@ -21,7 +21,7 @@ from specrs.capsule.log import Guard, Run, Segment, compare
 from specrs.capsule.replay import replay
 from specrs.capsule.schema import DraftStep, Extend, PoolSize, Row, Shape, Tree
 from specrs.capsule.static import Overrun, Static
-from specrs.capsule.world import rebuild
+from specrs.capsule.world import rebuild, with_room
 from specrs.cli import main
 
 FORMATS = ["flashinfer", "triton", "flash_attention"]
@@ -182,7 +182,13 @@ def test_a_layout_that_takes_more(tiny: Pair) -> None:
     raw = tuple((page, "raw pages") for page in (3, 5, 6, 7, 8, 10))
     small = hand(pool=PoolSize(18, 4, 7), others=(*raw[:5], (9, "prefix cache"), raw[5]))
     with pytest.raises(core.PoolExhaustedError):
-        replay(small, format="flash_attention", layout="holey", mode="lane")
+        rebuild(small, small.shape.geometry("holey"))
+    for format in ("flashinfer", "flash_attention", "triton"):
+        result = replay_formats(small, format=format, layout="holey", mode="lane")
+        assert result.equal
+        assert [len(run.notes) for run in result.runs] == [1, 2]
+        assert result.runs[1].notes[1] == "the recorded pool is too small for this layout: 1 pages were added"
+    assert with_room(c, c.shape.geometry("holey")) == c
 
 
 def test_pools_beyond_memory_are_refused() -> None:

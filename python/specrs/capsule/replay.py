@@ -28,7 +28,7 @@ from specrs.capsule.owners import ArrayNames
 from specrs.capsule.schema import Capsule, DraftAttention, DraftStep, Format, Layout
 from specrs.capsule.static import FILLS, MAX_BYTES, Image, Phase, Static, static_bytes
 from specrs.capsule.synth import Tokens
-from specrs.capsule.world import World, rebuild
+from specrs.capsule.world import World, rebuild, with_room
 
 TOLERANCE = 1e-5
 """Largest difference of attention outputs, which lie within -1 and 1, of two formats."""
@@ -59,7 +59,8 @@ def replay(
         capsule: the round.
         format: of the metadata; None: the recorded one.
         reverts: ids of historical faults to put back; a guard that fires ends the run and is in it.
-        layout, mode: another draft layout or draft attention than the recorded one.
+        layout, mode: another draft layout or draft attention than the recorded one. Where the recorded pool has too
+            few free pages for the layout, it gets more.
         reference: native attention by the plain reference kernel.
 
     Raises:
@@ -79,9 +80,11 @@ class _Replay:
         mode: DraftAttention | None,
         reference: bool,
     ) -> None:
-        self.c, self.format, self.reverts, self.reference = c, format, list(reverts), reference
+        self.format, self.reverts, self.reference = format, list(reverts), reference
         self.mode: DraftAttention = mode or c.draft_attention
         self.geometry = c.shape.geometry(layout, self.reverts)
+        recorded_pages, c = c.pool.num_pages, with_room(c, self.geometry)
+        self.c, self.pages_more = c, c.pool.num_pages - recorded_pages
         self.padded = max(min(c.shape.max_batch, MAX_PADDED), len(c.rows))
         slots = c.pool.num_pages * c.shape.page_size
         if slots * synth.POOL_BYTES > MAX_POOL_BYTES:
@@ -117,6 +120,8 @@ class _Replay:
         same, all_ = world.recorded, world.columns
         more = f", {all_ - same} more for this layout" if all_ > same else ""
         self.log.notes.append(f"page tables: {same} columns as recorded{more}")
+        if self.pages_more:
+            self.log.notes.append(f"the recorded pool is too small for this layout: {self.pages_more} pages were added")
         self._log_tables("reserve", world.pages, self.as_recorded)
         self.planner = Planner(self.geometry, pool, format=self.format)
         self.attention: _Attention = core.attention_reference if self.reference else core.attention

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from specrs._specrs import Geometry, Lease, Pool
@@ -44,7 +44,6 @@ def rebuild(c: Capsule, geometry: Geometry) -> World:
         SpecrsError: the pool refuses something, as it would have refused it in the engine.
     """
     recorded = c.shape.geometry()
-    more = geometry.alloc_len_per_decode - recorded.alloc_len_per_decode if c.kind == "speculative" else 0
     row_pages = max(c.pool.row_pages + geometry.row_pages - recorded.row_pages, 1)
     shared = _shared_columns(c)
     pool = Pool(c.pool.num_pages, c.shape.page_size, c.pool.max_seqs + sum(n > 0 for n in shared), row_pages)
@@ -56,7 +55,7 @@ def rebuild(c: Capsule, geometry: Geometry) -> World:
     foreign = sorted({page for page, _ in c.others} - held)
     pool.take_next(foreign)
     pool.alloc_pages(len(foreign))
-    wants = [max(r.reserved + more, r.committed) for r in c.rows]
+    wants = _wants(c, geometry)
     pool.take_next(_speculative(c, pool, wants, held.union(foreign)))
     lease = pool.reserve(list(zip(seqs, wants, strict=True)))
     pages = [pool.pages(seq) for seq in seqs]
@@ -68,6 +67,23 @@ def rebuild(c: Capsule, geometry: Geometry) -> World:
         same += n
     pool.audit()
     return World(pool, seqs, lease, pages, same, sum(len(p) for p in pages))
+
+
+def with_room(c: Capsule, geometry: Geometry) -> Capsule:
+    """The capsule with the pages that `geometry` takes beyond the free ones of its pool: what another layout would do
+    with the round is to be seen in a pool that was sized for the recorded one, too."""
+    owned = {page for r in c.rows for page in r.pages} | {page for page, _ in c.others}
+    pages = (-(-want // c.shape.page_size) for want in _wants(c, geometry))
+    more = sum(max(n - len(r.pages), 0) for n, r in zip(pages, c.rows, strict=True))
+    lacking = max(more - (c.pool.num_pages - 1 - len(owned)), 0)
+    return replace(c, pool=replace(c.pool, num_pages=c.pool.num_pages + lacking))
+
+
+def _wants(c: Capsule, geometry: Geometry) -> list[int]:
+    """Positions that each request asks pages for under `geometry`."""
+    recorded = c.shape.geometry().alloc_len_per_decode
+    more = geometry.alloc_len_per_decode - recorded if c.kind == "speculative" else 0
+    return [max(r.reserved + more, r.committed) for r in c.rows]
 
 
 def _shared_columns(c: Capsule) -> list[int]:
