@@ -104,7 +104,7 @@ fn lane(plan: &Plan, tables: &Tables<'_>, geometry: &Geometry, r: &Request<'_>, 
     let (shape, j) = (geometry.shape(), (q - r.first) as u32);
     let w = plan.mask_words as usize;
     let mask = &plan.mask()[q * w..(q + 1) * w];
-    let bits = (0..w as u32 * 64).filter(|b| mask[(b / 64) as usize] >> (b % 64) & 1 == 1);
+    let bits = set_bits(mask);
     if plan.out_slots()[q] == 0 {
         // Only a draft step behind the context wall has dead lanes in a live request, and then all of them.
         return match plan.phase {
@@ -164,6 +164,18 @@ fn lane(plan: &Plan, tables: &Tables<'_>, geometry: &Geometry, r: &Request<'_>, 
     }
     in_range("RoPE position", plan.positions()[q], 0, geometry.limits().max_context_len as i128 - 1)?;
     Ok(())
+}
+
+/// Indices of the set bits of a mask row, in increasing order: a mask has thousands of bits and few that are set.
+fn set_bits(mask: &[u64]) -> impl Iterator<Item = u32> {
+    (0u32..).step_by(64).zip(mask).flat_map(|(base, &word)| {
+        let mut left = word;
+        std::iter::from_fn(move || {
+            let bit = (left != 0).then(|| base + left.trailing_zeros());
+            left &= left.wrapping_sub(1);
+            bit
+        })
+    })
 }
 
 /// A dead lane has its stated values.
@@ -300,7 +312,7 @@ fn attended(
         }
     }
     let mask = &plan.mask()[q * w..(q + 1) * w];
-    for bit in (0..w as u32 * 64).filter(|b| mask[(b / 64) as usize] >> (b % 64) & 1 == 1) {
+    for bit in set_bits(mask) {
         let steps = geometry.shape().steps();
         out.push(slot(match &draft {
             Some(region) => region.pos(bit / steps, bit % steps)?,
