@@ -183,10 +183,13 @@ fn every_element_is_seen<F: Format + Clone>(inner: F) {
                 if name == "extend_slots" && at >= if phase == Phase::Extend { 4 } else { 6 } {
                     continue;
                 }
-                let broken = Broken { inner: inner.clone(), name, at, add: 1 };
-                let result = run(broken, phase);
-                assert!(result.is_err(), "{name}[{at}] of {} unseen", phase.name());
-                tried += 1;
+                // A byte of a mask may become the other value, or one that it must not have.
+                for add in if name == "custom_mask" { 1..=2 } else { 1..=1 } {
+                    let broken = Broken { inner: inner.clone(), name, at, add };
+                    let result = run(broken, phase);
+                    assert!(result.is_err(), "{name}[{at}] of {} unseen", phase.name());
+                    tried += 1;
+                }
             }
         }
     }
@@ -218,6 +221,12 @@ fn configurations_beyond_int32_are_refused() {
         assert!(got.starts_with(name), "{got}");
         assert!(got.contains("max_batch 1024 * topk 8 * max_context_len 1000000"), "{got}");
         assert!(why.contains("2147483647") && why.contains("native"), "{why}");
+    }
+    // And so are its sizes, whoever asks for them.
+    let load = Load::limit(&g, Phase::Draft { step: 0 }, 1024).unwrap();
+    for result in [FlashInfer::default().extents(&g, &load), Triton.extents(&g, &load)] {
+        let err = result.unwrap_err();
+        assert!(matches!(err, Error::Overflow { what: "kv_indices", ty: "int32", .. }), "{err}");
     }
     // Lists fit, the mask in bytes does not: 256 * 64 * (199999 + 64); in bits, or by int64, it does.
     let g = geometry(2, 20, 64, 16, 256, 200_000, Layout::Dense);
