@@ -1,5 +1,7 @@
 //! Where draft KV lives behind a request's committed prefix: the dense and the holey layout.
 
+use std::fmt;
+
 use crate::bounds::{PageSize, add, mul};
 use crate::error::{Result, in_range};
 use crate::geometry::TreeShape;
@@ -15,7 +17,21 @@ pub enum Layout {
     Holey,
 }
 
+impl fmt::Display for Layout {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
 impl Layout {
+    /// What users call it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Layout::Dense => "dense",
+            Layout::Holey => "holey",
+        }
+    }
+
     /// The layout that is in force: holey only where it differs from dense (`K > 1` and `P > 1`).
     pub fn effective(self, shape: TreeShape, page: PageSize) -> Layout {
         if shape.topk() > 1 && page.get() > 1 { self } else { Layout::Dense }

@@ -4,7 +4,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
 use super::arg::{Int, detached};
-use super::geometry::{TreeShape, layout_name};
+use super::geometry::TreeShape;
 use crate::error::Result;
 use crate::geometry::{Buffer, Limits};
 use crate::plan::{self, AnyFormat, Failure, FormatArray, FormatCertificate, FormatLayout};
@@ -46,7 +46,7 @@ pub(super) fn certify<'py>(
     let layouts = PyList::empty(py);
     for l in &c.layouts {
         let d = PyDict::new(py);
-        d.set_item("layout", layout_name(l.layout))?;
+        d.set_item("layout", l.layout.name())?;
         d.set_item("alloc_len_per_decode", l.alloc_len_per_decode)?;
         d.set_item("reserve_per_decode", l.reserve_per_decode)?;
         d.set_item("row_width", l.row_width)?;
@@ -96,7 +96,7 @@ fn layout<'py>(py: Python<'py>, l: &FormatLayout) -> PyResult<Bound<'py, PyDict>
         bytes_of.set_item(a.phase, l.bytes(a.phase))?;
     }
     let d = PyDict::new(py);
-    d.set_item("layout", layout_name(l.layout))?;
+    d.set_item("layout", l.layout.name())?;
     d.set_item("refused", l.refused.as_deref())?;
     d.set_item("arrays", list(py, &l.arrays, array)?)?;
     d.set_item("bytes", l.round_bytes())?;
@@ -125,7 +125,7 @@ fn array<'py>(py: Python<'py>, a: &FormatArray) -> PyResult<Bound<'py, PyDict>> 
 fn failure<'py>(py: Python<'py>, f: &Failure) -> PyResult<Bound<'py, PyDict>> {
     let d = PyDict::new(py);
     d.set_item("what", &f.what)?;
-    d.set_item("layout", layout_name(f.layout))?;
+    d.set_item("layout", f.layout.name())?;
     d.set_item("committed", f.committed)?;
     d.set_item("residue", f.residue)?;
     d.set_item("branch", f.branch)?;

@@ -19,13 +19,6 @@ fn layout(name: &str) -> Result<geometry::Layout> {
     }
 }
 
-pub(super) fn layout_name(layout: geometry::Layout) -> &'static str {
-    match layout {
-        geometry::Layout::Dense => "dense",
-        geometry::Layout::Holey => "holey",
-    }
-}
-
 /// Shape of a dynamic draft tree: `topk` (K) branches per step, `steps` (S) steps, `draft_tokens` (V) tokens verified
 /// per request, root included; `1 <= V <= 1 + K + (S-1)*K*K`. Raises `ConfigError` for anything else.
 #[pyclass(frozen, eq, hash, module = "specrs._specrs")]
@@ -142,7 +135,7 @@ impl Geometry {
     /// Draft layout in force: `"dense"` (also for K = 1 or P = 1) or `"holey"`.
     #[getter]
     fn layout(&self) -> &'static str {
-        layout_name(self.0.layout())
+        self.0.layout().name()
     }
 
     /// Ids of the historical faults that are put back; empty but for debugging.
@@ -234,7 +227,7 @@ impl DraftRegion {
     /// `"dense"` or `"holey"`.
     #[getter]
     fn layout(&self) -> &'static str {
-        layout_name(self.0.layout())
+        self.0.layout().name()
     }
 
     /// First position of the prefix's tail page.

@@ -65,7 +65,7 @@ fn the_guard_fires_and_nothing_around_it_changes() {
             have: 10,
             hint: format!(
                 "{} draft step 0 of 2 requests, 4 queries and 6 tokens of prefixes; max_batch 2, max_context_len 4, \
-                 page_size 1, topk 2, steps 1, draft_tokens 1, Dense layout",
+                 page_size 1, topk 2, steps 1, draft_tokens 1, dense layout",
                 format.name()
             ),
         };

@@ -60,7 +60,7 @@ fn the_guard_fires_and_nothing_around_it_changes() {
         have: 1,
         hint: "columns of request 1, query 0: flash_attention draft step 0 of 3 requests, 6 queries and 11 \
                tokens of prefixes; max_batch 3, max_context_len 8, page_size 2, topk 2, steps 2, draft_tokens 1, \
-               Holey layout"
+               holey layout"
             .into(),
     };
     assert_eq!(got, Err(want));

@@ -32,7 +32,7 @@ impl fmt::Display for Failure {
         let Failure { what, layout, committed, residue, branch, step, got, limit } = self;
         write!(
             f,
-            "{what}: {got} against {limit} ({layout:?} layout, committed {committed}, residue {residue}, \
+            "{what}: {got} against {limit} ({layout} layout, committed {committed}, residue {residue}, \
              branch {branch}, step {step})"
         )
     }

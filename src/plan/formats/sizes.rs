@@ -41,7 +41,7 @@ pub(super) fn hint(format: &str, plan: &Plan, geometry: &Geometry) -> String {
     let prefix: i64 = plan.prefix_lens().iter().map(|&len| len as i64).sum();
     format!(
         "{format} {} of {} requests, {} queries and {prefix} tokens of prefixes; max_batch {}, max_context_len {}, \
-         page_size {}, topk {}, steps {}, draft_tokens {}, {:?} layout",
+         page_size {}, topk {}, steps {}, draft_tokens {}, {} layout",
         plan.phase(),
         plan.batch(),
         plan.queries(),

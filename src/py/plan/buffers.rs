@@ -138,7 +138,7 @@ impl Use {
             s.topk(),
             s.steps(),
             s.draft_tokens(),
-            crate::py::geometry::layout_name(self.geometry.layout()),
+            self.geometry.layout(),
         )
     }
 
