@@ -117,6 +117,17 @@ fn missing_and_wrong_arrays_are_refused_by_name() {
     assert_eq!(short, "indptr: got 7 bytes, want 8 bytes: [2] of int32");
 }
 
+/// What a caller's memory held before is the dead value afterwards, in all of it.
+#[test]
+fn what_memory_held_before_is_cleared() {
+    let mut memory = HostMemory::new("test", 24).unwrap();
+    memory.bytes_mut().fill(7);
+    let given = Given { memory: Box::new(memory), extent: table(2, 3) };
+    let mut arrays = Arrays::fixed(SPECS, vec![None, None, Some(given)]).unwrap();
+    let [t] = arrays.open([need(2, table(1, 1), table(2, 3))], hint).unwrap();
+    assert_eq!((t.marks.to_vec(), t.slice::<i32>().unwrap().to_vec()), (vec![0; 2], vec![0; 6]));
+}
+
 /// A table without columns has as many rows as a caller likes; nothing is kept of each.
 #[test]
 fn rows_of_nothing() {

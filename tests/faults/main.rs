@@ -12,6 +12,7 @@ mod fixed;
 mod holey_reserve;
 mod host_lengths;
 mod stale_padding;
+mod together;
 
 use specrs::Error;
 use specrs::geometry::{Geometry, Layout, Limits, TreeShape};
