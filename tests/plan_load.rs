@@ -20,6 +20,8 @@ fn a_batch_that_cannot_be() {
         assert_eq!(err, "step = 3 is outside 0..=2");
         assert!(Load::of_lens(&g, Phase::Draft { step: 2 }, &lens).is_ok());
     }
+    let bound = Lens::Device { batch: 1, at_most: 65 };
+    assert!(Load::of_lens(&g, Phase::Decode, &bound).unwrap_err().to_string().starts_with("length bound = 65"));
     let err = Load::of_lens(&g, Phase::Decode, &Lens::Host(&[65])).unwrap_err().to_string();
     assert_eq!(err, "committed length = 65 is outside 0..=64");
 }

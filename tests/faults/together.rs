@@ -33,10 +33,12 @@ fn refused(c: Config, lens: &[u32], format: AnyFormat, reverts: Reverts) -> usiz
             });
             match written.unwrap() {
                 Ok(()) => {}
-                Err(Error::Capacity { .. } | Error::OutOfBounds { .. } | Error::Invalid { what: "dead lane", .. }) => {
+                Err(e) => {
+                    let known = matches!(e, Error::Capacity { .. } | Error::OutOfBounds { .. })
+                        || matches!(e, Error::Invalid { what: "dead lane", .. });
+                    assert!(known, "{reverts}: {e}");
                     refused += 1;
                 }
-                Err(e) => panic!("{reverts}: {e}"),
             }
         }
         fixed.finish();
