@@ -9,6 +9,7 @@ use crate::plan::arrays::{Arrays, DType, Extent, Need, Spec};
 use crate::plan::formats::sizes::hint;
 use crate::plan::formats::table::Table;
 use crate::plan::load::Load;
+use crate::plan::wide::wide;
 use crate::plan::{DraftMask, Format, Phase, Plan};
 use crate::pool::Tables;
 
@@ -195,12 +196,18 @@ impl Format for FlashAttention {
         }
         let width = cols(EXPAND_PAGE_TABLE);
         let table = Table::new(SPECS[EXPAND_PAGE_TABLE].name, expand_table, width)?;
-        let out = Expand { lens: expand_lens.slice()?, table };
-        match (passes, phase) {
-            (Passes::Pages { .. }, Phase::Draft { step }) => at.branches(step, out),
-            (_, Phase::Draft { .. }) => at.draft(out),
-            _ => at.verify(out),
-        }
+        // Bit counts and short rows: several times as fast with the instructions of the machine at hand.
+        let mut out = Expand { lens: expand_lens.slice()?, table };
+        wide(
+            pulp::Arch::new(),
+            #[inline(always)]
+            || match (passes, phase) {
+                (Passes::Pages { .. }, Phase::Draft { step }) => at.branches(step, &mut out),
+                (_, Phase::Draft { .. }) => at.draft(&mut out),
+                _ => at.verify(&mut out),
+            },
+        )?;
+        out.table.end(plan.queries())
     }
 
     fn reads(
@@ -297,7 +304,7 @@ struct Request<'a> {
 
 impl<'a> At<'a> {
     /// Request `i`; `None` if it attends to nothing (padding, the context wall, no queries).
-    #[inline]
+    #[inline(always)]
     fn request(&self, i: usize) -> Option<Request<'a>> {
         let plan = self.plan;
         let (first, end) = (plan.qo_indptr()[i] as usize, plan.qo_indptr()[i + 1] as usize);
@@ -333,71 +340,98 @@ impl<'a> At<'a> {
     }
 
     /// Verify: the slots of each node's ancestors, which the plan writes.
-    fn verify(&self, out: Expand<'_>) -> Result<()> {
+    #[inline(always)]
+    fn verify(&self, out: &mut Expand<'_>) -> Result<()> {
         let (slots, w) = (self.plan.out_slots(), self.plan.mask_words() as usize);
-        self.queries(out, |table, r, q| {
-            let nodes = &slots[r.first..r.end];
-            let mask = &self.plan.mask()[q * w..(q + 1) * w];
-            let n = ones(mask);
-            let fill = |row: &mut [i32]| {
-                for (entry, node) in row.iter_mut().zip(bits(mask)) {
-                    match nodes.get(node) {
-                        Some(&slot) => *entry = slot,
-                        None => return Err(outside("mask bits (nodes)", r.index, node, nodes.len())),
-                    }
-                }
-                Ok(())
-            };
-            table.put(q, n, fill, || self.whose(r.index, Some(q - r.first)))?;
-            Ok(n as u32)
-        })
+        self.queries(
+            out,
+            #[inline(always)]
+            |table, r, q| {
+                let nodes = &slots[r.first..r.end];
+                let mask = &self.plan.mask()[q * w..(q + 1) * w];
+                let n = ones(mask);
+                table.put(
+                    q,
+                    n,
+                    #[inline(always)]
+                    |row: &mut [i32]| {
+                        for_bits(mask, row, |node| match nodes.get(node) {
+                            Some(&slot) => Ok(slot),
+                            None => Err(outside("mask bits (nodes)", r.index, node, nodes.len())),
+                        })
+                    },
+                    || self.whose(r.index, Some(q - r.first)),
+                )?;
+                Ok(n as u32)
+            },
+        )
     }
 
     /// A draft step in the dense layout: bit b of the mask is row position L + b.
-    fn draft(&self, out: Expand<'_>) -> Result<()> {
+    #[inline(always)]
+    fn draft(&self, out: &mut Expand<'_>) -> Result<()> {
         let (page, w) = (self.geometry.page(), self.plan.mask_words() as usize);
         let p = page.get();
-        self.queries(out, |table, r, q| {
-            let mask = &self.plan.mask()[q * w..(q + 1) * w];
-            let n = ones(mask);
-            let fill = |row: &mut [i32]| {
-                for (entry, bit) in row.iter_mut().zip(bits(mask)) {
-                    let pos = r.prefix + bit as u32;
-                    match r.line.get(page.page_of(pos) as usize) {
-                        Some(&id) => *entry = id * p as i32 + page.offset(pos) as i32,
-                        None => return Err(outside("row positions", r.index, pos as usize, r.line.len() * p as usize)),
-                    }
-                }
-                Ok(())
-            };
-            table.put(q, n, fill, || self.whose(r.index, Some(q - r.first)))?;
-            Ok(n as u32)
-        })
+        self.queries(
+            out,
+            #[inline(always)]
+            |table, r, q| {
+                let mask = &self.plan.mask()[q * w..(q + 1) * w];
+                let n = ones(mask);
+                table.put(
+                    q,
+                    n,
+                    #[inline(always)]
+                    |row: &mut [i32]| {
+                        for_bits(mask, row, |bit| {
+                            let pos = r.prefix + bit as u32;
+                            match r.line.get(page.page_of(pos) as usize) {
+                                Some(&id) => Ok(id * p as i32 + page.offset(pos) as i32),
+                                None => Err(outside("row positions", r.index, pos as usize, r.line.len() * p as usize)),
+                            }
+                        })
+                    },
+                    || self.whose(r.index, Some(q - r.first)),
+                )?;
+                Ok(n as u32)
+            },
+        )
     }
 
     /// A draft step in the holey layout: the consecutive pages of each branch, as far as steps have written them.
-    fn branches(&self, step: u32, out: Expand<'_>) -> Result<()> {
+    #[inline(always)]
+    fn branches(&self, step: u32, out: &mut Expand<'_>) -> Result<()> {
         let page = self.geometry.page();
         let live = self.geometry.live_draft_tokens(step);
-        self.queries(out, |table, r, q| {
-            let branch = (q - r.first) as u32;
-            if branch == 0 {
-                self.check_lanes(r, step)?;
-            }
-            let region = self.geometry.region(r.prefix);
-            let keys = region.remainder() + step + 1;
-            let first = (page.page_of(region.base()) + branch * region.pages_per_branch()) as usize;
-            let n = page.pages_for(region.remainder() + live) as usize;
-            let fill = |row: &mut [i32]| copy(row, r.line, first, r.index);
-            table.put(q, n, fill, || self.whose(r.index, Some(branch as usize)))?;
-            Ok(keys)
-        })
+        self.queries(
+            out,
+            #[inline(always)]
+            |table, r, q| {
+                let branch = (q - r.first) as u32;
+                if branch == 0 {
+                    self.check_lanes(r, step)?;
+                }
+                let region = self.geometry.region(r.prefix);
+                let keys = region.remainder() + step + 1;
+                let first = (page.page_of(region.base()) + branch * region.pages_per_branch()) as usize;
+                let n = page.pages_for(region.remainder() + live) as usize;
+                table.put(
+                    q,
+                    n,
+                    #[inline(always)]
+                    |row: &mut [i32]| copy(row, r.line, first, r.index),
+                    || self.whose(r.index, Some(branch as usize)),
+                )?;
+                Ok(keys)
+            },
+        )
     }
 
     /// Write the row of each query, and its length: 0 for a query that attends to nothing.
+    #[inline(always)]
     fn queries(
         &self,
-        mut out: Expand<'_>,
+        out: &mut Expand<'_>,
         mut row: impl FnMut(&mut Table<'_>, &Request<'_>, usize) -> Result<u32>,
     ) -> Result<()> {
         let mut q = 0;
@@ -413,8 +447,7 @@ impl<'a> At<'a> {
             }
             q = end;
         }
-        out.dead(q..self.plan.queries())?;
-        out.table.end(self.plan.queries())
+        out.dead(q..self.plan.queries())
     }
 
     /// Refuse a draft mask that is not the lanes': there is no array that could say so.
@@ -465,7 +498,23 @@ fn copy(out: &mut [i32], line: &[i32], first: usize, request: usize) -> Result<(
     Ok(())
 }
 
+/// An entry of `row` for each set bit of `mask`, in increasing order; as many as it has.
+#[inline(always)]
+fn for_bits(mask: &[u64], row: &mut [i32], mut entry: impl FnMut(usize) -> Result<i32>) -> Result<()> {
+    let mut out = row.iter_mut();
+    for (i, &word) in mask.iter().enumerate() {
+        let mut left = word;
+        while left != 0 {
+            let Some(o) = out.next() else { return Ok(()) };
+            *o = entry(i * 64 + left.trailing_zeros() as usize)?;
+            left &= left - 1;
+        }
+    }
+    Ok(())
+}
+
 /// Set bits of a mask row.
+#[inline(always)]
 fn ones(mask: &[u64]) -> usize {
     mask.iter().map(|word| word.count_ones() as usize).sum()
 }

@@ -33,7 +33,7 @@ impl<'a> Table<'a> {
     }
 
     /// Write row `row`: `n` entries by `fill`, and the sink behind them. `hint` says whose row it is.
-    #[inline]
+    #[inline(always)]
     pub(super) fn put(
         &mut self,
         row: usize,
@@ -66,7 +66,7 @@ impl<'a> Table<'a> {
     }
 
     /// The columns of a row that are to be written for `n` entries: the entries and what is stale behind them.
-    #[inline]
+    #[inline(always)]
     fn row(&mut self, row: usize, n: usize) -> Result<&mut [i32]> {
         let len = self.marks.get(row).map_or(self.cols, |&stale| n.max(stale as usize));
         let rows = self.marks.len();
