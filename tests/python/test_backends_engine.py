@@ -210,7 +210,8 @@ def test_bfloat16_pools_give_the_tokens_of_native(small: Pair, name: str) -> Non
     assert compare(small, got, want, NEAR_BF16) > 0
 
 
-@pytest.mark.parametrize("backend", [*(n for n in BACKENDS if n != "native"), FlashInfer("bool")], ids=str)
+@pytest.mark.parametrize("backend", [*(n for n in BACKENDS if n != "native"), FlashInfer("bool")],
+                         ids=lambda b: b if isinstance(b, str) else "flashinfer-bool")  # fmt: skip
 def test_every_plan_of_an_engine_stands_the_audit(small: Pair, backend: Any) -> None:
     """Whole generations over a planner that checks each array against the plan, slot by slot."""
     prompts, most = requests(4, 4)
