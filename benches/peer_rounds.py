@@ -8,6 +8,7 @@ CUDA graphs: static buffers, host lengths given, every request extended by V tok
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -89,7 +90,7 @@ class Mode:
         return False
 
 
-class Round:
+class Round(ABC):
     """What all formats share: the batch, the draft's slots, the tree's mask, the verification's slots."""
 
     name = ""
@@ -245,18 +246,21 @@ class Round:
             device=self.device,
         )
 
+    @abstractmethod
     def draft(self) -> None:
-        raise NotImplementedError
+        """The arrays of this pass."""
 
+    @abstractmethod
     def verify(self) -> None:
-        raise NotImplementedError
+        """The arrays of this pass."""
 
+    @abstractmethod
     def extend(self) -> None:
-        raise NotImplementedError
+        """The arrays of this pass."""
 
+    @abstractmethod
     def arrays(self) -> dict[str, np.ndarray]:
         """What the round left, under specrs's names: ``phase.array``."""
-        raise NotImplementedError
 
 
 def live(table: torch.Tensor, counts: torch.Tensor) -> np.ndarray:
