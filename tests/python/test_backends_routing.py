@@ -207,6 +207,7 @@ def test_needs_cpu_seq_lens_takes_slots_as_they_are() -> None:
      (type("F", (Triton,), {"draft_attention": {"dense": ("all",)}})(), "draft_attention\\['dense'\\]"),
      (type("F", (Triton,), {"draft_attention": "dense"})(), "must map layouts"),
      (type("F", (Triton,), {"attend": None})(), "no method 'attend'"),
+     (type("G", (AttentionBackend,), {"format": "triton", "prepare": Triton.prepare})(), "no method 'attend'"),
      (type("F", (Triton,), {"name": 7})(), "name = 7")],
 )  # fmt: skip
 def test_what_is_no_backend_is_refused(tiny: Pair, backend: Any, message: str) -> None:

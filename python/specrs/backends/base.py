@@ -156,8 +156,11 @@ class Capabilities:
 
         if not isinstance(name, str):
             raise ConfigError(f"attention backend: name = {name!r}: must be a string")
+        native = getattr(backend, "format", None) == "native"  # its kernels take plans themselves
         for method in ("prepare", "attend"):
-            if not callable(getattr(backend, method, None)):
+            call = getattr(backend, method, None)
+            missing = not native and getattr(call, "__func__", None) is getattr(AttentionBackend, method)
+            if missing or not callable(call):
                 raise ConfigError(f"attention backend {name!r} has no method {method!r}; see AttentionBackend")
         layouts = getattr(backend, "draft_attention", AttentionBackend.draft_attention)
         if not isinstance(layouts, Mapping):
