@@ -24,6 +24,11 @@ pub(super) fn needs<const N: usize>(
     }))
 }
 
+/// Index and size of the arrays that there are.
+pub(super) fn extents<const N: usize>(sizes: [Option<u64>; N]) -> Vec<(usize, Extent)> {
+    sizes.into_iter().enumerate().filter_map(|(i, n)| Some((i, Extent::Line(n?)))).collect()
+}
+
 /// Refuse sizes that int32, which indexes the arrays, does not hold.
 pub(super) fn fit_i32(specs: &[Spec], sizes: &[Option<u64>], load: &Load) -> Result<()> {
     for (spec, size) in specs.iter().zip(sizes) {

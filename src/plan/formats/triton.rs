@@ -84,8 +84,7 @@ impl Format for Triton {
     }
 
     fn extents(&self, _: &Geometry, load: &Load) -> Result<Vec<(usize, Extent)>> {
-        let sizes = Self::sizes(load)?.into_iter().enumerate();
-        Ok(sizes.filter_map(|(i, n)| Some((i, Extent::Line(n?)))).collect())
+        Ok(sizes::extents(Self::sizes(load)?))
     }
 
     fn lower(&self, plan: &Plan, tables: &Tables<'_>, geometry: &Geometry, arrays: &mut Arrays) -> Result<()> {
