@@ -43,7 +43,7 @@ def main() -> None:
             row: dict[str, Any] = {"sampling": name, "topk": topk, "steps": steps, "draft_tokens": draft_tokens}
             tokens = {}
             for mode in ("ancestors", "lane"):
-                llm = LLM(topk=topk, steps=steps, draft_tokens=draft_tokens, draft_attention=mode, max_batch=8)
+                llm = LLM(tree=(topk, steps, draft_tokens), draft_attention=mode, max_batch=8)
                 row[mode], row[f"{mode}_histogram"], tokens[mode] = accepted(llm, prompts, params)
             assert tokens["ancestors"] == tokens["lane"], "drafts must never change the output"
             row["ratio"] = row["ancestors"] / row["lane"]

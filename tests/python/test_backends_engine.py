@@ -152,7 +152,7 @@ def able(k: int, page: int) -> list[tuple[str, Any, Any]]:
 def options(k: int, page: int, mode: Any) -> dict[str, Any]:
     topk, steps, nodes = TREES[k]
     return {
-        "topk": topk, "steps": steps, "draft_tokens": nodes, "page_size": page, "draft_attention": mode,
+        "tree": (topk, steps, nodes), "page_size": page, "draft_attention": mode,
         "max_batch": 3, "prefill_chunk": 50, "max_context_len": 200,
     }  # fmt: skip
 
@@ -239,7 +239,7 @@ def test_plain_decoding_and_picked_trees(small: Pair, name: str) -> None:
 def test_the_model_in_the_package(name: str) -> None:
     """With a head that is right most of the time, so that trees are deep."""
     prompts = [p[:150] for p in assets.heldout_prompts()[:2]]
-    common: dict[str, Any] = {"topk": 4, "steps": 4, "draft_tokens": 16, "page_size": 4, "max_batch": 2,
+    common: dict[str, Any] = {"tree": (4, 4, 16), "page_size": 4, "max_batch": 2,
                               "draft_attention": "lane", "max_context_len": 512}  # fmt: skip
     params = SamplingParams(max_tokens=24)
     runs = []

@@ -125,7 +125,7 @@ def test_an_engine_is_made_of_what_is_accepted_and_of_nothing_else(tiny: Pair, n
     for asked, found in answers(name).items():
         if asked.recurrent_state or asked.kv_dtype != "float32":
             continue
-        tree = {} if asked.topk is None else {"topk": asked.topk, "steps": 2, "draft_tokens": 3}
+        tree = {} if asked.topk is None else {"tree": (asked.topk, 2, 3)}
         options: dict[str, Any] = {
             "page_size": asked.page_size, "draft_layout": asked.layout, "draft_attention": asked.draft_attention,
             "attention_backend": name, "max_batch": 2, **tree,
@@ -153,14 +153,15 @@ def test_an_engine_is_made_of_what_is_accepted_and_of_nothing_else(tiny: Pair, n
     ("backend", "asked", "parts"),
     [
         (FlashAttention(), Combination(topk=4, page_size=16, layout="holey", draft_attention="ancestors"),
-         ["'flash_attention' with topk=4, page_size=16, draft_layout='holey', draft_attention='ancestors'",
+         ["'flash_attention' with tree=(4, S, V), page_size=16, draft_layout='holey', draft_attention='ancestors'",
           "draft_attention='lane'; or draft_layout='dense'; or page_size=1"]),
         (Native(), Combination(topk=2, page_size=4, layout="holey"),
          ["native reads the dense draft layout", "draft_layout='dense'", "attention_backend='flashinfer'"]),
         (Triton(), Combination(topk=1, page_size=4, recurrent_state=True),
-         ["recurrent_state=True", "decoded plainly", "no tree (leave out topk, steps and draft_tokens)"]),
-        (Bare(), Combination(topk=2, page_size=1), ["'Bare'", "one branch per draft step", "topk=1"]),
-        (Bare(), Combination(topk=2, page_size=16), ["topk=1 with page_size=1", "='native' or 'flashinfer' or"]),
+         ["recurrent_state=True", "decoded plainly", "no tree (tree=None)"]),
+        (Bare(), Combination(topk=2, page_size=1), ["'Bare'", "one branch per draft step", "tree=(1, S, V)"]),
+        (Bare(), Combination(topk=2, page_size=16),
+         ["tree=(1, S, V) with page_size=1", "='native' or 'flashinfer' or"]),
         (Pages(), Combination(topk=2, page_size=4, kv_dtype="float32"), ["KV of bfloat16", "kv_dtype='bfloat16'"]),
     ],
 )  # fmt: skip
@@ -300,10 +301,10 @@ def test_recurrent_layers_are_recognised(tiny: Pair, tmp_path: Path, keys: dict[
         LLM(tmp_path / "target", tiny.draft)  # routed to plain decoding, which such a model has not here either
     assert caught.value.what == what
     with pytest.raises(UnsupportedCombinationError, match="no tree") as asked:
-        LLM(tmp_path / "target", tiny.draft, topk=2, steps=2, draft_tokens=4)
+        LLM(tmp_path / "target", tiny.draft, tree=(2, 2, 4))
     assert asked.value.combination.recurrent_state
     with pytest.raises(UnsupportedModelError):
-        LLM(tmp_path / "target", tiny.draft, topk=2, steps=2, draft_tokens=4, speculative=False)
+        LLM(tmp_path / "target", tiny.draft, tree=(2, 2, 4), speculative=False)
 
 
 def test_attention_layers_are_not_recurrent(tiny: Pair) -> None:
@@ -326,7 +327,7 @@ def test_recurrent_models_decode_plainly(tiny: Pair, backend: str, monkeypatch: 
     [out] = llm.generate([[1, 2, 3]], params)
     assert (out.token_ids, out.rounds) == (want.token_ids, want.rounds)
     with pytest.raises(UnsupportedCombinationError, match="recurrent_state=True"):
-        LLM(tiny.target, tiny.draft, attention_backend=backend, topk=1, steps=2, draft_tokens=3)
+        LLM(tiny.target, tiny.draft, attention_backend=backend, tree=(1, 2, 3))
 
 
 # -- the table in the README ------------------------------------------------------------------------------------

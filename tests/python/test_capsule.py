@@ -24,7 +24,7 @@ PARAMS = SamplingParams(max_tokens=12, temperature=1.0, seed=5)
 
 
 def record(pair: Pair, round: int = 2, prompts: list[list[int]] = PROMPTS, **options: Any) -> Capsule:
-    options = {"topk": 3, "steps": 3, "draft_tokens": 8, "page_size": 2, "max_context_len": 64, **options}
+    options = {"tree": (3, 3, 8), "page_size": 2, "max_context_len": 64, **options}
     llm = LLM(pair.target, pair.draft, **options)
     with llm.recording(round=round) as recorder:
         llm.generate(prompts, PARAMS)
@@ -97,7 +97,7 @@ def test_a_file_is_written_whole_or_not_at_all(recorded: Capsule, tmp_path: Path
 
 
 def test_prefixes_shared_with_other_requests(tiny: Pair) -> None:
-    llm = LLM(tiny.target, tiny.draft, topk=2, steps=2, draft_tokens=4, page_size=4, max_context_len=64, max_batch=2)
+    llm = LLM(tiny.target, tiny.draft, tree=(2, 2, 4), page_size=4, max_context_len=64, max_batch=2)
     llm.generate([[*range(10), 1, 2, 3]], SamplingParams(max_tokens=2))
     with llm.recording(round=1) as recorder:
         llm.generate([[*range(10), 1, 2, 4, 4], [*range(10), 1, 2, 5]], SamplingParams(max_tokens=8))
@@ -119,7 +119,7 @@ def test_plain_rounds_are_rounds(tiny: Pair) -> None:
 
 
 def test_recording_changes_nothing_of_the_output(tiny: Pair) -> None:
-    llm = LLM(tiny.target, tiny.draft, topk=2, steps=2, draft_tokens=4, max_context_len=64)
+    llm = LLM(tiny.target, tiny.draft, tree=(2, 2, 4), max_context_len=64)
     [want] = llm.generate([[1, 2]], PARAMS)
     with llm.recording(round=2):
         [got] = llm.generate([[1, 2]], PARAMS)
@@ -129,7 +129,7 @@ def test_recording_changes_nothing_of_the_output(tiny: Pair) -> None:
 
 
 def test_a_round_that_fails_is_not_recorded(tiny: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = LLM(tiny.target, tiny.draft, topk=2, steps=2, draft_tokens=4, max_context_len=64)
+    llm = LLM(tiny.target, tiny.draft, tree=(2, 2, 4), max_context_len=64)
     llm.add([1, 2], PARAMS)
     llm.step()
     with llm.recording(round=1) as recorder:
@@ -143,7 +143,7 @@ def test_a_round_that_fails_is_not_recorded(tiny: Pair, monkeypatch: pytest.Monk
 
 
 def test_too_few_rounds(tiny: Pair, tmp_path: Path) -> None:
-    llm = LLM(tiny.target, tiny.draft, topk=2, steps=2, draft_tokens=4, max_context_len=64)
+    llm = LLM(tiny.target, tiny.draft, tree=(2, 2, 4), max_context_len=64)
     with pytest.raises(ConfigError, match=r"round = 99: only \d ran"), llm.recording(tmp_path / "x", round=99):
         llm.generate([[1, 2]], SamplingParams(max_tokens=4))
     assert list(tmp_path.iterdir()) == []

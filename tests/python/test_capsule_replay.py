@@ -78,7 +78,7 @@ def segment(run: Run, phase: str, array: str) -> Segment:
 @pytest.mark.parametrize("page", [1, 4, 16])
 @pytest.mark.parametrize("mode", ["ancestors", "lane"])
 def test_formats_agree(tiny: Pair, k: int, s: int, v: int, page: int, mode: str) -> None:
-    c = record(tiny, topk=k, steps=s, draft_tokens=v, page_size=page, draft_attention=mode)
+    c = record(tiny, tree=(k, s, v), page_size=page, draft_attention=mode)
     assert len(c.rows) == 3 and c.draft_attention == mode
     for format in ["native", *FORMATS]:
         result = replay_formats(c, format=format)
@@ -90,7 +90,7 @@ def test_formats_agree(tiny: Pair, k: int, s: int, v: int, page: int, mode: str)
 
 @pytest.mark.parametrize("page", [2, 4, 16])
 def test_holey_rounds_agree(tiny: Pair, page: int) -> None:
-    tree = {"topk": 3, "steps": 4, "draft_tokens": 9, "page_size": page}
+    tree = {"tree": (3, 4, 9), "page_size": page}
     c = record(tiny, attention_backend="flash_attention", draft_layout="holey", **tree)
     assert (c.format, c.shape.layout, c.draft_attention) == ("flash_attention", "holey", "lane")
     result = replay_formats(c)
@@ -125,10 +125,10 @@ def test_plain_rounds_agree(tiny: Pair) -> None:
 
 
 def test_a_replay_is_deterministic(tiny: Pair) -> None:
-    c = record(tiny, topk=2, steps=2, draft_tokens=4, page_size=4)
+    c = record(tiny, tree=(2, 2, 4), page_size=4)
     result = replay_against(c, c, format="triton")
     assert result.equal and not result.across and result.found.arrays == len(result.runs[0].segments)
-    other = record(tiny, round=3, topk=2, steps=2, draft_tokens=4, page_size=4)
+    other = record(tiny, round=3, tree=(2, 2, 4), page_size=4)
     assert not replay_against(c, other).equal
 
 
@@ -582,7 +582,7 @@ def test_bad_files(file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_record_and_replay(bytes_pair: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "r.capsule"
     argv = ["record", "some text", "more", "-o", str(path), "--model", str(bytes_pair.target), "--draft",
-            str(bytes_pair.draft), "--topk", "2", "--steps", "2", "--draft-tokens", "4", "--page-size", "4",
+            str(bytes_pair.draft), "--tree", "2,2,4", "--page-size", "4",
             "--max-context", "64"]  # fmt: skip
     assert main([*argv, "--round", "2"]) == 0
     assert f"{path}: {path.stat().st_size} bytes, speculative round 2 of 2 request(s)" in capsys.readouterr().out

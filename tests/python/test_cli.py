@@ -18,7 +18,7 @@ from specrs.cli import main
 def test_generate_streams_marks_and_compares(bytes_pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["generate", "hello", "--model", str(bytes_pair.target), "--draft", str(bytes_pair.draft), "--compare"]
     argv += ["--max-tokens", "40", "--mark", "brackets", "--temperature", "1.5", "--seed", "3", "--ignore-eos"]
-    argv += ["--topk", "8", "--steps", "3", "--draft-tokens", "60"]
+    argv += ["--tree", "8,3,60"]
     assert main(argv) == 0
     out, err = capsys.readouterr()
     assert out.startswith("hello")
@@ -38,7 +38,7 @@ def test_marks_do_not_change_the_text(bytes_pair: Pair, capsys: pytest.CaptureFi
 
 def test_generate_takes_a_backend_and_a_layout(bytes_pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["generate", "x", "--model", str(bytes_pair.target), "--draft", str(bytes_pair.draft), "--max-tokens", "20"]
-    argv += ["--ignore-eos", "--topk", "3", "--steps", "3", "--draft-tokens", "9", "--page-size", "4"]
+    argv += ["--ignore-eos", "--tree", "3,3,9", "--page-size", "4"]
     texts = []
     for more in ([], ["--attention-backend", "flash_attention", "--draft-layout", "holey", "--compare"],
                  ["--attention-backend", "triton", "--draft-attention", "lane"]):  # fmt: skip
@@ -65,7 +65,7 @@ def test_errors_are_one_line_with_the_value(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_layout_draws_the_worked_case(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["layout", "--length", "7", "--page-size", "4", "--topk", "3", "--steps", "6"]) == 0
+    assert main(["layout", "--length", "7", "--page-size", "4", "--tree", "3,6"]) == 0
     out = capsys.readouterr().out
     assert "r=3, base=4, 3 page(s) a branch, row needs 40" in out
     slots = [s for page in out[out.index("[") :].split("]")[:-1] for s in page.replace("[", " ").split()]
@@ -83,7 +83,7 @@ def test_layout_writes_pictures(tmp_path: Path, ending: str, bytes_pair: Pair) -
     row, tree = tmp_path / f"row.{ending}", tmp_path / f"tree.{ending}"
     assert main(["layout", "--length", "100", "-o", str(row)]) == 0
     model = ["--model", str(bytes_pair.target), "--draft", str(bytes_pair.draft)]
-    assert main(["layout", "--tree", "some $text", *model, "-o", str(tree)]) == 0
+    assert main(["layout", "--prompt", "some $text", *model, "-o", str(tree)]) == 0
     head = b"<?xml" if ending == "svg" else b"\x89PNG"
     assert row.read_bytes().startswith(head)
     assert tree.read_bytes().startswith(head)
@@ -95,7 +95,7 @@ def test_layout_of_long_prefixes_is_folded(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_certify_proves_the_big_configuration(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["certify", "--topk", "8", "--steps", "5", "--draft-tokens", "64", "--page-size", "64", "--max-batch", "64",
+    argv = ["certify", "--tree", "8,5,64", "--page-size", "64", "--max-batch", "64",
             "--max-context", "131072"]  # fmt: skip
     assert main(argv) == 0
     out = capsys.readouterr().out
@@ -116,7 +116,7 @@ def certify_json(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, d
 
 
 def test_certify_puts_the_formats_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["--topk", "8", "--steps", "5", "--draft-tokens", "64", "--page-size", "64", "--max-batch", "64",
+    argv = ["--tree", "8,5,64", "--page-size", "64", "--max-batch", "64",
             "--max-context", "131072"]  # fmt: skip
     status, result = certify_json(capsys, *argv)
     assert status == 0
@@ -147,14 +147,14 @@ def test_certify_of_one_format(capsys: pytest.CaptureFixture[str]) -> None:
     assert "32 x 3 int32" in line and "step + 1 3" in line
     assert "flashinfer" not in out and "native" not in out
     # more than int32 counts: said, with what would do, and exit status 1 for the one format that was asked for
-    big = ["--max-batch", "65536", "--max-context", "4096", "--topk", "8", "--steps", "2", "--draft-tokens", "8"]
+    big = ["--max-batch", "65536", "--max-context", "4096", "--tree", "8,2,8"]
     assert main(["certify", "--format", "triton", *big]) == 1
     out = capsys.readouterr().out
     assert "CANNOT  triton, dense layout" in out and "native, would do" in out
     assert main(["certify", "--format", "all", *big]) == 0
     capsys.readouterr()
     # longer rows than a proof writes: they are shortened, and it says so
-    assert main(["certify", "--format", "flash_attention", "--max-context", "300000", "--topk", "16"]) == 0
+    assert main(["certify", "--format", "flash_attention", "--max-context", "300000", "--tree", "16,4,16"]) == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("flash_attention")]
     assert len(rows) == 2 and all(row.endswith("holds (rows written up to 131,072 tokens)") for row in rows)
 
@@ -183,7 +183,7 @@ def test_certify_fails_where_a_fault_is_put_back() -> None:
 
 
 def test_certify_refuses_what_cannot_be_made(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["certify", "--topk", "2", "--steps", "1", "--draft-tokens", "4"]) == 2
+    assert main(["certify", "--tree", "2,1,4"]) == 2
     assert "draft_tokens = 4" in capsys.readouterr().err
 
 
@@ -210,9 +210,12 @@ def test_generate_samples_with_a_fixed_seed_unless_told_otherwise(
 
 @pytest.mark.parametrize(
     ("argv", "message"),
-    [(["layout", "--length", "-1"], "length = -1"), (["layout", "--steps", "0"], "steps = 0"),
-     (["layout", "--draft-tokens", "0"], "draft_tokens = 0"), (["layout", "--topk", "0"], "topk = 0"),
-     (["layout", "--tree", "x", "--rounds", "0"], "rounds = 0"), (["layout", "--length", "9" * 20], "length = 999"),
+    [(["layout", "--length", "-1"], "length = -1"), (["layout", "--tree", "3,0"], "steps = 0"),
+     (["layout", "--tree", "3,6,0"], "--tree 3,6,0: draft_tokens = 0"), (["layout", "--tree", "0,6"], "topk = 0"),
+     (["layout", "--tree", "class Stack:"], "--tree 'class Stack:': must be K,S,V or K,S, as 3,6"),
+     (["certify", "--tree", "4,4"], "--tree '4,4': must be K,S,V, as 4,4,16"),
+     (["record", "-o", "x", "--tree", "2,2,8"], "--tree 2,2,8: draft_tokens = 8"),
+     (["layout", "--prompt", "x", "--rounds", "0"], "rounds = 0"), (["layout", "--length", "9" * 20], "length = 999"),
      (["layout", "-o", "/nonexistent/x.png"], "/nonexistent/x.png"), (["generate", "\udcff"], "not encodable"),
      (["generate", "x", "--stop", ""], "stop"), (["certify", "--max-batch", "0"], "max_batch = 0")],
 )  # fmt: skip
@@ -226,9 +229,25 @@ def test_bad_values_are_one_line(
     assert err.startswith("specrs: ") and message in err and err.count("\n") == 1
 
 
+@pytest.mark.parametrize("former", ["--topk", "--steps", "--draft-tokens"])
+@pytest.mark.parametrize("command", [["generate"], ["certify"], ["layout"], ["record", "-o", "x"]])
+def test_a_former_name_of_the_tree_says_the_new_one(
+    command: list[str], former: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as e:
+        main([*command, former, "4"])
+    assert e.value.code == 2
+    assert f"{former}: the tree is one option, --tree K,S,V" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([command[0], "--help"])
+    out = capsys.readouterr().out
+    assert "--tree K,S" in out and former not in out
+
+
 def run(argv: list[str], **kwargs: Any) -> subprocess.CompletedProcess[bytes]:
-    code = "import sys; from specrs.cli import main; sys.exit(main())"
-    return subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, timeout=120, check=False, **kwargs)
+    return subprocess.run(
+        [sys.executable, "-m", "specrs", *argv], capture_output=True, timeout=120, check=False, **kwargs
+    )
 
 
 def test_stdin_and_terminals_without_unicode(bytes_pair: Pair) -> None:

@@ -15,10 +15,11 @@ from safetensors.torch import save_file
 
 from conftest import VOCAB, Pair
 from modelzoo import edit_config, read_weights
-from specrs import LLM, ConfigError, NonFiniteError, PoolExhaustedError, SamplingParams
+from specrs import LLM, ConfigError, NonFiniteError, PoolExhaustedError, SamplingParams, TreeShape
 from specrs.engine import FinishReason
+from specrs.engine.config import EngineConfig
 
-TREE: dict[str, Any] = {"topk": 4, "steps": 4, "draft_tokens": 24}
+TREE: dict[str, Any] = {"tree": (4, 4, 24)}
 
 
 @pytest.fixture(scope="module")
@@ -218,22 +219,34 @@ def test_empty_batches_and_lone_strings(llm: LLM) -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"topk": 4}, "go together"), ({"topk": 0, "steps": 1, "draft_tokens": 1}, "topk = 0"),
-     ({"topk": 65, "steps": 1, "draft_tokens": 1}, "topk = 65"), ({"topk": 1, "steps": 0, "draft_tokens": 1}, "steps"),
-     ({"topk": 2, "steps": 2, "draft_tokens": 8}, "draft_tokens = 8"), ({"page_size": 12}, "page_size = 12"),
+    [({"topk": 4}, r"topk = 4: the tree is one option, tree=\(K, S, V\)"),
+     ({"steps": 4}, "steps = 4: the tree is one"), ({"draft_tokens": 4}, "draft_tokens = 4: the tree is one"),
+     ({"tree": (4, 4)}, r"tree = \(4, 4\): must be"), ({"tree": 4}, "tree = 4: must be"),
+     ({"tree": "444"}, "tree = '444'"), ({"tree": (True, 1.0, None)}, "must be a TreeShape or three integers"),
+     ({"tree": (0, 1, 1)}, r"tree = \(0, 1, 1\): topk = 0"),
+     ({"tree": (65, 1, 1)}, "topk = 65"), ({"tree": (1, 0, 1)}, "steps"),
+     ({"tree": (2, 2, 8)}, "draft_tokens = 8"), ({"page_size": 12}, "page_size = 12"),
      ({"page_size": 0}, "page_size = 0"), ({"max_batch": 0}, "max_batch = 0"), ({"max_context_len": 10**6}, "1000000"),
      ({"max_context_len": 0}, "max_context_len"), ({"num_pages": 0}, "num_pages = 0"),
      ({"prefill_chunk": 0}, "prefill_chunk = 0"),
      ({"max_batch": "3"}, "max_batch = '3': must be an integer"), ({"page_size": True}, "page_size = True"),
      ({"num_pages": 2.5}, "num_pages = 2.5: must be an integer or None"), ({"prefill_chunk": None}, "prefill_chunk"),
-     ({"topk": 2.0, "steps": 1, "draft_tokens": 2}, "topk = 2.0"), ({"prefix_cache": 3}, "prefix_cache = 3"),
+     ({"tree": (2.0, 1, 2)}, r"tree = \(2.0, 1, 2\): must be"), ({"prefix_cache": 3}, "prefix_cache = 3"),
      ({"max_context_len": 1}, "max_context_len = 1: must be at least 2"), ({"model": 5}, "model = 5"),
      ({"kv_dtype": "int8"}, "int8"), ({"draft_attention": "all"}, "all"), ({"beams": 3}, "unknown option 'beams'"),
-     ({"max_batch": 65536, "page_size": 1024, "topk": 64, "steps": 64, "draft_tokens": 1024}, "int32")],
+     ({"max_batch": 65536, "page_size": 1024, "tree": (64, 64, 1024)}, "int32")],
 )  # fmt: skip
 def test_bad_options_name_value_and_limit(tiny: Pair, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM(**{"model": tiny.target, "draft": tiny.draft, **options})
+
+
+def test_a_tree_is_a_shape_or_three_integers(tiny: Pair) -> None:
+    for tree in (TreeShape(2, 3, 8), (2, 3, 8), [2, np.int64(3), torch.tensor(8)]):
+        llm = LLM(tiny.target, tiny.draft, tree=tree, max_batch=np.int32(2), max_context_len=torch.tensor(64))
+        assert llm.config.shape == TreeShape(2, 3, 8) == llm._runner.shape and not llm.config.adaptive
+        assert (llm.config.max_batch, llm.config.max_context_len) == (2, 64)
+    assert EngineConfig().adaptive and EngineConfig().shape == TreeShape(1, 8, 9)
 
 
 def test_a_request_that_can_never_fit_is_refused(tiny: Pair) -> None:
@@ -317,7 +330,7 @@ def test_an_error_of_the_round_loses_nothing_of_the_prefill_before(llm: LLM, mon
 
 def test_pages_computed_twice_are_not_in_the_way_of_the_last_request(tiny: Pair) -> None:
     """Two requests compute one prefix at once; the cache keeps the first one's pages, behind which the other's hang."""
-    shape = {"topk": 1, "steps": 1, "draft_tokens": 2}
+    shape = {"tree": (1, 1, 2)}
     llm = LLM(tiny.target, tiny.draft, page_size=2, num_pages=33, max_batch=2, max_context_len=64, **shape)
     prompt = [i % VOCAB for i in range(21)]
     params = [SamplingParams(max_tokens=4), SamplingParams(max_tokens=60)]

@@ -55,7 +55,7 @@ def test_every_tree_gives_the_plain_tokens(tiny: Pair, page_size: int, sampled: 
     want = plain(tiny, prompts, params)
     lengths: set[int] = set()
     for (k, s, v), batch in zip(TREES, itertools.cycle([8, 3, 1, 5])):
-        llm = LLM(tiny.target, tiny.draft, topk=k, steps=s, draft_tokens=v, page_size=page_size, max_batch=batch,
+        llm = LLM(tiny.target, tiny.draft, tree=(k, s, v), page_size=page_size, max_batch=batch,
                   prefill_chunk=11)  # fmt: skip
         outputs = check(llm, prompts, params, want)
         lengths |= {n for o in outputs for n, count in enumerate(o.accepted_lengths) if count}
@@ -69,7 +69,7 @@ def test_deep_acceptance_gives_the_plain_tokens(ternary: Pair, page_size: int, s
     want = plain(ternary, prompts, params)
     lengths: set[int] = set()
     for k, s, v, batch in ((3, 5, 40, 8), (3, 6, 48, 2), (2, 6, 23, 3), (1, 5, 6, 8)):
-        llm = LLM(ternary.target, ternary.draft, topk=k, steps=s, draft_tokens=v, page_size=page_size, max_batch=batch,
+        llm = LLM(ternary.target, ternary.draft, tree=(k, s, v), page_size=page_size, max_batch=batch,
                   prefill_chunk=9)  # fmt: skip
         outputs = check(llm, prompts, params, want)
         lengths |= {n for o in outputs for n, count in enumerate(o.accepted_lengths) if count}
@@ -81,7 +81,7 @@ def test_the_model_in_the_package_gives_the_plain_tokens(sampled: bool) -> None:
     prompts = assets.heldout_prompts()[:6]
     params = SamplingParams(max_tokens=40, seed=3, **(SAMPLED if sampled else {}))
     want = [o.token_ids for o in LLM(speculative=False, max_batch=6).generate(prompts, params)]
-    for tree in ({}, {"topk": 4, "steps": 4, "draft_tokens": 16, "page_size": 4}):
+    for tree in ({}, {"tree": (4, 4, 16), "page_size": 4}):
         outputs = LLM(max_batch=3, **tree).generate(prompts, params)
         assert [o.token_ids for o in outputs] == want
         if tree and not sampled:
@@ -94,14 +94,14 @@ def test_other_options_give_the_plain_tokens(tiny: Pair, option: dict[str, Any])
     prompts, params = requests(8, seed=7, **SAMPLED)
     kv = {"kv_dtype": option["kv_dtype"]} if "kv_dtype" in option else {}
     want = plain(tiny, prompts, params, **kv)
-    tree = {} if not option else {"topk": 4, "steps": 3, "draft_tokens": 16}
+    tree = {} if not option else {"tree": (4, 3, 16)}
     check(LLM(tiny.target, tiny.draft, **tree, **option), prompts, params, want)
 
 
 def test_a_warm_prefix_cache_changes_nothing(tiny: Pair) -> None:
     prompts, params = requests(8, seed=3, **SAMPLED)
     want = plain(tiny, prompts, params)
-    llm = LLM(tiny.target, tiny.draft, topk=4, steps=3, draft_tokens=16, page_size=4, max_batch=2)
+    llm = LLM(tiny.target, tiny.draft, tree=(4, 3, 16), page_size=4, max_batch=2)
     check(llm, prompts, params, want)
     again = check(llm, prompts, params, want)
     assert sum(o.usage.cached_tokens for o in again) > 150
@@ -110,7 +110,7 @@ def test_a_warm_prefix_cache_changes_nothing(tiny: Pair) -> None:
 def test_requests_join_and_finish_independently(tiny: Pair) -> None:
     prompts, params = requests(8, seed=5, **SAMPLED)
     want = plain(tiny, prompts, params)
-    llm = LLM(tiny.target, tiny.draft, topk=4, steps=3, draft_tokens=16, max_batch=4, prefill_chunk=16)
+    llm = LLM(tiny.target, tiny.draft, tree=(4, 3, 16), max_batch=4, prefill_chunk=16)
     ids: dict[int, int] = {}
     outputs: dict[int, RequestOutput] = {}
     for i in range(8):
@@ -128,7 +128,7 @@ def test_requests_join_and_finish_independently(tiny: Pair) -> None:
 def test_a_pool_too_small_for_all_preempts_and_gives_the_same_tokens(tiny: Pair) -> None:
     prompts, params = requests(8, seed=11, **SAMPLED)
     want = plain(tiny, prompts, params)
-    llm = LLM(tiny.target, tiny.draft, topk=2, steps=3, draft_tokens=8, page_size=4, max_batch=8, num_pages=40)
+    llm = LLM(tiny.target, tiny.draft, tree=(2, 3, 8), page_size=4, max_batch=8, num_pages=40)
     check(llm, prompts, params, want)
 
 
@@ -140,7 +140,7 @@ def test_random_configurations(tiny: Pair, seed: int) -> None:
     v = rng.randrange(1, min(64, 1 + k + (s - 1) * k * k) + 1)
     prompts, params = requests(rng.randrange(1, 9), seed=1000 + seed, **(SAMPLED if rng.random() < 0.7 else {}))
     want = plain(tiny, prompts, params)
-    llm = LLM(tiny.target, tiny.draft, topk=k, steps=s, draft_tokens=v, page_size=2 ** rng.randrange(8),
+    llm = LLM(tiny.target, tiny.draft, tree=(k, s, v), page_size=2 ** rng.randrange(8),
               max_batch=rng.randrange(1, 9), prefill_chunk=rng.randrange(1, 80), prefix_cache=rng.random() < 0.5,
               draft_attention=rng.choice(["ancestors", "lane"]))  # fmt: skip
     check(llm, prompts, params, want)

@@ -373,7 +373,7 @@ for backend in ("native", "flashinfer", "flash_attention", "triton"):
     for layout in ("dense", "holey"):
         if (backend, layout) == ("native", "holey"):
             continue
-        llm = LLM(target, draft, topk=4, steps=3, draft_tokens=13, page_size=4, max_context_len=64, max_batch=4,
+        llm = LLM(target, draft, tree=(4, 3, 13), page_size=4, max_context_len=64, max_batch=4,
                   attention_backend=backend, draft_layout=layout)
         try:
             got = [o.token_ids for o in llm.generate(prompts, greedy)]
@@ -427,7 +427,7 @@ def test_the_engine_stops_typed_or_is_right(tiny: Pair, untouched: dict[str, Any
 @pytest.mark.parametrize("fault", IDS)
 def test_the_command_line(bytes_pair: Pair, fault: int, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["generate", "hello", "--model", str(bytes_pair.target), "--draft", str(bytes_pair.draft), "--greedy"]
-    argv += ["--max-tokens", "24", "--topk", "4", "--steps", "3", "--draft-tokens", "13", "--page-size", "4"]
+    argv += ["--max-tokens", "24", "--tree", "4,3,13", "--page-size", "4"]
     argv += ["--attention-backend", "flash_attention", "--draft-layout", "holey", "--mark", "none", "--ignore-eos"]
     assert main(argv) == 0
     text = capsys.readouterr().out
@@ -442,7 +442,7 @@ def test_the_command_line(bytes_pair: Pair, fault: int, capsys: pytest.CaptureFi
 
 
 def test_certify_finds_the_reserve_that_is_too_small() -> None:
-    argv = ["certify", "--topk", "2", "--steps", "2", "--draft-tokens", "4", "--page-size", "4", "--json"]
+    argv = ["certify", "--tree", "2,2,4", "--page-size", "4", "--json"]
     code = "import sys; from specrs.cli import main; sys.exit(main())"
     assert python(code, None, *argv).returncode == 0
     done = python(code, "26972", *argv)

@@ -47,8 +47,7 @@ class Combination:
 
     def __str__(self) -> str:
         defaults = Combination()
-        told = {name: value for name, value in vars(self).items() if value != getattr(defaults, name)}
-        return ", ".join(f"{'draft_layout' if name == 'layout' else name}={value!r}" for name, value in told.items())
+        return ", ".join(_option(name, value) for name, value in vars(self).items() if value != getattr(defaults, name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +103,7 @@ def check(capabilities: Capabilities, asked: Combination) -> str | None:
     if asked.recurrent_state and asked.topk is not None and not capabilities.recurrent_state:
         return "a rejected branch cannot be taken back out of a recurrent state, so such models are decoded plainly"
     if tree and not capabilities.topk_above_1:
-        return f"{name} has one branch per draft step (topk = 1)"
+        return f"{name} has one branch per draft step (K = 1)"
     if asked.page_size > 1 and not capabilities.page_size_above_1:
         return f"{name} reads pages of one token"
     if asked.kv_dtype not in capabilities.kv_dtypes:
@@ -213,15 +212,14 @@ def _alternatives(
 
 def _told(asked: Combination, changed: Combination) -> str:
     """The changes as the options that a user would give."""
-    parts = []
-    for name, value in vars(changed).items():
-        if value == getattr(asked, name):
-            continue
-        if name == "topk" and value is None:
-            parts.append("no tree (leave out topk, steps and draft_tokens)")
-        else:
-            parts.append(f"{'draft_layout' if name == 'layout' else name}={value!r}")
-    return " with ".join(parts)
+    return " with ".join(_option(name, value) for name, value in vars(changed).items() if value != getattr(asked, name))
+
+
+def _option(name: str, value: object) -> str:
+    """A field of a combination as the option that a user gives."""
+    if name == "topk":
+        return "no tree (tree=None)" if value is None else f"tree=({value}, S, V)"
+    return f"{'draft_layout' if name == 'layout' else name}={value!r}"
 
 
 def _either(names: Iterable[str]) -> str:

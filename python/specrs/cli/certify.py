@@ -13,7 +13,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from specrs._specrs import TreeShape, certify, faults
+from specrs._specrs import certify, faults
+from specrs.cli import options
 
 FORMATS = ("native", "flashinfer", "flash_attention", "triton")
 #: Phases whose bytes stand side by side; a prefill's arrays are as long as its chunk.
@@ -24,9 +25,7 @@ def add_parser(commands: Any) -> None:
     """Declare the subcommand."""
     p = commands.add_parser("certify", help="prove used <= capacity for a configuration", description=__doc__)
     p.add_argument("--format", choices=(*FORMATS, "all"), default="all", help="whose arrays to prove (default: all)")
-    p.add_argument("--topk", type=int, default=4, help="K: branches kept per draft step")
-    p.add_argument("--steps", type=int, default=4, help="S: draft steps")
-    p.add_argument("--draft-tokens", type=int, default=16, help="V: tokens verified per request, root included")
+    options.add_tree(p, "4,4,16")
     p.add_argument("--page-size", type=int, default=16, help="P: tokens per page")
     p.add_argument("--max-batch", type=int, default=8)
     p.add_argument("--max-context", type=int, default=2048)
@@ -36,18 +35,18 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Certify."""
-    shape = TreeShape(args.topk, args.steps, args.draft_tokens)
+    shape = options.tree_of(args.tree)
     formats = FORMATS if args.format == "all" else (args.format,)
     result = certify(args.max_batch, args.max_context, args.page_size, shape, list(formats))
     if args.json:
         print(json.dumps(result, indent=1))
     else:
-        _report(result, args)
+        _report(result, args, shape.steps)
     usable = args.format == "all" or all(f["usable"] for f in result["formats"])
     return 0 if result["holds"] and usable else 1
 
 
-def _report(result: dict[str, Any], args: argparse.Namespace) -> None:
+def _report(result: dict[str, Any], args: argparse.Namespace, steps: int) -> None:
     _warn(result["reverts"])
     if args.format in ("native", "all"):
         _native(result)
@@ -59,7 +58,7 @@ def _report(result: dict[str, Any], args: argparse.Namespace) -> None:
     for layout in result["layouts"]:
         print(f"{layout['layout']:>6} layout: alloc_len_per_decode {layout['alloc_len_per_decode']}, "
               f"reserve_per_decode {layout['reserve_per_decode']}, row_width {layout['row_width']:,}")  # fmt: skip
-    _side_by_side(result, args.steps, args.max_context)
+    _side_by_side(result, steps, args.max_context)
     checked = (
         f"{result['residues']} residues, {result['placements']:,} placements, {result['plans']:,} plans: "
         "used <= capacity, writes disjoint"

@@ -14,8 +14,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TextIO
 
 from specrs._specrs import ConfigError
-from specrs.backends import BACKENDS
-from specrs.backends.base import DRAFT_ATTENTIONS, LAYOUTS
+from specrs.cli import options
 from specrs.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -30,8 +29,7 @@ def add_parser(commands: Any) -> None:
     """Declare the subcommand."""
     p = commands.add_parser("generate", help="continue a prompt", description=__doc__)
     p.add_argument("prompt", nargs="?", default="def fibonacci(n):", help="text to continue; '-' reads stdin")
-    p.add_argument("--model", help="Hugging Face directory; default: the small model in the package")
-    p.add_argument("--draft", help="directory of an EAGLE-3 head for the model")
+    options.add_models(p)
     p.add_argument("--no-draft", action="store_true", help="decode plainly")
     p.add_argument("--mark", choices=["auto", "color", "brackets", "none"], default="auto",
                    help="how accepted draft tokens are marked; auto: color on a terminal, else none")  # fmt: skip
@@ -50,19 +48,9 @@ def add_parser(commands: Any) -> None:
                           help="same seed, same text; 'random': another one every time (default: 0)")  # fmt: skip
     sampling.add_argument("--stop", action="append", default=[], help="text that ends the output; may be repeated")
     sampling.add_argument("--ignore-eos", action="store_true", help="go on beyond the model's end of text")
-    tree = p.add_argument_group("tree (default: picked by a measured cost model)")
-    tree.add_argument("--topk", type=int, help="K: branches kept per draft step")
-    tree.add_argument("--steps", type=int, help="S: draft steps")
-    tree.add_argument("--draft-tokens", type=int, help="V: tokens verified per round, root included")
-    tree.add_argument("--page-size", type=int, default=16, help="tokens per KV page (default: %(default)s)")
-    tree.add_argument("--draft-attention", choices=DRAFT_ATTENTIONS,
-                      help="a branch attends to its ancestors, or to its own lane (default: ancestors, "
-                           "wherever the backend can)")  # fmt: skip
-    tree.add_argument("--draft-layout", choices=LAYOUTS,
-                      help="where a round's draft KV lies: dense, or each branch on pages of its own "
-                           "(default: what the backend reads)")  # fmt: skip
-    p.add_argument("--attention-backend", default="native", metavar="NAME",
-                   help=f"whose attention and metadata: {', '.join(BACKENDS)} (default: %(default)s)")  # fmt: skip
+    engine = p.add_argument_group("tree and attention")
+    options.add_tree(engine)
+    options.add_attention(engine)
     p.set_defaults(run=run)
 
 
@@ -88,12 +76,8 @@ def run(args: argparse.Namespace) -> int:
         max_tokens=args.max_tokens, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
         min_p=args.min_p, seed=args.seed, stop=args.stop, ignore_eos=args.ignore_eos,
     )  # fmt: skip
-    options: dict[str, Any] = {
-        "max_batch": 1, "page_size": args.page_size, "draft_attention": args.draft_attention,
-        "draft_layout": args.draft_layout, "attention_backend": args.attention_backend,
-    }  # fmt: skip
-    tree = {"topk": args.topk, "steps": args.steps, "draft_tokens": args.draft_tokens}
-    llm = LLM(args.model, args.draft, speculative=not args.no_draft, **options, **tree)
+    engine = options.engine_options(args)
+    llm = LLM(args.model, args.draft, speculative=not args.no_draft, max_batch=1, **engine)
     output, seconds = _show(llm, prompt, params, _marks(args.mark, sys.stdout))
     rate = len(output.token_ids) / seconds
     line = f"{len(output.token_ids)} tokens, {rate:.0f} tokens/s"
@@ -106,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     if args.compare and not llm.speculative:
         print("[nothing to compare: no draft head is in use]", file=sys.stderr)
     elif args.compare:
-        plain = LLM(args.model, args.draft, speculative=False, **options)
+        plain = LLM(args.model, args.draft, speculative=False, max_batch=1, **engine)
         if not _compare(llm, plain, prompt, params, output):
             return 1
     return 0

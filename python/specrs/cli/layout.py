@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from specrs._specrs import ConfigError, Geometry, TreeShape
+from specrs.cli import options
 
 _MAX_LENGTH = 1 << 20
 
@@ -16,14 +17,11 @@ def add_parser(commands: Any) -> None:
     p = commands.add_parser("layout", help="draw pages, branches, holes, and a round's tree", description=__doc__)
     p.add_argument("--length", type=int, default=7, help="committed tokens of the request")
     p.add_argument("--page-size", type=int, default=4)
-    p.add_argument("--topk", type=int, default=3)
-    p.add_argument("--steps", type=int, default=6)
-    p.add_argument("--draft-tokens", type=int, help="default: 1 + topk * steps, as far as the tree goes")
+    options.add_tree(p, "3,6", nodes=False)
     p.add_argument("--layout", choices=["holey", "dense"], default="holey")
-    p.add_argument("--tree", metavar="PROMPT", help="draw the trees of the rounds that continue PROMPT instead")
-    p.add_argument("--rounds", type=int, default=1, help="with --tree: how many rounds; files get the last one's")
-    p.add_argument("--model", help="with --tree: model directory; default: the small model in the package")
-    p.add_argument("--draft", help="with --tree: EAGLE-3 head directory")
+    p.add_argument("--prompt", metavar="TEXT", help="draw the trees of the greedy rounds that continue TEXT instead")
+    p.add_argument("--rounds", type=int, default=1, help="with --prompt: how many rounds; files get the last one's")
+    options.add_models(p)
     p.add_argument(
         "--fault", type=int, metavar="ID", help="draw what a historical fault does, instead (see `docs/faults.md`)"
     )
@@ -39,14 +37,12 @@ def run(args: argparse.Namespace) -> int:
     color = sys.stdout.isatty()
     if args.fault is not None:
         return _fault(args.fault, output, color)
-    most = 1 + args.topk + (args.steps - 1) * args.topk**2
-    nodes = max(min(1 + args.topk * args.steps, most), 1) if args.draft_tokens is None else args.draft_tokens
-    shape = TreeShape(args.topk, args.steps, nodes)
+    shape = options.tree_of(args.tree, nodes=False)
     if args.rounds < 1:
         raise ConfigError(f"rounds = {args.rounds}: must be at least 1")
     if not 0 <= args.length <= _MAX_LENGTH:
         raise ConfigError(f"length = {args.length}: must be in 0..{_MAX_LENGTH}")
-    if args.tree is not None:
+    if args.prompt is not None:
         return _trees(args, shape, output, color)
     from specrs.drawing import figure, row_cells, terminal
 
@@ -55,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     cells = row_cells(geometry, args.length)
     branches = f", {region.pages_per_branch} page(s) a branch" if args.layout == "holey" else ""
     title = (
-        f"{args.layout}: L={args.length} P={args.page_size} K={args.topk} S={args.steps}: "
+        f"{args.layout}: L={args.length} P={args.page_size} K={shape.topk} S={shape.steps}: "
         f"r={region.remainder}, base={region.base}{branches}, row needs {region.end}"
     )
     print(title)
@@ -83,8 +79,8 @@ def _trees(args: argparse.Namespace, shape: TreeShape, output: Any, color: bool)
     from specrs.engine import LLM
     from specrs.engine.trace import trace_rounds
 
-    llm = LLM(args.model, args.draft, max_batch=1, topk=shape.topk, steps=shape.steps, draft_tokens=shape.draft_tokens)
-    trees = trace_rounds(llm, args.tree, args.rounds)
+    llm = LLM(args.model, args.draft, max_batch=1, tree=shape)
+    trees = trace_rounds(llm, args.prompt, args.rounds)
     if not trees:
         print("the request ended with its first token: there was no round to draw", file=sys.stderr)
         return 1

@@ -9,6 +9,7 @@ import argparse
 import os
 from typing import Any
 
+from specrs.cli import options
 from specrs.sampling_params import SamplingParams
 
 
@@ -18,24 +19,15 @@ def add_parser(commands: Any) -> None:
     p.add_argument("prompt", nargs="*", default=["def fibonacci(n):"], help="texts to continue, one request each")
     p.add_argument("-o", "--output", required=True, metavar="FILE", help="the capsule to write")
     p.add_argument("--round", type=int, default=1, metavar="N", help="which round, plain ones counted (default: 1)")
-    p.add_argument("--model", help="Hugging Face directory; default: the small model in the package")
-    p.add_argument("--draft", help="directory of an EAGLE-3 head for the model")
+    options.add_models(p)
     p.add_argument("--max-tokens", type=int, default=128, help="most tokens to generate (default: %(default)s)")
     p.add_argument("--temperature", type=float, default=0.0, help="0 is greedy decoding (default: %(default)s)")
     p.add_argument("--seed", type=int, default=0, help="of every request (default: %(default)s)")
     p.add_argument("--max-batch", type=int, help="most requests at once (default: as many as prompts)")
     p.add_argument("--max-context", type=int, help="most tokens of a request (default: the model's limit)")
-    p.add_argument("--page-size", type=int, default=16, help="tokens per KV page (default: %(default)s)")
-    tree = p.add_argument_group("tree (default: picked by a measured cost model)")
-    tree.add_argument("--topk", type=int, help="K: branches kept per draft step")
-    tree.add_argument("--steps", type=int, help="S: draft steps")
-    tree.add_argument("--draft-tokens", type=int, help="V: tokens verified per round, root included")
-    attention = p.add_argument_group("attention")
-    attention.add_argument("--attention-backend", default="native", metavar="NAME",
-                           help="native, flashinfer, flash_attention or triton (default: native)")  # fmt: skip
-    attention.add_argument("--draft-layout", choices=["dense", "holey"], help="default: what the backend prefers")
-    attention.add_argument("--draft-attention", choices=["ancestors", "lane"],
-                           help="what a draft branch attends to (default: what the backend prefers)")  # fmt: skip
+    engine = p.add_argument_group("tree and attention")
+    options.add_tree(engine)
+    options.add_attention(engine)
     p.set_defaults(run=run)
 
 
@@ -48,13 +40,7 @@ def run(args: argparse.Namespace) -> int:
         args.draft,
         max_batch=len(args.prompt) if args.max_batch is None else args.max_batch,
         max_context_len=args.max_context,
-        page_size=args.page_size,
-        topk=args.topk,
-        steps=args.steps,
-        draft_tokens=args.draft_tokens,
-        attention_backend=args.attention_backend,
-        draft_layout=args.draft_layout,
-        draft_attention=args.draft_attention,
+        **options.engine_options(args),
     )
     params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed)
     with llm.recording(args.output, args.round) as recorder:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from specrs import backends
 from specrs._specrs import ConfigError, Geometry, TreeShape
 from specrs.backends.base import DraftAttention, KvDtype, Layout
 
-AUTO_TOPK, AUTO_STEPS, AUTO_DRAFT_TOKENS = 1, 8, 9
+AUTO_TREE = TreeShape(1, 8, 9)  # what the cost model picks from: chains of up to 8 tokens
+_INTEGERS = ("max_batch", "max_context_len", "page_size", "num_pages", "prefill_chunk")
+_FORMER = ("topk", "steps", "draft_tokens")  # of `tree`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,13 +25,13 @@ class EngineConfig:
         max_context_len: most tokens of a request, prompt and output together; ``None`` is the model's limit.
         page_size: tokens per KV page, a power of two.
         num_pages: KV pages besides the sink; ``None`` holds ``max_batch`` requests of full context.
-        topk, steps, draft_tokens: the tree (K, S, V). All ``None``: picked every round by a measured cost model,
-            plain decoding included, among chains of up to 8 tokens: on a CPU, where every row costs, a chain cut where
-            its probability falls beat the wider trees tried. Given, they are used as they are.
+        tree: K branches per draft step, S steps and V verified tokens, as a `TreeShape` or as ``(K, S, V)``. ``None``:
+            a cost model decides each round whether to draft and how deep (chains of up to 8 tokens; on a CPU, where
+            every row costs, they beat the wider trees tried).
         draft_attention: ``"ancestors"`` (exact) or ``"lane"`` (a branch sees its own lane, as sglang's draft does);
             ``None`` is ancestors wherever the backend can.
         draft_layout: ``"dense"``, or ``"holey"``, which backends that read whole pages want; they coincide with
-            ``topk = 1`` or ``page_size = 1``. ``None`` is the backend's first that does the rest.
+            ``K = 1`` or ``page_size = 1``. ``None`` is the backend's first that does the rest.
         attention_backend: a name of `specrs.backends.BACKENDS`, or a backend; ``None`` is ``"native"``.
         prefix_cache: share the KV pages of equal prompt prefixes between requests.
         prefill_chunk: most prompt tokens of one step.
@@ -37,9 +42,7 @@ class EngineConfig:
     max_context_len: int | None = None
     page_size: int = 16
     num_pages: int | None = None
-    topk: int | None = None
-    steps: int | None = None
-    draft_tokens: int | None = None
+    tree: TreeShape | tuple[int, int, int] | None = None
     draft_attention: DraftAttention | None = None
     draft_layout: Layout | None = None
     attention_backend: str | backends.AttentionBackend | None = "native"
@@ -47,10 +50,54 @@ class EngineConfig:
     prefill_chunk: int = 512
     kv_dtype: KvDtype = "float32"
 
+    def __post_init__(self) -> None:
+        """Refuse what is not of its field's type, before a model is read."""
+        for name in _INTEGERS:
+            object.__setattr__(self, name, self._integer(name))
+        if not isinstance(self.prefix_cache, bool):
+            raise ConfigError(f"prefix_cache = {self.prefix_cache!r}: must be a bool")
+        if self.max_context_len is not None and self.max_context_len < 2:
+            raise ConfigError(f"max_context_len = {self.max_context_len}: must be at least 2, a prompt and a token")
+        object.__setattr__(self, "tree", tree_shape(self.tree))
+
+    def _integer(self, name: str) -> int | None:
+        value = getattr(self, name)
+        optional = type(self).__dataclass_fields__[name].default is None
+        if optional and value is None:
+            return None
+        try:
+            if isinstance(value, bool):
+                raise TypeError
+            return operator.index(value)  # numpy's and torch's integers too
+        except TypeError:
+            raise ConfigError(f"{name} = {value!r}: must be an integer{' or None' if optional else ''}") from None
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> EngineConfig:
+        """The configuration of named options.
+
+        Raises:
+            ConfigError: a name that there is not, or a value that is not of its option's type.
+        """
+        known = [field.name for field in fields(cls)]
+        for name in options:
+            if name in _FORMER:
+                raise ConfigError(
+                    f"{name} = {options[name]!r}: the tree is one option, tree=(K, S, V), as tree=(4, 4, 16)"
+                )
+            if name not in known:
+                raise ConfigError(f"unknown option {name!r}; options are {', '.join(known)}")
+        return cls(**options)
+
     @property
     def adaptive(self) -> bool:
         """Whether the tree is picked by the cost model."""
-        return self.topk is None
+        return self.tree is None
+
+    @property
+    def shape(self) -> TreeShape:
+        """The tree, or the largest that the cost model picks."""
+        return self.tree if isinstance(self.tree, TreeShape) else AUTO_TREE
 
     @property
     def backend(self) -> backends.AttentionBackend:
@@ -61,23 +108,6 @@ class EngineConfig:
     def branches_attend(self) -> DraftAttention:
         """What a draft branch attends to, of a configuration that `route` gave."""
         return self.draft_attention or "ancestors"
-
-    def check_types(self) -> None:
-        """Refuse what is not of its field's type, before a model is read.
-
-        Raises:
-            ConfigError: with the option's name and value.
-        """
-        for name in ("max_batch", "max_context_len", "page_size", "num_pages", "topk", "steps", "draft_tokens",
-                     "prefill_chunk"):  # fmt: skip
-            value = getattr(self, name)
-            optional = type(self).__dataclass_fields__[name].default is None
-            if (isinstance(value, bool) or not isinstance(value, int)) and not (optional and value is None):
-                raise ConfigError(f"{name} = {value!r}: must be an integer{' or None' if optional else ''}")
-        if not isinstance(self.prefix_cache, bool):
-            raise ConfigError(f"prefix_cache = {self.prefix_cache!r}: must be a bool")
-        if self.max_context_len is not None and self.max_context_len < 2:
-            raise ConfigError(f"max_context_len = {self.max_context_len}: must be at least 2, a prompt and a token")
 
     def route(self, recurrent_state: bool) -> tuple[EngineConfig, bool]:
         """Fill what depends on the attention backend, before a model is read.
@@ -94,7 +124,7 @@ class EngineConfig:
         """
         backend = self.backend
         asked = backends.Combination(
-            topk=self.topk,
+            topk=None if self.adaptive else self.shape.topk,
             page_size=self.page_size,
             layout=self.draft_layout,
             draft_attention=self.draft_attention,
@@ -113,21 +143,34 @@ class EngineConfig:
         Raises:
             ConfigError: an option out of range, with its name, value and limit.
         """
-        given = [name for name in ("topk", "steps", "draft_tokens") if getattr(self, name) is not None]
-        if given and len(given) < 3:
-            raise ConfigError(f"topk, steps and draft_tokens go together; only {', '.join(given)} given")
         context = model_context if self.max_context_len is None else self.max_context_len
         if context > model_context:
             raise ConfigError(f"max_context_len = {context}: the model's limit is {model_context}")
         if self.prefill_chunk < 1:
             raise ConfigError(f"prefill_chunk = {self.prefill_chunk}: must be at least 1")
-        shape = TreeShape(
-            self.topk if self.topk is not None else AUTO_TOPK,
-            self.steps if self.steps is not None else AUTO_STEPS,
-            self.draft_tokens if self.draft_tokens is not None else AUTO_DRAFT_TOKENS,
-        )
-        geometry = Geometry(self.max_batch, context, self.page_size, shape, self.draft_layout or "dense")
+        geometry = Geometry(self.max_batch, context, self.page_size, self.shape, self.draft_layout or "dense")
         pages = geometry.pages_for_full_load if self.num_pages is None else self.num_pages
         if pages < 1:
             raise ConfigError(f"num_pages = {pages}: must be at least 1")
         return replace(self, max_context_len=context, num_pages=pages), geometry
+
+
+def tree_shape(tree: object) -> TreeShape | None:
+    """A tree as users give it: a `TreeShape`, or K, S and V.
+
+    Raises:
+        ConfigError: not three integers, or a tree that there cannot be.
+    """
+    if tree is None or isinstance(tree, TreeShape):
+        return tree
+    try:
+        if isinstance(tree, (str, bytes, Mapping)) or not isinstance(tree, Iterable):
+            raise TypeError
+        k, s, v = (operator.index(n) for n in tree)
+    except (TypeError, ValueError):
+        raise ConfigError(f"tree = {tree!r}: must be a TreeShape or three integers (K, S, V), as (4, 4, 16)") from None
+    try:
+        return TreeShape(k, s, v)
+    except ConfigError as e:  # the core names its own operand
+        e.args = (f"tree = ({k}, {s}, {v}): {e}",)
+        raise

@@ -38,8 +38,8 @@ class LLM:
         draft: directory of an EAGLE-3 head for the model; ``None`` with a model given is plain decoding.
         speculative: ``False`` decodes plainly even where a draft head is there.
         options: fields of `EngineConfig`: ``max_batch``, ``max_context_len``, ``page_size``, ``num_pages``,
-            ``topk``/``steps``/``draft_tokens``, ``draft_attention``, ``draft_layout``, ``attention_backend``,
-            ``prefix_cache``, ``prefill_chunk``, ``kv_dtype``.
+            ``tree``, ``draft_attention``, ``draft_layout``, ``attention_backend``, ``prefix_cache``,
+            ``prefill_chunk``, ``kv_dtype``.
 
     Raises:
         ConfigError: an option or a file that does not fit, with the value and the limit.
@@ -59,18 +59,12 @@ class LLM:
         speculative: bool = True,
         **options: Any,
     ) -> None:
-        unknown = sorted(set(options) - set(EngineConfig.__dataclass_fields__))
-        if unknown:
-            raise ConfigError(
-                f"unknown option {unknown[0]!r}; options are {', '.join(EngineConfig.__dataclass_fields__)}"
-            )
+        config = EngineConfig.of(options)
         if model is None:
             model, draft = assets.model_dir(), assets.draft_dir() if draft is None else draft
         for name, path in (("model", model), ("draft", draft)):
             if path is not None and not isinstance(path, (str, os.PathLike)):
                 raise ConfigError(f"{name} = {path!r}: must be the path of a directory")
-        config = EngineConfig(**options)
-        config.check_types()
         model = Path(model)
         config, drafts = config.route(speculative and has_recurrent_state(model))
         target = load_target(model, ops_for(config.backend), max_context_len=config.max_context_len)

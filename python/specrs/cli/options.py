@@ -1,0 +1,89 @@
+"""Options that several subcommands share: models, the tree, attention, sampling."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from specrs._specrs import ConfigError, TreeShape
+from specrs.backends import BACKENDS
+from specrs.backends.base import DRAFT_ATTENTIONS, LAYOUTS
+
+_FORMER = ("--topk", "--steps", "--draft-tokens")  # of --tree
+
+
+class _FormerOption(argparse.Action):
+    """An option that has another name now."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        parser.error(f"{option}: the tree is one option, --tree K,S,V, as --tree 4,4,16")
+
+
+def add_models(parser: argparse.ArgumentParser) -> None:
+    """Declare --model and --draft."""
+    parser.add_argument("--model", help="Hugging Face directory; default: the small model in the package")
+    parser.add_argument("--draft", help="directory of an EAGLE-3 head for the model")
+
+
+def add_tree(parser: Any, default: str | None = None, nodes: bool = True) -> None:
+    """Declare --tree; ``nodes``: whether V must be given."""
+    parser.add_argument(
+        "--tree", metavar="K,S,V" if nodes else "K,S[,V]", default=default,
+        help="branches kept per draft step, draft steps, tokens verified per request with the root "
+             f"(default: {default or 'picked every round by a measured cost model'})",
+    )  # fmt: skip
+    for name in _FORMER:
+        parser.add_argument(name, action=_FormerOption, nargs="?", help=argparse.SUPPRESS)
+
+
+def tree_of(text: str, nodes: bool = True) -> TreeShape:
+    """The tree that --tree names.
+
+    Args:
+        text: ``"K,S,V"``.
+        nodes: whether V must be given; else it is 1 + K * S where it is not, as far as the tree goes.
+
+    Raises:
+        ConfigError: no such numbers, or a tree that there cannot be.
+    """
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if len(numbers) == 2 and not nodes:
+        k, s = numbers
+        numbers.append(max(min(1 + k * s, 1 + k + (s - 1) * k * k), 1))
+    if len(numbers) != 3:
+        need = "K,S,V, as 4,4,16" if nodes else "K,S,V or K,S, as 3,6"
+        raise ConfigError(f"--tree {text!r}: must be {need}")
+    try:
+        return TreeShape(*numbers)
+    except ConfigError as e:  # the core names its own operand
+        e.args = (f"--tree {text}: {e}",)
+        raise
+
+
+def add_attention(parser: Any) -> None:
+    """Declare --page-size, --attention-backend, --draft-layout and --draft-attention."""
+    parser.add_argument("--page-size", type=int, default=16, help="tokens per KV page (default: %(default)s)")
+    parser.add_argument("--attention-backend", default="native", metavar="NAME",
+                        help=f"whose attention and metadata: {', '.join(BACKENDS)} (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--draft-layout", choices=LAYOUTS,
+                        help="where a round's draft KV lies: dense, or each branch on pages of its own "
+                             "(default: what the backend reads)")  # fmt: skip
+    parser.add_argument("--draft-attention", choices=DRAFT_ATTENTIONS,
+                        help="a branch attends to its ancestors, or to its own lane (default: ancestors, "
+                             "wherever the backend can)")  # fmt: skip
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Of `add_tree` and `add_attention`, as `specrs.LLM` takes them."""
+    return {
+        "tree": None if args.tree is None else tree_of(args.tree),
+        "page_size": args.page_size,
+        "attention_backend": args.attention_backend,
+        "draft_layout": args.draft_layout,
+        "draft_attention": args.draft_attention,
+    }
