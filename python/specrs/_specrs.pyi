@@ -744,8 +744,9 @@ class KvCache:
     """Keys and values of all layers: a CPU tensor [layers, 2, num_slots, kv_heads, head_dim], float32 or bfloat16, keys
     at index 0 and values at 1. Slot s is position `s % page_size` of page `s // page_size`; page 0 is the sink.
 
-    The tensor's memory is shared and kept alive, unless its storage is resized (`resize_`), which a cache cannot see.
-    Calls that write wait for each other; torch may use the tensor between calls, not during one.
+    The tensor's memory is shared and kept alive. Every call looks at the tensor again and raises `ConfigError` where
+    its storage was resized since (`resize_`, `set_`, numpy's `resize`), which frees memory whoever holds it. Calls that
+    write wait for each other; torch may use the tensor between calls, not during one.
     """
 
     def __new__(cls, tensor: _Tensor, page_size: SupportsIndex) -> Self: ...

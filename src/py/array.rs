@@ -12,6 +12,12 @@ use crate::error::Result;
 
 /// Whether memory that is written again and again still holds what a view of it was made of.
 pub(super) trait Lease: Send + Sync {
+    /// Check that the memory is still there: a caller's tensor that was resized since has none of ours.
+    ///
+    /// # Errors
+    /// `Error::Mismatch` where it is not.
+    fn check(&self, py: Python<'_>) -> PyResult<()>;
+
     /// Run `read` while nobody writes the memory.
     ///
     /// # Errors
@@ -40,9 +46,10 @@ impl Array {
         Self { buffer: Arc::new(buffer), lease }
     }
 
-    /// The tensor, where it still holds what it was made of.
+    /// The tensor, where its memory is still there and holds what it was made of.
     pub(super) fn current(&self, py: Python<'_>) -> PyResult<&Arc<Buffer>> {
         if let Some(lease) = &self.lease {
+            lease.check(py)?;
             detached(py, || lease.hold(&mut || ()))?;
         }
         Ok(&self.buffer)
@@ -51,6 +58,7 @@ impl Array {
     /// A copy of the elements.
     fn bytes(&self, py: Python<'_>) -> PyResult<Vec<u8>> {
         let Some(lease) = &self.lease else { return Ok(self.buffer.bytes()) };
+        lease.check(py)?;
         detached(py, || {
             let mut bytes = Vec::new();
             lease.hold(&mut || bytes = self.buffer.bytes())?;

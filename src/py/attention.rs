@@ -56,8 +56,9 @@ fn attend(
     let qs = q.input(&shape)?;
     let scale = finite_scale(scale)?;
     cache.check_plan(plan)?;
+    let live = cache.live(py)?;
     detached(py, || {
-        let tensor = cache.read();
+        let tensor = live.read();
         let out = out.output(&shape, &[&q, &tensor])?;
         let kv = cache.view(&tensor)?;
         plan.pool.with_tables(|t| run(&kv, layer, &view(&native, &t)?, qs, heads, scale, out))?
@@ -170,13 +171,14 @@ pub(super) fn rope_attention(
     };
     let (q_norm, k_norm) = (norm(&q_norm)?, norm(&k_norm)?); // copies: small, and then they need no alias check
     cache.check_plan(plan)?;
+    let live = cache.live(py)?;
     detached(py, || {
         let rotary = Rotary {
             table,
             q_norm: q_norm.as_deref().map(|weight| RmsNorm { weight, eps }),
             k_norm: k_norm.as_deref().map(|weight| RmsNorm { weight, eps }),
         };
-        let mut tensor = cache.write();
+        let mut tensor = live.write();
         let out = out.output(&[queries, heads * d], &[&qkv, &tensor])?;
         let mut kv = cache.view_mut(&mut tensor, &[&qkv])?;
         plan.pool.with_tables(|t| {

@@ -25,6 +25,7 @@ mod abi;
 mod buffer;
 #[cfg(feature = "cuda")]
 pub(super) mod cuda;
+mod lender;
 mod lent;
 
 use std::ffi::{CStr, c_void};
@@ -43,7 +44,8 @@ use self::abi::{
     VERSIONED, VERSIONED_USED, Versioned,
 };
 pub(super) use self::buffer::{Buffer, View};
-pub(super) use self::lent::{Lender, Lent, Place};
+pub(super) use self::lender::Lender;
+pub(super) use self::lent::{Lent, Place};
 use super::array::Array;
 use crate::error::{Error, Result};
 
@@ -241,6 +243,13 @@ impl Tensor {
         self.dtype
     }
 
+    /// Whether `other` describes the same elements in the same memory.
+    fn is(&self, other: &Self) -> bool {
+        let same = self.data == other.data && self.range == other.range && self.dtype == other.dtype;
+        let layout = self.shape() == other.shape() && self.strides[..self.rank] == other.strides[..other.rank];
+        same && layout && self.device == other.device
+    }
+
     /// Device.
     #[cfg(feature = "cuda")]
     pub(super) fn device(&self) -> Device {
@@ -332,6 +341,13 @@ impl Tensor {
     /// Pointer to the first element, never null.
     fn first<T>(&self) -> *mut T {
         if self.elements == 0 { NonNull::dangling().as_ptr() } else { self.data.cast() }
+    }
+}
+
+impl fmt::Display for Tensor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (first, end) = self.range;
+        write!(f, "{} {:?} of {} bytes at {first:#x}", self.dtype, self.shape(), end - first)
     }
 }
 

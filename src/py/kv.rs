@@ -5,7 +5,7 @@ use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use pyo3::prelude::*;
 
 use super::arg::{Int, detached};
-use super::dlpack::{DType, Tensor};
+use super::dlpack::{DType, Lender, Tensor};
 use super::plan::{Moves, Plan};
 use crate::bounds::PageSize;
 use crate::error::{Error, Result};
@@ -14,8 +14,9 @@ use crate::host::kv::{self, KvCacheMut, KvData, KvDataMut, KvShape};
 /// Keys and values of all layers: a CPU tensor [layers, 2, num_slots, kv_heads, head_dim], float32 or bfloat16, keys at
 /// index 0 and values at 1. Slot s is position `s % page_size` of page `s // page_size`; page 0 is the sink.
 ///
-/// The tensor's memory is shared and kept alive, unless its storage is resized (`resize_`), which a cache cannot see.
-/// Calls that write wait for each other; torch may use the tensor between calls, not during one.
+/// The tensor's memory is shared and kept alive. Every call looks at the tensor again and raises `ConfigError` where its
+/// storage was resized since (`resize_`, `set_`, numpy's `resize`), which frees memory whoever holds it. Calls that write
+/// wait for each other; torch may use the tensor between calls, not during one.
 #[pyclass(frozen, module = "specrs._specrs")]
 pub(super) struct KvCache {
     object: Py<PyAny>,
@@ -23,6 +24,23 @@ pub(super) struct KvCache {
     dtype: DType,
     page: PageSize,
     tensor: RwLock<Tensor>,
+    /// `None` for a tensor that cannot be resized.
+    lender: Option<Lender>,
+}
+
+/// A cache whose memory was seen to be there in this call: the one way to its tensor.
+pub(super) struct Live<'a>(&'a KvCache);
+
+impl<'a> Live<'a> {
+    /// The tensor, to read; waits for a writer. Not to be waited for with the GIL.
+    pub(super) fn read(&self) -> RwLockReadGuard<'a, Tensor> {
+        self.0.tensor.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The tensor, to write; waits for others. Not to be waited for with the GIL.
+    pub(super) fn write(&self) -> RwLockWriteGuard<'a, Tensor> {
+        self.0.tensor.write().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 impl KvCache {
@@ -31,14 +49,13 @@ impl KvCache {
         self.shape
     }
 
-    /// The tensor, to read; waits for a writer. Not to be waited for with the GIL.
-    pub(super) fn read(&self) -> RwLockReadGuard<'_, Tensor> {
-        self.tensor.read().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// The tensor, to write; waits for others. Not to be waited for with the GIL.
-    pub(super) fn write(&self) -> RwLockWriteGuard<'_, Tensor> {
-        self.tensor.write().unwrap_or_else(PoisonError::into_inner)
+    /// Check that the tensor's memory is where it was when the cache was made.
+    ///
+    /// # Errors
+    /// As [`Lender::check`].
+    pub(super) fn live(&self, py: Python<'_>) -> PyResult<Live<'_>> {
+        self.lender.as_ref().map_or(Ok(()), |lender| lender.check(py))?;
+        Ok(Live(self))
     }
 
     fn dims(&self) -> [usize; 5] {
@@ -97,14 +114,14 @@ impl KvCache {
             return Err(t.mismatch(dtype, "float32 or bfloat16").into());
         }
         let shape = KvShape { layers, slots, kv_heads, head_dim };
-        let cache = |t| Self { object: tensor.unbind(), shape, dtype, page, tensor: RwLock::new(t) };
         // Seen here rather than by the first kernel: contiguous, writable, on the CPU.
         let dims = t.shape().to_vec();
         match dtype {
             DType::F32 => t.output::<f32>(&dims, &[]).map(|_| ())?,
             _ => t.output::<half::bf16>(&dims, &[]).map(|_| ())?,
         }
-        Ok(cache(t))
+        let lender = Lender::of(&tensor, &t)?;
+        Ok(Self { object: tensor.unbind(), shape, dtype, page, tensor: RwLock::new(t), lender })
     }
 
     /// The tensor it was made from.
@@ -178,8 +195,9 @@ pub(super) fn kv_write(
     let shape = [plan.plan.queries(), cache.shape.kv_heads, cache.shape.head_dim];
     let (ks, vs) = (k.input(&shape)?, v.input(&shape)?);
     cache.check_plan(plan)?;
+    let live = cache.live(py)?;
     detached(py, || {
-        let mut tensor = cache.write();
+        let mut tensor = live.write();
         let mut view = cache.view_mut(&mut tensor, &[&k, &v])?;
         plan.pool.with_tables(|t| {
             plan.plan.check_rows(&t)?;
@@ -196,8 +214,9 @@ pub(super) fn kv_move(py: Python<'_>, cache: &Bound<'_, KvCache>, moves: &Bound<
     if moves.moves.is_empty() {
         return Ok(());
     }
+    let live = cache.live(py)?;
     detached(py, || {
-        let mut tensor = cache.write();
+        let mut tensor = live.write();
         let mut view = cache.view_mut(&mut tensor, &[])?;
         let mut run = || kv::kv_move(&mut view, moves.moves.src(), moves.moves.dst());
         match &moves.pool {

@@ -5,9 +5,6 @@ use std::fmt;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use pyo3::intern;
-use pyo3::prelude::*;
-
 use super::Tensor;
 use super::abi::{DType, Device};
 use crate::error::{Error, Result};
@@ -141,41 +138,6 @@ impl Lent {
     /// The memory, for views of it.
     pub(in crate::py) fn place(&self) -> Arc<Place> {
         self.place.clone()
-    }
-}
-
-/// A lent tensor that can be resized, as torch's and numpy's can: that frees its memory though others hold it, so it is
-/// asked for it again before each use.
-pub(in crate::py) struct Lender {
-    object: Py<PyAny>,
-    operand: &'static str,
-    range: (usize, usize),
-}
-
-impl Lender {
-    /// Of `tensor`, which was imported from `object`; `None` where that cannot be resized.
-    ///
-    /// # Errors
-    /// What looking for its methods raises.
-    pub(in crate::py) fn of(object: &Bound<'_, PyAny>, tensor: &Tensor) -> PyResult<Option<Self>> {
-        let py = object.py();
-        let resizable = object.hasattr(intern!(py, "resize_"))? || object.hasattr(intern!(py, "resize"))?;
-        let of = || Self { object: object.clone().unbind(), operand: tensor.operand, range: tensor.range };
-        Ok(resizable.then(of))
-    }
-
-    /// Check that the memory is where it was when it was lent.
-    ///
-    /// # Errors
-    /// [`Error::Mismatch`] where it is not; whatever [`Tensor::import`] says of the object now.
-    pub(in crate::py) fn check(&self, py: Python<'_>) -> PyResult<()> {
-        let now = Tensor::import(self.object.bind(py), self.operand, None)?;
-        if now.range == self.range {
-            return Ok(());
-        }
-        let at = |(first, end): (usize, usize)| format!("{} bytes at {first:#x}", end - first);
-        let want = format!("{}, as when it was lent: make new buffers of a tensor that was resized", at(self.range));
-        Err(now.mismatch(at(now.range), want).into())
     }
 }
 

@@ -249,6 +249,11 @@ impl Static {
         self.lenders.iter().try_for_each(|lender| lender.check(py))
     }
 
+    /// [`Self::check_lenders`] for the memory of one array.
+    fn check_lender(&self, py: Python<'_>, name: &str) -> PyResult<()> {
+        self.lenders.iter().filter(|lender| lender.operand() == name).try_for_each(|lender| lender.check(py))
+    }
+
     /// What it is for.
     pub(super) fn purpose(&self) -> &Use {
         &self.purpose
@@ -363,6 +368,10 @@ struct Of {
 }
 
 impl Lease for Of {
+    fn check(&self, py: Python<'_>) -> PyResult<()> {
+        self.write.memory.check_lender(py, self.name)
+    }
+
     fn hold(&self, read: &mut dyn FnMut()) -> Result<()> {
         let arrays = self.write.memory.lock();
         self.write.current(&arrays, self.name)?;
@@ -372,11 +381,18 @@ impl Lease for Of {
 }
 
 /// The lease of a view of whole memory, which shows whatever was written last.
-struct Whole(Arc<Static>);
+struct Whole {
+    memory: Arc<Static>,
+    name: &'static str,
+}
 
 impl Lease for Whole {
+    fn check(&self, py: Python<'_>) -> PyResult<()> {
+        self.memory.check_lender(py, self.name)
+    }
+
     fn hold(&self, read: &mut dyn FnMut()) -> Result<()> {
-        let _arrays = self.0.lock();
+        let _arrays = self.memory.lock();
         read();
         Ok(())
     }
@@ -432,7 +448,7 @@ impl FormatBuffers {
                     View::Table { name, dtype, rows: rows as usize, cols: cols as usize, stride: cols as usize }
                 }
             };
-            let lease: Arc<dyn Lease> = Arc::new(Whole(self.0.clone()));
+            let lease: Arc<dyn Lease> = Arc::new(Whole { memory: self.0.clone(), name });
             dict.set_item(name, Array::of(Buffer::of_place(slab.place.clone(), view)?, Some(lease)))?;
         }
         Ok(dict)

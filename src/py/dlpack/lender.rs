@@ -1,0 +1,135 @@
+//! A tensor that a caller lends for many calls, looked at again before each of them.
+//!
+//! A DLPack tensor keeps its memory alive, with one gap: torch and numpy can resize what they own
+//! (`untyped_storage().resize_`, `resize_`, `set_`, `resize(refcheck=False)`), which frees the memory whoever holds it.
+//! So an object that keeps borrowed memory asks for the tensor again and compares: a fraction of a microsecond. One
+//! thing stays out of sight: an array that is resized beneath another library's tensor (`torch.from_numpy`).
+
+use pyo3::intern;
+use pyo3::prelude::*;
+
+use super::Tensor;
+use crate::error::Error;
+
+/// A lent tensor that can be resized, as it was when it was lent.
+pub(in crate::py) struct Lender {
+    object: Py<PyAny>,
+    operand: &'static str,
+    /// The tensor, as an error shows it.
+    was: String,
+    seen: Tensor,
+    beneath: Option<Beneath>,
+}
+
+/// What owns the bytes of a lent tensor, where its library tells.
+enum Beneath {
+    /// What asks a torch tensor's storage for its size, which DLPack does not tell, and the size: a storage that shrank
+    /// can come to lie where the larger one was.
+    Storage { nbytes: Py<PyAny>, bytes: usize },
+    /// The numpy array that a numpy view is of: its address and size. Resizing it leaves the view's pointer as it was.
+    Base { array: Py<PyAny>, address: usize, bytes: usize },
+}
+
+impl Lender {
+    /// Of `tensor`, which was imported from `object`; `None` where that cannot be resized.
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`] for a tensor that reaches beyond its own storage; what looking for its methods raises.
+    pub(in crate::py) fn of(object: &Bound<'_, PyAny>, tensor: &Tensor) -> PyResult<Option<Self>> {
+        let py = object.py();
+        if !object.hasattr(intern!(py, "resize_"))? && !object.hasattr(intern!(py, "resize"))? {
+            return Ok(None);
+        }
+        let seen = Tensor::import(object, tensor.operand, None)?;
+        let beneath = Beneath::of(object, &seen)?;
+        let was = seen.to_string();
+        Ok(Some(Self { object: object.clone().unbind(), operand: tensor.operand, was, seen, beneath }))
+    }
+
+    /// What the tensor is called in errors.
+    pub(in crate::py) fn operand(&self) -> &'static str {
+        self.operand
+    }
+
+    /// Check that the tensor, and the memory beneath it, are what they were when it was lent.
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`] where they are not; what the object raises instead of its tensor.
+    pub(in crate::py) fn check(&self, py: Python<'_>) -> PyResult<()> {
+        match Tensor::import(self.object.bind(py), self.operand, None) {
+            Ok(now) if !now.is(&self.seen) => return Err(self.changed(now.to_string())),
+            Ok(_) => {}
+            Err(e) => {
+                let got = e.value(py).getattr(intern!(py, "got")).and_then(|got| got.extract::<String>());
+                let Ok(got) = got else { return Err(e) };
+                let refused = self.changed(got);
+                refused.set_cause(py, Some(e));
+                return Err(refused);
+            }
+        }
+        match &self.beneath {
+            None => Ok(()),
+            Some(beneath) => match beneath.changed(py)? {
+                None => Ok(()),
+                Some(got) => Err(self.changed(got)),
+            },
+        }
+    }
+
+    fn changed(&self, got: String) -> PyErr {
+        let want = format!("{}, as when it was lent; a tensor that was resized has to be lent anew", self.was);
+        Error::Mismatch { operand: self.operand, got, want }.into()
+    }
+}
+
+impl Beneath {
+    fn of(object: &Bound<'_, PyAny>, tensor: &Tensor) -> PyResult<Option<Self>> {
+        let py = object.py();
+        if let Some(storage) = object.getattr_opt(intern!(py, "untyped_storage"))? {
+            let storage = storage.call0()?;
+            let nbytes = storage.getattr(intern!(py, "nbytes"))?;
+            let bytes: usize = nbytes.call0()?.extract()?;
+            let first: usize = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
+            let (low, high) = tensor.range;
+            if low < high && (low < first || high - first > bytes) {
+                let got = format!("{tensor} over a storage of {bytes} bytes at {first:#x}");
+                return Err(tensor.mismatch(got, "a tensor within its storage").into());
+            }
+            return Ok(Some(Self::Storage { nbytes: nbytes.unbind(), bytes }));
+        }
+        let Some(base) = object.getattr_opt(intern!(py, "base"))? else { return Ok(None) };
+        match extent(&base)? {
+            Some((address, bytes)) => Ok(Some(Self::Base { array: base.unbind(), address, bytes })),
+            None => Ok(None),
+        }
+    }
+
+    /// What is there now, where it is not what was there.
+    fn changed(&self, py: Python<'_>) -> PyResult<Option<String>> {
+        match self {
+            Self::Storage { nbytes, bytes: was } => {
+                let bytes: usize = nbytes.bind(py).call0()?.extract()?;
+                Ok((bytes != *was).then(|| format!("a storage of {bytes} bytes where {was} were")))
+            }
+            Self::Base { array, address, bytes } => {
+                let now = extent(array.bind(py))?;
+                let text = |(a, b): (usize, usize)| format!("a view of an array of {b} bytes at {a:#x}");
+                let was = (*address, *bytes);
+                let told =
+                    || format!("{}, which was {} bytes at {:#x}", now.map_or("no array".into(), text), was.1, was.0);
+                Ok((now != Some(was)).then(told))
+            }
+        }
+    }
+}
+
+/// Address and bytes of a numpy array that can be resized.
+fn extent(array: &Bound<'_, PyAny>) -> PyResult<Option<(usize, usize)>> {
+    let py = array.py();
+    if array.getattr_opt(intern!(py, "resize"))?.is_none() {
+        return Ok(None);
+    }
+    let Some(interface) = array.getattr_opt(intern!(py, "__array_interface__"))? else { return Ok(None) };
+    let (address, _read_only): (usize, bool) = interface.get_item(intern!(py, "data"))?.extract()?;
+    Ok(Some((address, array.getattr(intern!(py, "nbytes"))?.extract()?)))
+}
