@@ -35,7 +35,7 @@ def main() -> None:
     prompts = assets.heldout_prompts()[: args.prompts]
     rows: list[dict[str, Any]] = []
     for name, options in (
-        ("greedy", {}),
+        ("greedy", {"temperature": 0}),
         ("temperature 0.8, top_p 0.9", {"temperature": 0.8, "top_p": 0.9, "seed": 1}),
     ):
         params = SamplingParams(max_tokens=args.max_tokens, **options)

@@ -51,7 +51,7 @@ def prompt_sets(llm: LLM, count: int) -> dict[str, list[list[int]]]:
 
 def specrs_decoder(llm: LLM, max_tokens: int, **options: Any) -> Decode:
     """Greedy (or seeded) decoding by specrs."""
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **options)
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **{"temperature": 0, **options})
 
     def decode(prompt: list[int]) -> tuple[list[int], float]:
         started = time.perf_counter()

@@ -42,7 +42,7 @@ def save_target(model: Target, folder: Path) -> None:
     }  # fmt: skip
     write_json(folder / "config.json", config)
     ids = {"bos_token_id": BOS_ID, "eos_token_id": BOS_ID, "pad_token_id": BOS_ID}
-    write_json(folder / "generation_config.json", {**ids, "do_sample": False})
+    write_json(folder / "generation_config.json", {**ids, "do_sample": True, "temperature": 0.6, "top_p": 0.9})
     special = "<|endoftext|>"
     tokenizer = {
         "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": special, "eos_token": special, "pad_token": special,

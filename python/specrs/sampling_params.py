@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 from specrs._specrs import ConfigError
@@ -16,14 +18,23 @@ _MIN_F32 = 1.1754943508222875e-38  # smallest normal
 
 
 def _refuse(name: str, value: object, why: str) -> ConfigError:
-    return ConfigError(f"SamplingParams.{name} = {value!r}: {why}")
+    error = ConfigError(f"SamplingParams.{name} = {value!r}: {why}")
+    error.what, error.got, error.why = name, value, why  # as the core's errors have
+    return error
+
+
+def _plain(value: object) -> object:
+    """A scalar of numpy or torch as Python's own number; anything else as it is."""
+    item = getattr(value, "item", None)
+    return item() if callable(item) and getattr(value, "shape", None) == () else value
 
 
 def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    plain = _plain(value)
+    if isinstance(plain, bool) or not isinstance(plain, Real):
         raise _refuse(name, value, "must be a number")
     try:
-        number = float(value)
+        number = float(plain)
     except OverflowError:
         raise _refuse(name, value, "must be finite") from None
     if not math.isfinite(number):
@@ -44,10 +55,21 @@ def _items(name: str, value: object) -> tuple[Any, ...]:
 
 
 def _integer(name: str, value: object, low: int, high: int | None = None) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise _refuse(name, value, "must be an integer")
-    if value < low or (high is not None and value > high):
-        raise _refuse(name, value, f"must be at least {low}" if high is None else f"must be in {low}..{high}")
+    plain = _plain(value)
+    try:
+        if isinstance(plain, bool):
+            raise TypeError
+        number = operator.index(plain)  # type: ignore[arg-type]
+    except TypeError:
+        raise _refuse(name, value, "must be an integer") from None
+    if number < low or (high is not None and number > high):
+        raise _refuse(name, number, f"must be at least {low}" if high is None else f"must be in {low}..{high}")
+    return number
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise _refuse(name, value, "must be a bool")
     return value
 
 
@@ -61,88 +83,82 @@ class SamplingParams:
     ``presence_penalty`` and ``frequency_penalty`` (output), ``temperature``, ``top_k``, ``top_p`` (of what top-k
     kept, renormalised), ``min_p`` (relative to the most probable token).
 
+    ``None`` leaves a field unset. The first six fields then take the model's own value (`LLM.default_sampling`, from
+    its ``generation_config.json``), and the value in brackets where the model has none. Numbers may be numpy's or
+    torch's scalars.
+
     Attributes:
-        max_tokens: most tokens to generate; at least 1.
-        temperature: 0 is greedy decoding.
-        top_k: keep the k most probable tokens; 0 keeps all.
-        top_p: keep the smallest set of most probable tokens with at least this mass, in (0, 1].
-        min_p: drop tokens less probable than this fraction of the most probable one, in [0, 1].
+        max_tokens: most tokens to generate; at least 1 (128).
+        temperature: 0 is greedy decoding, whatever the other fields say (0).
+        top_k: keep the k most probable tokens; 0 keeps all (0).
+        top_p: keep the smallest set of most probable tokens with at least this mass, in (0, 1] (1).
+        min_p: drop tokens less probable than this fraction of the most probable one, in [0, 1] (0).
+        repetition_penalty: > 0; divides positive and multiplies negative logits of seen tokens (1; arXiv:1909.05858).
         seed: 0 .. 2**64 - 1; ``None`` draws one per request, which the output reports.
         stop: strings that end the output; the text is cut before them (``include_stop`` keeps them).
         stop_token_ids: token ids that end the output, as EOS does; they count in ``token_ids`` but not in the text.
-        repetition_penalty: > 0; divides positive and multiplies negative logits of seen tokens (arXiv:1909.05858).
         presence_penalty: subtracted once from the logit of each token in the output.
         frequency_penalty: subtracted once per occurrence in the output.
         logit_bias: token id -> value added to its logit; ``-math.inf`` forbids the token.
         ignore_eos: do not end at the model's EOS.
         include_stop: keep the stop string in the text.
+
+    Raises:
+        ConfigError: a value out of range or of another type, by name; ``what``, ``got`` and ``why`` are attributes.
     """
 
-    max_tokens: int = 128
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     seed: int | None = None
-    stop: Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    ignore_eos: bool = False
-    include_stop: bool = False
+    stop: Sequence[str] | str | None = ()
+    stop_token_ids: Sequence[int] | None = ()
+    presence_penalty: float | None = 0.0
+    frequency_penalty: float | None = 0.0
+    logit_bias: Mapping[int, float] | None = field(default_factory=dict)
+    ignore_eos: bool | None = False
+    include_stop: bool | None = False
 
     def __post_init__(self) -> None:
-        def put(name: str, value: object) -> None:
-            object.__setattr__(self, name, value)
-
-        _integer("max_tokens", self.max_tokens, 1)
-        _integer("top_k", self.top_k, 0, _MAX_TOP_K)
-        if self.seed is not None:
-            _integer("seed", self.seed, 0, _MAX_SEED)
-        for name in ("temperature", "presence_penalty", "frequency_penalty", "top_p", "min_p", "repetition_penalty"):
-            put(name, _number(name, getattr(self, name)))
-        if self.temperature < 0:
-            raise _refuse("temperature", self.temperature, "must be at least 0 (0 is greedy)")
-        if not 0 < self.top_p <= 1:
-            raise _refuse("top_p", self.top_p, "must be in (0, 1]")
-        if not 0 <= self.min_p <= 1:
-            raise _refuse("min_p", self.min_p, "must be in [0, 1]")
-        if not _MIN_F32 <= self.repetition_penalty <= _MAX_F32:
-            raise _refuse("repetition_penalty", self.repetition_penalty, "must be greater than 0, and a normal f32")
-        _penalty("presence_penalty", self.presence_penalty)
-        _penalty("frequency_penalty", self.frequency_penalty)
-        for name in ("ignore_eos", "include_stop"):
-            if not isinstance(getattr(self, name), bool):
-                raise _refuse(name, getattr(self, name), "must be a bool")
-        stop = (self.stop,) if isinstance(self.stop, str) else _items("stop", self.stop)
-        for s in stop:
-            if not isinstance(s, str) or not s:
-                raise _refuse("stop", self.stop, "must be non-empty strings")
-        put("stop", stop)
-        ids = _items("stop_token_ids", self.stop_token_ids)
-        for i in ids:
-            _integer("stop_token_ids", i, 0)
-        put("stop_token_ids", ids)
-        if not isinstance(self.logit_bias, Mapping):
-            raise _refuse("logit_bias", self.logit_bias, "must be a mapping from token ids to numbers")
-        bias = dict(self.logit_bias)
-        for token, value in bias.items():
-            _integer("logit_bias", token, 0)
-            if value != -math.inf:
-                bias[token] = _number("logit_bias", value)
-                _penalty("logit_bias", bias[token])
-        put("logit_bias", bias)
+        for name, check in _CHECKS.items():
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, check(name, value))
+            elif name in _UNSET:
+                object.__setattr__(self, name, _UNSET[name])
+        if self.logit_bias is None:
+            object.__setattr__(self, "logit_bias", {})
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> SamplingParams:
-        """Build from a mapping such as a request body; a name that cannot be honoured is refused."""
+        """Build from a mapping such as a request body; a name that cannot be honoured is refused.
+
+        ``None`` is unset, and the keys of ``logit_bias`` may be decimal text, as JSON has them.
+        """
         known = cls.__dataclass_fields__
         for name, value in options.items():
             if name not in known:
                 raise _refuse(name, value, f"is not supported; supported are {', '.join(sorted(known))}")
+        options = dict(options)
+        bias = options.get("logit_bias")
+        if isinstance(bias, Mapping):
+            numbers = {int(k) if isinstance(k, str) and k.isdecimal() else k: v for k, v in bias.items()}
+            if len(numbers) < len(bias):
+                raise _refuse("logit_bias", bias, "names a token twice")
+            options["logit_bias"] = numbers
         return cls(**options)
+
+    def resolved(self, defaults: SamplingParams | None = None) -> ResolvedSampling:
+        """Every field decided: its own value, else that of ``defaults`` (a model's), else the neutral one."""
+        chosen = dict(_NEUTRAL)
+        for params in (defaults, self):
+            if params is not None:
+                chosen.update((name, value) for name in _NEUTRAL if (value := getattr(params, name)) is not None)
+        rest = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in _NEUTRAL}
+        return ResolvedSampling(**chosen, **rest)
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuse token ids that the model does not have, before anything is allocated for the request."""
@@ -150,3 +166,117 @@ class SamplingParams:
             for token in getattr(self, name):
                 if token >= vocab_size:
                     raise _refuse(name, token, f"the vocabulary has {vocab_size} tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedSampling(SamplingParams):
+    """Sampling parameters with no field left to the model: what a request runs with (`RequestOutput.params`)."""
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    ignore_eos: bool = False
+    include_stop: bool = False
+
+    def __str__(self) -> str:
+        """How tokens are picked, as an option of each field that is not neutral: ``temperature 0.6, top_p 0.9``."""
+        picking = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
+                   "frequency_penalty")  # fmt: skip
+        told = [f"{name} {getattr(self, name):g}" for name in picking if getattr(self, name) != _NEUTRAL.get(name, 0.0)]
+        if self.temperature == 0:
+            told = ["greedy", *(t for t in told if "penalty" in t)]
+        return ", ".join(told)
+
+
+#: Fields that a model may decide, and what they are where neither it nor the request does.
+_NEUTRAL: dict[str, Any] = {
+    "max_tokens": 128, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0,
+}  # fmt: skip
+_UNSET: dict[str, Any] = {
+    "stop": (), "stop_token_ids": (), "presence_penalty": 0.0, "frequency_penalty": 0.0, "ignore_eos": False,
+    "include_stop": False,
+}  # fmt: skip
+
+
+def _temperature(name: str, value: object) -> float:
+    number = _number(name, value)
+    if number < 0:
+        raise _refuse(name, number, "must be at least 0 (0 is greedy)")
+    return number
+
+
+def _top_p(name: str, value: object) -> float:
+    number = _number(name, value)
+    if not 0 < number <= 1:
+        raise _refuse(name, number, "must be in (0, 1]")
+    return number
+
+
+def _min_p(name: str, value: object) -> float:
+    number = _number(name, value)
+    if not 0 <= number <= 1:
+        raise _refuse(name, number, "must be in [0, 1]")
+    return number
+
+
+def _repetition_penalty(name: str, value: object) -> float:
+    number = _number(name, value)
+    if not _MIN_F32 <= number <= _MAX_F32:
+        raise _refuse(name, number, "must be greater than 0, and a normal f32")
+    return number
+
+
+def _output_penalty(name: str, value: object) -> float:
+    number = _number(name, value)
+    _penalty(name, number)
+    return number
+
+
+def _stop(name: str, value: object) -> tuple[str, ...]:
+    stop = (value,) if isinstance(value, str) else _items(name, value)
+    for s in stop:
+        if not isinstance(s, str) or not s:
+            raise _refuse(name, value, "must be non-empty strings")
+    return stop
+
+
+def _stop_token_ids(name: str, value: object) -> tuple[int, ...]:
+    return tuple(_integer(name, i, 0) for i in _items(name, value))
+
+
+def _logit_bias(name: str, value: object) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise _refuse(name, value, "must be a mapping from token ids to numbers")
+    bias: dict[int, float] = {}
+    for token, added in value.items():
+        number = -math.inf if _plain(added) == -math.inf else _number(name, added)
+        if number != -math.inf:
+            _penalty(name, number)
+        bias[_integer(name, token, 0)] = number
+    return bias
+
+
+_CHECKS: dict[str, Callable[[str, object], Any]] = {
+    "max_tokens": lambda name, value: _integer(name, value, 1),
+    "temperature": _temperature,
+    "top_k": lambda name, value: _integer(name, value, 0, _MAX_TOP_K),
+    "top_p": _top_p,
+    "min_p": _min_p,
+    "repetition_penalty": _repetition_penalty,
+    "seed": lambda name, value: _integer(name, value, 0, _MAX_SEED),
+    "stop": _stop,
+    "stop_token_ids": _stop_token_ids,
+    "presence_penalty": _output_penalty,
+    "frequency_penalty": _output_penalty,
+    "logit_bias": _logit_bias,
+    "ignore_eos": _flag,
+    "include_stop": _flag,
+}

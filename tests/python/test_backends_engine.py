@@ -241,7 +241,7 @@ def test_the_model_in_the_package(name: str) -> None:
     prompts = [p[:150] for p in assets.heldout_prompts()[:2]]
     common: dict[str, Any] = {"tree": (4, 4, 16), "page_size": 4, "max_batch": 2,
                               "draft_attention": "lane", "max_context_len": 512}  # fmt: skip
-    params = SamplingParams(max_tokens=24)
+    params = SamplingParams(max_tokens=24, temperature=0)
     runs = []
     for more in ({}, {"attention_backend": name, "draft_layout": "holey"}):
         llm = LLM(**common, **more)

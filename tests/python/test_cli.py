@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 
 from conftest import Pair
+from modelzoo import write_json
+from specrs import LLM, SamplingParams
 from specrs.cli import main
 
 
@@ -193,19 +196,35 @@ def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> 
     assert "usage: specrs" in err and "certify" in err
 
 
-def test_generate_samples_with_a_fixed_seed_unless_told_otherwise(
-    bytes_pair: Pair, capsys: pytest.CaptureFixture[str]
+def test_generate_samples_as_the_model_says_unless_told_otherwise(
+    bytes_pair: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = ["generate", "x", "--model", str(bytes_pair.target), "--max-tokens", "30", "--ignore-eos"]
+    def text(model: Path, *more: str) -> tuple[str, str]:
+        assert main(["generate", "x", "--model", str(model), "--max-tokens", "30", "--ignore-eos", *more]) == 0
+        out, err = capsys.readouterr()
+        return out, err.rsplit("; ", 1)[1]
 
-    def text(*more: str) -> str:
-        assert main([*argv, *more]) == 0
-        return capsys.readouterr().out
+    greedy = text(bytes_pair.target)  # it has no generation_config.json
+    assert greedy == text(bytes_pair.target, "--greedy") and greedy[1] == "greedy]\n"
+    model = tmp_path / "model"
+    shutil.copytree(bytes_pair.target, model)
+    write_json(model / "generation_config.json", {"do_sample": True, "temperature": 0.6, "top_p": 0.9})
+    default = text(model)
+    assert default == text(bytes_pair.target, "--temperature", "0.6", "--top-p", "0.9", "--seed", "0")
+    assert default[1] == "temperature 0.6, top_p 0.9, seed 0]\n"
+    assert default != text(model, "--seed", "1")
+    assert greedy == text(model, "--greedy") == text(model, "--temperature", "0", "--seed", "random")
+    [out] = LLM(model).generate(["x"], SamplingParams(max_tokens=30, seed=0, ignore_eos=True))
+    assert default[0].startswith("x" + out.text)  # the API samples by the same defaults
 
-    default = text()
-    assert default == text("--temperature", "0.6", "--top-p", "0.9", "--seed", "0")
-    assert default != text("--seed", "1")
-    assert default != text("--greedy") == text("--temperature", "0", "--seed", "random")
+
+def test_the_model_in_the_package_samples_alike_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    llm = LLM(speculative=False, max_batch=1, max_context_len=256)
+    assert str(llm.default_sampling) == "temperature 0.6, top_p 0.9"
+    [out] = llm.generate(["class Stack:"], SamplingParams(max_tokens=16, seed=0))
+    assert main(["generate", "class Stack:", "--max-tokens", "16"]) == 0
+    text, err = capsys.readouterr()
+    assert text == f"class Stack:{out.text}\n" and "temperature 0.6, top_p 0.9, seed 0" in err
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 import specrs
 from specrs import ConfigError, SamplingParams
@@ -19,14 +22,72 @@ from specrs import ConfigError, SamplingParams
         ("seed", -1), ("seed", 2**64), ("seed", 1.0), ("stop", [""]), ("stop", [3]), ("stop_token_ids", [-1]),
         ("repetition_penalty", 0.0), ("repetition_penalty", math.inf), ("presence_penalty", math.nan),
         ("frequency_penalty", math.inf), ("logit_bias", {-1: 1.0}), ("logit_bias", {1: math.nan}), ("ignore_eos", 1),
-        ("temperature", 10**400), ("stop", None), ("stop", 5), ("stop_token_ids", None), ("stop_token_ids", "12"),
+        ("temperature", 10**400), ("stop", 5), ("stop_token_ids", "12"), ("stop_token_ids", [True]),
         ("top_k", 10**30), ("logit_bias", [1]), ("logit_bias", {1: math.inf}), ("logit_bias", {1: 1e300}),
-        ("logit_bias", None), ("presence_penalty", 1e39), ("frequency_penalty", -1e39), ("repetition_penalty", 1e-60),
+        ("logit_bias", {"7": 1.0}), ("presence_penalty", 1e39), ("frequency_penalty", -1e39),
+        ("repetition_penalty", 1e-60),
     ],
 )  # fmt: skip
 def test_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=name):
         SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize("name", SamplingParams.__dataclass_fields__)
+def test_none_is_unset(name: str) -> None:
+    """Request bodies have nulls."""
+    assert SamplingParams(**{name: None}) == SamplingParams() == SamplingParams.from_dict({name: None})
+
+
+def test_unset_fields_take_the_models_values_and_given_ones_win() -> None:
+    model = SamplingParams(temperature=0.6, top_p=0.9, top_k=20, min_p=0.1, repetition_penalty=1.2, max_tokens=50)
+    assert SamplingParams().resolved(model) == model.resolved()
+    given = SamplingParams(temperature=0, top_p=1.0, max_tokens=7, seed=3, stop="x").resolved(model)
+    assert (given.temperature, given.top_p, given.max_tokens, given.top_k) == (0.0, 1.0, 7, 20)
+    assert (given.seed, given.stop, given.repetition_penalty) == (3, ("x",), 1.2)
+    neutral = SamplingParams().resolved()
+    assert (neutral.max_tokens, neutral.temperature, neutral.top_k, neutral.top_p) == (128, 0.0, 0, 1.0)
+    assert (neutral.min_p, neutral.repetition_penalty, neutral.logit_bias) == (0.0, 1.0, {})
+    assert (str(neutral), str(model.resolved()), str(given)) == (
+        "greedy",
+        "temperature 0.6, top_k 20, top_p 0.9, min_p 0.1, repetition_penalty 1.2",
+        "greedy, repetition_penalty 1.2",
+    )
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint8, torch.tensor])
+def test_integers_of_numpy_and_torch(kind: Any) -> None:
+    def params(n: Any) -> SamplingParams:
+        return SamplingParams(max_tokens=n(5), top_k=n(3), seed=n(9), stop_token_ids=[n(2)], logit_bias={n(1): n(2)},
+                              temperature=n(1), presence_penalty=n(1))  # fmt: skip
+
+    assert params(kind) == params(int)
+    assert type(params(kind).max_tokens) is int and type(params(kind).temperature) is float
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64, torch.tensor, np.array, Fraction])
+def test_numbers_of_numpy_and_torch(kind: Any) -> None:
+    params = SamplingParams(temperature=kind(0.5), top_p=kind(0.25), min_p=kind(0.5), logit_bias={1: kind(-math.inf)}
+                            if kind is not Fraction else {1: kind(0.5)}, frequency_penalty=kind(0.5))  # fmt: skip
+    assert (params.temperature, params.top_p, params.min_p, params.frequency_penalty) == (0.5, 0.25, 0.5, 0.5)
+    assert type(params.temperature) is float
+    assert params.logit_bias == {1: 0.5 if kind is Fraction else -math.inf}
+
+
+@pytest.mark.parametrize("value", [np.array([1]), torch.tensor([1, 2]), np.bool_(True), torch.tensor(True), 1 + 0j])
+def test_arrays_and_truths_are_no_numbers(value: Any) -> None:
+    for name in ("max_tokens", "temperature", "top_k", "seed"):
+        with pytest.raises(ConfigError, match=name):
+            SamplingParams(**{name: value})
+
+
+def test_request_bodies_name_tokens_as_text() -> None:
+    body = {"logit_bias": {"7": -100, 9: 1.5}, "max_tokens": None, "stop": None, "temperature": 0}
+    assert SamplingParams.from_dict(body) == SamplingParams(logit_bias={7: -100.0, 9: 1.5}, temperature=0)
+    with pytest.raises(ConfigError, match="names a token twice"):
+        SamplingParams.from_dict({"logit_bias": {"7": 1, "07": 2}})
+    with pytest.raises(ConfigError, match="'x'"):
+        SamplingParams.from_dict({"logit_bias": {"x": 1}})
 
 
 def test_unknown_names_are_refused() -> None:

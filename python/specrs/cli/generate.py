@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from specrs._specrs import ConfigError
 from specrs.cli import options
-from specrs.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from specrs.engine import LLM, RequestOutput
+    from specrs.sampling_params import SamplingParams
 
 _COLOR = ("\x1b[32m", "\x1b[0m")
 _BRACKETS = ("\u27e8", "\u27e9")
@@ -34,28 +34,11 @@ def add_parser(commands: Any) -> None:
     p.add_argument("--mark", choices=["auto", "color", "brackets", "none"], default="auto",
                    help="how accepted draft tokens are marked; auto: color on a terminal, else none")  # fmt: skip
     p.add_argument("--compare", action="store_true", help="also time plain decoding of the same prompt")
-    sampling = p.add_argument_group("sampling")
-    sampling.add_argument("--max-tokens", type=int, default=128, help="most tokens to generate (default: %(default)s)")
-    heat = sampling.add_mutually_exclusive_group()
-    heat.add_argument("--temperature", type=float, default=0.6, help="0 is greedy decoding (default: %(default)s)")
-    heat.add_argument("--greedy", action="store_const", dest="temperature", const=0.0, help="as --temperature 0")
-    sampling.add_argument("--top-k", type=int, default=0, help="keep the k most probable tokens (default: all)")
-    sampling.add_argument("--top-p", type=float, default=0.9,
-                          help="keep the most probable tokens up to this mass (default: %(default)s)")  # fmt: skip
-    sampling.add_argument("--min-p", type=float, default=0.0,
-                          help="drop tokens below this fraction of the top one (default: %(default)s)")  # fmt: skip
-    sampling.add_argument("--seed", type=_seed, default=0,
-                          help="same seed, same text; 'random': another one every time (default: 0)")  # fmt: skip
-    sampling.add_argument("--stop", action="append", default=[], help="text that ends the output; may be repeated")
-    sampling.add_argument("--ignore-eos", action="store_true", help="go on beyond the model's end of text")
+    options.add_sampling(p)
     engine = p.add_argument_group("tree and attention")
     options.add_tree(engine)
     options.add_attention(engine)
     p.set_defaults(run=run)
-
-
-def _seed(text: str) -> int | None:
-    return None if text == "random" else int(text)
 
 
 def _read_stdin() -> str:
@@ -72,10 +55,7 @@ def run(args: argparse.Namespace) -> int:
     from specrs.engine import LLM
 
     prompt = _read_stdin() if args.prompt == "-" else args.prompt
-    params = SamplingParams(
-        max_tokens=args.max_tokens, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
-        min_p=args.min_p, seed=args.seed, stop=args.stop, ignore_eos=args.ignore_eos,
-    )  # fmt: skip
+    params = options.sampling_of(args)
     engine = options.engine_options(args)
     llm = LLM(args.model, args.draft, speculative=not args.no_draft, max_batch=1, **engine)
     output, seconds = _show(llm, prompt, params, _marks(args.mark, sys.stdout))
@@ -86,12 +66,13 @@ def run(args: argparse.Namespace) -> int:
     line += f", finished by {output.finish_reason}"
     if output.stop_reason is not None:
         line += f" {output.stop_reason!r}"
+    line += f"; {output.params}" + (f", seed {output.seed}" if output.params.temperature else "")
     print(f"[{line}]", file=sys.stderr)
     if args.compare and not llm.speculative:
         print("[nothing to compare: no draft head is in use]", file=sys.stderr)
     elif args.compare:
         plain = LLM(args.model, args.draft, speculative=False, max_batch=1, **engine)
-        if not _compare(llm, plain, prompt, params, output):
+        if not _compare(llm, plain, prompt, output):
             return 1
     return 0
 
@@ -127,15 +108,14 @@ def _marked(pieces: Iterable[tuple[str, bool]], marks: tuple[str, str]) -> str:
     return "".join(parts) + (marks[1] if last else "")
 
 
-def _compare(llm: LLM, plain: LLM, prompt: str, params: SamplingParams, output: RequestOutput) -> bool:
+def _compare(llm: LLM, plain: LLM, prompt: str, output: RequestOutput) -> bool:
     """Both engines on the same prompt and seed, in turn; medians; whether all tokens are the same."""
-    seeded = SamplingParams(**{**params.__dict__, "seed": output.seed})
     times: dict[str, list[float]] = {"speculative": [], "plain": []}
     tokens = []
     for _ in range(_COMPARE_RUNS):
         for name, engine in (("speculative", llm), ("plain", plain)):
             started = time.perf_counter()
-            [again] = engine.generate([prompt], seeded)
+            [again] = engine.generate([prompt], output.params)
             times[name].append(time.perf_counter() - started)
             tokens.append(again.token_ids)
     spec, base = statistics.median(times["speculative"]), statistics.median(times["plain"])

@@ -1,4 +1,4 @@
-"""Options that several subcommands share: models, the tree, attention, sampling."""
+"""Options that several subcommands share: models, sampling, the tree, attention."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from specrs._specrs import ConfigError, TreeShape
 from specrs.backends import BACKENDS
 from specrs.backends.base import DRAFT_ATTENTIONS, LAYOUTS
+from specrs.sampling_params import SamplingParams
 
 _FORMER = ("--topk", "--steps", "--draft-tokens")  # of --tree
 
@@ -25,6 +26,35 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     """Declare --model and --draft."""
     parser.add_argument("--model", help="Hugging Face directory; default: the small model in the package")
     parser.add_argument("--draft", help="directory of an EAGLE-3 head for the model")
+
+
+def add_sampling(parser: Any) -> None:
+    """Declare the options of `sampling_of`."""
+    group = parser.add_argument_group("sampling (default: as the model's generation_config.json says, else greedy)")
+    group.add_argument(
+        "--max-tokens", type=int, metavar="N", help="most tokens to generate (default: the model's, or 128)"
+    )
+    heat = group.add_mutually_exclusive_group()
+    heat.add_argument("--temperature", type=float, metavar="T", help="0 is greedy decoding")
+    heat.add_argument("--greedy", action="store_const", dest="temperature", const=0.0, help="as --temperature 0")
+    group.add_argument("--top-k", type=int, metavar="K", help="keep the K most probable tokens; 0 keeps all")
+    group.add_argument("--top-p", type=float, metavar="P", help="keep the most probable tokens up to this mass")
+    group.add_argument("--min-p", type=float, metavar="P", help="drop tokens below this fraction of the top one")
+    group.add_argument("--repetition-penalty", type=float, metavar="X", help="above 1: repeat less; 1 is none")
+    group.add_argument("--seed", type=_seed, default=0,
+                       help="same seed, same text; 'random': another one every time (default: 0)")  # fmt: skip
+    group.add_argument("--stop", action="append", metavar="TEXT", help="text that ends the output; may be repeated")
+    group.add_argument("--ignore-eos", action="store_true", help="go on beyond the model's end of text")
+
+
+def _seed(text: str) -> int | None:
+    return None if text == "random" else int(text)
+
+
+def sampling_of(args: argparse.Namespace) -> SamplingParams:
+    """Of `add_sampling`; what was not given is left to the model."""
+    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos")
+    return SamplingParams(**{name: getattr(args, name) for name in names})
 
 
 def add_tree(parser: Any, default: str | None = None, nodes: bool = True) -> None:

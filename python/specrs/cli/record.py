@@ -10,7 +10,6 @@ import os
 from typing import Any
 
 from specrs.cli import options
-from specrs.sampling_params import SamplingParams
 
 
 def add_parser(commands: Any) -> None:
@@ -20,11 +19,9 @@ def add_parser(commands: Any) -> None:
     p.add_argument("-o", "--output", required=True, metavar="FILE", help="the capsule to write")
     p.add_argument("--round", type=int, default=1, metavar="N", help="which round, plain ones counted (default: 1)")
     options.add_models(p)
-    p.add_argument("--max-tokens", type=int, default=128, help="most tokens to generate (default: %(default)s)")
-    p.add_argument("--temperature", type=float, default=0.0, help="0 is greedy decoding (default: %(default)s)")
-    p.add_argument("--seed", type=int, default=0, help="of every request (default: %(default)s)")
     p.add_argument("--max-batch", type=int, help="most requests at once (default: as many as prompts)")
     p.add_argument("--max-context", type=int, help="most tokens of a request (default: the model's limit)")
+    options.add_sampling(p)
     engine = p.add_argument_group("tree and attention")
     options.add_tree(engine)
     options.add_attention(engine)
@@ -42,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         max_context_len=args.max_context,
         **options.engine_options(args),
     )
-    params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed)
+    params = options.sampling_of(args)
     with llm.recording(args.output, args.round) as recorder:
         events = llm.stream(args.prompt, params)
         while recorder.capsule is None and next(events, None) is not None:

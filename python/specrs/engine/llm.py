@@ -18,7 +18,7 @@ from specrs.engine.config import EngineConfig
 from specrs.engine.request import Request, RequestOutput, StreamEvent
 from specrs.engine.runner import Runner
 from specrs.engine.scheduler import Scheduler
-from specrs.models import has_recurrent_state, load_draft, load_target, ops_for
+from specrs.models import default_sampling, has_recurrent_state, load_draft, load_target, ops_for
 from specrs.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -67,6 +67,8 @@ class LLM:
                 raise ConfigError(f"{name} = {path!r}: must be the path of a directory")
         model = Path(model)
         config, drafts = config.route(speculative and has_recurrent_state(model))
+        #: What requests get where their own parameters are unset: of the model's generation_config.json, else greedy.
+        self.default_sampling = default_sampling(model).resolved()
         target = load_target(model, ops_for(config.backend), max_context_len=config.max_context_len)
         self.config, geometry = config.resolve(target.max_context_len)
         head = load_draft(Path(draft), target) if draft is not None and speculative and drafts else None
@@ -89,7 +91,7 @@ class LLM:
 
         Args:
             prompts: texts, or sequences of token ids; an empty list gives an empty list.
-            params: one for all, or one for each.
+            params: one for all, or one for each; a field that is unset takes the model's value (`default_sampling`).
 
         Raises:
             ConfigError: an empty prompt, a token outside the vocabulary, a prompt that leaves no room in the context.
@@ -268,7 +270,7 @@ class LLM:
             self._next_id,
             text,
             ids,
-            params,
+            params.resolved(self.default_sampling),
             vocab_size=self.vocab_size,
             eos_ids=self.eos_ids,
             max_context_len=context,

@@ -6,7 +6,7 @@ import enum
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from specrs._specrs import Sampler
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from specrs._specrs import Sequence as KvSequence
-    from specrs.sampling_params import SamplingParams
+    from specrs.sampling_params import ResolvedSampling
 
 _CONTEXT_TOKENS = 8  # of the prompt, given to the detokenizer
 
@@ -59,6 +59,7 @@ class RequestOutput:
         finish_reason: see `FinishReason`.
         stop_reason: the stop string or token id that ended it, else ``None``.
         usage: token counts.
+        params: what the request ran with: its own fields, and the model's where it left them unset.
         seed: the seed that sampling used.
         rounds: decoding rounds (target passes after the prompt's).
         accepted_lengths: ``accepted_lengths[n]`` rounds yielded n tokens, bonus token included.
@@ -75,6 +76,7 @@ class RequestOutput:
     finish_reason: FinishReason
     stop_reason: str | int | None
     usage: Usage
+    params: ResolvedSampling
     seed: int
     rounds: int
     accepted_lengths: list[int]
@@ -144,7 +146,7 @@ class Request:
     prompt: str | None
     tokens: list[int]
     prompt_len: int
-    params: SamplingParams
+    params: ResolvedSampling
     seed: int
     ending: Ending
     sampler: Sampler
@@ -174,7 +176,7 @@ class Request:
         request_id: int,
         prompt: str | None,
         prompt_ids: list[int],
-        params: SamplingParams,
+        params: ResolvedSampling,
         *,
         vocab_size: int,
         eos_ids: frozenset[int],
@@ -206,7 +208,7 @@ class Request:
             prompt=prompt,
             tokens=list(prompt_ids),
             prompt_len=len(prompt_ids),
-            params=params,
+            params=replace(params, seed=seed),
             seed=seed,
             ending=ending,
             sampler=sampler,
@@ -309,6 +311,7 @@ class Request:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             usage=Usage(self.prompt_len, len(generated), self.cached_tokens),
+            params=self.params,
             seed=self.seed,
             rounds=self.rounds,
             accepted_lengths=list(self.accepted_lengths),

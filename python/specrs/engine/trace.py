@@ -20,7 +20,7 @@ def trace_rounds(llm: LLM, prompt: str, rounds: int) -> list[TreePicture]:
             seen.append(_picture(llm, trees, accepts))
 
     # A round yields at least one token.
-    params = SamplingParams(max_tokens=1 + rounds * llm.max_tokens_per_round)
+    params = SamplingParams(max_tokens=1 + rounds * llm.max_tokens_per_round, temperature=0)
     with llm.watching(watch), closing(llm.stream([prompt], params)) as events:
         for _ in events:
             if len(seen) == rounds:

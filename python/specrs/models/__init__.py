@@ -3,6 +3,7 @@
 from specrs.models.config import Eagle3Config, LayerConfig, ModelConfig, RopeConfig, has_recurrent_state
 from specrs.models.eagle3 import Eagle3Head
 from specrs.models.errors import DraftMismatchError, ModelFileError, UnsupportedModelError
+from specrs.models.generation import default_sampling
 from specrs.models.llama import LlamaModel
 from specrs.models.load import load_draft, load_target
 from specrs.models.loader import Checkpoint
@@ -25,6 +26,7 @@ __all__ = [
     "RopeConfig",
     "TorchOps",
     "UnsupportedModelError",
+    "default_sampling",
     "has_recurrent_state",
     "load_draft",
     "load_target",

@@ -48,6 +48,8 @@ _LAYER_LISTS = ("layer_types", "layers_block_type", "block_types")
 _RECURRENT_LAYERS = ("mamba", "linear", "recurrent", "ssm", "rwkv", "conv", "lstm", "deltanet", "retention")
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
 
+GENERATION = "generation_config.json"
+
 # Larger than any model there is; it keeps sizes far from what overflows an int64 product.
 _MAX_DIM = 1 << 24
 
@@ -130,8 +132,8 @@ class ModelConfig(LayerConfig):
         """
         directory = Path(directory)
         path = directory / "config.json"
-        generation = directory / "generation_config.json"
-        return cls.from_dict(_read_json(path), _read_json(generation) if generation.is_file() else {}, path)
+        generation = directory / GENERATION
+        return cls.from_dict(read_json(path), read_json(generation) if generation.is_file() else {}, path)
 
     @classmethod
     def from_dict(
@@ -146,7 +148,8 @@ class ModelConfig(LayerConfig):
         vocab_size = get.integer("vocab_size")
         layer = _layer(get, head_dim_default=128 if architecture == "Qwen3ForCausalLM" else None)
         eos = {*_token_ids(get, "eos_token_id", vocab_size)}
-        eos.update(_token_ids(_Reader(generation or {}, path), "eos_token_id", vocab_size))
+        beside = None if path is None else path.with_name(GENERATION)
+        eos.update(_token_ids(_Reader(generation or {}, beside), "eos_token_id", vocab_size))
         bos = _token_ids(get, "bos_token_id", vocab_size)
         return cls(
             **vars(layer),
@@ -212,7 +215,7 @@ class Eagle3Config(LayerConfig):
         Raises ModelFileError and UnsupportedModelError.
         """
         path = Path(directory) / "config.json"
-        return cls.from_dict(_read_json(path), path)
+        return cls.from_dict(read_json(path), path)
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], path: Path | None = None) -> Eagle3Config:
@@ -296,7 +299,7 @@ def recurrent_layers(raw: Mapping[str, Any]) -> tuple[str, Any] | None:
 
 def has_recurrent_state(directory: str | Path) -> bool:
     """Whether the model of a Hugging Face directory declares recurrent layers. ModelFileError: no readable config."""
-    return recurrent_layers(_read_json(Path(directory) / "config.json")) is not None
+    return recurrent_layers(read_json(Path(directory) / "config.json")) is not None
 
 
 class _Reader:
@@ -338,7 +341,8 @@ class _Reader:
         return value
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. ModelFileError: no such file, or no JSON object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
