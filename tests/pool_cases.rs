@@ -571,3 +571,46 @@ fn pages_in_a_given_order() {
     assert_eq!(free(&p), [8, 6, 4]);
     p.audit().unwrap();
 }
+
+/// Two sequences compute the same prefix side by side; the cache has the pages of the first, and behind them the
+/// second one's tail. Once the first is gone, the second has every page of the pool but its own to grow into.
+#[test]
+fn pages_of_the_cache_alone_can_be_had_while_others_hang_from_them() {
+    let p = pool(12, 2, 4, 12);
+    let tokens: Vec<u32> = (0..13).collect();
+    let (a, b) = (p.create().unwrap(), p.create().unwrap());
+    p.reserve(&[(a, 6), (b, 6)]).unwrap().commit(&[6, 6]).unwrap();
+    assert_eq!(p.cache_insert(a, &tokens[..6]).unwrap(), 3);
+    assert_eq!(p.cache_insert(b, &tokens[..6]).unwrap(), 0);
+    p.reserve(&[(b, 11)]).unwrap().commit(&[11]).unwrap();
+    assert_eq!(p.cache_insert(b, &tokens[..11]).unwrap(), 2); // behind the pages of a
+    let heads = p.pages(a).unwrap();
+    p.release(&[a]).unwrap();
+    let stats = p.stats().unwrap();
+    assert_eq!((stats.free_pages, stats.cached_pages, stats.evictable_pages), (3, 5, 3));
+    let e = refused(&p, || p.alloc_pages(7));
+    assert_eq!(e, Error::PoolExhausted { need: 7, free: 6, total: 12 });
+    // What fits the free list leaves the cache as it is.
+    p.reserve(&[(b, 17)]).unwrap().commit(&[11]).unwrap();
+    assert_eq!(p.stats().unwrap().cached_pages, 5);
+    // One page more: the lowest head goes, and the pages that hung from it are b's alone.
+    let version = p.version(b).unwrap();
+    let raw = p.alloc_pages(4).unwrap();
+    assert_eq!((p.stats().unwrap().cached_pages, p.stats().unwrap().evictable_pages), (2, 2));
+    assert_eq!((raw[0], p.version(b).unwrap()), (heads[2], version));
+    p.audit().unwrap();
+    p.free_pages(&raw).unwrap();
+    let (c, len) = p.cache_lookup(&tokens, 12).unwrap();
+    assert_eq!((len, p.pages(c).unwrap().as_slice()), (4, &heads[..2]));
+    p.release(&[c]).unwrap();
+    let lease = p.reserve(&[(b, 24)]).unwrap();
+    assert_eq!((p.allocated(b).unwrap(), p.stats().unwrap().cached_pages), (24, 0));
+    lease.commit(&[13]).unwrap();
+    // Its own pages again make the chain that others find.
+    assert_eq!(p.cache_insert(b, &tokens).unwrap(), 6);
+    let mine = p.pages(b).unwrap();
+    let kinds: Vec<_> = p.history(mine[4]).unwrap().iter().map(|e| (e.kind, e.owner)).collect();
+    assert_eq!(kinds[1..], [EventKind::Cache, EventKind::Evict, EventKind::Cache].map(|k| (k, Owner::Cache)));
+    p.release(&[b]).unwrap();
+    assert_eq!((p.audit().unwrap().free_pages, p.stats().unwrap().evictable_pages), (6, 6));
+}

@@ -140,6 +140,7 @@ impl State {
                 _ => return Err(self.fault(page, format!("page {page} is wrongly or twice on the free list"))),
             }
         }
+        let mut in_use = 0; // by someone besides the cache
         for (page, (rec, &counted)) in self.ledger.recs.iter().zip(refs).enumerate() {
             let page = page as u32;
             if u64::from(rec.refs) != counted {
@@ -152,8 +153,14 @@ impl State {
             }
             report.owned_pages += u32::from(counted > 0);
             report.shared_pages += u32::from(counted > 1);
+            in_use += u32::from(counted > u64::from(rec.node().is_some()));
         }
         report.free_pages = self.ledger.free_len();
+        let (can_be_had, unused) = (report.free_pages + self.cache.idle(), report.total_pages - in_use);
+        if can_be_had != unused {
+            let what = format!("{can_be_had} pages are free or evictable, {unused} are not in use");
+            return Err(self.fault(0, what));
+        }
         Ok(())
     }
 

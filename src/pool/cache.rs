@@ -4,10 +4,21 @@
 //! spells out a prefix from its first token. The hash only finds candidates; a match is a comparison of the parent
 //! and of every token, so colliding prompts can't read each other's KV.
 //!
-//! The cache is one owner of each of its pages. A node is *pinned* while its page has another owner, *busy* while it
-//! or a descendant is pinned, and *idle* otherwise. Idle nodes are what eviction may take, leaf by leaf, the one
-//! whose last user left longest ago first. Their count is kept, so that a reservation knows whether eviction will
-//! be enough before it evicts anything.
+//! The cache is one owner of each of its pages. A node is *idle* while its page has no other owner, and *pinned*
+//! otherwise. The invariant, which [`Pool::audit`](crate::pool::Pool::audit) recounts: **every idle page can be had**.
+//! At any time, whatever hangs from what,
+//!
+//! ```text
+//! free pages + idle pages = all pages - pages that a sequence, a lease or a raw caller owns
+//! ```
+//!
+//! So the cache can keep no call from pages, and a sequence that is alone has the whole pool.
+//!
+//! Eviction takes idle leaves, the one whose last user left longest ago first. Where no idle node is a leaf, pinned
+//! nodes hang from every idle one: two sequences computed the same prefix, the cache has the first one's pages of it,
+//! and behind them what only the second one went on to. Then eviction *cuts*: it takes an idle node below which none
+//! is idle, and forgets what hangs from it. The forgotten pages stay with their owners. No lookup could reach them
+//! without the page that went.
 
 use std::collections::{BTreeSet, HashMap};
 use std::hash::{BuildHasher, RandomState};
@@ -35,18 +46,10 @@ struct Node {
     hash: u64,
     /// Nodes whose parent this is.
     children: u32,
-    /// Children that are busy.
-    busy_children: u32,
     /// Whether the page has an owner besides the cache.
     pinned: bool,
     /// When the last such owner left; a larger tick is more recent. Unique among idle nodes.
     tick: u64,
-}
-
-impl Node {
-    fn busy(&self) -> bool {
-        self.pinned || self.busy_children > 0
-    }
 }
 
 /// See the module's text.
@@ -63,6 +66,7 @@ pub(super) struct PrefixCache {
     buckets: HashMap<u64, u32>,
     /// Idle nodes without children, the next victim first.
     victims: BTreeSet<(u64, u32)>,
+    /// Nodes that are not pinned.
     idle: u32,
     live: u32,
     tick: u64,
@@ -98,9 +102,14 @@ impl PrefixCache {
         self.live
     }
 
-    /// Pages that eviction could free now.
+    /// Pages that only the cache owns; [`Self::evict`] gives as many.
     pub(super) fn idle(&self) -> u32 {
         self.idle
+    }
+
+    #[cfg(test)]
+    pub(super) fn spoil_idle(&mut self) {
+        self.idle += 1;
     }
 
     fn hash(&self, parent: u32, tokens: &[u32]) -> u64 {
@@ -138,7 +147,6 @@ impl PrefixCache {
                     next: NONE,
                     hash: 0,
                     children: 0,
-                    busy_children: 0,
                     pinned: false,
                     tick: 0,
                 });
@@ -148,7 +156,7 @@ impl PrefixCache {
         };
         self.tokens[n as usize * self.page_len..][..self.page_len].copy_from_slice(tokens);
         let next = self.buckets.insert(hash, n).unwrap_or(NONE);
-        let fresh = Node { page, parent: at.0, next, hash, children: 0, busy_children: 0, pinned: true, tick: 0 };
+        let fresh = Node { page, parent: at.0, next, hash, children: 0, pinned: true, tick: 0 };
         self.nodes[n as usize] = fresh;
         self.live += 1;
         if let Some(parent) = self.nodes.get_mut(at.0 as usize) {
@@ -156,20 +164,17 @@ impl PrefixCache {
             let key = (parent.tick, at.0);
             self.victims.remove(&key); // it has a child now
         }
-        self.child_became_busy(at.0);
         (Cursor(n), n)
     }
 
     /// The page of node `n` got an owner besides the cache.
     pub(super) fn pin(&mut self, n: u32) {
         let node = &mut self.nodes[n as usize];
-        let was_busy = node.busy();
-        node.pinned = true;
-        if !was_busy {
-            let (key, parent) = ((node.tick, n), node.parent);
+        if !node.pinned {
+            node.pinned = true;
+            let key = (node.tick, n);
             self.idle -= 1;
             self.victims.remove(&key);
-            self.child_became_busy(parent);
         }
     }
 
@@ -177,58 +182,81 @@ impl PrefixCache {
     pub(super) fn unpin(&mut self, n: u32) {
         self.tick += 1;
         let node = &mut self.nodes[n as usize];
-        node.pinned = false;
-        node.tick = self.tick;
-        if !node.busy() {
-            let parent = node.parent;
+        if node.pinned {
+            (node.pinned, node.tick) = (false, self.tick);
+            self.idle += 1;
             if node.children == 0 {
                 self.victims.insert((self.tick, n));
             }
-            self.idle += 1;
-            self.child_became_idle(parent);
         }
     }
 
-    /// Stops at the first ancestor that was busy already: one step for all but the odd chain.
-    fn child_became_busy(&mut self, mut p: u32) {
-        while let Some(node) = self.nodes.get_mut(p as usize) {
-            let was_busy = node.busy();
-            node.busy_children += 1;
-            if was_busy {
-                break;
-            }
-            self.idle -= 1;
-            p = node.parent;
+    /// Remove an idle node and return its page; `None` where there is none. Where that takes a cut, the pages that it
+    /// forgets are added to `forgotten`. The caller drops the cache's reference to each.
+    pub(super) fn evict(&mut self, forgotten: &mut Vec<u32>) -> Option<u32> {
+        if self.victims.is_empty() {
+            self.cut(forgotten);
         }
-    }
-
-    fn child_became_idle(&mut self, mut p: u32) {
-        while let Some(node) = self.nodes.get_mut(p as usize) {
-            node.busy_children -= 1;
-            if node.busy() {
-                break;
-            }
-            self.idle += 1;
-            p = node.parent;
-        }
-    }
-
-    /// Remove the idle leaf that was used longest ago and return its page, whose reference the caller drops.
-    pub(super) fn evict(&mut self) -> Option<u32> {
         let (_, n) = self.victims.pop_first()?;
-        let (page, parent) = (self.nodes[n as usize].page, self.nodes[n as usize].parent);
+        Some(self.remove(n))
+    }
+
+    /// Make a leaf of the idle node that was used longest ago among those below which none is idle. Linear in the
+    /// cache.
+    #[cold]
+    fn cut(&mut self, forgotten: &mut Vec<u32>) {
+        let mut above_idle = vec![false; self.nodes.len()];
+        let idle = || self.entries().map(|(_, n)| n).filter(|&n| !self.nodes[n as usize].pinned);
+        for n in idle() {
+            let mut p = self.nodes[n as usize].parent;
+            while let Some(above) = above_idle.get_mut(p as usize).filter(|above| !**above) {
+                *above = true;
+                p = self.nodes[p as usize].parent;
+            }
+        }
+        let lowest = idle().filter(|&n| !above_idle[n as usize]).min_by_key(|&n| self.nodes[n as usize].tick);
+        let Some(top) = lowest else { return };
+        for n in self.below(top) {
+            forgotten.push(self.remove(n));
+        }
+    }
+
+    /// The nodes that hang from `top`, directly or not.
+    fn below(&self, top: u32) -> Vec<u32> {
+        let mut hangs: Vec<Option<bool>> = vec![None; self.nodes.len()];
+        hangs[top as usize] = Some(true);
+        let mut path = Vec::new();
+        for (_, mut n) in self.entries() {
+            let known = loop {
+                match hangs.get(n as usize) {
+                    None => break false, // above a first page
+                    Some(&Some(known)) => break known,
+                    Some(None) => path.push(n),
+                }
+                n = self.nodes[n as usize].parent;
+            };
+            path.drain(..).for_each(|n| hangs[n as usize] = Some(known));
+        }
+        let below = self.entries().map(|(_, n)| n).filter(|&n| n != top && hangs[n as usize] == Some(true));
+        below.collect()
+    }
+
+    /// Take node `n` out, whose children have been or will be, and return its page.
+    fn remove(&mut self, n: u32) -> u32 {
         self.unlink(n);
-        self.idle -= 1;
+        let node = &mut self.nodes[n as usize];
+        let (page, parent, pinned) = (std::mem::take(&mut node.page), node.parent, node.pinned);
         self.live -= 1;
-        self.nodes[n as usize].page = 0;
+        self.idle -= u32::from(!pinned);
         self.spare.push(n);
         if let Some(p) = self.nodes.get_mut(parent as usize) {
             p.children -= 1;
-            if p.children == 0 && !p.busy() {
-                self.victims.insert((p.tick, parent));
+            if p.children == 0 && !p.pinned && p.page != 0 {
+                let key = (p.tick, parent);
+                self.victims.insert(key);
             }
         }
-        Some(page)
+        page
     }
 
     fn unlink(&mut self, n: u32) {
@@ -273,12 +301,11 @@ impl PrefixCache {
     /// Returns the first disagreement.
     pub(super) fn check(&self, shared: impl Fn(u32) -> bool) -> Result<(), String> {
         let mut children = vec![0u32; self.nodes.len()];
-        let mut busy_children = vec![0u32; self.nodes.len()];
         let (mut live, mut idle) = (0, 0);
         for (page, n) in self.entries() {
             let node = &self.nodes[n as usize];
             live += 1;
-            idle += u32::from(!node.busy());
+            idle += u32::from(!node.pinned);
             if node.pinned != shared(page) {
                 return Err(format!("cache node {n} of page {page}: pinned is {}", node.pinned));
             }
@@ -287,7 +314,6 @@ impl PrefixCache {
                     return Err(format!("cache node {n} of page {page} hangs from the unused node {}", node.parent));
                 }
                 children[node.parent as usize] += 1;
-                busy_children[node.parent as usize] += u32::from(node.busy());
             }
             let cursor = Cursor(node.parent);
             if self.find(cursor, self.tokens_of(n)) != Some((Cursor(n), page)) {
@@ -296,12 +322,11 @@ impl PrefixCache {
         }
         for (page, n) in self.entries() {
             let node = &self.nodes[n as usize];
-            let counted = (children[n as usize], busy_children[n as usize]);
-            if (node.children, node.busy_children) != counted {
-                let kept = (node.children, node.busy_children);
-                return Err(format!("cache node {n} of page {page}: (children, busy) {kept:?}, counted {counted:?}"));
+            let (kept, counted) = (node.children, children[n as usize]);
+            if kept != counted {
+                return Err(format!("cache node {n} of page {page}: {kept} children, counted {counted}"));
             }
-            let victim = !node.busy() && node.children == 0;
+            let victim = !node.pinned && node.children == 0;
             if self.victims.contains(&(node.tick, n)) != victim {
                 return Err(format!("cache node {n} of page {page}: on the victim list is {}", !victim));
             }
@@ -337,29 +362,65 @@ mod tests {
             c.unpin(n);
         }
         c.check(|_| false).unwrap();
-        assert_eq!(c.evict(), Some(11));
+        let mut evict = |c: &mut PrefixCache| c.evict(&mut Vec::new());
+        assert_eq!(evict(&mut c), Some(11));
         c.check(|_| false).unwrap();
         assert_eq!((c.find(Cursor::ROOT, &[1, 2]), c.find(Cursor::ROOT, &[3, 4])), (Some((a, 10)), None));
-        assert_eq!((c.evict(), c.evict(), c.evict()), (Some(12), Some(10), None));
+        assert_eq!((evict(&mut c), evict(&mut c), evict(&mut c)), (Some(12), Some(10), None));
         assert_eq!((c.len(), c.idle()), (0, 0));
     }
 
-    /// A pinned child under an idle parent (two sequences computed the same prefix) keeps the parent.
+    /// Idle nodes from which pinned ones hang (two sequences computed the same prefix) go last, from the bottom, and
+    /// what hangs from one that goes is forgotten.
     #[test]
-    fn busy_descendants_protect_their_ancestors() {
+    fn an_idle_page_can_be_had_whatever_hangs_from_it() {
         let mut c = PrefixCache::new(1);
         let (a, an) = c.insert(Cursor::ROOT, &[1], 1);
         let (b, bn) = c.insert(a, &[2], 2);
-        let (_, cn) = c.insert(b, &[3], 3);
-        c.unpin(an);
-        c.unpin(bn);
-        assert_eq!((c.idle(), c.evict()), (0, None));
-        c.check(|p| p == 3).unwrap();
-        c.unpin(cn);
-        assert_eq!(c.idle(), 3);
-        c.pin(bn);
-        assert_eq!(c.idle(), 1);
-        c.check(|p| p == 2).unwrap();
-        assert_eq!((c.evict(), c.evict()), (Some(3), None));
+        let (d, _) = c.insert(b, &[3], 3);
+        let (_, _) = c.insert(d, &[4], 4);
+        let (_, en) = c.insert(a, &[5], 5);
+        let (_, other) = c.insert(Cursor::ROOT, &[6], 6);
+        for n in [an, bn, en, other] {
+            c.unpin(n);
+        }
+        let used = |p| p == 3 || p == 4;
+        c.check(used).unwrap();
+        assert_eq!((c.len(), c.idle()), (6, 4));
+        let mut forgotten = Vec::new();
+        // Leaves first, the one that was left first before the other.
+        assert_eq!((c.evict(&mut forgotten), c.evict(&mut forgotten)), (Some(5), Some(6)));
+        assert!(forgotten.is_empty());
+        c.check(used).unwrap();
+        // Page 1 was left before page 2, but page 2 hangs from it.
+        assert_eq!(c.evict(&mut forgotten), Some(2));
+        assert_eq!((forgotten.as_slice(), c.len(), c.idle()), (&[3, 4][..], 1, 1));
+        c.check(used).unwrap();
+        assert_eq!((c.find(Cursor::ROOT, &[1]), c.find(a, &[2])), (Some((a, 1)), None));
+        assert_eq!((c.evict(&mut forgotten), c.evict(&mut forgotten)), (Some(1), None));
+        assert_eq!((forgotten.len(), c.len(), c.idle()), (2, 0, 0));
+        c.check(|_| false).unwrap();
+    }
+
+    /// A pinned node between idle ones: the lower idle node goes first and takes only what hangs from itself.
+    #[test]
+    fn a_cut_forgets_no_more_than_it_must() {
+        let mut c = PrefixCache::new(1);
+        let mut at = Cursor::ROOT;
+        let nodes: Vec<u32> = (1..=5)
+            .map(|page| {
+                let (next, n) = c.insert(at, &[page], page);
+                at = next;
+                n
+            })
+            .collect();
+        c.unpin(nodes[0]);
+        c.unpin(nodes[3]);
+        let mut forgotten = Vec::new();
+        assert_eq!((c.evict(&mut forgotten), forgotten.as_slice()), (Some(4), &[5][..]));
+        c.check(|p| p == 2 || p == 3).unwrap();
+        forgotten.clear();
+        assert_eq!((c.evict(&mut forgotten), forgotten.as_slice()), (Some(1), &[2, 3][..]));
+        assert_eq!((c.len(), c.evict(&mut forgotten)), (0, None));
     }
 }

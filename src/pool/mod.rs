@@ -39,7 +39,8 @@
 //!
 //! [`Pool::cache_insert`] lets full pages outlive their sequence and [`Pool::cache_lookup`] starts a new one from
 //! them. Pages that the cache alone owns count as free: a call that needs pages evicts them, least recently used
-//! first, leaves before what they hang from.
+//! first, leaves before what they hang from. There is no state of the cache in which such a page can't be had: pages
+//! that are neither on the free list nor evictable are those that sequences, leases and raw callers own.
 
 mod audit;
 mod cache;
@@ -125,7 +126,8 @@ pub struct PoolStats {
     pub free_pages: u32,
     /// Pages the prefix cache owns, alone or with others.
     pub cached_pages: u32,
-    /// Cached pages that a call in need would evict; `free_pages + evictable_pages` can be had now.
+    /// Pages that the prefix cache alone owns. A call in need evicts them: `free_pages + evictable_pages` can be had
+    /// now, and are all pages but those that sequences, leases and raw callers own.
     pub evictable_pages: u32,
     /// Live sequences.
     pub live_sequences: u32,
@@ -401,7 +403,7 @@ mod tests {
             (pool, lease)
         };
         type Fault = (&'static str, fn(&mut State));
-        let faults: [Fault; 14] = [
+        let faults: [Fault; 15] = [
             ("is wrongly or twice on the free list", |s| s.ledger.free.push(7)),
             ("is wrongly or twice on the free list", |s| s.ledger.free.push(0)),
             ("on the free list: false", |s| s.ledger.free.truncate(1)),
@@ -416,6 +418,7 @@ mod tests {
             ("list of free rows", |s| s.free_rows.push(0)),
             ("the ledger says None", |s| s.ledger.recs[1].aux = 0),
             ("neither live nor free", |s| s.free_rows.clear()),
+            ("4 pages are free or evictable, 3 are not in use", |s| s.cache.spoil_idle()),
         ];
         for (what, spoil) in faults {
             let (pool, _lease) = make();

@@ -87,12 +87,20 @@ impl State {
             let total = u64::from(self.config.num_pages - 1);
             return Err(Error::PoolExhausted { need, free, total });
         }
+        let mut forgotten = Vec::new(); // stays empty, and without memory, unless the cache has to cut
         while (self.ledger.free.len() as u64) < need {
-            let Some(page) = self.cache.evict() else { break }; // idle pages were counted: not reached
-            self.ledger.recs[page as usize].aux = 0;
-            self.ledger.drop_ref(page, Owner::Cache)?;
+            let Some(page) = self.cache.evict(&mut forgotten) else { break }; // idle pages were counted: not reached
+            for page in forgotten.drain(..).chain([page]) {
+                self.uncache(page)?;
+            }
         }
         Ok(())
+    }
+
+    /// Drop the reference of a cache node that is gone.
+    fn uncache(&mut self, page: u32) -> Result<()> {
+        self.ledger.recs[page as usize].aux = 0;
+        self.ledger.drop_ref(page, Owner::Cache)
     }
 
     pub(super) fn alloc_pages(&mut self, n: u32, out: &mut Vec<PageId>) -> Result<()> {
@@ -182,8 +190,7 @@ impl State {
     pub(super) fn cache_clear(&mut self) -> Result<u32> {
         let pages = self.cache.clear();
         for &page in &pages {
-            self.ledger.recs[page as usize].aux = 0;
-            self.ledger.drop_ref(page, Owner::Cache)?;
+            self.uncache(page)?;
         }
         Ok(pages.len() as u32)
     }

@@ -94,15 +94,15 @@ impl World {
         (1..self.config.num_pages).filter(|&p| self.owners(p) == 0 && !self.cached(p)).collect()
     }
 
-    /// Cached pages such that neither they nor anything that continues them has another owner.
+    /// Cached pages without another owner, whatever continues them.
     fn evictable(&self) -> Vec<usize> {
-        let in_use: Vec<&Cached> = self.cache.iter().filter(|c| self.owners(c.page) > 0).collect();
-        (0..self.cache.len()).filter(|&i| !in_use.iter().any(|c| c.prefix.starts_with(&self.cache[i].prefix))).collect()
+        (0..self.cache.len()).filter(|&i| self.owners(self.cache[i].page) == 0).collect()
     }
 
-    fn has_child(&self, i: usize) -> bool {
-        let p = &self.cache[i].prefix;
-        self.cache.iter().any(|c| c.prefix.len() > p.len() && c.prefix.starts_with(p))
+    /// Whether cached page `j` continues cached page `i`.
+    fn below(&self, i: usize, j: usize) -> bool {
+        let (up, down) = (&self.cache[i].prefix, &self.cache[j].prefix);
+        down.len() > up.len() && down.starts_with(up)
     }
 
     pub(super) fn seq(&self, id: SeqId) -> &Seq {
@@ -121,6 +121,14 @@ impl World {
         tokens.div_ceil(self.config.page.get() as usize)
     }
 
+    /// Whether a sequence that may write up to `positions` would write into a tail page with another owner.
+    fn shared_tail(&self, id: SeqId, positions: u32) -> bool {
+        let s = self.seq(id);
+        let tail = !s.tokens.len().is_multiple_of(self.config.page.get() as usize);
+        let shared = |&t: &u32| self.owners(t) + usize::from(self.cached(t)) > 1;
+        tail && positions as usize > s.tokens.len() && s.pages.last().is_some_and(shared)
+    }
+
     /// Sequences by the bits of `who`, those with (or without) a lease.
     pub(super) fn chosen(&self, who: u16, leased: bool) -> Vec<SeqId> {
         let all = self.seqs.iter().map(|s| s.id).filter(|&id| self.leased(id) == leased);
@@ -132,34 +140,40 @@ impl World {
         &mut self.memory.get_mut(&page).expect("a page of the pool")[pos % p]
     }
 
-    /// What the pool took in a call that needed `fresh.len()` pages: free ones first, then idle cache entries, least
-    /// recently used leaves first.
+    /// What the pool took in a call that needed `fresh.len()` pages: free ones first, then idle cache entries: least
+    /// recently used leaves first, and where only entries in use are leaves, idle ones below which none is idle. What
+    /// hung from an entry that went is forgotten.
     fn took(&mut self, fresh: &[u32]) -> Outcome {
         let free: HashSet<u32> = self.free_pages().into_iter().collect();
         let distinct: HashSet<u32> = fresh.iter().copied().collect();
         ensure!(distinct.len() == fresh.len(), "a page twice in {fresh:?}");
         let evictable = self.evictable();
-        let leaves: Vec<usize> = evictable.iter().copied().filter(|&i| !self.has_child(i)).collect();
         let evicted: Vec<usize> = (0..self.cache.len()).filter(|&i| distinct.contains(&self.cache[i].page)).collect();
         let want = fresh.len().saturating_sub(free.len());
         ensure!(evicted.len() == want, "{} pages evicted, {want} were missing", evicted.len());
         ensure!(evicted.iter().all(|i| evictable.contains(i)), "a page in use was evicted, of {fresh:?}");
-        let latest = evicted.iter().map(|&i| self.cache[i].used).max().unwrap_or(0);
-        for &i in leaves.iter().filter(|i| !evicted.contains(i)) {
-            let (page, used) = (self.cache[i].page, self.cache[i].used);
-            ensure!(latest <= used, "page {page}, last used at {used}, stayed; one of {latest} went");
-        }
         for page in fresh {
             let known = free.contains(page) || evicted.iter().any(|&i| self.cache[i].page == *page);
             ensure!(known, "page {page} was not free");
         }
-        self.cache.retain(|c| !distinct.contains(&c.page));
-        let orphan = (0..self.cache.len()).find(|&i| {
-            let p = &self.cache[i].prefix;
-            let up = p.len() - self.config.page.get() as usize;
-            up > 0 && !self.cache.iter().any(|c| c.prefix == p[..up])
-        });
-        ensure!(orphan.is_none(), "eviction took a page that another hangs from");
+        // By the rule, one at a time; which of those that were left in one step goes first is not the model's to say.
+        let mut left: Vec<usize> = (0..self.cache.len()).collect();
+        for _ in 0..want {
+            let idle = || left.iter().copied().filter(|i| evictable.contains(i));
+            let leaf = |&i: &usize| !left.iter().any(|&j| self.below(i, j));
+            let lowest = |&i: &usize| !idle().any(|j| self.below(i, j));
+            let leaves: Vec<usize> = idle().filter(leaf).collect();
+            let choice = if leaves.is_empty() { idle().filter(lowest).collect() } else { leaves };
+            let first = choice.iter().map(|&i| self.cache[i].used).min();
+            let oldest = |i: &&usize| Some(self.cache[**i].used) == first && evicted.contains(i);
+            let Some(&gone) = choice.iter().find(oldest) else {
+                let pages: Vec<u32> = choice.iter().map(|&i| self.cache[i].page).collect();
+                return Err(format!("of {pages:?}, the one used first, at {first:?}, stayed; {fresh:?} were taken"));
+            };
+            left.retain(|&i| i != gone && !self.below(gone, i));
+        }
+        let mut at = 0..self.cache.len();
+        self.cache.retain(|_| at.next().is_some_and(|i| left.contains(&i)));
         Ok(())
     }
 
@@ -257,25 +271,24 @@ impl World {
                 (id, self.seq(id).tokens.len() as u32 + if more.is_multiple_of(4) { 0 } else { more % (p * 4 + 1) })
             })
             .collect();
-        let mut need = 0;
+        let (mut need, mut copies) = (0, 0);
         for &(id, positions) in &wants {
             let s = self.seq(id);
             need += self.needed(positions as usize) - s.pages.len();
-            let tail = !s.tokens.len().is_multiple_of(p as usize) && positions as usize > s.tokens.len();
-            let shared = tail && s.pages.last().is_some_and(|&t| self.owners(t) + usize::from(self.cached(t)) > 1);
-            need += usize::from(shared);
+            copies += usize::from(self.shared_tail(id, positions));
         }
         let can = self.free_pages().len() + self.evictable().len();
         let too_long = wants.iter().any(|&(_, n)| self.needed(n as usize) > self.config.row_pages as usize);
         let lease = match self.pool.reserve(&wants) {
             Err(Error::Capacity { .. }) if too_long => return Ok(()),
-            Err(Error::PoolExhausted { need: n, free, total }) if !too_long && need > can => {
+            Err(Error::PoolExhausted { need: n, free, total }) if !too_long && need + copies > can => {
                 let told = (n as usize, free as usize, total as u32);
-                ensure!(told == (need, can, self.config.num_pages - 1), "{told:?}, not {:?}", (need, can));
+                let want = (need + copies, can, self.config.num_pages - 1);
+                ensure!(told == want, "{told:?}, not {want:?}");
                 return Ok(());
             }
-            Ok(lease) if !too_long && need <= can => lease,
-            other => return Err(format!("{other:?}: need {need} of {can}, beyond the row: {too_long}")),
+            Ok(lease) if !too_long && need + copies <= can => lease,
+            other => return Err(format!("{other:?}: need {need} + {copies} of {can}, beyond the row: {too_long}")),
         };
         ensure!(lease.seqs() == ids, "sequences {:?}", lease.seqs());
         let mut fresh = Vec::new();
@@ -289,8 +302,11 @@ impl World {
             ensure!(moved == copied, "{moved} pages replaced, {copied} copied");
             now.push(after);
         }
-        ensure!(fresh.len() == need, "{} pages taken, need {need}", fresh.len());
         self.took(&fresh)?;
+        // A tail that it shared with the cache alone needs no copy where the cache had to forget it.
+        let copies = wants.iter().filter(|&&(id, positions)| self.shared_tail(id, positions)).count();
+        ensure!(lease.copies().len() == copies, "{} tails copied, not {copies}", lease.copies().len());
+        ensure!(fresh.len() == need + copies, "{} pages taken, need {need} and {copies} copies", fresh.len());
         for c in lease.copies() {
             for at in 0..c.len as usize {
                 *self.slot(c.dst.get(), at) = *self.slot(c.src.get(), at);
@@ -501,6 +517,9 @@ impl World {
         let model = (free, self.cache.len() as u32, evictable, self.seqs.len() as u32);
         let pool = (stats.free_pages, stats.cached_pages, stats.evictable_pages, stats.live_sequences);
         ensure!(model == pool, "(free, cached, evictable, sequences): pool {pool:?}, model {model:?}");
+        // Whatever the cache holds: each page is in use, or can be had.
+        let in_use = (1..self.config.num_pages).filter(|&page| self.owners(page) > 0).count() as u32;
+        ensure!(free + evictable + in_use == report.total_pages, "{free} + {evictable} + {in_use} pages");
         ensure!(report.free_pages == free, "audit says {} free, {free} are", report.free_pages);
         let used: Vec<bool> = self.cache.iter().map(|c| self.owners(c.page) > 0).collect();
         for (c, used) in self.cache.iter_mut().zip(used) {

@@ -276,7 +276,7 @@ class LLM:
             max_context_len=context,
             decoder=self.tokenizer,
         )
-        self._scheduler.check(request.ending.max_total)
+        self._scheduler.check(request)
         self._next_id += 1
         return request
 

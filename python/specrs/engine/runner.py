@@ -264,11 +264,29 @@ class Runner:
 
     # -- pages --------------------------------------------------------------------------------------------------
 
-    def has_room(self, request: Request) -> bool:
-        """Whether the free pages, with those that only the prefix cache holds, take a request's prompt and a round."""
+    @property
+    def round_positions(self) -> int:
+        """Positions behind the committed ones that a round may write, per request."""
+        return self.geometry.alloc_len_per_decode if self.head is not None else 1
+
+    def most_positions(self, request: Request) -> int:
+        """Most row positions that a request that runs alone ever has reserved, from its prompt to its last round.
+
+        Its last token's KV is never written, so before a round at most ``max_total - 2`` positions are committed. A
+        round of one token is decoded plainly; at most ``max_total - 3`` are committed before one that drafts.
+        """
+        most = request.ending.max_total
+        drafts = most - request.prompt_len >= 3  # prefill draws a token, and the first round may draw two
+        return max(most - 1, most - 3 + self.round_positions if drafts else 0)
+
+    def has_room(self, admitted: Sequence[Request]) -> bool:
+        """Whether the pages that can be had take the prompts of admitted requests and then a round of all of them."""
+        page, need = self.config.page_size, 0
+        for r in admitted:
+            positions = max(r.committed, r.prefill_target) + self.round_positions
+            need += -(-positions // page) - -(-r.committed // page)  # without a lease it has pages of what is committed
         stats = self.pool.stats()
-        positions = request.prefill_target + self.geometry.alloc_len_per_decode
-        return stats["free_pages"] + stats["evictable_pages"] >= -(-positions // self.config.page_size)
+        return stats["free_pages"] + stats["evictable_pages"] >= need
 
     def admit(self, request: Request) -> None:
         """Give the request a row of the page table, sharing the pages of a cached prefix of its tokens."""

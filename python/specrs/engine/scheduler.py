@@ -4,7 +4,8 @@ Requests join and finish independently. A request is admitted when a row of the 
 runs out of pages, prefill waits for running requests to finish; where running requests cannot get the pages of their
 next round, the one admitted last gives its pages back and starts over later. It loses time but no tokens: its
 prompt and output are prefilled again, to the same bits. A request that could not run alone is refused when it is
-added, so that the oldest one always makes progress.
+added, and what only the prefix cache holds can always be evicted; so the one admitted first always gets its pages,
+and every step makes progress.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ class Scheduler:
         self._runner = runner
         self._waiting: deque[Request] = deque()
         self._admitted: list[Request] = []  # in order of admission
-        self._restarted: tuple[int, int] | None = None  # the last one to start over alone, and its tokens then
         self._news: list[StreamEvent] = []  # of this step; after an error, what the next one returns
 
     @property
@@ -33,18 +33,18 @@ class Scheduler:
         """Requests that wait or run, or whose output no step has returned yet."""
         return len(self._waiting) + len(self._admitted) + sum(e.output is not None for e in self._news)
 
-    def check(self, max_total: int) -> None:
-        """Refuse a request of at most ``max_total`` tokens that the pool could not hold even alone.
+    def check(self, request: Request) -> None:
+        """Refuse a request that the pool could not hold even alone.
 
         Raises:
             PoolExhaustedError: with the pages that it needs and the pages that there are.
         """
-        config, geometry = self._runner.config, self._runner.geometry
-        need = -(-(max_total + geometry.alloc_len_per_decode) // config.page_size)
+        config, most = self._runner.config, self._runner.most_positions(request)
+        need = -(-most // config.page_size)
         if need > (config.num_pages or 0):
             raise PoolExhaustedError(
-                f"a request of up to {max_total} tokens needs {need} pages of {config.page_size} tokens for itself; "
-                f"the pool has num_pages = {config.num_pages}"
+                f"a request of up to {request.ending.max_total} tokens needs {need} pages of {config.page_size} tokens "
+                f"for itself; the pool has num_pages = {config.num_pages}"
             )
 
     def add(self, request: Request) -> None:
@@ -83,12 +83,13 @@ class Scheduler:
     def _admit(self) -> None:
         while self._waiting and len(self._admitted) < self._runner.config.max_batch:
             request = self._waiting[0]
-            # Beside others, a request enters only where its prompt and a round fit: else what was preempted for
-            # want of pages would come back at once.
-            if self._admitted and not self._runner.has_room(request):
+            self._runner.admit(request)
+            # Beside others, a request enters only where a round of all of them fits: else what was preempted for want
+            # of pages would come back at once. Admitted for the question, it counts what it shares once.
+            if self._admitted and not self._runner.has_room([*self._admitted, request]):
+                self._runner.release(request)
                 return
             self._waiting.popleft()
-            self._runner.admit(request)
             request.started = request.started or time.perf_counter()
             self._admitted.append(request)
 
@@ -121,12 +122,7 @@ class Scheduler:
             except PoolExhaustedError:
                 last = self._admitted[-1]
                 if len(self._admitted) == 1:
-                    state = (last.request_id, len(last.tokens))
-                    if self._restarted == state:
-                        raise  # `check` rules this out
-                    # Pages of the cache are in its way that it computed a second time itself: its own pages that
-                    # the cache holds hang behind them. Admitted anew, it shares those instead.
-                    self._restarted = state
+                    raise  # `check` rules this out
                 self._preempt(last)
                 reqs = [r for r in reqs if r is not last]
                 if not reqs:
