@@ -37,7 +37,8 @@ def init(device: torch.device | int | None = None) -> int:
     """Set up a CUDA device (torch's current one if ``None``): load the kernels, allocate the fault record.
 
     Returns its compute capability, major * 10 + minor. Every other function does this on its first use.
-    Raises ``CudaError`` where there are no kernels in this build, no driver, or no GPU.
+    Raises ``CudaError`` where there are no kernels in this build, no driver or one that is too old, or no GPU;
+    :func:`cuda_unavailable_reason` says which, with what was found and what is needed.
     """
     return _device_init(_ordinal(device))
 

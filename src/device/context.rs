@@ -4,7 +4,7 @@ use std::sync::{Mutex, OnceLock};
 
 use super::driver::{Entered, Function, Module, Primary, Relaxed};
 use super::fault::{Faults, to_error};
-use super::{driver, ptx};
+use super::{driver, libcuda, ptx};
 use crate::error::{Error, Result, in_range};
 
 /// Largest number of GPUs in a process that are told apart.
@@ -56,7 +56,7 @@ pub fn available() -> Result<()> {
     if let Some(why) = ptx::ABSENT {
         return Err(Error::CudaUnavailable(format!("no CUDA kernels in this build: {why}")));
     }
-    driver::init()?;
+    libcuda::start()?;
     match driver::named("cuDeviceGetCount", cudarc::driver::result::device::get_count())? {
         count if count > 0 => Ok(()),
         _ => Err(Error::CudaUnavailable("the driver sees no GPU".into())),

@@ -1,14 +1,14 @@
 //! A small RAII layer over the driver API: each resource has one owner, whose `Drop` gives it back.
 //!
-//! Everything that may load libcuda goes through [`init`], because cudarc panics in its first call where the
-//! library is missing. Every call names itself in its error.
+//! Everything that may load libcuda goes through [`libcuda::start`], because cudarc panics in its first call where the
+//! library, or a function of it, is missing. Every call names itself in its error.
 
 use std::ffi::{CStr, CString, c_void};
 use std::ptr::NonNull;
-use std::sync::OnceLock;
 
 use cudarc::driver::{result, sys};
 
+use super::libcuda;
 use crate::error::{Error, Result};
 
 /// `Err` with the driver's name and text for its code, under the name of the call that failed.
@@ -20,26 +20,6 @@ pub(super) fn named<T>(call: &'static str, outcome: std::result::Result<T, resul
         let message = format!("{} ({}): {}", text(e.error_name()), e.0 as u32, text(e.error_string()));
         Error::Cuda { call, message }
     })
-}
-
-/// Load libcuda and start the driver, once for the process; the reason where that is not possible.
-pub(super) fn init() -> Result<()> {
-    static OUTCOME: OnceLock<Result<()>> = OnceLock::new();
-    OUTCOME
-        .get_or_init(|| {
-            // SAFETY: it only tries to open the library, and opening libcuda runs no code that depends on this process.
-            if !unsafe { sys::is_culib_present() } {
-                return Err(Error::CudaUnavailable("libcuda is not on this machine (no NVIDIA driver)".into()));
-            }
-            // cudarc panics where the library lacks a symbol; a panic must not cross into Python.
-            let started = std::panic::catch_unwind(result::init);
-            match started {
-                Ok(Ok(())) => Ok(()),
-                Ok(Err(e)) => Err(Error::CudaUnavailable(format!("cuInit failed with code {}: {e}", e.0 as u32))),
-                Err(_) => Err(Error::CudaUnavailable("libcuda was found and could not be loaded".into())),
-            }
-        })
-        .clone()
 }
 
 /// A stream that somebody else owns (torch's current stream); work is put on it and it is never waited for.
@@ -76,7 +56,7 @@ unsafe impl Sync for Primary {}
 
 impl Primary {
     pub(super) fn retain(ordinal: i32) -> Result<Self> {
-        init()?;
+        libcuda::start()?;
         let count = named("cuDeviceGetCount", result::device::get_count())?;
         if ordinal < 0 || ordinal >= count {
             return Err(Error::OutOfRange {

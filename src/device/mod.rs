@@ -32,6 +32,7 @@ mod context;
 mod driver;
 mod fault;
 mod kv_move;
+mod libcuda;
 pub mod params;
 mod ptx;
 pub mod view;

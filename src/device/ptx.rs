@@ -35,6 +35,26 @@ pub(super) fn select(name: &'static str, capability: i32) -> Result<&'static Ima
     })
 }
 
+impl Image {
+    /// Version of the PTX ISA that the image is written in.
+    fn isa(&self) -> Option<(i32, i32)> {
+        let version = self.text.lines().find_map(|line| line.strip_prefix(".version "))?;
+        let (major, minor) = version.trim().split_once('.')?;
+        Some((major.parse().ok()?, minor.parse().ok()?))
+    }
+}
+
+/// The first CUDA whose driver loads every image of this build, 1000 * major + 10 * minor; 0 without images.
+pub(super) fn cuda_needed() -> i32 {
+    IMAGES.iter().filter_map(Image::isa).map(cuda_of).max().unwrap_or(0)
+}
+
+/// The CUDA release that a version of the PTX ISA (7.0 or later) came with: the release notes of the PTX ISA.
+fn cuda_of((major, minor): (i32, i32)) -> i32 {
+    let skipped = i32::from(major == 8 && minor >= 6); // CUDA 12.6 brought no new version
+    (major + 4) * 1000 + (minor + skipped) * 10
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -44,10 +64,15 @@ mod tests {
         assert_eq!(ABSENT.is_none(), !IMAGES.is_empty());
         for image in IMAGES {
             assert!(image.text.ends_with('\0'), "{}", image.name);
-            let version = image.text.lines().find_map(|l| l.strip_prefix(".version ")).unwrap();
-            let (major, minor) = version.trim().split_once('.').unwrap();
-            assert!((major.parse::<u32>().unwrap(), minor.parse::<u32>().unwrap()) <= (9, 0), "{version}");
+            assert!(image.isa().unwrap() <= (9, 0), "{:?}", image.isa());
         }
+    }
+
+    #[test]
+    fn isas_came_with_their_cuda() {
+        let isas = [(7, 0), (7, 8), (8, 0), (8, 5), (8, 6), (8, 8), (9, 0)];
+        assert_eq!(isas.map(cuda_of), [11000, 11080, 12000, 12050, 12070, 12090, 13000]);
+        assert_eq!(cuda_needed() == 0, IMAGES.is_empty());
     }
 
     #[test]
