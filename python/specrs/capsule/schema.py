@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast
 
 from specrs._specrs import ConfigError, Geometry, TreeShape
+from specrs.capsule.container import MAX_VALUES
 from specrs.capsule.errors import CapsuleError
 
 Format = Literal["native", "flashinfer", "flash_attention", "triton"]
@@ -187,6 +188,14 @@ class Capsule:
                 another; `where` names it.
         """
         top = _object("", value, tuple(cls.__dataclass_fields__))
+        shape = _shape(top["shape"])
+        batch = f"requests: must be 1..{shape.max_batch}, shape.max_batch"
+        rows = _list("rows", top["rows"], _row, _Most(shape.max_batch, batch))
+        if not rows:
+            raise CapsuleError("rows", f"0 {batch}")
+        each, nodes = _Most(len(rows), f"entries, must have {len(rows)}: one a request"), _Most.nodes(shape)
+        beams = _Most(len(rows) * shape.topk, f"entries, must have {len(rows) * shape.topk}: requests * topk")
+        steps = _Most(shape.steps, f"draft steps: shape.steps is {shape.steps}")
         capsule = cls(
             round=_int("round", top["round"], 1, _INT32),
             kind=cast(Kind, _one_of("kind", top["kind"], ("speculative", "plain"))),
@@ -194,15 +203,15 @@ class Capsule:
             draft_attention=cast(
                 DraftAttention, _one_of("draft_attention", top["draft_attention"], ("ancestors", "lane"))
             ),
-            shape=_shape(top["shape"]),
+            shape=shape,
             pool=_pool(top["pool"]),
-            rows=_list("rows", top["rows"], _row),
-            others=_list("others", top["others"], _other),
-            steps=_list("steps", top["steps"], _step),
-            trees=_list("trees", top["trees"], _tree),
-            paths=_list("paths", top["paths"], _ints(0, _INT32)),
-            kept=_list("kept", top["kept"], _bounded(0, _INT32)),
-            extend=_list("extend", top["extend"], _extend),
+            rows=rows,
+            others=_list("others", top["others"], _other, _ANY),
+            steps=_list("steps", top["steps"], _step(beams), steps),
+            trees=_list("trees", top["trees"], _tree(nodes), each),
+            paths=_list("paths", top["paths"], lambda where, v: _ints(where, v, 0, _INT32, nodes), each),
+            kept=_ints("kept", top["kept"], 0, _INT32, each),
+            extend=_list("extend", top["extend"], _extend, each),
         )
         capsule.check()
         return capsule
@@ -253,18 +262,41 @@ def _one_of(where: str, value: object, allowed: Sequence[str]) -> str:
     return value
 
 
-def _list(where: str, value: object, item: Callable[[str, object], _T]) -> tuple[_T, ...]:
+_Item = Callable[[str, object], _T]
+
+
+@dataclass(frozen=True)
+class _Most:
+    """Most entries of a list, seen before the first is looked at; what an error says behind their number."""
+
+    entries: int
+    why: str
+
+    @classmethod
+    def nodes(cls, shape: Shape) -> _Most:
+        return cls(shape.draft_tokens, f"nodes: must be 1..{shape.draft_tokens}")
+
+
+_ANY = _Most(MAX_VALUES, f"entries, must have {MAX_VALUES} at most")
+
+
+def _entries(where: str, value: object, most: _Most) -> list[Any]:
     if not isinstance(value, list):
         raise CapsuleError(where, f"a {type(value).__name__}, must be a list")
-    return tuple(item(f"{where}[{i}]", v) for i, v in enumerate(value))
+    if len(value) > most.entries:
+        raise CapsuleError(where, f"{len(value)} {most.why}")
+    return value
 
 
-def _bounded(low: int, high: int) -> Callable[[str, object], int]:
-    return lambda where, value: _int(where, value, low, high)
+def _list(where: str, value: object, item: _Item[_T], most: _Most) -> tuple[_T, ...]:
+    return tuple(item(f"{where}[{i}]", v) for i, v in enumerate(_entries(where, value, most)))
 
 
-def _ints(low: int, high: int) -> Callable[[str, object], tuple[int, ...]]:
-    return lambda where, value: _list(where, value, _bounded(low, high))
+def _ints(where: str, value: object, low: int, high: int, most: _Most) -> tuple[int, ...]:
+    entries = _entries(where, value, most)
+    if set(map(type, entries)) <= {int} and (not entries or (low <= min(entries) and max(entries) <= high)):
+        return tuple(entries)
+    return tuple(_int(f"{where}[{i}]", v, low, high) for i, v in enumerate(entries))  # names the entry
 
 
 def _score(where: str, value: object) -> float:
@@ -304,7 +336,7 @@ def _pool(value: object) -> PoolSize:
 def _row(where: str, value: object) -> Row:
     v = _object(where, value, (*_ROW, "pages"))
     numbers = {name: _int(f"{where}.{name}", v[name], 0, 2**64 - 1 if name == "seed" else _INT32) for name in _ROW}
-    return Row(**numbers, pages=_list(f"{where}.pages", v["pages"], _bounded(1, _INT32)))
+    return Row(**numbers, pages=_ints(f"{where}.pages", v["pages"], 1, _INT32, _ANY))
 
 
 def _other(where: str, value: object) -> tuple[int, str]:
@@ -317,27 +349,33 @@ def _other(where: str, value: object) -> tuple[int, str]:
     return page, owner
 
 
-def _step(where: str, value: object) -> DraftStep:
-    v = _object(where, value, tuple(DraftStep.__dataclass_fields__))
-    return DraftStep(
-        tokens=_list(f"{where}.tokens", v["tokens"], _bounded(0, _INT32)),
-        parents=_list(f"{where}.parents", v["parents"], _bounded(0, _INT32)),
-        scores=_list(f"{where}.scores", v["scores"], _score),
-        ancestors=_list(f"{where}.ancestors", v["ancestors"], _bounded(1, 2**4096 - 1)),
-    )
+def _step(beams: _Most) -> _Item[DraftStep]:
+    def step(where: str, value: object) -> DraftStep:
+        v = _object(where, value, tuple(DraftStep.__dataclass_fields__))
+        return DraftStep(
+            tokens=_ints(f"{where}.tokens", v["tokens"], 0, _INT32, beams),
+            parents=_ints(f"{where}.parents", v["parents"], 0, _INT32, beams),
+            scores=_list(f"{where}.scores", v["scores"], _score, beams),
+            ancestors=_ints(f"{where}.ancestors", v["ancestors"], 1, 2**4096 - 1, beams),
+        )
+
+    return step
 
 
-def _tree(where: str, value: object) -> Tree:
-    v = _object(where, value, tuple(Tree.__dataclass_fields__))
-    return Tree(
-        parents=_list(f"{where}.parents", v["parents"], _bounded(-1, _INT32)),
-        tokens=_list(f"{where}.tokens", v["tokens"], _bounded(0, _INT32)),
-        scores=_list(f"{where}.scores", v["scores"], _score),
-    )
+def _tree(nodes: _Most) -> _Item[Tree]:
+    def tree(where: str, value: object) -> Tree:
+        v = _object(where, value, tuple(Tree.__dataclass_fields__))
+        return Tree(
+            parents=_ints(f"{where}.parents", v["parents"], -1, _INT32, nodes),
+            tokens=_ints(f"{where}.tokens", v["tokens"], 0, _INT32, nodes),
+            scores=_list(f"{where}.scores", v["scores"], _score, nodes),
+        )
+
+    return tree
 
 
 def _extend(where: str, value: object) -> Extend:
-    numbers = _ints(0, _INT32)(where, value)
+    numbers = _ints(where, value, 0, _INT32, _ANY)
     if len(numbers) != 3:
         raise CapsuleError(where, f"{len(numbers)} numbers, must be [request, start, count]")
     return Extend(*numbers)
