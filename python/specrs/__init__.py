@@ -38,18 +38,31 @@ from specrs._specrs import (
 from specrs.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from specrs.engine import LLM, RequestOutput, StreamEvent
+    from specrs.backends import UnsupportedCombinationError
+    from specrs.engine import LLM, EngineBusyError, EngineClosedError, FinishReason, RequestOutput, StreamEvent
+    from specrs.models import DraftMismatchError, ModelFileError, UnsupportedModelError
 
-_LAZY = {"LLM": "specrs.engine", "RequestOutput": "specrs.engine", "StreamEvent": "specrs.engine"}
+_LAZY = {
+    **dict.fromkeys(
+        ("LLM", "EngineBusyError", "EngineClosedError", "FinishReason", "RequestOutput", "StreamEvent"), "specrs.engine"
+    ),
+    **dict.fromkeys(("DraftMismatchError", "ModelFileError", "UnsupportedModelError"), "specrs.models"),
+    "UnsupportedCombinationError": "specrs.backends",
+}
 
 __all__ = [
     "LLM",
     "ConfigError",
     "CudaError",
     "DeviceLens",
+    "DraftMismatchError",
+    "EngineBusyError",
+    "EngineClosedError",
+    "FinishReason",
     "FormatBuffers",
     "Geometry",
     "LedgerError",
+    "ModelFileError",
     "NonFiniteError",
     "OutOfBoundsError",
     "Planner",
@@ -63,6 +76,8 @@ __all__ = [
     "StreamEvent",
     "Tree",
     "TreeShape",
+    "UnsupportedCombinationError",
+    "UnsupportedModelError",
     "__version__",
     "cuda_available",
     "faults",

@@ -196,8 +196,9 @@ def _probabilities(pair: Pair, tokens: list[int]) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
-    [([], "empty"), ([VOCAB], f"{VOCAB}: outside the vocabulary"), ([-1], "-1: outside"), ([1.5], "must be a token id"),
-     ("text", "tokenizer.json")],
+    [([], r"prompts\[1\]: empty"), ([0, VOCAB], rf"prompts\[1\]\[1\] = {VOCAB}: outside the vocabulary"),
+     ([-1], r"prompts\[1\]\[0\] = -1: outside"), ([1.5], r"prompts\[1\]\[0\] = 1.5: must be a token id"),
+     ([1] * 256, r"prompts\[1\]: 256 tokens leave no room"), ("text", r"prompts\[1\]: .*tokenizer.json")],
 )  # fmt: skip
 def test_bad_prompts_are_refused_before_anything_happens(llm: LLM, prompt: Any, message: str) -> None:
     before = llm.audit()
@@ -383,15 +384,31 @@ def test_arrays_of_token_ids_are_prompts(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("prompts", "params", "message"),
     [(b"text", None, "prompts is a bytes"), (5, None, "prompts is a int"), (None, None, "prompts is a NoneType"),
-     ([1, 2], None, "prompt is a int"), ([None], None, "prompt is a NoneType"), ([{1: 2}], None, "prompt is a dict"),
-     ([b"ab"], None, "prompt is a bytes"), ([[True]], None, "True: must be a token id"),
-     (["\ud800"], None, "not encodable"), ([[1]], {"max_tokens": 3}, "params is a dict"),
-     ([[1]], [None], "params is a NoneType"), ([[1]], 5, "params is a int")],
+     ([1, 2], None, r"prompts\[0\] is a int"), ([[1], None], None, r"prompts\[1\] is a NoneType"),
+     ([{1: 2}], None, r"prompts\[0\] is a dict"), ([b"ab"], None, r"prompts\[0\] is a bytes"),
+     ([[True]], None, r"prompts\[0\]\[0\] = True: must be a token id"),
+     (["a", "\ud800"], None, r"prompts\[1\]: not encodable"), ([[1]], {"max_tokens": 3}, "params is a dict"),
+     ([[1]], [None], r"params\[0\] is a NoneType"), ([[1]], 5, "params is a int")],
 )  # fmt: skip
 def test_arguments_of_a_wrong_type(text_llm: LLM, prompts: Any, params: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         text_llm.generate(prompts, params)
     assert text_llm.unfinished == 0
+
+
+def test_errors_of_parameters_say_whose(text_llm: LLM, llm: LLM, tiny: Pair) -> None:
+    bad = SamplingParams(stop_token_ids=[text_llm.vocab_size])
+    with pytest.raises(ConfigError, match=r"params\[1\]: SamplingParams.stop_token_ids = 300: the vocabulary has 300"):
+        text_llm.generate(["a", "b"], [SamplingParams(), bad])
+    with pytest.raises(ConfigError, match=r"^params: SamplingParams.stop_token_ids = 300"):
+        text_llm.generate(["a", "b"], bad)
+    with pytest.raises(ConfigError, match=r"params\[0\]: SamplingParams.stop = .*tokenizer.json"):
+        llm.generate([[1]], [SamplingParams(stop="x")])
+    with pytest.raises(ConfigError, match=r"^prompt\[1\] = 99999: outside"):
+        text_llm.add([1, 99999])
+    small = LLM(tiny.target, page_size=4, num_pages=20)
+    with pytest.raises(PoolExhaustedError, match=r"^prompts\[1\]: a request of up to 120 tokens"):
+        small.generate([[1], [1] * 60], SamplingParams(max_tokens=60))
 
 
 @pytest.mark.parametrize("context", [2, 3, 7, 40])

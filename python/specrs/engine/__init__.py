@@ -5,7 +5,8 @@ over models, pool and planner; ``request`` holds a request's state and the one f
 ``text`` turns tokens into text; ``policy`` picks trees by measured cost.
 """
 
+from specrs.engine.errors import EngineBusyError, EngineClosedError
 from specrs.engine.llm import LLM
 from specrs.engine.request import FinishReason, RequestOutput, StreamEvent, Usage
 
-__all__ = ["LLM", "FinishReason", "RequestOutput", "StreamEvent", "Usage"]
+__all__ = ["LLM", "EngineBusyError", "EngineClosedError", "FinishReason", "RequestOutput", "StreamEvent", "Usage"]

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import operator
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specrs import assets
-from specrs._specrs import Accepts, ConfigError, TreeBatch
+from specrs._specrs import Accepts, ConfigError, PoolExhaustedError, TreeBatch
 from specrs.capsule.file import save
 from specrs.capsule.recorder import RoundRecorder
 from specrs.engine.config import EngineConfig
+from specrs.engine.errors import EngineBusyError, EngineClosedError
 from specrs.engine.request import Request, RequestOutput, StreamEvent
 from specrs.engine.runner import Runner
 from specrs.engine.scheduler import Scheduler
-from specrs.models import default_sampling, has_recurrent_state, load_draft, load_target, ops_for
-from specrs.sampling_params import SamplingParams
+from specrs.models import default_sampling, has_recurrent_state, load_draft, load_target, locate, ops_for
+from specrs.sampling_params import ResolvedSampling, SamplingParams
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -30,12 +32,15 @@ Prompt = str | Sequence[int]
 class LLM:
     """A model, its draft head and the engine that runs them on the CPU.
 
-    One thread at a time may use an engine; several engines may run in as many threads.
+    One thread at a time may use an engine (EngineBusyError otherwise); several engines may run in as many threads.
+    ``close``, or a ``with`` block, frees weights and caches.
 
     Args:
-        model: Hugging Face directory (``config.json``, safetensors, ``tokenizer.json``); ``None`` is the small model
-            in the package, with its draft head unless ``draft`` says otherwise.
-        draft: directory of an EAGLE-3 head for the model; ``None`` with a model given is plain decoding.
+        model: Hugging Face directory (``config.json``, safetensors, ``tokenizer.json``), or ``org/name`` of one in the
+            local hub cache; ``None`` is the small model in the package, with its draft head unless ``draft`` says
+            otherwise.
+        draft: directory (or ``org/name``) of an EAGLE-3 head for the model; ``None`` with a model given is plain
+            decoding.
         speculative: ``False`` decodes plainly even where a draft head is there.
         options: fields of `EngineConfig`: ``max_batch``, ``max_context_len``, ``page_size``, ``num_pages``,
             ``tree``, ``draft_attention``, ``draft_layout``, ``attention_backend``, ``prefix_cache``,
@@ -65,22 +70,85 @@ class LLM:
         for name, path in (("model", model), ("draft", draft)):
             if path is not None and not isinstance(path, (str, os.PathLike)):
                 raise ConfigError(f"{name} = {path!r}: must be the path of a directory")
-        model = Path(model)
+        model = locate(model, "model")
+        draft = None if draft is None else locate(draft, "draft")
         config, drafts = config.route(speculative and has_recurrent_state(model))
         #: What requests get where their own parameters are unset: of the model's generation_config.json, else greedy.
         self.default_sampling = default_sampling(model).resolved()
         target = load_target(model, ops_for(config.backend), max_context_len=config.max_context_len)
         self.config, geometry = config.resolve(target.max_context_len)
-        head = load_draft(Path(draft), target) if draft is not None and speculative and drafts else None
+        head = load_draft(draft, target) if draft is not None and speculative and drafts else None
         self.tokenizer = _load_tokenizer(model)
         self.vocab_size: int = target.config.vocab_size
         self.eos_ids = frozenset(target.config.eos_token_ids)
-        self._runner = Runner(target, head, self.config, geometry)
-        self._scheduler = Scheduler(self._runner)
+        runner = Runner(target, head, self.config, geometry)
+        self._parts: tuple[Runner, Scheduler] | None = (runner, Scheduler(runner))  # None: closed
+        self._name = f"model={str(model)!r}, draft={None if head is None else str(draft)!r}"
+        self._lock = threading.Lock()  # held by whoever works; nobody waits for it
+        self._left: deque[Request] = deque()  # requests of streams that were closed, still to be aborted
         self._next_id = 0
         self._inboxes: dict[int, deque[StreamEvent]] = {}  # of requests that a stream waits for
         self._unclaimed: list[StreamEvent] = []  # of requests added by `add`, seen while a stream stepped
-        self._runner.calibrate()
+        runner.calibrate()
+
+    def __repr__(self) -> str:
+        c = self.config
+        tree = "auto" if c.adaptive else f"({c.shape.topk}, {c.shape.steps}, {c.shape.draft_tokens})"
+        pages = f"pages={c.num_pages} of {c.page_size} tokens"
+        return f"LLM({self._name}, device='cpu', tree={tree}, {pages}{', closed' if self._parts is None else ''})"
+
+    # -- lifetime -----------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Free weights and caches; requests that still run are dropped. Closing again does nothing.
+
+        Any later use raises EngineClosedError.
+        """
+        if self._parts is None:
+            return
+        with self._turn():
+            self._parts, self.tokenizer = None, None
+            self._inboxes.clear()
+            self._unclaimed.clear()
+            self._left.clear()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def _runner(self) -> Runner:
+        if self._parts is None:
+            raise EngineClosedError
+        return self._parts[0]
+
+    @property
+    def _scheduler(self) -> Scheduler:
+        if self._parts is None:
+            raise EngineClosedError
+        return self._parts[1]
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Work on the engine, alone; refused at once while somebody else does."""
+        if not self._lock.acquire(blocking=False):
+            raise EngineBusyError
+        try:
+            if self._parts is None:
+                raise EngineClosedError
+            self._drop_left()
+            yield
+        finally:
+            self._lock.release()
+
+    def _drop_left(self) -> None:
+        """Abort what closed streams left; the caller has the turn."""
+        while self._left:
+            request = self._left.popleft()
+            self._scheduler.abort(request.request_id)
+            self._inboxes.pop(request.request_id, None)
 
     # -- whole requests -----------------------------------------------------------------------------------------
 
@@ -94,14 +162,19 @@ class LLM:
             params: one for all, or one for each; a field that is unset takes the model's value (`default_sampling`).
 
         Raises:
-            ConfigError: an empty prompt, a token outside the vocabulary, a prompt that leaves no room in the context.
+            ConfigError: a prompt without tokens, a token outside the vocabulary, a prompt that leaves no room in the
+                context; the message says which, as ``prompts[1][0]``.
             PoolExhaustedError: a request that the pool could not hold even alone.
+            EngineBusyError: another thread uses this engine.
+            EngineClosedError: the engine was closed.
             NonFiniteError: the model gave NaN scores.
             Nothing of the call stays behind after an error.
         """
-        requests = self._requests(prompts, params)
-        outputs = {event.request_id: event.output for event in self._drain(requests) if event.output is not None}
-        return [outputs[r.request_id] for r in requests]
+        with self._turn():
+            requests = self._requests(prompts, params)
+            with closing(self._drain(requests, nullcontext)) as events:
+                outputs = {event.request_id: event.output for event in events if event.output is not None}
+            return [outputs[r.request_id] for r in requests]
 
     def stream(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -111,7 +184,9 @@ class LLM:
         Prompts and parameters are checked at once; the requests are queued by the first ``next``. Closing the
         iterator early aborts what still runs. Several streams of one engine may be read in turn.
         """
-        return self._drain(self._requests(prompts, params))
+        with self._turn():
+            requests = self._requests(prompts, params)
+        return self._drain(requests, self._turn)
 
     def _requests(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
@@ -119,49 +194,68 @@ class LLM:
         if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Sequence):
             raise ConfigError(f"prompts is a {type(prompts).__name__}: give a list of prompts")
         if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
+            one = self._request_params(params or SamplingParams(), "params")
+            return [self._request(p, one, f"prompts[{i}]") for i, p in enumerate(prompts)]
         if not isinstance(params, Sequence):
             raise ConfigError(f"params is a {type(params).__name__}: give SamplingParams, or a list of them")
         if len(params) != len(prompts):
             raise ConfigError(f"params has {len(params)} entries for {len(prompts)} prompts")
-        return [self._request(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
+        checked = [self._request_params(p, f"params[{i}]") for i, p in enumerate(params)]
+        return [self._request(p, c, f"prompts[{i}]") for i, (p, c) in enumerate(zip(prompts, checked, strict=True))]
 
-    def _drain(self, requests: list[Request]) -> Generator[StreamEvent]:
+    def _drain(
+        self, requests: list[Request], turn: Callable[[], AbstractContextManager[None]]
+    ) -> Generator[StreamEvent]:
+        """Events of ``requests`` until all have ended.
+
+        ``turn`` gets the turn; where the caller has it already, it is `nullcontext`. A generator may be closed
+        anywhere, by the garbage collector in the midst of a step too: what still runs is noted, and aborted at once
+        where the engine is idle, else by whoever uses it next.
+        """
         inbox: deque[StreamEvent] = deque()
         live = {r.request_id for r in requests}
         try:
-            for request in requests:
-                self._inboxes[request.request_id] = inbox
-                self._scheduler.add(request)
+            with turn():
+                for request in requests:
+                    self._inboxes[request.request_id] = inbox
+                    self._scheduler.add(request)
             while live:
                 while not inbox:
-                    self._unclaimed.extend(self._step())
+                    with turn():
+                        self._unclaimed.extend(self._step())
                 event = inbox.popleft()
                 if event.output is not None:
                     live.discard(event.request_id)
                 yield event
         finally:
-            for i in live:
-                self._scheduler.abort(i)
-            for request in requests:
-                self._inboxes.pop(request.request_id, None)
+            self._left.extend(requests)
+            if self._parts is not None:
+                if turn is nullcontext:
+                    self._drop_left()
+                elif self._lock.acquire(blocking=False):
+                    try:
+                        self._drop_left()
+                    finally:
+                        self._lock.release()
 
     # -- an engine's loop ---------------------------------------------------------------------------------------
 
     def add(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
         """Queue a request and return its id; ``step`` makes it progress."""
-        request = self._request(prompt, params or SamplingParams())
-        self._scheduler.add(request)
-        return request.request_id
+        with self._turn():
+            request = self._request(prompt, self._request_params(params or SamplingParams(), "params"), "prompt")
+            self._scheduler.add(request)
+            return request.request_id
 
     def step(self) -> list[StreamEvent]:
         """One step of everything that runs: admission, a chunk of prefill, a round.
 
         An error leaves every request as it was before the failed pass; abort one, or free pages, and step again.
         """
-        events = [*self._unclaimed, *self._step()]
-        self._unclaimed.clear()
-        return events
+        with self._turn():
+            events = [*self._unclaimed, *self._step()]
+            self._unclaimed.clear()
+            return events
 
     def _step(self) -> list[StreamEvent]:
         """Step, hand the events of streams to their inboxes, and return the rest."""
@@ -177,14 +271,15 @@ class LLM:
         The event carries whatever of the request ``step`` has not returned yet, its own end included. A stream that
         waits for the request gets the event too, and goes on with its others.
         """
-        held = [e for e in self._unclaimed if e.request_id == request_id]
-        self._unclaimed = [e for e in self._unclaimed if e.request_id != request_id]
-        event = self._scheduler.abort(request_id)
-        event = StreamEvent.joined(held if event is None else [*held, event])
-        inbox = self._inboxes.get(request_id)
-        if event is not None and inbox is not None:
-            inbox.append(event)
-        return event
+        with self._turn():
+            held = [e for e in self._unclaimed if e.request_id == request_id]
+            self._unclaimed = [e for e in self._unclaimed if e.request_id != request_id]
+            event = self._scheduler.abort(request_id)
+            event = StreamEvent.joined(held if event is None else [*held, event])
+            inbox = self._inboxes.get(request_id)
+            if event is not None and inbox is not None:
+                inbox.append(event)
+            return event
 
     @property
     def unfinished(self) -> int:
@@ -204,11 +299,12 @@ class LLM:
     @contextmanager
     def watching(self, watch: Callable[[TreeBatch, Accepts], None]) -> Iterator[None]:
         """Within the context, call ``watch`` with each round's verified trees and what was accepted of them."""
-        previous, self._runner.watch = self._runner.watch, watch
+        runner = self._runner
+        previous, runner.watch = runner.watch, watch
         try:
             yield
         finally:
-            self._runner.watch = previous
+            runner.watch = previous
 
     @contextmanager
     def recording(self, path: str | os.PathLike[str] | None = None, round: int = 1) -> Iterator[RoundRecorder]:
@@ -236,55 +332,76 @@ class LLM:
 
     def audit(self) -> dict[str, int]:
         """Check the page ledger against every sequence; raises LedgerError on a leak. Returns the pool's counts."""
-        return self._runner.pool.audit()
+        with self._turn():
+            return self._runner.pool.audit()
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the special tokens that the model's tokenizer adds."""
+        return self._encode(text, "prompt")
+
+    def _encode(self, text: str, where: str) -> list[int]:
+        if self._parts is None:
+            raise EngineClosedError
         if self.tokenizer is None:
-            raise ConfigError("the model directory has no tokenizer.json: give prompts as token ids")
+            raise ConfigError(
+                f"{where}: the model directory has no tokenizer.json; give prompts as token ids, or write one with "
+                "transformers: AutoTokenizer.from_pretrained(directory).save_pretrained(directory)"
+            )
         try:
             text.encode()
         except UnicodeEncodeError as e:
-            raise ConfigError(f"prompt: not encodable as UTF-8 at character {e.start}: {e.reason}") from None
+            raise ConfigError(f"{where}: not encodable as UTF-8 at character {e.start}: {e.reason}") from None
         return list(self.tokenizer.encode(text).ids)
 
-    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
-        """Check everything about a request before anything is allocated for it."""
+    def _request_params(self, params: object, where: str) -> ResolvedSampling:
+        """Check a request's parameters against the model, and let it decide what they leave unset."""
         if not isinstance(params, SamplingParams):
-            raise ConfigError(f"params is a {type(params).__name__}: must be SamplingParams")
+            raise ConfigError(f"{where} is a {type(params).__name__}: must be SamplingParams")
+        try:
+            if params.stop and self.tokenizer is None:
+                raise ConfigError(f"SamplingParams.stop = {params.stop!r}: the model directory has no tokenizer.json")
+            params.check_vocabulary(self.vocab_size)
+        except ConfigError as e:
+            e.args = (f"{where}: {e}",)
+            raise
+        return params.resolved(self.default_sampling)
+
+    def _request(self, prompt: Prompt, params: ResolvedSampling, where: str) -> Request:
+        """Check everything about a request before anything is allocated for it."""
         text = prompt if isinstance(prompt, str) else None
-        ids = self.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
+        ids = self._encode(prompt, where) if isinstance(prompt, str) else _token_ids(prompt, where)
         if not ids:
-            raise ConfigError("prompt: empty, there is nothing to continue")
+            raise ConfigError(f"{where}: empty, there is nothing to continue")
         for i, token in enumerate(ids):
             if not 0 <= token < self.vocab_size:
-                raise ConfigError(f"prompt[{i}] = {token}: outside the vocabulary 0..{self.vocab_size - 1}")
+                raise ConfigError(f"{where}[{i}] = {token}: outside the vocabulary 0..{self.vocab_size - 1}")
         context = self.config.max_context_len
         assert context is not None
         if len(ids) >= context:
-            raise ConfigError(f"prompt: {len(ids)} tokens leave no room to generate in max_context_len = {context}")
-        if params.stop and self.tokenizer is None:
-            raise ConfigError(f"SamplingParams.stop = {params.stop!r}: the model directory has no tokenizer.json")
-        params.check_vocabulary(self.vocab_size)
+            raise ConfigError(f"{where}: {len(ids)} tokens leave no room to generate in max_context_len = {context}")
         request = Request.create(
             self._next_id,
             text,
             ids,
-            params.resolved(self.default_sampling),
+            params,
             vocab_size=self.vocab_size,
             eos_ids=self.eos_ids,
             max_context_len=context,
             decoder=self.tokenizer,
         )
-        self._scheduler.check(request)
+        try:
+            self._scheduler.check(request)
+        except PoolExhaustedError as e:
+            e.args = (f"{where}: {e}",)
+            raise
         self._next_id += 1
         return request
 
 
-def _token_ids(prompt: object) -> list[int]:
+def _token_ids(prompt: object, where: str) -> list[int]:
     """A prompt that is no text: a list or an array of integers."""
     if isinstance(prompt, (bytes, Mapping, Set)) or not isinstance(prompt, Iterable):
-        raise ConfigError(f"prompt is a {type(prompt).__name__}: must be a text or a sequence of token ids")
+        raise ConfigError(f"{where} is a {type(prompt).__name__}: must be a text or a sequence of token ids")
     ids = []
     for i, token in enumerate(prompt):
         try:
@@ -292,7 +409,7 @@ def _token_ids(prompt: object) -> list[int]:
                 raise TypeError
             ids.append(operator.index(token))  # numpy's and torch's integers too
         except TypeError:
-            raise ConfigError(f"prompt[{i}] = {token!r}: must be a token id") from None
+            raise ConfigError(f"{where}[{i}] = {token!r}: must be a token id") from None
     return ids
 
 

@@ -7,6 +7,7 @@ from specrs.models.generation import default_sampling
 from specrs.models.llama import LlamaModel
 from specrs.models.load import load_draft, load_target
 from specrs.models.loader import Checkpoint
+from specrs.models.locate import locate
 from specrs.models.ops import BackendOps, Heads, HostOps, Linear, Ops, TorchOps, new_cache, ops_for
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "has_recurrent_state",
     "load_draft",
     "load_target",
+    "locate",
     "new_cache",
     "ops_for",
 ]

@@ -370,7 +370,12 @@ def _architecture(get: _Reader, known: tuple[str, ...]) -> str:
         if raw.get(key):
             get.refuse(key, raw[key], "mixture-of-experts layers are not implemented; dense models work")
     if name not in known:
-        get.refuse("architectures", names, f"implemented: one of {', '.join(known)}")
+        hint = ""
+        if name in _EAGLE3_ARCHITECTURES:
+            hint = "an EAGLE-3 draft head: give it as draft, beside the model that it was trained for; "
+        elif name in _ARCHITECTURES:
+            hint = "a model, no draft head: draft needs an EAGLE-3 head; "
+        get.refuse("architectures", names, f"{hint}implemented: one of {', '.join(known)}")
     if raw.get("quantization_config") or raw.get("compression_config"):
         got = raw.get("quantization_config") or raw.get("compression_config")
         get.refuse("quantization_config", got, "quantised weights are not implemented; use the bf16, f16 or f32 model")

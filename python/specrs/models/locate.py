@@ -1,0 +1,120 @@
+"""From what a user names to a model directory: a path, or a Hugging Face id whose snapshot is in the local hub cache.
+
+Nothing is downloaded. What is no model directory is recognised by what lies there, and refused with what would work.
+The hub cache is read by its layout, https://huggingface.co/docs/huggingface_hub/guides/manage-cache:
+`models--ORG--NAME/refs/main` names the revision, `snapshots/REVISION` is the directory.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from specrs.models.errors import ModelFileError
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_NEEDS = {
+    "model": "a Hugging Face model directory (config.json, *.safetensors, tokenizer.json)",
+    "draft": "the directory of an EAGLE-3 draft head (config.json, *.safetensors)",
+}
+
+
+def locate(given: str | os.PathLike[str], role: str) -> Path:
+    """The directory of a model or of a draft head.
+
+    Args:
+        given: a path, or ``org/name``.
+        role: ``"model"`` or ``"draft"``, the argument that errors name.
+
+    Raises:
+        ModelFileError: nothing there that can be loaded, with what there is and what would work.
+    """
+    path = Path(given)
+    if path.is_dir():
+        _check(path, role)
+        return path
+    if path.exists():
+        raise ModelFileError(path, f"{role}: {_file(path)}; give {_NEEDS[role]}")
+    if _HUB_ID.fullmatch(os.fspath(given)):
+        return _cached(os.fspath(given), role)
+    raise ModelFileError(path, f"{role}: no such directory; give {_NEEDS[role]}, or org/name of one in the hub cache")
+
+
+def hub_cache() -> Path:
+    """Where huggingface_hub keeps snapshots, by its environment variables."""
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        if os.environ.get(name):
+            return Path(os.environ[name]).expanduser()
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.environ.get("HF_HOME") or f"{cache}/huggingface").expanduser() / "hub"
+
+
+def _cached(name: str, role: str) -> Path:
+    cache = hub_cache()
+    folder = cache / f"models--{name.replace('/', '--')}"
+    get = f"hf download {name} --local-dir {name.split('/')[1]}"
+    try:
+        revision = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        raise ModelFileError(
+            Path(name),
+            f"{role}: no such directory, and no snapshot of {name!r} in the hub cache {cache}. To download it: {get} "
+            f"(then {role}={name.split('/')[1]!r})",
+        ) from None
+    snapshot = folder / "snapshots" / revision
+    if (
+        Path(revision).name != revision
+        or not (snapshot / "config.json").is_file()
+        or not _has(snapshot, "*.safetensors")
+    ):
+        raise ModelFileError(
+            snapshot, f"{role}: the hub cache has no whole snapshot of {name!r}. To download it: {get}"
+        )
+    _check(snapshot, role)
+    return snapshot
+
+
+def _has(directory: Path, pattern: str) -> bool:
+    return next(directory.glob(pattern), None) is not None
+
+
+def _file(path: Path) -> str:
+    """What a file is, where a directory is needed."""
+    if path.suffix == ".gguf":
+        return "a GGUF file, whose format is not read; the model's original safetensors work"
+    if path.suffix == ".safetensors":
+        return f"a file; its directory {path.parent} works if it has a config.json"
+    if path.suffix in (".bin", ".pt", ".pth"):
+        return "pickled weights, which run code when loaded and are refused; safetensors work"
+    return "a file, no directory"
+
+
+def _check(directory: Path, role: str) -> None:
+    """Refuse a directory that holds something else, by name."""
+    needs = f"give {_NEEDS[role]}"
+    if (directory / "adapter_config.json").is_file() and not _has(directory, "model*.safetensors"):
+        raise ModelFileError(
+            directory,
+            f"{role}: a LoRA adapter (adapter_config.json), not a whole model; merge it into its base model "
+            "(peft: merge_and_unload(), then save_pretrained) and give that directory",
+        )
+    if not _has(directory, "*.safetensors"):
+        if _has(directory, "*.gguf"):
+            why = "only GGUF files, whose format is not read; the model's original safetensors work"
+            raise ModelFileError(directory, f"{role}: {why}")
+        if _has(directory, "pytorch_model*.bin*"):
+            raise ModelFileError(
+                directory,
+                f"{role}: only pickled weights (pytorch_model.bin), which run code when loaded and are refused; "
+                "convert them: safetensors.torch.save_file(torch.load(path, weights_only=True), 'model.safetensors')",
+            )
+    if not (directory / "config.json").is_file():
+        if next(directory.iterdir(), None) is None:
+            raise ModelFileError(directory, f"{role}: an empty directory; {needs}")
+        if (directory / "snapshots").is_dir() and directory.name.startswith("models--"):
+            name = directory.name.removeprefix("models--").replace("--", "/", 1)
+            raise ModelFileError(
+                directory, f"{role}: a folder of the hub cache; give {name!r}, or a folder in snapshots/"
+            )
+        raise ModelFileError(directory / "config.json", f"{role}: no such file; {needs}")
