@@ -292,24 +292,37 @@ def test_the_last_entry_of_a_shared_page_is_its_first_owners(pair: Pair, page_si
         agree(want, run.of(second))
 
 
-@pytest.mark.parametrize("between", ["drafts", "plain rounds"])
-def test_preempted_requests_draft_as_before(pair: Pair, between: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With plain rounds in between, features wait when a request is preempted; it computes them again."""
-    shape, rng = (2, 3, 8), random.Random(1)
+def test_preempted_requests_draft_as_before(pair: Pair) -> None:
+    shape = (2, 3, 8)
     run = watched(pair, shape, page_size=4, max_batch=4, num_pages=20)
-    runner = run.llm._runner
-    whole = runner.round
-    if between == "plain rounds":
-        monkeypatch.setattr(runner, "round", lambda reqs: (whole if rng.random() < 0.15 else runner.decode)(reqs))
     for i in range(4):
-        run.add(prompt(i, 10 + 3 * i), 24)
+        run.add(prompt(i, 10 + 3 * i), 16)
     preempted = 0
     while run.llm.unfinished:
         before = len(run.llm._scheduler._waiting)
         run.step()
         preempted += len(run.llm._scheduler._waiting) > before
     assert preempted, "none was preempted"
-    agree(reference(pair, shape), [seen for seen in run.rounds if len(seen.tree.tokens) > 1 or not seen.depth])
+    agree(reference(pair, shape), run.rounds)
+
+
+def test_features_that_wait_at_a_preemption_are_computed_again(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = (2, 3, 8)
+    run = watched(pair, shape, page_size=4, max_batch=2)
+    scheduler, runner = run.llm._scheduler, run.llm._runner
+    for i in range(2):
+        run.add(prompt(i, 10 + 3 * i), 16)
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "round", runner.decode)
+        for _ in range(6):
+            run.step()
+    last = scheduler._admitted[-1]
+    assert last.pending
+    scheduler._preempt(last)
+    run.finish()
+    drafted = [seen for seen in run.rounds if len(seen.tree.tokens) > 1]
+    assert {seen.request for seen in drafted} == {0, 1}
+    agree(reference(pair, shape), drafted)
 
 
 @pytest.mark.parametrize("page_size", [4, 16])
