@@ -746,7 +746,7 @@ class KvCache:
 
     The tensor's memory is shared and kept alive. Every call looks at the tensor again and raises `ConfigError` where
     its storage was resized since (`resize_`, `set_`, numpy's `resize`), which frees memory whoever holds it. Calls that
-    write wait for each other; torch may use the tensor between calls, not during one.
+    write wait for each other; torch may use the tensor between calls, not during one. It may not require grad.
     """
 
     def __new__(cls, tensor: _Tensor, page_size: SupportsIndex) -> Self: ...

@@ -77,7 +77,8 @@ def kv_move(
         stream: where to launch; torch's current stream of the cache's device if ``None``.
 
     A slot outside ``[0, num_slots)`` skips its move, offsets outside ``[0, capacity]`` or decreasing skip their
-    request; see :func:`check`. Raises ``ConfigError`` for operands that do not fit, before anything is launched.
+    request; see :func:`check`. Raises ``ConfigError`` for operands that do not fit, and for a cache that requires grad,
+    before anything is launched. The call counts up the cache's version for autograd; a replayed graph does not.
     """
     handle = 0  # for a cache that is not on a CUDA device, which is refused
     if stream is not None:

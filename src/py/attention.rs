@@ -4,7 +4,7 @@
 use pyo3::prelude::*;
 
 use super::arg::{Int, detached};
-use super::dlpack::Tensor;
+use super::dlpack::{Output, Tensor};
 use super::kv::KvCache;
 use super::linear::epsilon;
 use super::plan::Plan;
@@ -50,16 +50,16 @@ fn attend(
     let layer = layer.usize("layer")?;
     let native = plan.native("attention")?;
     let q = Tensor::import(q, "q", None)?;
-    let mut out = Tensor::import(out, "out", None)?;
+    let mut out = Output::import(out, "out", None)?;
     let [_, heads, _] = q.dims("shape [Q, heads, head_dim]")?;
     let shape = [plan.plan.queries(), heads, cache.shape().head_dim];
     let qs = q.input(&shape)?;
     let scale = finite_scale(scale)?;
     cache.check_plan(plan)?;
-    let live = cache.live(py)?;
+    let live = cache.to_read(py)?;
     detached(py, || {
         let tensor = live.read();
-        let out = out.output(&shape, &[&q, &tensor])?;
+        let out = out.slice(&shape, &[&q, &tensor])?;
         let kv = cache.view(&tensor)?;
         plan.pool.with_tables(|t| run(&kv, layer, &view(&native, &t)?, qs, heads, scale, out))?
     })
@@ -162,7 +162,7 @@ pub(super) fn rope_attention(
     let heads = num_heads.within("num_heads", 1, 1 << 16)? as usize;
     let (q_norm, k_norm) = (Tensor::import_option(q_norm, "q_norm")?, Tensor::import_option(k_norm, "k_norm")?);
     let qkv = Tensor::import(qkv, "qkv", None)?;
-    let mut out = Tensor::import(out, "out", None)?;
+    let mut out = Output::import(out, "out", None)?;
     let (d, kv_heads, queries) = (cache.shape().head_dim, cache.shape().kv_heads, plan.plan.queries());
     let rows = qkv.input(&[queries, (heads + 2 * kv_heads) * d])?;
     let (eps, scale) = (epsilon(eps)?, finite_scale(scale)?);
@@ -171,7 +171,7 @@ pub(super) fn rope_attention(
     };
     let (q_norm, k_norm) = (norm(&q_norm)?, norm(&k_norm)?); // copies: small, and then they need no alias check
     cache.check_plan(plan)?;
-    let live = cache.live(py)?;
+    let live = cache.to_write(py)?;
     detached(py, || {
         let rotary = Rotary {
             table,
@@ -179,7 +179,7 @@ pub(super) fn rope_attention(
             k_norm: k_norm.as_deref().map(|weight| RmsNorm { weight, eps }),
         };
         let mut tensor = live.write();
-        let out = out.output(&[queries, heads * d], &[&qkv, &tensor])?;
+        let out = out.slice(&[queries, heads * d], &[&qkv, &tensor])?;
         let mut kv = cache.view_mut(&mut tensor, &[&qkv])?;
         plan.pool.with_tables(|t| {
             rope::rope_attention(&mut kv, layer, &view(&native, &t)?, rows, heads, &rotary, scale, out)

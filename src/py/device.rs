@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 
 use super::arg::{Int, detached};
 #[cfg(feature = "cuda")]
-use super::dlpack::{Tensor, cuda};
+use super::dlpack::{Output, Tensor, cuda};
 #[cfg(feature = "cuda")]
 use crate::device::{self, Device, MovesView};
 use crate::error::{Error, Result};
@@ -75,9 +75,10 @@ pub(super) fn _device_kv_move(
     {
         // -1: no ordering between streams is asked of the producer, the launch is on the caller's own.
         let import = |tensor, operand| Tensor::import(tensor, operand, Some(-1));
-        let tensors = [import(cache, "cache")?, import(src, "src")?, import(dst, "dst")?, import(offsets, "offsets")?];
+        let target = Output::import(cache, "cache", Some(-1))?;
+        let tensors = [import(src, "src")?, import(dst, "dst")?, import(offsets, "offsets")?];
         detached(cache.py(), || {
-            let [cache, src, dst, offsets] = &tensors;
+            let (cache, [src, dst, offsets]) = (&target, &tensors);
             let ordinal = cache.cuda_ordinal()?;
             let view = cache.device_kv_cache(ordinal, &[src, dst, offsets])?;
             let slices = (src.device_i32(ordinal)?, dst.device_i32(ordinal)?, offsets.device_i32(ordinal)?);

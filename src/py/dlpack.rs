@@ -16,8 +16,8 @@
 //!
 //! ```text
 //! let x = Tensor::import(obj, "x", None)?;          // owner of the producer's tensor
-//! let mut out = Tensor::import(obj, "out", None)?;
-//! let (xs, os) = (x.input::<f32>(&[m, k])?, out.output::<f32>(&[m, n], &[&x])?);
+//! let mut out = Output::import(obj, "out", None)?;  // one that may be written, which autograd is told of
+//! let (xs, os) = (x.input::<f32>(&[m, k])?, out.slice::<f32>(&[m, n], &[&x])?);
 //! ```
 #![allow(unsafe_code)]
 
@@ -27,6 +27,7 @@ mod buffer;
 pub(super) mod cuda;
 mod lender;
 mod lent;
+mod output;
 
 use std::ffi::{CStr, c_void};
 use std::fmt;
@@ -46,6 +47,7 @@ use self::abi::{
 pub(super) use self::buffer::{Buffer, View};
 pub(super) use self::lender::Lender;
 pub(super) use self::lent::{Lent, Place};
+pub(super) use self::output::Output;
 use super::array::Array;
 use crate::error::{Error, Result};
 
@@ -110,7 +112,7 @@ impl Tensor {
     /// `ConfigError` for what is not a tensor, cannot be described, or is refused by its own library (whose error is
     /// the `__cause__`).
     pub(super) fn import(obj: &Bound<'_, PyAny>, operand: &'static str, stream: Option<isize>) -> PyResult<Self> {
-        match producer(obj)? {
+        match known(obj)?.producer {
             Producer::Own => {
                 let array = obj.cast::<Array>()?;
                 let buffer = array.get().current(obj.py())?;
@@ -304,22 +306,12 @@ impl Tensor {
         let dtype = if T::views(self.dtype) { self.dtype } else { T::DTYPE };
         self.check(Device::CPU, dtype, shape)?;
         // SAFETY: `check` saw `elements` contiguous, aligned elements of a type whose every bit pattern is a `T`;
-        // `owner` keeps them alive for `&self`; `&mut` slices of ours do not overlap them (see `output`).
+        // `owner` keeps them alive for `&self`; `&mut` slices of ours do not overlap them (see `Output::slice`).
         Ok(unsafe { std::slice::from_raw_parts(self.first(), self.elements) })
     }
 
-    /// The elements of a contiguous, writable CPU tensor of this shape. `beside` are the call's other tensors: an
-    /// output may not share memory with any of them.
-    pub(super) fn output<T: Element>(&mut self, shape: &[usize], beside: &[&Tensor]) -> Result<&mut [T]> {
-        self.check(Device::CPU, T::DTYPE, shape)?;
-        self.writable(beside)?;
-        // SAFETY: as in `input`; `&mut self` and `writable` make this the only slice of ours over this memory. Slices
-        // of other calls are excluded by the module's contract with the caller.
-        Ok(unsafe { std::slice::from_raw_parts_mut(self.first(), self.elements) })
-    }
-
     /// Check that this may be written: not read-only, and apart from every tensor of `beside`.
-    pub(super) fn writable(&self, beside: &[&Tensor]) -> Result<()> {
+    fn writable(&self, beside: &[&Tensor]) -> Result<()> {
         if let Some(got) = self.unwritable {
             return Err(self.mismatch(got, "a writable tensor"));
         }
@@ -377,22 +369,31 @@ enum Producer {
     Protocol,
 }
 
-/// What was found out about the types seen. Each entry holds its type, so that an address stays that type's.
-static PRODUCERS: Mutex<Vec<(Py<PyType>, Producer)>> = Mutex::new(Vec::new());
-/// Types remembered; a program that makes more tensor types than this pays for the look-up each time.
-const MAX_PRODUCERS: usize = 32;
+/// What was found out about a type of tensors.
+#[derive(Clone)]
+struct Known {
+    producer: Producer,
+    /// Of torch's: `torch.autograd.graph.increment_version`.
+    increment_version: Option<Arc<Py<PyAny>>>,
+}
 
-fn producer(obj: &Bound<'_, PyAny>) -> PyResult<Producer> {
+/// The types seen. Each entry holds its type, so that an address stays that type's.
+static KNOWN: Mutex<Vec<(Py<PyType>, Known)>> = Mutex::new(Vec::new());
+/// Types remembered; a program that makes more tensor types than this pays for the look-up each time.
+const MAX_KNOWN: usize = 32;
+
+fn known(obj: &Bound<'_, PyAny>) -> PyResult<Known> {
     let ty = obj.get_type();
-    let known = |list: &Vec<(Py<PyType>, Producer)>| {
-        list.iter().find(|(t, _)| t.as_ptr() == ty.as_ptr()).map(|(_, p)| p.clone())
+    let seen = |list: &Vec<(Py<PyType>, Known)>| {
+        list.iter().find(|(t, _)| t.as_ptr() == ty.as_ptr()).map(|(_, known)| known.clone())
     };
-    if let Some(p) = known(&PRODUCERS.lock().unwrap_or_else(PoisonError::into_inner)) {
-        return Ok(p);
+    if let Some(k) = seen(&KNOWN.lock().unwrap_or_else(PoisonError::into_inner)) {
+        return Ok(k);
     }
-    let found = find_producer(obj, &ty)?; // runs Python, so outside the lock
-    let mut list = PRODUCERS.lock().unwrap_or_else(PoisonError::into_inner);
-    if list.len() < MAX_PRODUCERS && known(&list).is_none() {
+    // Both run Python, so outside the lock.
+    let found = Known { producer: find_producer(obj, &ty)?, increment_version: output::increment_version(obj)? };
+    let mut list = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+    if list.len() < MAX_KNOWN && seen(&list).is_none() {
         list.push((ty.unbind(), found.clone()));
     }
     Ok(found)

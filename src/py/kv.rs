@@ -5,7 +5,7 @@ use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use pyo3::prelude::*;
 
 use super::arg::{Int, detached};
-use super::dlpack::{DType, Lender, Tensor};
+use super::dlpack::{DType, Lender, Output, Tensor};
 use super::plan::{Moves, Plan};
 use crate::bounds::PageSize;
 use crate::error::{Error, Result};
@@ -16,29 +16,34 @@ use crate::host::kv::{self, KvCacheMut, KvData, KvDataMut, KvShape};
 ///
 /// The tensor's memory is shared and kept alive. Every call looks at the tensor again and raises `ConfigError` where its
 /// storage was resized since (`resize_`, `set_`, numpy's `resize`), which frees memory whoever holds it. Calls that write
-/// wait for each other; torch may use the tensor between calls, not during one.
+/// wait for each other; torch may use the tensor between calls, not during one. It may not require grad.
 #[pyclass(frozen, module = "specrs._specrs")]
 pub(super) struct KvCache {
     object: Py<PyAny>,
     shape: KvShape,
     dtype: DType,
     page: PageSize,
-    tensor: RwLock<Tensor>,
+    tensor: RwLock<Output>,
     /// `None` for a tensor that cannot be resized.
     lender: Option<Lender>,
 }
 
-/// A cache whose memory was seen to be there in this call: the one way to its tensor.
-pub(super) struct Live<'a>(&'a KvCache);
+/// A cache whose memory was seen to be there in this call, to read.
+pub(super) struct Readable<'a>(&'a KvCache);
 
-impl<'a> Live<'a> {
-    /// The tensor, to read; waits for a writer. Not to be waited for with the GIL.
-    pub(super) fn read(&self) -> RwLockReadGuard<'a, Tensor> {
+/// As [`Readable`], to write.
+pub(super) struct Writable<'a>(&'a KvCache);
+
+impl<'a> Readable<'a> {
+    /// The tensor; waits for a writer. Not to be waited for with the GIL.
+    pub(super) fn read(&self) -> RwLockReadGuard<'a, Output> {
         self.0.tensor.read().unwrap_or_else(PoisonError::into_inner)
     }
+}
 
-    /// The tensor, to write; waits for others. Not to be waited for with the GIL.
-    pub(super) fn write(&self) -> RwLockWriteGuard<'a, Tensor> {
+impl<'a> Writable<'a> {
+    /// The tensor; waits for others. Not to be waited for with the GIL.
+    pub(super) fn write(&self) -> RwLockWriteGuard<'a, Output> {
         self.0.tensor.write().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -49,13 +54,22 @@ impl KvCache {
         self.shape
     }
 
-    /// Check that the tensor's memory is where it was when the cache was made.
+    /// Check that the tensor's memory is where it was when the cache was made; the one way to it.
     ///
     /// # Errors
     /// As [`Lender::check`].
-    pub(super) fn live(&self, py: Python<'_>) -> PyResult<Live<'_>> {
+    pub(super) fn to_read(&self, py: Python<'_>) -> PyResult<Readable<'_>> {
         self.lender.as_ref().map_or(Ok(()), |lender| lender.check(py))?;
-        Ok(Live(self))
+        Ok(Readable(self))
+    }
+
+    /// [`Self::to_read`], of a tensor that may be written.
+    ///
+    /// # Errors
+    /// As [`Lender::touch`].
+    pub(super) fn to_write(&self, py: Python<'_>) -> PyResult<Writable<'_>> {
+        self.lender.as_ref().map_or(Ok(()), |lender| lender.touch(py))?;
+        Ok(Writable(self))
     }
 
     fn dims(&self) -> [usize; 5] {
@@ -73,10 +87,10 @@ impl KvCache {
     }
 
     /// View a locked tensor of this cache as the kernels write it; `beside` are the call's other tensors.
-    pub(super) fn view_mut<'a>(&self, tensor: &'a mut Tensor, beside: &[&Tensor]) -> Result<KvCacheMut<'a>> {
+    pub(super) fn view_mut<'a>(&self, tensor: &'a mut Output, beside: &[&Tensor]) -> Result<KvCacheMut<'a>> {
         let data = match self.dtype {
-            DType::F32 => KvDataMut::F32(tensor.output(&self.dims(), beside)?),
-            _ => KvDataMut::Bf16(tensor.output(&self.dims(), beside)?),
+            DType::F32 => KvDataMut::F32(tensor.slice(&self.dims(), beside)?),
+            _ => KvDataMut::Bf16(tensor.slice(&self.dims(), beside)?),
         };
         KvCacheMut::new(self.shape, data)
     }
@@ -98,7 +112,7 @@ impl KvCache {
     #[pyo3(signature = (tensor, page_size))]
     fn new(tensor: Bound<'_, PyAny>, page_size: Int) -> PyResult<Self> {
         let page = PageSize::new(page_size.u32("page_size")?)?;
-        let mut t = Tensor::import(&tensor, "kv cache", None)?;
+        let mut t = Output::import(&tensor, "kv cache", None)?;
         const WANT: &str = "shape [layers, 2, num_slots, kv_heads, head_dim], all sizes > 0";
         let [layers, two, slots, kv_heads, head_dim] = t.dims(WANT)?;
         if two != 2 || t.shape().contains(&0) {
@@ -117,8 +131,8 @@ impl KvCache {
         // Seen here rather than by the first kernel: contiguous, writable, on the CPU.
         let dims = t.shape().to_vec();
         match dtype {
-            DType::F32 => t.output::<f32>(&dims, &[]).map(|_| ())?,
-            _ => t.output::<half::bf16>(&dims, &[]).map(|_| ())?,
+            DType::F32 => t.slice::<f32>(&dims, &[]).map(|_| ())?,
+            _ => t.slice::<half::bf16>(&dims, &[]).map(|_| ())?,
         }
         let lender = Lender::of(&tensor, &t)?;
         Ok(Self { object: tensor.unbind(), shape, dtype, page, tensor: RwLock::new(t), lender })
@@ -195,7 +209,7 @@ pub(super) fn kv_write(
     let shape = [plan.plan.queries(), cache.shape.kv_heads, cache.shape.head_dim];
     let (ks, vs) = (k.input(&shape)?, v.input(&shape)?);
     cache.check_plan(plan)?;
-    let live = cache.live(py)?;
+    let live = cache.to_write(py)?;
     detached(py, || {
         let mut tensor = live.write();
         let mut view = cache.view_mut(&mut tensor, &[&k, &v])?;
@@ -214,7 +228,7 @@ pub(super) fn kv_move(py: Python<'_>, cache: &Bound<'_, KvCache>, moves: &Bound<
     if moves.moves.is_empty() {
         return Ok(());
     }
-    let live = cache.live(py)?;
+    let live = cache.to_write(py)?;
     detached(py, || {
         let mut tensor = live.write();
         let mut view = cache.view_mut(&mut tensor, &[])?;

@@ -3,7 +3,7 @@
 use pyo3::prelude::*;
 
 use super::arg::{Int, detached};
-use super::dlpack::{DType, Tensor};
+use super::dlpack::{DType, Output, Tensor};
 use crate::error::{Error, Result};
 use crate::host::linear::{Add, Storage, Weight};
 use crate::host::norm::RmsNorm;
@@ -94,10 +94,10 @@ impl PackedLinear {
         let residual = Tensor::import_option(residual.filter(|_| !in_place), "residual")?;
         let norm = Tensor::import_option(norm, "norm")?;
         let x = Tensor::import(x, "x", None)?;
-        let mut out = Tensor::import(out, "out", None)?;
+        let mut out = Output::import(out, "out", None)?;
         let m = self.rows(&x)?;
         let beside: [&Tensor; 3] = [&x, residual.as_ref().unwrap_or(&x), norm.as_ref().unwrap_or(&x)];
-        let out = out.output(&[m, self.0.n()], &beside)?;
+        let out = out.slice(&[m, self.0.n()], &beside)?;
         let add = match &residual {
             Some(r) => Add::Rows(r.input(&[m, self.0.n()])?),
             None if in_place => Add::Out,
@@ -119,9 +119,9 @@ impl PackedLinear {
     ) -> PyResult<()> {
         let norm = Tensor::import_option(norm, "norm")?;
         let x = Tensor::import(x, "x", None)?;
-        let mut out = Tensor::import(out, "out", None)?;
+        let mut out = Output::import(out, "out", None)?;
         let m = self.rows(&x)?;
-        let out = out.output(&[m, self.0.out_width()], &[&x, norm.as_ref().unwrap_or(&x)])?;
+        let out = out.slice(&[m, self.0.out_width()], &[&x, norm.as_ref().unwrap_or(&x)])?;
         let (x, norm) = (x.input(&[m, self.0.k()])?, self.norm(norm.as_ref(), eps)?);
         detached(py, || self.0.forward_swiglu(x, norm, out))
     }
@@ -162,9 +162,9 @@ pub(super) fn rms_norm(
 ) -> PyResult<()> {
     let x = Tensor::import(x, "x", None)?;
     let weight = Tensor::import(weight, "weight", None)?;
-    let mut out = Tensor::import(out, "out", None)?;
+    let mut out = Output::import(out, "out", None)?;
     let shape @ [_, k] = x.dims("shape [M, K]")?;
-    let out = out.output(&shape, &[&x, &weight])?;
+    let out = out.slice(&shape, &[&x, &weight])?;
     let (x, rms) = (x.input(&shape)?, RmsNorm { weight: weight.input(&[k])?, eps: epsilon(eps)? });
     detached(py, || norm::rms_norm(x, &rms, out))
 }

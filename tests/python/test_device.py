@@ -50,6 +50,12 @@ def test_cpu_tensors_are_refused_by_name():
     assert e.value.operand == "cache"
 
 
+def test_a_cache_that_requires_grad_is_refused():
+    cache, src, dst, offsets = operands()
+    with pytest.raises(specrs.ConfigError, match=r"cache: got a tensor that requires grad, want .*detach\(\)"):
+        device.kv_move(cache.requires_grad_(), src, dst, offsets)
+
+
 def test_what_is_no_tensor_is_refused_by_name():
     cache, src, _, offsets = operands()
     with pytest.raises(specrs.ConfigError, match="dst: got list, want a tensor"):

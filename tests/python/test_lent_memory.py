@@ -230,6 +230,7 @@ def test_what_is_made_of_tensors_keeps_none_of_their_memory() -> None:
 
 @pytest.mark.parametrize("change", [shrink_storage, lambda t: t.resize_(100 * t.numel())])
 def test_an_array_in_a_tensor_that_was_resized_is_not_read(change: Callable[[torch.Tensor], None]) -> None:
+    gc.collect()  # buffers of the case before, whose memory the allocator may give again
     w = World("flashinfer")
     tensors = {n: torch.zeros(t.shape, dtype=t.dtype) for n, t in Caller(w.planner, "decode").tensors.items()}
     buffers = w.planner.buffers("decode", tensors=tensors)
@@ -257,3 +258,98 @@ def test_an_array_in_a_tensor_that_was_resized_is_not_read(change: Callable[[tor
     assert arrays["kv_indptr"].tolist() == want
     assert arrays["kv_indices"].shape == shape
     assert plan.page_table().tolist() == table
+
+
+# --- what autograd follows
+
+
+def grad(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, requires_grad=True)
+
+
+def made_without_grad(*shape: int) -> torch.Tensor:
+    with torch.no_grad():
+        return grad(*shape)[:]
+
+
+def inference(*shape: int) -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.zeros(shape)
+
+
+def writes(out: torch.Tensor) -> list[Callable[[], None]]:
+    """One call of each operation that writes to an `out` of 48 elements."""
+    r = Round(torch.zeros(SHAPE))
+    x, square = torch.ones(3, 16), torch.eye(16)
+    packed, gated = core.PackedLinear(square), core.PackedLinear(torch.cat([square, square]), gated=True)
+    return [
+        lambda: core.rms_norm(x, torch.ones(16), 0.0, out.view(3, 16)),
+        lambda: packed.forward(x, out.view(3, 16)),
+        lambda: gated.forward_swiglu(x, out.view(3, 16)),
+        lambda: core.attention(r.cache, 0, r.plan, r.kv, out.view(3, 2, 8), 1.0),
+        lambda: core.attention_reference(r.cache, 0, r.plan, r.kv, out.view(3, 2, 8), 1.0),
+        lambda: core.rope_attention(r.cache, 0, r.plan, torch.ones(3, 48), r.rope, 2, out.view(3, 16), 1.0),
+    ]
+
+
+@pytest.mark.parametrize("make", [grad, made_without_grad, lambda *shape: torch.nn.Parameter(torch.zeros(shape))])
+@pytest.mark.parametrize("guarded", [False, True])
+def test_outputs_that_autograd_follows_are_refused(make: Callable[..., torch.Tensor], guarded: bool) -> None:
+    out = make(48)
+    with torch.set_grad_enabled(not guarded):
+        for write in writes(out):
+            with pytest.raises(
+                core.ConfigError, match=r"out: got a .*tensor that requires grad, want .*detach\(\)"
+            ) as e:
+                write()
+            assert (e.value.kind, e.value.operand) == ("Mismatch", "out")
+            assert "no_grad" in e.value.want
+    assert not out.any()
+
+
+@pytest.mark.parametrize("make", [grad, made_without_grad])
+def test_a_cache_that_autograd_follows_is_refused(make: Callable[..., torch.Tensor]) -> None:
+    with pytest.raises(core.ConfigError, match=r"kv cache: got a .*tensor that requires grad"):
+        core.KvCache(make(*SHAPE), 4)
+    r = Round(torch.zeros(SHAPE))
+    r.cache.tensor.requires_grad_()
+    write, move, attention, reference, rope = r.calls()
+    for call in (write, move, rope):
+        with pytest.raises(core.ConfigError, match=r"kv cache: got a tensor that requires grad"):
+            call()
+    attention()  # reads it
+    reference()
+    assert not r.cache.tensor.any()
+
+
+def test_what_works_in_their_place() -> None:
+    for out in (grad(48).detach(), inference(48), torch.zeros(96)[48:], torch.zeros(48)):
+        for write in writes(out):
+            write()
+        assert out.any()
+
+
+def test_a_write_is_a_new_version() -> None:
+    """A tensor that backward needs as it was is known to have changed, also through what shares its memory."""
+    weight, saved = grad(3, 16), torch.ones(3, 16)
+    for out in (saved, saved.detach(), saved[:], saved.view(-1)):
+        for write in writes(out.view(-1)):
+            loss = (weight * saved).sum()
+            before = saved._version
+            write()
+            assert saved._version > before
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+    r = Round(torch.zeros(SHAPE))
+    for call, wrote in zip(r.calls(), (True, True, False, False, True), strict=True):
+        before = r.cache.tensor._version
+        call()
+        assert (r.cache.tensor._version > before) == wrote
+
+
+def test_inputs_may_require_grad() -> None:
+    x, weight, out = torch.ones(2, 4, requires_grad=True), torch.nn.Parameter(torch.eye(4)), torch.empty(2, 4)
+    core.PackedLinear(weight).forward(x, out)
+    assert torch.equal(out, torch.ones(2, 4))
+    core.rms_norm(x, torch.ones(4, requires_grad=True), 0.0, out)
+    assert out.any()

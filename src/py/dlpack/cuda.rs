@@ -4,7 +4,7 @@
 //! torch's allocator does so for work on the stream that the tensor was made on; for another stream there is
 //! `Tensor.record_stream`, and a captured graph's tensors are kept by whoever replays it.
 
-use super::{DType, Device, Tensor};
+use super::{DType, Device, Output, Tensor};
 use crate::device::{DeviceSlice, KvCacheView, Stream};
 use crate::error::Result;
 
@@ -28,7 +28,9 @@ impl Tensor {
         // keeps them there.
         unsafe { DeviceSlice::from_raw(self.operand, self.address() as u64, len, ordinal) }
     }
+}
 
+impl Output {
     /// A contiguous, writable KV cache `[layers, 2, num_slots, kv_heads, head_dim]` of any element type on CUDA device
     /// `ordinal`, apart from the call's other tensors.
     pub(in crate::py) fn device_kv_cache(&self, ordinal: i32, beside: &[&Tensor]) -> Result<KvCacheView> {

@@ -9,6 +9,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 
 use super::Tensor;
+use super::output::touch;
 use crate::error::Error;
 
 /// A lent tensor that can be resized, as it was when it was lent.
@@ -74,6 +75,15 @@ impl Lender {
                 Some(got) => Err(self.changed(got)),
             },
         }
+    }
+
+    /// [`Self::check`], before the tensor is written.
+    ///
+    /// # Errors
+    /// As there, and as [`super::Output::import`].
+    pub(in crate::py) fn touch(&self, py: Python<'_>) -> PyResult<()> {
+        self.check(py)?;
+        touch(self.object.bind(py), &self.seen)
     }
 
     fn changed(&self, got: String) -> PyErr {

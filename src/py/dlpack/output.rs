@@ -1,0 +1,87 @@
+//! Tensors that a call writes in place.
+//!
+//! DLPack knows nothing of autograd, and torch's C exchange hands out tensors that require grad as any other. A kernel
+//! that wrote into one would leave a graph behind that computes the gradient of something else, so these are refused,
+//! and views of them, too. Any other torch tensor has its version counted up, as torch's own operations in place do:
+//! backward then refuses what it saved before the write. A call that is refused for another operand may have counted.
+
+use std::ops::Deref;
+use std::sync::Arc;
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use super::abi::{Device, Element};
+use super::{Tensor, known};
+use crate::error::Result;
+
+/// A tensor that may be written, as far as its library is concerned.
+pub(in crate::py) struct Output(Tensor);
+
+impl Deref for Output {
+    type Target = Tensor;
+
+    fn deref(&self) -> &Tensor {
+        &self.0
+    }
+}
+
+impl Output {
+    /// [`Tensor::import`] of a tensor that the call writes.
+    ///
+    /// # Errors
+    /// As there, and `Error::Mismatch` for a torch tensor that requires grad, or whose base does.
+    pub(in crate::py) fn import(
+        obj: &Bound<'_, PyAny>,
+        operand: &'static str,
+        stream: Option<isize>,
+    ) -> PyResult<Self> {
+        let tensor = Tensor::import(obj, operand, stream)?;
+        touch(obj, &tensor)?;
+        Ok(Self(tensor))
+    }
+
+    /// The elements of a contiguous, writable CPU tensor of this shape. `beside` are the call's other tensors: an
+    /// output may not share memory with any of them.
+    pub(in crate::py) fn slice<T: Element>(&mut self, shape: &[usize], beside: &[&Tensor]) -> Result<&mut [T]> {
+        self.0.check(Device::CPU, T::DTYPE, shape)?;
+        self.0.writable(beside)?;
+        // SAFETY: as in `Tensor::input`; `&mut self` and `writable` make this the only slice of ours over this memory.
+        // Slices of other calls are excluded by the module's contract with the caller.
+        Ok(unsafe { std::slice::from_raw_parts_mut(self.0.first(), self.0.elements) })
+    }
+}
+
+/// Before `tensor`, imported from `obj`, is written: refuse it where autograd follows it, else count the write.
+///
+/// # Errors
+/// As [`Output::import`].
+pub(super) fn touch(obj: &Bound<'_, PyAny>, tensor: &Tensor) -> PyResult<()> {
+    let py = obj.py();
+    let Some(increment_version) = known(obj)?.increment_version else { return Ok(()) };
+    const WANT: &str = "a tensor outside autograd's graph, such as its .detach(); torch.no_grad() does not help";
+    if obj.getattr(intern!(py, "requires_grad"))?.is_truthy()? {
+        return Err(tensor.mismatch("a tensor that requires grad", WANT).into());
+    }
+    // A view made under `no_grad` does not require grad though it is of a tensor that does.
+    let base = obj.getattr(intern!(py, "_base"))?;
+    if !base.is_none() && base.getattr(intern!(py, "requires_grad"))?.is_truthy()? {
+        return Err(tensor.mismatch("a view of a tensor that requires grad", WANT).into());
+    }
+    increment_version.bind(py).call1((obj,))?; // nothing for an inference tensor, which no graph can hold
+    Ok(())
+}
+
+/// What counts up the version of `obj`, where it is a tensor of torch's.
+pub(super) fn increment_version(obj: &Bound<'_, PyAny>) -> PyResult<Option<Arc<Py<PyAny>>>> {
+    let py = obj.py();
+    let modules = py.import(intern!(py, "sys"))?.getattr(intern!(py, "modules"))?.cast_into::<PyDict>()?;
+    let Some(torch) = modules.get_item("torch")? else { return Ok(None) };
+    let Some(class) = torch.getattr_opt(intern!(py, "Tensor"))? else { return Ok(None) };
+    if !obj.is_instance(&class)? {
+        return Ok(None);
+    }
+    let graph = py.import(intern!(py, "torch.autograd.graph"))?;
+    Ok(Some(Arc::new(graph.getattr(intern!(py, "increment_version"))?.unbind())))
+}
