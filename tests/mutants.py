@@ -2,12 +2,13 @@
 
 A test of a guard proves something only if it fails without the guard. In a copy of the tree this script first runs the
 tests of the faults, which must pass; then, for each mutant, changes one place, builds, and runs that fault's tests,
-which must fail. Two kinds: ``guard`` takes the check out that stops a fault, ``switch`` takes the fault itself out, so
-that there is nothing to stop. A mutant that does not compile, or whose text is no longer there, is an error.
+which must fail. Three kinds: ``guard`` takes the check out that stops a fault, ``switch`` takes the fault itself out,
+so that there is nothing to stop, ``quiet`` breaks the engine where no generated token tells of it: drafts are accepted
+less often, or text loses a space. A mutant that does not compile, or whose text is no longer there, is an error.
 
-    python tests/mutants.py [--only 27338] [--target-dir DIR]
+    python tests/mutants.py [--only 27338] [--only quiet] [--target-dir DIR]
 
-Exit status 0 if every mutant was noticed. Needs cargo, and pytest with torch for a guard in the bindings.
+Exit status 0 if every mutant was noticed. Needs cargo, and pytest with torch for what the Python tests notice.
 """
 
 from __future__ import annotations
@@ -24,20 +25,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-RUST, PYTHON = "tests/faults", "tests/python/test_faults.py"
+PYTHON = {  # prefixes of filters for pytest, and the files that they are for
+    "python": "tests/python/test_faults.py",
+    "drafts": "tests/python/test_engine_drafts.py",
+    "text": "tests/python/test_engine_text.py",
+}
 
 
 @dataclass(frozen=True)
 class Mutant:
     """One change: ``old``, which ``file`` has exactly once, becomes ``new``; ``test`` must then fail."""
 
-    fault: int
-    kind: str  # guard or switch
+    fault: int | str  # its number, or "quiet"
+    kind: str  # guard, switch or quiet
     what: str
     file: str
     old: str
     new: str
-    test: str  # a filter of `cargo test --test faults`, or of `pytest -k` with the prefix "python:"
+    test: str  # a filter of `cargo test --test faults`, or of `pytest -k` with a prefix of PYTHON
 
 
 MUTANTS = [
@@ -75,6 +80,21 @@ MUTANTS = [
     Mutant(26738, "switch", "sizes come from the bound", "src/plan/load.rs",
            "Lens::Device { .. } if geometry.reverts().has(Fault::HostLengths) =>",
            "Lens::Device { .. } if geometry.reverts().has(Fault::HostLengths) && false =>", "host_lengths"),
+    Mutant("quiet", "quiet", "the head turns by the target's angles", "python/specrs/models/eagle3.py",
+           "self._rope = ops.rope(*rope_tables(config.rope,", "self._rope = ops.rope(*rope_tables(target.config.rope,",
+           "drafts:every_shape"),
+    Mutant("quiet", "quiet", "accepted rows are taken for neighbours", "python/specrs/engine/runner.py",
+           "straight = index[-1] - first == n - 1", "straight = True", "drafts:first_branch"),
+    Mutant("quiet", "quiet", "pages whose draft KV waits are shared", "python/specrs/engine/runner.py",
+           "valid = request.committed - sum(len(p) for p in request.pending)", "valid = request.committed",
+           "drafts:left_is_whole"),
+    Mutant("quiet", "quiet", "copy-on-write leaves the draft cache out", "python/specrs/engine/runner.py",
+           "core.kv_move(self.draft_cache, copies)", "pass", "drafts:copied_whole"),
+    Mutant("quiet", "quiet", "the head's results are borrowed for ever", "python/specrs/engine/runner.py",
+           "if not r.pending and r.root_logits is not None and r.root_hidden is not None:", "if False:",
+           "drafts:join_and_leave"),
+    Mutant("quiet", "quiet", "the detokenizer knows no prompt", "python/specrs/engine/request.py",
+           "prompt_ids[-_CONTEXT_TOKENS:]", "[]", "text:first_word"),
 ]  # fmt: skip
 
 
@@ -104,7 +124,7 @@ class Tree:
         return subprocess.run(argv, cwd=self.root, env=self.env, capture_output=True, text=True, check=False)
 
     def build(self, test: str) -> None:
-        if test.startswith("python:"):
+        if test.partition(":")[0] in PYTHON:
             done = self.run("cargo", "build", "--quiet", "--lib", "--features", "python")
             module = (
                 "specrs.dll"
@@ -122,9 +142,10 @@ class Tree:
 
     def failures(self, test: str) -> list[str] | None:
         """Tests that fail of those that ``test`` names; ``None`` if it names none."""
-        if test.startswith("python:"):
-            argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", test.removeprefix("python:")]
-            done = self.run(*argv, PYTHON)
+        prefix, _, chosen = test.partition(":")
+        if prefix in PYTHON:
+            argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not long", "-k", chosen]
+            done = self.run(*argv, PYTHON[prefix])
             failed = re.findall(r"^FAILED \S+::(\S+)", done.stdout, re.MULTILINE)
             ran = re.search(r"\d+ (passed|failed)", done.stdout)
         else:
@@ -153,10 +174,10 @@ class Tree:
 
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--only", type=int, action="append", help="mutants of this fault; may be repeated")
+    p.add_argument("--only", action="append", help="mutants of this fault; may be repeated")
     p.add_argument("--target-dir", type=Path, help="keep build outputs here; default: in the copy")
     args = p.parse_args()
-    mutants = [m for m in MUTANTS if args.only is None or m.fault in args.only]
+    mutants = [m for m in MUTANTS if args.only is None or str(m.fault) in args.only]
     unnoticed = 0
     with tempfile.TemporaryDirectory(prefix="specrs-mutants-") as root:
         tree = Tree(Path(root), (args.target_dir or Path(root) / "target").resolve())
