@@ -27,7 +27,7 @@ impl Hand {
     /// | dense | 1 2 4 5 6 | 3 7 8 9 |
     /// | holey | 1 2 4 5 6 7 8 9 10 11 | 3 12 13 14 15 16 17 18 19 |
     fn new(layout: Layout) -> Self {
-        let g = geometry(2, 3, 4, 4, 3, 32, layout);
+        let g = geometry(2, 3, 4, 4, 8, 32, layout);
         let pool =
             Pool::new(PoolConfig { num_pages: 60, page: g.page(), max_seqs: 3, row_pages: g.row_pages() }).unwrap();
         let seqs = vec![pool.create().unwrap(), pool.create().unwrap()];

@@ -155,7 +155,7 @@ impl<F: Format + Clone> Format for Broken<F> {
 
 /// Change element `at` of every array of every phase in turn: the debug audit refuses each.
 fn every_element_is_seen<F: Format + Clone>(inner: F) {
-    let g = geometry(2, 3, 4, 4, 3, 32, Layout::Dense);
+    let g = geometry(2, 3, 4, 4, 7, 32, Layout::Dense);
     let c = Case::new(&g, &[5, 2], 9);
     let bucket = Bucket { batch: 3, queries: 7 };
     let batch = Batch::new(&c.seqs, Lens::Host(&c.lens)).padded(bucket);

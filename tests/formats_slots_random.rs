@@ -6,12 +6,12 @@ mod plan_support;
 
 use std::collections::HashSet;
 
-use plan_support::{Batch as Case, geometry};
+use plan_support::{Batch as Case, bucket, geometry};
 use proptest::prelude::*;
 use specrs::geometry::{Buffer, Geometry, Layout};
 use specrs::plan::{
-    AnyFormat, Arrays, AuditedPlan, Batch, Bucket, DType, DraftMask, Extent, FlashInfer, Format, Given, HostMemory,
-    Lens, Load, MaskForm, Phase, Planner, Trees, Triton, phases,
+    AnyFormat, Arrays, AuditedPlan, Batch, DType, DraftMask, Extent, FlashInfer, Format, Given, HostMemory, Lens, Load,
+    MaskForm, Phase, Planner, Trees, Triton, phases,
 };
 use specrs::pool::Tables;
 
@@ -223,7 +223,7 @@ fn compare(
 ) {
     let dead = if let Phase::Draft { .. } = phase { s.g.shape().topk() as usize } else { 0 };
     let live: usize = requests.iter().map(|r| if r.queries.is_empty() { dead } else { r.queries.len() }).sum();
-    let pad = s.pad.map(|(b, q)| Bucket { batch: s.lens.len() as u32 + b, queries: live as u32 + q });
+    let pad = s.pad.map(|more| bucket(&s.g, phase, s.lens.len(), live, more));
     let batch = Batch { seqs: &case.seqs, lens: Lens::Host(&s.lens), pad };
     let size = pad.map_or((s.lens.len(), live), |p| (p.batch as usize, p.queries as usize));
     // A request behind the wall keeps its queries, whose lists are empty.

@@ -1,6 +1,7 @@
 //! Fixed arrays over random rounds: one set of memory for all phases of a format, written in any order by batches that
 //! grow and shrink, padded or not, in debug mode or not, with writes between that are refused. After each round it holds
-//! what arrays made afresh do, and a table nothing else at all.
+//! what arrays made afresh do, and a table nothing else at all. The same where others write into the memory between
+//! two rounds: what a plan states is true, and behind it stands what they left.
 #![allow(clippy::unwrap_used, clippy::panic)]
 
 mod plan_support;
@@ -9,8 +10,8 @@ use plan_support::{geometry, pool};
 use proptest::prelude::*;
 use specrs::geometry::{Geometry, Layout};
 use specrs::plan::{
-    AnyFormat, Arrays, AuditedPlan, Batch, Bucket, DraftMask, Extent, FlashAttention, Format, Given, HostMemory, Lens,
-    Load, Need, Phase, Plan, Planner, Trees, phases,
+    AnyFormat, Arrays, AuditedPlan, Batch, Bucket, DType, DraftMask, Extent, FlashAttention, Format, Given, HostMemory,
+    Lens, Load, Need, Phase, Plan, Planner, Trees, phases,
 };
 use specrs::pool::{Pool, SeqId, Tables};
 
@@ -68,6 +69,21 @@ fn tables(format: AnyFormat, arrays: &mut Arrays, extents: &[Option<Extent>]) ->
     all
 }
 
+/// Fill every element of every array, in use or not, as others may between two rounds.
+fn spoil(format: AnyFormat, arrays: &mut Arrays, extents: &[Option<Extent>], pattern: [u8; 4]) {
+    arrays.set_poison(false);
+    let [a, b, c, d] = pattern;
+    for (array, extent) in extents.iter().enumerate() {
+        let Some(used) = *extent else { continue };
+        let [view] = arrays.open([Some(Need { array, used, limit: used })], || format.name().into()).unwrap();
+        match format.arrays()[array].dtype {
+            DType::I32 => view.slice().unwrap().fill(i32::from_ne_bytes(pattern)),
+            DType::I64 => view.slice().unwrap().fill(i64::from_ne_bytes([a, b, c, d, a, b, c, d])),
+            DType::Bool | DType::U8 => view.slice().unwrap().fill(a),
+        }
+    }
+}
+
 struct Random(u64);
 
 impl Random {
@@ -108,7 +124,8 @@ fn batch(pool: &Pool, g: &Geometry, lens: &[u32]) -> (Vec<SeqId>, specrs::pool::
     (seqs, lease)
 }
 
-fn rounds(format: AnyFormat, g: Geometry, seed: u64) {
+/// Random rounds into one memory, which is filled with `spoiled` before each.
+fn rounds(format: AnyFormat, g: Geometry, seed: u64, spoiled: Option<[u8; 4]>) {
     if format.supports(&g).is_err() {
         return;
     }
@@ -143,7 +160,9 @@ fn rounds(format: AnyFormat, g: Geometry, seed: u64) {
         };
         let pad = (random.below(2) == 0).then(|| {
             let spare = |most: u32, random: &mut Random| random.below(most + 1);
-            Bucket { batch: n + spare(MAX_BATCH - n, &mut random), queries: live + spare(7, &mut random) }
+            let largest = Load::limit(&g, phase, MAX_BATCH).unwrap();
+            let queries = live + spare(7.min(largest.queries as u32 - live), &mut random);
+            Bucket { batch: n + spare(MAX_BATCH - n, &mut random), queries }
         });
         planner.set_debug(random.below(2) == 0);
         let b = Batch { seqs: &seqs, lens: Lens::Host(&lens), pad };
@@ -153,7 +172,11 @@ fn rounds(format: AnyFormat, g: Geometry, seed: u64) {
             Phase::Draft { step } => planner.draft(t, &b, step, DraftMask::Lane),
             Phase::Verify => planner.verify(t, &b, Trees { sizes: &sizes, parents: &parents }),
         };
-        let what = format!("round {round}: {phase:?} of {lens:?} padded to {pad:?}, {g:?}");
+        let what = format!("round {round}: {phase:?} of {lens:?} padded to {pad:?}, {g:?}, over {spoiled:?}");
+        if let Some(pattern) = spoiled {
+            spoil(format, &mut arrays, &extents, pattern);
+        }
+        let left = spoiled.map_or(0, i32::from_ne_bytes);
         pool.with_tables(|t| {
             let plan = plan(&mut planner, &t).unwrap_or_else(|e| panic!("{e}; {what}"));
             let done = planner.lower(&t, &plan, &mut arrays);
@@ -171,7 +194,8 @@ fn rounds(format: AnyFormat, g: Geometry, seed: u64) {
                 for (r, row) in cells.chunks_exact(width as usize).enumerate() {
                     let live = if (r as u64) < *rows { &want[r * *cols as usize..][..*cols as usize] } else { &[] };
                     assert_eq!(&row[..live.len()], live, "{name}[{r}]; {what}");
-                    assert!(row[live.len()..].iter().all(|&c| c == 0), "{name}[{r}] {row:?}; {what}");
+                    // Behind it stands what specrs cleared, or what others left.
+                    assert!(row[live.len()..].iter().all(|&c| c == 0 || c == left), "{name}[{r}] {row:?}; {what}");
                 }
             }
         })
@@ -195,7 +219,25 @@ proptest! {
         let v = v.min(1 + k + (s - 1) * k * k);
         let g = geometry(k, s, v, 1 << shift, MAX_BATCH, context, layout);
         for format in AnyFormat::ALL {
-            rounds(format, g, seed);
+            rounds(format, g, seed, None);
+        }
+    }
+
+    #[test]
+    fn fixed_arrays_are_true_whatever_others_wrote(
+        (k, s, v) in (1u32..=9, 1u32..=9, 1u32..=140),
+        shift in 0u32..=8,
+        context in 1u32..=400,
+        holey in any::<bool>(),
+        seed in any::<u64>(),
+        nan in any::<bool>(),
+    ) {
+        let layout = if holey { Layout::Holey } else { Layout::Dense };
+        let v = v.min(1 + k + (s - 1) * k * k);
+        let g = geometry(k, s, v, 1 << shift, MAX_BATCH, context, layout);
+        let pattern = if nan { f32::NAN.to_ne_bytes() } else { (-1i32).to_ne_bytes() };
+        for format in AnyFormat::ALL {
+            rounds(format, g, seed, Some(pattern));
         }
     }
 }

@@ -5,11 +5,13 @@ mod plan_support;
 
 use plan_support::{Batch as Case, geometry};
 use specrs::Error;
+use specrs::bounds::PageSize;
 use specrs::geometry::{Geometry, Layout};
 use specrs::plan::{
     AuditedPlan, Batch, Bucket, DraftMask, Lens, Moves, Native, Paths, Phase, Plan, PlanParts, Planner, Trees,
     WritesOnly,
 };
+use specrs::pool::PoolConfig;
 
 /// K = 3, S = 4, V = 10, P = 4, context 64, two requests at 7 and 12.
 fn case() -> (Geometry, Case, Planner<Native>) {
@@ -38,18 +40,87 @@ fn lengths_on_the_device_are_not_read() {
     }
 }
 
-/// A bucket is memory that is taken and indices that are counted: it has limits of its own.
+/// A bucket is memory that is taken: it is inside the limits, those of its phase.
 #[test]
 fn buckets_without_end() {
-    let (_, c, mut planner) = case();
+    let (g, c, mut planner) = case();
+    for pad in [(3, 2), (u32::MAX, 2), (2, 3), (2, i32::MAX as u32), (2, u32::MAX)] {
+        let b = Batch::new(&c.seqs, Lens::Host(&c.lens)).padded(Bucket { batch: pad.0, queries: pad.1 });
+        let e = c.pool.with_tables(|t| planner.decode(&t, &b)).unwrap().unwrap_err();
+        let (what, got) = if pad.0 > 2 { ("bucket requests", pad.0) } else { ("bucket queries", pad.1) };
+        assert_eq!(e, Error::OutOfRange { what, got: got.into(), min: 0, max: 2 });
+    }
+    // Two requests: 3 branches, 10 nodes, 64 tokens each.
+    for (phase, most) in [(0, 6), (1, 20), (2, 128)] {
+        for queries in [most, most + 1] {
+            let b = Batch::new(&c.seqs, Lens::Host(&c.lens)).padded(Bucket { batch: 2, queries });
+            let trees = Trees { sizes: &[1, 1], parents: &[-1, -1] };
+            let plan = c.pool.with_tables(|t| match phase {
+                0 => planner.draft(&t, &b, 3, DraftMask::Lane),
+                1 => planner.verify(&t, &b, trees),
+                _ => planner.extend(&t, &b, &[1, 1]),
+            });
+            assert_eq!(plan.unwrap().is_ok(), queries == most, "{phase} {queries} of {g:?}");
+        }
+    }
     let mut verify = |batch: u32, queries: u32| {
         let b = Batch::new(&c.seqs, Lens::Host(&c.lens)).padded(Bucket { batch, queries });
         let trees = Trees { sizes: &[1, 1], parents: &[-1, -1] };
         text(c.pool.with_tables(|t| planner.verify(&t, &b, trees)))
     };
-    assert_eq!(verify(65_537, 2), "bucket requests = 65537 is outside 0..=65536");
-    assert!(verify(2, 1 << 31).starts_with("bucket queries = 2 requests, 2147483648 queries"));
+    assert_eq!(verify(65_537, 2), "bucket requests = 65537 is outside 0..=2");
+    assert_eq!(verify(2, 1 << 31), "bucket queries = 2147483648 is outside 0..=20");
     assert!(verify(1, 2).starts_with("bucket requests: need 2 elements, have 1"));
+}
+
+/// A pool that no plan of the geometry can use is known before the first one.
+#[test]
+fn pools_of_other_sizes() {
+    let (g, c, planner) = case();
+    let good = c.pool.config();
+    planner.check_pool(&good).unwrap();
+    planner.check_pool(&PoolConfig { row_pages: good.row_pages + 1, ..good }).unwrap();
+    let page = PageSize::new(16).unwrap();
+    let e = planner.check_pool(&PoolConfig { page, ..good }).unwrap_err().to_string();
+    assert_eq!(e, "page size: got a pool with pages of 16, want 4, as the planner's geometry");
+    // 64 tokens, twice 12 draft slots and a page's rest: 91 positions on 23 pages.
+    let e = planner.check_pool(&PoolConfig { row_pages: 22, ..good }).unwrap_err();
+    assert!(matches!(e, Error::Capacity { what: "row_pages", need: 23, have: 22, .. }), "{e}");
+    let e = e.to_string();
+    assert!(
+        e.contains("max_context_len 64 and 24 positions") && e.contains("make the pool with row_pages = 23"),
+        "{e}"
+    );
+    assert_eq!(g.row_pages(), 23);
+}
+
+/// The audit's last two checks: writes and rows are compared over the whole batch. A row that is there twice writes the
+/// same slots twice, or, behind another prefix, slots of its own.
+#[test]
+fn a_row_audited_twice() {
+    let (g, c, mut planner) = case();
+    let batch = Batch::new(&c.seqs[..1], Lens::Host(&[7]));
+    let plan = c.pool.with_tables(|t| planner.extend(&t, &batch, &[2])).unwrap().unwrap();
+    let one = plan.to_parts();
+    let audit = |second: u32| {
+        let slots: Vec<i32> = (second..second + 2).map(|pos| c.slot(0, pos)).collect();
+        let parts = PlanParts {
+            rows: [one.rows[0]; 2].into(),
+            versions: [one.versions[0]; 2].into(),
+            qo_indptr: vec![0, 2, 4],
+            prefix_lens: vec![7, second as i32],
+            positions: vec![7, 8, second as i32, second as i32 + 1],
+            out_slots: [&one.out_slots[..], &slots].concat(),
+            ..one.clone()
+        };
+        let plan = Plan::from_parts(Phase::Extend, g.page(), parts);
+        text(c.pool.with_tables(|t| AuditedPlan::audit(plan, &t, &g, &Native)))
+    };
+    let slot = |pos: u32| format!("slot written = {} twice: write slots are disjoint over the batch", c.slot(0, pos));
+    assert_eq!(audit(8), slot(8));
+    let both = [slot(7), slot(8)];
+    assert!(both.contains(&audit(7)), "{}", audit(7));
+    assert_eq!(audit(9), format!("row = {} twice: a sequence may be in a batch once", one.rows[0]));
 }
 
 #[test]

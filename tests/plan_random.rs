@@ -6,7 +6,7 @@ mod plan_support;
 
 use std::collections::HashSet;
 
-use plan_support::{Batch as Case, geometry};
+use plan_support::{Batch as Case, bucket, geometry};
 use proptest::prelude::*;
 use specrs::bounds::Slot;
 use specrs::geometry::{Geometry, Layout};
@@ -148,7 +148,7 @@ fn compare(
 ) {
     let lens = &s.lens;
     let queries: usize = wants.iter().map(|w| w.queries.len() + w.dead).sum();
-    let pad = s.pad.map(|(b, q)| Bucket { batch: lens.len() as u32 + b, queries: queries as u32 + q });
+    let pad = s.pad.map(|more| bucket(&s.g, phase, lens.len(), queries, more));
     let batch = Batch { seqs: &case.seqs, lens: Lens::Host(lens), pad };
     let want = parts(case, wants, words, pad);
     for _ in 0..2 {

@@ -7,7 +7,10 @@ mod plan_support;
 use plan_support::{Batch as Case, geometry};
 use specrs::Error;
 use specrs::geometry::{Geometry, Layout};
-use specrs::plan::{AuditedPlan, Batch, Lens, Moves, Native, Paths, Planner};
+use specrs::plan::{
+    AnyFormat, Arrays, AuditedPlan, Batch, FlashAttention, Format, Lens, Moves, Native, Paths, Phase, Plan, Planner,
+    WritesOnly,
+};
 use specrs::pool::{Pool, PoolConfig};
 
 fn small() -> Geometry {
@@ -64,6 +67,99 @@ fn plans_and_moves_do_not_fit_the_rows_of_another_pool() {
     a.pool.with_tables(|t| plan.check_rows(&t).and(commit.moves().check_rows(&t))).unwrap().unwrap();
     refused(b.pool.with_tables(|t| plan.check_rows(&t)), "plan");
     refused(b.pool.with_tables(|t| commit.moves().check_rows(&t)), "plan");
+}
+
+/// A plan without a live row, and moves that move nothing, have no version to be told by.
+#[test]
+fn plans_without_rows_do_not_fit_another_pool() {
+    let (a, b) = (Case::new(&small(), &[8], 3), Case::new(&small(), &[8], 3));
+    let format = AnyFormat::FlashAttention(FlashAttention);
+    let mut planner = Planner::new(small(), format).unwrap();
+    let none = Batch::new(&[], Lens::Host(&[]));
+    let plan = a.pool.with_tables(|t| planner.decode(&t, &none)).unwrap().unwrap();
+    let commit = a.pool.with_tables(|t| planner.commit(&t, &none, Paths { sizes: &[], nodes: &[] })).unwrap().unwrap();
+    let mut arrays = Arrays::own(format.arrays());
+    a.pool.with_tables(|t| planner.lower(&t, &plan, &mut arrays)).unwrap().unwrap();
+    a.pool.with_tables(|t| commit.moves().check_rows(&t)).unwrap().unwrap();
+    refused(b.pool.with_tables(|t| planner.lower(&t, &plan, &mut arrays)), "plan");
+    refused(b.pool.with_tables(|t| commit.moves().check_rows(&t)), "plan");
+    assert_eq!(arrays.generation(), 1);
+    // One that was made elsewhere is of the pool that audited it.
+    let parts = || Plan::from_parts(Phase::Decode, small().page(), plan.to_parts());
+    let audited = a.pool.with_tables(|t| AuditedPlan::audit(parts(), &t, &small(), &format)).unwrap().unwrap();
+    a.pool.with_tables(|t| audited.check_rows(&t)).unwrap().unwrap();
+    refused(b.pool.with_tables(|t| audited.check_rows(&t)), "plan");
+    refused(b.pool.with_tables(|t| AuditedPlan::audit(Plan::clone(&plan), &t, &small(), &format)), "plan");
+}
+
+/// Each row that a tail copy touches ties it: both a row's source, the tail page, and its destinations may be another's
+/// after a fork. A row whose prefix ends on a page has no holes, and may change.
+#[test]
+fn tail_copies_go_stale_with_each_row() {
+    let g = geometry(2, 2, 4, 4, 3, 64, Layout::Holey);
+    for (changed, stale) in [(None, false), (Some(0), true), (Some(1), false), (Some(2), true)] {
+        let c = Case::new(&g, &[5, 8, 7], 3);
+        let mut planner = Planner::new(g, WritesOnly).unwrap();
+        let batch = Batch::new(&c.seqs, Lens::Host(&c.lens));
+        let copies = c.pool.with_tables(|t| planner.tail_copies(&t, &batch)).unwrap().unwrap();
+        assert_eq!(copies.moves().len(), 1 + 3);
+        if let Some(i) = changed {
+            c.pool.fork(c.seqs[i], c.lens[i]).unwrap();
+        }
+        let check = c.pool.with_tables(|t| copies.moves().check_rows(&t));
+        if stale {
+            refused(check, "plan");
+        } else {
+            check.unwrap().unwrap();
+        }
+    }
+}
+
+/// As above, of the moves of a commit: a path that is in place moves nothing.
+#[test]
+fn moves_go_stale_with_each_row() {
+    let g = geometry(2, 2, 4, 4, 3, 64, Layout::Dense);
+    for (changed, stale) in [(None, false), (Some(0), true), (Some(1), false), (Some(2), true)] {
+        let c = Case::new(&g, &[5, 8, 7], 3);
+        let mut planner = Planner::new(g, Native).unwrap();
+        let batch = Batch::new(&c.seqs, Lens::Host(&c.lens));
+        let paths = Paths { sizes: &[2, 2, 3], nodes: &[0, 2, 0, 1, 0, 1, 3] };
+        let commit = c.pool.with_tables(|t| planner.commit(&t, &batch, paths)).unwrap().unwrap();
+        assert_eq!(commit.moves().len(), 1 + 1);
+        if let Some(i) = changed {
+            c.pool.fork(c.seqs[i], c.lens[i]).unwrap();
+        }
+        let check = c.pool.with_tables(|t| commit.moves().check_rows(&t));
+        if stale {
+            refused(check, "plan");
+        } else {
+            check.unwrap().unwrap();
+        }
+    }
+}
+
+/// Who commits under a lease has one of the pool, and of every sequence.
+#[test]
+fn a_lease_covers_its_sequences() {
+    let (c, other) = (Case::new(&small(), &[8, 9], 3), Case::new(&small(), &[8, 9], 3));
+    let third = c.pool.create().unwrap();
+    let [a, b] = [c.seqs[0], c.seqs[1]];
+    for good in [&[][..], &[a, b], &[b, a], &[a], &[b], &[b, b, a, a]] {
+        c.lease.check_covers(&c.pool, good).unwrap();
+    }
+    for bad in [&[third][..], &[a, third], &[a, b, third], &[third, a], &[a, other.seqs[1]]] {
+        let e = c.lease.check_covers(&c.pool, bad).unwrap_err();
+        assert!(matches!(&e, Error::Mismatch { operand: "lease", got, .. } if got.starts_with("one without")), "{e}");
+    }
+    // One without copies has no row to be told by either.
+    let copies = c.pool.with_tables(|t| Moves::of_lease(&c.lease, &t)).unwrap().unwrap();
+    assert!(copies.is_empty());
+    c.pool.with_tables(|t| copies.check_rows(&t)).unwrap().unwrap();
+    refused(other.pool.with_tables(|t| copies.check_rows(&t)), "plan");
+    for seqs in [&[][..], &[a, b], &other.seqs[..]] {
+        let e = c.lease.check_covers(&other.pool, seqs).unwrap_err().to_string();
+        assert_eq!(e, "lease: got a lease of another pool, want one of the planner's pool");
+    }
 }
 
 #[test]

@@ -600,7 +600,9 @@ class FormatBuffers:
 
     def tensors(self) -> dict[str, Array]:
         """The whole memory of each array by name, for what holds on to addresses (a captured graph). These never go
-        stale: they show what was written last, and behind it what earlier writes left.
+        stale: they show what was written last. A write states every element of the plan's own shapes
+        (`Plan.arrays`), whatever stood there, and nothing behind them: there stands what others wrote, or what
+        specrs wrote before; of tables specrs clears its own.
         """
 
 @final
@@ -609,8 +611,8 @@ class Planner:
     plans made of them, and the arrays of these, are dropped.
 
     `format` is `"native"`, `"flashinfer"`, `"flash_attention"` or `"triton"`; one that cannot run the geometry raises
-    `ConfigError`, which says what would work. `mask` chooses the masks of `"flashinfer"`: `"bool"`, `"packed"` bits, or
-    `"both"`.
+    `ConfigError`, which says what would work, and so does a pool of another page size, or with fewer `row_pages` than
+    the geometry's. `mask` chooses the masks of `"flashinfer"`: `"bool"`, `"packed"` bits, or `"both"`.
     """
 
     def __new__(
@@ -645,7 +647,8 @@ class Planner:
         """`counts[i]` tokens of sequence i at row positions `starts[i]...`, attended causally: prefill chunks, and the
         draft model's pass over accepted tokens.
 
-        Of every plan: `pad` is (requests, queries) to pad to; `out` takes the arrays of the format, see `buffers`.
+        Of every plan: `pad` is (requests, queries) to pad to, at most `max_batch` and what so many requests have in the
+        phase; `out` takes the arrays of the format, see `buffers`.
         """
 
     def decode(
@@ -698,7 +701,8 @@ class Planner:
         self, lease: Lease, seqs: _List[Sequence], lens: _List[SupportsIndex] | DeviceLens, accepts: Accepts
     ) -> Moves:
         """Make the accepted nodes' KV the dense end of each prefix: with pages of one token the lease's rows are
-        reordered and nothing moves; else the returned moves have to be run before the lease is committed.
+        reordered and nothing moves; else the returned moves have to be run before the lease is committed. `lease` is
+        of the planner's pool and covers each of `seqs`, else `ConfigError`; nothing is changed then.
         """
 
     def buffers(

@@ -10,7 +10,7 @@
 use std::fmt;
 
 use crate::error::{Error, Result};
-use crate::plan::buf::Poison;
+use crate::plan::buf::{Poison, grow};
 
 /// Element type of an array.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -178,7 +178,7 @@ struct Column {
     used: Option<Extent>,
     /// Distance of two rows of a table, in elements.
     width: u64,
-    /// Of a table in fixed memory: the first columns of each row that may not hold the dead value 0.
+    /// `marks[row]` of a table in fixed memory: how many leading columns the last write may have left non-zero.
     marks: Vec<u32>,
 }
 
@@ -214,9 +214,10 @@ pub struct View<'a> {
     poison: bool,
     /// Distance of two rows of a table, in elements; 1 for a line.
     pub width: usize,
-    /// Of a table in fixed memory, one for each row of its capacity: the first columns that may hold something other
-    /// than the dead value 0. The writer clears what it does not overwrite (rows behind those in use, too) and keeps
-    /// them true. Empty for memory that is written in full.
+    /// `marks[row]` of a table in fixed memory, for each row of its capacity: how many leading columns an earlier write
+    /// may have left non-zero. The writer clears those that it does not overwrite, in the rows behind those in use too,
+    /// and updates the marks. They say nothing of what others have written: what a plan states is written in full. Empty
+    /// for memory that is written in full.
     pub marks: &'a mut [u32],
 }
 
@@ -275,7 +276,8 @@ impl Arrays {
     /// All of it is set to 0, the dead value.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] where memory is shorter than its extent says.
+    /// [`Error::Mismatch`] where memory is shorter than its extent says; [`Error::Invalid`] where there is no memory to
+    /// remember the rows of a table.
     pub fn fixed(specs: &'static [Spec], given: Vec<Option<Given>>) -> Result<Self> {
         let mut columns = Vec::with_capacity(specs.len());
         for (spec, given) in specs.iter().zip(given.into_iter().chain(std::iter::repeat_with(|| None))) {
@@ -293,7 +295,7 @@ impl Arrays {
                 if let Extent::Table { rows, cols } = given.extent {
                     column.width = cols;
                     // Rows without columns hold nothing, however many a caller says that there are.
-                    column.marks = vec![0; if cols == 0 { 0 } else { rows as usize }];
+                    grow(spec.name, &mut column.marks, if cols == 0 { 0 } else { rows as usize })?;
                 }
                 column.store = Some(Store::Given(given));
             }
@@ -463,9 +465,9 @@ impl Column {
                 Extent::Line(_) => used,
                 Extent::Table { .. } => given.extent.elements() as usize,
             },
-            Some(Store::I32(data)) => grow(self.spec.name, data, used)?,
-            Some(Store::I64(data)) => grow(self.spec.name, data, used)?,
-            Some(Store::U8(data)) => grow(self.spec.name, data, used)?,
+            Some(Store::I32(data)) => grow(self.spec.name, data, used).map(|()| used)?,
+            Some(Store::I64(data)) => grow(self.spec.name, data, used).map(|()| used)?,
+            Some(Store::U8(data)) => grow(self.spec.name, data, used).map(|()| used)?,
         };
         self.used = self.store.as_ref().map(|_| need.used);
         if poison {
@@ -474,20 +476,6 @@ impl Column {
         let Self { spec, store, marks, width, .. } = self;
         Ok(View { spec, store: store.as_mut(), elements, poison, width: *width as usize, marks })
     }
-}
-
-/// Make `data` at least `elements` long, which it returns; what it holds is written by the caller.
-fn grow<T: Poison>(name: &'static str, data: &mut Vec<T>, elements: usize) -> Result<usize> {
-    if elements <= data.len() {
-        return Ok(elements);
-    }
-    data.try_reserve(elements - data.len()).map_err(|_| Error::Invalid {
-        what: name,
-        got: format!("{elements} elements of {} bytes", size_of::<T>()),
-        why: "no memory for it; smaller limits, or the native format, take less".into(),
-    })?;
-    data.resize(elements, T::default());
-    Ok(elements)
 }
 
 /// Fixed memory of specrs itself, for arrays that must not move.

@@ -38,8 +38,8 @@ pub(super) fn check(plan: &Plan, tables: &Tables<'_>, geometry: &Geometry) -> Re
         dead(plan, q, plan.live_batch, "a padded lane")?;
     }
     written.retain(|&slot| slot != 0);
-    twice(&mut rows, "row", "a sequence may be in a batch once")?;
-    twice(&mut written, "slot written", "write slots are disjoint over the batch")
+    twice(&mut written, "slot written", "write slots are disjoint over the batch")?;
+    twice(&mut rows, "row", "a sequence may be in a batch once")
 }
 
 fn twice(values: &mut [i32], what: &'static str, why: &str) -> Result<()> {

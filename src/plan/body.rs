@@ -91,6 +91,8 @@ pub struct Plan {
     pub(crate) out_slots: Buf<i32>,
     pub(crate) mask: Buf<u64>,
     pub(crate) mask_words: u32,
+    /// Identity of the pool whose rows it names; `None` for a plan made elsewhere, until it is audited.
+    pub(crate) pool: Option<u32>,
     /// Requests that are not padding; always `<= rows.len()`.
     pub(crate) live_batch: usize,
 }
@@ -108,6 +110,7 @@ impl Default for Plan {
             out_slots: Buf::default(),
             mask: Buf::default(),
             mask_words: 0,
+            pool: None,
             live_batch: 0,
         }
     }
@@ -129,6 +132,7 @@ impl Plan {
             out_slots: parts.out_slots.into(),
             mask: parts.mask.into(),
             mask_words: parts.mask_words,
+            pool: None,
             live_batch,
         }
     }
@@ -193,7 +197,7 @@ impl Plan {
         parts.positions.truncate(q);
         parts.out_slots.truncate(q);
         parts.mask.truncate(q * self.mask_words as usize);
-        Self::from_parts(self.phase, self.page, parts)
+        Self { pool: self.pool, ..Self::from_parts(self.phase, self.page, parts) }
     }
 
     /// `[batch]` row of each request in the pool's page table; -1 for a dead request.
@@ -236,11 +240,12 @@ impl Plan {
         self.mask_words
     }
 
-    /// Refuse the plan if a row's pages have changed since it was made.
+    /// Refuse the plan over another pool, and if a row's pages have changed since it was made.
     ///
     /// # Errors
-    /// [`Error::Dead`] with the row and both versions.
+    /// [`Error::Dead`] with both pools, or the row and both versions.
     pub fn check_rows(&self, tables: &Tables<'_>) -> Result<()> {
+        check_pool(tables, self.phase.name(), self.pool)?;
         for (&row, &version) in self.rows().iter().zip(self.versions()).take(self.live_batch) {
             check_version(tables, self.phase.name(), row, version)?;
         }
@@ -287,6 +292,18 @@ impl Plan {
 /// The columns of a table line that hold pages: those before the first sink.
 pub(super) fn live_columns(line: &[i32]) -> &[i32] {
     &line[..line.iter().position(|&p| p == 0).unwrap_or(line.len())]
+}
+
+/// Refuse `what` if it was made for another pool than `tables` are of. Versions of rows do not tell always: a plan may
+/// have no live row.
+pub(super) fn check_pool(tables: &Tables<'_>, what: &'static str, pool: Option<u32>) -> Result<()> {
+    match pool {
+        Some(pool) if pool != tables.pool() => {
+            let why = format!("it was made for another pool than number {}, whose page table is read", tables.pool());
+            Err(Error::Dead { what: "plan", id: format!("{what} of pool {pool}"), why })
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Refuse `what` if the pages of `row` have changed since `version`.
@@ -337,7 +354,9 @@ impl<F: Format> AuditedPlan<F> {
     /// Whatever is wrong with it, with operands: see [`crate::plan`] for the list of checks.
     pub fn audit(plan: Plan, tables: &Tables<'_>, geometry: &Geometry, format: &F) -> Result<Self> {
         format.supports(geometry)?;
+        check_pool(tables, plan.phase.name(), plan.pool)?;
         audit::check(&plan, tables, geometry)?;
+        let plan = Plan { pool: Some(tables.pool()), ..plan };
         let mut arrays = Arrays::own(format.arrays());
         arrays.set_poison(true);
         format.lower(&plan, tables, geometry, &mut arrays)?;

@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use crate::error::{Error, Result};
+
 /// A value that no writer produces: what a debug run fills buffers with, so that a lane nobody wrote is seen.
 pub trait Poison: Copy + Default + PartialEq {
     /// The value.
@@ -20,8 +22,29 @@ impl Poison for u8 {
     const POISON: Self = 0xBA;
 }
 
+impl Poison for u32 {
+    const POISON: Self = 0xBAD0_BAD0;
+}
+
 impl Poison for u64 {
     const POISON: Self = 0xBAD0_BAD0_BAD0_BAD0;
+}
+
+/// Make `data` at least `elements` long; what it holds is written by the caller.
+///
+/// # Errors
+/// [`Error::Invalid`] where there is no memory.
+pub(crate) fn grow<T: Poison>(name: &'static str, data: &mut Vec<T>, elements: usize) -> Result<()> {
+    if elements <= data.len() {
+        return Ok(());
+    }
+    data.try_reserve(elements - data.len()).map_err(|_| Error::Invalid {
+        what: name,
+        got: format!("{elements} elements of {} bytes", size_of::<T>()),
+        why: "no memory for it; a smaller batch or smaller limits take less".into(),
+    })?;
+    data.resize(elements, T::default());
+    Ok(())
 }
 
 /// A vector with a length of its own: shrinking and growing again neither allocates nor clears.
@@ -36,17 +59,18 @@ pub(crate) struct Buf<T> {
 }
 
 impl<T: Poison> Buf<T> {
-    /// Make it `len` long with content to be written by the caller.
-    pub(crate) fn reset(&mut self, len: usize, poison: bool) -> &mut [T] {
-        if len > self.data.len() {
-            self.data.resize(len, T::default());
-        }
+    /// Make it `len` long with content to be written by the caller. `name` is what errors call it.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where there is no memory.
+    pub(crate) fn reset(&mut self, name: &'static str, len: usize, poison: bool) -> Result<&mut [T]> {
+        grow(name, &mut self.data, len)?;
         self.len = len;
         let live = &mut self.data[..len];
         if poison {
             live.fill(T::POISON);
         }
-        live
+        Ok(live)
     }
 
     /// The content.

@@ -95,7 +95,7 @@ impl<F: Format> Planner<F> {
         let (limit, v) = (geometry.limits().max_context_len, geometry.shape().draft_tokens());
         scratch.rows.resolve(tables, batch.seqs)?;
         let commit = commits.fill(|c| {
-            c.clear(batch.seqs.len(), paths.nodes.len());
+            c.begin(tables.pool(), batch.seqs.len(), paths.nodes.len());
             let mut nodes = paths.nodes;
             for (i, ((row, &len), &size)) in scratch.rows.each(tables).zip(lens).zip(paths.sizes).enumerate() {
                 let at = Where { kernel: WHO, request: i, tables };
@@ -138,7 +138,7 @@ impl<F: Format> Planner<F> {
         let Self { geometry, commits, scratch, .. } = self;
         scratch.rows.resolve(tables, batch.seqs)?;
         let commit = commits.fill(|c| {
-            c.clear(batch.seqs.len(), 0);
+            c.begin(tables.pool(), batch.seqs.len(), 0);
             c.new_lens.extend_from_slice(lens); // a tail copy changes no length
             for (i, (row, &len)) in scratch.rows.each(tables).zip(lens).enumerate() {
                 let at = Where { kernel: WHO, request: i, tables };
@@ -163,8 +163,8 @@ impl<F: Format> Planner<F> {
 }
 
 impl Commit {
-    fn clear(&mut self, batch: usize, nodes: usize) {
-        self.moves.clear();
+    fn begin(&mut self, pool: u32, batch: usize, nodes: usize) {
+        self.moves.begin(pool);
         self.seqs.clear();
         self.firsts.clear();
         self.orders.clear();

@@ -40,7 +40,8 @@
 //! O(1) a row beside the writing itself, because they rest on what the pool guarantees of a row. A debug planner
 //! ([`Planner::set_debug`]) and [`AuditedPlan::audit`] check every lane and every page from the arrays alone.
 //!
-//! A plan remembers its rows' versions; [`Plan::check_rows`] refuses it once a row's pages have changed.
+//! A plan remembers its pool and its rows' versions; [`Plan::check_rows`] refuses it over another pool, and once a row's
+//! pages have changed.
 //!
 //! ## Padding
 //!
@@ -132,7 +133,8 @@ impl<'a> Batch<'a> {
     }
 }
 
-/// The fixed sizes that a plan is padded to, such as those of a captured graph.
+/// The fixed sizes that a plan is padded to, such as those of a captured graph. A bucket is within the limits: at most
+/// `max_batch` requests, and at most the queries of so many requests in the phase ([`Load::limit`]).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Bucket {
     /// Requests.

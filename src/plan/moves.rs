@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use crate::bounds::Slot;
 use crate::error::{Error, Result, in_range};
-use crate::plan::body::check_version;
+use crate::plan::body::{check_pool, check_version};
 use crate::plan::phases::same_length;
 use crate::pool::{Lease, Tables};
 
@@ -20,6 +20,8 @@ use crate::pool::{Lease, Tables};
 pub struct Moves {
     src: Vec<i32>,
     dst: Vec<i32>,
+    /// Identity of the pool that they were planned for; `None` for moves of raw slots.
+    pool: Option<u32>,
     /// Rows and their versions when the moves were planned; empty for moves of raw slots.
     rows: Vec<(i32, u64)>,
 }
@@ -66,7 +68,7 @@ impl Moves {
         }
         order.run(&move_into, scratch)?;
         let (src, dst): (Vec<i32>, Vec<i32>) = order.out.into_iter().unzip();
-        Ok(Self { src, dst, rows: Vec::new() })
+        Ok(Self { src, dst, ..Self::default() })
     }
 
     /// The page copies of a lease, token by token: what must be run before anything is written under it. They are
@@ -91,7 +93,7 @@ impl Moves {
             }
         }
         // The order is kept: no page that is copied to is copied from.
-        Ok(Self { rows, ..Self::new(&src, &dst, tables.num_pages() * page.get(), None)? })
+        Ok(Self { rows, pool: Some(tables.pool()), ..Self::new(&src, &dst, tables.num_pages() * page.get(), None)? })
     }
 
     /// Moves there are.
@@ -114,15 +116,18 @@ impl Moves {
         &self.dst
     }
 
-    /// Refuse the moves if a row's pages have changed since they were planned.
+    /// Refuse the moves over another pool, and if a row's pages have changed since they were planned.
     ///
     /// # Errors
-    /// [`Error::Dead`] with the row and both versions.
+    /// [`Error::Dead`] with both pools, or the row and both versions.
     pub fn check_rows(&self, tables: &Tables<'_>) -> Result<()> {
+        check_pool(tables, "moves", self.pool)?;
         self.rows.iter().try_for_each(|&(row, version)| check_version(tables, "moves", row, version))
     }
 
-    pub(super) fn clear(&mut self) {
+    /// Begin moves of `pool`, without any.
+    pub(super) fn begin(&mut self, pool: u32) {
+        self.pool = Some(pool);
         self.src.clear();
         self.dst.clear();
         self.rows.clear();

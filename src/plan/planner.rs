@@ -1,6 +1,6 @@
 //! [`Planner`]: writes plans into buffers that it takes back, and checks what it writes while writing it.
 
-use crate::bounds::{MAX_BATCH, fits_i32};
+use crate::bounds::{PageSize, fits_i32};
 use crate::error::{Error, Result, in_range};
 use crate::geometry::Geometry;
 use crate::plan::body::Filled;
@@ -9,7 +9,7 @@ use crate::plan::commit::Commit;
 use crate::plan::lanes::Lanes;
 use crate::plan::place::Rows;
 use crate::plan::{Arrays, AuditedPlan, Batch, Bucket, Format, Load, Native, Need, Phase, Plan, Spec, audit};
-use crate::pool::Tables;
+use crate::pool::{PoolConfig, Tables};
 use crate::revert::Fault;
 
 /// Plans the steps of rounds for one geometry and one format.
@@ -62,6 +62,26 @@ impl<F: Format> Planner<F> {
         })
     }
 
+    /// Check that plans can be made over a pool of `config`: pages of the geometry's size, and rows that hold a whole
+    /// context and what a round reserves behind it.
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`] with both page sizes; [`Error::Capacity`] with the columns that a row needs.
+    pub fn check_pool(&self, config: &PoolConfig) -> Result<()> {
+        check_page(&self.geometry, config.page)?;
+        let (need, have) = (self.geometry.row_pages(), config.row_pages);
+        if have < need {
+            let (limits, reserve) = (self.geometry.limits(), self.geometry.reserve_per_decode());
+            let hint = format!(
+                "columns of the pool's page table: max_context_len {} and {reserve} positions that rounds reserve, in \
+                 pages of {}; make the pool with row_pages = {need}",
+                limits.max_context_len, limits.page_size
+            );
+            return Err(Error::Capacity { what: "row_pages", need: need.into(), have: have.into(), hint });
+        }
+        Ok(())
+    }
+
     /// The geometry.
     pub fn geometry(&self) -> &Geometry {
         &self.geometry
@@ -88,8 +108,8 @@ impl<F: Format> Planner<F> {
     ///
     /// # Errors
     /// [`Error::Capacity`] with need, have and the configuration where an array is too small, before any is written;
-    /// [`Error::Dead`] where a row's pages have changed since the plan was made; [`Error::Mismatch`] for a plan of
-    /// another geometry or arrays of another format.
+    /// [`Error::Dead`] for a plan of another pool, and where a row's pages have changed since it was made;
+    /// [`Error::Mismatch`] for a plan of another geometry or arrays of another format.
     pub fn lower(&self, tables: &Tables<'_>, plan: &AuditedPlan<F>, arrays: &mut Arrays) -> Result<()> {
         plan.check_rows(tables)?;
         if plan.0.geometry != Some(self.geometry) {
@@ -128,6 +148,7 @@ impl<F: Format> Planner<F> {
         scratch.rows.resolve(tables, batch.seqs)?;
         let filled = plans.fill(|body| {
             body.geometry = Some(*geometry);
+            body.plan.pool = Some(tables.pool());
             shape(&mut body.plan, geometry, batch, phase, queries, mask_words, *debug)?;
             body.plan.rows.get_mut()[..batch.seqs.len()].copy_from_slice(&scratch.rows.ids);
             body.plan.versions.get_mut()[..batch.seqs.len()].copy_from_slice(&scratch.rows.versions);
@@ -201,14 +222,19 @@ pub(super) fn check_batch(geometry: &Geometry, tables: &Tables<'_>, batch: &Batc
             want: format!("{}, one a request", batch.seqs.len()),
         });
     }
-    if tables.page() != geometry.page() {
-        return Err(Error::Mismatch {
-            operand: "page size",
-            got: format!("a pool with pages of {}", tables.page().get()),
-            want: format!("{}, as the planner's geometry", geometry.page().get()),
-        });
+    check_page(geometry, tables.page())
+}
+
+/// A pool has the pages that the geometry places by.
+fn check_page(geometry: &Geometry, page: PageSize) -> Result<()> {
+    if page == geometry.page() {
+        return Ok(());
     }
-    Ok(())
+    Err(Error::Mismatch {
+        operand: "page size",
+        got: format!("a pool with pages of {}", page.get()),
+        want: format!("{}, as the planner's geometry", geometry.page().get()),
+    })
 }
 
 /// Size the arrays and write the dead lanes of the padding.
@@ -225,9 +251,9 @@ fn shape(
     let (b, q) = (batch.seqs.len(), live_q as usize);
     let bucket = batch.pad.unwrap_or(Bucket { batch: b as u32, queries: q as u32 });
     let (nb, nq) = (bucket.batch as usize, bucket.queries as usize);
-    // Dead requests and lanes may be more than the limits, not more than there can be at all.
-    in_range("bucket requests", bucket.batch, 0, MAX_BATCH as i128)?;
-    fits_i32("bucket queries", bucket.queries as u64, || format!("{nb} requests, {nq} queries"))?;
+    let largest = Load::limit(geometry, phase, geometry.limits().max_batch)?;
+    in_range("bucket requests", bucket.batch, 0, largest.requests as i128)?;
+    in_range("bucket queries", bucket.queries, 0, largest.queries as i128)?;
     fits_i32("mask words", bucket.queries as u64 * words as u64, || format!("{nq} queries of {words} words"))?;
     for (what, need, have) in [("bucket requests", b, nb), ("bucket queries", q, nq)] {
         if need > have {
@@ -239,16 +265,16 @@ fn shape(
     plan.page = geometry.page();
     plan.mask_words = words;
     plan.live_batch = b;
-    plan.rows.reset(nb, poison)[b..].fill(-1);
-    plan.versions.reset(nb, poison)[b..].fill(0);
-    plan.prefix_lens.reset(nb, poison)[b..].fill(0);
-    let indptr = plan.qo_indptr.reset(nb + 1, poison);
+    plan.rows.reset("rows", nb, poison)?[b..].fill(-1);
+    plan.versions.reset("versions", nb, poison)?[b..].fill(0);
+    plan.prefix_lens.reset("prefix_lens", nb, poison)?[b..].fill(0);
+    let indptr = plan.qo_indptr.reset("qo_indptr", nb + 1, poison)?;
     indptr[0] = 0;
     indptr[b + 1..].fill(live_q);
-    plan.positions.reset(nq, poison)[q..].fill(0);
-    plan.out_slots.reset(nq, poison)[q..].fill(0);
+    plan.positions.reset("positions", nq, poison)?[q..].fill(0);
+    plan.out_slots.reset("out_slots", nq, poison)?[q..].fill(0);
     let w = words as usize;
-    plan.mask.reset(nq * w, poison)[q * w..].fill(0);
+    plan.mask.reset("mask", nq * w, poison)?[q * w..].fill(0);
     Ok(())
 }
 

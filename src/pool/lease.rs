@@ -69,6 +69,29 @@ impl Lease {
         &self.buffers.seqs
     }
 
+    /// Check that this is a lease of `pool` and covers each of `seqs`: who plans writes for them may.
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`] for a lease of another pool, and for the first sequence that it does not cover.
+    pub fn check_covers(&self, pool: &Pool, seqs: &[SeqId]) -> Result<()> {
+        let mismatch = |got: String, want: &str| Err(Error::Mismatch { operand: "lease", got, want: want.into() });
+        if !self.pool.is(pool) {
+            return mismatch("a lease of another pool".into(), "one of the planner's pool");
+        }
+        let own = self.seqs();
+        let mut next = 0; // batches come in the order of their reservation, mostly
+        for seq in seqs {
+            if own.get(next) != Some(seq) {
+                match own.iter().position(|own| own == seq) {
+                    Some(at) => next = at,
+                    None => return mismatch(format!("one without sequence {seq}"), "a lease of every sequence given"),
+                }
+            }
+            next += 1;
+        }
+        Ok(())
+    }
+
     /// Copies to run before anything is written under this lease, in any order.
     pub fn copies(&self) -> &[PageCopy] {
         &self.buffers.copies

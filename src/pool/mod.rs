@@ -173,6 +173,11 @@ impl Pool {
         self.config
     }
 
+    /// Whether `other` is a handle of the same pool.
+    pub fn is(&self, other: &Pool) -> bool {
+        Arc::ptr_eq(&self.state, &other.state)
+    }
+
     /// A new sequence without pages.
     ///
     /// # Errors

@@ -28,6 +28,11 @@ pub struct RowView<'a> {
 }
 
 impl<'a> Tables<'a> {
+    /// Identity of the pool: that of no other pool of the process.
+    pub fn pool(&self) -> u32 {
+        self.state.id
+    }
+
     /// Tokens per page.
     pub fn page(&self) -> PageSize {
         self.state.config.page

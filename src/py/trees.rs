@@ -106,6 +106,7 @@ impl DraftBeams {
     ) -> PyResult<Self> {
         let batch = batch.within("batch", 0, crate::bounds::MAX_BATCH.into())? as usize;
         let (shape, vocab) = (shape.get().0, vocab.u32("vocab")?);
+        select::check_batch(batch, shape)?;
         let d2t = Tensor::import_option(d2t, "d2t")?;
         let offsets = match &d2t {
             Some(t) => {

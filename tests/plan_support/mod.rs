@@ -5,6 +5,7 @@
 pub mod paged;
 
 use specrs::geometry::{Geometry, Layout, Limits, TreeShape};
+use specrs::plan::{Bucket, Load, Phase};
 use specrs::pool::{Lease, Pool, PoolConfig, SeqId};
 
 pub fn geometry(k: u32, s: u32, v: u32, p: u32, max_batch: u32, context: u32, layout: Layout) -> Geometry {
@@ -29,6 +30,15 @@ pub fn pool(g: &Geometry, seed: u64) -> Pool {
     }
     pool.free_pages(&pages).unwrap();
     pool
+}
+
+/// Live requests and queries, and some more of each, as far as the limits allow.
+pub fn bucket(g: &Geometry, phase: Phase, requests: usize, queries: usize, more: (u32, u32)) -> Bucket {
+    let largest = Load::limit(g, phase, g.limits().max_batch).unwrap();
+    Bucket {
+        batch: (requests as u32 + more.0).min(largest.requests as u32),
+        queries: (queries as u32 + more.1).min(largest.queries as u32),
+    }
 }
 
 /// A batch with the given committed lengths, each with a whole round reserved.

@@ -113,6 +113,61 @@ def test_commit_moves_or_remaps() -> None:
     pool.audit()
 
 
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_commit_takes_the_lease_of_its_sequences(page_size: int) -> None:
+    accepts = accepts_of([-1, 0, 0, 2], [9, 1, 2, 3], [2, 0, 3, 7])
+    pool, planner, seq = world(page_size)
+    other_pool, _, theirs = world(page_size)
+    other = pool.create()
+    pool.reserve([(other, 3)]).commit([3])
+    with (
+        pool.reserve([(seq, 7)]) as lease,
+        pool.reserve([(other, 7)]) as of_another,
+        other_pool.reserve([(theirs, 7)]) as of_another_pool,
+        pool.reserve([]) as of_none,
+    ):
+        before = pool.pages(seq)
+        for wrong, got in [
+            (of_another, f"one without sequence {seq.row}.1"),
+            (of_none, f"one without sequence {seq.row}.1"),
+            (of_another_pool, "a lease of another pool"),
+        ]:
+            with pytest.raises(core.ConfigError, match=f"lease: got {got}") as e:
+                planner.commit(wrong, [seq], [3], accepts)
+            assert (e.value.kind, e.value.operand) == ("Mismatch", "lease")
+        nothing = core.verify(core.TreeBatch.from_parents([], []), torch.zeros(0, 8), [], [])
+        with pytest.raises(core.ConfigError, match="a lease of another pool"):
+            planner.commit(of_another_pool, [], [], nothing)
+        assert pool.pages(seq) == before
+        assert lease.live and of_another.live and of_another_pool.live
+        planner.commit(lease, [seq], [3], accepts)
+        lease.commit([6])
+    with pytest.raises(core.StaleHandleError, match="lease"):
+        planner.commit(lease, [seq], [3], accepts)
+    pool.audit()
+
+
+def test_a_planner_refuses_a_pool_that_it_cannot_use() -> None:
+    g = core.Geometry(4, 64, 4, SHAPE)
+    core.Planner(g, core.Pool(64, 4, 4, g.row_pages + 1))
+    with pytest.raises(core.ConfigError, match="page size: got a pool with pages of 8, want 4"):
+        core.Planner(g, core.Pool(64, 8, 4, g.row_pages))
+    with pytest.raises(core.ConfigError, match=f"make the pool with row_pages = {g.row_pages}") as e:
+        core.Planner(g, core.Pool(64, 4, 4, g.row_pages - 1))
+    assert (e.value.kind, e.value.what) == ("Capacity", "row_pages")
+    assert (e.value.need, e.value.have) == (g.row_pages, g.row_pages - 1)
+
+
+def test_a_bucket_is_inside_the_limits() -> None:
+    pool, planner, seq = world(4)
+    with pool.reserve([(seq, 7)]):
+        for pad, what in [((1, 2**31 - 1), "queries"), ((2**31 - 1, 1), "requests"), ((1, 5), "queries")]:
+            with pytest.raises(core.ConfigError, match=f"bucket {what}") as e:
+                planner.decode([seq], [3], pad=pad)
+            assert (e.value.kind, e.value.max) == ("OutOfRange", 4)
+        assert planner.decode([seq], [3], pad=(4, 4)).queries == 4
+
+
 def test_plans_go_stale_with_their_rows() -> None:
     pool, planner, seq = world(4)
     with pool.reserve([(seq, 5)]):

@@ -19,10 +19,12 @@ import torch
 from dlpack_ctypes import Legacy, Producer, Versioned
 from formats_world import (
     FORMATS,
+    LARGEST,
     LISTS,
     PHASES,
     Caller,
     Format,
+    Phase,
     World,
     values,
 )
@@ -170,6 +172,26 @@ def test_a_tensor_that_was_resized_is_not_written(grow: Callable[[Any], None]) -
         with pytest.raises(core.ConfigError, match=r"kv_indices: .*(resized|null pointer)"):
             use()
     assert buffers.generation == 1
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("format", FORMATS)
+def test_static_arrays_are_true_whatever_others_wrote(format: Format, phase: Phase, given: bool) -> None:
+    """Between two writes the memory is anybody's: each element of the plan's shapes is written again."""
+    w = World(format)
+    w.planner.set_debug(False)
+    caller = Caller(w.planner, phase, grow=3)
+    buffers = w.planner.buffers(phase, tensors=caller.tensors if given else None)
+    whole = {n: torch.from_dlpack(a) for n, a in buffers.tensors().items()}
+    for pattern in (b"\xff\xff\xff\xff", np.float32(np.nan).tobytes()):
+        for shorter, pad in [(0, LARGEST[phase]), (2, LARGEST[phase]), (0, None), (2, None), (0, LARGEST[phase])]:
+            for t in whole.values():
+                block = t.view(-1).view(torch.uint8)
+                block.copy_(torch.tensor(list(pattern), dtype=torch.uint8).repeat(len(block) // 4 + 1)[: len(block)])
+            plan = w.plan(phase, shorter=shorter, out=buffers, pad=pad)
+            assert values(plan) == values(w.plan(phase, shorter=shorter, pad=pad))
+    caller.check_canaries()
 
 
 # --- staleness

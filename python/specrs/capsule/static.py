@@ -49,8 +49,8 @@ class Static:
         self.out: FormatBuffers = planner.buffers(phase, max_batch=max_batch, tensors=self._views)
 
     def fill(self, byte: int) -> None:
-        """Overwrite what a plan must write. A table is left as it is, since its dead cells are kept, not rewritten;
-        its cells count as written where they are not 0."""
+        """Overwrite what a plan must write. A table is left as it is: behind the plan's own shape nothing is written
+        that was 0 before. Its cells count as written where they are not 0."""
         for name, backing in self._backing.items():
             if self._views[name].dim() == 1:
                 backing.fill_(byte)

@@ -44,7 +44,7 @@ def rebuild(c: Capsule, geometry: Geometry) -> World:
         SpecrsError: the pool refuses something, as it would have refused it in the engine.
     """
     recorded = c.shape.geometry()
-    row_pages = max(c.pool.row_pages + geometry.row_pages - recorded.row_pages, 1)
+    row_pages = max(c.pool.row_pages + geometry.row_pages - recorded.row_pages, geometry.row_pages)
     shared = _shared_columns(c)
     pool = Pool(c.pool.num_pages, c.shape.page_size, c.pool.max_seqs + sum(n > 0 for n in shared), row_pages)
     seqs = _commit(c, pool)

@@ -1,6 +1,7 @@
 //! The dynamic draft tree: candidates, beams, and what the draft model's next forward needs to know of them.
 
 use super::{TopK, TreeBatch};
+use crate::bounds::fits_i32;
 use crate::error::{Error, Result, in_range};
 use crate::geometry::{TreeShape, words_for};
 use crate::host::sample::scan::{key_index, rank_key};
@@ -99,11 +100,13 @@ impl DraftBeams {
     /// Step 0 of a new round: `logits` `[B, draft_vocab]` (f32) of the position after each root. Sets the batch to B.
     ///
     /// # Errors
-    /// Those of [`TopK::compute`], with the request; the tables are as before then.
+    /// Those of [`TopK::compute`], with the request; [`Error::Overflow`] or [`Error::Invalid`] for more candidates than
+    /// int32 counts, or than there is memory for. The tables are as before then.
     pub fn start(&mut self, logits: &[f32]) -> Result<()> {
         let (k, stride) = (self.shape.topk() as usize, self.shape.candidates() as usize);
-        self.compute(logits, 1)?;
         let batch = logits.len() / self.draft_vocab;
+        self.reserve(batch)?;
+        self.compute(logits, 1)?;
         (self.batch, self.steps) = (batch, 1);
         self.scores.resize(batch * stride, 0.0);
         self.candidate_tokens.resize(batch * stride, 0);
@@ -129,6 +132,34 @@ impl DraftBeams {
         }
         self.mark_slots(0);
         Ok(())
+    }
+
+    /// Room for the tables of `batch` requests, whose content is kept.
+    fn reserve(&mut self, batch: usize) -> Result<()> {
+        fn room<T>(table: &mut Vec<T>, len: usize) -> bool {
+            table.try_reserve(len.saturating_sub(table.len())).is_ok()
+        }
+        let (k, stride) = (self.shape.topk() as usize, self.shape.candidates() as usize);
+        check_batch(batch, self.shape)?;
+        let (rows, words) = (batch * k, batch * k * self.mask_words());
+        let there = room(&mut self.scores, batch * stride)
+            && room(&mut self.candidate_tokens, batch * stride)
+            && room(&mut self.candidate_parents, batch * stride)
+            && room(&mut self.beams, rows)
+            && room(&mut self.spare_beams, rows)
+            && room(&mut self.tokens, rows)
+            && room(&mut self.parents, rows)
+            && room(&mut self.ancestors, words)
+            && room(&mut self.lanes, words)
+            && room(&mut self.spare_bits, words);
+        if there {
+            return Ok(());
+        }
+        Err(Error::Invalid {
+            what: "draft candidates",
+            got: format!("{batch} requests of {stride} candidates"),
+            why: "no memory for their tables; a smaller batch, topk or steps takes less".into(),
+        })
     }
 
     /// The next step: `logits` `[B*K, draft_vocab]` (f32) of the beams' own positions.
@@ -345,6 +376,15 @@ impl DraftBeams {
         let beams = self.beams.get(i * k..(i + 1) * k).unwrap_or(&[]);
         beams.iter().map(move |&c| self.scores[i * stride + c as usize])
     }
+}
+
+/// Check that int32 counts the candidates of `batch` trees of `shape`, as a geometry of that batch has it.
+///
+/// # Errors
+/// [`Error::Overflow`] with both numbers.
+pub fn check_batch(batch: usize, shape: TreeShape) -> Result<()> {
+    let candidates = (batch as u64).saturating_mul(shape.candidates().into());
+    fits_i32("batch * candidates", candidates, || format!("{batch} * {}", shape.candidates())).map(|_| ())
 }
 
 /// Merge the scores of beam `b`'s `k` children, best first, into `keys`: the rank keys of the best `k` children of the

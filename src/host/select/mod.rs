@@ -26,5 +26,5 @@ mod beams;
 mod topk;
 
 pub use batch::TreeBatch;
-pub use beams::{DraftBeams, DraftMask};
+pub use beams::{DraftBeams, DraftMask, check_batch};
 pub use topk::{TopK, reference_topk};

@@ -53,7 +53,8 @@ static SPECS: [Spec; 6] = [
 /// With B requests and Q queries, dead ones included, `cache_seqlens` is `[B]`, `page_table` `[B, columns]` of pages of P
 /// tokens, `cu_seqlens_q` `[B + 1]`; the arrays of the expand pass are `[Q]`, `[Q, columns]` and `[Q + 1]`, with `t + 1`
 /// columns in a draft step and as many in a verification as its deepest node has ancestors, V at most. All are int32.
-/// Entries behind a row's end are 0, the sink. A dead request or query has length 0.
+/// Every cell of these shapes is written each time: entries behind a row's end are 0, the sink, and a dead request or
+/// query has length 0 and a row of 0. Of a larger table nothing else is stated; specrs clears what it wrote there before.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct FlashAttention;
 
@@ -173,11 +174,7 @@ impl Format for FlashAttention {
         let passes = Passes::of(geometry, phase);
         let used = sizes(geometry, &Load::of(plan));
         let limit = sizes(geometry, &Load::limit(geometry, phase, geometry.limits().max_batch)?);
-        let padded = plan.batch() > plan.live_batch() || plan.queries() > plan.live_queries();
-        let need = |array: usize| {
-            let (used, limit) = (used[array]?, limit[array]?);
-            Some(Need { array, used, limit: if padded { bucket(limit, used) } else { limit } })
-        };
+        let need = |array: usize| Some(Need { array, used: used[array]?, limit: limit[array]? });
         let asks = || hint(FlashAttention.name(), plan, geometry);
         let needs: [Option<Need>; 6] = std::array::from_fn(need);
         let [lens, table, cu, expand_lens, expand_table, expand_cu] = arrays.open(needs, asks)?;
@@ -527,17 +524,6 @@ fn bits(mask: &[u64]) -> impl Iterator<Item = usize> {
             .take_while(|&word| word != 0)
             .map(move |word| i * 64 + word.trailing_zeros() as usize)
     })
-}
-
-/// The capacity of a padded plan's arrays: as many rows as its bucket has, which may be more than the limits.
-fn bucket(limit: Extent, used: Extent) -> Extent {
-    match (limit, used) {
-        (Extent::Line(n), Extent::Line(used)) => Extent::Line(n.max(used)),
-        (Extent::Table { rows, cols }, Extent::Table { rows: used, .. }) => {
-            Extent::Table { rows: rows.max(used), cols }
-        }
-        (limit, _) => limit,
-    }
 }
 
 #[cold]

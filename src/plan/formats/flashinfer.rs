@@ -62,9 +62,6 @@ const ARRAYS: [Spec; 8] = [
     Spec::optional("packed_custom_mask", DType::U8),
 ];
 
-/// Arrays of [`ARRAYS`] with one element a lane or a request.
-const PER_LANE: [usize; 5] = [0, 2, 3, 4, 6];
-
 impl FlashInfer {
     /// Elements of each array of [`ARRAYS`] in the load's phase.
     fn sizes(self, load: &Load) -> Result<[Option<u64>; 8]> {
@@ -124,7 +121,7 @@ impl Format for FlashInfer {
     }
 
     fn lower(&self, plan: &Plan, tables: &Tables<'_>, geometry: &Geometry, arrays: &mut Arrays) -> Result<()> {
-        let needs = sizes::needs(plan, geometry, &PER_LANE, |load| self.sizes(load))?;
+        let needs = sizes::needs(plan, geometry, |load| self.sizes(load))?;
         let views = arrays.open(needs, || sizes::hint("flashinfer", plan, geometry))?;
         let [kv_indptr, kv_indices, last, qo_indptr, mask_indptr, mask, packed_indptr, packed] = views;
         let (masked, in_bits) = (mask.is_present(), packed.is_present());

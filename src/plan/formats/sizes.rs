@@ -6,20 +6,15 @@ use crate::geometry::Geometry;
 use crate::plan::{Extent, Load, Need, Plan, Spec};
 
 /// The arrays to open for `plan`: the sizes that its load has, and those of the largest batch as their limits.
-///
-/// Arrays with one element a lane (`per_lane`) may be longer than the largest batch asks for: a plan may be padded to
-/// more lanes than that.
 pub(super) fn needs<const N: usize>(
     plan: &Plan,
     geometry: &Geometry,
-    per_lane: &[usize],
     sizes: impl Fn(&Load) -> Result<[Option<u64>; N]>,
 ) -> Result<[Option<Need>; N]> {
     let used = sizes(&Load::of(plan))?;
     let limit = sizes(&Load::limit(geometry, plan.phase(), geometry.limits().max_batch)?)?;
     Ok(std::array::from_fn(|array| {
         let (used, limit) = (used[array]?, limit[array].unwrap_or(0));
-        let limit = if per_lane.contains(&array) { limit.max(used) } else { limit };
         Some(Need { array, used: Extent::Line(used), limit: Extent::Line(limit) })
     }))
 }

@@ -1,8 +1,12 @@
 //! Rows of page tables, in memory that is written whole or that keeps what earlier rounds left.
 //!
-//! The columns behind a row's entries hold the sink. A static table is as wide as a whole context, so that clearing all
-//! of it in every round would write megabytes; each of its rows remembers how far it was written instead
-//! ([`View::marks`]), and only the stale columns between that and the row's new end are cleared.
+//! The columns behind a row's entries hold the sink. Each write states every cell of the plan's own table, as many rows as
+//! the padded batch and as many columns as its longest row, whatever stands there: between two writes the memory is its
+//! owner's, and anyone may have written to it.
+//!
+//! A static table is as wide as a whole context and has rows for the largest batch; clearing all of it in every round would
+//! write megabytes. A kernel goes by the lengths and reads nothing beyond the plan's own table. There each row remembers how
+//! far it was written ([`View::marks`]), so that what an earlier, larger plan left is cleared.
 
 use crate::error::{Error, Result};
 use crate::plan::arrays::View;
@@ -44,7 +48,7 @@ impl<'a> Table<'a> {
         if n > self.cols {
             return Err(self.too_wide(n, hint()));
         }
-        let (entries, behind) = self.row(row, n)?.split_at_mut(n);
+        let (entries, behind) = self.row(row, self.cols)?.split_at_mut(n);
         let filled = fill(entries);
         behind.fill(0);
         // Where `fill` stops half way, too: it may have written any of its entries.
@@ -54,7 +58,7 @@ impl<'a> Table<'a> {
         filled
     }
 
-    /// Clear what earlier rounds left in the rows from `rows` on.
+    /// Clear what earlier writes left in the rows from `rows` on.
     pub(super) fn end(mut self, rows: usize) -> Result<()> {
         for row in rows..self.marks.len() {
             if self.marks[row] != 0 {
@@ -65,10 +69,10 @@ impl<'a> Table<'a> {
         Ok(())
     }
 
-    /// The columns of a row that are to be written for `n` entries: the entries and what is stale behind them.
+    /// The columns of a row that are to be written: the first `cols`, and behind them what an earlier write left.
     #[inline(always)]
-    fn row(&mut self, row: usize, n: usize) -> Result<&mut [i32]> {
-        let len = self.marks.get(row).map_or(self.cols, |&stale| n.max(stale as usize));
+    fn row(&mut self, row: usize, cols: usize) -> Result<&mut [i32]> {
+        let len = self.marks.get(row).map_or(cols, |&stale| cols.max(stale as usize));
         let rows = self.marks.len();
         let first = row * self.stride;
         match self.cells.get_mut(first..first + len) {

@@ -40,9 +40,6 @@ const ARRAYS: [Spec; 6] = [
     Spec::new("custom_mask", DType::Bool),
 ];
 
-/// Arrays of [`ARRAYS`] with one element a lane or a request.
-const PER_LANE: [usize; 4] = [0, 2, 3, 4];
-
 impl Triton {
     /// Elements of each array of [`ARRAYS`] in the load's phase.
     fn sizes(load: &Load) -> Result<[Option<u64>; 6]> {
@@ -88,7 +85,7 @@ impl Format for Triton {
     }
 
     fn lower(&self, plan: &Plan, tables: &Tables<'_>, geometry: &Geometry, arrays: &mut Arrays) -> Result<()> {
-        let needs = sizes::needs(plan, geometry, &PER_LANE, Self::sizes)?;
+        let needs = sizes::needs(plan, geometry, Self::sizes)?;
         let views = arrays.open(needs, || sizes::hint("triton", plan, geometry))?;
         let [kv_indptr, kv_indices, qo_indptr, extend_slots, mask_indptr, mask] = views;
         let (indptr, indices) = (kv_indptr.slice::<i32>()?, kv_indices.slice::<i64>()?);

@@ -436,7 +436,9 @@ impl FormatBuffers {
     }
 
     /// The whole memory of each array by name, for what holds on to addresses (a captured graph). These never go stale:
-    /// they show what was written last, and behind it what earlier writes left.
+    /// they show what was written last. A write states every element of the plan's own shapes (`Plan.arrays`), whatever
+    /// stood there, and nothing behind them: there stands what others wrote, or what specrs wrote before; of tables specrs
+    /// clears its own.
     fn tensors<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         self.0.check_lenders(py)?;
         let dict = PyDict::new(py);

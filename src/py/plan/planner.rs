@@ -121,7 +121,8 @@ fn bucket(pad: Pad) -> Result<Option<Bucket>> {
 /// plans made of them, and the arrays of these, are dropped.
 ///
 /// `format` is `"native"`, `"flashinfer"`, `"flash_attention"` or `"triton"`; one that cannot run the geometry raises
-/// `ConfigError`, which says what would work. `mask` chooses the masks of `"flashinfer"`: `"bool"`, `"packed"` bits, or
+/// `ConfigError`, which says what would work, and so does a pool of another page size, or with fewer `row_pages` than
+/// the geometry's. `mask` chooses the masks of `"flashinfer"`: `"bool"`, `"packed"` bits, or
 /// `"both"`.
 #[pyclass(frozen, module = "specrs._specrs")]
 pub(in crate::py) struct Planner {
@@ -217,8 +218,9 @@ impl Planner {
     fn new(geometry: &Bound<'_, Geometry>, pool: &Bound<'_, Pool>, format: &str, mask: &str) -> PyResult<Self> {
         let (geometry, pool) = (geometry.get().0, pool.get().0.clone());
         let format = AnyFormat::named(format, mask)?;
-        let state = Mutex::new(plan::Planner::new(geometry, format)?);
-        Ok(Self { geometry, format, pool, state })
+        let planner = plan::Planner::new(geometry, format)?;
+        planner.check_pool(&pool.config())?;
+        Ok(Self { geometry, format, pool, state: Mutex::new(planner) })
     }
 
     /// The geometry.
@@ -242,7 +244,8 @@ impl Planner {
     /// `counts[i]` tokens of sequence i at row positions `starts[i]...`, attended causally: prefill chunks, and the
     /// draft model's pass over accepted tokens.
     ///
-    /// Of every plan: `pad` is (requests, queries) to pad to; `out` takes the arrays of the format, see `buffers`.
+    /// Of every plan: `pad` is (requests, queries) to pad to, at most `max_batch` and what so many requests have in the
+    /// phase; `out` takes the arrays of the format, see `buffers`.
     #[pyo3(signature = (seqs, starts, counts, *, out=None, pad=None))]
     #[allow(clippy::too_many_arguments, reason = "operands of an operation, by name")]
     fn extend(
@@ -345,7 +348,8 @@ impl Planner {
     }
 
     /// Make the accepted nodes' KV the dense end of each prefix: with pages of one token the lease's rows are
-    /// reordered and nothing moves; else the returned moves have to be run before the lease is committed.
+    /// reordered and nothing moves; else the returned moves have to be run before the lease is committed. `lease` is of
+    /// the planner's pool and covers each of `seqs`, else `ConfigError`; nothing is changed then.
     #[pyo3(signature = (lease, seqs, lens, accepts))]
     fn commit(
         &self,
@@ -362,6 +366,7 @@ impl Planner {
             let nodes: Vec<u32> = (0..accepts.len()).flat_map(|i| accepts.path(i)).copied().collect();
             let (batch, paths) = (Batch::new(&seqs, lens.get()), Paths { sizes: &sizes, nodes: &nodes });
             lease.with(|lease| {
+                lease.check_covers(&self.pool, &seqs)?;
                 let mut planner = self.state();
                 let commit = self.pool.with_tables(|t| planner.commit(&t, &batch, paths))??;
                 lease.remap_all(commit.remaps().map(|r| (r.seq, r.first, r.order)))?;
