@@ -69,7 +69,7 @@ pub(super) fn touch(obj: &Bound<'_, PyAny>, tensor: &Tensor) -> PyResult<()> {
     if !base.is_none() && base.getattr(intern!(py, "requires_grad"))?.is_truthy()? {
         return Err(tensor.mismatch("a view of a tensor that requires grad", WANT).into());
     }
-    increment_version.bind(py).call1((obj,))?; // nothing for an inference tensor, which no graph can hold
+    increment_version.bind(py).call1(((obj,),))?; // nothing for an inference tensor, which no graph can hold
     Ok(())
 }
 
@@ -82,6 +82,11 @@ pub(super) fn increment_version(obj: &Bound<'_, PyAny>) -> PyResult<Option<Arc<P
     if !obj.is_instance(&class)? {
         return Ok(None);
     }
-    let graph = py.import(intern!(py, "torch.autograd.graph"))?;
-    Ok(Some(Arc::new(graph.getattr(intern!(py, "increment_version"))?.unbind())))
+    // The function beneath `torch.autograd.graph.increment_version`, whose Python wrapper takes more than half of the
+    // time; a decode pass makes some 70 of these calls. Both take tensors in a tuple.
+    let found = match torch.getattr_opt(intern!(py, "_C"))?.map(|c| c.getattr_opt(intern!(py, "_increment_version"))) {
+        Some(Ok(Some(function))) => function,
+        _ => py.import(intern!(py, "torch.autograd.graph"))?.getattr(intern!(py, "increment_version"))?,
+    };
+    Ok(Some(Arc::new(found.unbind())))
 }
