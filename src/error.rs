@@ -118,16 +118,18 @@ pub enum Error {
         bound: i64,
     },
     /// NaN, or a row with no finite value, where scores are needed.
-    #[error("{what}: {value} at request {request}, row {row}, index {index}")]
+    #[error("{what}: {value} at request {request}, row {row}, position {position}, index {index}")]
     NonFinite {
         /// Operand, such as `target logits`.
         what: &'static str,
         /// `NaN`, `+inf` or `all -inf`.
         value: &'static str,
-        /// Request row of the batch.
+        /// Request row of the batch, -1 where none applies.
         request: i64,
-        /// Row of the operand.
+        /// Row of the operand, -1 where none applies.
         row: i64,
+        /// Absolute position of the token that could not be drawn, -1 where none applies.
+        position: i64,
         /// Column of the first offending value.
         index: i64,
     },

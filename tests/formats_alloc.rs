@@ -1,12 +1,11 @@
 //! A warm planner allocates nothing, whatever the format: counted in an allocator, over whole rounds.
-#![allow(unsafe_code)] // a global allocator cannot be written without it
 #![allow(clippy::unwrap_used)]
 
+#[path = "common/counting.rs"]
+mod counting;
 mod plan_support;
 
-use std::alloc::{GlobalAlloc, Layout as Block, System};
-use std::cell::Cell;
-
+use counting::allocations;
 use plan_support::{Batch as Case, geometry};
 use specrs::geometry::{Geometry, Layout};
 use specrs::plan::{
@@ -14,48 +13,6 @@ use specrs::plan::{
     Load, Native, Phase, Planner, Trees, Triton, phases,
 };
 use specrs::pool::Tables;
-
-struct Counting;
-
-thread_local! {
-    static COUNT: Cell<usize> = const { Cell::new(0) };
-}
-
-fn count() {
-    // A thread that ends allocates too, after its locals are gone.
-    let _ = COUNT.try_with(|c| c.set(c.get() + 1));
-}
-
-// SAFETY: every call is the system allocator's own, with its arguments unchanged; counting touches no memory of theirs
-// and does not allocate (a `Cell` that needs no initialisation and no destructor).
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, block: Block) -> *mut u8 {
-        count();
-        // SAFETY: the caller's obligations are those of the system allocator.
-        unsafe { System.alloc(block) }
-    }
-
-    unsafe fn dealloc(&self, at: *mut u8, block: Block) {
-        // SAFETY: `at` is from `alloc` or `realloc` above, so from the system allocator, with this block.
-        unsafe { System.dealloc(at, block) }
-    }
-
-    unsafe fn realloc(&self, at: *mut u8, block: Block, size: usize) -> *mut u8 {
-        count();
-        // SAFETY: as `dealloc`; the new size is the caller's obligation.
-        unsafe { System.realloc(at, block, size) }
-    }
-}
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
-
-/// Allocations of this thread during `run`.
-fn allocations(run: impl FnOnce()) -> usize {
-    let before = COUNT.get();
-    run();
-    COUNT.get() - before
-}
 
 const K: u32 = 4;
 const S: u32 = 3;

@@ -7,7 +7,7 @@ use common::{Mix, chi_square_accepts};
 use proptest::prelude::*;
 use specrs::Error;
 use specrs::host::philox::{Purpose, uniform53};
-use specrs::host::sample::{Sampler, SamplerConfig, Scratch, reference};
+use specrs::host::sample::{MAX_BIAS, MAX_PENALTY, MAX_REPETITION, Sampler, SamplerConfig, Scratch, reference};
 
 /// Rows that make trouble: ties, -inf, huge and tiny values, next to ordinary ones.
 fn logits(vocab: usize, kind: u8, seed: u64) -> Vec<f32> {
@@ -108,7 +108,9 @@ proptest! {
         row[at] = if nan { f32::NAN } else { f32::INFINITY };
         let got = Sampler::new(row.len() as u32, &[], config).unwrap().draw(&mut Scratch::default(), &row, 1, &[]);
         let value = if nan { "NaN" } else { "+inf" };
-        prop_assert_eq!(got, Err(Error::NonFinite { what: "target logits", value, request: -1, row: -1, index: at as i64 }));
+        prop_assert_eq!(got, Err(Error::NonFinite {
+            what: "target logits", value, request: -1, row: -1, position: 1, index: at as i64,
+        }));
     }
 }
 
@@ -249,6 +251,12 @@ fn parameters_out_of_range_are_named() {
         ("repetition_penalty", SamplerConfig { repetition_penalty: 0.0, ..base.clone() }),
         ("repetition_penalty", SamplerConfig { repetition_penalty: 1e-300, ..base.clone() }),
         ("repetition_penalty", SamplerConfig { repetition_penalty: f64::INFINITY, ..base.clone() }),
+        ("repetition_penalty", SamplerConfig { repetition_penalty: 1e6_f64.next_up(), ..base.clone() }),
+        ("repetition_penalty", SamplerConfig { repetition_penalty: 1e-6_f64.next_down(), ..base.clone() }),
+        ("presence_penalty", SamplerConfig { presence_penalty: -1e20_f64.next_up(), ..base.clone() }),
+        ("frequency_penalty", SamplerConfig { frequency_penalty: 1e20_f64.next_up(), ..base.clone() }),
+        ("logit_bias", SamplerConfig { logit_bias: vec![(0, 1e30_f32.next_up())], ..base.clone() }),
+        ("logit_bias", SamplerConfig { logit_bias: vec![(0, f32::MIN)], ..base.clone() }),
         ("presence_penalty", SamplerConfig { presence_penalty: f64::NAN, ..base.clone() }),
         ("frequency_penalty", SamplerConfig { frequency_penalty: 1e300, ..base.clone() }),
         ("logit_bias", SamplerConfig { logit_bias: vec![(0, f32::NAN)], ..base.clone() }),
@@ -264,6 +272,65 @@ fn parameters_out_of_range_are_named() {
         }
     }
     assert!(matches!(Sampler::new(0, &[], base.clone()), Err(Error::OutOfRange { what: "vocab", .. })));
+}
+
+/// At the limits of every parameter, in each combination of signs, logits up to 1e30 stay finite.
+#[test]
+fn no_parameters_within_their_limits_overflow() {
+    let row = [1e30f32, -1e30, 0.0, 1e-30];
+    let mut scratch = Scratch::default();
+    for signs in 0..16u32 {
+        let sign = |bit: u32| if signs >> bit & 1 == 1 { -1.0 } else { 1.0 };
+        let config = SamplerConfig {
+            repetition_penalty: if signs >> 3 & 1 == 1 { MAX_REPETITION } else { 1.0 / MAX_REPETITION },
+            presence_penalty: MAX_PENALTY * sign(0),
+            frequency_penalty: MAX_PENALTY * sign(1),
+            logit_bias: (0..4).map(|t| (t, MAX_BIAS * sign(2) as f32)).collect(),
+            ..SamplerConfig::default()
+        };
+        let mut sampler = Sampler::new(4, &[0, 1, 2, 3], config.clone()).unwrap();
+        for _ in 0..100 {
+            sampler.commit(&[0, 1, 2, 3]).unwrap();
+        }
+        assert!(sampler.draw(&mut scratch, &row, 500, &[]).is_ok(), "{config:?}");
+        // The largest count there can be, by the formula itself.
+        for x in row {
+            let x = (f64::from(x) + f64::from(MAX_BIAS) * sign(2)).abs() * MAX_REPETITION;
+            assert!(x + MAX_PENALTY * f64::from(u32::MAX) + MAX_PENALTY < f64::from(f32::MAX) / 10.0);
+        }
+    }
+    // Beyond 1e30 the row is refused where it overflows, and the parameters are named, not the model.
+    let config = SamplerConfig { repetition_penalty: 1e-6, ..SamplerConfig::default() };
+    let got = Sampler::new(2, &[1], config).unwrap().draw(&mut scratch, &[0.0, 1e35], 3, &[]);
+    let what = "target logits after logit_bias and penalties";
+    let want = Error::NonFinite { what, value: "+inf", request: -1, row: -1, position: 3, index: 1 };
+    assert_eq!(got, Err(want));
+}
+
+/// A token whose weight is exactly what min-p asks for stays, and goes where it asks for the next number above.
+#[test]
+fn min_p_keeps_a_token_of_exactly_its_weight() {
+    const ONE: f64 = (1u64 << 40) as f64;
+    let row = [0.0f32, -0.4, -1.1, -0.7];
+    let base = SamplerConfig { temperature: 1.0, seed: 3, ..SamplerConfig::default() };
+    let free = reference::weights(&base, &row).unwrap();
+    let mut scratch = Scratch::default();
+    for token in 0..4usize {
+        for (top_k, top_p) in [(0, 1.0), (3, 1.0), (4, 1.0), (0, 0.999_999_999), (3, 0.999_999_999)] {
+            if top_k == 3 && token == 2 {
+                continue; // the lightest of four
+            }
+            let exact = free[token] as f64 / ONE; // both are powers of two apart from the integer: no rounding
+            for (min_p, kept) in [(exact, true), (exact.next_up().min(1.0), token == 0)] {
+                let config = SamplerConfig { min_p, top_k, top_p, ..base.clone() };
+                let weights = reference::weights(&config, &row).unwrap();
+                assert_eq!(weights[token] > 0, kept, "{config:?}: token {token}");
+                let sampler = Sampler::new(4, &[], config.clone()).unwrap();
+                let drawn = (0..400).any(|p| sampler.draw(&mut scratch, &row, p, &[]) == Ok(token as i32));
+                assert_eq!(drawn, kept, "{config:?}: token {token}");
+            }
+        }
+    }
 }
 
 #[test]

@@ -234,11 +234,75 @@ fn topk_over_threads_equals_one_row_at_a_time() {
         assert_eq!(&all.ids()[r * k..][..k], one.ids());
         assert_eq!(&all.log_probs()[r * k..][..k], one.log_probs());
     }
+    // Bad rows are listed; they hold placeholders, and the others what they hold without them.
     let mut bad = logits;
     bad[30 * vocab + 17] = f32::NAN;
     bad[35 * vocab] = f32::INFINITY;
-    let fault = Error::NonFinite { what: "draft logits", value: "NaN", request: -1, row: 30, index: 17 };
-    assert_eq!(all.compute(&bad, vocab, k), Err(fault));
+    let sound = (all.ids().to_vec(), all.log_probs().to_vec());
+    all.compute(&bad, vocab, k).unwrap();
+    let fault = |value, row: usize, index| {
+        let (what, request, position) = ("draft logits", -1, -1);
+        (row, Error::NonFinite { what, value, request, row: row as i64, position, index })
+    };
+    assert_eq!(all.faults().collect::<Vec<_>>(), [fault("NaN", 30, 17), fault("+inf", 35, 0)]);
+    for r in 0..rows as usize {
+        let at = r * k..(r + 1) * k;
+        if r == 30 || r == 35 {
+            assert!(all.ids()[at.clone()].iter().enumerate().all(|(j, &id)| id as usize == j));
+            assert!(all.log_probs()[at].iter().all(|&p| p == f32::NEG_INFINITY));
+        } else {
+            assert_eq!((&all.ids()[at.clone()], &all.log_probs()[at.clone()]), (&sound.0[at.clone()], &sound.1[at]));
+        }
+    }
+    all.compute(&bad[..vocab], vocab, k).unwrap();
+    assert_eq!(all.faults().count(), 0, "nothing stays of an earlier call");
+}
+
+/// NaN in one request's draft, at any step: its tree ends at the levels before, the others' trees are as without it.
+#[test]
+fn a_bad_draft_ends_its_own_tree_alone() {
+    let (k, steps, vocab, batch) = (3usize, 4usize, 20usize, 3usize);
+    let shape = TreeShape::new(k as u32, steps as u32, 16).unwrap();
+    let mut beams = DraftBeams::new(shape, vocab as u32, None).unwrap();
+    for (bad_step, bad_row) in (0..steps).flat_map(|s| (0..if s == 0 { 1 } else { k }).map(move |r| (s, r))) {
+        let mut trees = vec![];
+        let mut faults = vec![];
+        for spoil in [false, true] {
+            let mut mix = Mix(9);
+            for step in 0..steps {
+                let rows = if step == 0 { 1 } else { k };
+                let mut logits: Vec<f32> = (0..batch * rows * vocab).map(|_| mix.normal() * 3.0).collect();
+                if spoil && step == bad_step {
+                    logits[(rows + bad_row) * vocab + 7] = f32::NAN;
+                } else if spoil && step > bad_step {
+                    logits[rows * vocab..][..vocab].fill(f32::NEG_INFINITY); // of a request that is out already
+                }
+                if step == 0 {
+                    beams.start(&logits).unwrap()
+                } else {
+                    beams.advance(&logits).unwrap()
+                }
+                assert!(beams.tokens().iter().all(|&t| (0..vocab as i32).contains(&t)), "placeholders are tokens");
+                assert!((0..batch).all(|i| beams.beam_scores(i).all(|s| !s.is_nan())));
+            }
+            faults.push(beams.faults().to_vec());
+            let mut out = TreeBatch::default();
+            beams.finish(&[1; 3], &[4; 3], &[16; 3], &mut out).unwrap();
+            trees.push(out);
+        }
+        let (sound, cut) = (&trees[0], &trees[1]);
+        let rows = if bad_step == 0 { 1 } else { k };
+        let (what, value, request, row) = ("draft logits", "NaN", 1, (rows + bad_row) as i64);
+        assert_eq!(faults[0], []);
+        assert_eq!(faults[1], [Error::NonFinite { what, value, request, row, position: -1, index: 7 }]);
+        for i in [0, 2] {
+            assert_eq!(sound.tokens()[sound.range(i)], cut.tokens()[cut.range(i)], "step {bad_step}");
+            assert_eq!(sound.parents()[sound.range(i)], cut.parents()[cut.range(i)], "step {bad_step}");
+        }
+        // As many levels as were sound, with all that they have; the root alone after a fault at the start.
+        let depth = cut.depths()[cut.range(1)].iter().max().copied();
+        assert!(depth <= Some(bad_step as i32) && cut.range(1).len() == 1 + [0, 3, 12, 15][bad_step], "{depth:?}");
+    }
 }
 
 #[test]
@@ -254,16 +318,16 @@ fn selection_refuses_what_does_not_fit() {
     let mut trees = TreeBatch::default();
     assert!(matches!(beams.advance(&[]), Err(Error::Invalid { what: "draft step", .. })));
     assert!(matches!(beams.start(&[0.0; 15]), Err(Error::Mismatch { operand: "draft logits", .. })));
-    let mut logits: Vec<f32> = (0..20).map(|i| (i * 7 % 10) as f32).collect();
+    let logits: Vec<f32> = (0..20).map(|i| (i * 7 % 10) as f32).collect();
     beams.start(&logits).unwrap();
     assert!(matches!(beams.advance(&logits), Err(Error::Mismatch { operand: "draft logits", .. })));
     // A refused step leaves the beams as they were.
     let before = (beams.tokens().to_vec(), beams.steps_done(), beams.mask(DraftMask::Ancestors).to_vec());
-    logits = vec![0.0; 80];
-    logits[53] = f32::NAN;
-    let fault = Error::NonFinite { what: "draft logits", value: "NaN", request: 1, row: 5, index: 3 };
-    assert_eq!(beams.advance(&logits), Err(fault));
+    for refused in [beams.advance(&[0.0; 79]), beams.start(&[0.0; 21])] {
+        assert!(matches!(refused, Err(Error::Mismatch { operand: "draft logits", .. })), "{refused:?}");
+    }
     assert_eq!(before, (beams.tokens().to_vec(), beams.steps_done(), beams.mask(DraftMask::Ancestors).to_vec()));
+    assert_eq!(beams.batch(), 2);
     let mut finish = |roots: &[i32], depths: &[u32], nodes: &[u32]| beams.finish(roots, depths, nodes, &mut trees);
     assert!(matches!(finish(&[0], &[3, 3], &[16, 16]), Err(Error::Mismatch { operand: "roots", .. })));
     assert!(matches!(finish(&[0, 1], &[3], &[16, 16]), Err(Error::Mismatch { operand: "max_depths", .. })));

@@ -78,6 +78,7 @@ class NonFiniteError(SpecrsError, ValueError):
     value: str
     request: int
     row: int
+    position: int
     index: int
 
 class CudaError(SpecrsError, RuntimeError):
@@ -838,21 +839,27 @@ class PackedLinear:
 
 @final
 class DraftBeams:
-    """Candidates and beams of a batch while the draft model runs. `vocab` is the target's vocabulary; `d2t` (int64
-    [draft vocabulary]) holds the offset to add to each draft id (the EAGLE-3 format), `None` where both share one.
+    """Candidates and beams of a batch while the draft model runs: made once, for rounds of up to `max_batch` requests.
+    `vocab` is the target's vocabulary; `d2t` (int64 [draft vocabulary]) holds the offset to add to each draft id (the
+    EAGLE-3 format), `None` where both share one; it is read here alone.
 
     `start(logits)` once a round, then `advance(logits)` after each forward of the draft model; between them `tokens`
-    and `parents` are the next forward's input, K rows a request.
+    and `parents` are the next forward's input, K rows a request. Logits without a distribution (NaN, +inf, no finite
+    value) raise nothing: their request stops drafting, see `faults`.
     """
 
-    def __new__(cls, batch: SupportsIndex, shape: TreeShape, d2t: _Tensor | None, vocab: SupportsIndex) -> Self: ...
+    def __new__(cls, max_batch: SupportsIndex, shape: TreeShape, d2t: _Tensor | None, vocab: SupportsIndex) -> Self: ...
     @property
     def shape(self) -> TreeShape:
         """The tree shape."""
 
     @property
+    def max_batch(self) -> int:
+        """Most requests of a round."""
+
+    @property
     def batch(self) -> int:
-        """Requests of a round."""
+        """Requests of this round; 0 before `start`."""
 
     @property
     def draft_vocab(self) -> int:
@@ -863,10 +870,19 @@ class DraftBeams:
         """Steps done in this round; 0 before `start`."""
 
     def start(self, logits: _Tensor) -> None:
-        """Begin a round from the logits at the roots, float32 [batch, draft vocabulary]."""
+        """Begin a round of any batch up to `max_batch` from the logits at the roots, float32 [batch, draft
+        vocabulary].
+        """
 
     def advance(self, logits: _Tensor) -> None:
         """Extend the tree by one step from the logits of the beams, float32 [batch * K, draft vocabulary]."""
+
+    @property
+    def faults(self) -> list[NonFiniteError]:
+        """Why requests of this round stopped drafting: a `NonFiniteError` each, with `request` (its row of the
+        batch), and `row` and `index` into the logits. Such a request keeps the levels drafted before; where `start`
+        met the fault, `finish` gives it its root alone.
+        """
 
     @property
     def tokens(self) -> Array:
@@ -952,6 +968,9 @@ class Sampler:
     `vocab` is the length of a logits row. `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0, a repetition
     penalty of 1 and presence and frequency penalties of 0 do nothing. `logit_bias` maps token ids to a finite bias, or
     -inf to forbid the token. A parameter that cannot be honoured raises `ConfigError` with its name.
+
+    Logits are edited in float32. Limits: |bias| <= 1e30, |penalty| <= 1e20, repetition penalty in [1e-6, 1e6]; within
+    them no logit of magnitude up to 1e30 overflows, however often a token occurs.
     """
 
     def __new__(
@@ -977,7 +996,8 @@ class Sampler:
 
     def draw(self, logits: _Tensor, position: SupportsIndex, path: _List[SupportsIndex] | None = None) -> int:
         """The token at absolute `position` from its `logits` (float32 [vocab]); `path` are the tokens between the
-        committed history and it. Raises `NonFiniteError` for NaN, +inf, or no finite value.
+        committed history and it. Raises `NonFiniteError` for NaN, +inf, or no finite value; its `what` says whether
+        the logits came so, or bias and penalties made them so.
         """
 
 @final
@@ -990,14 +1010,23 @@ class Accepts:
 
     @property
     def tokens(self) -> list[list[int]]:
-        """Tokens that each request emits: the accepted drafts and one more, drawn at the last accepted node."""
+        """Tokens that each request emits: the accepted drafts and one more, drawn at the last accepted node. Where
+        `errors` has an error for the request, the accepted drafts alone: one less than its path has nodes.
+        """
+
+    @property
+    def errors(self) -> list[NonFiniteError | None]:
+        """For each request `None`, or the `NonFiniteError` of the row of logits that could not be sampled, at the
+        last node of its path: `request` is its row of the batch, `row` the row of logits.
+        """
 
     def __len__(self) -> int: ...
 
 def verify(trees: TreeBatch, logits: _Tensor, samplers: _List[Sampler], lens: _List[SupportsIndex]) -> Accepts:
     """Walk each tree along the tokens that plain decoding would draw. `logits` is float32 [sum of sizes, vocab], one
     row a node; `samplers` and `lens` (committed lengths: the roots' positions) have one entry a request. Samplers
-    are not changed. Raises `NonFiniteError` with the request and row of logits that cannot be sampled.
+    are not changed. A row of logits that a walk reads and that cannot be sampled ends that request's walk alone: see
+    `Accepts.errors`.
     """
 
 def kv_write(cache: KvCache, layer: SupportsIndex, plan: Plan, k: _Tensor, v: _Tensor) -> None:

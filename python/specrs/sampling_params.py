@@ -13,8 +13,11 @@ from specrs._specrs import ConfigError
 
 _MAX_SEED = 2**64 - 1
 _MAX_TOP_K = 2**63 - 1
-_MAX_F32 = 3.4028234663852886e38
-_MIN_F32 = 1.1754943508222875e-38  # smallest normal
+# Logits are edited in float32. Within these limits, which are the core's too, none of magnitude up to 1e30 overflows,
+# however often a token occurs: (1e30 + 1e30) * 1e6 + 1e20 * 2**32 + 1e20 < 3e36, and float32 ends at 3.4e38.
+_MAX_BIAS = 1e30
+_MAX_PENALTY = 1e20
+_MAX_REPETITION = 1e6
 
 
 def _refuse(name: str, value: object, why: str) -> ConfigError:
@@ -42,10 +45,9 @@ def _number(name: str, value: object) -> float:
     return number
 
 
-def _penalty(name: str, value: float) -> None:
-    """The arithmetic of logits is in f32."""
-    if abs(value) > _MAX_F32:
-        raise _refuse(name, value, f"must be in -{_MAX_F32}..{_MAX_F32}")
+def _within(name: str, value: float, limit: float, or_else: str = "") -> None:
+    if abs(value) > limit:
+        raise _refuse(name, value, f"must be in -{limit:g}..{limit:g}{or_else}")
 
 
 def _items(name: str, value: object) -> tuple[Any, ...]:
@@ -93,13 +95,14 @@ class SamplingParams:
         top_k: keep the k most probable tokens; 0 keeps all (0).
         top_p: keep the smallest set of most probable tokens with at least this mass, in (0, 1] (1).
         min_p: drop tokens less probable than this fraction of the most probable one, in [0, 1] (0).
-        repetition_penalty: > 0; divides positive and multiplies negative logits of seen tokens (1; arXiv:1909.05858).
+        repetition_penalty: in 1e-6..1e6; divides positive and multiplies negative logits of seen tokens (1;
+            arXiv:1909.05858).
         seed: 0 .. 2**64 - 1; ``None`` draws one per request, which the output reports.
         stop: strings that end the output; the text is cut before them (``include_stop`` keeps them).
         stop_token_ids: token ids that end the output, as EOS does; they count in ``token_ids`` but not in the text.
-        presence_penalty: subtracted once from the logit of each token in the output.
-        frequency_penalty: subtracted once per occurrence in the output.
-        logit_bias: token id -> value added to its logit; ``-math.inf`` forbids the token.
+        presence_penalty: subtracted once from the logit of each token in the output; in -1e20..1e20.
+        frequency_penalty: subtracted once per occurrence in the output; in -1e20..1e20.
+        logit_bias: token id -> value added to its logit, in -1e30..1e30; ``-math.inf`` forbids the token.
         ignore_eos: do not end at the model's EOS.
         include_stop: keep the stop string in the text.
 
@@ -229,14 +232,14 @@ def _min_p(name: str, value: object) -> float:
 
 def _repetition_penalty(name: str, value: object) -> float:
     number = _number(name, value)
-    if not _MIN_F32 <= number <= _MAX_F32:
-        raise _refuse(name, number, "must be greater than 0, and a normal f32")
+    if not 1 / _MAX_REPETITION <= number <= _MAX_REPETITION:
+        raise _refuse(name, number, "must be in 1e-6..1e6")
     return number
 
 
 def _output_penalty(name: str, value: object) -> float:
     number = _number(name, value)
-    _penalty(name, number)
+    _within(name, number, _MAX_PENALTY)
     return number
 
 
@@ -259,7 +262,7 @@ def _logit_bias(name: str, value: object) -> dict[int, float]:
     for token, added in value.items():
         number = -math.inf if _plain(added) == -math.inf else _number(name, added)
         if number != -math.inf:
-            _penalty(name, number)
+            _within(name, number, _MAX_BIAS, ", or -inf to forbid the token")
         bias[_integer(name, token, 0)] = number
     return bias
 

@@ -4,6 +4,9 @@
 //! after the same tokens ([`Sampler::draw`]). A child that carries it is accepted and becomes the next node; otherwise
 //! the walk ends. So the emitted tokens are those of plain decoding, whatever the tree: the tree decides only how many
 //! of them come out of one round. Greedy is the case of temperature 0. Rows of nodes that no walk reaches are not read.
+//!
+//! A row that a walk reads and that cannot be sampled ends that walk alone, where plain decoding would have ended:
+//! [`Accepts::fault`]. The other requests' walks go on.
 
 use crate::error::{Error, Result};
 use crate::host::sample::{Sampler, Scratch};
@@ -19,10 +22,15 @@ const COST_PS: [usize; 2] = [300, 1500];
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Accepts {
     paths: Vec<u32>,
+    /// The token drawn at each node of `paths`; [`NO_TOKEN`] at a node where none could be drawn.
     tokens: Vec<i32>,
     /// Where each request's entries start in both arrays.
     offsets: Vec<usize>,
+    /// Requests whose walk met a row that cannot be sampled, ascending.
+    faults: Vec<(usize, Error)>,
 }
+
+const NO_TOKEN: i32 = -1;
 
 impl Accepts {
     /// Requests.
@@ -41,9 +49,17 @@ impl Accepts {
     }
 
     /// Tokens that request `i` emits, as many as its path has nodes: the accepted drafts, and the token drawn at the last
-    /// accepted node (the next root).
+    /// accepted node (the next root). After a fault the accepted drafts alone, one less than its path has nodes.
     pub fn tokens(&self, i: usize) -> &[i32] {
-        self.range(i).and_then(|r| self.tokens.get(r)).unwrap_or(&[])
+        let tokens = self.range(i).and_then(|r| self.tokens.get(r)).unwrap_or(&[]);
+        tokens.strip_suffix(&[NO_TOKEN]).unwrap_or(tokens)
+    }
+
+    /// Why no token could be drawn at the last node of request `i`'s path: [`Error::NonFinite`] with the request, the
+    /// row of `logits` and the position. Its path and its tokens are those of plain decoding up to there.
+    pub fn fault(&self, i: usize) -> Option<&Error> {
+        let at = self.faults.binary_search_by_key(&i, |&(request, _)| request).ok()?;
+        self.faults.get(at).map(|(_, fault)| fault)
     }
 
     fn range(&self, i: usize) -> Option<std::ops::Range<usize>> {
@@ -54,6 +70,7 @@ impl Accepts {
         self.paths.clear();
         self.tokens.clear();
         self.offsets.clear();
+        self.faults.clear();
     }
 }
 
@@ -65,7 +82,7 @@ struct Worker {
     tokens: Vec<i32>,
     /// (request, where its walk starts), in the order of both.
     walks: Vec<(usize, usize)>,
-    fault: Option<(usize, Error)>,
+    faults: Vec<(usize, Error)>,
 }
 
 /// Verification with buffers that are reused from round to round.
@@ -92,9 +109,9 @@ impl Verifier {
     /// result does not depend on them. Samplers are not changed: commit the emitted tokens that are kept.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] where counts, vocabularies or sizes differ; [`Error::NonFinite`] with the request and the
-    /// row of `logits` for a bad row that a walk reads; [`Error::Overflow`] for a position beyond u32. `out` is empty
-    /// then.
+    /// [`Error::Mismatch`] where counts, vocabularies or sizes differ; [`Error::Overflow`] for a tree whose positions
+    /// could leave u32. `out` is empty then. A row that cannot be sampled is a fault of its request alone
+    /// ([`Accepts::fault`]).
     pub fn verify(
         &mut self,
         trees: &TreeBatch,
@@ -119,10 +136,6 @@ impl Verifier {
             workers => threads::for_each(workers.iter_mut().collect(), cost_ns, |w| w.run(round, &next)),
         }
         let workers = &self.workers[..threads];
-        // The first request with a fault, so that the error does not depend on the threads either.
-        if let Some((_, e)) = workers.iter().filter_map(|w| w.fault.as_ref()).min_by_key(|f| f.0) {
-            return Err(e.clone());
-        }
         self.order.resize(batch, (0, 0));
         for (w, worker) in workers.iter().enumerate() {
             for (n, &(request, _)) in worker.walks.iter().enumerate() {
@@ -138,6 +151,8 @@ impl Verifier {
             out.tokens.extend_from_slice(&worker.tokens[walk]);
             out.offsets.push(out.paths.len());
         }
+        out.faults.extend(workers.iter().flat_map(|w| &w.faults).cloned());
+        out.faults.sort_unstable_by_key(|&(request, _)| request); // which thread met one does not show
         Ok(())
     }
 }
@@ -156,6 +171,15 @@ impl<'a> Round<'a> {
             let want = format!("{} x {vocab} (nodes, vocabulary)", trees.nodes());
             return Err(Error::Mismatch { operand: "target logits", got: format!("{} values", logits.len()), want });
         }
+        for (&len, size) in lens.iter().zip(trees.sizes()) {
+            // A walk of n nodes draws at len + 1 ..= len + n.
+            len.checked_add(size).ok_or_else(|| Error::Overflow {
+                what: "token position",
+                expr: format!("{len} + {size}"),
+                ty: "uint32",
+                limit: u64::from(u32::MAX),
+            })?;
+        }
         Ok(Self { trees, logits, vocab, samplers, lens })
     }
 }
@@ -165,43 +189,41 @@ impl Worker {
         self.paths.clear();
         self.tokens.clear();
         self.walks.clear();
-        self.fault = None;
+        self.faults.clear();
         loop {
             let request = next.fetch_add(1, Ordering::Relaxed);
             if request >= round.trees.len() {
                 return;
             }
             self.walks.push((request, self.paths.len()));
-            if let Err(e) = self.walk(round, request) {
-                self.fault = Some((request, e));
-                return;
-            }
+            self.walk(round, request);
         }
     }
 
-    fn walk(&mut self, round: Round<'_>, request: usize) -> Result<()> {
+    fn walk(&mut self, round: Round<'_>, request: usize) {
         let first = round.trees.range(request).start;
         let start = self.tokens.len();
         let mut node = 0;
         loop {
-            let depth = self.tokens.len() - start;
-            let position = round.lens[request].checked_add(depth as u32 + 1).ok_or_else(|| Error::Overflow {
-                what: "token position",
-                expr: format!("{} + {depth} + 1", round.lens[request]),
-                ty: "uint32",
-                limit: u64::from(u32::MAX),
-            })?;
+            let depth = (self.tokens.len() - start) as u32;
+            let position = round.lens[request] + depth + 1; // `Round::new`: no overflow
             let row = first + node;
             let logits = &round.logits[row * round.vocab..][..round.vocab];
             let path = &self.tokens[start..]; // the tokens emitted so far are those below the root
-            let token = round.samplers[request]
-                .draw_unchecked(&mut self.scratch, logits, position, path)
-                .map_err(|f| f.at("target logits", request as i64, row as i64))?;
+            let drawn = round.samplers[request].draw_unchecked(&mut self.scratch, logits, position, path);
             self.paths.push(node as u32);
+            let token = match drawn {
+                Ok(token) => token,
+                Err(fault) => {
+                    self.tokens.push(NO_TOKEN);
+                    self.faults.push((request, fault.at(request as i64, row as i64, position)));
+                    return;
+                }
+            };
             self.tokens.push(token);
             match child_with(round.trees, first, node, token) {
                 Some(child) => node = child,
-                None => return Ok(()),
+                None => return,
             }
         }
     }

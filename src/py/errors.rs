@@ -128,7 +128,7 @@ table! {
     OutOfBounds { kernel: kernel = "kv_write", buffer: buffer = "cache", request: request = 1, step: step = -1,
         index: index = 99, bound: bound = 64 } => out_of_bounds,
     NonFinite { what: what = "target logits", value: value = "NaN", request: request = 0, row: row = 2,
-        index: index = 5 } => non_finite,
+        position: position = 7, index: index = 5 } => non_finite,
     StaleOutput { what: what = "kv_indices".into(), held: held = 1, current: current = 2 } => stale_output,
     Cuda { call: call = "cuLaunchKernel", message: message = "CUDA_ERROR_INVALID_VALUE (1)".into() } => cuda,
     CudaUnavailable { 0: reason = "no libcuda".into() } => cuda,

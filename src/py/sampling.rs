@@ -24,6 +24,9 @@ thread_local! {
 /// `vocab` is the length of a logits row. `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0, a repetition
 /// penalty of 1 and presence and frequency penalties of 0 do nothing. `logit_bias` maps token ids to a finite bias, or
 /// -inf to forbid the token. A parameter that cannot be honoured raises `ConfigError` with its name.
+///
+/// Logits are edited in float32. Limits: |bias| <= 1e30, |penalty| <= 1e20, repetition penalty in [1e-6, 1e6]; within
+/// them no logit of magnitude up to 1e30 overflows, however often a token occurs.
 #[pyclass(frozen, module = "specrs._specrs")]
 pub(super) struct Sampler {
     // Never waited for: a sampler belongs to one request, so use by two threads at once is an error of the caller.
@@ -88,7 +91,8 @@ impl Sampler {
     }
 
     /// The token at absolute `position` from its `logits` (float32 [vocab]); `path` are the tokens between the
-    /// committed history and it. Raises `NonFiniteError` for NaN, +inf, or no finite value.
+    /// committed history and it. Raises `NonFiniteError` for NaN, +inf, or no finite value; its `what` says whether
+    /// the logits came so, or bias and penalties made them so.
     #[pyo3(signature = (logits, position, path=None))]
     fn draw(&self, py: Python<'_>, logits: &Bound<'_, PyAny>, position: Int, path: Option<Vec<Int>>) -> PyResult<i32> {
         let logits = Tensor::import(logits, "logits", None)?;
@@ -104,8 +108,8 @@ impl Sampler {
 
 /// A pair of `logit_bias` in the core's types.
 fn bias(token: Int, value: f64) -> Result<(i32, f32)> {
-    if value.is_finite() && value.abs() > f32::MAX.into() {
-        let why = "must be finite in float32, or -inf to forbid the token".into();
+    if value.is_finite() && value.abs() > sample::MAX_BIAS.into() {
+        let why = "must be in [-1e30, 1e30], or -inf to forbid the token".into();
         return Err(Error::Invalid { what: "logit_bias", got: value.to_string(), why });
     }
     Ok((token.i32("logit_bias token")?, value as f32))
@@ -123,10 +127,18 @@ impl Accepts {
         (0..self.0.len()).map(|i| self.0.path(i).to_vec()).collect()
     }
 
-    /// Tokens that each request emits: the accepted drafts and one more, drawn at the last accepted node.
+    /// Tokens that each request emits: the accepted drafts and one more, drawn at the last accepted node. Where `errors`
+    /// has an error for the request, the accepted drafts alone: one less than its path has nodes.
     #[getter]
     fn tokens(&self) -> Vec<Vec<i32>> {
         (0..self.0.len()).map(|i| self.0.tokens(i).to_vec()).collect()
+    }
+
+    /// For each request `None`, or the `NonFiniteError` of the row of logits that could not be sampled, at the last node
+    /// of its path: `request` is its row of the batch, `row` the row of logits.
+    #[getter]
+    fn errors(&self) -> Vec<Option<PyErr>> {
+        (0..self.0.len()).map(|i| self.0.fault(i).cloned().map(PyErr::from)).collect()
     }
 
     fn __len__(&self) -> usize {
@@ -140,7 +152,8 @@ impl Accepts {
 
 /// Walk each tree along the tokens that plain decoding would draw. `logits` is float32 [sum of sizes, vocab], one row a
 /// node; `samplers` and `lens` (committed lengths: the roots' positions) have one entry a request. Samplers are not
-/// changed. Raises `NonFiniteError` with the request and row of logits that cannot be sampled.
+/// changed. A row of logits that a walk reads and that cannot be sampled ends that request's walk alone: see
+/// `Accepts.errors`.
 #[pyfunction]
 #[pyo3(signature = (trees, logits, samplers, lens))]
 pub(super) fn verify(

@@ -68,14 +68,16 @@ impl TreeBatch {
     }
 }
 
-/// Candidates and beams of a batch while the draft model runs. `vocab` is the target's vocabulary; `d2t` (int64
-/// [draft vocabulary]) holds the offset to add to each draft id (the EAGLE-3 format), `None` where both share one.
+/// Candidates and beams of a batch while the draft model runs: made once, for rounds of up to `max_batch` requests.
+/// `vocab` is the target's vocabulary; `d2t` (int64 [draft vocabulary]) holds the offset to add to each draft id (the
+/// EAGLE-3 format), `None` where both share one; it is read here alone.
 ///
 /// `start(logits)` once a round, then `advance(logits)` after each forward of the draft model; between them `tokens`
-/// and `parents` are the next forward's input, K rows a request.
+/// and `parents` are the next forward's input, K rows a request. Logits without a distribution (NaN, +inf, no finite
+/// value) raise nothing: their request stops drafting, see `faults`.
 #[pyclass(frozen, module = "specrs._specrs")]
 pub(super) struct DraftBeams {
-    batch: usize,
+    max_batch: usize,
     shape: crate::geometry::TreeShape,
     draft_vocab: usize,
     state: Mutex<select::DraftBeams>,
@@ -87,26 +89,26 @@ impl DraftBeams {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Requests.
+    /// Requests of the round.
     pub(super) fn batch(&self) -> usize {
-        self.batch
+        self.state().batch()
     }
 }
 
 #[pymethods]
 impl DraftBeams {
     #[new]
-    #[pyo3(signature = (batch, shape, d2t, vocab))]
+    #[pyo3(signature = (max_batch, shape, d2t, vocab))]
     fn new(
         py: Python<'_>,
-        batch: Int,
+        max_batch: Int,
         shape: &Bound<'_, TreeShape>,
         d2t: Option<&Bound<'_, PyAny>>,
         vocab: Int,
     ) -> PyResult<Self> {
-        let batch = batch.within("batch", 0, crate::bounds::MAX_BATCH.into())? as usize;
+        let max_batch = max_batch.within("max_batch", 0, crate::bounds::MAX_BATCH.into())? as usize;
         let (shape, vocab) = (shape.get().0, vocab.u32("vocab")?);
-        select::check_batch(batch, shape)?;
+        select::check_batch(max_batch, shape)?;
         let d2t = Tensor::import_option(d2t, "d2t")?;
         let offsets = match &d2t {
             Some(t) => {
@@ -116,7 +118,7 @@ impl DraftBeams {
             None => None,
         };
         let beams = detached(py, || select::DraftBeams::new(shape, vocab, offsets))?;
-        Ok(Self { batch, shape, draft_vocab: beams.draft_vocab(), state: Mutex::new(beams) })
+        Ok(Self { max_batch, shape, draft_vocab: beams.draft_vocab(), state: Mutex::new(beams) })
     }
 
     /// The tree shape.
@@ -125,10 +127,16 @@ impl DraftBeams {
         TreeShape(self.shape)
     }
 
-    /// Requests of a round.
+    /// Most requests of a round.
+    #[getter]
+    fn max_batch(&self) -> usize {
+        self.max_batch
+    }
+
+    /// Requests of this round; 0 before `start`.
     #[getter(batch)]
     fn py_batch(&self) -> usize {
-        self.batch
+        self.batch()
     }
 
     /// Columns of a row of draft logits.
@@ -143,18 +151,31 @@ impl DraftBeams {
         self.state().steps_done()
     }
 
-    /// Begin a round from the logits at the roots, float32 [batch, draft vocabulary].
+    /// Begin a round of any batch up to `max_batch` from the logits at the roots, float32 [batch, draft vocabulary].
     fn start(&self, py: Python<'_>, logits: &Bound<'_, PyAny>) -> PyResult<()> {
         let logits = Tensor::import(logits, "draft logits", None)?;
-        let rows = logits.input(&[self.batch, self.draft_vocab])?;
+        let [batch, _] = logits.dims("shape [batch, draft vocabulary]")?;
+        if batch > self.max_batch {
+            let most = format_args!("at most {} (max_batch)", self.max_batch);
+            return Err(logits.mismatch(format_args!("{batch} rows"), most).into());
+        }
+        let rows = logits.input(&[batch, self.draft_vocab])?;
         detached(py, || self.state().start(rows))
     }
 
     /// Extend the tree by one step from the logits of the beams, float32 [batch * K, draft vocabulary].
     fn advance(&self, py: Python<'_>, logits: &Bound<'_, PyAny>) -> PyResult<()> {
         let logits = Tensor::import(logits, "draft logits", None)?;
-        let rows = logits.input(&[self.batch * self.shape.topk() as usize, self.draft_vocab])?;
+        let rows = logits.input(&[self.batch() * self.shape.topk() as usize, self.draft_vocab])?;
         detached(py, || self.state().advance(rows))
+    }
+
+    /// Why requests of this round stopped drafting: a `NonFiniteError` each, with `request` (its row of the batch), and
+    /// `row` and `index` into the logits. Such a request keeps the levels drafted before; where `start` met the fault,
+    /// `finish` gives it its root alone.
+    #[getter]
+    fn faults(&self) -> Vec<PyErr> {
+        self.state().faults().iter().cloned().map(PyErr::from).collect()
     }
 
     /// Token of each beam in the target's vocabulary, int32 [batch * K].
@@ -196,7 +217,7 @@ impl DraftBeams {
         max_nodes: Vec<Int>,
         min_score: Option<f32>,
     ) -> PyResult<TreeBatch> {
-        same_len("roots", roots.len(), "the batch", self.batch)?;
+        same_len("roots", roots.len(), "the batch", self.batch())?;
         let roots = i32s("root token", &roots)?;
         let (depths, nodes) = (u32s("max_depths", &max_depths)?, u32s("max_nodes", &max_nodes)?);
         let min_score = min_score.unwrap_or(f32::NEG_INFINITY);

@@ -123,7 +123,7 @@ def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         ),
         "DraftBeams.__new__": (
             core.DraftBeams,
-            {"batch": 2, "shape": core.TreeShape(64, 64, 5), "d2t": None, "vocab": 64},
+            {"max_batch": 2, "shape": core.TreeShape(64, 64, 5), "d2t": None, "vocab": 64},
         ),
         "DraftBeams.finish": (
             w.beams().finish,

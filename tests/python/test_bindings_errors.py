@@ -21,7 +21,7 @@ CLASSES = {
     "Dead": (core.StaleHandleError, {"what", "id", "why"}),
     "OutOfBounds": (core.OutOfBoundsError, {"kernel", "buffer", "request", "step", "index", "bound"}),
     "StaleOutput": (core.StaleOutputError, {"what", "held", "current"}),
-    "NonFinite": (core.NonFiniteError, {"what", "value", "request", "row", "index"}),
+    "NonFinite": (core.NonFiniteError, {"what", "value", "request", "row", "position", "index"}),
     "Cuda": (core.CudaError, {"call", "message"}),
     "CudaUnavailable": (core.CudaError, {"reason"}),
 }

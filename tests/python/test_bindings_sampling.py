@@ -47,10 +47,10 @@ def test_history_and_path_move_the_draw() -> None:
         ("top_p", [0.0, -0.5, 1.1, math.nan]),
         ("min_p", [-0.1, 1.1, math.nan]),
         ("seed", [-1, 2**64]),
-        ("repetition_penalty", [0.0, -1.0, math.inf, math.nan]),
-        ("presence_penalty", [math.nan, math.inf, 1e300]),
-        ("frequency_penalty", [math.nan, -math.inf]),
-        ("logit_bias", [{4: 1.0}, {-1: 1.0}, {0: math.nan}, {0: math.inf}, {0: 1e300}, {2**70: 0.0}]),
+        ("repetition_penalty", [0.0, -1.0, math.inf, math.nan, 9e-7, 1.1e6]),
+        ("presence_penalty", [math.nan, math.inf, 1e300, 1.1e20]),
+        ("frequency_penalty", [math.nan, -math.inf, -1.1e20]),
+        ("logit_bias", [{4: 1.0}, {-1: 1.0}, {0: math.nan}, {0: math.inf}, {0: 1e300}, {0: -1.1e30}, {2**70: 0.0}]),
     ],
 )
 def test_parameters_that_cannot_be_honoured(name: str, values: list[Any]) -> None:
@@ -65,9 +65,11 @@ def test_logits_that_cannot_be_sampled(bad: float) -> None:
     s = core.Sampler(3, [])
     with pytest.raises(core.NonFiniteError) as e:
         s.draw(torch.tensor([0.0, bad, 1.0]), 0)
-    assert e.value.index == 1
+    assert (e.value.what, e.value.position, e.value.index) == ("target logits", 0, 1)
     with pytest.raises(core.NonFiniteError, match="all -inf"):
         s.draw(torch.full((3,), -math.inf), 0)
+    with pytest.raises(core.NonFiniteError, match=r"after logit_bias and penalties: all -inf .* position 9"):
+        core.Sampler(1, [], logit_bias={0: -math.inf}).draw(torch.zeros(1), 9)
 
 
 def test_operands_of_draw() -> None:
@@ -109,8 +111,9 @@ def test_beams_grow_the_most_probable_tree() -> None:
     shape = core.TreeShape(2, 2, 4)
     d2t = torch.tensor([10, 10, 10, 10])
     beams = core.DraftBeams(1, shape, d2t, 20)
-    assert (beams.shape, beams.batch, beams.draft_vocab, beams.steps_done) == (shape, 1, 4, 0)
+    assert (beams.shape, beams.max_batch, beams.batch, beams.draft_vocab, beams.steps_done) == (shape, 1, 0, 4, 0)
     beams.start(torch.tensor([[3.0, 1.0, 2.0, -9.0]]))
+    assert beams.batch == 1
     assert beams.tokens.tolist() == [10, 12]
     assert beams.parents.tolist() == [0, 0]
     first = torch.log_softmax(torch.tensor([3.0, 1.0, 2.0, -9.0]), -1)
@@ -153,13 +156,14 @@ def test_operands_of_beams() -> None:
         with pytest.raises(core.ConfigError):
             core.DraftBeams(batch, shape, d2t, vocab)
     beams = core.DraftBeams(2, shape, None, 8)
-    for logits in [torch.zeros(1, 8), torch.zeros(2, 7), torch.zeros(16), torch.zeros(2, 8, dtype=torch.bfloat16)]:
+    for logits in [torch.zeros(3, 8), torch.zeros(2, 7), torch.zeros(16), torch.zeros(2, 8, dtype=torch.bfloat16)]:
         with pytest.raises(core.ConfigError, match="draft logits"):
             beams.start(logits)
-    with pytest.raises(core.NonFiniteError) as e:
-        beams.start(torch.tensor([[0.0] * 8, [0.0] * 7 + [math.nan]]))
-    assert (e.value.request, e.value.row, e.value.index) == (1, 1, 7)
+    assert (beams.batch, beams.steps_done) == (0, 0)
     beams.start(torch.zeros(2, 8))
+    with pytest.raises(core.ConfigError, match="at most 2"):
+        beams.start(torch.zeros(3, 8))
+    assert (beams.batch, beams.steps_done) == (2, 1)
     for roots, depths, nodes in [
         ([1], [1, 1], [1, 1]),
         ([1, 8], [1, 1], [1, 1]),
@@ -171,6 +175,31 @@ def test_operands_of_beams() -> None:
     ]:
         with pytest.raises(core.ConfigError):
             beams.finish(roots, depths, nodes)
+
+
+def test_beams_serve_every_batch_and_a_bad_request_alone_stops() -> None:
+    """One set of beams, rounds of 3, 1, 0 and 2 requests; a row that is NaN costs its own request the drafts."""
+    beams = core.DraftBeams(3, core.TreeShape(2, 3, 8), torch.tensor([1, 1, 1, 1]), 8)
+    sound = torch.tensor([3.0, 1.0, 2.0, -9.0])
+    for batch in (3, 1, 0, 2):
+        beams.start(sound.repeat(batch, 1))
+        assert (beams.batch, beams.faults) == (batch, [])
+        assert beams.finish([5] * batch, [3] * batch, [8] * batch).sizes == [3] * batch
+    logits = sound.repeat(3, 1)
+    logits[1, 2] = math.nan
+    beams.start(logits)
+    [error] = beams.faults
+    assert isinstance(error, core.NonFiniteError)
+    assert (error.what, error.value, error.request, error.row, error.index) == ("draft logits", "NaN", 1, 1, 2)
+    deeper = sound.repeat(6, 1)
+    deeper[5] = -math.inf
+    beams.advance(deeper)
+    assert [(e.value, e.request, e.row) for e in beams.faults] == [("NaN", 1, 1), ("all -inf", 2, 5)]
+    trees = beams.finish([5] * 3, [3] * 3, [8] * 3)
+    assert trees.sizes == [7, 1, 3]
+    assert trees.tokens.tolist()[-4:] == [5, 5, 1, 3]
+    beams.start(sound.repeat(2, 1))
+    assert beams.faults == []
 
 
 def test_verification_is_plain_decoding() -> None:
@@ -211,10 +240,13 @@ def test_operands_of_verify() -> None:
         with pytest.raises(core.ConfigError):
             core.verify(*call)
     logits[2, 1] = math.nan
-    with pytest.raises(core.NonFiniteError) as e:
-        core.verify(trees, logits, samplers, [1, 1])
-    assert (e.value.what, e.value.request, e.value.row, e.value.index) == ("target logits", 1, 2, 1)
+    accepts = core.verify(trees, logits, samplers, [1, 1])
+    none, error = accepts.errors
+    assert none is None and isinstance(error, core.NonFiniteError)
+    assert (error.what, error.request, error.row, error.position, error.index) == ("target logits", 1, 2, 2, 1)
+    assert (accepts.paths, accepts.tokens) == ([[0], [0]], [[0], []])
     logits[2, 1] = 0
+    assert core.verify(trees, logits, samplers, [1, 1]).errors == [None, None]
     assert core.verify(trees, logits, [samplers[0]] * 2, [1, 1]).tokens == [[0], [0]]  # one sampler may serve two
 
 

@@ -269,7 +269,7 @@ def test_nan_scores_are_an_error_and_nothing_is_lost(tiny: Pair, tmp_path: Path)
     sound = LLM(tiny.target, tiny.draft, **TREE)
     [want] = sound.generate([[1, 2, 3]], good)
     llm = LLM(target, tiny.draft, max_batch=4, prefix_cache=False, **TREE)
-    with pytest.raises(NonFiniteError):
+    with pytest.raises(NonFiniteError, match="request 0: target logits: NaN at position 2"):
         llm.generate([[1, 7]], SamplingParams(max_tokens=4))
     assert llm.unfinished == 0
     llm.audit()

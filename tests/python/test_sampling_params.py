@@ -25,7 +25,8 @@ from specrs import ConfigError, SamplingParams
         ("temperature", 10**400), ("stop", 5), ("stop_token_ids", "12"), ("stop_token_ids", [True]),
         ("top_k", 10**30), ("logit_bias", [1]), ("logit_bias", {1: math.inf}), ("logit_bias", {1: 1e300}),
         ("logit_bias", {"7": 1.0}), ("presence_penalty", 1e39), ("frequency_penalty", -1e39),
-        ("repetition_penalty", 1e-60),
+        ("repetition_penalty", 1e-60), ("frequency_penalty", -3e38), ("repetition_penalty", 1.2e-38),
+        ("presence_penalty", -3e38), ("logit_bias", {1: 3e38}),
     ],
 )  # fmt: skip
 def test_refused_by_name(name: str, value: Any) -> None:

@@ -104,7 +104,7 @@ def attend(over: list[Group], keys: torch.Tensor, values: torch.Tensor, q: torch
         top.masked_fill_(top == -torch.inf, 0.0)
         weights = scores.sub_(top).exp_()
         total = weights.sum(-1, keepdim=True)
-        mixed = (weights.view(s, shared, -1, weights.shape[-1]) @ v).view(s, shared, n, heads // shared, dim)
+        mixed = _mix(weights.view(s, shared, -1, weights.shape[-1]), v).view(s, shared, n, heads // shared, dim)
         mixed /= total.masked_fill(total == 0.0, 1.0)
         sums = (total.log() + top).squeeze(-1)
         mixed, sums = mixed.transpose(1, 2).reshape(s, n, heads, dim), sums.transpose(1, 2).reshape(s, n, heads)
@@ -114,6 +114,19 @@ def attend(over: list[Group], keys: torch.Tensor, values: torch.Tensor, q: torch
             rows = g.rows[g.live]
             out[rows], lse[rows] = mixed[g.live], sums[g.live]
     return Result(out, lse)
+
+
+def _mix(weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """``weights @ v``, where a weight of 0 hides its value, NaN or not.
+
+    A draft token whose KV is NaN must not spoil the tokens beside it, to which it is hidden.
+    """
+    mixed = weights @ v
+    if bool(mixed.isfinite().all()):
+        return mixed
+    sound = v.isfinite()
+    met = (weights != 0.0).double() @ (~sound).double()  # how many bad values each result has weighed
+    return (weights @ v.masked_fill(~sound, 0.0)).masked_fill_(met > 0.0, torch.nan)
 
 
 def merged(results: list[Result]) -> torch.Tensor:

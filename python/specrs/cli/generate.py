@@ -1,6 +1,7 @@
 """``specrs generate PROMPT``: stream text with accepted draft tokens marked, and say what speculation was worth.
 
-Exit status 1 where ``--compare`` finds that the tokens differ from those of plain decoding.
+Exit status 1 where ``--compare`` finds that the tokens differ from those of plain decoding, and where the request ended
+with an error, such as NaN scores.
 """
 
 from __future__ import annotations
@@ -68,6 +69,9 @@ def run(args: argparse.Namespace) -> int:
         line += f" {output.stop_reason!r}"
     line += f"; {output.params}" + (f", seed {output.seed}" if output.params.temperature else "")
     print(f"[{line}]", file=sys.stderr)
+    if output.error is not None:
+        print(f"specrs: {output.error}", file=sys.stderr)
+        return 1
     if args.compare and not llm.speculative:
         print("[nothing to compare: no draft head is in use]", file=sys.stderr)
     elif args.compare:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from specrs import assets
 from specrs._specrs import Accepts, ConfigError, PoolExhaustedError, TreeBatch
@@ -153,13 +153,23 @@ class LLM:
     # -- whole requests -----------------------------------------------------------------------------------------
 
     def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_error: Literal["raise", "return"] = "raise",
     ) -> list[RequestOutput]:
         """Generate for each prompt; outputs in the order of the prompts.
+
+        A request that cannot go on ends alone, with ``finish_reason`` ``"error"`` and its ``error`` on its output; the
+        others run to their ends.
 
         Args:
             prompts: texts, or sequences of token ids; an empty list gives an empty list.
             params: one for all, or one for each; a field that is unset takes the model's value (`default_sampling`).
+            on_error: what a request that could not go on does once all have ended. ``"raise"``: the first such error,
+                in the order of the prompts, with every output as its ``outputs``. ``"return"``: nothing; look at
+                ``finish_reason``.
 
         Raises:
             ConfigError: a prompt without tokens, a token outside the vocabulary, a prompt that leaves no room in the
@@ -167,19 +177,29 @@ class LLM:
             PoolExhaustedError: a request that the pool could not hold even alone.
             EngineBusyError: another thread uses this engine.
             EngineClosedError: the engine was closed.
-            NonFiniteError: the model gave NaN scores.
+            NonFiniteError: with ``on_error="raise"``: the model's scores, or what bias and penalties made of them, held
+                NaN or +inf, or allowed no token. Fields: see `RequestOutput`.
             Nothing of the call stays behind after an error.
         """
+        if on_error not in ("raise", "return"):
+            raise ConfigError(f"on_error = {on_error!r}: must be 'raise' or 'return'")
         with self._turn():
             requests = self._requests(prompts, params)
             with closing(self._drain(requests, nullcontext)) as events:
                 outputs = {event.request_id: event.output for event in events if event.output is not None}
-            return [outputs[r.request_id] for r in requests]
+        ordered = [outputs[r.request_id] for r in requests]
+        error = next((o.error for o in ordered if o.error is not None), None)
+        if error is not None and on_error == "raise":
+            error.outputs = ordered  # type: ignore[attr-defined]
+            raise error
+        return ordered
 
     def stream(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Generator[StreamEvent]:
         """As ``generate``, but yield each request's progress; ``request_id`` counts up in the order of the prompts.
+
+        A request that cannot go on raises nothing: its last event's ``output`` has the ``error``.
 
         Prompts and parameters are checked at once; the requests are queued by the first ``next``. Closing the
         iterator early aborts what still runs. Several streams of one engine may be read in turn.
@@ -250,7 +270,9 @@ class LLM:
     def step(self) -> list[StreamEvent]:
         """One step of everything that runs: admission, a chunk of prefill, a round.
 
-        An error leaves every request as it was before the failed pass; abort one, or free pages, and step again.
+        A request that cannot go on (NaN scores) ends alone: its last event's ``output`` has ``finish_reason``
+        ``"error"`` and the ``error``. What is raised concerns the whole step, and leaves every request as it was before
+        the failed pass; abort one, or free pages, and step again.
         """
         with self._turn():
             events = [*self._unclaimed, *self._step()]

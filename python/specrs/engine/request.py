@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from specrs._specrs import Sampler
+from specrs._specrs import NonFiniteError, Sampler
 from specrs.engine.text import Decoder, Detokenizer, StopMatcher
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ class FinishReason(str, enum.Enum):
     STOP = "stop"  # EOS, a stop token or a stop string
     LENGTH = "length"  # max_tokens or the context limit
     ABORT = "abort"  # the caller's wish
+    ERROR = "error"  # it cannot go on; its output has the error
 
     def __str__(self) -> str:
         return self.value
@@ -66,6 +67,11 @@ class RequestOutput:
         drafted: per token of ``token_ids``, whether it was an accepted draft token.
         seconds: wall time from the request's admission (the first, where it was preempted) to its end; 0 for one that
             was aborted while it waited.
+        error: with ``finish_reason`` ``"error"``, why the request could not go on: a `NonFiniteError` whose ``request``
+            is the request's id, ``position`` the absolute position of the token that could not be drawn, ``index`` the
+            token id of the first bad logit. Tokens and text are those before it, else ``None``.
+        draft_error: why the draft head was given up for this request, whose tokens do not depend on it; ``None`` where
+            it was not. Fields as in ``error``.
     """
 
     request_id: int
@@ -82,6 +88,8 @@ class RequestOutput:
     accepted_lengths: list[int]
     drafted: list[bool]
     seconds: float
+    error: NonFiniteError | None = None
+    draft_error: NonFiniteError | None = None
 
     @property
     def mean_accepted(self) -> float:
@@ -139,7 +147,7 @@ class Request:
     """A live request. ``tokens`` is prompt and output; the last one is the root, whose KV is not written yet.
 
     Invariant between rounds of a running request: ``committed == len(tokens) - 1``, the target's KV is valid on
-    ``[0, committed)``, and the draft's on ``[0, committed - len(pending))``.
+    ``[0, committed)``, and the draft's on ``[0, draft_valid)``.
     """
 
     request_id: int
@@ -163,12 +171,15 @@ class Request:
     text: list[str] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    error: NonFiniteError | None = None
 
     # Draft state: the target's features of positions whose draft KV is not written yet, and what the last
     # draft_extend gave for the root.
     pending: list[torch.Tensor] = field(default_factory=list)
     root_logits: torch.Tensor | None = None
     root_hidden: torch.Tensor | None = None
+    draft_error: NonFiniteError | None = None  # once set, the request decodes plainly to its end
+    _draft_kept: int = 0  # with `draft_error`: positions whose draft KV is sound
 
     @classmethod
     def create(
@@ -239,22 +250,31 @@ class Request:
         return self.ending.max_total - len(self.tokens)
 
     @property
+    def draft_valid(self) -> int:
+        """Positions from 0 on whose draft KV is written and sound."""
+        if self.draft_error is not None:
+            return self._draft_kept
+        return self.committed - sum(len(p) for p in self.pending)
+
+    @property
     def max_depth(self) -> int:
         """Deepest draft node that can still be used: a round of depth d yields at most d + 1 tokens."""
         return max(self.remaining - 1, 0)
 
-    def commit(self, new: list[int], *, round_: bool) -> Committed:
+    def commit(self, new: list[int], *, round_: bool, error: NonFiniteError | None = None) -> Committed:
         """Append what a prefill (``round_`` false) or a round drew, up to the first reason to stop.
 
-        All of ``new`` but its last token are accepted draft tokens. This is the only place that decides what a
-        request's output is; text, usage and the accepted-length histogram follow from what it keeps.
+        All of ``new`` but its last token are accepted draft tokens. With ``error`` all of it are: the token after them
+        could not be drawn, and the request ends there, unless it stops before. This is the only place that decides what
+        a request's output is; text, usage and the accepted-length histogram follow from what it keeps.
         """
+        drafts = len(new) if error is not None else len(new) - 1
         pieces: list[tuple[str, bool]] = []
         kept = 0
         for i, token in enumerate(new):
             if self.remaining <= 0:
                 break
-            accepted = i < len(new) - 1
+            accepted = i < drafts
             kept += 1
             self.tokens.append(token)
             self.drafted.append(accepted)
@@ -270,6 +290,9 @@ class Request:
                 break
             if self.remaining <= 0:
                 self._finish(FinishReason.LENGTH, None)
+        if error is not None and self.finish_reason is None:
+            self.error = self._named(error)
+            self._finish(FinishReason.ERROR, None)
         self.sampler.commit(new[:kept])
         if round_:
             self.rounds += 1
@@ -286,6 +309,31 @@ class Request:
         pieces = self._flush()
         self.text.extend(text for text, _ in pieces)
         return pieces
+
+    def admit(self, row: KvSequence, shared: int) -> None:
+        """Begin, or begin again, with ``shared`` positions of target and draft KV that the prefix cache has."""
+        self.row, self.committed, self._draft_kept = row, shared, shared
+        self.cached_tokens = min(shared, self.prompt_len)
+        self.forget_features()
+
+    def forget_features(self) -> None:
+        """Drop what the draft head was to run over, and what it last gave."""
+        self.pending.clear()
+        self.root_logits = self.root_hidden = None
+
+    def give_up_drafts(self, error: NonFiniteError, valid: int) -> None:
+        """Decode plainly from now on; ``valid`` positions of draft KV are sound."""
+        self.draft_error, self._draft_kept = self._named(error), valid
+        self.forget_features()
+
+    def _named(self, error: NonFiniteError) -> NonFiniteError:
+        """An error of a pass as one of this request: by its id and position, not by rows of a batch."""
+        position = len(self.tokens)
+        text = f"request {self.request_id}: {error.what}: {error.value} at position {position}, index {error.index}"
+        named = NonFiniteError(text)
+        named.kind, named.what, named.value, named.index = error.kind, error.what, error.value, error.index
+        named.request, named.row, named.position = self.request_id, -1, position
+        return named
 
     def _finish(self, reason: FinishReason, stop_reason: str | int | None) -> None:
         self.finish_reason, self.stop_reason = reason, stop_reason
@@ -317,4 +365,6 @@ class Request:
             accepted_lengths=list(self.accepted_lengths),
             drafted=list(self.drafted),
             seconds=0.0 if self.started is None else time.perf_counter() - self.started,
+            error=self.error,
+            draft_error=self.draft_error,
         )

@@ -1,13 +1,16 @@
 """The passes of a step: prefill, plain decoding, and the speculative round, over models, pool and planner.
 
-A pass takes pages by a lease before it writes anything. Where a pass fails (exhausted pool, NaN scores), the lease
-rolls back and every request is as it was before the pass.
+A pass takes pages by a lease before it writes anything. Where a pass fails (exhausted pool), the lease rolls back and
+every request is as it was before the pass. Where one request cannot go on (NaN scores), the pass goes on without it:
+that request ends with its error. A draft head that gives NaN costs its request the drafts, nothing else.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, ParamSpec, TypeVar
@@ -72,6 +75,9 @@ class Runner:
         self.watch: Callable[[core.TreeBatch, core.Accepts], None] | None = None
         self.recorder: RoundRecorder | None = None
         self._in_passes = 0.0  # seconds
+        self._beams: core.DraftBeams | None = None
+        if head is not None:
+            self._beams = core.DraftBeams(config.max_batch, self.shape, head.d2t, target.config.vocab_size)
         self._borrowers: list[Request] = []  # whose root_logits and root_hidden are the head's own memory
 
     # -- target passes ------------------------------------------------------------------------------------------
@@ -84,17 +90,17 @@ class Runner:
         ends = list(accumulate(counts))
         # A fresh prompt yields its first token with its last position; a resumed request knows its root already.
         drawing = [i for i, r in enumerate(reqs) if r.committed + counts[i] == len(r.tokens)]
-        with self._lease(reqs, counts) as lease:
+        with _naming(reqs), self._lease(reqs, counts) as lease:
             plan = self.planner.extend([r.seq for r in reqs], starts, counts)
             rows = torch.tensor([ends[i] - 1 for i in drawing], dtype=torch.int64)
             logits, aux = self.target.forward(torch.tensor(tokens), plan, self.cache, self._wants_aux, rows)
-            drawn = [reqs[i].sampler.draw(logits[j], len(reqs[i].tokens), []) for j, i in enumerate(drawing)]
+            drawn = [_draw(reqs[i], logits[j]) for j, i in enumerate(drawing)]
             lease.commit([r.committed + n for r, n in chunks])
         passed = []
         for r, n in chunks:
             r.committed += n
-        for i, token in zip(drawing, drawn, strict=True):
-            passed.append(Passed(reqs[i], [token], reqs[i].commit([token], round_=False)))
+        for i, (first, error) in zip(drawing, drawn, strict=True):
+            passed.append(Passed(reqs[i], first, reqs[i].commit(first, round_=False, error=error)))
         self._remember(reqs, aux, [list(range(e - n, e)) for e, n in zip(ends, counts, strict=True)])
         self._draft_extend([r for r in reqs if r.finish_reason is None])
         if self.config.prefix_cache:
@@ -107,7 +113,7 @@ class Runner:
         """One token for each request, without drafts."""
         started, self._in_passes = time.perf_counter(), 0.0
         trees = core.TreeBatch.from_parents([[-1]] * len(reqs), [[r.tokens[-1]] for r in reqs])
-        with self._lease(reqs, [1] * len(reqs)) as lease:
+        with _naming(reqs), self._lease(reqs, [1] * len(reqs)) as lease:
             if self.recorder is not None:
                 self.recorder.reserved(reqs, [r.committed + 1 for r in reqs], speculative=False)
             plan = self.planner.decode([r.seq for r in reqs], [r.committed for r in reqs])
@@ -127,13 +133,12 @@ class Runner:
         """Draft a tree for each request, verify it, commit what was accepted."""
         if self.head is None or max(r.max_depth for r in reqs) == 0:
             return self.decode(reqs)
-        speculating = [r for r in reqs if self._gate(r).speculate]
-        if self.policy is not None and not speculating:
+        if not any(self._drafts(r) for r in reqs):
             return self.decode(reqs)
         self._draft_extend([r for r in reqs if r.root_logits is None])
         started, self._in_passes = time.perf_counter(), 0.0
         need = self.geometry.alloc_len_per_decode
-        with self._lease(reqs, [need] * len(reqs)) as lease:
+        with _naming(reqs), self._lease(reqs, [need] * len(reqs)) as lease:
             if self.recorder is not None:
                 self.recorder.reserved(reqs, [r.committed + need for r in reqs], speculative=True)
             drafted = self._draft(reqs)
@@ -150,7 +155,8 @@ class Runner:
             self.recorder.ended()
         if self.policy is not None:
             self.policy.costs.spec_overhead.observe(time.perf_counter() - started - self._in_passes)
-            self._learn(passed, drafted)
+            if all(r.error is None for r in reqs):  # a walk cut short says nothing of drafts
+                self._learn(passed, drafted)
         return passed
 
     def _verify(
@@ -169,25 +175,33 @@ class Runner:
             self.recorder.verified(trees, accepts)
         moves = self.planner.commit(lease, seqs, lens, accepts)
         core.kv_move(self.cache, moves)
-        passed = [Passed(r, drawn, r.commit(drawn, round_=True)) for r, drawn in zip(reqs, accepts.tokens, strict=True)]
+        paths = accepts.paths
+        # Whole paths: where a request keeps less, it has ended, and gives its pages back.
+        lease.commit([n + len(path) for n, path in zip(lens, paths, strict=True)])
+        # Nothing fails from here on; up to here, no request has changed.
+        passed = [
+            Passed(r, drawn, r.commit(drawn, round_=True, error=error))
+            for r, drawn, error in zip(reqs, accepts.tokens, accepts.errors, strict=True)
+        ]
         for p in passed:
             p.request.committed += p.committed.kept
-        lease.commit([r.committed for r in reqs])
         if self.recorder is not None:
             self.recorder.committed([p.committed.kept for p in passed])
-        return passed, aux, accepts.paths
+        return passed, aux, paths
 
     # -- draft passes -------------------------------------------------------------------------------------------
 
     def _draft(self, reqs: Sequence[Request]) -> Drafted:
         """Draft trees for ``reqs``, whose draft KV is up to date."""
-        assert self.head is not None and self.draft_cache is not None
-        head, cache = self.head, self.draft_cache
+        assert self.head is not None and self.draft_cache is not None and self._beams is not None
+        head, cache, beams = self.head, self.draft_cache, self._beams
         seqs, lens = [r.seq for r in reqs], [r.committed for r in reqs]
-        depths = [r.max_depth if self._gate(r).speculate else 0 for r in reqs]
-        beams = core.DraftBeams(len(reqs), self.shape, head.d2t, self.target.config.vocab_size)
-        beams.start(_stack([r.root_logits for r in reqs]))
-        hidden = _stack([r.root_hidden for r in reqs])
+        assert all(r.root_logits is not None or r.draft_error is not None for r in reqs), "draft_extend comes first"
+        beams.start(_stack([r.root_logits for r in reqs], beams.draft_vocab))
+        hidden = _stack([r.root_hidden for r in reqs], head.config.hidden_size)
+        for error in beams.faults:  # its hidden state was sound, and so is its draft KV
+            reqs[error.request].give_up_drafts(error, reqs[error.request].committed)
+        depths = [r.max_depth if self._drafts(r) else 0 for r in reqs]
         if self.geometry.layout == "holey":
             core.kv_move(cache, self.planner.tail_copies(seqs, lens))  # what whole pages bring along before a branch
         steps = 0
@@ -245,9 +259,15 @@ class Runner:
         logits, hidden = self._timed(
             "draft_extend", len(tokens), self.head.extend, torch.tensor(tokens), aux, plan, self.draft_cache, rows
         )
-        for i, r in enumerate(reqs):
-            r.pending.clear()
-            r.root_logits, r.root_hidden = logits[i], hidden[i]
+        # Hidden states attend to all draft KV before them: a sound one shows that all of that is sound.
+        sound = math.isfinite(hidden.sum().item())
+        for i, (r, start) in enumerate(zip(reqs, starts, strict=True)):
+            error = None if sound else _non_finite("draft hidden state", hidden[i])
+            if error is not None:
+                r.give_up_drafts(error, start)
+            else:
+                r.pending.clear()
+                r.root_logits, r.root_hidden = logits[i], hidden[i]
         self._borrowers = reqs
 
     def _remember(self, reqs: Sequence[Request], aux: torch.Tensor | None, rows: Sequence[list[int]]) -> None:
@@ -255,7 +275,7 @@ class Runner:
         if aux is None:
             return
         for r, index in zip(reqs, rows, strict=True):
-            if index:
+            if index and r.draft_error is None:
                 first, n = index[0], len(index)
                 straight = index[-1] - first == n - 1  # rows ascend
                 rows_of = aux[first : first + n].clone() if straight else aux.index_select(0, torch.tensor(index))
@@ -292,13 +312,9 @@ class Runner:
         """Give the request a row of the page table, sharing the pages of a cached prefix of its tokens."""
         if self.config.prefix_cache:
             # At least one position is computed: its logits, or its features for the draft, are wanted.
-            request.row, shared = self.pool.cache_lookup(request.tokens[: request.prefill_target - 1])
+            request.admit(*self.pool.cache_lookup(request.tokens[: request.prefill_target - 1]))
         else:
-            request.row, shared = self.pool.create(), 0
-        request.committed = shared
-        request.cached_tokens = min(shared, request.prompt_len)
-        request.pending.clear()
-        request.root_logits = request.root_hidden = None
+            request.admit(self.pool.create(), 0)
 
     def release(self, request: Request) -> None:
         """Take the request's pages back."""
@@ -309,9 +325,9 @@ class Runner:
         self.gates.pop(request.request_id, None)
 
     def share_prefix(self, request: Request) -> None:
-        """Offer the full pages of what is computed (draft KV included) to later requests."""
-        valid = request.committed - sum(len(p) for p in request.pending)
-        if valid > 0:
+        """Offer the full pages of what is computed and sound (draft KV included) to later requests."""
+        valid = request.committed if self.head is None else request.draft_valid
+        if valid > 0 and request.error is None:
             self.pool.cache_insert(request.seq, request.tokens[:valid])
 
     def _lease(self, reqs: Sequence[Request], extra: Sequence[int]) -> core.Lease:
@@ -328,6 +344,10 @@ class Runner:
     @property
     def _wants_aux(self) -> bool:
         return self.head is not None
+
+    def _drafts(self, request: Request) -> bool:
+        """Whether the request's next round should draft."""
+        return request.draft_error is None and self._gate(request).speculate
 
     def _gate(self, request: Request) -> SpeculationGate:
         if self.policy is None:
@@ -360,7 +380,7 @@ class Runner:
         self.policy.learn(drafted.scores, drawn - len(passed), drawn / len(passed) / cost)
         for p in passed:
             gate = self._gate(p.request)
-            if gate.speculate:
+            if self._drafts(p.request):
                 gate.spec_round(len(p.tokens), cost)
             else:
                 gate.plain_round()
@@ -413,11 +433,43 @@ def _planner(geometry: core.Geometry, pool: core.Pool, backend: AttentionBackend
     return core.Planner(geometry, pool, format=capabilities.format, mask=capabilities.mask)
 
 
-def _stack(rows: list[torch.Tensor | None]) -> torch.Tensor:
-    """What the last draft_extend gave for each request's root, as rows."""
-    some = [row for row in rows if row is not None]
-    assert len(some) == len(rows), "draft_extend runs before a draft"
+def _stack(rows: list[torch.Tensor | None], columns: int) -> torch.Tensor:
+    """What the last draft_extend gave for each request's root, as rows; zeros for a request that drafts no more."""
+    some = [torch.zeros(columns) if row is None else row for row in rows]
     return some[0][None] if len(some) == 1 else torch.stack(some)
+
+
+def _draw(request: Request, logits: torch.Tensor) -> tuple[list[int], core.NonFiniteError | None]:
+    """The first token of a request, or why there is none."""
+    try:
+        return [request.sampler.draw(logits, len(request.tokens), [])], None
+    except core.NonFiniteError as error:
+        return [], error
+
+
+def _non_finite(what: str, row: torch.Tensor) -> core.NonFiniteError | None:
+    """The error of a row that holds NaN or an infinity."""
+    bad = (~row.isfinite()).nonzero()
+    if not len(bad):
+        return None
+    index = int(bad[0])
+    value = str(row[index].item())
+    error = core.NonFiniteError(f"{what}: {value} at index {index}")
+    error.kind, error.what, error.value, error.index = "NonFinite", what, value, index
+    return error
+
+
+@contextmanager
+def _naming(reqs: Sequence[Request]) -> Iterator[None]:
+    """Errors of a pass over ``reqs`` name a request by its id, where the core names its row of the batch."""
+    try:
+        yield
+    except core.SpecrsError as error:
+        row = getattr(error, "request", None)
+        if isinstance(row, int) and 0 <= row < len(reqs):
+            error.request = reqs[row].request_id  # type: ignore[attr-defined]
+            error.args = (f"{error} (row {row} of the batch is request {reqs[row].request_id})",)
+        raise
 
 
 _OPEN = SpeculationGate()  # never closes: nothing calls its methods that count

@@ -16,7 +16,7 @@ def trace_rounds(llm: LLM, prompt: str, rounds: int) -> list[TreePicture]:
     seen: list[TreePicture] = []
 
     def watch(trees: core.TreeBatch, accepts: core.Accepts) -> None:
-        if len(seen) < rounds:
+        if len(seen) < rounds and accepts.errors == [None]:  # a round that failed drew no bonus token
             seen.append(_picture(llm, trees, accepts))
 
     # A round yields at least one token.

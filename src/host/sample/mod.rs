@@ -29,12 +29,17 @@ mod history;
 pub mod reference;
 pub(crate) mod scan;
 
-pub use config::{MAX_VOCAB, SamplerConfig};
+pub use config::{MAX_BIAS, MAX_PENALTY, MAX_REPETITION, MAX_VOCAB, SamplerConfig};
 pub use draw::Scratch;
 
 use crate::error::{Error, Result, in_range};
 use history::History;
 use scan::RowFault;
+
+/// The operand that a fault names where the model's logits are at fault.
+pub(crate) const MODEL_LOGITS: &str = "target logits";
+/// The operand that a fault names where the model's logits can be sampled, but not what bias and penalties make of them.
+pub(crate) const EDITED_LOGITS: &str = "target logits after logit_bias and penalties";
 
 /// A checked configuration and the token history of one request.
 #[derive(Debug, Clone)]
@@ -87,8 +92,8 @@ impl Sampler {
     /// committed output and this one (at a tree node: the drafts from below the root down to the node).
     ///
     /// # Errors
-    /// [`Error::NonFinite`] (request and row -1) for NaN, +inf or no finite value, in the logits or after bias and
-    /// penalties; [`Error::Mismatch`] for a row of another length; a path token outside the vocabulary.
+    /// [`Error::NonFinite`] (with the position; request and row -1) for NaN, +inf or no finite value: `what` is `target logits`, or
+    /// `target logits after logit_bias and penalties` where only those made it so; [`Error::Mismatch`] for a row of another length; a path token outside the vocabulary.
     pub fn draw(&self, scratch: &mut Scratch, logits: &[f32], position: u32, path: &[i32]) -> Result<i32> {
         if logits.len() != self.vocab as usize {
             return Err(Error::Mismatch {
@@ -98,7 +103,7 @@ impl Sampler {
             });
         }
         check_tokens("path token", path, self.vocab)?;
-        self.draw_unchecked(scratch, logits, position, path).map_err(|f| f.at("target logits", -1, -1))
+        self.draw_unchecked(scratch, logits, position, path).map_err(|f| f.at(-1, -1, position))
     }
 
     /// [`Sampler::draw`] after its checks of lengths and tokens.
@@ -108,9 +113,9 @@ impl Sampler {
         logits: &[f32],
         position: u32,
         path: &[i32],
-    ) -> std::result::Result<i32, RowFault> {
+    ) -> std::result::Result<i32, DrawFault> {
         let Scratch { row, pick } = scratch;
-        let logits = if self.config.edits_logits() {
+        let edited = if self.config.edits_logits() {
             row.clear();
             row.extend_from_slice(logits);
             self.history.edit(&self.config, logits, path, row);
@@ -118,7 +123,30 @@ impl Sampler {
         } else {
             logits
         };
-        draw::token(&self.config, logits, position, pick).map(|t| t as i32) // < vocab, which fits i32
+        let token = draw::token(&self.config, edited, position, pick);
+        token.map(|t| t as i32).map_err(|fault| DrawFault::new(logits, fault)) // < vocab, which fits i32
+    }
+}
+
+/// Why no token can be drawn: the fault, and the operand that has it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct DrawFault {
+    what: &'static str,
+    fault: RowFault,
+}
+
+impl DrawFault {
+    /// `fault` is that of the row after bias and penalties; a fault of the model's own `logits` comes first.
+    #[cold]
+    fn new(logits: &[f32], fault: RowFault) -> Self {
+        match scan::fault(logits) {
+            Some(fault) => Self { what: MODEL_LOGITS, fault },
+            None => Self { what: EDITED_LOGITS, fault },
+        }
+    }
+
+    pub(crate) fn at(self, request: i64, row: i64, position: u32) -> Error {
+        self.fault.at(self.what, request, row, i64::from(position))
     }
 }
 

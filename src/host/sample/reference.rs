@@ -3,7 +3,7 @@
 
 use super::draw::{fraction, mass, min_weight};
 use super::scan::{Law, RowFault};
-use super::{SamplerConfig, check_tokens};
+use super::{DrawFault, MODEL_LOGITS, SamplerConfig, check_tokens};
 use crate::error::Result;
 use crate::host::philox::{Purpose, uniform53};
 
@@ -33,9 +33,9 @@ pub fn processed(config: &SamplerConfig, prompt: &[i32], output: &[i32], logits:
 /// Temperature 0 gives the argmax all the weight.
 ///
 /// # Errors
-/// The faults of a row, as [`super::Sampler::draw`] reports them.
+/// The faults of a row, as [`super::Sampler::draw`] reports them of the model's logits.
 pub fn weights(config: &SamplerConfig, processed: &[f32]) -> Result<Vec<u64>> {
-    weigh(config, processed).map_err(|f| f.at("target logits", -1, -1))
+    weigh(config, processed).map_err(|f| f.at(MODEL_LOGITS, -1, -1, -1))
 }
 
 fn weigh(config: &SamplerConfig, row: &[f32]) -> std::result::Result<Vec<u64>, RowFault> {
@@ -87,7 +87,8 @@ pub fn draw(
 ) -> Result<i32> {
     check_tokens("path token", path, logits.len() as u32)?;
     let output = [output, path].concat();
-    let weights = weights(config, &processed(config, prompt, &output, logits))?;
+    let weights = weigh(config, &processed(config, prompt, &output, logits));
+    let weights = weights.map_err(|fault| DrawFault::new(logits, fault).at(-1, -1, position))?;
     let mut target = fraction(uniform53(config.seed, position, Purpose::TARGET), weights.iter().sum());
     for (id, &w) in weights.iter().enumerate() {
         if target < w {

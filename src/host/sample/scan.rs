@@ -30,8 +30,8 @@ pub(crate) struct RowFault {
 }
 
 impl RowFault {
-    pub(crate) fn at(self, what: &'static str, request: i64, row: i64) -> crate::Error {
-        crate::Error::NonFinite { what, value: self.value, request, row, index: self.index as i64 }
+    pub(crate) fn at(self, what: &'static str, request: i64, row: i64, position: i64) -> crate::Error {
+        crate::Error::NonFinite { what, value: self.value, request, row, position, index: self.index as i64 }
     }
 }
 
@@ -58,7 +58,7 @@ fn max_and_nan(chunk: &[f32]) -> (f32, bool) {
 
 /// The fault of a row, if it has one: NaN first, then +inf, then no finite value at all.
 #[cold]
-fn fault(row: &[f32]) -> Option<RowFault> {
+pub(crate) fn fault(row: &[f32]) -> Option<RowFault> {
     let at = |value, index| Some(RowFault { value, index });
     if let Some(i) = row.iter().position(|x| x.is_nan()) {
         return at("NaN", i);
@@ -351,6 +351,25 @@ mod tests {
                 assert_eq!(sum, chunk.iter().map(|&x| law.weight(x)).sum::<u64>());
             }
         }
+    }
+
+    /// A chunk is skipped only where each of its weights is 0, to the last logit that still has one.
+    #[test]
+    fn chunks_at_the_edge_of_vanishing_count() {
+        let law = Law::new(0.0, 1.0);
+        let (mut chunk_max, mut chunk_sum) = (Vec::new(), Vec::new());
+        let mut row = vec![f32::NEG_INFINITY; 3 * CHUNK];
+        row[0] = 0.0;
+        let mut counted = 0;
+        for i in 0..3000 {
+            let x = -27.5 - i as f32 * 1e-3; // to -30.5: exp(-28.42) * 2^40 is a half
+            row[CHUNK..2 * CHUNK].fill(x);
+            scan(&row, &mut chunk_max).unwrap();
+            let total = law.sum_row(&row, &chunk_max, &mut chunk_sum);
+            assert_eq!(total, ONE + CHUNK as u64 * law.weight(x), "{x}");
+            counted += law.weight(x);
+        }
+        assert_eq!(counted, 920, "a weight of 1 down to -28.419 = ln(2^-41)");
     }
 
     #[test]

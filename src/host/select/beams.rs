@@ -23,6 +23,10 @@ pub enum DraftMask {
 /// candidates of depth <= d are a prefix. **Beams** of a step are the K best of its candidates by cumulative
 /// log-probability, best first, ties by lower index.
 ///
+/// **Faults.** Logits without a distribution (NaN, +inf, no finite value) end the drafting of their request alone: the
+/// levels before stay, later logits of the request are ignored, and its tree ends at the last sound level, which may be
+/// the root. Its beams go on as placeholders with valid tokens, so that the batch keeps its rows.
+///
 /// **Slots.** Beam b of step s has draft slot `b*S + s` (the dense layout of the draft region). Rows of the masks have
 /// `words_for(K*S)` words of 64 bits; bit i of a row is slot i.
 #[derive(Debug)]
@@ -38,6 +42,10 @@ pub struct DraftBeams {
     batch: usize,
     /// Steps whose candidates are in the tables.
     steps: usize,
+    /// Steps of each request before its first fault.
+    sound: Vec<u32>,
+    /// The first fault of each request that has one, in the order in which they were met.
+    faults: Vec<Error>,
     /// Per request `shape.candidates()` entries: cumulative log-probability, token, index of the parent candidate
     /// (-1 below the root). Only the first `steps` steps are of this round.
     scores: Vec<f32>,
@@ -81,6 +89,8 @@ impl DraftBeams {
             to_target,
             batch: 0,
             steps: 0,
+            sound: Vec::new(),
+            faults: Vec::new(),
             scores: Vec::new(),
             candidate_tokens: Vec::new(),
             candidate_parents: Vec::new(),
@@ -100,13 +110,13 @@ impl DraftBeams {
     /// Step 0 of a new round: `logits` `[B, draft_vocab]` (f32) of the position after each root. Sets the batch to B.
     ///
     /// # Errors
-    /// Those of [`TopK::compute`], with the request; [`Error::Overflow`] or [`Error::Invalid`] for more candidates than
-    /// int32 counts, or than there is memory for. The tables are as before then.
+    /// Those of [`TopK::compute`]; [`Error::Overflow`] or [`Error::Invalid`] for more candidates than int32 counts, or
+    /// than there is memory for. The tables are as before then.
     pub fn start(&mut self, logits: &[f32]) -> Result<()> {
         let (k, stride) = (self.shape.topk() as usize, self.shape.candidates() as usize);
         let batch = logits.len() / self.draft_vocab;
         self.reserve(batch)?;
-        self.compute(logits, 1)?;
+        self.topk.compute(logits, self.draft_vocab, k)?;
         (self.batch, self.steps) = (batch, 1);
         self.scores.resize(batch * stride, 0.0);
         self.candidate_tokens.resize(batch * stride, 0);
@@ -131,6 +141,10 @@ impl DraftBeams {
             }
         }
         self.mark_slots(0);
+        self.sound.clear();
+        self.sound.resize(batch, 0);
+        self.faults.clear();
+        self.note_faults(0, 1);
         Ok(())
     }
 
@@ -142,7 +156,8 @@ impl DraftBeams {
         let (k, stride) = (self.shape.topk() as usize, self.shape.candidates() as usize);
         check_batch(batch, self.shape)?;
         let (rows, words) = (batch * k, batch * k * self.mask_words());
-        let there = room(&mut self.scores, batch * stride)
+        let there = room(&mut self.sound, batch)
+            && room(&mut self.scores, batch * stride)
             && room(&mut self.candidate_tokens, batch * stride)
             && room(&mut self.candidate_parents, batch * stride)
             && room(&mut self.beams, rows)
@@ -166,7 +181,7 @@ impl DraftBeams {
     ///
     /// # Errors
     /// [`Error::Invalid`] before [`DraftBeams::start`] or after S steps; [`Error::Mismatch`] for another number of rows;
-    /// those of [`TopK::compute`], with the request. The tables are as before then.
+    /// those of [`TopK::compute`]. The tables are as before then.
     pub fn advance(&mut self, logits: &[f32]) -> Result<()> {
         let (k, stride) = (self.shape.topk() as usize, self.shape.candidates() as usize);
         let step = self.steps;
@@ -183,7 +198,7 @@ impl DraftBeams {
                 want: format!("{rows} x {} (batch * topk, draft vocabulary)", self.draft_vocab),
             });
         }
-        self.compute(logits, k)?;
+        self.topk.compute(logits, self.draft_vocab, k)?;
         self.steps = step + 1;
         let words = self.mask_words();
         self.spare_beams.resize(rows, 0);
@@ -214,14 +229,34 @@ impl DraftBeams {
         std::mem::swap(&mut self.beams, &mut self.spare_beams);
         std::mem::swap(&mut self.ancestors, &mut self.spare_bits);
         self.mark_slots(step);
+        self.note_faults(step, k);
         Ok(())
+    }
+
+    /// After step `step`: requests that had no fault before and have none now have one sound step more.
+    fn note_faults(&mut self, step: usize, rows_per_request: usize) {
+        let (before, now) = (step as u32, step as u32 + 1);
+        self.sound.iter_mut().filter(|n| **n == before).for_each(|n| *n = now);
+        for (row, fault) in self.topk.faults() {
+            let request = row / rows_per_request;
+            if self.sound[request] == now {
+                self.sound[request] = before;
+                self.faults.push(match fault {
+                    Error::NonFinite { what, value, row, position, index, .. } => {
+                        Error::NonFinite { what, value, request: request as i64, row, position, index }
+                    }
+                    fault => fault,
+                });
+            }
+        }
     }
 
     /// Make each request's tree: its root token and the best candidates of all steps so far.
     ///
     /// Request i gets the `max_nodes[i] - 1` best candidates of depth <= `max_depths[i]` (or all there are) by
     /// cumulative log-probability, ties by lower index, in the order of their indices. The choice is closed under
-    /// ancestors: a parent's score is not below its child's and its index is lower, so it ranks above.
+    /// ancestors: a parent's score is not below its child's and its index is lower, so it ranks above. A request with a
+    /// fault has candidates of its sound steps alone.
     ///
     /// `out` is overwritten; after an error its content is unspecified.
     ///
@@ -259,10 +294,10 @@ impl DraftBeams {
         check_tokens("root token", roots, self.vocab)?;
         let limit = i128::from(self.shape.draft_tokens());
         max_nodes.iter().try_for_each(|&n| in_range("max_nodes", n, 1, limit).map(|_| ()))?;
-        let size = |i: usize| max_nodes[i].min(1 + self.candidates_within(max_depths[i]) as u32);
+        let size = |i: usize| max_nodes[i].min(1 + self.candidates_within(i, max_depths[i]) as u32);
         out.begin((0..self.batch).map(size).max().unwrap_or(0));
         for i in 0..self.batch {
-            let within = self.candidates_within(max_depths[i]);
+            let within = self.candidates_within(i, max_depths[i]);
             self.finish_one(i, roots[i], within, (max_nodes[i] as usize - 1).min(within), min_score, out);
         }
         Ok(())
@@ -297,19 +332,10 @@ impl DraftBeams {
         out.end_tree();
     }
 
-    /// Candidates of this round at depth <= `depth` of one request: a prefix of its table.
-    fn candidates_within(&self, depth: u32) -> usize {
-        let (k, levels) = (self.shape.topk() as usize, self.steps.min(depth as usize));
+    /// Sound candidates of this round at depth <= `depth` of request `i`: a prefix of its table.
+    fn candidates_within(&self, i: usize, depth: u32) -> usize {
+        let (k, levels) = (self.shape.topk() as usize, self.sound[i].min(depth) as usize);
         if levels == 0 { 0 } else { k + (levels - 1) * k * k }
-    }
-
-    fn compute(&mut self, logits: &[f32], rows_per_request: usize) -> Result<()> {
-        self.topk.compute(logits, self.draft_vocab, self.shape.topk() as usize).map_err(|e| match e {
-            Error::NonFinite { what, value, row, index, .. } => {
-                Error::NonFinite { what, value, request: row / rows_per_request as i64, row, index }
-            }
-            e => e,
-        })
     }
 
     fn target_id(&self, draft_id: u32) -> i32 {
@@ -344,6 +370,12 @@ impl DraftBeams {
     /// Steps done in this round, 0 before the first [`DraftBeams::start`]; the beams are of step `steps_done() - 1`.
     pub fn steps_done(&self) -> usize {
         self.steps
+    }
+
+    /// Why requests of this round stopped drafting: [`Error::NonFinite`] (`draft logits`) with the request and the row of
+    /// its first bad logits. One a request at most; empty in a sound round.
+    pub fn faults(&self) -> &[Error] {
+        &self.faults
     }
 
     /// Token of each beam in the target's vocabulary, `[B, K]`: the draft model's next input.

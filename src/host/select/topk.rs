@@ -13,6 +13,8 @@ const COST_PS: usize = 1000;
 pub struct TopK {
     ids: Vec<u32>,
     log_probs: Vec<f32>,
+    /// Rows that have no distribution, ascending.
+    faults: Vec<(usize, RowFault)>,
     workers: Vec<Worker>,
 }
 
@@ -22,14 +24,16 @@ struct Worker {
     chunk_sum: Vec<u64>,
     bounds: Vec<f32>,
     keys: Vec<u64>,
-    fault: Option<(usize, RowFault)>,
+    faults: Vec<(usize, RowFault)>,
 }
 
 impl TopK {
     /// Compute for `logits` `[rows, vocab]`: ids and log-probabilities `[rows, k]`, best first, ties by lower id.
     ///
+    /// A row with NaN, +inf or no finite value has no distribution: it gets the ids `0..k` with log-probability -inf,
+    /// and is listed by [`TopK::faults`]. The other rows are what they are without it.
+    ///
     /// # Errors
-    /// [`Error::NonFinite`] (`draft logits`, request -1) for a row with NaN, +inf or no finite value;
     /// [`Error::OutOfRange`] unless `1 <= k <= min(vocab, 64)`; [`Error::Mismatch`] unless `logits` has whole rows.
     pub fn compute(&mut self, logits: &[f32], vocab: usize, k: usize) -> Result<()> {
         in_range("topk", k as i128, 1, i128::from(MAX_TOPK).min(vocab as i128))?;
@@ -38,6 +42,7 @@ impl TopK {
             return Err(Error::Mismatch { operand: "draft logits", got: format!("{} values", logits.len()), want });
         }
         let rows = logits.len() / vocab;
+        self.faults.clear();
         self.ids.resize(rows * k, 0);
         self.log_probs.resize(rows * k, 0.0);
         let cost_ns = logits.len() * COST_PS / 1000;
@@ -57,10 +62,16 @@ impl TopK {
             });
         }
         let used = rows.div_ceil(share);
-        match self.workers[..used].iter().enumerate().find_map(|(w, worker)| Some((w, worker.fault?))) {
-            Some((w, (row, fault))) => Err(fault.at("draft logits", -1, (w * share + row) as i64)),
-            None => Ok(()),
+        for (w, worker) in self.workers[..used].iter().enumerate() {
+            self.faults.extend(worker.faults.iter().map(|&(row, fault)| (w * share + row, fault)));
         }
+        Ok(())
+    }
+
+    /// Rows of the last call that have no distribution, ascending, each with its error ([`Error::NonFinite`],
+    /// `draft logits`, request -1).
+    pub fn faults(&self) -> impl Iterator<Item = (usize, Error)> {
+        self.faults.iter().map(|&(row, fault)| (row, fault.at("draft logits", -1, row as i64, -1)))
     }
 
     /// Column of each entry, `[rows, k]`.
@@ -77,11 +88,14 @@ impl TopK {
 impl Worker {
     fn rows(&mut self, logits: &[f32], vocab: usize, k: usize, ids: &mut [u32], log_probs: &mut [f32]) {
         let outputs = ids.chunks_exact_mut(k).zip(log_probs.chunks_exact_mut(k));
-        let fault =
-            logits.chunks_exact(vocab).zip(outputs).enumerate().find_map(|(row, (logits, (ids, log_probs)))| {
-                self.row(logits, ids, log_probs).err().map(|fault| (row, fault))
-            });
-        self.fault = fault;
+        self.faults.clear();
+        for (row, (logits, (ids, log_probs))) in logits.chunks_exact(vocab).zip(outputs).enumerate() {
+            if let Err(fault) = self.row(logits, ids, log_probs) {
+                ids.iter_mut().enumerate().for_each(|(j, id)| *id = j as u32);
+                log_probs.fill(f32::NEG_INFINITY);
+                self.faults.push((row, fault));
+            }
+        }
     }
 
     fn row(&mut self, row: &[f32], ids: &mut [u32], log_probs: &mut [f32]) -> std::result::Result<(), RowFault> {
