@@ -39,6 +39,8 @@ from specrs._specrs import (
     cuda_available,
     faults,
     kv_move,
+    num_threads,
+    set_num_threads,
     verify,
 )
 from specrs.sampling_params import SamplingParams
@@ -92,6 +94,8 @@ __all__ = [
     "cuda_available",
     "faults",
     "kv_move",
+    "num_threads",
+    "set_num_threads",
     "verify",
 ]
 

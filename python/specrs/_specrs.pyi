@@ -1071,10 +1071,27 @@ def as_array(tensor: _Tensor) -> Array:
     """An array with a copy of `tensor`'s values (CPU, contiguous): to move a tensor between DLPack libraries."""
 
 def set_num_threads(n: SupportsIndex) -> None:
-    """Use `n` threads for the kernels from now on; the default is the physical cores, at most 8."""
+    """Let the CPU kernels of this process use `n` threads, 1 to 64, the calling one included.
+
+    Results do not depend on `n`, to the bit. With 1 there are no other threads; otherwise workers start when a kernel
+    first has enough to do, poll within a pass, and sleep when none has called for about as long as waking takes.
+
+    Without a call of this function (or `--threads` on the command line, which calls it), the number is the first of
+    these. (1) `torch.get_num_threads()` when an `LLM` is made, if somebody must have changed it: it differs from
+    `OMP_NUM_THREADS`, or, without that variable, is below number 3 or above the machine's CPUs. (2) The first number of
+    `OMP_NUM_THREADS`, read once; a value that is not a list of positive numbers is ignored. (3) The CPUs that the
+    process may use, by affinity mask and cgroup quota, at most 8.
+
+    Raises ConfigError for an `n` out of range.
+    """
 
 def num_threads() -> int:
-    """Threads that the kernels use."""
+    """Threads that the CPU kernels may use, the calling one included; `set_num_threads` says where the number comes
+    from.
+    """
+
+def _follow_torch(torch_threads: SupportsIndex, machine_cpus: SupportsIndex) -> None:
+    """Take over torch's number of threads if somebody must have changed it; `set_num_threads` has the rule."""
 
 def faults() -> list[dict[str, Any]]:
     """Registry of the historical faults that `SPECRS_DEBUG_REVERT` or `Geometry(reverts=)` can put back, for

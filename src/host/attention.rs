@@ -388,7 +388,7 @@ fn check(
     view.check(kernel, queries, shape.slots)
 }
 
-/// Heads that can share key/value heads, of a size the vectors can take.
+/// Heads that can share key/value heads. Their size may be any: tiles pad it to whole vectors.
 pub(crate) fn check_heads(heads: usize, kv_heads: usize, head_dim: usize) -> Result<()> {
     if heads == 0 || kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
         return Err(Error::Invalid {
@@ -397,12 +397,8 @@ pub(crate) fn check_heads(heads: usize, kv_heads: usize, head_dim: usize) -> Res
             why: format!("must be a positive multiple of the {kv_heads} key/value heads"),
         });
     }
-    if head_dim == 0 || !head_dim.is_multiple_of(8) {
-        return Err(Error::Invalid {
-            what: "head_dim",
-            got: head_dim.to_string(),
-            why: "must be a positive multiple of 8".into(),
-        });
+    if head_dim == 0 {
+        return Err(Error::Invalid { what: "head_dim", got: "0".into(), why: "must be positive".into() });
     }
     Ok(())
 }

@@ -15,7 +15,7 @@
 //! | [`rope`] | per-head norm, RoPE, KV write and attention in one call |
 //! | [`linear`] | matrix products with packed weights, RMSNorm before and residual or SwiGLU after |
 //! | [`norm`], [`act`] | RMSNorm, exponential and SiLU |
-//! | [`threads`] | the bounded pool that all kernels share, and when it is worth waking |
+//! | [`threads`] | the bounded pool that all kernels share, how many threads it has, and when it is worth waking |
 //! | [`philox`] | counter-based random numbers, keyed by seed, position and purpose |
 //! | [`sample`] | bias, penalties, temperature, top-k, top-p, min-p, and the draw of a token |
 //! | [`select`] | draft log-probabilities, beams, and the tree of a batch |
@@ -34,5 +34,6 @@ pub mod rope;
 pub mod sample;
 pub mod select;
 mod simd;
+mod thread_count;
 pub mod threads;
 pub mod verify;

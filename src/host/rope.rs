@@ -52,7 +52,17 @@ impl RopeTable {
                 });
             }
         }
-        Ok(Self { half, cos: cos.to_vec(), sin: sin.to_vec() })
+        let copy = |table: &[f32]| -> Result<Vec<f32>> {
+            let mut copy = Vec::new();
+            copy.try_reserve_exact(table.len()).map_err(|e| Error::Invalid {
+                what: "rope table",
+                got: format!("{} positions", table.len() / half),
+                why: format!("no memory for {} bytes: {e}; a smaller context takes less", size_of_val(table)),
+            })?;
+            copy.extend_from_slice(table);
+            Ok(copy)
+        };
+        Ok(Self { half, cos: copy(cos)?, sin: copy(sin)? })
     }
 
     /// Positions in the table.

@@ -9,63 +9,67 @@
 //! | rayon `install` + `join` from an outside thread | 25 us (70 us after 200 us of silence) |
 //! | rayon `in_place_scope`, the caller taking its share | 61 us |
 //! | paralight 0.0.12 | 69 us |
-//! | rayon `in_place_scope` into workers **kept awake** (this module) | 2 us |
+//! | rayon `in_place_scope` into workers that poll (this module) | 2 us |
 //!
-//! All of the loss is waking a sleeping thread. So the first region of a burst gives each worker a job that does
-//! nothing but look for other jobs (`rayon::yield_now`) until nothing has happened for [`AWAKE`]; regions that follow
-//! find the workers polling. The caller always takes its share itself and spins for the rest. Nothing here is
+//! All of the loss is waking a sleeping thread. So a worker polls for a while after a region, because the next one of
+//! the same pass is mostly near, and sleeps when none has come for about as long as waking it takes
+//! (`Watch::patience`, measured): polling for longer would cost more than it can save. Between passes, and when the
+//! engine is idle, no worker uses a core. The first region after a silence does not wait for sleepers either: its
+//! caller calls them and does small work alone meanwhile; regions after it find them polling. Nothing here is
 //! `unsafe`: rayon lends the borrowed closures.
 //!
 //! A second thread that wants the pool while it is taken runs its region alone, which neither waits nor
 //! oversubscribes the machine. Where the machine has no core to spare, a worker may be off its core just when it is
 //! waited for, which costs a time slice (milliseconds): a region that waited much longer than it worked makes the
-//! next ones run on the caller alone, twice as many each time, until a trial goes well again. After a `fork` the
-//! child builds a pool of its own. Kernels are written so that no result depends on how many threads took part.
+//! next ones run on the caller alone, twice as many each time, until a trial goes well again. Calls that came too
+//! late for every region do the same. After a `fork` the child builds a pool of its own. Kernels are written so that
+//! no result depends on how many threads took part.
 
 use std::hint::spin_loop;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
-use crate::error::{Error, Result, in_range};
-
-/// Largest number of threads the kernels may be given.
-pub const MAX_THREADS: usize = 64;
-
-/// How long idle workers go on polling after the last region: longer than what lies between two passes of a model.
-pub const AWAKE: Duration = Duration::from_micros(1500);
+use super::thread_count;
+pub use super::thread_count::{MAX_DEFAULT, MAX_THREADS, num_threads};
+use crate::error::{Error, Result};
 
 /// Work smaller than this, in nanoseconds of one thread, is done by the caller: entering a region costs about 1.6 us.
 pub(crate) const WORTH_A_REGION_NS: usize = 5_000;
 
+/// Bounds of how long a worker polls for the next region, in nanoseconds: what waking it may be taken to cost.
+const PATIENCE_NS: std::ops::RangeInclusive<u64> = 20_000..=150_000;
+
 /// A wait for the workers beyond what balance explains.
 const LATE: Duration = Duration::from_micros(60);
 
-/// Most regions that the caller runs alone before it tries the workers again.
-const MAX_PENALTY: usize = 4096;
+/// Regions that the caller runs alone after a late worker: at first, and at most.
+const AFTER_LATE: [usize; 2] = [32, 4096];
 
-/// Threads asked for; 0 stands for the default.
-static THREADS: AtomicUsize = AtomicUsize::new(0);
+/// The same after a call that came too late for every region: at most a pass.
+const AFTER_VAIN: [usize; 2] = [4, 64];
+
 /// The workers, once something was worth them.
 static TEAM: RwLock<Option<Arc<Team>>> = RwLock::new(None);
 
 /// Let the kernels use `n` threads, the caller's included (`1..=MAX_THREADS`). Results do not depend on `n`.
 pub fn set_num_threads(n: usize) -> Result<()> {
-    in_range("num_threads", n as u64, 1, MAX_THREADS as i128)?;
-    THREADS.store(n, Ordering::Relaxed);
+    thread_count::set_num_threads(n)?;
+    dismiss_unneeded();
     Ok(())
 }
 
-/// Threads the kernels may use, the caller's included: what [`set_num_threads`] set, or the machine's parallelism,
-/// at most 8.
-pub fn num_threads() -> usize {
-    match THREADS.load(Ordering::Relaxed) {
-        0 => {
-            // Asking the system reads cgroup files: ask once.
-            static DEFAULT: std::sync::OnceLock<usize> = std::sync::OnceLock::new();
-            *DEFAULT.get_or_init(|| std::thread::available_parallelism().map_or(1, |n| n.get().min(8)))
-        }
-        n => n,
+/// Take over torch's number of threads where somebody must have changed it: torch starts with what `OMP_NUM_THREADS`
+/// says, or else with the CPUs or cores of a machine that has `machine_cpus`.
+pub fn follow_torch(torch: usize, machine_cpus: usize) {
+    thread_count::follow_torch(torch, machine_cpus);
+    dismiss_unneeded();
+}
+
+/// One thread has no workers.
+fn dismiss_unneeded() {
+    if num_threads() == 1 {
+        *TEAM.write().unwrap_or_else(PoisonError::into_inner) = None;
     }
 }
 
@@ -75,16 +79,82 @@ struct Team {
     workers: usize,
     /// Process that started the workers: a forked child has the pool's memory but not its threads.
     process: u32,
-    /// Workers whose polling job has not ended yet.
-    awake: Arc<AtomicUsize>,
-    /// Counts regions, so that polling workers see that more may come.
-    pulse: Arc<AtomicUsize>,
+    watch: Arc<Watch>,
     /// Whether a caller is in a region.
     taken: AtomicBool,
-    /// Regions that the caller still runs alone, since the last one had to wait for a worker without a core.
+    /// Whether a region had help since the workers were called last.
+    helped: AtomicBool,
+    /// Regions that the caller still runs alone, since workers had no core or were called in vain.
     alone: AtomicUsize,
     /// What `alone` was set to last; 0 when all is well.
     penalty: AtomicUsize,
+}
+
+/// The time in which workers poll for regions, from the call that wakes them until the first of them has had enough.
+struct Watch {
+    /// Regions so far, times two; odd where the watch is over.
+    pulse: AtomicUsize,
+    /// Workers that have been called and have not left.
+    called: AtomicUsize,
+    /// Workers that poll, or work.
+    there: AtomicUsize,
+    /// When the call was, in nanoseconds of `clock`.
+    called_at: AtomicU64,
+    /// What waking a worker takes, in nanoseconds, averaged.
+    waking: AtomicU64,
+    clock: Instant,
+}
+
+impl Watch {
+    fn new() -> Self {
+        Self {
+            pulse: AtomicUsize::new(1),
+            called: AtomicUsize::new(0),
+            there: AtomicUsize::new(0),
+            called_at: AtomicU64::new(0),
+            waking: AtomicU64::new(50_000),
+            clock: Instant::now(),
+        }
+    }
+
+    fn now(&self) -> u64 {
+        self.clock.elapsed().as_nanos() as u64
+    }
+
+    /// How long a worker polls in vain, in nanoseconds. Whoever waits for as long as the alternative costs is never
+    /// more than twice off the best choice (the ski-rental argument; Karlin et al. 1990, for spinning on locks).
+    fn patience(&self) -> u64 {
+        self.waking.load(Ordering::Relaxed).clamp(*PATIENCE_NS.start(), *PATIENCE_NS.end())
+    }
+
+    /// A worker's part: run regions as they come, until the watch is over.
+    fn stand(&self) {
+        // A thread that found no core was late for another reason.
+        let late = self.now().saturating_sub(self.called_at.load(Ordering::Relaxed)).min(*PATIENCE_NS.end());
+        self.waking.store((7 * self.waking.load(Ordering::Relaxed) + late) / 8, Ordering::Relaxed);
+        self.there.fetch_add(1, Ordering::Release);
+        let (mut seen, mut since, mut idle) = (self.pulse.load(Ordering::Relaxed), self.now(), 0u32);
+        while seen % 2 == 0 {
+            if rayon::yield_now() == Some(rayon::Yield::Executed) {
+                (since, idle) = (self.now(), 0);
+                continue;
+            }
+            spin_loop();
+            idle = idle.wrapping_add(1);
+            if idle % 16 == 0 {
+                let pulse = self.pulse.load(Ordering::Relaxed);
+                if pulse != seen {
+                    (seen, since) = (pulse, self.now());
+                } else if self.now() - since > self.patience() {
+                    // All leave together: a watch that some have left would be neither used nor renewed.
+                    _ = self.pulse.compare_exchange(seen, seen + 1, Ordering::Relaxed, Ordering::Relaxed);
+                    seen = self.pulse.load(Ordering::Relaxed);
+                }
+            }
+        }
+        self.there.fetch_sub(1, Ordering::Relaxed);
+        self.called.fetch_sub(1, Ordering::Release);
+    }
 }
 
 impl Team {
@@ -98,9 +168,9 @@ impl Team {
             pool,
             workers,
             process: std::process::id(),
-            awake: Arc::default(),
-            pulse: Arc::default(),
+            watch: Arc::new(Watch::new()),
             taken: AtomicBool::new(false),
+            helped: AtomicBool::new(true),
             alone: AtomicUsize::new(0),
             penalty: AtomicUsize::new(0),
         })
@@ -130,54 +200,48 @@ impl Team {
         alone > 0
     }
 
+    /// Make the caller run regions alone for a while: twice as many as the last time, within bounds.
+    fn back_off(&self, [least, most]: [usize; 2]) {
+        let penalty = (2 * self.penalty.load(Ordering::Relaxed)).clamp(least, most);
+        self.penalty.store(penalty, Ordering::Relaxed);
+        self.alone.store(penalty, Ordering::Relaxed);
+    }
+
     /// Learn from a region: how long its caller worked, and then waited.
     fn learn(&self, worked: Duration, waited: Duration) {
-        let penalty = self.penalty.load(Ordering::Relaxed);
         if waited > LATE + worked / 2 {
-            let penalty = (2 * penalty).clamp(32, MAX_PENALTY);
-            self.penalty.store(penalty, Ordering::Relaxed);
-            self.alone.store(penalty, Ordering::Relaxed);
-        } else if penalty > 0 {
+            return self.back_off(AFTER_LATE);
+        }
+        let penalty = self.penalty.load(Ordering::Relaxed);
+        if penalty > 0 {
             self.penalty.store(penalty / 2, Ordering::Relaxed);
         }
     }
 
-    /// Keep the workers polling for [`AWAKE`] from now on; whether they had to be woken.
-    fn keep_awake(&self) -> bool {
-        self.pulse.fetch_add(1, Ordering::Relaxed);
-        if self.awake.load(Ordering::Acquire) != 0 {
-            return false; // a worker that is just giving up costs one slow region
-        }
-        self.awake.store(self.workers, Ordering::Release);
-        let (awake, pulse) = (self.awake.clone(), self.pulse.clone());
-        self.pool.spawn_broadcast(move |_| {
-            poll(&pulse);
-            awake.fetch_sub(1, Ordering::AcqRel);
-        });
-        true
-    }
-}
-
-/// Run other jobs as they come, until `pulse` has stood still for [`AWAKE`].
-fn poll(pulse: &AtomicUsize) {
-    let (mut seen, mut since, mut idle) = (pulse.load(Ordering::Relaxed), Instant::now(), 0u32);
-    loop {
-        if rayon::yield_now() == Some(rayon::Yield::Executed) {
-            idle = 0;
-            continue;
-        }
-        spin_loop();
-        idle = idle.wrapping_add(1);
-        if idle % 64 == 0 {
-            let now = pulse.load(Ordering::Relaxed);
-            if now != seen {
-                (seen, since) = (now, Instant::now());
-            } else if since.elapsed() > AWAKE {
-                return;
-            } else if since.elapsed() > AWAKE / 16 {
-                std::thread::yield_now(); // let others have the core while nothing happens
+    /// Workers for a region that takes one thread `cost_ns`, up to `most`, and whether they have to be woken first.
+    /// Those who sleep are called.
+    fn muster(&self, most: usize, cost_ns: usize) -> (usize, bool) {
+        let watch = &self.watch;
+        let pulse = watch.pulse.load(Ordering::Relaxed);
+        let open = pulse % 2 == 0
+            && watch.pulse.compare_exchange(pulse, pulse + 2, Ordering::Relaxed, Ordering::Relaxed).is_ok();
+        if !open && watch.called.load(Ordering::Acquire) == 0 {
+            watch.called.store(self.workers, Ordering::Relaxed);
+            watch.called_at.store(watch.now(), Ordering::Relaxed);
+            watch.pulse.store((pulse | 1) + 1, Ordering::Relaxed);
+            let watch = self.watch.clone();
+            self.pool.spawn_broadcast(move |_| watch.stand());
+            if !self.helped.swap(false, Ordering::Relaxed) {
+                self.back_off(AFTER_VAIN);
             }
         }
+        let there = watch.there.load(Ordering::Acquire).min(most);
+        // Work that lasts for several times what waking takes is worth the wait.
+        let workers = if cost_ns as u64 > 4 * watch.patience() { most } else { there };
+        if workers > 0 {
+            self.helped.store(true, Ordering::Relaxed);
+        }
+        (workers, there < workers)
     }
 }
 
@@ -206,10 +270,14 @@ pub(crate) fn for_each<T: Send>(items: Vec<T>, cost_ns: usize, f: impl Fn(T) + S
         return items.into_iter().for_each(f);
     }
     let _release = OnExit(|| team.taken.store(false, Ordering::Release));
-    let asleep = team.keep_awake();
+    let (workers, asleep) = team.muster(threads - 1, cost_ns);
+    if workers == 0 {
+        return items.into_iter().for_each(f);
+    }
+    let threads = workers + 1;
 
     let items: Vec<Mutex<Option<T>>> = items.into_iter().map(|i| Mutex::new(Some(i))).collect();
-    let left = AtomicUsize::new(threads - 1);
+    let left = AtomicUsize::new(workers);
     let (items, left, f) = (&items, &left, &f);
     let take_part = move |thread: usize| {
         let (before, mine) = items.split_at(thread * items.len() / threads);
@@ -280,8 +348,48 @@ mod tests {
     }
 
     #[test]
-    fn the_number_of_threads_is_bounded() {
-        assert!(set_num_threads(0).is_err());
-        assert!(set_num_threads(MAX_THREADS + 1).is_err());
+    fn workers_poll_after_a_call_and_sleep_after_a_silence() {
+        let (team, deadline) = (Team::new(1).unwrap(), Instant::now() + Duration::from_secs(20));
+        let (small, large) = (WORTH_A_REGION_NS, 5_000_000);
+        // Asleep: called, and not waited for where the work is small.
+        assert!(!team.muster(1, small).1);
+        while team.muster(1, small) != (1, false) {
+            assert!(Instant::now() < deadline, "no workers came");
+        }
+        // Nothing calls them: they leave together, without being told.
+        while team.watch.called.load(Ordering::Acquire) != 0 {
+            assert!(Instant::now() < deadline, "still polling");
+            std::thread::yield_now();
+        }
+        assert_eq!(team.watch.pulse.load(Ordering::Relaxed) % 2, 1);
+        assert_eq!(team.watch.there.load(Ordering::Relaxed), 0);
+        // Large work is worth the wait.
+        assert_eq!(team.muster(1, large).0, 1);
+    }
+
+    #[test]
+    fn patience_is_bounded_whatever_waking_seemed_to_take() {
+        let watch = Watch::new();
+        for (waking, patience) in [(0, 20_000), (40_000, 40_000), (1 << 40, 150_000)] {
+            watch.waking.store(waking, Ordering::Relaxed);
+            assert_eq!(watch.patience(), patience);
+        }
+    }
+
+    #[test]
+    fn calls_in_vain_make_the_caller_work_alone_for_a_while() {
+        let team = Team::new(1).unwrap();
+        let mut alone = 0;
+        for _ in 0..3 {
+            team.helped.store(false, Ordering::Relaxed);
+            team.muster(1, WORTH_A_REGION_NS); // finds nobody, so calls
+            while team.watch.called.load(Ordering::Acquire) != 0 {
+                std::thread::yield_now();
+            }
+            while team.avoid() {
+                alone += 1;
+            }
+        }
+        assert_eq!(alone, 4 + 8 + 16);
     }
 }

@@ -2,12 +2,12 @@
 
 use pyo3::prelude::*;
 
-use super::arg::{Int, detached};
+use super::arg::detached;
 use super::dlpack::{DType, Output, Tensor};
 use crate::error::{Error, Result};
 use crate::host::linear::{Add, Storage, Weight};
 use crate::host::norm::RmsNorm;
-use crate::host::{linear, norm, threads};
+use crate::host::{linear, norm};
 
 /// A linear layer whose weight [N, K] (float32, bfloat16 or float16) and optional bias [N] (float32) are packed once;
 /// the originals can go. `storage` is `"bf16"` (2 bytes a weight; exact where the weight is bfloat16, else rounded to
@@ -167,16 +167,4 @@ pub(super) fn rms_norm(
     let out = out.slice(&shape, &[&x, &weight])?;
     let (x, rms) = (x.input(&shape)?, RmsNorm { weight: weight.input(&[k])?, eps: epsilon(eps)? });
     detached(py, || norm::rms_norm(x, &rms, out))
-}
-
-/// Use `n` threads for the kernels from now on; the default is the physical cores, at most 8.
-#[pyfunction]
-pub(super) fn set_num_threads(n: Int) -> PyResult<()> {
-    Ok(threads::set_num_threads(n.usize("num_threads")?)?)
-}
-
-/// Threads that the kernels use.
-#[pyfunction]
-pub(super) fn num_threads() -> usize {
-    threads::num_threads()
 }

@@ -9,7 +9,8 @@
 //! | `device` | CUDA launches; there in every build |
 //! | `geometry` | tree shapes, sizes, draft layouts, token trees |
 //! | `kv`, `attention` | the KV cache, its writes and moves, attention, RoPE |
-//! | `linear` | packed matrix products, RMSNorm, threads |
+//! | `linear` | packed matrix products, RMSNorm |
+//! | `threads` | how many threads the kernels use |
 //! | `pool` | the paged pool, sequences, leases |
 //! | `plan` | planner, plans, the arrays of their formats, moves |
 //! | `revert` | the registry of historical faults |
@@ -34,6 +35,7 @@ mod plan;
 mod pool;
 mod revert;
 mod sampling;
+mod threads;
 mod trees;
 
 use pyo3::prelude::*;
@@ -58,7 +60,7 @@ mod _specrs {
     #[pymodule_export]
     use super::kv::{KvCache, kv_move, kv_write};
     #[pymodule_export]
-    use super::linear::{PackedLinear, num_threads, rms_norm, set_num_threads};
+    use super::linear::{PackedLinear, rms_norm};
     #[pymodule_export]
     use super::plan::{DeviceLens, FormatBuffers, Moves, Plan, Planner};
     #[pymodule_export]
@@ -67,6 +69,8 @@ mod _specrs {
     use super::revert::{faults, reverts_warning};
     #[pymodule_export]
     use super::sampling::{Accepts, Sampler, verify};
+    #[pymodule_export]
+    use super::threads::{_follow_torch, num_threads, set_num_threads};
     #[pymodule_export]
     use super::trees::{DraftBeams, TreeBatch};
     #[pymodule_export]

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from modelzoo import write_eagle3, write_target
+from specrs import num_threads, set_num_threads
 
 VOCAB = 10
 
+set_num_threads(num_threads())  # the kernels keep theirs, whatever torch is given
 torch.set_num_threads(1)  # the models here are tiny: waking torch's threads costs more than they bring
 
 

@@ -97,6 +97,22 @@ REFUSED = [
         "rope_scaling.mrope_section",
         "multimodal",
     ),
+    ({"head_dim": 33.0}, "head_dim", "must be an integer"),
+    ({"head_dim": 0}, "head_dim", "1..=4096"),
+    (
+        {"head_dim": None, "num_attention_heads": 3, "num_key_value_heads": 3},
+        "num_attention_heads",
+        "divide hidden_size",
+    ),
+    ({"hidden_size": 2**40}, "hidden_size", "..=16777216"),
+    ({"max_position_embeddings": 2**31}, "max_position_embeddings", "..=2147483647"),
+    ({"rms_norm_eps": 10**400}, "rms_norm_eps", "at most 1"),
+    ({"rms_norm_eps": 1e39}, "rms_norm_eps", "at most 1"),
+    ({"rope_theta": 10**400}, "rope_theta", "at most 1e+30"),
+    ({"layer_types": [["full_attention"]]}, "layer_types", "full_attention and sliding_attention"),
+    ({"layer_types": ["chunked_attention"]}, "layer_types", "full_attention and sliding_attention"),
+    ({"is_causal": False}, "is_causal", "only true"),
+    ({"use_bidirectional_attention": True}, "use_bidirectional_attention", "only false"),
     ({"tie_word_embeddings": "yes"}, "tie_word_embeddings", "true or false"),
     ({"eos_token_id": 300}, "eos_token_id", "0..300"),
     ({"eos_token_id": [2, -1]}, "eos_token_id", "0..300"),
@@ -151,6 +167,21 @@ def test_yarn_extends_the_context() -> None:
     assert target(rope_scaling={"rope_type": "dynamic", "factor": 4.0}).max_context_len == 512
 
 
+def test_generation_config_is_named_where_it_is_at_fault(tmp_path: Path) -> None:
+    modelzoo.write_target(tmp_path)
+    modelzoo.write_json(tmp_path / "generation_config.json", {"eos_token_id": 300})
+    with pytest.raises(UnsupportedModelError) as caught:
+        ModelConfig.from_directory(tmp_path)
+    assert caught.value.path == tmp_path / "generation_config.json"
+
+
+def test_a_context_beyond_the_core_is_cut(tmp_path: Path) -> None:
+    long = target(max_position_embeddings=2**31 - 1)
+    assert long.max_context_len == 1 << 24
+    with pytest.raises(UnsupportedModelError, match="max_context_len <= 16777216 works"):
+        long.check_context((1 << 24) + 1)
+
+
 def test_unreadable_config_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match="no such file"):
         ModelConfig.from_directory(tmp_path)
@@ -158,6 +189,9 @@ def test_unreadable_config_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match="not readable as JSON") as caught:
         ModelConfig.from_directory(tmp_path)
     assert caught.value.path == tmp_path / "config.json"
+    (tmp_path / "config.json").write_text('{"hidden_size": 1' + "0" * 5000 + "}", encoding="utf-8")
+    with pytest.raises(ModelFileError, match="not readable as JSON"):
+        ModelConfig.from_directory(tmp_path)
     (tmp_path / "config.json").write_text("[]", encoding="utf-8")
     with pytest.raises(ModelFileError, match="object"):
         ModelConfig.from_directory(tmp_path)

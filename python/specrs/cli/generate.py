@@ -31,6 +31,7 @@ def add_parser(commands: Any) -> None:
     p = commands.add_parser("generate", help="continue a prompt", description=__doc__)
     p.add_argument("prompt", nargs="?", default="def fibonacci(n):", help="text to continue; '-' reads stdin")
     options.add_models(p)
+    options.add_threads(p)
     p.add_argument("--no-draft", action="store_true", help="decode plainly")
     p.add_argument("--mark", choices=["auto", "color", "brackets", "none"], default="auto",
                    help="how accepted draft tokens are marked; auto: color on a terminal, else none")  # fmt: skip
@@ -55,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
     """Generate."""
     from specrs.engine import LLM
 
+    options.set_threads(args)
     prompt = _read_stdin() if args.prompt == "-" else args.prompt
     params = options.sampling_of(args)
     engine = options.engine_options(args)

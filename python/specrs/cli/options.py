@@ -1,11 +1,11 @@
-"""Options that several subcommands share: models, sampling, the tree, attention."""
+"""Options that several subcommands share: models, threads, sampling, the tree, attention."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
-from specrs._specrs import ConfigError, TreeShape
+from specrs._specrs import ConfigError, TreeShape, set_num_threads
 from specrs.backends import BACKENDS
 from specrs.backends.base import DRAFT_ATTENTIONS, LAYOUTS
 from specrs.sampling_params import SamplingParams
@@ -26,6 +26,23 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     """Declare --model and --draft."""
     parser.add_argument("--model", help="Hugging Face directory; default: the small model in the package")
     parser.add_argument("--draft", help="directory of an EAGLE-3 head for the model")
+
+
+def add_threads(parser: argparse.ArgumentParser) -> None:
+    """Declare --threads."""
+    parser.add_argument("--threads", type=int, metavar="N",
+                        help="threads of the CPU kernels, 1 to 64 (default: OMP_NUM_THREADS, or the CPUs of this "
+                             "process, at most 8)")  # fmt: skip
+
+
+def set_threads(args: argparse.Namespace) -> None:
+    """Do what `add_threads` declared.
+
+    Raises:
+        ConfigError: a number out of range.
+    """
+    if args.threads is not None:
+        set_num_threads(args.threads)
 
 
 def add_sampling(parser: Any) -> None:

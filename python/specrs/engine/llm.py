@@ -20,7 +20,17 @@ from specrs.engine.errors import EngineBusyError, EngineClosedError
 from specrs.engine.request import Request, RequestOutput, StreamEvent
 from specrs.engine.runner import Runner
 from specrs.engine.scheduler import Scheduler
-from specrs.models import default_sampling, has_recurrent_state, load_draft, load_target, locate, ops_for
+from specrs.models import (
+    ModelConfig,
+    check_memory,
+    default_sampling,
+    follow_torch,
+    has_recurrent_state,
+    load_draft,
+    load_target,
+    locate,
+    ops_for,
+)
 from specrs.sampling_params import ResolvedSampling, SamplingParams
 
 if TYPE_CHECKING:
@@ -73,11 +83,23 @@ class LLM:
         model = locate(model, "model")
         draft = None if draft is None else locate(draft, "draft")
         config, drafts = config.route(speculative and has_recurrent_state(model))
+        # What cannot run is refused before weights are read: options and sizes first, then files.
+        shapes = ModelConfig.from_directory(model)
         #: What requests get where their own parameters are unset: of the model's generation_config.json, else greedy.
         self.default_sampling = default_sampling(model).resolved()
-        target = load_target(model, ops_for(config.backend), max_context_len=config.max_context_len)
-        self.config, geometry = config.resolve(target.max_context_len)
+        context = config.max_context_len or shapes.max_context_len
+        shapes.check_context(context)
+        self.config, geometry = config.resolve(context)
+        assert self.config.num_pages is not None
+        check_memory(shapes, shapes.num_layers, self.config.num_pages + 1, config.page_size, config.kv_dtype)
+        follow_torch()
+        target = load_target(model, ops_for(config.backend), max_context_len=context)
         head = load_draft(draft, target) if draft is not None and speculative and drafts else None
+        if head is not None and geometry.shape.topk > head.vocab_size:
+            raise ConfigError(
+                f"tree = {self.config.shape}: {geometry.shape.topk} branches for a draft vocabulary of "
+                f"{head.vocab_size} tokens; at most {head.vocab_size} branches work"
+            )
         self.tokenizer = _load_tokenizer(model)
         self.vocab_size: int = target.config.vocab_size
         self.eos_ids = frozenset(target.config.eos_token_ids)

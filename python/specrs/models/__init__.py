@@ -8,7 +8,18 @@ from specrs.models.llama import LlamaModel
 from specrs.models.load import load_draft, load_target
 from specrs.models.loader import Checkpoint
 from specrs.models.locate import locate
-from specrs.models.ops import BackendOps, Heads, HostOps, Linear, Ops, TorchOps, new_cache, ops_for
+from specrs.models.ops import (
+    BackendOps,
+    Heads,
+    HostOps,
+    Linear,
+    Ops,
+    TorchOps,
+    check_memory,
+    follow_torch,
+    new_cache,
+    ops_for,
+)
 
 __all__ = [
     "BackendOps",
@@ -27,7 +38,9 @@ __all__ = [
     "RopeConfig",
     "TorchOps",
     "UnsupportedModelError",
+    "check_memory",
     "default_sampling",
+    "follow_torch",
     "has_recurrent_state",
     "load_draft",
     "load_target",

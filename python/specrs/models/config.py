@@ -52,6 +52,17 @@ GENERATION = "generation_config.json"
 
 # Larger than any model there is; it keeps sizes far from what overflows an int64 product.
 _MAX_DIM = 1 << 24
+# As of the core.
+_MAX_CONTEXT = 1 << 24
+# Numbers become f32.
+_MAX_NUMBER = 1e30
+# Keys that change what attention reads, with the one value that the models here have.
+_FIXED = {
+    "is_causal": True,
+    "use_bidirectional_attention": False,
+    "add_cross_attention": False,
+    "is_encoder_decoder": False,
+}
 
 
 @dataclass(frozen=True)
@@ -172,6 +183,7 @@ class ModelConfig(LayerConfig):
         limit = self.max_position_embeddings
         if self.rope.kind == "yarn":
             limit = max(limit, int(self.rope.factor * self.rope.original_max_position))
+        limit = min(limit, _MAX_CONTEXT)
         return limit if self.sliding_window is None else min(limit, self.sliding_window)
 
     def check_context(self, max_context_len: int) -> None:
@@ -322,14 +334,16 @@ class _Reader:
             self.refuse(key, value, f"must be an integer in {minimum}..={maximum}")
         return value
 
-    def number(self, key: str, default: float | None = None, *, above: float = 0.0) -> float:
+    def number(
+        self, key: str, default: float | None = None, *, above: float = 0.0, maximum: float = _MAX_NUMBER
+    ) -> float:
         value = self.raw.get(key)
         if value is None:
             if default is None:
                 self.refuse(key, None, f"required: a number > {above}")
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < float("inf"):
-            self.refuse(key, value, f"must be a finite number > {above}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not above < value <= maximum:
+            self.refuse(key, value, f"must be a finite number > {above}, at most {maximum:g}")
         return float(value)
 
     def boolean(self, key: str, default: bool) -> bool:
@@ -347,7 +361,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelFileError(path, "no such file; a Hugging Face model directory is needed") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, or a number too long
         raise ModelFileError(path, f"not readable as JSON: {error}") from error
     if not isinstance(value, dict):
         raise ModelFileError(path, f"a JSON object is needed, not {type(value).__name__}")
@@ -381,6 +395,9 @@ def _architecture(get: _Reader, known: tuple[str, ...]) -> str:
         get.refuse("quantization_config", got, "quantised weights are not implemented; use the bf16, f16 or f32 model")
     if (act := raw.get("hidden_act", "silu")) not in ("silu", "swish"):
         get.refuse("hidden_act", act, "only silu is implemented")
+    for key, value in _FIXED.items():
+        if (got := get.boolean(key, value)) is not value:
+            get.refuse(key, got, f"only {str(value).lower()} is implemented: causal self-attention over the text")
     return name
 
 
@@ -390,9 +407,11 @@ def _layer(get: _Reader, head_dim_default: int | None = None) -> LayerConfig:
     kv_heads = get.integer("num_key_value_heads", heads, maximum=4096)
     if heads % kv_heads:
         get.refuse("num_key_value_heads", kv_heads, f"must divide num_attention_heads = {heads}")
-    head_dim = get.integer("head_dim", head_dim_default or max(hidden // heads, 1), maximum=4096)
+    if get.raw.get("head_dim") is None and head_dim_default is None and hidden % heads:
+        get.refuse("num_attention_heads", heads, f"must divide hidden_size = {hidden} where there is no head_dim")
+    head_dim = get.integer("head_dim", head_dim_default or hidden // heads, maximum=4096)
     if head_dim % 2:
-        get.refuse("head_dim", head_dim, "must be even: rotary embeddings turn pairs")
+        get.refuse("head_dim", head_dim, "must be even: rotary embeddings turn pairs; every even size works")
     max_position = get.integer("max_position_embeddings", 2048, maximum=(1 << 31) - 1)
     return LayerConfig(
         hidden_size=hidden,
@@ -400,7 +419,7 @@ def _layer(get: _Reader, head_dim_default: int | None = None) -> LayerConfig:
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         intermediate_size=get.integer("intermediate_size"),
-        rms_norm_eps=get.number("rms_norm_eps", 1e-6),
+        rms_norm_eps=get.number("rms_norm_eps", 1e-6, maximum=1.0),
         rope=_rope(get, max_position),
         max_position_embeddings=max_position,
     )
@@ -458,7 +477,8 @@ def _rope(get: _Reader, max_position: int) -> RopeConfig:
 def _sliding_window(get: _Reader, architecture: str, num_layers: int) -> int | None:
     """The window where at least one layer uses it. Qwen models name one that they switch off."""
     kinds = get.raw.get("layer_types")
-    if kinds is not None and (not isinstance(kinds, list) or {*kinds} - {"full_attention", "sliding_attention"}):
+    known = ("full_attention", "sliding_attention")
+    if kinds is not None and (not isinstance(kinds, list) or any(kind not in known for kind in kinds)):
         get.refuse("layer_types", kinds, "only full_attention and sliding_attention are implemented")
     if get.raw.get("sliding_window") is None or architecture == "LlamaForCausalLM":
         return None

@@ -11,6 +11,7 @@ All activations are f32 [rows, width], contiguous, and caller-allocated. An `out
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -36,16 +37,32 @@ def new_cache(
     """
     if dtype not in KV_DTYPES:
         raise ConfigError(f"KV dtype = {dtype}: must be torch.float32 or torch.bfloat16")
+    return KvCache(_cache_memory(config, layers, num_pages, page_size, dtype).zero_(), page_size)
+
+
+def check_memory(config: LayerConfig, layers: int, num_pages: int, page_size: int, kv_dtype: str) -> None:
+    """Refuses a cache that `new_cache` would get no memory for, without touching any.
+
+    ConfigError: the bytes, and what takes fewer.
+    """
+    _cache_memory(config, layers, num_pages, page_size, getattr(torch, kv_dtype))
+
+
+def _cache_memory(config: LayerConfig, layers: int, num_pages: int, page_size: int, dtype: torch.dtype) -> torch.Tensor:
     shape = (layers, 2, num_pages * page_size, config.num_kv_heads, config.head_dim)
     try:
-        tensor = torch.zeros(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype)
     except RuntimeError as error:  # torch's allocator has no type of its own for this
         size = math.prod(shape) * dtype.itemsize
         raise ConfigError(
             f"KV cache: no memory for {size} bytes, num_pages = {num_pages} (sink included) of {page_size} tokens; "
             "a smaller num_pages, max_batch or max_context_len, or kv_dtype bfloat16, takes less"
         ) from error
-    return KvCache(tensor, page_size)
+
+
+def follow_torch() -> None:
+    """Tells the kernels how many threads torch has; `specrs.set_num_threads` says when that counts."""
+    core._follow_torch(torch.get_num_threads(), os.cpu_count() or 1)
 
 
 class Linear(Protocol):

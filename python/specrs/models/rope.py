@@ -8,6 +8,7 @@ import math
 
 import torch
 
+from specrs._specrs import ConfigError
 from specrs.models.config import RopeConfig
 
 
@@ -68,7 +69,16 @@ def _yarn_attention_factor(rope: RopeConfig) -> float:
 
 
 def rope_tables(rope: RopeConfig, head_dim: int, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cos, sin), each f32 [positions, head_dim / 2] and contiguous; element d turns the pair (d, d + head_dim / 2)."""
+    """(cos, sin), each f32 [positions, head_dim / 2] and contiguous; element d turns the pair (d, d + head_dim / 2).
+
+    ConfigError: no memory for them.
+    """
     frequencies, factor = inverse_frequencies(rope, head_dim)
-    angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies[None, :]
-    return (angles.cos() * factor).contiguous(), (angles.sin() * factor).contiguous()
+    try:
+        angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies[None, :]
+        return (angles.cos() * factor).contiguous(), (angles.sin() * factor).contiguous()
+    except RuntimeError as error:  # torch's allocator has no type of its own for this
+        raise ConfigError(
+            f"rotary tables: no memory for {positions} positions of head_dim {head_dim}; "
+            "a smaller max_context_len takes less"
+        ) from error
