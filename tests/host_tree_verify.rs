@@ -243,7 +243,7 @@ fn verification_does_not_depend_on_threads() {
     logits[4 * 6 * vocab + 9] = f32::NAN;
     logits[11 * 6 * vocab] = f32::INFINITY;
     verifier.verify(&trees, &logits, &samplers, &lens, &mut all).unwrap();
-    for i in 0..batch {
+    for (i, &len) in lens.iter().enumerate() {
         let (value, index) = match i {
             4 => ("NaN", 9),
             11 => ("+inf", 0),
@@ -252,7 +252,7 @@ fn verification_does_not_depend_on_threads() {
                 continue;
             }
         };
-        let (request, row, position) = (i as i64, 6 * i as i64, i64::from(lens[i]) + 1);
+        let (request, row, position) = (i as i64, 6 * i as i64, i64::from(len) + 1);
         let fault = Error::NonFinite { what: "target logits", value, request, row, position, index };
         assert_eq!((all.path(i), all.tokens(i), all.fault(i)), (&[0][..], &[][..], Some(&fault)));
     }

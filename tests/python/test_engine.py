@@ -422,7 +422,7 @@ def test_a_pool_beyond_memory_is_a_typed_error(tiny: Pair, monkeypatch: pytest.M
     def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    monkeypatch.setattr(torch, "zeros", fail)
+    monkeypatch.setattr(torch, "empty", fail)
     with pytest.raises(ConfigError, match=r"no memory for \d+ bytes, num_pages = 41 "):
         LLM(tiny.target, page_size=4, num_pages=40)
 

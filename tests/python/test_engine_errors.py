@@ -467,7 +467,7 @@ def test_logits_that_overflow_in_processing_say_so(tiny: Pair, tmp_path: Path) -
 def test_beams_are_made_once_and_their_vocabulary_is_checked_then(tmp_path: Path) -> None:
     target = write_target(tmp_path / "target", vocab_size=VOCAB, eos_token_id=None, bos_token_id=None)
     draft = write_eagle3(tmp_path / "draft", target, draft_vocab_size=3)
-    with pytest.raises(ConfigError, match="draft vocabulary has only 3 tokens"):
+    with pytest.raises(ConfigError, match="4 branches for a draft vocabulary of 3 tokens"):
         LLM(target, draft, tree=(4, 2, 6))
     llm = LLM(target, draft, tree=(3, 2, 6), max_batch=5)
     beams = llm._runner._beams

@@ -176,6 +176,7 @@ class Request:
     # Draft state: the target's features of positions whose draft KV is not written yet, and what the last
     # draft_extend gave for the root.
     pending: list[torch.Tensor] = field(default_factory=list)
+    lag: int = 0  # their positions
     root_logits: torch.Tensor | None = None
     root_hidden: torch.Tensor | None = None
     draft_error: NonFiniteError | None = None  # once set, the request decodes plainly to its end
@@ -254,7 +255,7 @@ class Request:
         """Positions from 0 on whose draft KV is written and sound."""
         if self.draft_error is not None:
             return self._draft_kept
-        return self.committed - sum(len(p) for p in self.pending)
+        return self.committed - self.lag
 
     @property
     def max_depth(self) -> int:
@@ -316,9 +317,14 @@ class Request:
         self.cached_tokens = min(shared, self.prompt_len)
         self.forget_features()
 
+    def drop_pending(self) -> None:
+        """The draft head has run over the features that waited, or never will."""
+        self.pending.clear()
+        self.lag = 0
+
     def forget_features(self) -> None:
         """Drop what the draft head was to run over, and what it last gave."""
-        self.pending.clear()
+        self.drop_pending()
         self.root_logits = self.root_hidden = None
 
     def give_up_drafts(self, error: NonFiniteError, valid: int) -> None:

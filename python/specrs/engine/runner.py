@@ -22,7 +22,8 @@ from specrs import _specrs as core
 from specrs.backends import AttentionBackend, Capabilities
 from specrs.capsule.recorder import RoundRecorder
 from specrs.engine.config import EngineConfig
-from specrs.engine.policy import Costs, PassCost, SpeculationGate, TreePolicy
+from specrs.engine.costs import Costs, Pace, PassCost
+from specrs.engine.policy import SpeculationGate, TreePolicy
 from specrs.engine.request import Committed, Request
 from specrs.models.eagle3 import Eagle3Head
 from specrs.models.llama import LlamaModel
@@ -119,7 +120,7 @@ class Runner:
             plan = self.planner.decode([r.seq for r in reqs], [r.committed for r in reqs])
             passed, aux, _ = self._verify(reqs, trees, plan, lease)
         self._remember(reqs, aux, [[i] for i in range(len(reqs))])
-        lagging = [r for r in reqs if r.finish_reason is None and sum(len(p) for p in r.pending) >= _MAX_LAG]
+        lagging = [r for r in reqs if r.finish_reason is None and r.lag >= _MAX_LAG]
         self._draft_extend(lagging)
         if self.recorder is not None:
             self.recorder.ended()
@@ -133,7 +134,8 @@ class Runner:
         """Draft a tree for each request, verify it, commit what was accepted."""
         if self.head is None or max(r.max_depth for r in reqs) == 0:
             return self.decode(reqs)
-        if not any(self._drafts(r) for r in reqs):
+        drafting = self._drafting(reqs)
+        if not any(drafting):
             return self.decode(reqs)
         self._draft_extend([r for r in reqs if r.root_logits is None])
         started, self._in_passes = time.perf_counter(), 0.0
@@ -141,7 +143,7 @@ class Runner:
         with _naming(reqs), self._lease(reqs, [need] * len(reqs)) as lease:
             if self.recorder is not None:
                 self.recorder.reserved(reqs, [r.committed + need for r in reqs], speculative=True)
-            drafted = self._draft(reqs)
+            drafted = self._draft(reqs, drafting)
             plan = self.planner.verify([r.seq for r in reqs], [r.committed for r in reqs], drafted.trees)
             passed, aux, paths = self._verify(reqs, drafted.trees, plan, lease)
         first = 0
@@ -156,7 +158,7 @@ class Runner:
         if self.policy is not None:
             self.policy.costs.spec_overhead.observe(time.perf_counter() - started - self._in_passes)
             if all(r.error is None for r in reqs):  # a walk cut short says nothing of drafts
-                self._learn(passed, drafted)
+                self._learn(passed, drafted, drafting)
         return passed
 
     def _verify(
@@ -191,8 +193,8 @@ class Runner:
 
     # -- draft passes -------------------------------------------------------------------------------------------
 
-    def _draft(self, reqs: Sequence[Request]) -> Drafted:
-        """Draft trees for ``reqs``, whose draft KV is up to date."""
+    def _draft(self, reqs: Sequence[Request], drafting: Sequence[bool]) -> Drafted:
+        """Draft trees for those of ``reqs`` that are ``drafting``, whose draft KV is up to date."""
         assert self.head is not None and self.draft_cache is not None and self._beams is not None
         head, cache, beams = self.head, self.draft_cache, self._beams
         seqs, lens = [r.seq for r in reqs], [r.committed for r in reqs]
@@ -201,11 +203,12 @@ class Runner:
         hidden = _stack([r.root_hidden for r in reqs], head.config.hidden_size)
         for error in beams.faults:  # its hidden state was sound, and so is its draft KV
             reqs[error.request].give_up_drafts(error, reqs[error.request].committed)
-        depths = [r.max_depth if self._drafts(r) else 0 for r in reqs]
+        depths = [r.max_depth if d and r.draft_error is None else 0 for r, d in zip(reqs, drafting, strict=True)]
+        limit = self._limit(reqs, drafting)
         if self.geometry.layout == "holey":
             core.kv_move(cache, self.planner.tail_copies(seqs, lens))  # what whole pages bring along before a branch
         steps = 0
-        while steps < min(self.shape.steps, max(depths)) - 1 and self._deepen(beams, depths, steps + 1):
+        while steps < min(self.shape.steps, max(depths)) - 1 and self._deepen(beams, depths, steps + 1, limit):
             plan = self.planner.draft(seqs, lens, steps, beams, self.config.branches_attend)
             if self.recorder is not None:
                 self.recorder.drafted(beams)
@@ -215,15 +218,17 @@ class Runner:
             logits, hidden = self._timed("draft_step", len(tokens), head.step, tokens, inputs, plan, cache)
             beams.advance(logits)
             steps += 1
-        return self._finish(reqs, beams, depths, steps)
+        return self._finish(reqs, beams, depths, steps, limit)
 
-    def _deepen(self, beams: core.DraftBeams, depths: list[int], levels: int) -> bool:
+    def _deepen(self, beams: core.DraftBeams, depths: list[int], levels: int, limit: float) -> bool:
         if self.policy is None:
             return True
         live = [scores for scores, depth in zip(beams.scores(), depths, strict=True) if depth > levels]
-        return self.policy.deepen(len(depths), levels, live)
+        return self.policy.deepen(len(depths), levels, live, limit)
 
-    def _finish(self, reqs: Sequence[Request], beams: core.DraftBeams, depths: list[int], steps: int) -> Drafted:
+    def _finish(
+        self, reqs: Sequence[Request], beams: core.DraftBeams, depths: list[int], steps: int, limit: float
+    ) -> Drafted:
         roots = [r.tokens[-1] for r in reqs]
         most = [self.shape.draft_tokens] * len(reqs)
         trees = beams.finish(roots, depths, most)
@@ -232,7 +237,7 @@ class Runner:
         costs, batch = self.policy.costs, len(reqs)
         scores = sorted((s for s in from_dlpack(trees.scores).tolist() if s < 0), reverse=True)  # roots have 0
         drafting = costs.drafting(batch, batch * self.shape.topk, steps)
-        choice = self.policy.choose(batch, scores, drafting)
+        choice = self.policy.choose(batch, scores, drafting, limit)
         if choice.nodes < len(scores):
             trees = beams.finish(roots, depths, most, choice.min_score)
         nodes = sum(trees.sizes)
@@ -246,8 +251,7 @@ class Runner:
         for r in self._borrowers:  # the head's pass overwrites what they have borrowed
             if not r.pending and r.root_logits is not None and r.root_hidden is not None:
                 r.root_logits, r.root_hidden = r.root_logits.clone(), r.root_hidden.clone()
-        counts = [sum(len(p) for p in r.pending) for r in reqs]
-        starts = [r.committed - n for r, n in zip(reqs, counts, strict=True)]
+        counts, starts = [r.lag for r in reqs], [r.draft_valid for r in reqs]
         # The draft's entry at position p pairs the target's feature of p with the token at p + 1.
         tokens = [t for r, s in zip(reqs, starts, strict=True) for t in r.tokens[s + 1 : r.committed + 1]]
         plan = self.planner.extend([r.seq for r in reqs], starts, counts)
@@ -266,7 +270,7 @@ class Runner:
             if error is not None:
                 r.give_up_drafts(error, start)
             else:
-                r.pending.clear()
+                r.drop_pending()
                 r.root_logits, r.root_hidden = logits[i], hidden[i]
         self._borrowers = reqs
 
@@ -280,6 +284,7 @@ class Runner:
                 straight = index[-1] - first == n - 1  # rows ascend
                 rows_of = aux[first : first + n].clone() if straight else aux.index_select(0, torch.tensor(index))
                 r.pending.append(rows_of)
+                r.lag += n
                 r.root_logits = r.root_hidden = None
 
     # -- pages --------------------------------------------------------------------------------------------------
@@ -345,14 +350,26 @@ class Runner:
     def _wants_aux(self) -> bool:
         return self.head is not None
 
-    def _drafts(self, request: Request) -> bool:
-        """Whether the request's next round should draft."""
-        return request.draft_error is None and self._gate(request).speculate
-
     def _gate(self, request: Request) -> SpeculationGate:
+        assert self.policy is not None
+        gate = self.gates.get(request.request_id)
+        if gate is None:
+            gate = self.gates[request.request_id] = self.policy.gate(request.params.temperature > 0)
+        return gate
+
+    def _drafting(self, reqs: Sequence[Request]) -> list[bool]:
+        """Which requests' next round should draft."""
+        sound = [r.draft_error is None for r in reqs]
+        if self.policy is None or not any(sound):
+            return sound
+        stake = self.policy.stake(len(reqs), sum(sound))
+        return [s and self._gate(r).affords(stake) for r, s in zip(reqs, sound, strict=True)]
+
+    def _limit(self, reqs: Sequence[Request], drafting: Sequence[bool]) -> float:
+        """Seconds that a round may take."""
         if self.policy is None:
-            return _OPEN
-        return self.gates.setdefault(request.request_id, SpeculationGate())
+            return math.inf
+        return self.policy.limit(len(reqs), [self._gate(r).account for r, d in zip(reqs, drafting, strict=True) if d])
 
     def _timed(
         self,
@@ -373,15 +390,17 @@ class Runner:
         self._in_passes += seconds
         return result
 
-    def _learn(self, passed: Sequence[Passed], drafted: Drafted) -> None:
+    def _learn(self, passed: Sequence[Passed], drafted: Drafted, drafting: Sequence[bool]) -> None:
+        """Let policy and gates see a speculative round. The requests that drafted share the time that it took more."""
         assert self.policy is not None
-        drawn = sum(len(p.tokens) for p in passed)
-        cost = drafted.cost / self.policy.costs.plain(len(passed))  # in rounds of plain decoding
-        self.policy.learn(drafted.scores, drawn - len(passed), drawn / len(passed) / cost)
-        for p in passed:
+        batch, drawn = len(passed), sum(len(p.tokens) for p in passed)
+        cost = drafted.cost / self.policy.costs.plain(batch)  # in rounds of plain decoding
+        self.policy.learn(drafted.scores, drawn - batch, drawn / batch / cost)
+        extra = (cost - 1.0) * batch / sum(drafting)
+        for p, drafts in zip(passed, drafting, strict=True):
             gate = self._gate(p.request)
-            if self._drafts(p.request):
-                gate.spec_round(len(p.tokens), cost)
+            if drafts:
+                gate.spec_round(len(p.tokens) - 1 - extra)
             else:
                 gate.plain_round()
 
@@ -409,6 +428,8 @@ class Runner:
         def extend(n: int, plan: core.Plan) -> None:
             head.extend(torch.zeros(n, dtype=torch.int64), aux[:n], plan, draft_cache, last)
 
+        pace = Pace()  # one machine
+
         def measure(run: Callable[[int, core.Plan], None]) -> PassCost:
             seconds = []
             for n in table:
@@ -420,7 +441,7 @@ class Runner:
                     run(n, plan)
                     times.append(time.perf_counter() - started)
                 seconds.append(min(times))  # what else the machine does has the smallest part in it
-            return PassCost(table, seconds)
+            return PassCost(table, seconds, pace)
 
         with self.pool.reserve([(seq, context + most)]):
             self.policy = TreePolicy(Costs(measure(target), measure(step), measure(extend)))
@@ -470,6 +491,3 @@ def _naming(reqs: Sequence[Request]) -> Iterator[None]:
             error.request = reqs[row].request_id  # type: ignore[attr-defined]
             error.args = (f"{error} (row {row} of the batch is request {reqs[row].request_id})",)
         raise
-
-
-_OPEN = SpeculationGate()  # never closes: nothing calls its methods that count

@@ -1,0 +1,113 @@
+"""What passes cost on this machine: measured tables that follow the machine and keep their order.
+
+Two things change while an engine runs. The machine as a whole slows or recovers: every pass sees it, so one `Pace`
+is shared by all tables, and a table that is not observed for a while moves with the others. And passes of different
+sizes change by different factors (longer contexts, a neighbour that takes the memory's bandwidth): each table's
+entries take smaller steps of their own. Both are steps of a running median, so that a stalled pass moves nothing
+far. More rows never cost less: a step that would say so takes the neighbouring entries along. An entry that is not
+observed returns slowly to the shape that was calibrated, so that a guess made in its absence does not stay.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+_STEP = 1.015  # of a running median
+_SHAPE_STEP = 1.005
+_RETURN = 0.002  # of an entry's distance to its calibrated value, at each observation
+
+
+@dataclass
+class Pace:
+    """How much slower the machine is than when it was calibrated."""
+
+    factor: float = 1.0
+
+
+class PassCost:
+    """Seconds of a model pass by its number of rows: a measured table, interpolated, that follows what is seen.
+
+    Args:
+        rows: ascending row counts.
+        seconds: of a pass of each; where a measurement fell below that of fewer rows, that one stands.
+        pace: shared by the tables of one machine; ``None`` is one of its own.
+    """
+
+    def __init__(self, rows: Sequence[int], seconds: Sequence[float], pace: Pace | None = None) -> None:
+        self.rows = list(rows)
+        self.pace = Pace() if pace is None else pace
+        self._shape: list[float] = []
+        for s in seconds:
+            self._shape.append(max(s, self._shape[-1]) if self._shape else s)
+        self._calibrated = list(self._shape)
+
+    @property
+    def seconds(self) -> list[float]:
+        """The table at the machine's present pace."""
+        return [s * self.pace.factor for s in self._shape]
+
+    def at(self, rows: int) -> float:
+        """Predicted seconds of a pass over ``rows`` rows; beyond the table by its last slope."""
+        if rows <= 0:
+            return 0.0
+        shape, table = self._shape, self.rows
+        if rows <= table[0] or len(table) == 1:
+            return shape[0] * self.pace.factor
+        i = min(bisect.bisect_left(table, rows), len(table) - 1)
+        slope = (shape[i] - shape[i - 1]) / (table[i] - table[i - 1])
+        return (shape[i - 1] + slope * (rows - table[i - 1])) * self.pace.factor
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """Move the pace, and the entries about ``rows``, a step towards what was seen."""
+        slower = seconds > self.at(rows)
+        self.pace.factor *= _STEP if slower else 1 / _STEP
+        shape, table = self._shape, self.rows
+        i = min(bisect.bisect_left(table, rows), len(table) - 1)
+        share = 1.0  # of the upper one of the two entries
+        if i > 0 and rows < table[i]:
+            share = (rows - table[i - 1]) / (table[i] - table[i - 1])
+        step = _SHAPE_STEP if slower else 1 / _SHAPE_STEP
+        for j, calibrated in enumerate(self._calibrated):
+            if j == i:
+                shape[j] *= step**share
+            elif j == i - 1:
+                shape[j] *= step ** (1.0 - share)
+            else:
+                shape[j] += _RETURN * (calibrated - shape[j])
+        for j in range(1, len(shape)):  # in the direction of the step, more rows cost no less
+            if slower:
+                shape[j] = max(shape[j], shape[j - 1])
+            else:
+                shape[-j - 1] = min(shape[-j - 1], shape[-j])
+
+
+@dataclass
+class Overhead:
+    """Seconds of a round outside its passes, as a running median."""
+
+    seconds: float
+
+    def observe(self, seconds: float) -> None:
+        """Take a step towards what was seen."""
+        self.seconds *= _STEP if seconds > self.seconds else 1 / _STEP
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Measured passes of one engine, and what its rounds cost beside them."""
+
+    target: PassCost
+    draft_step: PassCost
+    draft_extend: PassCost
+    plain_overhead: Overhead = field(default_factory=lambda: Overhead(1e-4))
+    spec_overhead: Overhead = field(default_factory=lambda: Overhead(2e-4))
+
+    def plain(self, batch: int) -> float:
+        """Seconds of a round of plain decoding."""
+        return self.target.at(batch) + self.plain_overhead.seconds
+
+    def drafting(self, batch: int, beams: int, steps: int) -> float:
+        """Seconds of a round's drafting: ``steps`` passes over ``beams`` rows in all, and the draft_extend."""
+        return steps * self.draft_step.at(beams) + self.draft_extend.at(2 * batch) + self.spec_overhead.seconds
