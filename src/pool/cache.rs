@@ -362,7 +362,7 @@ mod tests {
             c.unpin(n);
         }
         c.check(|_| false).unwrap();
-        let mut evict = |c: &mut PrefixCache| c.evict(&mut Vec::new());
+        let evict = |c: &mut PrefixCache| c.evict(&mut Vec::new());
         assert_eq!(evict(&mut c), Some(11));
         c.check(|_| false).unwrap();
         assert_eq!((c.find(Cursor::ROOT, &[1, 2]), c.find(Cursor::ROOT, &[3, 4])), (Some((a, 10)), None));

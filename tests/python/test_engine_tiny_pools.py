@@ -97,7 +97,7 @@ def nothing_leaked(llm: LLM) -> None:
 
 def need(llm: LLM, prompt: list[int], params: SamplingParams) -> int:
     """Pages that a request has at most at once, where it runs alone."""
-    most = llm._runner.most_positions(llm._request(prompt, params))
+    most = llm._runner.most_positions(llm._request(prompt, llm._request_params(params, "params"), "prompt"))
     return -(-most // llm.config.page_size)
 
 
