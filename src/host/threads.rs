@@ -223,7 +223,7 @@ impl Team {
     fn muster(&self, most: usize, cost_ns: usize) -> (usize, bool) {
         let watch = &self.watch;
         let pulse = watch.pulse.load(Ordering::Relaxed);
-        let open = pulse % 2 == 0
+        let open = pulse.is_multiple_of(2)
             && watch.pulse.compare_exchange(pulse, pulse + 2, Ordering::Relaxed, Ordering::Relaxed).is_ok();
         if !open && watch.called.load(Ordering::Acquire) == 0 {
             watch.called.store(self.workers, Ordering::Relaxed);

@@ -124,6 +124,7 @@ def unavailable(lines: list[str]) -> str:
         (FAKE, ("-DINIT=100",), r"cuInit failed with code 100 \(CUDA_ERROR_OF_THE_FAKE\)"),
         (FAKE, ("-DINIT=12345",), r"cuInit failed with code 12345 \(CUDA_ERROR_OF_THE_FAKE\)"),
     ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 def test_a_libcuda_that_is_no_driver_is_told(
     source: str, defines: tuple[str, ...], reason: str, tmp_path: Path
