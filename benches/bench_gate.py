@@ -1,0 +1,97 @@
+"""Goal 12: what the default of speculation costs and brings on texts that the model was never trained on.
+
+``LLM()`` against ``LLM(speculative=False)``: whole requests, prompt and its draft prefill included, greedy and at
+temperature 1, one request at a time, one kernel thread. The engines take turns at each prompt and repeat; a prompt's
+figure is the median of its repeats, a row's ratio is that of the sums over its prompts. Tokens must be equal. One pass
+over everything is with a fresh engine for each request (its passes measured anew), and without repeats to learn from.
+Seconds are of the thread's CPU time: all work is on one thread, and neighbours on a shared machine count for less.
+
+    python benches/bench_gate.py [--lengths 64,128,256] [--repeats 3] [--fresh 1] [--name gate]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from common import write_result
+from gate_texts import KINDS
+from specrs import LLM, SamplingParams
+from specrs import _specrs as core
+
+TEMPERATURES = (0.0, 1.0)
+
+
+def timed(llm: LLM, prompt: str, params: SamplingParams) -> tuple[float, list[int], int]:
+    """Seconds of a request, its tokens and its rounds."""
+    started = time.thread_time()
+    out = llm.generate([prompt], params)[0]
+    return time.thread_time() - started, out.token_ids, out.rounds
+
+
+def request(speculative: LLM, plain: LLM, prompt: str, params: SamplingParams, repeats: int) -> dict[str, float]:
+    """Medians of both engines over repeats, in turns that alternate who is first."""
+    seconds: dict[str, list[float]] = {"speculative": [], "plain": []}
+    rounds = 0
+    for repeat in range(repeats):
+        tokens = {}
+        order = [("speculative", speculative), ("plain", plain)]
+        for name, llm in order if repeat % 2 else reversed(order):
+            took, tokens[name], ran = timed(llm, prompt, params)
+            seconds[name].append(took)
+            rounds = ran if name == "speculative" else rounds
+        assert tokens["speculative"] == tokens["plain"], "speculation must not change the tokens"
+    return {name: statistics.median(s) for name, s in seconds.items()} | {"rounds": rounds}
+
+
+def row(requests: list[dict[str, float]]) -> dict[str, Any]:
+    """Requests of one kind, temperature and length."""
+    total = {name: sum(r[name] for r in requests) for name in ("speculative", "plain")}
+    return {
+        "ratio": total["plain"] / total["speculative"],
+        "requests": [round(r["plain"] / r["speculative"], 3) for r in requests],
+        "rounds": [r["rounds"] for r in requests],
+    }
+
+
+def main() -> None:
+    """Measure and write benches/results/gate.json."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--lengths", default="64,128,256")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--fresh", type=int, default=1, help="0 leaves the fresh engines out")
+    parser.add_argument("--name", default="gate", help="of the file in benches/results")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    core.set_num_threads(1)
+    options: dict[str, Any] = {"max_batch": 1, "max_context_len": 1024, "prefix_cache": False}
+    plain, warm = LLM(speculative=False, **options), LLM(**options)
+    rows: dict[str, dict[str, Any]] = {}
+    for engine in ("fresh", "warm") if args.fresh else ("warm",):
+        for length in [64] if engine == "fresh" else [int(n) for n in args.lengths.split(",")]:
+            for temperature in TEMPERATURES:
+                for kind, prompts in KINDS.items():
+                    done = []
+                    for seed, prompt in enumerate(prompts):
+                        params = SamplingParams(
+                            max_tokens=length, temperature=temperature, top_p=1.0, seed=seed, ignore_eos=True
+                        )
+                        if engine == "warm":
+                            done.append(request(warm, plain, prompt, params, args.repeats))
+                        else:
+                            done.append(request(LLM(**options), plain, prompt, params, 1))
+                    name = f"{engine}, {kind}, T={temperature:g}, {length} tokens"
+                    rows[name] = row(done)
+                    print(f"{name}: {rows[name]['ratio']:.3f}  {rows[name]['requests']}", flush=True)
+    worst = min(rows, key=lambda name: rows[name]["ratio"])
+    result = {"goal": 12, "threads": 1, "rows": rows, "worst": {"row": worst, "ratio": rows[worst]["ratio"]}}
+    write_result(args.name, result)
+    print(f"worst: {rows[worst]['ratio']:.3f} of plain decoding's speed: {worst}")
+
+
+if __name__ == "__main__":
+    main()
