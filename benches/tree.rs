@@ -3,10 +3,11 @@
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use specrs::geometry::TreeShape;
-use specrs::host::sample::{Sampler, SamplerConfig, Scratch};
-use specrs::host::select::{DraftBeams, TopK, TreeBatch};
+use specrs::host::sample::{Sampler, Scratch};
+use specrs::host::select::{DraftBeams, TopK};
 use specrs::host::threads::set_num_threads;
-use specrs::host::verify::{Accepts, Verifier};
+use specrs::host::verify::Verifier;
+use specrs::round::{Accepts, SamplerConfig, TreeBatch};
 use std::hint::black_box;
 use std::time::Duration;
 

@@ -6,7 +6,7 @@
 //! Data flows one way; a module imports only from those on its left:
 //!
 //! ```text
-//! error, bounds, revert -> geometry -> pool -> plan -> host | device -> graph -> py
+//! error, bounds, revert -> geometry -> pool | round -> plan -> host | device -> py
 //! ```
 //!
 //! | module | what lives there |
@@ -16,6 +16,7 @@
 //! | [`revert`] | named historical faults and the debug switch that puts one back |
 //! | [`geometry`] | tree shapes, limits, capacities, draft layouts: pure arithmetic |
 //! | [`pool`] | the paged KV allocator: reference counts, sequences, leases, prefix cache, ledger |
+//! | [`round`] | what host and device both speak of: draft masks, trees, sampling parameters, accepted paths |
 //! | [`plan`] | metadata of each phase, audited before anything may use it |
 //! | [`host`] | the CPU kernels: a plain reference and a fast path for each |
 //! | `device` | CUDA kernels launched on the caller's stream (feature `cuda`) |
@@ -33,6 +34,7 @@ pub mod host;
 pub mod plan;
 pub mod pool;
 pub mod revert;
+pub mod round;
 
 #[cfg(feature = "cuda")]
 pub mod device;

@@ -6,8 +6,9 @@ mod common;
 use common::{Mix, chi_square_accepts};
 use proptest::prelude::*;
 use specrs::Error;
-use specrs::host::philox::{Purpose, uniform53};
-use specrs::host::sample::{MAX_BIAS, MAX_PENALTY, MAX_REPETITION, Sampler, SamplerConfig, Scratch, reference};
+use specrs::host::sample::{Sampler, Scratch, reference};
+use specrs::round::philox::{Purpose, uniform53};
+use specrs::round::{MAX_BIAS, MAX_PENALTY, MAX_REPETITION, SamplerConfig};
 
 /// Rows that make trouble: ties, -inf, huge and tiny values, next to ordinary ones.
 fn logits(vocab: usize, kind: u8, seed: u64) -> Vec<f32> {

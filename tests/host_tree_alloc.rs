@@ -8,7 +8,8 @@ mod counting;
 use common::Mix;
 use counting::allocations;
 use specrs::geometry::TreeShape;
-use specrs::host::select::{DraftBeams, TreeBatch};
+use specrs::host::select::DraftBeams;
+use specrs::round::TreeBatch;
 
 const K: usize = 2;
 const STEPS: usize = 4;

@@ -2,12 +2,16 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // helpers of tests, outside `#[test]`
 
 mod common;
+mod plan_support;
 
 use common::{Mix, random_parents};
+use plan_support::{Batch, geometry};
 use proptest::prelude::*;
 use specrs::Error;
-use specrs::geometry::{Tree, TreeShape};
-use specrs::host::select::{DraftBeams, DraftMask, TopK, TreeBatch, reference_topk};
+use specrs::geometry::{Layout, Tree, TreeShape};
+use specrs::host::select::{DraftBeams, TopK, reference_topk};
+use specrs::plan::{Lens, Native, Planner, Trees};
+use specrs::round::TreeBatch;
 
 /// A candidate of the plain model.
 #[derive(Debug, Clone)]
@@ -99,7 +103,16 @@ fn draft_logits(mix: &mut Mix, rows: usize, vocab: usize) -> Vec<f32> {
     values
 }
 
+/// Links, depths, and the ancestor bits that the planner makes of the trees.
 fn assert_links(trees: &TreeBatch) {
+    let g = geometry(8, 6, 256, 1, 4, 1024, Layout::Dense);
+    let case = Batch::new(&g, &vec![3; trees.len()], 1);
+    let sizes: Vec<u32> = trees.sizes().collect();
+    let batch = specrs::plan::Batch::new(&case.seqs, Lens::Host(&case.lens));
+    let planned = Trees { sizes: &sizes, parents: trees.parents() };
+    let mut planner = Planner::new(g, Native).unwrap();
+    let plan = case.pool.with_tables(|t| planner.verify(&t, &batch, planned)).unwrap().unwrap();
+    let words = plan.mask_words() as usize;
     for i in 0..trees.len() {
         let range = trees.range(i);
         let tree = Tree::from_parents(&trees.parents()[range.clone()]).unwrap();
@@ -109,9 +122,9 @@ fn assert_links(trees: &TreeBatch) {
         assert_eq!(&trees.depths()[range.clone()], depths);
         let bits = tree.ancestor_bits();
         for node in 0..tree.len() {
-            for other in 0..trees.mask_words() as u32 * 64 {
-                let row = (range.start + node as usize) * trees.mask_words();
-                let got = trees.mask()[row + other as usize / 64] >> (other % 64) & 1 == 1;
+            for other in 0..words as u32 * 64 {
+                let row = (range.start + node as usize) * words;
+                let got = plan.mask()[row + other as usize / 64] >> (other % 64) & 1 == 1;
                 assert_eq!(got, bits.get(node, other), "request {i}, node {node}, bit {other}");
             }
         }
@@ -162,9 +175,7 @@ proptest! {
                         let parent = if step == 0 { i } else { i * k + parent_beam };
                         prop_assert_eq!(beams.parents()[row], parent as i32);
                         let words = beams.mask_words();
-                        prop_assert_eq!(slots_of(beams.mask(DraftMask::Ancestors), words, row), plain.ancestor_slots(b));
-                        let lane: Vec<usize> = (0..=step).map(|t| b * s as usize + t).collect();
-                        prop_assert_eq!(slots_of(beams.mask(DraftMask::Lane), words, row), lane);
+                        prop_assert_eq!(slots_of(beams.ancestors(), words, row), plain.ancestor_slots(b));
                     }
                     let scores: Vec<f32> = plain.beams.iter().map(|&c| plain.candidates[c].score).collect();
                     prop_assert_eq!(beams.beam_scores(i).collect::<Vec<_>>(), scores);
@@ -184,8 +195,6 @@ proptest! {
                 prop_assert_eq!(&trees.scores()[trees.range(i)], &scores[..]);
             }
             prop_assert_eq!(trees.sizes().map(|n| n as usize).sum::<usize>(), trees.nodes());
-            let needed = (trees.sizes().max().unwrap_or(0) as usize).div_ceil(64);
-            prop_assert!(trees.mask_words() == needed || min_score.is_finite() && trees.mask_words() > needed);
             assert_links(&trees);
         }
     }
@@ -322,11 +331,11 @@ fn selection_refuses_what_does_not_fit() {
     beams.start(&logits).unwrap();
     assert!(matches!(beams.advance(&logits), Err(Error::Mismatch { operand: "draft logits", .. })));
     // A refused step leaves the beams as they were.
-    let before = (beams.tokens().to_vec(), beams.steps_done(), beams.mask(DraftMask::Ancestors).to_vec());
+    let before = (beams.tokens().to_vec(), beams.steps_done(), beams.ancestors().to_vec());
     for refused in [beams.advance(&[0.0; 79]), beams.start(&[0.0; 21])] {
         assert!(matches!(refused, Err(Error::Mismatch { operand: "draft logits", .. })), "{refused:?}");
     }
-    assert_eq!(before, (beams.tokens().to_vec(), beams.steps_done(), beams.mask(DraftMask::Ancestors).to_vec()));
+    assert_eq!(before, (beams.tokens().to_vec(), beams.steps_done(), beams.ancestors().to_vec()));
     assert_eq!(beams.batch(), 2);
     let mut finish = |roots: &[i32], depths: &[u32], nodes: &[u32]| beams.finish(roots, depths, nodes, &mut trees);
     assert!(matches!(finish(&[0], &[3, 3], &[16, 16]), Err(Error::Mismatch { operand: "roots", .. })));

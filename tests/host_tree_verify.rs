@@ -7,9 +7,9 @@ mod common;
 use common::{Mix, chi_square_accepts, random_parents};
 use proptest::prelude::*;
 use specrs::Error;
-use specrs::host::sample::{Sampler, SamplerConfig, Scratch};
-use specrs::host::select::TreeBatch;
-use specrs::host::verify::{Accepts, Verifier};
+use specrs::host::sample::{Sampler, Scratch};
+use specrs::host::verify::Verifier;
+use specrs::round::{Accepts, SamplerConfig, TreeBatch};
 
 /// A model whose logits are a function of all tokens so far.
 struct Oracle {

@@ -16,7 +16,6 @@
 //! | [`linear`] | matrix products with packed weights, RMSNorm before and residual or SwiGLU after |
 //! | [`norm`], [`act`] | RMSNorm, exponential and SiLU |
 //! | [`threads`] | the bounded pool that all kernels share, how many threads it has, and when it is worth waking |
-//! | [`philox`] | counter-based random numbers, keyed by seed, position and purpose |
 //! | [`sample`] | bias, penalties, temperature, top-k, top-p, min-p, and the draw of a token |
 //! | [`select`] | draft log-probabilities, beams, and the tree of a batch |
 //! | [`verify`] | the walk that accepts drafts |
@@ -29,7 +28,6 @@ pub mod linear;
 mod linear_memory;
 mod linear_tile;
 pub mod norm;
-pub mod philox;
 pub mod rope;
 pub mod sample;
 pub mod select;

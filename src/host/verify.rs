@@ -10,69 +10,14 @@
 
 use crate::error::{Error, Result};
 use crate::host::sample::{Sampler, Scratch};
-use crate::host::select::TreeBatch;
 use crate::host::threads::{self, num_threads};
+use crate::round::accepts::NO_TOKEN;
+use crate::round::{Accepts, TreeBatch};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// What a vocabulary entry takes in a request's walk (a few rows) on one thread, in picoseconds, greedy and sampled:
 /// decides whether threads pay.
 const COST_PS: [usize; 2] = [300, 1500];
-
-/// What a round accepted.
-#[derive(Debug, Clone, Default, PartialEq)]
-pub struct Accepts {
-    paths: Vec<u32>,
-    /// The token drawn at each node of `paths`; [`NO_TOKEN`] at a node where none could be drawn.
-    tokens: Vec<i32>,
-    /// Where each request's entries start in both arrays.
-    offsets: Vec<usize>,
-    /// Requests whose walk met a row that cannot be sampled, ascending.
-    faults: Vec<(usize, Error)>,
-}
-
-const NO_TOKEN: i32 = -1;
-
-impl Accepts {
-    /// Requests.
-    pub fn len(&self) -> usize {
-        self.offsets.len().saturating_sub(1)
-    }
-
-    /// Whether there are no requests.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-
-    /// Accepted nodes of request `i`, the root (0) first, each the parent of the next.
-    pub fn path(&self, i: usize) -> &[u32] {
-        self.range(i).and_then(|r| self.paths.get(r)).unwrap_or(&[])
-    }
-
-    /// Tokens that request `i` emits, as many as its path has nodes: the accepted drafts, and the token drawn at the last
-    /// accepted node (the next root). After a fault the accepted drafts alone, one less than its path has nodes.
-    pub fn tokens(&self, i: usize) -> &[i32] {
-        let tokens = self.range(i).and_then(|r| self.tokens.get(r)).unwrap_or(&[]);
-        tokens.strip_suffix(&[NO_TOKEN]).unwrap_or(tokens)
-    }
-
-    /// Why no token could be drawn at the last node of request `i`'s path: [`Error::NonFinite`] with the request, the
-    /// row of `logits` and the position. Its path and its tokens are those of plain decoding up to there.
-    pub fn fault(&self, i: usize) -> Option<&Error> {
-        let at = self.faults.binary_search_by_key(&i, |&(request, _)| request).ok()?;
-        self.faults.get(at).map(|(_, fault)| fault)
-    }
-
-    fn range(&self, i: usize) -> Option<std::ops::Range<usize>> {
-        Some(*self.offsets.get(i)?..*self.offsets.get(i + 1)?)
-    }
-
-    fn clear(&mut self) {
-        self.paths.clear();
-        self.tokens.clear();
-        self.offsets.clear();
-        self.faults.clear();
-    }
-}
 
 /// A thread's buffers: its walks behind one another.
 #[derive(Debug, Default)]
@@ -142,17 +87,13 @@ impl Verifier {
                 self.order[request] = (w, n);
             }
         }
-        out.offsets.push(0);
         for &(w, n) in &self.order {
             let worker = &workers[w];
             let end = worker.walks.get(n + 1).map_or(worker.paths.len(), |&(_, start)| start);
             let walk = worker.walks[n].1..end;
-            out.paths.extend_from_slice(&worker.paths[walk.clone()]);
-            out.tokens.extend_from_slice(&worker.tokens[walk]);
-            out.offsets.push(out.paths.len());
+            out.push(&worker.paths[walk.clone()], &worker.tokens[walk]);
         }
-        out.faults.extend(workers.iter().flat_map(|w| &w.faults).cloned());
-        out.faults.sort_unstable_by_key(|&(request, _)| request); // which thread met one does not show
+        out.add_faults(workers.iter().flat_map(|w| &w.faults).cloned());
         Ok(())
     }
 }

@@ -94,6 +94,7 @@ mod place;
 mod planner;
 mod wide;
 
+pub use crate::round::DraftMask;
 pub use arrays::{ArrayRef, Arrays, DType, Element, Extent, Given, HostMemory, Memory, Need, Spec, View};
 pub use body::{AuditedPlan, Phase, Plan, PlanParts};
 pub use certify::{
@@ -150,13 +151,4 @@ pub struct Trees<'a> {
     pub sizes: &'a [u32],
     /// Concatenated parent arrays, each with indices local to its tree and -1 for the root.
     pub parents: &'a [i32],
-}
-
-/// What the queries of a draft step attend to besides the prefix.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum DraftMask<'a> {
-    /// The branch's true ancestors and itself: `[batch * K * draft_mask_words]` bits over the draft slots `b*S + s`.
-    Ancestors(&'a [u64]),
-    /// The branch's own slots of the earlier steps and itself, whoever its parent was (what sglang does at K > 1).
-    Lane,
 }

@@ -10,12 +10,13 @@ use super::arg::{Int, detached, i32s, same_len, u32s};
 use super::dlpack::Tensor;
 use super::trees::TreeBatch;
 use crate::error::{Error, Result};
-use crate::host::sample::{self, SamplerConfig, Scratch};
-use crate::host::verify as core_verify;
+use crate::host::sample::{self, Scratch};
+use crate::host::verify::Verifier;
+use crate::round::{self, SamplerConfig};
 
 thread_local! {
     // Buffers of the calling thread, so that a draw allocates nothing once warm.
-    static SCRATCH: RefCell<(Scratch, core_verify::Verifier)> = RefCell::default();
+    static SCRATCH: RefCell<(Scratch, Verifier)> = RefCell::default();
 }
 
 /// Sampling parameters and token history of one request. The token at absolute position p depends on the logits, the
@@ -108,7 +109,7 @@ impl Sampler {
 
 /// A pair of `logit_bias` in the core's types.
 fn bias(token: Int, value: f64) -> Result<(i32, f32)> {
-    if value.is_finite() && value.abs() > sample::MAX_BIAS.into() {
+    if value.is_finite() && value.abs() > round::MAX_BIAS.into() {
         let why = "must be in [-1e30, 1e30], or -inf to forbid the token".into();
         return Err(Error::Invalid { what: "logit_bias", got: value.to_string(), why });
     }
@@ -117,7 +118,7 @@ fn bias(token: Int, value: f64) -> Result<(i32, f32)> {
 
 /// What a round accepted.
 #[pyclass(frozen, module = "specrs._specrs")]
-pub(super) struct Accepts(pub(super) core_verify::Accepts);
+pub(super) struct Accepts(pub(super) round::Accepts);
 
 #[pymethods]
 impl Accepts {
@@ -180,7 +181,7 @@ pub(super) fn verify(
                 logits.mismatch(format_args!("{vocab} columns"), format_args!("{} (the vocabulary)", s.vocab()))
             );
         }
-        let mut accepts = core_verify::Accepts::default();
+        let mut accepts = round::Accepts::default();
         SCRATCH.with_borrow_mut(|(_, v)| v.verify(trees, rows, &samplers, &lens, &mut accepts))?;
         Ok(Accepts(accepts))
     })

@@ -1,4 +1,5 @@
-//! Draft trees: beams while the draft model runs, and the trees of a batch: [`crate::host::select`].
+//! Draft trees: beams while the draft model runs, and the trees of a batch: [`crate::host::select`],
+//! [`crate::round`].
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -10,11 +11,12 @@ use super::dlpack::Tensor;
 use super::geometry::TreeShape;
 use crate::error::Result;
 use crate::host::select;
+use crate::round;
 
 /// The token trees of a batch, one a request, nodes of all requests behind one another. Node 0 of each is its root;
 /// indices are within the request's own tree.
 #[pyclass(frozen, module = "specrs._specrs")]
-pub(super) struct TreeBatch(pub(super) select::TreeBatch);
+pub(super) struct TreeBatch(pub(super) round::TreeBatch);
 
 #[pymethods]
 impl TreeBatch {
@@ -25,7 +27,7 @@ impl TreeBatch {
             lists.iter().map(|l| i32s(what, l)).collect()
         };
         let (parents, tokens) = (lists("tree parent", &parents)?, lists("tree token", &tokens)?);
-        detached(py, || select::TreeBatch::from_parents(&parents, &tokens)).map(Self)
+        detached(py, || round::TreeBatch::from_parents(&parents, &tokens)).map(Self)
     }
 
     /// Nodes of each tree.
@@ -195,7 +197,7 @@ impl DraftBeams {
     #[getter]
     fn ancestors(&self) -> PyResult<Array> {
         let state = self.state();
-        let bits: &[i64] = bytemuck::cast_slice(state.mask(select::DraftMask::Ancestors));
+        let bits: &[i64] = bytemuck::cast_slice(state.ancestors());
         Ok(Array::new(bits, &[bits.len() / state.mask_words().max(1), state.mask_words()])?)
     }
 
@@ -222,7 +224,7 @@ impl DraftBeams {
         let (depths, nodes) = (u32s("max_depths", &max_depths)?, u32s("max_nodes", &max_nodes)?);
         let min_score = min_score.unwrap_or(f32::NEG_INFINITY);
         detached(py, || {
-            let mut trees = select::TreeBatch::default();
+            let mut trees = round::TreeBatch::default();
             self.state().finish_above(&roots, &depths, &nodes, min_score, &mut trees)?;
             Ok(TreeBatch(trees))
         })

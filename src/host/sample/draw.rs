@@ -1,8 +1,9 @@
 //! The fast draw: one pass for the maximum, and from there only what the parameters need.
 
-use super::SamplerConfig;
-use super::scan::{self, CHUNK, Law, ONE, RowFault, key_index, key_logit};
-use crate::host::philox::{Purpose, uniform53};
+use super::scan::{self, CHUNK, RowFault, key_index, key_logit};
+use crate::round::SamplerConfig;
+use crate::round::philox::{Purpose, uniform53};
+use crate::round::weight::{Law, ONE, fraction, mass, min_weight};
 
 /// Reusable buffers of [`super::Sampler::draw`]; grows to the largest vocabulary seen, then allocates nothing.
 #[derive(Debug, Default)]
@@ -50,7 +51,7 @@ pub(super) fn token(config: &SamplerConfig, row: &[f32], position: u32, s: &mut 
             s.cut_to_nucleus(mass(config.top_p, total));
         }
     } else if config.top_p < 1.0 {
-        let total = law.sum_row(row, &s.chunk_max, &mut s.chunk_sum);
+        let total = scan::sum_row(law, row, &s.chunk_max, &mut s.chunk_sum);
         let target = mass(config.top_p, total);
         // Tokens lighter than (total - target) / V cannot be needed: all of them together weigh less than
         // total - target, so the others reach the target.
@@ -62,27 +63,12 @@ pub(super) fn token(config: &SamplerConfig, row: &[f32], position: u32, s: &mut 
     } else if floor > 0 {
         s.gather(law, row, floor);
     } else {
-        let total = law.sum_row(row, &s.chunk_max, &mut s.chunk_sum);
+        let total = scan::sum_row(law, row, &s.chunk_max, &mut s.chunk_sum);
         return Ok(s.invert_row(law, row, fraction(u, total)));
     }
     s.kept.retain(|w| w.weight >= floor);
     let total = s.kept.iter().map(|w| w.weight).sum();
     Ok(invert(s.kept.iter().map(|w| (key_index(w.key), w.weight)), fraction(u, total)))
-}
-
-/// Smallest weight that min-p keeps.
-pub(super) fn min_weight(min_p: f64) -> u64 {
-    (min_p * ONE as f64).ceil() as u64
-}
-
-/// Smallest integer mass that is at least `p` of `total`, and at least 1.
-pub(super) fn mass(p: f64, total: u64) -> u64 {
-    ((p * total as f64).ceil() as u64).clamp(1, total)
-}
-
-/// `floor(u * 2^-53 * total)`, exactly; `< total`, since `u < 2^53`.
-pub(super) fn fraction(u: u64, total: u64) -> u64 {
-    ((u128::from(u) * u128::from(total)) >> 53) as u64
 }
 
 /// The first token whose cumulative weight exceeds `target`. There is one where `target` is less than the total.
@@ -104,7 +90,7 @@ impl Pick {
         let mut left = target;
         for (c, (chunk, &sum)) in row.chunks(CHUNK).zip(&self.chunk_sum).enumerate() {
             if left < sum {
-                law.weigh(chunk.iter().copied(), &mut self.weights);
+                scan::weigh(law, chunk.iter().copied(), &mut self.weights);
                 return c * CHUNK + invert(self.weights.iter().copied().enumerate(), left);
             }
             left -= sum;
@@ -124,7 +110,7 @@ impl Pick {
 
     /// `kept` := `keys` with their weights.
     fn weigh(&mut self, law: Law) {
-        law.weigh(self.keys.iter().map(|&key| key_logit(key)), &mut self.weights);
+        scan::weigh(law, self.keys.iter().map(|&key| key_logit(key)), &mut self.weights);
         self.kept.clear();
         self.kept.extend(self.keys.iter().zip(&self.weights).map(|(&key, &weight)| Weighted { key, weight }));
     }
@@ -171,12 +157,6 @@ mod tests {
         assert_eq!((0..6).map(token).collect::<Vec<_>>(), [1, 1, 1, 4, 4, 5]);
         assert_eq!(fraction((1 << 53) - 1, 6), 5, "the largest random number stays below the total");
         assert_eq!(fraction(0, u64::MAX), 0);
-    }
-
-    #[test]
-    fn masses_are_rounded_up() {
-        assert_eq!([mass(0.5, 3), mass(0.5, 4), mass(1e-300, 9), mass(1.0 - 1e-16, 9)], [2, 2, 1, 9]);
-        assert_eq!([min_weight(0.0), min_weight(1e-30), min_weight(1.0)], [0, 1, ONE]);
     }
 
     /// Down to single quanta, where rounding is largest.

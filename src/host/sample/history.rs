@@ -1,6 +1,6 @@
 //! Token history of a request, and the processors that read it: bias and penalties.
 
-use super::SamplerConfig;
+use crate::round::SamplerConfig;
 use std::collections::HashMap;
 
 /// A token that occurred.

@@ -2,7 +2,7 @@
 //!
 //! [`Sampler::draw`] serves plain decoding and every node of a tree alike: a token depends only on the logits, the
 //! request's configuration and history, the path to the node, and the absolute position, which keys the random
-//! number ([`super::philox`]). That is why speculation cannot change a seeded output (specification, section 6).
+//! number ([`crate::round::philox`]). That is why speculation cannot change a seeded output.
 //!
 //! Processors, in this order: logit bias; repetition penalty (over prompt, output and path); frequency and presence
 //! penalties (over output and path); temperature; top-k; top-p (the smallest set of mass >= p of what top-k kept);
@@ -15,7 +15,8 @@
 //! rounding of their own; against the real softmax, a distribution is off by less than the rounding of f32 logits.
 //!
 //! ```
-//! use specrs::host::sample::{Sampler, SamplerConfig, Scratch};
+//! use specrs::host::sample::{Sampler, Scratch};
+//! use specrs::round::SamplerConfig;
 //! let config = SamplerConfig { temperature: 0.8, top_p: 0.9, seed: 7, ..SamplerConfig::default() };
 //! let mut sampler = Sampler::new(4, &[1, 2], config)?;
 //! let token = sampler.draw(&mut Scratch::default(), &[0.1, 3.0, 2.5, -1.0], 2, &[])?;
@@ -23,16 +24,15 @@
 //! # Ok::<(), specrs::Error>(())
 //! ```
 
-mod config;
 mod draw;
 mod history;
 pub mod reference;
 pub(crate) mod scan;
 
-pub use config::{MAX_BIAS, MAX_PENALTY, MAX_REPETITION, MAX_VOCAB, SamplerConfig};
 pub use draw::Scratch;
 
 use crate::error::{Error, Result, in_range};
+use crate::round::SamplerConfig;
 use history::History;
 use scan::RowFault;
 

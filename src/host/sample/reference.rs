@@ -1,11 +1,12 @@
 //! The plain form of [`super::Sampler::draw`]: whole-vocabulary sorts, counts by looking. Slow; it states the meaning
 //! and the fast form is tested to be equal to it.
 
-use super::draw::{fraction, mass, min_weight};
-use super::scan::{Law, RowFault};
-use super::{DrawFault, MODEL_LOGITS, SamplerConfig, check_tokens};
+use super::scan::RowFault;
+use super::{DrawFault, MODEL_LOGITS, check_tokens};
 use crate::error::Result;
-use crate::host::philox::{Purpose, uniform53};
+use crate::round::SamplerConfig;
+use crate::round::philox::{Purpose, uniform53};
+use crate::round::weight::{Law, fraction, mass, min_weight};
 
 /// Logits after bias and penalties.
 pub fn processed(config: &SamplerConfig, prompt: &[i32], output: &[i32], logits: &[f32]) -> Vec<f32> {

@@ -2,23 +2,14 @@
 //!
 //! A row is read in chunks. [`scan`] stores the maximum of each chunk, so that later steps (top-k, nucleus, min-p)
 //! touch only the few chunks that can hold what they look for.
-//!
-//! **Weights are integers.** The weight of logit x is `round(exp((x - max) / T) * 2^40)`: multiples of 2^-40 of the
-//! most probable token's weight. Sums of integers are exact and associative, so a total, a nucleus and an inverse
-//! CDF do not depend on the order of summation, on vector width or on threads, and an inverse CDF can never run past
-//! its last token. A vocabulary of 2^18 tokens times the quantum's half is 2^-23 in total variation: the size of the
-//! rounding of the f32 logits themselves.
 
 use crate::host::simd::dispatch;
+use crate::round::weight::{Law, ROUNDER};
 
 /// Elements of a chunk.
 pub(crate) const CHUNK: usize = 128;
-/// Weight of the most probable token, `exp(0)`.
-pub(crate) const ONE: u64 = 1 << 40;
 /// Vector lanes that the loops below are written for; the compiler maps them to what the machine has.
 const LANES: usize = 16;
-/// One ulp of an f64 in `[2^12, 2^13)` is 2^-40: adding this rounds to the quantum, and the bits count the quanta.
-const ROUNDER: f64 = 4096.0;
 
 /// Why a row cannot be sampled from.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -119,111 +110,54 @@ pub(crate) fn scan(row: &[f32], chunk_max: &mut Vec<f32>) -> Result<f32, RowFaul
     checked_max(row, max, nan)
 }
 
-/// `exp(x)` for `x <= 0` to about one ulp of f32; what is below `exp(-40)` is 0 in quanta. Only additions and fused
-/// multiply-adds, each rounded once by IEEE 754, so every machine and vector width gives the same bits. Outside
-/// [`dispatch`] a fused multiply-add may be a call: keep loops over this inside.
-#[inline(always)]
-fn exp_neg(x: f32) -> f32 {
-    // 1.5 * 2^23: adding it rounds to an integer, which the low mantissa bits then hold.
-    const MAGIC: f32 = 12_582_912.0;
-    // ln 2 in two parts; the first has few enough bits that its product with n is exact.
-    const LN2_HI: f32 = 0.693_359_4;
-    const LN2_LO: f32 = -2.121_944_4e-4;
-    let x = if x > -40.0 { x } else { -40.0 };
-    let t = x.mul_add(std::f32::consts::LOG2_E, MAGIC);
-    let n = t - MAGIC;
-    let r = n.mul_add(-LN2_LO, n.mul_add(-LN2_HI, x));
-    // Minimax polynomial of (exp(r) - 1 - r) / r^2 on |r| <= ln(2)/2 (Cephes expf).
-    let p = 1.987_569_1e-4f32.mul_add(r, 1.398_199_9e-3);
-    let p = p.mul_add(r, 8.333_452e-3);
-    let p = p.mul_add(r, 4.166_579_6e-2);
-    let p = p.mul_add(r, 1.666_666_5e-1);
-    let p = p.mul_add(r, 0.5);
-    let p = p.mul_add(r * r, r) + 1.0;
-    f32::from_bits((t.to_bits() << 23).wrapping_add(p.to_bits())) // p * 2^n
-}
-
-/// The map from logits to weights of one row: its maximum and the inverse temperature.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Law {
-    max: f32,
-    inv_t: f32,
-}
-
-impl Law {
-    /// `max` is the row's largest logit, finite. A temperature so small or so large that its inverse leaves f32 is
-    /// clamped, which keeps 0 * inf away and changes no weight of finite logits beyond rounding.
-    pub(crate) fn new(max: f32, temperature: f64) -> Self {
-        let inv_t = (1.0 / temperature).clamp(f64::from(f32::MIN_POSITIVE), f64::from(f32::MAX));
-        Self { max, inv_t: inv_t as f32 }
-    }
-
-    /// Log-weight of a logit, `(x - max) / T <= 0`; monotone in x.
-    #[inline(always)]
-    pub(crate) fn log_weight(self, x: f32) -> f32 {
-        (x - self.max) * self.inv_t
-    }
-
-    /// Quanta of a logit.
-    #[inline(always)]
-    pub(crate) fn weight(self, x: f32) -> u64 {
-        self.rounded(x).wrapping_sub(ROUNDER.to_bits())
-    }
-
-    #[inline(always)]
-    fn rounded(self, x: f32) -> u64 {
-        (f64::from(exp_neg(self.log_weight(x))) + ROUNDER).to_bits()
-    }
-
-    /// Total weight of a scanned row; `chunk_sum` gets the weight of each [`CHUNK`].
-    pub(crate) fn sum_row(self, row: &[f32], chunk_max: &[f32], chunk_sum: &mut Vec<u64>) -> u64 {
-        chunk_sum.resize(chunk_max.len(), 0);
-        dispatch(
-            #[inline(always)]
-            || {
-                let mut total = 0;
-                for ((chunk, &max), out) in row.chunks(CHUNK).zip(chunk_max).zip(chunk_sum.iter_mut()) {
-                    *out = if self.vanishes(max) { 0 } else { self.sum(chunk) };
-                    total += *out;
-                }
-                total
-            },
-        )
-    }
-
-    /// The weight of each logit.
-    pub(crate) fn weigh(self, logits: impl ExactSizeIterator<Item = f32> + Clone, weights: &mut Vec<u64>) {
-        weights.resize(logits.len(), 0);
-        dispatch(
-            #[inline(always)]
-            || {
-                for (weight, x) in weights.iter_mut().zip(logits.clone()) {
-                    *weight = self.weight(x);
-                }
-            },
-        );
-    }
-
-    /// Sum of the weights of a chunk.
-    #[inline(always)]
-    fn sum(self, chunk: &[f32]) -> u64 {
-        let (blocks, tail) = chunk.as_chunks::<LANES>();
-        let mut acc = [0u64; LANES];
-        for block in blocks {
-            for l in 0..LANES {
-                acc[l] = acc[l].wrapping_add(self.rounded(block[l]));
+/// Total weight of a scanned row; `chunk_sum` gets the weight of each [`CHUNK`].
+pub(crate) fn sum_row(law: Law, row: &[f32], chunk_max: &[f32], chunk_sum: &mut Vec<u64>) -> u64 {
+    chunk_sum.resize(chunk_max.len(), 0);
+    dispatch(
+        #[inline(always)]
+        || {
+            let mut total = 0;
+            for ((chunk, &max), out) in row.chunks(CHUNK).zip(chunk_max).zip(chunk_sum.iter_mut()) {
+                *out = if vanishes(law, max) { 0 } else { sum(law, chunk) };
+                total += *out;
             }
-        }
-        let total = acc.iter().fold(0u64, |a, &b| a.wrapping_add(b));
-        let base = ROUNDER.to_bits().wrapping_mul((blocks.len() * LANES) as u64);
-        tail.iter().fold(total.wrapping_sub(base), |a, &x| a + self.weight(x))
-    }
+            total
+        },
+    )
+}
 
-    /// Whether every logit up to `x` surely has weight 0: `exp(-29) * 2^40 < 1/3`.
-    #[inline(always)]
-    fn vanishes(self, x: f32) -> bool {
-        self.log_weight(x) < -29.0
+/// The weight of each logit.
+pub(crate) fn weigh(law: Law, logits: impl ExactSizeIterator<Item = f32> + Clone, weights: &mut Vec<u64>) {
+    weights.resize(logits.len(), 0);
+    dispatch(
+        #[inline(always)]
+        || {
+            for (weight, x) in weights.iter_mut().zip(logits.clone()) {
+                *weight = law.weight(x);
+            }
+        },
+    );
+}
+
+/// Sum of the weights of a chunk.
+#[inline(always)]
+fn sum(law: Law, chunk: &[f32]) -> u64 {
+    let (blocks, tail) = chunk.as_chunks::<LANES>();
+    let mut acc = [0u64; LANES];
+    for block in blocks {
+        for l in 0..LANES {
+            acc[l] = acc[l].wrapping_add(law.rounded(block[l]));
+        }
     }
+    let total = acc.iter().fold(0u64, |a, &b| a.wrapping_add(b));
+    let base = ROUNDER.to_bits().wrapping_mul((blocks.len() * LANES) as u64);
+    tail.iter().fold(total.wrapping_sub(base), |a, &x| a + law.weight(x))
+}
+
+/// Whether every logit up to `x` surely has weight 0: `exp(-29) * 2^40 < 1/3`.
+#[inline(always)]
+fn vanishes(law: Law, x: f32) -> bool {
+    law.log_weight(x) < -29.0
 }
 
 /// A sort key: ascending keys are descending logits, lower index first on ties (0.0 and -0.0 tie).
@@ -310,32 +244,7 @@ pub(crate) fn top_k(row: &[f32], chunk_max: &[f32], k: usize, keys: &mut Vec<u64
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn weights_are_those_of_libm_to_a_part_in_ten_million() {
-        let law = Law::new(0.0, 1.0);
-        for i in 0..300_000 {
-            let x = -(i as f32) * 1e-4;
-            let want = f64::from(x).exp() * ONE as f64;
-            let got = law.weight(x) as f64;
-            assert!((got - want).abs() <= want * 1.5e-7 + 0.51, "exp({x}): {got} against {want}");
-        }
-        assert_eq!(law.weight(0.0), ONE);
-        assert_eq!(law.weight(-0.0), ONE);
-        assert_eq!(law.weight(f32::NEG_INFINITY), 0);
-        assert_eq!(law.weight(-3e38), 0);
-        assert_eq!(law.weight(-29.0), 0);
-    }
-
-    #[test]
-    fn extreme_temperatures_stay_finite() {
-        for t in [f64::MIN_POSITIVE, 1e-45, 1e-30, 1e30, 1e300] {
-            let law = Law::new(1.0, t);
-            assert_eq!(law.weight(1.0), ONE, "T = {t}");
-            assert_eq!(law.weight(f32::NEG_INFINITY), 0, "T = {t}");
-            assert_eq!(law.weight(0.0), if t < 1.0 { 0 } else { ONE }, "T = {t}");
-        }
-    }
+    use crate::round::weight::ONE;
 
     /// For every length, and for chunks of every magnitude, down to those that are skipped.
     #[test]
@@ -345,7 +254,7 @@ mod tests {
         let (mut chunk_max, mut chunk_sum) = (Vec::new(), Vec::new());
         for n in (1..2 * CHUNK + 2).chain([row.len() - 1, row.len()]) {
             scan(&row[..n], &mut chunk_max).unwrap();
-            let total = law.sum_row(&row[..n], &chunk_max, &mut chunk_sum);
+            let total = sum_row(law, &row[..n], &chunk_max, &mut chunk_sum);
             assert_eq!(total, row[..n].iter().map(|&x| law.weight(x)).sum::<u64>());
             for (chunk, &sum) in row[..n].chunks(CHUNK).zip(&chunk_sum) {
                 assert_eq!(sum, chunk.iter().map(|&x| law.weight(x)).sum::<u64>());
@@ -365,7 +274,7 @@ mod tests {
             let x = -27.5 - i as f32 * 1e-3; // to -30.5: exp(-28.42) * 2^40 is a half
             row[CHUNK..2 * CHUNK].fill(x);
             scan(&row, &mut chunk_max).unwrap();
-            let total = law.sum_row(&row, &chunk_max, &mut chunk_sum);
+            let total = sum_row(law, &row, &chunk_max, &mut chunk_sum);
             assert_eq!(total, ONE + CHUNK as u64 * law.weight(x), "{x}");
             counted += law.weight(x);
         }

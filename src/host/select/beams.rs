@@ -1,20 +1,12 @@
 //! The dynamic draft tree: candidates, beams, and what the draft model's next forward needs to know of them.
 
-use super::{TopK, TreeBatch};
+use super::TopK;
 use crate::bounds::fits_i32;
 use crate::error::{Error, Result, in_range};
 use crate::geometry::{TreeShape, words_for};
+use crate::host::sample::check_tokens;
 use crate::host::sample::scan::{key_index, rank_key};
-use crate::host::sample::{MAX_VOCAB, check_tokens};
-
-/// Which earlier draft slots a beam attends to (specification, section 2).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum DraftMask {
-    /// The beam's true ancestors. Exact.
-    Ancestors,
-    /// The slots of the beam's own lane, whoever its parent was. Peer-compatible.
-    Lane,
-}
+use crate::round::{MAX_VOCAB, TreeBatch};
 
 /// Candidate tables and beams of a batch, reused from round to round.
 ///
@@ -27,7 +19,7 @@ pub enum DraftMask {
 /// levels before stay, later logits of the request are ignored, and its tree ends at the last sound level, which may be
 /// the root. Its beams go on as placeholders with valid tokens, so that the batch keeps its rows.
 ///
-/// **Slots.** Beam b of step s has draft slot `b*S + s` (the dense layout of the draft region). Rows of the masks have
+/// **Slots.** Beam b of step s has draft slot `b*S + s` (the dense layout of the draft region). A row of ancestor bits has
 /// `words_for(K*S)` words of 64 bits; bit i of a row is slot i.
 #[derive(Debug)]
 pub struct DraftBeams {
@@ -56,7 +48,6 @@ pub struct DraftBeams {
     tokens: Vec<i32>,
     parents: Vec<i32>,
     ancestors: Vec<u64>,
-    lanes: Vec<u64>,
     topk: TopK,
     keys: Vec<u64>,
     spare_beams: Vec<u32>,
@@ -98,7 +89,6 @@ impl DraftBeams {
             tokens: Vec::new(),
             parents: Vec::new(),
             ancestors: Vec::new(),
-            lanes: Vec::new(),
             topk: TopK::default(),
             keys: Vec::new(),
             spare_beams: Vec::new(),
@@ -125,10 +115,8 @@ impl DraftBeams {
         self.tokens.resize(batch * k, 0);
         self.parents.resize(batch * k, 0);
         let words = self.mask_words();
-        for bits in [&mut self.ancestors, &mut self.lanes] {
-            bits.clear();
-            bits.resize(batch * k * words, 0);
-        }
+        self.ancestors.clear();
+        self.ancestors.resize(batch * k * words, 0);
         for i in 0..batch {
             for b in 0..k {
                 let (row, candidate) = (i * k + b, i * stride + b);
@@ -165,7 +153,6 @@ impl DraftBeams {
             && room(&mut self.tokens, rows)
             && room(&mut self.parents, rows)
             && room(&mut self.ancestors, words)
-            && room(&mut self.lanes, words)
             && room(&mut self.spare_bits, words);
         if there {
             return Ok(());
@@ -294,8 +281,7 @@ impl DraftBeams {
         check_tokens("root token", roots, self.vocab)?;
         let limit = i128::from(self.shape.draft_tokens());
         max_nodes.iter().try_for_each(|&n| in_range("max_nodes", n, 1, limit).map(|_| ()))?;
-        let size = |i: usize| max_nodes[i].min(1 + self.candidates_within(i, max_depths[i]) as u32);
-        out.begin((0..self.batch).map(size).max().unwrap_or(0));
+        out.clear();
         for i in 0..self.batch {
             let within = self.candidates_within(i, max_depths[i]);
             self.finish_one(i, roots[i], within, (max_nodes[i] as usize - 1).min(within), min_score, out);
@@ -342,13 +328,12 @@ impl DraftBeams {
         self.to_target.as_ref().map_or(draft_id as i32, |map| map[draft_id as usize])
     }
 
-    /// Set the slot of each beam of `step` in its rows of both masks.
+    /// Set the slot of each beam of `step` in its row of the ancestor bits.
     fn mark_slots(&mut self, step: usize) {
         let (k, s, words) = (self.shape.topk() as usize, self.shape.steps() as usize, self.mask_words());
         for row in 0..self.batch * k {
             let slot = row % k * s + step;
             self.ancestors[row * words + slot / 64] |= 1 << (slot % 64);
-            self.lanes[row * words + slot / 64] |= 1 << (slot % 64);
         }
     }
 
@@ -389,17 +374,15 @@ impl DraftBeams {
         &self.parents
     }
 
-    /// 64-bit words of a mask row: `words_for(K*S)`.
+    /// 64-bit words of a row of ancestor bits: `words_for(K*S)`.
     pub fn mask_words(&self) -> usize {
         words_for(self.shape.draft_slots()) as usize
     }
 
-    /// Draft slots that each beam attends to, itself included: `[B*K, mask_words()]`, row-major.
-    pub fn mask(&self, mode: DraftMask) -> &[u64] {
-        match mode {
-            DraftMask::Ancestors => &self.ancestors,
-            DraftMask::Lane => &self.lanes,
-        }
+    /// Draft slots of each beam's true ancestors and of itself: `[B*K, mask_words()]`, row-major; the bits of
+    /// [`DraftMask::Ancestors`](crate::round::DraftMask::Ancestors).
+    pub fn ancestors(&self) -> &[u64] {
+        &self.ancestors
     }
 
     /// Cumulative log-probability of each beam of request `i`, best first; empty where there is no such request.

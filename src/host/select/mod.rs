@@ -1,15 +1,16 @@
 //! Draft-side selection: from the draft model's logits to the tree that the target verifies.
 //!
-//! One round for a batch of B requests (EAGLE-2, arXiv:2406.16858; specification, sections 1 and 5):
+//! One round for a batch of B requests (EAGLE-2, arXiv:2406.16858):
 //!
 //! 1. [`DraftBeams::start`] takes the logits `[B, Vd]` after the root: K candidates a request, all of them beams.
 //! 2. [`DraftBeams::advance`] takes the logits `[B*K, Vd]` of the beams: K*K candidates a request, of which the K best
 //!    by cumulative log-probability become the next beams. Repeated S-1 times, or fewer.
-//! 3. [`DraftBeams::finish`] makes the tree of the V-1 best candidates of all steps under each root: a [`TreeBatch`].
+//! 3. [`DraftBeams::finish`] makes the tree of the V-1 best candidates of all steps under each root: a [`TreeBatch`](crate::round::TreeBatch).
 //!
 //! ```
 //! use specrs::geometry::TreeShape;
-//! use specrs::host::select::{DraftBeams, TreeBatch};
+//! use specrs::host::select::DraftBeams;
+//! use specrs::round::TreeBatch;
 //! let mut beams = DraftBeams::new(TreeShape::new(2, 2, 4)?, 5, None)?;
 //! beams.start(&[0.0, 3.0, 0.0, 2.0, 0.0])?; // one request
 //! assert_eq!(beams.tokens(), [1, 3]);
@@ -21,10 +22,8 @@
 //! # Ok::<(), specrs::Error>(())
 //! ```
 
-mod batch;
 mod beams;
 mod topk;
 
-pub use batch::TreeBatch;
-pub use beams::{DraftBeams, DraftMask, check_batch};
+pub use beams::{DraftBeams, check_batch};
 pub use topk::{TopK, reference_topk};

@@ -9,7 +9,6 @@ use super::buffers::{FormatBuffers, Static, Use, phase};
 use super::{Moves, Plan};
 use crate::error::{Error, Result};
 use crate::geometry;
-use crate::host::select;
 use crate::plan::{
     self, AnyFormat, AuditedPlan, Batch, Bucket, DraftMask, Extent, FlashAttention, Format, Lens, Load, Paths, Phase,
     Trees,
@@ -103,7 +102,7 @@ impl<'a> Beams<'a> {
     /// Run `f` with the ancestors of each beam.
     fn with<T>(&self, f: impl FnOnce(&[u64]) -> Result<T>) -> Result<T> {
         match self {
-            Beams::Own(beams) => f(beams.state().mask(select::DraftMask::Ancestors)),
+            Beams::Own(beams) => f(beams.state().ancestors()),
             Beams::Bits { tensor, shape } => f(bytemuck::cast_slice(tensor.input::<i64>(shape)?)),
         }
     }

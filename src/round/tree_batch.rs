@@ -2,12 +2,13 @@
 
 use crate::bounds::fits_i32;
 use crate::error::{Error, Result, in_range};
-use crate::geometry::{Tree, words_for};
+use crate::geometry::Tree;
 
 /// One token tree a request, ragged over the batch. Nodes of all requests lie behind one another; node 0 of each
 /// request is its root, a parent's index is below its children's, and siblings are in increasing order.
 ///
-/// All node indices (parents, links, mask bits) are within the request's own tree.
+/// All node indices (parents, links) are within the request's own tree. The ancestor bits of verification are part of
+/// its plan ([`Planner::verify`](crate::plan::Planner::verify)), which makes them from the parents.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct TreeBatch {
     tokens: Vec<i32>,
@@ -17,9 +18,6 @@ pub struct TreeBatch {
     next_sibling: Vec<i32>,
     /// Cumulative log-probability of each node, 0 for roots and where no drafter gave one.
     scores: Vec<f32>,
-    mask: Vec<u64>,
-    /// Words of a mask row: `words_for` the largest tree that the limits allowed.
-    words: usize,
     /// Where each request's nodes start; the last entry is the number of nodes. Empty for an empty batch that was
     /// never begun; [`TreeBatch::offsets`] hides that.
     offsets: Vec<i32>,
@@ -51,7 +49,7 @@ impl TreeBatch {
         }
         fits_i32("nodes of all trees", total, || total.to_string())?;
         let mut batch = Self::default();
-        batch.begin(parents.iter().map(|p| p.as_ref().len()).max().unwrap_or(0) as u32);
+        batch.clear();
         for (parents, tokens) in parents.iter().zip(tokens) {
             for (&parent, &token) in parents.as_ref().iter().zip(tokens.as_ref()) {
                 batch.push_node(token, parent, 0.0);
@@ -61,43 +59,29 @@ impl TreeBatch {
         Ok(batch)
     }
 
-    /// Empty the batch for trees of at most `max_nodes` nodes; keeps the buffers.
-    pub(super) fn begin(&mut self, max_nodes: u32) {
+    /// Empty the batch; keeps the buffers.
+    pub(crate) fn clear(&mut self) {
         self.tokens.clear();
         self.depths.clear();
         self.parents.clear();
         self.next_child.clear();
         self.next_sibling.clear();
         self.scores.clear();
-        self.mask.clear();
-        self.words = words_for(max_nodes) as usize;
         self.offsets.clear();
         self.offsets.push(0);
     }
 
     /// Append a node to the tree under construction; `parent` is a node already there, or -1 for the root.
-    pub(super) fn push_node(&mut self, token: i32, parent: i32, score: f32) {
+    pub(crate) fn push_node(&mut self, token: i32, parent: i32, score: f32) {
         let start = self.start();
-        let node = self.tokens.len() - start;
-        let row = self.mask.len();
         self.tokens.push(token);
         self.scores.push(score);
         self.parents.push(parent);
-        match usize::try_from(parent) {
-            Ok(p) => {
-                self.depths.push(self.depths[start + p] + 1);
-                self.mask.extend_from_within((start + p) * self.words..(start + p + 1) * self.words);
-            }
-            Err(_) => {
-                self.depths.push(0);
-                self.mask.resize(row + self.words, 0);
-            }
-        }
-        self.mask[row + node / 64] |= 1 << (node % 64);
+        self.depths.push(usize::try_from(parent).map_or(0, |p| self.depths[start + p] + 1));
     }
 
     /// Link the children of the tree under construction, and close it.
-    pub(super) fn end_tree(&mut self) {
+    pub(crate) fn end_tree(&mut self) {
         let (start, end) = (self.start(), self.tokens.len());
         self.next_child.resize(end, -1);
         self.next_sibling.resize(end, -1);
@@ -167,17 +151,6 @@ impl TreeBatch {
     /// Next child of the same parent, -1 for the last.
     pub fn next_sibling(&self) -> &[i32] {
         &self.next_sibling
-    }
-
-    /// Ancestor bits, each node its own ancestor: `[nodes(), mask_words()]`, row-major; bit j of a row is node j of the
-    /// same request.
-    pub fn mask(&self) -> &[u64] {
-        &self.mask
-    }
-
-    /// 64-bit words of a mask row: enough for the largest tree of the batch.
-    pub fn mask_words(&self) -> usize {
-        self.words
     }
 
     /// The nodes of request `i` in the flat arrays; empty where there is no such request.

@@ -7,7 +7,7 @@
 //! Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011 (Random123).
 //!
 //! ```
-//! use specrs::host::philox::{Purpose, uniform};
+//! use specrs::round::philox::{Purpose, uniform};
 //! let u = uniform(7, 100, Purpose::TARGET);
 //! assert!((0.0..1.0).contains(&u));
 //! assert_eq!(u, uniform(7, 100, Purpose::TARGET));

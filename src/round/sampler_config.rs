@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result, in_range};
 
-/// Largest vocabulary: the sum of all weights of a row (see `scan`) stays far inside u64.
+/// Largest vocabulary: the sum of all weights of a row (see `round::weight`) stays far inside u64.
 pub const MAX_VOCAB: u32 = 1 << 22;
 
 /// Largest magnitude of a finite `logit_bias`.
@@ -59,7 +59,7 @@ impl Default for SamplerConfig {
 
 impl SamplerConfig {
     /// The configuration with its bias sorted by token, if every parameter can be honoured.
-    pub(super) fn checked(mut self, vocab: u32) -> Result<Self> {
+    pub(crate) fn checked(mut self, vocab: u32) -> Result<Self> {
         in_range("vocab", vocab, 1, i128::from(MAX_VOCAB))?;
         check("temperature", self.temperature, |t| (0.0..=f64::MAX).contains(&t), "must be finite and >= 0")?;
         in_range("top_k", self.top_k, 0, i128::from(i64::MAX))?;
@@ -84,12 +84,12 @@ impl SamplerConfig {
     }
 
     /// Whether a penalty reads the history.
-    pub(super) fn penalises(&self) -> bool {
+    pub(crate) fn penalises(&self) -> bool {
         self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
     }
 
     /// Whether any logit is changed before temperature.
-    pub(super) fn edits_logits(&self) -> bool {
+    pub(crate) fn edits_logits(&self) -> bool {
         self.penalises() || !self.logit_bias.is_empty()
     }
 }

@@ -1,0 +1,77 @@
+//! The result of verification.
+
+use crate::error::Error;
+
+/// What a round accepted.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Accepts {
+    paths: Vec<u32>,
+    /// The token drawn at each node of `paths`; [`NO_TOKEN`] at a node where none could be drawn.
+    tokens: Vec<i32>,
+    /// Where each request's entries start in both arrays, and where the last one's end; empty without requests.
+    offsets: Vec<usize>,
+    /// Requests whose walk met a row that cannot be sampled, ascending.
+    faults: Vec<(usize, Error)>,
+}
+
+/// The token of a node where none could be drawn: the last of its path.
+pub(crate) const NO_TOKEN: i32 = -1;
+
+impl Accepts {
+    /// Requests.
+    pub fn len(&self) -> usize {
+        self.offsets.len().saturating_sub(1)
+    }
+
+    /// Whether there are no requests.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Accepted nodes of request `i`, the root (0) first, each the parent of the next.
+    pub fn path(&self, i: usize) -> &[u32] {
+        self.range(i).and_then(|r| self.paths.get(r)).unwrap_or(&[])
+    }
+
+    /// Tokens that request `i` emits, as many as its path has nodes: the accepted drafts, and the token drawn at the last
+    /// accepted node (the next root). After a fault the accepted drafts alone, one less than its path has nodes.
+    pub fn tokens(&self, i: usize) -> &[i32] {
+        let tokens = self.range(i).and_then(|r| self.tokens.get(r)).unwrap_or(&[]);
+        tokens.strip_suffix(&[NO_TOKEN]).unwrap_or(tokens)
+    }
+
+    /// Why no token could be drawn at the last node of request `i`'s path: [`Error::NonFinite`] with the request, the
+    /// row of `logits` and the position. Its path and its tokens are those of plain decoding up to there.
+    pub fn fault(&self, i: usize) -> Option<&Error> {
+        let at = self.faults.binary_search_by_key(&i, |&(request, _)| request).ok()?;
+        self.faults.get(at).map(|(_, fault)| fault)
+    }
+
+    fn range(&self, i: usize) -> Option<std::ops::Range<usize>> {
+        Some(*self.offsets.get(i)?..*self.offsets.get(i + 1)?)
+    }
+
+    /// Empty it; keeps the buffers.
+    pub(crate) fn clear(&mut self) {
+        self.paths.clear();
+        self.tokens.clear();
+        self.offsets.clear();
+        self.faults.clear();
+    }
+
+    /// Append a request: the nodes of its walk and the token drawn at each, [`NO_TOKEN`] at a last one with a fault.
+    pub(crate) fn push(&mut self, path: &[u32], tokens: &[i32]) {
+        if self.offsets.is_empty() {
+            self.offsets.push(0);
+        }
+        self.paths.extend_from_slice(path);
+        self.tokens.extend_from_slice(tokens);
+        self.offsets.push(self.paths.len());
+    }
+
+    /// Add the faults of requests, one each at most, in any order.
+    pub(crate) fn add_faults(&mut self, faults: impl Iterator<Item = (usize, Error)>) {
+        self.faults.extend(faults);
+        self.faults.sort_unstable_by_key(|&(request, _)| request);
+    }
+}
