@@ -8,7 +8,7 @@ use std::fmt;
 
 use crate::bounds::PageId;
 use crate::error::{Error, Result};
-use crate::pool::SeqId;
+use crate::pool::row::SeqId;
 
 /// What an event did to its page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -3,7 +3,7 @@
 
 use crate::bounds::PageId;
 use crate::error::{Error, Result, in_range};
-use crate::pool::Pool;
+use crate::pool::handle::Pool;
 use crate::pool::ledger::Owner;
 use crate::pool::state::State;
 

@@ -1,124 +1,12 @@
-//! Sequences: handles, rows, and creating, forking and releasing them.
+//! Sequences: creating, forking and releasing them, and their shares in the prefix cache.
 
-use std::fmt;
-
-use crate::bounds::PageSize;
 use crate::error::{Error, Result, in_range};
+use crate::pool::cache::Cursor;
 use crate::pool::ledger::{EventKind, Owner};
+use crate::pool::row::{Row, SeqId};
 use crate::pool::state::State;
 
-/// Handle of a sequence: a row of the page table and the generation it was created in.
-///
-/// Rows are used again after a release, generations are not, so a handle that is kept too long is an error
-/// ([`Error::Dead`]) and never another request's row.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct SeqId {
-    /// The pool that made it.
-    pub(super) pool: u32,
-    row: u32,
-    generation: u32,
-}
-
-impl SeqId {
-    pub(super) fn new(pool: u32, row: u32, generation: u32) -> Self {
-        Self { pool, row, generation }
-    }
-
-    /// Row of the page table; below `max_seqs`.
-    pub fn row(self) -> u32 {
-        self.row
-    }
-
-    /// Generation of the row, from 1.
-    pub fn generation(self) -> u32 {
-        self.generation
-    }
-}
-
-impl fmt::Display for SeqId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}.{}", self.row, self.generation)
-    }
-}
-
-/// What the pool keeps of a row besides its line of the page table.
-#[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Row {
-    /// Generation of the current (or, while not live, the next) sequence; 0 only before the first.
-    pub(super) generation: u32,
-    pub(super) live: bool,
-    /// Positions whose KV is valid.
-    pub(super) committed: u32,
-    /// Live columns. Without a lease always `pages_for(committed)`; with one, at least that.
-    pub(super) pages: u32,
-    /// Columns before the live lease; equal to `pages` without one.
-    pub(super) base_pages: u32,
-    /// Columns from here on have no other owner: forks and the cache share leading columns alone. Those before may.
-    pub(super) shared: u32,
-    /// One past the last position that the live lease may commit. 0 without one.
-    pub(super) limit: u32,
-    /// The shared tail page that the live lease replaced by a copy; it still owns a reference. 0 for none.
-    pub(super) held: u32,
-    /// Id of the live lease, 0 for none.
-    pub(super) lease: u64,
-    /// Goes up whenever the row's pages change or get another owner, across generations too. Starts at a number of
-    /// the pool's own, so that what was planned for one pool does not fit the rows of another.
-    pub(super) version: u64,
-    /// Stamp of the last call that named this row: finds a sequence given twice in one call.
-    pub(super) stamp: u64,
-}
-
-impl Row {
-    /// Column of the partial tail page, where there is one.
-    pub(super) fn tail_col(&self, page: PageSize) -> Option<u32> {
-        (page.offset(self.committed) != 0).then(|| page.page_of(self.committed))
-    }
-}
-
 impl State {
-    /// Index of a live sequence's row.
-    #[inline]
-    pub(super) fn live_row(&self, seq: SeqId) -> Result<usize> {
-        match self.rows.get(seq.row as usize) {
-            Some(r) if r.live && r.generation == seq.generation && seq.pool == self.id => Ok(seq.row as usize),
-            _ => Err(self.dead(seq)),
-        }
-    }
-
-    #[cold]
-    fn dead(&self, seq: SeqId) -> Error {
-        let why = match self.rows.get(seq.row as usize) {
-            _ if seq.pool != self.id => "it belongs to another pool".to_string(),
-            Some(r) if r.live => format!("it was released, and its row is now {}.{}", seq.row, r.generation),
-            _ => "it was released".to_string(),
-        };
-        Error::Dead { what: "sequence", id: seq.to_string(), why }
-    }
-
-    /// The error for a sequence that has a live lease where none may be.
-    #[cold]
-    pub(super) fn leased(what: &'static str, seq: SeqId) -> Error {
-        Error::Invalid {
-            what,
-            got: format!("sequence {seq}"),
-            why: "a lease on it is live; commit or drop the lease first".into(),
-        }
-    }
-
-    /// Stamp `row` for the current call; an error if this call named it before.
-    #[inline]
-    pub(super) fn stamp(&mut self, what: &'static str, seq: SeqId, row: usize) -> Result<()> {
-        if self.rows[row].stamp == self.call {
-            return Err(Error::Invalid {
-                what,
-                got: format!("sequence {seq}"),
-                why: "it is given twice in one call".into(),
-            });
-        }
-        self.rows[row].stamp = self.call;
-        Ok(())
-    }
-
     pub(super) fn create(&mut self) -> Result<SeqId> {
         let row = self.free_rows.pop().ok_or(Error::TooManySequences { limit: self.config.max_seqs.into() })?;
         let r = &mut self.rows[row as usize];
@@ -173,5 +61,69 @@ impl State {
         }
         self.settle();
         Ok(())
+    }
+
+    pub(super) fn cache_lookup(&mut self, tokens: &[u32], max: u32) -> Result<(SeqId, u32)> {
+        let (page_len, width) = (self.config.page.get() as usize, self.config.row_pages as usize);
+        let full = (tokens.len().min(max as usize) / page_len).min(width);
+        let seq = self.create()?;
+        let (row, owner) = (seq.row() as usize, Owner::of(seq));
+        let (mut at, mut n) = (Cursor::ROOT, 0);
+        for chunk in tokens[..full * page_len].chunks_exact(page_len) {
+            let Some((next, page)) = self.cache.find(at, chunk) else { break };
+            self.ledger.add_ref(page, EventKind::Share, owner)?;
+            self.table[row * width + n] = page as i32;
+            (at, n) = (next, n + 1);
+        }
+        let len = (n * page_len) as u32; // at most max
+        let r = &mut self.rows[row];
+        (r.committed, r.pages, r.base_pages, r.shared) = (len, n as u32, n as u32, n as u32);
+        self.settle();
+        Ok((seq, len))
+    }
+
+    pub(super) fn cache_insert(&mut self, seq: SeqId, tokens: &[u32]) -> Result<u32> {
+        let row = self.live_row(seq)?;
+        let committed = self.rows[row].committed;
+        if tokens.len() > committed as usize {
+            let (got, max) = (tokens.len() as i128, committed.into());
+            return Err(Error::OutOfRange { what: "tokens to cache", got, min: 0, max });
+        }
+        let (page_len, width) = (self.config.page.get() as usize, self.config.row_pages as usize);
+        let full = tokens.len() / page_len;
+        let (mut at, mut have) = (Cursor::ROOT, 0);
+        while have < full {
+            let Some((next, _)) = self.cache.find(at, &tokens[have * page_len..][..page_len]) else { break };
+            (at, have) = (next, have + 1);
+        }
+        for col in have..full {
+            let page = self.table[row * width + col] as u32;
+            if self.ledger.recs[page as usize].node().is_some() {
+                return Err(Error::Invalid {
+                    what: "tokens to cache",
+                    got: format!("sequence {seq}, page {page} of positions {}..", col * page_len),
+                    why: "the page is in the cache under other tokens".into(),
+                });
+            }
+        }
+        let r = &mut self.rows[row];
+        r.shared = r.shared.max(full as u32);
+        r.version += u64::from(have < full); // as in `fork`
+        for (col, chunk) in tokens.chunks_exact(page_len).enumerate().skip(have) {
+            let page = self.table[row * width + col] as u32;
+            self.ledger.add_ref(page, EventKind::Cache, Owner::Cache)?;
+            let (next, node) = self.cache.insert(at, chunk, page);
+            self.ledger.recs[page as usize].aux = node + 1;
+            at = next;
+        }
+        Ok((full - have) as u32)
+    }
+
+    pub(super) fn cache_clear(&mut self) -> Result<u32> {
+        let pages = self.cache.clear();
+        for &page in &pages {
+            self.uncache(page)?;
+        }
+        Ok(pages.len() as u32)
     }
 }

@@ -4,10 +4,11 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::bounds::PageId;
 use crate::error::{Error, Result};
-use crate::pool::PoolConfig;
-use crate::pool::cache::{Cursor, PrefixCache};
+use crate::pool::cache::PrefixCache;
+use crate::pool::config::PoolConfig;
 use crate::pool::ledger::{EventKind, Ledger, Owner};
-use crate::pool::sequence::{Row, SeqId};
+use crate::pool::reserved::Buffers;
+use crate::pool::row::{Row, SeqId};
 
 /// Tells the handles of different pools apart.
 static POOLS: AtomicU32 = AtomicU32::new(1);
@@ -32,7 +33,7 @@ pub(super) struct State {
     /// Rows that have a live lease.
     pub(super) leased_rows: u32,
     /// Cleared buffers of leases that ended.
-    pub(super) spare: Vec<super::lease::Buffers>,
+    pub(super) spare: Vec<Buffers>,
     /// Page ids in passing, of `remap`.
     pub(super) scratch: Vec<i32>,
 }
@@ -57,6 +58,49 @@ impl State {
             scratch: Vec::new(),
             config,
         }
+    }
+
+    /// Index of a live sequence's row.
+    #[inline]
+    pub(super) fn live_row(&self, seq: SeqId) -> Result<usize> {
+        match self.rows.get(seq.row as usize) {
+            Some(r) if r.live && r.generation == seq.generation && seq.pool == self.id => Ok(seq.row as usize),
+            _ => Err(self.dead(seq)),
+        }
+    }
+
+    #[cold]
+    fn dead(&self, seq: SeqId) -> Error {
+        let why = match self.rows.get(seq.row as usize) {
+            _ if seq.pool != self.id => "it belongs to another pool".to_string(),
+            Some(r) if r.live => format!("it was released, and its row is now {}.{}", seq.row, r.generation),
+            _ => "it was released".to_string(),
+        };
+        Error::Dead { what: "sequence", id: seq.to_string(), why }
+    }
+
+    /// The error for a sequence that has a live lease where none may be.
+    #[cold]
+    pub(super) fn leased(what: &'static str, seq: SeqId) -> Error {
+        Error::Invalid {
+            what,
+            got: format!("sequence {seq}"),
+            why: "a lease on it is live; commit or drop the lease first".into(),
+        }
+    }
+
+    /// Stamp `row` for the current call; an error if this call named it before.
+    #[inline]
+    pub(super) fn stamp(&mut self, what: &'static str, seq: SeqId, row: usize) -> Result<()> {
+        if self.rows[row].stamp == self.call {
+            return Err(Error::Invalid {
+                what,
+                got: format!("sequence {seq}"),
+                why: "it is given twice in one call".into(),
+            });
+        }
+        self.rows[row].stamp = self.call;
+        Ok(())
     }
 
     /// Tell the cache which of its pages got or lost their other owners.
@@ -98,7 +142,7 @@ impl State {
     }
 
     /// Drop the reference of a cache node that is gone.
-    fn uncache(&mut self, page: u32) -> Result<()> {
+    pub(super) fn uncache(&mut self, page: u32) -> Result<()> {
         self.ledger.recs[page as usize].aux = 0;
         self.ledger.drop_ref(page, Owner::Cache)
     }
@@ -129,69 +173,5 @@ impl State {
 
     pub(super) fn free_pages(&mut self, pages: &[PageId]) -> Result<()> {
         self.ledger.free_raw(pages)
-    }
-
-    pub(super) fn cache_lookup(&mut self, tokens: &[u32], max: u32) -> Result<(SeqId, u32)> {
-        let (page_len, width) = (self.config.page.get() as usize, self.config.row_pages as usize);
-        let full = (tokens.len().min(max as usize) / page_len).min(width);
-        let seq = self.create()?;
-        let (row, owner) = (seq.row() as usize, Owner::of(seq));
-        let (mut at, mut n) = (Cursor::ROOT, 0);
-        for chunk in tokens[..full * page_len].chunks_exact(page_len) {
-            let Some((next, page)) = self.cache.find(at, chunk) else { break };
-            self.ledger.add_ref(page, EventKind::Share, owner)?;
-            self.table[row * width + n] = page as i32;
-            (at, n) = (next, n + 1);
-        }
-        let len = (n * page_len) as u32; // at most max
-        let r = &mut self.rows[row];
-        (r.committed, r.pages, r.base_pages, r.shared) = (len, n as u32, n as u32, n as u32);
-        self.settle();
-        Ok((seq, len))
-    }
-
-    pub(super) fn cache_insert(&mut self, seq: SeqId, tokens: &[u32]) -> Result<u32> {
-        let row = self.live_row(seq)?;
-        let committed = self.rows[row].committed;
-        if tokens.len() > committed as usize {
-            let (got, max) = (tokens.len() as i128, committed.into());
-            return Err(Error::OutOfRange { what: "tokens to cache", got, min: 0, max });
-        }
-        let (page_len, width) = (self.config.page.get() as usize, self.config.row_pages as usize);
-        let full = tokens.len() / page_len;
-        let (mut at, mut have) = (Cursor::ROOT, 0);
-        while have < full {
-            let Some((next, _)) = self.cache.find(at, &tokens[have * page_len..][..page_len]) else { break };
-            (at, have) = (next, have + 1);
-        }
-        for col in have..full {
-            let page = self.table[row * width + col] as u32;
-            if self.ledger.recs[page as usize].node().is_some() {
-                return Err(Error::Invalid {
-                    what: "tokens to cache",
-                    got: format!("sequence {seq}, page {page} of positions {}..", col * page_len),
-                    why: "the page is in the cache under other tokens".into(),
-                });
-            }
-        }
-        let r = &mut self.rows[row];
-        r.shared = r.shared.max(full as u32);
-        r.version += u64::from(have < full); // as in `fork`
-        for (col, chunk) in tokens.chunks_exact(page_len).enumerate().skip(have) {
-            let page = self.table[row * width + col] as u32;
-            self.ledger.add_ref(page, EventKind::Cache, Owner::Cache)?;
-            let (next, node) = self.cache.insert(at, chunk, page);
-            self.ledger.recs[page as usize].aux = node + 1;
-            at = next;
-        }
-        Ok((full - have) as u32)
-    }
-
-    pub(super) fn cache_clear(&mut self) -> Result<u32> {
-        let pages = self.cache.clear();
-        for &page in &pages {
-            self.uncache(page)?;
-        }
-        Ok(pages.len() as u32)
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::bounds::{PageId, PageSize, Slot};
 use crate::error::{Error, Result};
-use crate::pool::SeqId;
+use crate::pool::row::SeqId;
 use crate::pool::state::State;
 
 /// The pool's page table and lengths, for as long as its read lock is held. Calling the pool or a lease while
