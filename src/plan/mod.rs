@@ -83,6 +83,7 @@ mod body;
 mod buf;
 mod certify;
 mod commit;
+pub mod form;
 mod format;
 mod formats;
 mod lanes;

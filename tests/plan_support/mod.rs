@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used)] // a module of tests, which clippy takes for none
 
 pub mod paged;
+pub mod random;
 
 use specrs::geometry::{Geometry, Layout, Limits, TreeShape};
 use specrs::plan::{Bucket, Load, Phase};
