@@ -187,8 +187,8 @@ pub fn mask_words(s: Step) -> u32 {
 #[inline]
 pub fn run_word(first: u32, end: u32, w: u32) -> u64 {
     let base = w * 64;
-    let low = if first > base { first - base } else { 0 };
-    let high = if end > base { end - base } else { 0 };
+    let low = first.saturating_sub(base);
+    let high = end.saturating_sub(base);
     let below = if high < 64 { (1 << high) - 1 } else { u64::MAX };
     if low < 64 { below & (u64::MAX << low) } else { 0 }
 }
