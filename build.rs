@@ -1,4 +1,5 @@
 //! Compiles `cuda/*.cu` to PTX with nvcc and writes the table that `src/device/ptx.rs` embeds (feature `cuda` only).
+//! `params.cuh`, which the kernels include, comes from the declarations of `src/device/params.rs`.
 //!
 //! nvcc is searched in this order, and the first one whose PTX the oldest supported driver loads is used:
 //! `NVCC`; `CUDA_HOME`, `CUDA_PATH`; the PyPI wheel `cuda-toolkit[nvcc,cccl]` on `sys.path` of the building Python
@@ -13,6 +14,10 @@ use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
+
+#[allow(dead_code, unreachable_pub, reason = "a file of the crate, of which the header is read here")]
+#[path = "src/device/params.rs"]
+mod params;
 
 /// Kernel files and the architectures each is compiled for. `80` is the baseline that every supported GPU runs;
 /// `90a` is added only to a kernel that was measured to gain from Hopper's own instructions.
@@ -119,11 +124,13 @@ fn is_set(name: &str) -> bool {
 /// Compile every kernel for each of its architectures; the entries of the table.
 fn compile_all(out: &Path) -> Result<String, Failure> {
     let nvcc = find_nvcc()?;
+    let header = out.join("params.cuh");
+    fs::write(&header, params::HEADER).map_err(|e| format!("cannot write {}: {e}", header.display()))?;
     let mut images = String::new();
     for (name, archs) in KERNELS {
         for arch in *archs {
             let file = format!("{name}.compute_{arch}.ptx");
-            compile(&nvcc, name, arch, &out.join(&file))?;
+            compile(&nvcc, name, arch, out, &file)?;
             let (number, exact) = (arch.trim_end_matches('a'), arch.ends_with('a'));
             images.push_str(&format!(
                 "    Image {{ name: {name:?}, arch: {number}, exact: {exact}, \
@@ -226,7 +233,9 @@ fn parse_version(text: &str) -> Option<Version> {
     Some(Version(major.parse().ok()?, minor.parse().ok()?))
 }
 
-fn compile(nvcc: &Path, name: &str, arch: &str, ptx: &Path) -> Result<(), Failure> {
+/// Compile `cuda/<name>.cu` for `arch` to `out/<file>`, beside the `params.cuh` that it includes.
+fn compile(nvcc: &Path, name: &str, arch: &str, out: &Path, file: &str) -> Result<(), Failure> {
+    let ptx = &out.join(file);
     let root = env::var_os("CARGO_MANIFEST_DIR")
         .ok_or_else(|| "CARGO_MANIFEST_DIR is not set: run through cargo".to_owned())?;
     let source = format!("cuda/{name}.cu");
@@ -235,6 +244,8 @@ fn compile(nvcc: &Path, name: &str, arch: &str, ptx: &Path) -> Result<(), Failur
         .current_dir(&root)
         .args(["-ptx", "-O3", "-std=c++17", "--Werror", "all-warnings"])
         .arg(format!("-arch=compute_{arch}"))
+        .arg("-I")
+        .arg(out)
         .arg("-o")
         .arg(ptx)
         .arg(&source)

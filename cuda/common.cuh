@@ -9,7 +9,7 @@
 // epoch can still be under way then: every other thread of that epoch has lost the claim.
 #pragma once
 
-#include "params.cuh"
+#include "params.cuh"  // written by build.rs from src/device/params.rs
 
 namespace specrs {
 

@@ -2,8 +2,9 @@
 
 use std::sync::{Mutex, OnceLock};
 
-use super::driver::{Entered, Function, Module, Primary, Relaxed};
+use super::driver::{Entered, Primary, Relaxed};
 use super::fault::{Faults, to_error};
+use super::kernels::Kernels;
 use super::{driver, libcuda, ptx};
 use crate::error::{Error, Result, in_range};
 
@@ -21,34 +22,12 @@ static SETUP: Mutex<()> = Mutex::new(());
 #[derive(Debug)]
 pub struct Device {
     // Fields are dropped in this order where a setup fails half-way: what lives in the context goes before it.
-    pub(super) kv_move: KvMoveKernels,
+    kernels: Kernels,
     faults: Faults,
     primary: Primary,
     ordinal: i32,
     capability: i32,
     multiprocessors: u32,
-}
-
-/// The functions of `cuda/kv_move.cu`, one for each vector width.
-#[derive(Debug)]
-pub(super) struct KvMoveKernels {
-    /// `(bytes of a vector, function)`, widest first. Valid while `_module` is loaded.
-    pub(super) by_width: [(u64, Function); 5],
-    _module: Module,
-}
-
-impl KvMoveKernels {
-    fn load(capability: i32) -> Result<Self> {
-        let module = Module::load(ptx::select("kv_move", capability)?.text)?;
-        let by_width = [
-            (16, module.function("kv_move_v16")?),
-            (8, module.function("kv_move_v8")?),
-            (4, module.function("kv_move_v4")?),
-            (2, module.function("kv_move_v2")?),
-            (1, module.function("kv_move_v1")?),
-        ];
-        Ok(Self { by_width, _module: module })
-    }
 }
 
 /// Whether kernels can run in this process at all: `Ok`, or why not (no kernels in this build, no driver, no GPU).
@@ -90,11 +69,11 @@ impl Device {
         let current = primary.enter()?;
         let capability = primary.capability()?;
         let multiprocessors = primary.multiprocessors()?;
-        let kv_move = KvMoveKernels::load(capability)?;
+        let kernels = Kernels::load(capability)?;
         let faults = Faults::new()?;
         drop(current);
         drop(relaxed);
-        Ok(Device { kv_move, faults, primary, ordinal, capability, multiprocessors })
+        Ok(Device { kernels, faults, primary, ordinal, capability, multiprocessors })
     }
 
     /// The driver's number of this device.
@@ -118,6 +97,11 @@ impl Device {
     /// Of several faults in that time the first is kept.
     pub fn check(&self) -> Result<()> {
         self.faults.take().map_or(Ok(()), |record| Err(to_error(&record)))
+    }
+
+    /// The functions that were loaded for this device.
+    pub(super) fn kernels(&self) -> &Kernels {
+        &self.kernels
     }
 
     /// Make the context current for a launch.

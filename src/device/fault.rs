@@ -69,8 +69,8 @@ pub(super) fn to_error(record: &FaultRecord) -> Error {
     }
 }
 
-fn name(table: &[(&'static str, i32, &'static str)], id: i32) -> &'static str {
-    table.iter().find(|(_, value, _)| *value == id).map_or("unknown", |(_, _, name)| name)
+fn name(table: &[(i32, &'static str)], id: i32) -> &'static str {
+    table.iter().find(|(value, _)| *value == id).map_or("unknown", |(_, name)| name)
 }
 
 #[cfg(test)]

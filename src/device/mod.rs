@@ -3,12 +3,12 @@
 //! The way from `cuda/<job>.cu` to a launch, the same for every kernel:
 //!
 //! 1. `build.rs` compiles the file to PTX and embeds it.
-//! 2. [`params`] mirrors the kernel's parameter struct; sizes and offsets are asserted here and in `cuda/params.cuh`.
+//! 2. [`params`] declares the kernel's parameter struct, once for Rust and C++.
 //! 3. [`Device`] retains the device's *primary* context, which is torch's: raw pointers and stream handles
 //!    interoperate. It loads each PTX image once and lives as long as the process.
-//! 4. A safe function per kernel ([`kv_move()`]) takes typed views ([`view`]), checks everything the host can know
-//!    before the launch, and launches on a [`Stream`] that the caller owns. It allocates nothing and waits for nothing,
-//!    so that it can be captured into a graph.
+//! 4. A safe function per kernel ([`kv_move()`]; one file each in `kernels/`, which owns its functions) takes typed views
+//!    ([`view`]), checks everything the host can know before the launch, and launches on a [`Stream`] that the caller
+//!    owns. It allocates nothing and waits for nothing, so that it can be captured into a graph.
 //! 5. What only the device can know (an index in a tensor) the kernel checks; it skips the access and leaves a record in
 //!    mapped memory, which [`Device::check`] turns into [`Error::OutOfBounds`] at the next boundary.
 //!
@@ -31,7 +31,7 @@
 mod context;
 mod driver;
 mod fault;
-mod kv_move;
+mod kernels;
 mod libcuda;
 pub mod params;
 mod ptx;
@@ -39,7 +39,7 @@ pub mod view;
 
 pub use context::{Device, available};
 pub use driver::Stream;
-pub use kv_move::kv_move;
+pub use kernels::kv_move;
 pub use view::{DeviceSlice, KvCacheView, MovesView};
 
 #[cfg(doc)]

@@ -1,136 +1,200 @@
-//! Parameter structs of the kernels, mirrored by `cuda/params.cuh`; both sides assert the same sizes and offsets.
+//! What kernels take and leave behind, each declared once, here.
 //!
-//! Device addresses are `u64`: the launcher fills them from typed views, and nothing else builds these structs.
+//! A declaration makes a `#[repr(C)]` struct of this module and its text in `HEADER`. `build.rs` includes this file and
+//! writes that text as `params.cuh` beside the PTX. Both compilers assert that a struct has no padding: fields of the
+//! same types in the same order then lie at the same offsets. A new kernel adds its struct and its ids below.
+//!
+//! Device addresses are `u64`, which has one layout for every compiler. The launchers fill them from typed views, and
+//! nothing else builds these structs.
 
 use std::mem::{offset_of, size_of};
 
-/// What a kernel did not do, and why. Lies in pinned host memory mapped into the device's address space.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[repr(C)]
-pub struct FaultRecord {
-    /// Written by the host: number of the fault that may be recorded next, counted from 1.
-    pub epoch: u32,
-    /// Written last by the device: the fields below are complete when it equals `epoch`.
-    pub ready: u32,
-    /// Kernel id ([`KERNELS`]).
-    pub kernel: i32,
-    /// Buffer id ([`BUFFERS`]).
-    pub buffer: i32,
-    /// Row of the batch.
-    pub request: i32,
-    /// Move, branch, step or node within the request; -1 where none applies.
-    pub step: i32,
-    /// The index that was computed.
-    pub index: i64,
-    /// One past the largest allowed index.
-    pub bound: i64,
+/// The C++ name of a type that a field may have.
+macro_rules! cpp {
+    (u64) => {
+        "uint64_t"
+    };
+    (i64) => {
+        "int64_t"
+    };
+    (u32) => {
+        "uint32_t"
+    };
+    (i32) => {
+        "int32_t"
+    };
 }
 
-const _: () = {
-    assert!(size_of::<FaultRecord>() == 40);
-    assert!(offset_of!(FaultRecord, ready) == 4);
-    assert!(offset_of!(FaultRecord, kernel) == 8);
-    assert!(offset_of!(FaultRecord, buffer) == 12);
-    assert!(offset_of!(FaultRecord, request) == 16);
-    assert!(offset_of!(FaultRecord, step) == 20);
-    assert!(offset_of!(FaultRecord, index) == 24);
-    assert!(offset_of!(FaultRecord, bound) == 32);
-};
+/// Rust items and C++ text of tables of ids and of structs.
+macro_rules! declare {
+    (
+        ids {$(
+            $(#[doc = $table_doc:literal])+
+            $table:ident as $enum:ident { $($id:ident = $value:literal: $text:literal,)+ }
+        )+}
+        structs {$(
+            $(#[doc = $doc:literal])+
+            $name:ident { $($(#[doc = $field_doc:literal])+ $field:ident: $ty:ident,)+ }
+        )+}
+    ) => {
+        $(
+            $(#[doc = $table_doc])+
+            pub const $table: &[(i32, &str)] = &[$(($value, $text)),+];
+        )+
+        $(
+            $(#[doc = $doc])+
+            #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+            #[repr(C)]
+            pub struct $name {
+                $($(#[doc = $field_doc])+ pub $field: $ty,)+
+            }
 
-/// Kernel ids of [`FaultRecord::kernel`]: name in `cuda/params.cuh`, value, name that errors carry.
-pub const KERNELS: &[(&str, i32, &str)] = &[("KERNEL_KV_MOVE", 1, "kv_move")];
+            const _: () = {
+                let mut end = 0;
+                $(
+                    assert!(offset_of!($name, $field) == end, "padding before a field: add a reserved one");
+                    end += size_of::<$ty>();
+                )+
+                assert!(size_of::<$name>() == end, "padding at the end: add a reserved field");
+            };
+        )+
 
-/// Buffer ids of [`FaultRecord::buffer`]: name in `cuda/params.cuh`, value, name that errors carry.
-pub const BUFFERS: &[(&str, i32, &str)] = &[
-    ("BUFFER_CACHE_SRC", 1, "cache (source slot)"),
-    ("BUFFER_CACHE_DST", 2, "cache (destination slot)"),
-    ("BUFFER_MOVES", 3, "src and dst"),
-    ("BUFFER_OFFSETS_ORDER", 4, "src and dst (offsets decrease)"),
-];
-
-/// Parameters of `cuda/kv_move.cu`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(C)]
-pub struct KvMoveParams {
-    /// Bytes of `[planes][num_slots][row]`; a plane is K or V of one layer.
-    pub cache: u64,
-    /// `int32[moves]`.
-    pub src: u64,
-    /// `int32[moves]`.
-    pub dst: u64,
-    /// `int32[requests + 1]`.
-    pub offsets: u64,
-    /// [`FaultRecord`] in mapped host memory.
-    pub record: u64,
-    /// `uint32` in device memory: the last epoch whose record was claimed.
-    pub claim: u64,
-    /// Bytes of a plane.
-    pub plane_bytes: u64,
-    /// Slots of a plane; slot 0 is the sink.
-    pub num_slots: i32,
-    /// Capacity of `src` and of `dst`.
-    pub moves: i32,
-    /// Rows of the batch; `offsets` holds one more.
-    pub requests: i32,
-    /// 2 * layers.
-    pub planes: u32,
-    /// Vectors of the kernel's width in a row; `planes * columns` always fits `i32`.
-    pub columns: u32,
-    /// Zero.
-    pub reserved: u32,
+        /// The declarations in C++: `params.cuh`.
+        #[doc(hidden)]
+        pub const HEADER: &str = concat!(
+            "// Written by build.rs from src/device/params.rs.\n#pragma once\n\n#include <cstdint>\n\n",
+            "namespace specrs {\n",
+            $(
+                $("\n//", $table_doc,)+
+                "\nenum ", stringify!($enum), " : int32_t {\n",
+                $("    ", stringify!($id), " = ", $value, ",  // ", $text, "\n",)+
+                "};\n",
+            )+
+            $(
+                $("\n//", $doc,)+
+                "\nstruct ", stringify!($name), " {\n",
+                $($("    //", $field_doc, "\n",)+ "    ", cpp!($ty), " ", stringify!($field), ";\n",)+
+                "};\nstatic_assert(sizeof(", stringify!($name), ") == 0", $(" + sizeof(", cpp!($ty), ")",)+
+                ", \"padding: the mirror in src/device/params.rs has none\");\n",
+            )+
+            "\n}  // namespace specrs\n"
+        );
+    };
 }
 
-const _: () = {
-    assert!(size_of::<KvMoveParams>() == 80);
-    assert!(offset_of!(KvMoveParams, src) == 8);
-    assert!(offset_of!(KvMoveParams, dst) == 16);
-    assert!(offset_of!(KvMoveParams, offsets) == 24);
-    assert!(offset_of!(KvMoveParams, record) == 32);
-    assert!(offset_of!(KvMoveParams, claim) == 40);
-    assert!(offset_of!(KvMoveParams, plane_bytes) == 48);
-    assert!(offset_of!(KvMoveParams, num_slots) == 56);
-    assert!(offset_of!(KvMoveParams, moves) == 60);
-    assert!(offset_of!(KvMoveParams, requests) == 64);
-    assert!(offset_of!(KvMoveParams, planes) == 68);
-    assert!(offset_of!(KvMoveParams, columns) == 72);
-    assert!(offset_of!(KvMoveParams, reserved) == 76);
-};
+declare! {
+    ids {
+        /// Values of [`FaultRecord::kernel`], and the names that errors carry.
+        KERNELS as Kernel {
+            KERNEL_KV_MOVE = 1: "kv_move",
+        }
+
+        /// Values of [`FaultRecord::buffer`], and the names that errors carry.
+        BUFFERS as Buffer {
+            BUFFER_CACHE_SRC = 1: "cache (source slot)",
+            BUFFER_CACHE_DST = 2: "cache (destination slot)",
+            BUFFER_MOVES = 3: "src and dst",
+            BUFFER_OFFSETS_ORDER = 4: "src and dst (offsets decrease)",
+        }
+    }
+    structs {
+        /// What a kernel did not do, and why. One per device, in pinned host memory mapped into the device's address
+        /// space: the host reads it without a copy or a synchronisation. Protocol: `cuda/common.cuh`.
+        FaultRecord {
+            /// Written by the host: number of the fault that may be recorded next, counted from 1.
+            epoch: u32,
+            /// Written last by the device: the fields below are complete when it equals `epoch`.
+            ready: u32,
+            /// Kernel id ([`KERNELS`]).
+            kernel: i32,
+            /// Buffer id ([`BUFFERS`]).
+            buffer: i32,
+            /// Row of the batch.
+            request: i32,
+            /// Move, branch, step or node within the request; -1 where none applies.
+            step: i32,
+            /// The index that was computed.
+            index: i64,
+            /// One past the largest allowed index.
+            bound: i64,
+        }
+
+        /// Parameters of `cuda/kv_move.cu`, passed by value.
+        KvMoveParams {
+            /// Bytes of `[planes][num_slots][row]`; a plane is K or V of one layer.
+            cache: u64,
+            /// `int32[moves]`.
+            src: u64,
+            /// `int32[moves]`.
+            dst: u64,
+            /// `int32[requests + 1]`.
+            offsets: u64,
+            /// [`FaultRecord`] in mapped host memory.
+            record: u64,
+            /// `uint32` in device memory: the last epoch whose record was claimed.
+            claim: u64,
+            /// Bytes of a plane: `num_slots` rows.
+            plane_bytes: u64,
+            /// Slots of a plane; slot 0 is the sink.
+            num_slots: i32,
+            /// Capacity of `src` and of `dst`.
+            moves: i32,
+            /// Rows of the batch; `offsets` holds one more.
+            requests: i32,
+            /// 2 * layers.
+            planes: u32,
+            /// Vectors of the kernel's width in a row; `planes * columns` always fits `i32`.
+            columns: u32,
+            /// Zero; keeps the size a multiple of 8.
+            reserved: u32,
+        }
+    }
+}
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    const HEADER: &str = include_str!("../../cuda/params.cuh");
+    /// `(name, offset)` of the fields that the header's struct `name` has, and its size, by the rules of C.
+    fn layout_in_header(name: &str) -> (Vec<(String, usize)>, usize) {
+        let body = HEADER.split(&format!("struct {name} {{\n")).nth(1).unwrap().split("};").next().unwrap();
+        let (mut fields, mut end) = (vec![], 0usize);
+        for line in body.lines().map(str::trim).filter(|l| !l.starts_with("//")) {
+            let (ty, field) = line.strip_suffix(';').unwrap().split_once(' ').unwrap();
+            let size = if ty.contains("64") { 8 } else { 4 };
+            end = end.next_multiple_of(size);
+            fields.push((field.to_owned(), end));
+            end += size;
+        }
+        (fields, end.next_multiple_of(8))
+    }
 
-    /// `NAME = value,` lines of the enum called `name`.
-    fn enum_of_header(name: &str) -> Vec<(String, i32)> {
-        let body = HEADER.split(&format!("enum {name} : int32_t {{")).nth(1).unwrap().split("};").next().unwrap();
-        let lines = body.lines().filter_map(|l| l.split("//").next().unwrap().trim().strip_suffix(','));
-        lines.map(|l| l.split_once(" = ").unwrap()).map(|(n, v)| (n.to_owned(), v.parse().unwrap())).collect()
+    macro_rules! assert_same_layout {
+        ($name:ident { $($field:ident @ $offset:literal)+ } $size:literal) => {
+            let want = [$((stringify!($field).to_owned(), $offset)),+];
+            assert_eq!(layout_in_header(stringify!($name)), (want.to_vec(), $size));
+            assert_eq!(([$(offset_of!($name, $field)),+], size_of::<$name>()), ([$($offset),+], $size));
+        };
+    }
+
+    #[test]
+    fn header_and_structs_have_one_layout() {
+        assert_same_layout!(FaultRecord {
+            epoch @ 0 ready @ 4 kernel @ 8 buffer @ 12 request @ 16 step @ 20 index @ 24 bound @ 32
+        } 40);
+        assert_same_layout!(KvMoveParams {
+            cache @ 0 src @ 8 dst @ 16 offsets @ 24 record @ 32 claim @ 40 plane_bytes @ 48 num_slots @ 56 moves @ 60
+            requests @ 64 planes @ 68 columns @ 72 reserved @ 76
+        } 80);
     }
 
     #[test]
     fn ids_are_those_of_the_header() {
         for (name, table) in [("Kernel", KERNELS), ("Buffer", BUFFERS)] {
-            let ours: Vec<_> = table.iter().map(|(n, v, _)| ((*n).to_owned(), *v)).collect();
-            assert_eq!(ours, enum_of_header(name), "{name}");
+            let body = HEADER.split(&format!("enum {name} : int32_t {{\n")).nth(1).unwrap().split("};").next().unwrap();
+            let values = body.lines().map(|l| l.split_once(" = ").unwrap().1.split_once(",  // ").unwrap());
+            let values: Vec<(i32, &str)> = values.map(|(v, text)| (v.parse().unwrap(), text)).collect();
+            assert_eq!(values, table, "{name}");
         }
-    }
-
-    #[test]
-    fn every_assert_of_the_header_is_made_here_too() {
-        let own = include_str!("params.rs");
-        let mut asserts = 0;
-        for line in HEADER.lines().filter_map(|l| l.strip_prefix("static_assert(")) {
-            let what = line.split(", \"").next().unwrap();
-            let text = what.replace("offsetof(", "offset_of!(");
-            let text = match text.strip_prefix("sizeof(") {
-                Some(rest) => format!("size_of::<{}", rest.replacen(')', ">()", 1)),
-                None => text,
-            };
-            assert!(own.contains(&format!("assert!({});", text)), "{text}");
-            asserts += 1;
-        }
-        assert!(asserts >= 21, "{asserts}");
     }
 }

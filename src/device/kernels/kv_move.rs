@@ -1,9 +1,10 @@
 //! The launch of `cuda/kv_move.cu`: KV rows from slot to slot, K and V of all layers, all requests, in one kernel.
 
-use super::context::Device;
-use super::driver::Stream;
-use super::params::KvMoveParams;
-use super::view::{KvCacheView, MovesView, device_mismatch};
+use crate::device::context::Device;
+use crate::device::driver::{Function, Module, Stream};
+use crate::device::params::KvMoveParams;
+use crate::device::ptx;
+use crate::device::view::{KvCacheView, MovesView, device_mismatch};
 use crate::error::{Error, Result};
 
 /// Threads of a block; `__launch_bounds__` of the kernels.
@@ -12,6 +13,28 @@ const BLOCK: u32 = 256;
 const BLOCKS_PER_MULTIPROCESSOR: u32 = 8;
 /// Largest `gridDim.y`; the kernel strides over more requests than that.
 const MAX_GRID_Y: u32 = 65_535;
+
+/// The functions of `cuda/kv_move.cu`, one for each vector width.
+#[derive(Debug)]
+pub(super) struct Functions {
+    /// `(bytes of a vector, function)`, widest first. Valid while `_module` is loaded.
+    by_width: [(u64, Function); 5],
+    _module: Module,
+}
+
+impl Functions {
+    pub(super) fn load(capability: i32) -> Result<Self> {
+        let module = Module::load(ptx::select("kv_move", capability)?.text)?;
+        let by_width = [
+            (16, module.function("kv_move_v16")?),
+            (8, module.function("kv_move_v8")?),
+            (4, module.function("kv_move_v4")?),
+            (2, module.function("kv_move_v2")?),
+            (1, module.function("kv_move_v1")?),
+        ];
+        Ok(Self { by_width, _module: module })
+    }
+}
 
 /// For each request in the batch, and each of its moves in order, copy the token row of slot `src` to slot `dst` in every
 /// plane of the cache. Equal to executing a request's moves one by one, whatever their overlap; requests run
@@ -46,7 +69,7 @@ pub fn kv_move(device: &Device, stream: Stream, cache: &KvCacheView, moves: &Mov
         columns: shape.columns,
         reserved: 0,
     };
-    let Some((_, function)) = device.kv_move.by_width.iter().find(|(width, _)| *width == shape.width) else {
+    let Some((_, function)) = device.kernels().kv_move.by_width.iter().find(|(width, _)| *width == shape.width) else {
         return Err(Error::Invalid {
             what: "vector width",
             got: shape.width.to_string(),
@@ -96,8 +119,8 @@ fn launch_shape(cache: &KvCacheView, requests: u32, multiprocessors: u32) -> Res
 
 #[cfg(test)]
 mod tests {
-    use super::super::view::{DeviceSlice, MAX_MOVES};
     use super::*;
+    use crate::device::view::{DeviceSlice, MAX_MOVES};
 
     fn cache(address: u64, shape: [u64; 5], element: u64) -> Result<KvCacheView> {
         // SAFETY: nothing is launched with it.
@@ -171,7 +194,7 @@ mod tests {
 
     #[test]
     fn a_machine_without_a_gpu_gives_a_typed_error() {
-        if super::super::available().is_ok() {
+        if crate::device::available().is_ok() {
             return; // the GPU tests of tests/python cover this machine
         }
         assert!(matches!(Device::get(0), Err(Error::CudaUnavailable(_) | Error::Cuda { .. })));
