@@ -6,7 +6,7 @@
 //! Data flows one way; a module imports only from those on its left:
 //!
 //! ```text
-//! error, bounds, revert -> geometry -> pool | round -> plan -> host | device -> py
+//! error, bounds, revert, simd -> geometry -> pool | round -> plan -> host | device -> py
 //! ```
 //!
 //! | module | what lives there |
@@ -14,6 +14,7 @@
 //! | [`error`] | one error type; every variant carries the operand, its value and the limit |
 //! | [`bounds`] | units as types (page, slot, token) and checked arithmetic |
 //! | [`revert`] | named historical faults and the debug switch that puts one back |
+//! | `simd` | the one place that picks the instruction set of the CPU |
 //! | [`geometry`] | tree shapes, limits, capacities, draft layouts: pure arithmetic |
 //! | [`pool`] | the paged KV allocator: reference counts, sequences, leases, prefix cache, ledger |
 //! | [`round`] | what host and device both speak of: draft masks, trees, sampling parameters, accepted paths |
@@ -35,6 +36,7 @@ pub mod plan;
 pub mod pool;
 pub mod revert;
 pub mod round;
+mod simd;
 
 #[cfg(feature = "cuda")]
 pub mod device;

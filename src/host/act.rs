@@ -131,13 +131,13 @@ mod tests {
         let mut x: Vec<[f32; 2]> = special.map(|x| [x, 0.0]).to_vec();
         x.extend((0..400_000u32).map(|i| [(i as f32 - 200_000.0) * 4.7e-4, 0.0]));
         x.truncate(x.len() / 16 * 16);
-        crate::host::simd::run(Both(&mut x));
+        crate::simd::run(Both(&mut x));
         for [x, got] in x {
             let want = silu(exp(x));
             assert!(got.to_bits() == want.to_bits() || (got.is_nan() && want.is_nan()), "{x}: {got} {want}");
         }
         let mut nan = vec![[f32::NAN, 0.0]; 16];
-        crate::host::simd::run(Both(&mut nan));
+        crate::simd::run(Both(&mut nan));
         assert!(nan.iter().all(|x| x[1].is_nan()));
     }
 

@@ -14,9 +14,10 @@
 
 use super::attention_tile::{BLOCK, Keys, SPAN_BLOCKS, Tile};
 use super::kv::{KvCache, index};
-use super::{simd, threads};
+use super::threads;
 use crate::bounds::PageSize;
 use crate::error::{Error, Result};
+use crate::simd;
 use pulp::{Simd, WithSimd};
 
 /// What a batch reads and writes, as plain arrays: the kernels' own entry point. Everything in it is checked before

@@ -27,8 +27,9 @@ use super::linear_tile::{
     Bf16Line, F32Line, Line, PANEL, max_rows, panel_times_tile, row_tiles, two_panels_times_tile,
 };
 use super::norm::{RmsNorm, norm_row};
-use super::{simd, threads};
+use super::threads;
 use crate::error::{Error, Result};
+use crate::simd;
 
 /// A weight [n, k] as a checkpoint holds it, row-major.
 #[derive(Debug, Clone, Copy)]

@@ -3,7 +3,7 @@
 
 use pulp::Simd;
 
-use super::simd;
+use crate::simd;
 
 /// Weight rows (output columns) of a panel.
 pub(crate) const PANEL: usize = 32;

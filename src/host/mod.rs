@@ -31,7 +31,8 @@ pub mod norm;
 pub mod rope;
 pub mod sample;
 pub mod select;
-mod simd;
 mod thread_count;
 pub mod threads;
 pub mod verify;
+
+use crate::simd; // rope.rs

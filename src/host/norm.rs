@@ -3,8 +3,8 @@
 //! The sum of squares is sixteen interleaved FMA chains added up in a fixed order, on every machine: the width of
 //! its vectors changes nothing.
 
-use super::simd;
 use crate::error::{Error, Result};
+use crate::simd;
 
 /// The weight of an RMSNorm, to be fused into what follows it.
 #[derive(Debug, Clone, Copy)]

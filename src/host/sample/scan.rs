@@ -3,8 +3,8 @@
 //! A row is read in chunks. [`scan`] stores the maximum of each chunk, so that later steps (top-k, nucleus, min-p)
 //! touch only the few chunks that can hold what they look for.
 
-use crate::host::simd::dispatch;
 use crate::round::weight::{Law, ROUNDER};
+use crate::simd::dispatch;
 
 /// Elements of a chunk.
 pub(crate) const CHUNK: usize = 128;

@@ -1,4 +1,4 @@
-//! One place that picks the instruction set: AVX-512, AVX2 + FMA, NEON or plain scalar code, found at run time by
+//! The one place that picks the instruction set: AVX-512, AVX2 + FMA, NEON or plain scalar code, found at run time by
 //! [`pulp`]. Results do not depend on it, since `mul_add` is one rounding everywhere.
 
 use std::sync::OnceLock;
