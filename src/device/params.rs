@@ -1,4 +1,4 @@
-//! What kernels take and leave behind, each declared once, here.
+//! The parameter structs and the fault record of the kernels, each declared once, here.
 //!
 //! A declaration makes a `#[repr(C)]` struct of this module and its text in `HEADER`. `build.rs` includes this file and
 //! writes that text as `params.cuh` beside the PTX. Both compilers assert that a struct has no padding: fields of the
@@ -98,7 +98,7 @@ declare! {
         }
     }
     structs {
-        /// What a kernel did not do, and why. One per device, in pinned host memory mapped into the device's address
+        /// An access that a kernel skipped, and why. One per device, in pinned host memory mapped into the device's address
         /// space: the host reads it without a copy or a synchronisation. Protocol: `cuda/common.cuh`.
         FaultRecord {
             /// Written by the host: number of the fault that may be recorded next, counted from 1.

@@ -9,7 +9,7 @@ use pulp::Simd;
 /// in the exponent bits, in two factors so that `n = 128` is not lost.
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {
-    // What the limits exclude is computed at 0 and replaced.
+    // Arguments beyond the limits are computed at 0 and replaced.
     let (under, over) = (x < UNDERFLOW, x > OVERFLOW);
     let x = if under || over { 0.0 } else { x };
     let shifted = x.mul_add(LOG2_E, ROUND);

@@ -60,7 +60,7 @@ impl Weight<'_> {
     }
 }
 
-/// What the packed weight is stored as.
+/// The element type of a packed weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Storage {
     /// 2 bytes a weight; rounds f32 and f16 weights to nearest even, keeps bf16 weights exact.
@@ -69,14 +69,14 @@ pub enum Storage {
     F32,
 }
 
-/// What is added to each row of a product.
+/// The addend of each row of a product.
 #[derive(Debug, Clone, Copy)]
 pub enum Add<'a> {
     /// Nothing.
     Nothing,
     /// A residual [m, n].
     Rows(&'a [f32]),
-    /// What `out` holds already.
+    /// The content of `out`.
     Out,
 }
 
@@ -456,7 +456,7 @@ impl<L: Line> WithSimd for Work<'_, '_, L> {
     }
 }
 
-/// What follows the sums of panel `p` for the rows from `r0` of a part on.
+/// Bias, addend and activation behind the sums of panel `p`, for the rows from `r0` of a part on.
 #[inline(always)]
 fn finish_tile<S: Simd>(
     s: S,

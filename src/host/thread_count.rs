@@ -18,9 +18,9 @@ pub const MAX_THREADS: usize = 64;
 /// Most threads that are taken unasked.
 pub const MAX_DEFAULT: usize = 8;
 
-/// What [`set_num_threads`] was given last; 0 stands for nothing.
+/// The last argument of [`set_num_threads`]; 0 before the first.
 static SET: AtomicUsize = AtomicUsize::new(0);
-/// What [`follow_torch`] made of torch's number last; 0 stands for nothing.
+/// The last number that [`follow_torch`] derived from torch's; 0 before the first.
 static TORCH: AtomicUsize = AtomicUsize::new(0);
 
 /// Let the kernels use `n` threads, the caller's included (`1..=MAX_THREADS`). Results do not depend on `n`.

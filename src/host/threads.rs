@@ -86,7 +86,7 @@ struct Team {
     helped: AtomicBool,
     /// Regions that the caller still runs alone, since workers had no core or were called in vain.
     alone: AtomicUsize,
-    /// What `alone` was set to last; 0 when all is well.
+    /// The value that `alone` was set to last; 0 when all is well.
     penalty: AtomicUsize,
 }
 
@@ -100,7 +100,7 @@ struct Watch {
     there: AtomicUsize,
     /// When the call was, in nanoseconds of `clock`.
     called_at: AtomicU64,
-    /// What waking a worker takes, in nanoseconds, averaged.
+    /// Time to wake a worker, in nanoseconds, averaged.
     waking: AtomicU64,
     clock: Instant,
 }

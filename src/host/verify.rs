@@ -15,7 +15,7 @@ use crate::round::accepts::NO_TOKEN;
 use crate::round::{Accepts, TreeBatch};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// What a vocabulary entry takes in a request's walk (a few rows) on one thread, in picoseconds, greedy and sampled:
+/// Time of a vocabulary entry in a request's walk (a few rows) on one thread, in picoseconds, greedy and sampled: it
 /// decides whether threads pay.
 const COST_PS: [usize; 2] = [300, 1500];
 

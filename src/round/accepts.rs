@@ -2,7 +2,7 @@
 
 use crate::error::Error;
 
-/// What a round accepted.
+/// The accepted path of each request's tree, and the tokens that it emits.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Accepts {
     paths: Vec<u32>,

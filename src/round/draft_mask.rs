@@ -1,6 +1,6 @@
 //! Which draft tokens a branch sees.
 
-/// What the queries of a draft step attend to besides the prefix.
+/// The draft tokens that the queries of a draft step attend to behind the prefix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DraftMask<'a> {
     /// The branch's true ancestors and itself: `[batch * K * draft_mask_words]` bits over the draft slots `b*S + s`.

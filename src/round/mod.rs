@@ -1,4 +1,4 @@
-//! What a round of speculation speaks of, whichever device runs it.
+//! The vocabulary of a round of speculation, the same for every device.
 //!
 //! Place in the flow: right of `geometry`, left of `plan`, `host` and `device`. Nothing here runs on a device or knows
 //! of one; host and device make these values, hand them to each other, and agree on them to the bit.

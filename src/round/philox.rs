@@ -13,7 +13,7 @@
 //! assert_eq!(u, uniform(7, 100, Purpose::TARGET));
 //! ```
 
-/// What a random number is for: numbers of different purposes at one position are independent.
+/// The use of a random number: numbers of different purposes at one position are independent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Purpose(pub u32);
 

@@ -1,10 +1,9 @@
 //! The integer weight of a token, from which host and device draw alike.
 //!
-//! The weight of logit x is `round(exp((x - max) / T) * 2^40)`: multiples of 2^-40 of the
-//! most probable token's weight. Sums of integers are exact and associative, so a total, a nucleus and an inverse
-//! CDF do not depend on the order of summation, on vector width or on threads, and an inverse CDF can never run past
-//! its last token. A vocabulary of 2^18 tokens times the quantum's half is 2^-23 in total variation: the size of the
-//! rounding of the f32 logits themselves.
+//! The weight of logit x is `round(exp((x - max) / T) * 2^40)`: multiples of 2^-40 of the most probable token's weight.
+//! Sums of integers are exact and associative, so a total, a nucleus and an inverse CDF do not depend on the order of
+//! summation, on vector width or on threads, and an inverse CDF can never run past its last token. A vocabulary of 2^18
+//! tokens times the quantum's half is 2^-23 in total variation: the size of the rounding of the f32 logits themselves.
 
 /// Weight of the most probable token, `exp(0)`.
 pub(crate) const ONE: u64 = 1 << 40;
@@ -13,7 +12,7 @@ pub(crate) const ROUNDER: f64 = 4096.0;
 
 /// `exp(x)` for `x <= 0` to about one ulp of f32; what is below `exp(-40)` is 0 in quanta. Only additions and fused
 /// multiply-adds, each rounded once by IEEE 754, so every machine and vector width gives the same bits. Where
-/// the instruction set has no fused multiply-add, each may be a call: the host keeps its loops over this in `dispatch`.
+/// the instruction set lacks the fused form, each may be a call: the host keeps its loops over this in `dispatch`.
 #[inline(always)]
 fn exp_neg(x: f32) -> f32 {
     // 1.5 * 2^23: adding it rounds to an integer, which the low mantissa bits then hold.
@@ -35,14 +34,14 @@ fn exp_neg(x: f32) -> f32 {
     f32::from_bits((t.to_bits() << 23).wrapping_add(p.to_bits())) // p * 2^n
 }
 
-/// The map from logits to weights of one row: its maximum and the inverse temperature.
+/// The softmax of one row before its division: the map from logits to weights.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Law {
+pub(crate) struct Softmax {
     max: f32,
     inv_t: f32,
 }
 
-impl Law {
+impl Softmax {
     /// `max` is the row's largest logit, finite. A temperature so small or so large that its inverse leaves f32 is
     /// clamped, which keeps 0 * inf away and changes no weight of finite logits beyond rounding.
     pub(crate) fn new(max: f32, temperature: f64) -> Self {
@@ -62,7 +61,7 @@ impl Law {
         self.rounded(x).wrapping_sub(ROUNDER.to_bits())
     }
 
-    /// [`Law::weight`] more than the bits of [`ROUNDER`]: what a sum subtracts once.
+    /// [`Softmax::weight`] more than the bits of [`ROUNDER`]: what a sum subtracts once.
     #[inline(always)]
     pub(crate) fn rounded(self, x: f32) -> u64 {
         (f64::from(exp_neg(self.log_weight(x))) + ROUNDER).to_bits()
@@ -90,27 +89,27 @@ mod tests {
 
     #[test]
     fn weights_are_those_of_libm_to_a_part_in_ten_million() {
-        let law = Law::new(0.0, 1.0);
+        let softmax = Softmax::new(0.0, 1.0);
         for i in 0..300_000 {
             let x = -(i as f32) * 1e-4;
             let want = f64::from(x).exp() * ONE as f64;
-            let got = law.weight(x) as f64;
+            let got = softmax.weight(x) as f64;
             assert!((got - want).abs() <= want * 1.5e-7 + 0.51, "exp({x}): {got} against {want}");
         }
-        assert_eq!(law.weight(0.0), ONE);
-        assert_eq!(law.weight(-0.0), ONE);
-        assert_eq!(law.weight(f32::NEG_INFINITY), 0);
-        assert_eq!(law.weight(-3e38), 0);
-        assert_eq!(law.weight(-29.0), 0);
+        assert_eq!(softmax.weight(0.0), ONE);
+        assert_eq!(softmax.weight(-0.0), ONE);
+        assert_eq!(softmax.weight(f32::NEG_INFINITY), 0);
+        assert_eq!(softmax.weight(-3e38), 0);
+        assert_eq!(softmax.weight(-29.0), 0);
     }
 
     #[test]
     fn extreme_temperatures_stay_finite() {
         for t in [f64::MIN_POSITIVE, 1e-45, 1e-30, 1e30, 1e300] {
-            let law = Law::new(1.0, t);
-            assert_eq!(law.weight(1.0), ONE, "T = {t}");
-            assert_eq!(law.weight(f32::NEG_INFINITY), 0, "T = {t}");
-            assert_eq!(law.weight(0.0), if t < 1.0 { 0 } else { ONE }, "T = {t}");
+            let softmax = Softmax::new(1.0, t);
+            assert_eq!(softmax.weight(1.0), ONE, "T = {t}");
+            assert_eq!(softmax.weight(f32::NEG_INFINITY), 0, "T = {t}");
+            assert_eq!(softmax.weight(0.0), if t < 1.0 { 0 } else { ONE }, "T = {t}");
         }
     }
 

@@ -3,7 +3,7 @@
 use super::scan::{self, CHUNK, RowFault, key_index, key_logit};
 use crate::round::SamplerConfig;
 use crate::round::philox::{Purpose, uniform53};
-use crate::round::weight::{Law, ONE, fraction, mass, min_weight};
+use crate::round::weight::{ONE, Softmax, fraction, mass, min_weight};
 
 /// Reusable buffers of [`super::Sampler::draw`]; grows to the largest vocabulary seen, then allocates nothing.
 #[derive(Debug, Default)]
@@ -39,32 +39,32 @@ pub(super) fn token(config: &SamplerConfig, row: &[f32], position: u32, s: &mut 
         return scan::argmax(row);
     }
     let max = scan::scan(row, &mut s.chunk_max)?;
-    let law = Law::new(max, config.temperature);
+    let softmax = Softmax::new(max, config.temperature);
     let u = uniform53(config.seed, position, Purpose::TARGET);
     let floor = min_weight(config.min_p);
     if config.top_k > 0 && config.top_k < row.len() as i64 {
         scan::top_k(row, &s.chunk_max, config.top_k as usize, &mut s.keys, &mut s.bounds);
         s.keys.sort_unstable_by_key(|&k| key_index(k));
-        s.weigh(law);
+        s.weigh(softmax);
         if config.top_p < 1.0 {
             let total = s.kept.iter().map(|w| w.weight).sum();
             s.cut_to_nucleus(mass(config.top_p, total));
         }
     } else if config.top_p < 1.0 {
-        let total = scan::sum_row(law, row, &s.chunk_max, &mut s.chunk_sum);
+        let total = scan::sum_row(softmax, row, &s.chunk_max, &mut s.chunk_sum);
         let target = mass(config.top_p, total);
         // Tokens lighter than (total - target) / V cannot be needed: all of them together weigh less than
         // total - target, so the others reach the target.
-        s.gather(law, row, (total - target) / row.len() as u64);
+        s.gather(softmax, row, (total - target) / row.len() as u64);
         if s.kept.iter().map(|w| w.weight).sum::<u64>() < target {
-            s.gather(law, row, 0);
+            s.gather(softmax, row, 0);
         }
         s.cut_to_nucleus(target);
     } else if floor > 0 {
-        s.gather(law, row, floor);
+        s.gather(softmax, row, floor);
     } else {
-        let total = scan::sum_row(law, row, &s.chunk_max, &mut s.chunk_sum);
-        return Ok(s.invert_row(law, row, fraction(u, total)));
+        let total = scan::sum_row(softmax, row, &s.chunk_max, &mut s.chunk_sum);
+        return Ok(s.invert_row(softmax, row, fraction(u, total)));
     }
     s.kept.retain(|w| w.weight >= floor);
     let total = s.kept.iter().map(|w| w.weight).sum();
@@ -86,11 +86,11 @@ fn invert(weights: impl Iterator<Item = (usize, u64)>, mut target: u64) -> usize
 
 impl Pick {
     /// [`invert`] over a whole row that was summed.
-    fn invert_row(&mut self, law: Law, row: &[f32], target: u64) -> usize {
+    fn invert_row(&mut self, softmax: Softmax, row: &[f32], target: u64) -> usize {
         let mut left = target;
         for (c, (chunk, &sum)) in row.chunks(CHUNK).zip(&self.chunk_sum).enumerate() {
             if left < sum {
-                scan::weigh(law, chunk.iter().copied(), &mut self.weights);
+                scan::weigh(softmax, chunk.iter().copied(), &mut self.weights);
                 return c * CHUNK + invert(self.weights.iter().copied().enumerate(), left);
             }
             left -= sum;
@@ -99,18 +99,18 @@ impl Pick {
     }
 
     /// `kept` := every token of at least this weight and perhaps some lighter ones, whole ranks, by id.
-    fn gather(&mut self, law: Law, row: &[f32], weight: u64) {
+    fn gather(&mut self, softmax: Softmax, row: &[f32], weight: u64) {
         // Half a quantum for the rounding of weights; the rest covers exponential and logarithm by far.
         let cut = |w: f64| (((w - 0.5) / ONE as f64).ln() - 1e-3) as f32;
         let cut = if weight == 0 { f32::NEG_INFINITY } else { cut(weight as f64) };
         self.keys.clear();
-        scan::gather(row, &self.chunk_max, |x| law.log_weight(x) >= cut, &mut self.keys);
-        self.weigh(law);
+        scan::gather(row, &self.chunk_max, |x| softmax.log_weight(x) >= cut, &mut self.keys);
+        self.weigh(softmax);
     }
 
     /// `kept` := `keys` with their weights.
-    fn weigh(&mut self, law: Law) {
-        scan::weigh(law, self.keys.iter().map(|&key| key_logit(key)), &mut self.weights);
+    fn weigh(&mut self, softmax: Softmax) {
+        scan::weigh(softmax, self.keys.iter().map(|&key| key_logit(key)), &mut self.weights);
         self.kept.clear();
         self.kept.extend(self.keys.iter().zip(&self.weights).map(|(&key, &weight)| Weighted { key, weight }));
     }
@@ -163,13 +163,13 @@ mod tests {
     #[test]
     fn gathers_miss_no_token_of_the_weight_asked_for() {
         let row: Vec<f32> = (0..60_000).map(|i| -(i as f32) * 5e-4).collect();
-        let law = Law::new(0.0, 1.0);
+        let softmax = Softmax::new(0.0, 1.0);
         let mut pick = Pick::default();
         scan::scan(&row, &mut pick.chunk_max).unwrap();
         for weight in (0..40).chain([1000, 123_456_789, ONE / 3, ONE]) {
-            pick.gather(law, &row, weight);
+            pick.gather(softmax, &row, weight);
             let kept: Vec<usize> = pick.kept.iter().map(|w| key_index(w.key)).collect();
-            let heavy = row.iter().filter(|&&x| law.weight(x) >= weight).count();
+            let heavy = row.iter().filter(|&&x| softmax.weight(x) >= weight).count();
             assert_eq!(kept, (0..kept.len()).collect::<Vec<_>>(), "whole ranks, by id");
             assert!((heavy..=heavy + 4000).contains(&kept.len()), "{weight}: {} of {heavy}", kept.len());
         }

@@ -6,7 +6,7 @@ use super::{DrawFault, MODEL_LOGITS, check_tokens};
 use crate::error::Result;
 use crate::round::SamplerConfig;
 use crate::round::philox::{Purpose, uniform53};
-use crate::round::weight::{Law, fraction, mass, min_weight};
+use crate::round::weight::{Softmax, fraction, mass, min_weight};
 
 /// Logits after bias and penalties.
 pub fn processed(config: &SamplerConfig, prompt: &[i32], output: &[i32], logits: &[f32]) -> Vec<f32> {
@@ -57,15 +57,15 @@ fn weigh(config: &SamplerConfig, row: &[f32]) -> std::result::Result<Vec<u64>, R
         weights[ranking[0]] = 1;
         return Ok(weights);
     }
-    let law = Law::new(max, config.temperature);
+    let softmax = Softmax::new(max, config.temperature);
     if config.top_k > 0 {
         ranking.truncate(usize::try_from(config.top_k).unwrap_or(usize::MAX));
     }
-    let total: u64 = ranking.iter().map(|&i| law.weight(row[i])).sum();
+    let total: u64 = ranking.iter().map(|&i| softmax.weight(row[i])).sum();
     let target = if config.top_p < 1.0 { mass(config.top_p, total) } else { u64::MAX };
     let mut above = 0;
     for i in ranking {
-        let w = law.weight(row[i]);
+        let w = softmax.weight(row[i]);
         if above < target && w >= min_weight(config.min_p) {
             weights[i] = w;
         }

@@ -3,7 +3,7 @@
 //! A row is read in chunks. [`scan`] stores the maximum of each chunk, so that later steps (top-k, nucleus, min-p)
 //! touch only the few chunks that can hold what they look for.
 
-use crate::round::weight::{Law, ROUNDER};
+use crate::round::weight::{ROUNDER, Softmax};
 use crate::simd::dispatch;
 
 /// Elements of a chunk.
@@ -111,14 +111,14 @@ pub(crate) fn scan(row: &[f32], chunk_max: &mut Vec<f32>) -> Result<f32, RowFaul
 }
 
 /// Total weight of a scanned row; `chunk_sum` gets the weight of each [`CHUNK`].
-pub(crate) fn sum_row(law: Law, row: &[f32], chunk_max: &[f32], chunk_sum: &mut Vec<u64>) -> u64 {
+pub(crate) fn sum_row(softmax: Softmax, row: &[f32], chunk_max: &[f32], chunk_sum: &mut Vec<u64>) -> u64 {
     chunk_sum.resize(chunk_max.len(), 0);
     dispatch(
         #[inline(always)]
         || {
             let mut total = 0;
             for ((chunk, &max), out) in row.chunks(CHUNK).zip(chunk_max).zip(chunk_sum.iter_mut()) {
-                *out = if vanishes(law, max) { 0 } else { sum(law, chunk) };
+                *out = if vanishes(softmax, max) { 0 } else { sum(softmax, chunk) };
                 total += *out;
             }
             total
@@ -127,13 +127,13 @@ pub(crate) fn sum_row(law: Law, row: &[f32], chunk_max: &[f32], chunk_sum: &mut 
 }
 
 /// The weight of each logit.
-pub(crate) fn weigh(law: Law, logits: impl ExactSizeIterator<Item = f32> + Clone, weights: &mut Vec<u64>) {
+pub(crate) fn weigh(softmax: Softmax, logits: impl ExactSizeIterator<Item = f32> + Clone, weights: &mut Vec<u64>) {
     weights.resize(logits.len(), 0);
     dispatch(
         #[inline(always)]
         || {
             for (weight, x) in weights.iter_mut().zip(logits.clone()) {
-                *weight = law.weight(x);
+                *weight = softmax.weight(x);
             }
         },
     );
@@ -141,23 +141,23 @@ pub(crate) fn weigh(law: Law, logits: impl ExactSizeIterator<Item = f32> + Clone
 
 /// Sum of the weights of a chunk.
 #[inline(always)]
-fn sum(law: Law, chunk: &[f32]) -> u64 {
+fn sum(softmax: Softmax, chunk: &[f32]) -> u64 {
     let (blocks, tail) = chunk.as_chunks::<LANES>();
     let mut acc = [0u64; LANES];
     for block in blocks {
         for l in 0..LANES {
-            acc[l] = acc[l].wrapping_add(law.rounded(block[l]));
+            acc[l] = acc[l].wrapping_add(softmax.rounded(block[l]));
         }
     }
     let total = acc.iter().fold(0u64, |a, &b| a.wrapping_add(b));
     let base = ROUNDER.to_bits().wrapping_mul((blocks.len() * LANES) as u64);
-    tail.iter().fold(total.wrapping_sub(base), |a, &x| a + law.weight(x))
+    tail.iter().fold(total.wrapping_sub(base), |a, &x| a + softmax.weight(x))
 }
 
 /// Whether every logit up to `x` surely has weight 0: `exp(-29) * 2^40 < 1/3`.
 #[inline(always)]
-fn vanishes(law: Law, x: f32) -> bool {
-    law.log_weight(x) < -29.0
+fn vanishes(softmax: Softmax, x: f32) -> bool {
+    softmax.log_weight(x) < -29.0
 }
 
 /// A sort key: ascending keys are descending logits, lower index first on ties (0.0 and -0.0 tie).
@@ -249,15 +249,15 @@ mod tests {
     /// For every length, and for chunks of every magnitude, down to those that are skipped.
     #[test]
     fn sums_equal_the_sum_of_weights() {
-        let law = Law::new(3.0, 0.7);
+        let softmax = Softmax::new(3.0, 0.7);
         let row: Vec<f32> = (0..40 * CHUNK).map(|i| 3.0 - (i * 37 % 101) as f32 * 0.01 - (i / CHUNK) as f32).collect();
         let (mut chunk_max, mut chunk_sum) = (Vec::new(), Vec::new());
         for n in (1..2 * CHUNK + 2).chain([row.len() - 1, row.len()]) {
             scan(&row[..n], &mut chunk_max).unwrap();
-            let total = sum_row(law, &row[..n], &chunk_max, &mut chunk_sum);
-            assert_eq!(total, row[..n].iter().map(|&x| law.weight(x)).sum::<u64>());
+            let total = sum_row(softmax, &row[..n], &chunk_max, &mut chunk_sum);
+            assert_eq!(total, row[..n].iter().map(|&x| softmax.weight(x)).sum::<u64>());
             for (chunk, &sum) in row[..n].chunks(CHUNK).zip(&chunk_sum) {
-                assert_eq!(sum, chunk.iter().map(|&x| law.weight(x)).sum::<u64>());
+                assert_eq!(sum, chunk.iter().map(|&x| softmax.weight(x)).sum::<u64>());
             }
         }
     }
@@ -265,7 +265,7 @@ mod tests {
     /// A chunk is skipped only where each of its weights is 0, to the last logit that still has one.
     #[test]
     fn chunks_at_the_edge_of_vanishing_count() {
-        let law = Law::new(0.0, 1.0);
+        let softmax = Softmax::new(0.0, 1.0);
         let (mut chunk_max, mut chunk_sum) = (Vec::new(), Vec::new());
         let mut row = vec![f32::NEG_INFINITY; 3 * CHUNK];
         row[0] = 0.0;
@@ -274,9 +274,9 @@ mod tests {
             let x = -27.5 - i as f32 * 1e-3; // to -30.5: exp(-28.42) * 2^40 is a half
             row[CHUNK..2 * CHUNK].fill(x);
             scan(&row, &mut chunk_max).unwrap();
-            let total = sum_row(law, &row, &chunk_max, &mut chunk_sum);
-            assert_eq!(total, ONE + CHUNK as u64 * law.weight(x), "{x}");
-            counted += law.weight(x);
+            let total = sum_row(softmax, &row, &chunk_max, &mut chunk_sum);
+            assert_eq!(total, ONE + CHUNK as u64 * softmax.weight(x), "{x}");
+            counted += softmax.weight(x);
         }
         assert_eq!(counted, 920, "a weight of 1 down to -28.419 = ln(2^-41)");
     }

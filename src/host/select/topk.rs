@@ -4,9 +4,9 @@ use crate::bounds::MAX_TOPK;
 use crate::error::{Error, Result, in_range};
 use crate::host::sample::scan::{self, RowFault, key_index, key_logit};
 use crate::host::threads::{self, num_threads};
-use crate::round::weight::{Law, ONE};
+use crate::round::weight::{ONE, Softmax};
 
-/// What a logit takes on one thread, in picoseconds: decides whether threads pay.
+/// Time of a logit on one thread, in picoseconds: it decides whether threads pay.
 const COST_PS: usize = 1000;
 
 /// The k most probable entries of each row, with their log-probabilities; buffers are reused between calls.
@@ -103,8 +103,8 @@ impl Worker {
         let max = scan::scan(row, &mut self.chunk_max)?;
         scan::top_k(row, &self.chunk_max, ids.len(), &mut self.keys, &mut self.bounds);
         self.keys.sort_unstable();
-        let law = Law::new(max, 1.0);
-        let total = scan::sum_row(law, row, &self.chunk_max, &mut self.chunk_sum);
+        let softmax = Softmax::new(max, 1.0);
+        let total = scan::sum_row(softmax, row, &self.chunk_max, &mut self.chunk_sum);
         let log_total = (total as f64 / ONE as f64).ln();
         for ((id, log_prob), &key) in ids.iter_mut().zip(log_probs).zip(&self.keys) {
             *id = key_index(key) as u32;
