@@ -20,14 +20,14 @@ use std::io::{BufRead, Write};
 use std::time::{Duration, Instant};
 
 use specrs::geometry::Layout;
-use specrs::plan::{AnyFormat, FlashAttention, FlashInfer, Format, MaskForm, Native, Planner, Triton};
+use specrs::plan::{AnyFormat, FlashAttention, FlashInfer, Lower, MaskForm, Native, Planner, Triton};
 use workload::{Round, Took};
 
 type Failure = Box<dyn std::error::Error>;
 /// One round; lanes, and whether to time its parts.
 type Run = Box<dyn FnMut(&mut Round, bool, bool) -> specrs::Result<Took>>;
 
-fn run<F: Format>(round: &Round, format: F) -> specrs::Result<Run> {
+fn run<F: Lower>(round: &Round, format: F) -> specrs::Result<Run> {
     let mut planner = Planner::new(round.geometry, format)?;
     Ok(Box::new(move |round, lanes, split| round.run(&mut planner, lanes, split)))
 }

@@ -175,3 +175,8 @@ pub fn in_range<T: Copy + Into<i128>>(what: &'static str, got: T, min: i128, max
     let g = got.into();
     if g < min || g > max { Err(Error::OutOfRange { what, got: g, min, max }) } else { Ok(got) }
 }
+
+/// Check that an operand has the length, or another number, that is needed.
+pub(crate) fn same_length(operand: &'static str, got: usize, want: usize) -> Result<()> {
+    if got == want { Ok(()) } else { Err(Error::Mismatch { operand, got: got.to_string(), want: want.to_string() }) }
+}

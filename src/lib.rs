@@ -6,7 +6,7 @@
 //! Data flows one way; a module imports only from those on its left:
 //!
 //! ```text
-//! error, bounds, revert, simd -> geometry -> pool | round -> plan -> host | device -> py
+//! error, bounds, revert, simd -> geometry -> pool | round -> plan -> plan::write -> host | device -> py
 //! ```
 //!
 //! | module | what lives there |

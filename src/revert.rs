@@ -87,7 +87,7 @@ pub const FAULTS: [FaultInfo; 5] = [
         title: "padding of a static buffer keeps the last replay's values, and outputs are held across replays",
         report: "https://github.com/sgl-project/sglang/pull/23037",
         reverts: "dead lanes of a padded plan are not written into static buffers, and the lease on a buffer's content is not renewed",
-        place: "plan::planner::write_arrays (padding), FormatBuffers (lease)",
+        place: "plan::write::planner::write_arrays (padding), FormatBuffers (lease)",
         guard: "dead lanes of every padded write are read back: Invalid; arrays of an earlier write: StaleOutput",
     },
     FaultInfo {

@@ -7,7 +7,7 @@ mod plan_support;
 use plan_support::geometry;
 use specrs::geometry::{Geometry, Layout};
 use specrs::plan::{
-    Arrays, AuditedPlan, Batch, Bucket, DraftMask, FlashInfer, Format, Lens, MaskForm, Planner, Trees, Triton,
+    Arrays, AuditedPlan, Batch, Bucket, DraftMask, FlashInfer, Lens, Lower, MaskForm, Planner, Trees, Triton,
 };
 use specrs::pool::{Lease, Pool, PoolConfig, SeqId};
 
@@ -48,7 +48,7 @@ impl Hand {
         Self { g, pool, seqs, _lease: lease }
     }
 
-    fn plan<F: Format>(
+    fn plan<F: Lower>(
         &self,
         format: F,
         pad: Option<Bucket>,

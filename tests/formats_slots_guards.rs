@@ -8,8 +8,8 @@ use plan_support::{Batch as Case, geometry};
 use specrs::Error;
 use specrs::geometry::{Geometry, Layout};
 use specrs::plan::{
-    Arrays, Batch, Bucket, DType, DraftMask, Extent, FlashInfer, Format, Lens, Load, MaskForm, Need, Phase, Plan,
-    Planner, Spec, Trees, Triton,
+    Arrays, Batch, Bucket, DType, DraftMask, Extent, FlashInfer, Format, Lens, Load, Lower, MaskForm, Need, Phase,
+    Plan, Planner, Spec, Trees, Triton,
 };
 use specrs::pool::Tables;
 
@@ -122,6 +122,19 @@ impl<F: Format + Clone> Format for Broken<F> {
         self.inner.extents(geometry, load)
     }
 
+    fn reads(
+        &self,
+        plan: &Plan,
+        geometry: &Geometry,
+        arrays: &Arrays,
+        q: usize,
+        out: &mut Vec<i32>,
+    ) -> specrs::Result<Option<()>> {
+        self.inner.reads(plan, geometry, arrays, q, out)
+    }
+}
+
+impl<F: Lower + Clone> Lower for Broken<F> {
     fn lower(&self, plan: &Plan, tables: &Tables<'_>, geometry: &Geometry, arrays: &mut Arrays) -> specrs::Result<()> {
         self.inner.lower(plan, tables, geometry, arrays)?;
         // Opened again without poison, the arrays hold what was written.
@@ -140,21 +153,10 @@ impl<F: Format + Clone> Format for Broken<F> {
         }
         Ok(())
     }
-
-    fn reads(
-        &self,
-        plan: &Plan,
-        geometry: &Geometry,
-        arrays: &Arrays,
-        q: usize,
-        out: &mut Vec<i32>,
-    ) -> specrs::Result<Option<()>> {
-        self.inner.reads(plan, geometry, arrays, q, out)
-    }
 }
 
 /// Change element `at` of every array of every phase in turn: the debug audit refuses each.
-fn every_element_is_seen<F: Format + Clone>(inner: F) {
+fn every_element_is_seen<F: Lower + Clone>(inner: F) {
     let g = geometry(2, 3, 4, 4, 7, 32, Layout::Dense);
     let c = Case::new(&g, &[5, 2], 9);
     let bucket = Bucket { batch: 3, queries: 7 };

@@ -11,7 +11,7 @@ use proptest::prelude::*;
 use specrs::geometry::{Geometry, Layout};
 use specrs::plan::{
     AnyFormat, Arrays, AuditedPlan, Batch, Bucket, DType, DraftMask, Extent, FlashAttention, Format, Given, HostMemory,
-    Lens, Load, Need, Phase, Plan, Planner, Trees, phases,
+    Lens, Load, Lower, Need, Phase, Plan, Planner, Trees, phases,
 };
 use specrs::pool::{Pool, SeqId, Tables};
 

@@ -8,7 +8,7 @@ use plan_support::{Batch as Case, geometry};
 use specrs::error::{Error, Result};
 use specrs::geometry::{Geometry, Layout};
 use specrs::plan::{
-    Arrays, Batch, DType, DraftMask, Extent, Format, Lens, Load, Need, Phase, Plan, Planner, Spec, Trees,
+    Arrays, Batch, DType, DraftMask, Extent, Format, Lens, Load, Lower, Need, Phase, Plan, Planner, Spec, Trees,
 };
 use specrs::pool::Tables;
 
@@ -35,6 +35,14 @@ impl Format for PerBranch {
         Ok(vec![(0, Extent::Line(load.queries + 1)), (1, Extent::Line(load.query_keys))])
     }
 
+    fn reads(&self, _: &Plan, _: &Geometry, arrays: &Arrays, q: usize, out: &mut Vec<i32>) -> Result<Option<()>> {
+        let indptr = arrays.line::<i32>("kv_indptr");
+        out.extend_from_slice(&arrays.line("kv_indices")[indptr[q] as usize..indptr[q + 1] as usize]);
+        Ok(Some(()))
+    }
+}
+
+impl Lower for PerBranch {
     fn lower(&self, plan: &Plan, tables: &Tables<'_>, geometry: &Geometry, arrays: &mut Arrays) -> Result<()> {
         let Phase::Draft { .. } = plan.phase() else {
             return Err(Error::Invalid { what: "phase", got: plan.phase().name().into(), why: "draft only".into() });
@@ -64,12 +72,6 @@ impl Format for PerBranch {
             }
         }
         Ok(())
-    }
-
-    fn reads(&self, _: &Plan, _: &Geometry, arrays: &Arrays, q: usize, out: &mut Vec<i32>) -> Result<Option<()>> {
-        let indptr = arrays.line::<i32>("kv_indptr");
-        out.extend_from_slice(&arrays.line("kv_indices")[indptr[q] as usize..indptr[q + 1] as usize]);
-        Ok(Some(()))
     }
 }
 

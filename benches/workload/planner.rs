@@ -5,7 +5,7 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use specrs::geometry::{Geometry, Layout, Limits, TreeShape};
-use specrs::plan::{AuditedPlan, Batch, DraftMask, Format, Lens, Paths, Planner, Trees};
+use specrs::plan::{AuditedPlan, Batch, DraftMask, Lens, Lower, Paths, Planner, Trees};
 use specrs::pool::{Lease, Pool, PoolConfig, SeqId};
 
 pub const K: u32 = 8;
@@ -125,7 +125,7 @@ impl Round {
     /// Plan one round and say what that took; every plan is kept until the round's end, as an engine may.
     ///
     /// With `split` the clock is read between the parts too.
-    pub fn run<F: Format>(&mut self, planner: &mut Planner<F>, lanes: bool, split: bool) -> specrs::Result<Took> {
+    pub fn run<F: Lower>(&mut self, planner: &mut Planner<F>, lanes: bool, split: bool) -> specrs::Result<Took> {
         let Self { pool, seqs, lens, bits, sizes, parents, path_sizes, path_nodes, starts, geometry, .. } = self;
         let mut took = Took::default();
         let clock = |split: bool, before: Instant| if split { before.elapsed() } else { Duration::ZERO };

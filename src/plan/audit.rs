@@ -1,10 +1,9 @@
 //! The full check of a plan: from its arrays, the page tables and the geometry alone, lane by lane. It shares no code
 //! with the phases that write plans, so that each finds the other's faults.
 
-use crate::error::{Error, Result, in_range};
+use crate::error::{Error, Result, in_range, same_length};
 use crate::geometry::Geometry;
 use crate::plan::body::{check_version, live_columns};
-use crate::plan::phases::same_length;
 use crate::plan::{Arrays, Format, Phase, Plan};
 use crate::pool::Tables;
 

@@ -1,57 +1,10 @@
 //! [`Plan`]: what one step of a batch writes and attends to, in row positions and slots.
 
-use std::fmt;
-use std::marker::PhantomData;
-use std::ops::Deref;
-use std::sync::Arc;
-
 use crate::bounds::PageSize;
 use crate::error::{Error, Result};
-use crate::geometry::Geometry;
-use crate::plan::audit;
+use crate::plan::Phase;
 use crate::plan::buf::Buf;
-use crate::plan::{AnyFormat, Arrays, Format, Native};
 use crate::pool::Tables;
-
-/// Which step of a round a plan describes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Phase {
-    /// Tokens appended behind a prefix, attended causally: prefill chunks and the draft model's pass over the accepted
-    /// tokens.
-    Extend,
-    /// One token behind each prefix.
-    Decode,
-    /// Draft step `step`: K branches per request, each with the ancestors that its mask names.
-    Draft {
-        /// 0-based step.
-        step: u32,
-    },
-    /// The target's pass over a token tree.
-    Verify,
-}
-
-impl Phase {
-    /// Name in messages.
-    pub fn name(self) -> &'static str {
-        match self {
-            Phase::Extend => "extend",
-            Phase::Decode => "decode",
-            Phase::Draft { .. } => "draft",
-            Phase::Verify => "verify",
-        }
-    }
-}
-
-/// The name, and of a draft the step: `draft step 3`.
-impl fmt::Display for Phase {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())?;
-        if let Phase::Draft { step } = self {
-            write!(f, " step {step}")?;
-        }
-        Ok(())
-    }
-}
 
 /// The arrays of a plan, as plain vectors: what [`Plan::from_parts`] takes and [`Plan::to_parts`] gives.
 ///
@@ -78,7 +31,7 @@ pub struct PlanParts {
 
 /// What one step of a batch writes and attends to. See the [module](crate::plan) for the attention form.
 ///
-/// A plan by itself launches nothing; kernels take an [`AuditedPlan`].
+/// A plan by itself launches nothing; kernels take an [`AuditedPlan`](crate::plan::AuditedPlan).
 #[derive(Debug, Clone)]
 pub struct Plan {
     pub(crate) phase: Phase,
@@ -118,7 +71,7 @@ impl Default for Plan {
 
 impl Plan {
     /// A plan from arrays made elsewhere (recorded, or planned on a device). Nothing is checked here:
-    /// [`AuditedPlan::audit`] does.
+    /// [`AuditedPlan::audit`](crate::plan::AuditedPlan::audit) does.
     pub fn from_parts(phase: Phase, page: PageSize, parts: PlanParts) -> Self {
         let live_batch = parts.rows.iter().filter(|&&r| r >= 0).count();
         Self {
@@ -315,68 +268,4 @@ pub(super) fn check_version(tables: &Tables<'_>, what: &'static str, row: i32, v
     let now = now.map_or("outside the table".to_string(), |v| format!("at {v}"));
     let why = format!("the row's pages changed: it was made for version {version}, the row is {now}");
     Err(Error::Dead { what: "plan", id: format!("{what} of row {row}"), why })
-}
-
-/// A plan, the arrays that its format derives, and the geometry that says what its masks and slots mean.
-#[derive(Debug, Default)]
-pub(crate) struct Filled {
-    pub(crate) plan: Plan,
-    pub(crate) arrays: Arrays,
-    /// What it was made for; `None` before the first plan.
-    pub(crate) geometry: Option<Geometry>,
-}
-
-/// A plan that has been checked against the pool; the only kind that launches. A cheap handle: clones share the
-/// arrays, and the planner takes them back when the last one is dropped.
-///
-/// `F` says which backend's arrays it carries, so that a kernel cannot be given another backend's plan.
-#[derive(Debug)]
-pub struct AuditedPlan<F: Format = Native>(pub(crate) Arc<Filled>, PhantomData<fn() -> F>);
-
-impl<F: Format> Clone for AuditedPlan<F> {
-    fn clone(&self) -> Self {
-        Self(Arc::clone(&self.0), PhantomData)
-    }
-}
-
-impl<F: Format> Deref for AuditedPlan<F> {
-    type Target = Plan;
-
-    fn deref(&self) -> &Plan {
-        &self.0.plan
-    }
-}
-
-impl<F: Format> AuditedPlan<F> {
-    /// Check a plan made elsewhere, in full, and derive its format's arrays, which are read back and checked too.
-    ///
-    /// # Errors
-    /// Whatever is wrong with it, with operands: see [`crate::plan`] for the list of checks.
-    pub fn audit(plan: Plan, tables: &Tables<'_>, geometry: &Geometry, format: &F) -> Result<Self> {
-        format.supports(geometry)?;
-        check_pool(tables, plan.phase.name(), plan.pool)?;
-        audit::check(&plan, tables, geometry)?;
-        let plan = Plan { pool: Some(tables.pool()), ..plan };
-        let mut arrays = Arrays::own(format.arrays());
-        arrays.set_poison(true);
-        format.lower(&plan, tables, geometry, &mut arrays)?;
-        audit::check_reads(format, &plan, tables, geometry, &arrays, 0..plan.queries())?;
-        Ok(Self(Arc::new(Filled { plan, arrays, geometry: Some(*geometry) }), PhantomData))
-    }
-
-    pub(crate) fn new(filled: Arc<Filled>) -> Self {
-        Self(filled, PhantomData)
-    }
-
-    /// The arrays of the format; none where they were left to [`Planner::lower`](crate::plan::Planner::lower).
-    pub fn arrays(&self) -> &Arrays {
-        &self.0.arrays
-    }
-}
-
-impl AuditedPlan<AnyFormat> {
-    /// The plan as one for specrs's own kernels, where `format`, which it was made for, is the native one.
-    pub fn native(&self, format: &AnyFormat) -> Option<AuditedPlan<Native>> {
-        matches!(format, AnyFormat::Native(_)).then(|| AuditedPlan(Arc::clone(&self.0), PhantomData))
-    }
 }

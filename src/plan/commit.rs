@@ -1,14 +1,10 @@
-//! Commit: the accepted path of each tree becomes the dense end of its prefix; and the tail copies of the holey
-//! layout, the other plan that moves KV.
+//! [`AuditedCommit`]: how the accepted path of each tree becomes the dense end of its prefix; and the tail copies of the
+//! holey layout, the other plan that moves KV.
 
 use std::sync::Arc;
 
-use crate::error::{Error, Result, in_range};
-use crate::plan::phases::same_length;
-use crate::plan::place::Where;
-use crate::plan::planner::{Planner, check_batch};
-use crate::plan::{Batch, Format, Moves};
-use crate::pool::{SeqId, Tables};
+use crate::plan::Moves;
+use crate::pool::SeqId;
 
 /// Accepted paths of a batch, one a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -23,13 +19,13 @@ pub struct Paths<'a> {
 /// What a commit does to the KV, and the new lengths.
 #[derive(Debug, Default)]
 pub(super) struct Commit {
-    moves: Moves,
+    pub(super) moves: Moves,
     seqs: Vec<SeqId>,
     firsts: Vec<u32>,
     /// Paths of the requests to remap, concatenated, and where each ends.
     orders: Vec<u32>,
     ends: Vec<usize>,
-    new_lens: Vec<u32>,
+    pub(super) new_lens: Vec<u32>,
 }
 
 /// A reordering of a sequence's speculative positions (pages of one token): the argument of
@@ -46,7 +42,7 @@ pub struct Remap<'a> {
 
 /// A checked commit. A cheap handle; the planner takes the buffers back when the last one is dropped.
 #[derive(Debug, Clone)]
-pub struct AuditedCommit(Arc<Commit>);
+pub struct AuditedCommit(pub(super) Arc<Commit>);
 
 impl AuditedCommit {
     /// Moves to execute, in order, before the lease is committed; none with pages of one token.
@@ -71,99 +67,8 @@ impl AuditedCommit {
     }
 }
 
-impl<F: Format> Planner<F> {
-    /// Make the accepted path `n_0 = 0, n_1, ...` of each request the row positions `L, L + 1, ...`.
-    ///
-    /// With pages of one token the row's columns are reordered and no KV moves. With larger pages the KV of
-    /// `L + n_i` moves to `L + i` where they differ, in increasing i. That order is free of hazards: the indices of
-    /// a path increase strictly, so `n_i >= i`, and a later source `n_k` (`k > i`) is `>= k > i`: no move writes what
-    /// a later one reads. (A destination may be an *earlier* source, so the moves of a request are not free to run
-    /// at once.)
-    ///
-    /// # Errors
-    /// A path that does not start with 0 or does not increase strictly; a node of V or more; a position beyond the
-    /// row's allocation; a destination on a page with other owners; a length beyond `max_context_len`; a row twice
-    /// in the batch; lengths that live on the device.
-    pub fn commit(&mut self, tables: &Tables<'_>, batch: &Batch<'_>, paths: Paths<'_>) -> Result<AuditedCommit> {
-        const WHO: &str = "commit";
-        let lens = batch.lens.host(WHO)?;
-        check_batch(&self.geometry, tables, batch)?;
-        same_length("path sizes", paths.sizes.len(), batch.seqs.len())?;
-        let total = paths.sizes.iter().map(|&n| n as u64).sum::<u64>();
-        same_length("path nodes", paths.nodes.len(), total as usize)?;
-        let Self { geometry, commits, scratch, .. } = self;
-        let (limit, v) = (geometry.limits().max_context_len, geometry.shape().draft_tokens());
-        scratch.rows.resolve(tables, batch.seqs)?;
-        let commit = commits.fill(|c| {
-            c.begin(tables.pool(), batch.seqs.len(), paths.nodes.len());
-            let mut nodes = paths.nodes;
-            for (i, ((row, &len), &size)) in scratch.rows.each(tables).zip(lens).zip(paths.sizes).enumerate() {
-                let at = Where { kernel: WHO, request: i, tables };
-                let (path, rest) = nodes.split_at(size as usize);
-                nodes = rest;
-                let last = check_path(path, at, v)?;
-                in_range("committed length", len as i128 + size as i128, 0, limit as i128)?;
-                row.check_end(at, len as u64 + last as u64 + 1)?;
-                c.new_lens.push(len + size);
-                if last as usize + 1 == path.len() {
-                    continue; // 0, 1, 2, ...: all in place
-                }
-                if tables.page().get() == 1 {
-                    row.check_write(at, len, len + last + 1)?;
-                    c.remap(batch.seqs[i], len, path);
-                    continue;
-                }
-                for (to, &from) in path.iter().enumerate().filter(|&(to, &from)| to as u32 != from) {
-                    let src = row.read(at, len + from)?;
-                    let dst = row.write(at, len + to as u32)?;
-                    c.moves.push(src, dst);
-                }
-                c.moves.guard(scratch.rows.ids[i], scratch.rows.versions[i]);
-            }
-            Ok::<(), Error>(())
-        })?;
-        Ok(AuditedCommit(commit))
-    }
-
-    /// Holey layout: fill each branch's holes with the prefix's tail, positions `[base, base + r)` to the r slots
-    /// before branch b's own, for b >= 1. Slots that belong to a branch are never touched, and nothing is copied
-    /// where r = 0 or in the dense layout.
-    ///
-    /// # Errors
-    /// As [`Self::draft`], of the holes.
-    pub fn tail_copies(&mut self, tables: &Tables<'_>, batch: &Batch<'_>) -> Result<AuditedCommit> {
-        const WHO: &str = "tail copy";
-        let lens = batch.lens.host(WHO)?;
-        check_batch(&self.geometry, tables, batch)?;
-        let Self { geometry, commits, scratch, .. } = self;
-        scratch.rows.resolve(tables, batch.seqs)?;
-        let commit = commits.fill(|c| {
-            c.begin(tables.pool(), batch.seqs.len(), 0);
-            c.new_lens.extend_from_slice(lens); // a tail copy changes no length
-            for (i, (row, &len)) in scratch.rows.each(tables).zip(lens).enumerate() {
-                let at = Where { kernel: WHO, request: i, tables };
-                let region = geometry.draft_region(len)?;
-                let moves = c.moves.len();
-                for b in 0..geometry.shape().topk() {
-                    let Some(hole) = region.hole(b)? else { continue };
-                    for o in 0..hole.len {
-                        let src = row.read(at, hole.src + o)?;
-                        let dst = row.write(at, hole.dst + o)?;
-                        c.moves.push(src, dst);
-                    }
-                }
-                if c.moves.len() > moves {
-                    c.moves.guard(scratch.rows.ids[i], scratch.rows.versions[i]);
-                }
-            }
-            Ok::<(), Error>(())
-        })?;
-        Ok(AuditedCommit(commit))
-    }
-}
-
 impl Commit {
-    fn begin(&mut self, pool: u32, batch: usize, nodes: usize) {
+    pub(super) fn begin(&mut self, pool: u32, batch: usize, nodes: usize) {
         self.moves.begin(pool);
         self.seqs.clear();
         self.firsts.clear();
@@ -174,37 +79,10 @@ impl Commit {
         self.new_lens.reserve(batch);
     }
 
-    fn remap(&mut self, seq: SeqId, first: u32, path: &[u32]) {
+    pub(super) fn remap(&mut self, seq: SeqId, first: u32, path: &[u32]) {
         self.seqs.push(seq);
         self.firsts.push(first);
         self.orders.extend_from_slice(path);
         self.ends.push(self.orders.len());
-    }
-}
-
-/// The last node of a path that is one: 0, then strictly increasing, below `v`.
-#[inline]
-fn check_path(path: &[u32], at: Where<'_>, v: u32) -> Result<u32> {
-    let mut last = 0;
-    let mut ok = path.first() == Some(&0);
-    for &node in path.get(1..).unwrap_or(&[]) {
-        ok &= node > last;
-        last = node;
-    }
-    if !ok {
-        return Err(bad_path(path, at.request));
-    }
-    if last >= v {
-        return Err(at.outside("tree nodes", last as i64, v));
-    }
-    Ok(last)
-}
-
-#[cold]
-fn bad_path(path: &[u32], request: usize) -> Error {
-    Error::Invalid {
-        what: "accepted path",
-        got: format!("request {request}: {path:?}"),
-        why: "a path starts with the root, node 0, and its indices increase".into(),
     }
 }

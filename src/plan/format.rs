@@ -6,10 +6,9 @@
 
 use std::fmt::Debug;
 
-use crate::error::{Error, Result};
-use crate::geometry::{Geometry, Layout};
-use crate::plan::{Arrays, DraftMask, Extent, Load, Phase, Plan, Spec};
-use crate::pool::Tables;
+use crate::error::Result;
+use crate::geometry::Geometry;
+use crate::plan::{Arrays, DraftMask, Extent, Load, Plan, Spec};
 
 /// The arrays of one attention backend, derived from a plan.
 pub trait Format: Send + Sync + Debug + 'static {
@@ -24,14 +23,14 @@ pub trait Format: Send + Sync + Debug + 'static {
     /// Whether the backend can run the geometry.
     ///
     /// # Errors
-    /// [`Error::Invalid`] that names the combination and what would work; [`Error::Overflow`] where an array does not
+    /// [`Error::Invalid`](crate::Error::Invalid) that names the combination and what would work; [`Error::Overflow`](crate::Error::Overflow) where an array does not
     /// fit the format's index type.
     fn supports(&self, geometry: &Geometry) -> Result<()>;
 
     /// Whether the format can express what the queries of a draft step attend to.
     ///
     /// # Errors
-    /// [`Error::Invalid`] that says what would work.
+    /// [`Error::Invalid`](crate::Error::Invalid) that says what would work.
     fn supports_mask(&self, geometry: &Geometry, mask: DraftMask<'_>) -> Result<()> {
         let _ = (geometry, mask);
         Ok(())
@@ -44,16 +43,6 @@ pub trait Format: Send + Sync + Debug + 'static {
     fn extents(&self, geometry: &Geometry, load: &Load) -> Result<Vec<(usize, Extent)>> {
         let _ = (geometry, load);
         Ok(Vec::new())
-    }
-
-    /// Write the arrays of `plan`. The plan has been checked: its rows are live, its slots are in bounds.
-    ///
-    /// # Errors
-    /// [`Error::Capacity`] where an array is too small, before anything is written; a size that does not fit the
-    /// format's index type.
-    fn lower(&self, plan: &Plan, tables: &Tables<'_>, geometry: &Geometry, arrays: &mut Arrays) -> Result<()> {
-        let _ = (plan, tables, geometry, arrays);
-        Ok(())
     }
 
     /// Append the slots whose keys the backend's kernel reads for query `q`, in order, to `out`: from the arrays (and
@@ -78,49 +67,5 @@ pub trait Format: Send + Sync + Debug + 'static {
     fn reads_holes(&self, geometry: &Geometry) -> bool {
         let _ = geometry;
         false
-    }
-}
-
-/// The phases of a round for `geometry`, each once: what a format is checked and sized for.
-pub fn phases(geometry: &Geometry) -> impl Iterator<Item = Phase> + use<> {
-    let steps = geometry.shape().steps();
-    let drafts = (0..steps).map(|step| Phase::Draft { step });
-    [Phase::Extend, Phase::Decode].into_iter().chain(drafts).chain([Phase::Verify])
-}
-
-/// specrs's own kernels: they read the pool's page table in place, the prefix once for all queries of a request, and
-/// the tree by ancestor bits; so there is nothing to derive and metadata is O(B*V), independent of the context.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct Native;
-
-impl Format for Native {
-    fn name(&self) -> &'static str {
-        "native"
-    }
-
-    fn supports(&self, geometry: &Geometry) -> Result<()> {
-        match geometry.layout() {
-            Layout::Dense => Ok(()),
-            Layout::Holey => Err(Error::Invalid {
-                what: "layout",
-                got: "holey".into(),
-                why: "the native format reads draft KV by position and needs the dense layout".into(),
-            }),
-        }
-    }
-}
-
-/// Placement alone: slots to write, in either layout, and nothing for attention. What `certify` and a KV writer
-/// without an attention backend need.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct WritesOnly;
-
-impl Format for WritesOnly {
-    fn name(&self) -> &'static str {
-        "writes only"
-    }
-
-    fn supports(&self, _: &Geometry) -> Result<()> {
-        Ok(())
     }
 }

@@ -6,9 +6,9 @@
 
 use crate::error::{Result, in_range};
 use crate::geometry::Geometry;
-use crate::plan::wide::wide;
 use crate::plan::{Lens, Phase, Plan};
 use crate::revert::Fault;
+use crate::simd::dispatch;
 
 /// A step of a batch in numbers. Requests behind the context wall, and padded ones, count as requests and queries and
 /// attend to nothing.
@@ -188,8 +188,7 @@ fn check(geometry: &Geometry, phase: Phase, requests: u64) -> Result<()> {
 /// The bits of each query's mask, put together over all queries; a dead lane has none.
 fn ancestors(plan: &Plan, fold: impl Fn(u64, u64) -> u64) -> u64 {
     let words = (plan.mask_words() as usize).max(1);
-    wide(
-        pulp::Arch::new(),
+    dispatch(
         #[inline(always)]
         || {
             let bits = |mask: &[u64]| mask.iter().map(|word| word.count_ones() as u64).sum();

@@ -79,6 +79,7 @@
 
 mod arrays;
 mod audit;
+mod audited;
 mod body;
 mod buf;
 mod certify;
@@ -86,70 +87,25 @@ mod commit;
 pub mod form;
 mod format;
 mod formats;
-mod lanes;
 mod lens;
 mod load;
 mod moves;
-mod phases;
-mod place;
-mod planner;
-mod wide;
+mod step;
+pub mod write;
 
 pub use crate::round::DraftMask;
 pub use arrays::{ArrayRef, Arrays, DType, Element, Extent, Given, HostMemory, Memory, Need, Spec, View};
-pub use body::{AuditedPlan, Phase, Plan, PlanParts};
+pub use audited::AuditedPlan;
+pub use body::{Plan, PlanParts};
 pub use certify::{
     Certificate, Failure, FormatArray, FormatCertificate, FormatLayout, LayoutSizes, MAX_FAILURES, certify,
     certify_with,
 };
 pub use commit::{AuditedCommit, Paths, Remap};
-pub use format::{Format, Native, WritesOnly, phases};
-pub use formats::{AnyFormat, FlashAttention, FlashInfer, MaskForm, Triton};
+pub use format::Format;
+pub use formats::{AnyFormat, FlashAttention, FlashInfer, MaskForm, Native, Triton, WritesOnly};
 pub use lens::Lens;
 pub use load::Load;
 pub use moves::Moves;
-pub use planner::Planner;
-
-use crate::pool::SeqId;
-
-/// The requests of a step and their committed lengths.
-#[derive(Debug, Clone, Copy)]
-pub struct Batch<'a> {
-    /// One sequence a request, each at most once; none is a valid batch.
-    pub seqs: &'a [SeqId],
-    /// L of each request (of an `extend`: where its tokens start).
-    pub lens: Lens<'a>,
-    /// What to pad to; `None` for no padding.
-    pub pad: Option<Bucket>,
-}
-
-impl<'a> Batch<'a> {
-    /// A batch without padding.
-    pub fn new(seqs: &'a [SeqId], lens: Lens<'a>) -> Self {
-        Self { seqs, lens, pad: None }
-    }
-
-    /// The same, padded.
-    pub fn padded(self, bucket: Bucket) -> Self {
-        Self { pad: Some(bucket), ..self }
-    }
-}
-
-/// The fixed sizes that a plan is padded to, such as those of a captured graph. A bucket is within the limits: at most
-/// `max_batch` requests, and at most the queries of so many requests in the phase ([`Load::limit`]).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Bucket {
-    /// Requests.
-    pub batch: u32,
-    /// Queries.
-    pub queries: u32,
-}
-
-/// Token trees of a batch, one a request, of any form with parents before children.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Trees<'a> {
-    /// Nodes of each tree, root included; at least 1.
-    pub sizes: &'a [u32],
-    /// Concatenated parent arrays, each with indices local to its tree and -1 for the root.
-    pub parents: &'a [i32],
-}
+pub use step::{Batch, Bucket, Phase, Trees, phases};
+pub use write::{Lower, Planner};

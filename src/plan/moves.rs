@@ -3,9 +3,8 @@
 use std::collections::HashMap;
 
 use crate::bounds::Slot;
-use crate::error::{Error, Result, in_range};
+use crate::error::{Error, Result, in_range, same_length};
 use crate::plan::body::{check_pool, check_version};
-use crate::plan::phases::same_length;
 use crate::pool::{Lease, Tables};
 
 /// Copies of one token's KV, in every layer: slot `src[i]` to slot `dst[i]`, for i in order.

@@ -9,7 +9,7 @@ use crate::plan::certify::proof::{At, Proof};
 use crate::plan::certify::{lengths, wall};
 use crate::plan::{
     AnyFormat, Arrays, AuditedPlan, Batch, Bucket, DType, DraftMask, Extent, Format, Given, HostMemory, Lens, Load,
-    Phase, Planner, Trees,
+    Lower, Phase, Planner, Trees,
 };
 use crate::pool::{Pool, PoolConfig, SeqId, Tables};
 

@@ -4,11 +4,8 @@ use crate::error::{Error, Result};
 use crate::geometry::Geometry;
 use crate::plan::arrays::{Arrays, DType, Extent, Spec};
 use crate::plan::formats::reader::Reader;
-use crate::plan::formats::slots::{self, Span};
-use crate::plan::formats::{masks, sizes};
-use crate::plan::wide::wide;
+use crate::plan::formats::sizes;
 use crate::plan::{Format, Load, Phase, Plan};
-use crate::pool::Tables;
 
 /// The form in which a verification's ancestors are written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -51,7 +48,7 @@ pub struct FlashInfer {
     pub mask: MaskForm,
 }
 
-const ARRAYS: [Spec; 8] = [
+pub(in crate::plan) const ARRAYS: [Spec; 8] = [
     Spec::new("kv_indptr", DType::I32),
     Spec::new("kv_indices", DType::I32),
     Spec::optional("kv_last_page_len", DType::I32), // all 1: an engine may keep its own
@@ -64,7 +61,7 @@ const ARRAYS: [Spec; 8] = [
 
 impl FlashInfer {
     /// Elements of each array of [`ARRAYS`] in the load's phase.
-    fn sizes(self, load: &Load) -> Result<[Option<u64>; 8]> {
+    pub(in crate::plan) fn sizes(self, load: &Load) -> Result<[Option<u64>; 8]> {
         let lists = match load.phase {
             Phase::Draft { .. } | Phase::Decode => load.queries,
             Phase::Extend | Phase::Verify => load.requests,
@@ -118,51 +115,6 @@ impl Format for FlashInfer {
 
     fn extents(&self, _: &Geometry, load: &Load) -> Result<Vec<(usize, Extent)>> {
         Ok(sizes::extents(self.sizes(load)?))
-    }
-
-    fn lower(&self, plan: &Plan, tables: &Tables<'_>, geometry: &Geometry, arrays: &mut Arrays) -> Result<()> {
-        let needs = sizes::needs(plan, geometry, |load| self.sizes(load))?;
-        let views = arrays.open(needs, || sizes::hint("flashinfer", plan, geometry))?;
-        let [kv_indptr, kv_indices, last, qo_indptr, mask_indptr, mask, packed_indptr, packed] = views;
-        let (masked, in_bits) = (mask.is_present(), packed.is_present());
-        let half = masked != mask_indptr.is_present() || in_bits != packed_indptr.is_present();
-        if plan.phase() == Phase::Verify && (half || !masked && !in_bits) {
-            let all = [&mask_indptr, &mask, &packed_indptr, &packed];
-            let there: Vec<&str> =
-                (4..).zip(all).filter(|(_, v)| v.is_present()).map(|(i, _)| ARRAYS[i].name).collect();
-            return Err(Error::Mismatch {
-                operand: "custom_mask",
-                got: if half { there.join(", ") } else { "no array for the tree's mask".into() },
-                want: "custom_mask and mask_indptr, packed_custom_mask and packed_mask_indptr, or all four".into(),
-            });
-        }
-        let (indptr, indices) = (kv_indptr.slice::<i32>()?, kv_indices.slice::<i32>()?);
-        last.slice::<i32>()?.fill(1);
-        let arch = pulp::Arch::new();
-        match plan.phase() {
-            Phase::Draft { .. } | Phase::Decode => wide(
-                arch,
-                #[inline(always)]
-                || slots::lists_of_queries(plan, tables, geometry, indptr, indices),
-            )?,
-            Phase::Extend | Phase::Verify => {
-                wide(
-                    arch,
-                    #[inline(always)]
-                    || slots::lists_of_requests(plan, tables, Span::All, indptr, indices),
-                )?;
-                slots::query_starts(plan, qo_indptr.slice::<i32>()?)?;
-            }
-        }
-        if masked {
-            masks::starts(plan, 1, mask_indptr.slice::<i32>()?);
-            masks::in_bytes(plan, mask.slice()?)?;
-        }
-        if in_bits {
-            masks::starts(plan, 8, packed_indptr.slice::<i32>()?);
-            masks::in_bits(plan, packed.slice()?)?;
-        }
-        Ok(())
     }
 
     fn reads(&self, plan: &Plan, _: &Geometry, arrays: &Arrays, q: usize, out: &mut Vec<i32>) -> Result<Option<()>> {

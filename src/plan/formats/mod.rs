@@ -1,132 +1,17 @@
-//! The formats of other projects' attention kernels, each derived from the same [`Plan`].
+//! The formats of attention kernels: one file each, with its arrays, their capacities, what it supports, and how its kernel
+//! reads them. How a CPU writes them is in [`write`](crate::plan::write).
 
-mod flash_attention;
-mod flashinfer;
-mod masks;
+mod any;
+pub(super) mod flash_attention;
+pub(super) mod flashinfer;
+pub(super) mod index;
+mod native;
 mod reader;
-mod sizes;
-mod slots;
-mod table;
-mod triton;
+pub(super) mod sizes;
+pub(super) mod triton;
 
+pub use any::AnyFormat;
 pub use flash_attention::FlashAttention;
 pub use flashinfer::{FlashInfer, MaskForm};
+pub use native::{Native, WritesOnly};
 pub use triton::Triton;
-
-use crate::error::{Error, Result};
-use crate::geometry::{Buffer, Geometry};
-use crate::plan::{Arrays, DraftMask, Extent, Format, Load, Native, Plan, Spec};
-use crate::pool::Tables;
-
-/// A format chosen at run time.
-#[derive(Debug, Clone, Copy)]
-pub enum AnyFormat {
-    /// specrs's own kernels.
-    Native(Native),
-    /// FlashInfer's wrappers.
-    FlashInfer(FlashInfer),
-    /// FlashAttention 3 and 4 over pages.
-    FlashAttention(FlashAttention),
-    /// sglang's Triton backend.
-    Triton(Triton),
-}
-
-impl AnyFormat {
-    /// Every format that [`AnyFormat::named`] knows, with the masks of both forms.
-    pub const ALL: [AnyFormat; 4] = [
-        AnyFormat::Native(Native),
-        AnyFormat::FlashInfer(FlashInfer { mask: MaskForm::Both }),
-        AnyFormat::FlashAttention(FlashAttention),
-        AnyFormat::Triton(Triton),
-    ];
-
-    /// The format of a name that users give. `masks` chooses the forms of the masks of `flashinfer`: `"both"`, `"bool"`
-    /// or `"packed"`.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] that lists what there is.
-    pub fn named(name: &str, masks: &str) -> Result<Self> {
-        let mask = match masks {
-            "both" => MaskForm::Both,
-            "bool" => MaskForm::Bool,
-            "packed" => MaskForm::Packed,
-            _ => {
-                let why = "want \"both\", \"bool\" or \"packed\"".into();
-                return Err(Error::Invalid { what: "mask", got: format!("{masks:?}"), why });
-            }
-        };
-        match Self::ALL.into_iter().find(|f| f.name() == name) {
-            Some(AnyFormat::FlashInfer(_)) => Ok(AnyFormat::FlashInfer(FlashInfer { mask })),
-            Some(format) => Ok(format),
-            None => {
-                let names: Vec<&str> = Self::ALL.iter().map(Format::name).collect();
-                let why = format!("want one of {}", names.join(", "));
-                Err(Error::Invalid { what: "format", got: format!("{name:?}"), why })
-            }
-        }
-    }
-
-    /// Capacity of every array of the format, phase by phase (of the draft: step `step`), for batches of `requests`, with
-    /// the arithmetic. Nothing for [`Native`], which derives no arrays.
-    ///
-    /// # Errors
-    /// [`Error::Overflow`] for what the format's index type does not hold.
-    pub fn buffers(&self, geometry: &Geometry, requests: u32, step: u32) -> Result<Vec<Buffer>> {
-        match self {
-            AnyFormat::Native(_) => Ok(Vec::new()),
-            AnyFormat::FlashInfer(_) => geometry.flashinfer_buffers(requests),
-            AnyFormat::Triton(_) => geometry.triton_buffers(requests),
-            AnyFormat::FlashAttention(_) => geometry.flash_attention_buffers(requests, step),
-        }
-    }
-
-    fn inner(&self) -> &dyn Format {
-        match self {
-            AnyFormat::Native(f) => f,
-            AnyFormat::FlashInfer(f) => f,
-            AnyFormat::FlashAttention(f) => f,
-            AnyFormat::Triton(f) => f,
-        }
-    }
-}
-
-impl Format for AnyFormat {
-    fn name(&self) -> &'static str {
-        self.inner().name()
-    }
-
-    fn arrays(&self) -> &'static [Spec] {
-        self.inner().arrays()
-    }
-
-    fn supports(&self, geometry: &Geometry) -> Result<()> {
-        self.inner().supports(geometry)
-    }
-
-    fn supports_mask(&self, geometry: &Geometry, mask: DraftMask<'_>) -> Result<()> {
-        self.inner().supports_mask(geometry, mask)
-    }
-
-    fn extents(&self, geometry: &Geometry, load: &Load) -> Result<Vec<(usize, Extent)>> {
-        self.inner().extents(geometry, load)
-    }
-
-    fn lower(&self, plan: &Plan, tables: &Tables<'_>, geometry: &Geometry, arrays: &mut Arrays) -> Result<()> {
-        self.inner().lower(plan, tables, geometry, arrays)
-    }
-
-    fn reads(
-        &self,
-        plan: &Plan,
-        geometry: &Geometry,
-        arrays: &Arrays,
-        q: usize,
-        out: &mut Vec<i32>,
-    ) -> Result<Option<()>> {
-        self.inner().reads(plan, geometry, arrays, q, out)
-    }
-
-    fn reads_holes(&self, geometry: &Geometry) -> bool {
-        self.inner().reads_holes(geometry)
-    }
-}

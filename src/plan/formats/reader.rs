@@ -3,7 +3,7 @@
 use crate::error::{Error, Result};
 use crate::plan::Arrays;
 use crate::plan::arrays::Element;
-use crate::plan::formats::slots::Index;
+use crate::plan::formats::index::Index;
 
 /// Reads arrays back as a kernel indexes them: nothing is taken from the plan.
 #[derive(Debug, Clone, Copy)]

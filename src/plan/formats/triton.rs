@@ -3,12 +3,10 @@
 use crate::error::{Error, Result};
 use crate::geometry::Geometry;
 use crate::plan::arrays::{Arrays, DType, Extent, Spec};
+use crate::plan::formats::index::Index;
 use crate::plan::formats::reader::Reader;
-use crate::plan::formats::slots::{self, Index, Span};
-use crate::plan::formats::{masks, sizes};
-use crate::plan::wide::wide;
+use crate::plan::formats::sizes;
 use crate::plan::{Format, Load, Phase, Plan};
-use crate::pool::Tables;
 
 /// The arrays of sglang's Triton attention backend (`decode_attention_fwd`, `extend_attention_fwd`; read in
 /// sglang 0.5.23).
@@ -31,7 +29,7 @@ use crate::pool::Tables;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Triton;
 
-const ARRAYS: [Spec; 6] = [
+pub(in crate::plan) const ARRAYS: [Spec; 6] = [
     Spec::new("kv_indptr", DType::I32),
     Spec::new("kv_indices", DType::I64),
     Spec::new("qo_indptr", DType::I64),
@@ -42,7 +40,7 @@ const ARRAYS: [Spec; 6] = [
 
 impl Triton {
     /// Elements of each array of [`ARRAYS`] in the load's phase.
-    fn sizes(load: &Load) -> Result<[Option<u64>; 6]> {
+    pub(in crate::plan) fn sizes(load: &Load) -> Result<[Option<u64>; 6]> {
         let (lists, keys) = match load.phase {
             Phase::Draft { .. } => (load.queries, load.query_keys),
             Phase::Decode => (load.queries, load.keys),
@@ -82,37 +80,6 @@ impl Format for Triton {
 
     fn extents(&self, _: &Geometry, load: &Load) -> Result<Vec<(usize, Extent)>> {
         Ok(sizes::extents(Self::sizes(load)?))
-    }
-
-    fn lower(&self, plan: &Plan, tables: &Tables<'_>, geometry: &Geometry, arrays: &mut Arrays) -> Result<()> {
-        let needs = sizes::needs(plan, geometry, Self::sizes)?;
-        let views = arrays.open(needs, || sizes::hint("triton", plan, geometry))?;
-        let [kv_indptr, kv_indices, qo_indptr, extend_slots, mask_indptr, mask] = views;
-        let (indptr, indices) = (kv_indptr.slice::<i32>()?, kv_indices.slice::<i64>()?);
-        let arch = pulp::Arch::new();
-        match plan.phase() {
-            Phase::Draft { .. } | Phase::Decode => wide(
-                arch,
-                #[inline(always)]
-                || slots::lists_of_queries(plan, tables, geometry, indptr, indices),
-            )?,
-            Phase::Extend | Phase::Verify => {
-                wide(
-                    arch,
-                    #[inline(always)]
-                    || slots::lists_of_requests(plan, tables, Span::Prefix, indptr, indices),
-                )?;
-                slots::query_starts(plan, qo_indptr.slice::<i64>()?)?;
-                for (o, &slot) in extend_slots.slice::<i64>()?.iter_mut().zip(plan.out_slots()) {
-                    *o = slot.into();
-                }
-            }
-        }
-        if plan.phase() == Phase::Verify {
-            masks::starts(plan, 1, mask_indptr.slice::<i64>()?);
-            masks::in_bytes(plan, mask.slice()?)?;
-        }
-        Ok(())
     }
 
     fn reads(&self, plan: &Plan, _: &Geometry, arrays: &Arrays, q: usize, out: &mut Vec<i32>) -> Result<Option<()>> {

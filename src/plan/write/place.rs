@@ -22,7 +22,7 @@ pub(super) struct Rows {
     pub(super) ids: Vec<i32>,
     /// Version of each row.
     pub(super) versions: Vec<u64>,
-    spans: Vec<Span>,
+    spans: Vec<RowSpan>,
     /// Epoch in which each row of the table was last seen, to find a row that is in a batch twice.
     seen: Vec<u32>,
     epoch: u32,
@@ -30,7 +30,7 @@ pub(super) struct Rows {
 
 /// What of the table is a request's.
 #[derive(Debug, Clone, Copy)]
-struct Span {
+struct RowSpan {
     /// Index of the row's first column in the whole table.
     start: u32,
     /// Columns that hold pages.
@@ -75,7 +75,7 @@ impl Rows {
             let start = row.row * width; // the pool checked that the table fits int32
             self.ids.push(row.row as i32);
             self.versions.push(row.version);
-            self.spans.push(Span {
+            self.spans.push(RowSpan {
                 start,
                 columns: row.pages.len() as u32,
                 own_from: row.shared * page.get(),
@@ -139,16 +139,16 @@ fn twice(seq: SeqId, request: usize) -> Error {
 
 /// Who asks, for messages.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Where<'a> {
+pub(super) struct WriteSite<'a> {
     pub(super) kernel: &'static str,
     pub(super) request: usize,
     pub(super) tables: &'a Tables<'a>,
 }
 
-impl Where<'_> {
+impl WriteSite<'_> {
     #[cold]
     pub(super) fn outside(self, buffer: &'static str, index: i64, bound: u32) -> Error {
-        let Where { kernel, request, .. } = self;
+        let WriteSite { kernel, request, .. } = self;
         Error::OutOfBounds { kernel, buffer, request: request as i64, step: -1, index, bound: bound as i64 }
     }
 }
@@ -156,20 +156,20 @@ impl Where<'_> {
 impl Row<'_> {
     /// Refuse row positions `..end` beyond what the row has allocated.
     #[inline]
-    pub(super) fn check_end(&self, at: Where<'_>, end: u64) -> Result<()> {
+    pub(super) fn check_end(&self, at: WriteSite<'_>, end: u64) -> Result<()> {
         let allocated = (self.pages.len() as u64) << self.shift;
         if end > allocated { Err(at.outside("allocated positions", end as i64 - 1, allocated as u32)) } else { Ok(()) }
     }
 
     /// Refuse to write positions `first..end`, which are allocated, where a page of theirs has another owner.
     #[inline]
-    fn check_owned(&self, at: Where<'_>, first: u32, end: u32) -> Result<()> {
+    fn check_owned(&self, at: WriteSite<'_>, first: u32, end: u32) -> Result<()> {
         if first >= self.own_from || first >= end { Ok(()) } else { self.check_pages(at, first, end) }
     }
 
     /// [`Self::check_owned`] page by page: writes among the committed positions, or to a shared tail.
     #[cold]
-    fn check_pages(&self, at: Where<'_>, first: u32, end: u32) -> Result<()> {
+    fn check_pages(&self, at: WriteSite<'_>, first: u32, end: u32) -> Result<()> {
         let cols = (first >> self.shift) as usize..=((end - 1) >> self.shift) as usize;
         for (col, &page) in cols.clone().zip(self.pages.get(cols).unwrap_or(&[])) {
             match at.tables.owners(page as u32) {
@@ -193,7 +193,7 @@ impl Row<'_> {
 
     /// Slots of the row positions `first..first + out.len()`, to be written.
     #[inline(always)]
-    pub(super) fn run(&self, at: Where<'_>, first: u32, out: &mut [i32]) -> Result<()> {
+    pub(super) fn run(&self, at: WriteSite<'_>, first: u32, out: &mut [i32]) -> Result<()> {
         if out.is_empty() {
             return Ok(());
         }
@@ -214,21 +214,21 @@ impl Row<'_> {
 
     /// Slot of one row position, to be read.
     #[inline]
-    pub(super) fn read(&self, at: Where<'_>, pos: u32) -> Result<i32> {
+    pub(super) fn read(&self, at: WriteSite<'_>, pos: u32) -> Result<i32> {
         self.check_end(at, pos as u64 + 1)?;
         self.slot_at(at, pos)
     }
 
     /// Slot of one row position, to be written.
     #[inline]
-    pub(super) fn write(&self, at: Where<'_>, pos: u32) -> Result<i32> {
+    pub(super) fn write(&self, at: WriteSite<'_>, pos: u32) -> Result<i32> {
         self.check_end(at, pos as u64 + 1)?;
         self.check_owned(at, pos, pos + 1)?;
         self.slot_at(at, pos)
     }
 
     #[inline]
-    fn slot_at(&self, at: Where<'_>, pos: u32) -> Result<i32> {
+    fn slot_at(&self, at: WriteSite<'_>, pos: u32) -> Result<i32> {
         match self.pages.get((pos >> self.shift) as usize) {
             Some(&page) => Ok((page << self.shift) | (pos & ((1 << self.shift) - 1)) as i32),
             None => Err(at.outside("page table columns", (pos >> self.shift) as i64, self.pages.len() as u32)),
@@ -236,7 +236,7 @@ impl Row<'_> {
     }
 
     /// Refuse to reorder positions `first..end` unless they are the row's alone.
-    pub(super) fn check_write(&self, at: Where<'_>, first: u32, end: u32) -> Result<()> {
+    pub(super) fn check_write(&self, at: WriteSite<'_>, first: u32, end: u32) -> Result<()> {
         self.check_end(at, end as u64)?;
         self.check_owned(at, first, end)
     }
@@ -244,7 +244,7 @@ impl Row<'_> {
 
 /// Slots of the run that starts `off` slots into `pages` and ends in the last of them; P > 1.
 ///
-/// Where a run starts in its page is as good as random, so loops that end at page borders would be mispredicted at
+/// WriteSite a run starts in its page is as good as random, so loops that end at page borders would be mispredicted at
 /// both ends. Here every loop's length is the run's or the page's.
 #[inline(always)]
 fn fill_slots(pages: &[i32], off: u32, shift: u32, out: &mut [i32]) {

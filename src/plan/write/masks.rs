@@ -3,7 +3,8 @@
 
 use crate::error::Result;
 use crate::plan::Plan;
-use crate::plan::formats::slots::{Index, Starts, finish, take};
+use crate::plan::formats::index::Index;
+use crate::plan::write::slots::{Starts, finish, take};
 
 /// Nodes and keys of live request `i` of a verification.
 #[inline(always)]

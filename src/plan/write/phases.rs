@@ -1,13 +1,15 @@
 //! The phases: what each step of a round writes and attends to.
 
-use crate::error::{Error, Result, in_range};
-use crate::plan::place::Where;
-use crate::plan::planner::{Planner, Scratch};
-use crate::plan::wide::wide;
-use crate::plan::{AuditedPlan, Batch, DraftMask, Format, Phase, Trees};
+use crate::error::{Error, Result, in_range, same_length};
+use crate::plan::form::{self, Step};
+use crate::plan::write::lower::Lower;
+use crate::plan::write::place::WriteSite;
+use crate::plan::write::planner::{Planner, Scratch};
+use crate::plan::{AuditedPlan, Batch, DraftMask, Phase, Trees};
 use crate::pool::Tables;
+use crate::simd::dispatch;
 
-impl<F: Format> Planner<F> {
+impl<F: Lower> Planner<F> {
     /// Append `counts[i]` tokens behind the first `batch.lens[i]` of request i, attended causally.
     ///
     /// This is chunked prefill, and the draft model's pass over the accepted tokens.
@@ -49,7 +51,7 @@ impl<F: Format> Planner<F> {
         for (request, (&start, &count)) in starts.iter().zip(counts).enumerate() {
             let end = start as u64 + count as u64;
             if end > limit as u64 {
-                let at = Where { kernel: who, request, tables };
+                let at = WriteSite { kernel: who, request, tables };
                 return Err(at.outside("context", end as i64 - 1, limit));
             }
         }
@@ -59,7 +61,7 @@ impl<F: Format> Planner<F> {
             let (mut positions, mut slots) = (plan.positions.get_mut(), plan.out_slots.get_mut());
             let mut q = 0;
             for (i, ((row, &start), &count)) in scratch.rows.each(tables).zip(starts).zip(counts).enumerate() {
-                let at = Where { kernel: who, request: i, tables };
+                let at = WriteSite { kernel: who, request: i, tables };
                 row.check_end(at, start as u64)?;
                 let (pos, rest) = positions.split_at_mut(count as usize);
                 positions = rest;
@@ -107,24 +109,23 @@ impl<F: Format> Planner<F> {
         let queries = batch.seqs.len() as u64 * k as u64;
         self.build(tables, batch, Phase::Draft { step }, queries, words, |geometry, scratch, plan| {
             let limit = geometry.limits().max_context_len;
-            scratch.lanes.place(geometry, tables, &scratch.rows, lens, WHO)?;
+            scratch.draft_slots.place(geometry, tables, &scratch.rows, lens, WHO)?;
             let (b, lanes) = (batch.seqs.len(), batch.seqs.len() * k);
             for (i, q) in plan.qo_indptr.get_mut()[..=b].iter_mut().enumerate() {
                 *q = (i * k) as i32;
             }
             let positions = &mut plan.positions.get_mut()[..lanes];
             let slots = &mut plan.out_slots.get_mut()[..lanes];
-            scratch.lanes.write(step, limit, &mut plan.prefix_lens.get_mut()[..b], positions, slots);
+            scratch.draft_slots.write(step, limit, &mut plan.prefix_lens.get_mut()[..b], positions, slots);
             let bits = &mut plan.mask.get_mut()[..b * n];
-            draft_patterns(scratch, shape.topk(), shape.steps(), step, words as usize, mask);
+            draft_patterns(scratch, Step::new(geometry, Phase::Draft { step }), mask);
             match mask {
                 DraftMask::Lane => bits.chunks_exact_mut(n).for_each(|m| m.copy_from_slice(&scratch.pattern)),
                 DraftMask::Ancestors(given) => {
                     let same = match scratch.allowed[..] {
                         [allowed] => {
-                            let own = &scratch.lanes.bits;
-                            wide(
-                                scratch.arch,
+                            let own = &scratch.draft_slots.bits;
+                            dispatch(
                                 #[inline(always)]
                                 || copy_bits(bits, given, own, step, allowed),
                             )
@@ -136,7 +137,7 @@ impl<F: Format> Planner<F> {
                     }
                 }
             }
-            for i in scratch.lanes.dead(step, limit) {
+            for i in scratch.draft_slots.dead(step, limit) {
                 bits[i * n..][..n].fill(0);
             }
             Ok(())
@@ -164,12 +165,11 @@ impl<F: Format> Planner<F> {
             let (positions, slots, masks) = (plan.positions.get_mut(), plan.out_slots.get_mut(), plan.mask.get_mut());
             let mut q = 0;
             let rows = &scratch.rows;
-            wide(
-                scratch.arch,
+            dispatch(
                 #[inline(always)]
                 || {
                     for (i, ((row, &len), &size)) in rows.each(tables).zip(lens).zip(trees.sizes).enumerate() {
-                        let at = Where { kernel: WHO, request: i, tables };
+                        let at = WriteSite { kernel: WHO, request: i, tables };
                         if size == 0 || size > v {
                             in_range("tree nodes", size, 1, v as i128)?;
                         }
@@ -265,23 +265,16 @@ fn tree_w(parents: &[i32], root: i32, pos: &mut [i32], bits: &mut [u64], w: usiz
 
 /// What a draft step's masks are made of. Ancestors: `pattern` is each branch's own bit, `allowed` the slots of the
 /// earlier steps. Lanes: `pattern` is each branch's mask.
-fn draft_patterns(scratch: &mut super::planner::Scratch, k: u32, s: u32, step: u32, words: usize, mask: DraftMask<'_>) {
-    let lane = matches!(mask, DraftMask::Lane);
+fn draft_patterns(scratch: &mut Scratch, s: Step, mask: DraftMask<'_>) {
+    let words = form::mask_words(s);
+    let branch = |b: u32, w: u32| match (mask, form::own_bit(s, b)) {
+        (DraftMask::Lane, _) => form::lane_word(s, b, w),
+        (DraftMask::Ancestors(_), own) => form::run_word(own, own + 1, w),
+    };
     scratch.pattern.clear();
-    scratch.pattern.resize(k as usize * words, 0);
+    scratch.pattern.extend((0..s.topk * words).map(|x| branch(x / words, x % words)));
     scratch.allowed.clear();
-    scratch.allowed.resize(words, 0);
-    for b in 0..k {
-        for t in 0..=step {
-            let bit = (b * s + t) as usize;
-            if t == step || lane {
-                scratch.pattern[b as usize * words + bit / 64] |= 1 << (bit % 64);
-            }
-            if t < step {
-                scratch.allowed[bit / 64] |= 1 << (bit % 64);
-            }
-        }
-    }
+    scratch.allowed.extend((0..words).map(|w| form::earlier_word(s, w)));
 }
 
 /// Copy the ancestor bits of lanes with one word each; whether each has its own bit (`own << step`) and otherwise only
@@ -314,7 +307,7 @@ fn copy_words(out: &mut [u64], given: &[u64], own: &[u64], allowed: &[u64]) -> b
 #[cold]
 fn bad_ancestors(scratch: &Scratch, given: &[u64], step: u32, limit: u32, n: usize) -> Result<()> {
     let w = scratch.allowed.len();
-    let dead: Vec<usize> = scratch.lanes.dead(step, limit).collect();
+    let dead: Vec<usize> = scratch.draft_slots.dead(step, limit).collect();
     for (x, &g) in given.iter().enumerate().filter(|(x, _)| !dead.contains(&(x / n))) {
         let stray = (g ^ scratch.pattern[x % n]) & !scratch.allowed[x % w];
         if stray != 0 {
@@ -335,8 +328,4 @@ fn bad_ancestors(scratch: &Scratch, given: &[u64], step: u32, limit: u32, n: usi
 fn bad_parent(request: usize, node: usize, parent: i32) -> Error {
     let why = if node == 0 { "the root's parent is -1".to_string() } else { format!("must be in 0..{node}") };
     Error::Invalid { what: "tree parent", got: format!("request {request}: parents[{node}] = {parent}"), why }
-}
-
-pub(super) fn same_length(operand: &'static str, got: usize, want: usize) -> Result<()> {
-    if got == want { Ok(()) } else { Err(Error::Mismatch { operand, got: got.to_string(), want: want.to_string() }) }
 }

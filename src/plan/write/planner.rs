@@ -1,14 +1,19 @@
 //! [`Planner`]: writes plans into buffers that it takes back, and checks what it writes while writing it.
 
+use std::sync::Arc;
+
 use crate::bounds::{PageSize, fits_i32};
 use crate::error::{Error, Result, in_range};
 use crate::geometry::Geometry;
-use crate::plan::body::Filled;
-use crate::plan::buf::Arena;
+use crate::plan::audit;
+use crate::plan::audited::Filled;
+use crate::plan::body::check_pool;
 use crate::plan::commit::Commit;
-use crate::plan::lanes::Lanes;
-use crate::plan::place::Rows;
-use crate::plan::{Arrays, AuditedPlan, Batch, Bucket, Format, Load, Native, Need, Phase, Plan, Spec, audit};
+use crate::plan::write::arena::Arena;
+use crate::plan::write::draft_slots::DraftSlots;
+use crate::plan::write::lower::Lower;
+use crate::plan::write::place::Rows;
+use crate::plan::{Arrays, AuditedPlan, Batch, Bucket, Load, Native, Need, Phase, Plan, Spec};
 use crate::pool::{PoolConfig, Tables};
 use crate::revert::Fault;
 
@@ -16,7 +21,7 @@ use crate::revert::Fault;
 ///
 /// Warm, it allocates nothing: a plan's arrays return to the planner when the last handle is dropped.
 #[derive(Debug)]
-pub struct Planner<F: Format = Native> {
+pub struct Planner<F: Lower = Native> {
     pub(super) geometry: Geometry,
     pub(super) format: F,
     debug: bool,
@@ -30,12 +35,10 @@ pub struct Planner<F: Format = Native> {
 /// What a planner keeps between calls.
 #[derive(Debug, Default)]
 pub(super) struct Scratch {
-    /// The instruction set for loops over lanes.
-    pub(super) arch: pulp::Arch,
     /// The rows of the batch.
     pub(super) rows: Rows,
     /// Where the draft's branches lie.
-    pub(super) lanes: Lanes,
+    pub(super) draft_slots: DraftSlots,
     /// Mask pattern of a draft step, `[K * words]`: own bits, or the lanes.
     pub(super) pattern: Vec<u64>,
     /// Bits that a draft query may have besides its own, `[words]`.
@@ -44,7 +47,7 @@ pub(super) struct Scratch {
     pub(super) ones: Vec<u32>,
 }
 
-impl<F: Format> Planner<F> {
+impl<F: Lower> Planner<F> {
     /// A planner for `geometry` and `format`.
     ///
     /// # Errors
@@ -169,9 +172,27 @@ impl<F: Format> Planner<F> {
     }
 }
 
+impl<F: Lower> AuditedPlan<F> {
+    /// Check a plan made elsewhere, in full, and derive its format's arrays, which are read back and checked too.
+    ///
+    /// # Errors
+    /// Whatever is wrong with it, with operands: see [`crate::plan`] for the list of checks.
+    pub fn audit(plan: Plan, tables: &Tables<'_>, geometry: &Geometry, format: &F) -> Result<Self> {
+        format.supports(geometry)?;
+        check_pool(tables, plan.phase.name(), plan.pool)?;
+        audit::check(&plan, tables, geometry)?;
+        let plan = Plan { pool: Some(tables.pool()), ..plan };
+        let mut arrays = Arrays::own(format.arrays());
+        arrays.set_poison(true);
+        format.lower(&plan, tables, geometry, &mut arrays)?;
+        audit::check_reads(format, &plan, tables, geometry, &arrays, 0..plan.queries())?;
+        Ok(Self::new(Arc::new(Filled { plan, arrays, geometry: Some(*geometry) })))
+    }
+}
+
 /// Write the arrays of a plan. The dead lanes of a padded one are read back always, as the kernel would; in debug mode
 /// the arrays are poisoned first and every lane is read back.
-fn write_arrays<F: Format>(
+fn write_arrays<F: Lower>(
     format: &F,
     plan: &Plan,
     tables: &Tables<'_>,
@@ -196,7 +217,7 @@ fn write_arrays<F: Format>(
 
 /// What 23037 did: write the live lanes of a padded plan, and leave in the dead ones what the last round left.
 #[cold]
-fn lower_stale<F: Format>(
+fn lower_stale<F: Lower>(
     format: &F,
     plan: &Plan,
     tables: &Tables<'_>,

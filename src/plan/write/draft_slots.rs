@@ -5,12 +5,12 @@
 
 use crate::error::Result;
 use crate::geometry::{Geometry, Layout};
-use crate::plan::place::{Rows, Where};
+use crate::plan::write::place::{Rows, WriteSite};
 use crate::pool::Tables;
 
 /// Slots of the K branches of every request at each step.
 #[derive(Debug, Default)]
-pub(super) struct Lanes {
+pub(super) struct DraftSlots {
     /// [`Rows::serial`] that the rest was placed for; 0 for none.
     serial: u64,
     lens: Vec<u32>,
@@ -26,7 +26,7 @@ pub(super) struct Lanes {
     region: Vec<i32>,
 }
 
-impl Lanes {
+impl DraftSlots {
     /// Place the lanes behind `lens`, unless they are the ones of the last call and the pool is as it was.
     ///
     /// A request at the context wall (`L = max_context_len`) has no region and gets slot 0.
@@ -59,7 +59,7 @@ impl Lanes {
         self.slots.resize(lanes * s, 0);
         self.region.resize(k * s, 0);
         for (i, (row, &len)) in rows.each(tables).zip(lens).enumerate() {
-            let at = Where { kernel, request: i, tables };
+            let at = WriteSite { kernel, request: i, tables };
             if len >= limit {
                 if len > limit {
                     return Err(at.outside("context", len as i64, limit));

@@ -10,58 +10,12 @@
 use crate::error::{Error, Result};
 use crate::geometry::{DraftRegion, Geometry};
 use crate::plan::Plan;
-use crate::plan::arrays::Element;
+use crate::plan::formats::index::Index;
 use crate::pool::Tables;
-
-/// Type of an index into the pool or into an array.
-pub(super) trait Index: Element {
-    /// A slot.
-    fn of_slot(slot: i32) -> Self;
-    /// A sum of sizes that has been compared with the type's range.
-    fn of_sum(sum: u64) -> Self;
-    /// As a position, for reading back; a negative one becomes larger than any.
-    fn position(self) -> usize;
-    /// As a slot, for reading back; one that is none becomes -1.
-    fn slot(self) -> i32;
-}
-
-impl Index for i32 {
-    #[inline(always)]
-    fn of_slot(slot: i32) -> Self {
-        slot
-    }
-    #[inline(always)]
-    fn of_sum(sum: u64) -> Self {
-        sum as i32
-    }
-    fn position(self) -> usize {
-        usize::try_from(self).unwrap_or(usize::MAX)
-    }
-    fn slot(self) -> i32 {
-        self
-    }
-}
-
-impl Index for i64 {
-    #[inline(always)]
-    fn of_slot(slot: i32) -> Self {
-        slot as i64
-    }
-    #[inline(always)]
-    fn of_sum(sum: u64) -> Self {
-        sum as i64
-    }
-    fn position(self) -> usize {
-        usize::try_from(self).unwrap_or(usize::MAX)
-    }
-    fn slot(self) -> i32 {
-        i32::try_from(self).unwrap_or(-1)
-    }
-}
 
 /// The pages of one request.
 #[derive(Debug, Clone, Copy)]
-struct Row<'a> {
+struct ListRow<'a> {
     kernel: &'static str,
     request: usize,
     pages: &'a [i32],
@@ -69,7 +23,7 @@ struct Row<'a> {
     shift: u32,
 }
 
-impl<'a> Row<'a> {
+impl<'a> ListRow<'a> {
     /// The row of live request `i`, whatever its pages: an audited plan's are checked.
     #[inline(always)]
     fn of(plan: &Plan, tables: &Tables<'a>, i: usize) -> Self {
@@ -213,7 +167,7 @@ pub(super) fn lists_of_queries<I: Index>(
     let mut rest = indices;
     let mut starts = Starts::new(indptr);
     for i in 0..plan.live_batch() {
-        let row = Row::of(plan, tables, i);
+        let row = ListRow::of(plan, tables, i);
         let (first, end) = (plan.qo_indptr()[i] as usize, plan.qo_indptr()[i + 1] as usize);
         let len = plan.prefix_lens()[i] as u32;
         let region = geometry.draft_region(len)?;
@@ -248,7 +202,7 @@ pub(super) fn lists_of_queries<I: Index>(
 
 /// Slots of the draft slots that `mask` names, in order; as many as it has bits.
 #[inline(always)]
-fn ancestors<I: Index>(row: &Row<'_>, region: &DraftRegion, steps: u32, mask: &[u64], out: &mut [I]) -> Result<()> {
+fn ancestors<I: Index>(row: &ListRow<'_>, region: &DraftRegion, steps: u32, mask: &[u64], out: &mut [I]) -> Result<()> {
     let (first, stride) = (region.pos(0, 0)?, region.stride());
     let mut n = 0;
     for (word, base) in mask.iter().zip((0u32..).step_by(64)) {
@@ -269,7 +223,7 @@ fn ancestors<I: Index>(row: &Row<'_>, region: &DraftRegion, steps: u32, mask: &[
 
 /// What of a request its list names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Span {
+pub(super) enum RequestList {
     /// The prefix.
     Prefix,
     /// The prefix and the request's own tokens behind it.
@@ -281,7 +235,7 @@ pub(super) enum Span {
 pub(super) fn lists_of_requests<I: Index>(
     plan: &Plan,
     tables: &Tables<'_>,
-    span: Span,
+    span: RequestList,
     indptr: &mut [i32],
     indices: &mut [I],
 ) -> Result<()> {
@@ -293,10 +247,10 @@ pub(super) fn lists_of_requests<I: Index>(
         let n = (plan.qo_indptr()[i + 1] - plan.qo_indptr()[i]) as usize;
         let len = match (n, span) {
             (0, _) => 0,
-            (_, Span::Prefix) => plan.prefix_lens()[i] as usize,
-            (n, Span::All) => plan.prefix_lens()[i] as usize + n,
+            (_, RequestList::Prefix) => plan.prefix_lens()[i] as usize,
+            (n, RequestList::All) => plan.prefix_lens()[i] as usize + n,
         };
-        Row::of(plan, tables, i).expand(take(INDICES, &mut rest, len)?)?;
+        ListRow::of(plan, tables, i).expand(take(INDICES, &mut rest, len)?)?;
         starts.push((total - rest.len()) as u64);
     }
     starts.end((total - rest.len()) as u64);

@@ -1,0 +1,57 @@
+//! [`Lower`]: a format whose arrays the CPU writes.
+
+use crate::error::Result;
+use crate::geometry::Geometry;
+use crate::plan::{Arrays, Extent, Format, Load, Native, Need, Plan, WritesOnly};
+use crate::pool::Tables;
+
+/// Writes the arrays of a format.
+pub trait Lower: Format {
+    /// Write the arrays of `plan`. The plan has been checked: its rows are live, its slots are in bounds.
+    ///
+    /// # Errors
+    /// [`Error::Capacity`](crate::Error::Capacity) where an array is too small, before anything is written; a size that
+    /// does not fit the format's index type.
+    fn lower(&self, plan: &Plan, tables: &Tables<'_>, geometry: &Geometry, arrays: &mut Arrays) -> Result<()> {
+        let _ = (plan, tables, geometry, arrays);
+        Ok(())
+    }
+}
+
+impl Lower for Native {}
+
+impl Lower for WritesOnly {}
+
+/// The arrays to open for `plan`: the sizes that its load has, and those of the largest batch as their limits.
+pub(super) fn needs<const N: usize>(
+    plan: &Plan,
+    geometry: &Geometry,
+    sizes: impl Fn(&Load) -> Result<[Option<u64>; N]>,
+) -> Result<[Option<Need>; N]> {
+    let used = sizes(&Load::of(plan))?;
+    let limit = sizes(&Load::limit(geometry, plan.phase(), geometry.limits().max_batch)?)?;
+    Ok(std::array::from_fn(|array| {
+        let (used, limit) = (used[array]?, limit[array].unwrap_or(0));
+        Some(Need { array, used: Extent::Line(used), limit: Extent::Line(limit) })
+    }))
+}
+
+/// What of a plan and its geometry asks for the sizes of its arrays.
+pub(super) fn hint(format: &str, plan: &Plan, geometry: &Geometry) -> String {
+    let (limits, shape) = (geometry.limits(), geometry.shape());
+    let prefix: i64 = plan.prefix_lens().iter().map(|&len| len as i64).sum();
+    format!(
+        "{format} {} of {} requests, {} queries and {prefix} tokens of prefixes; max_batch {}, max_context_len {}, \
+         page_size {}, topk {}, steps {}, draft_tokens {}, {} layout",
+        plan.phase(),
+        plan.batch(),
+        plan.queries(),
+        limits.max_batch,
+        limits.max_context_len,
+        limits.page_size,
+        shape.topk(),
+        shape.steps(),
+        shape.draft_tokens(),
+        geometry.layout(),
+    )
+}
