@@ -8,8 +8,8 @@ use plan_support::{Batch as Case, geometry};
 use specrs::Error;
 use specrs::geometry::{Geometry, Layout};
 use specrs::plan::{
-    Arrays, Batch, Bucket, DType, DraftMask, Extent, FlashInfer, Format, Lens, Load, Lower, MaskForm, Need, Phase,
-    Plan, Planner, Spec, Trees, Triton,
+    Arrays, Batch, Bucket, Count, DType, DraftMask, Extent, FlashInfer, Format, Lens, Load, Lower, MaskForm, Need,
+    Phase, Plan, Planner, Spec, Trees, Triton,
 };
 use specrs::pool::Tables;
 
@@ -244,24 +244,37 @@ fn configurations_beyond_int32_are_refused() {
 fn widths_by_hand() {
     let g = geometry(3, 4, 10, 4, 5, 100, Layout::Holey);
     assert_eq!(g.per_branch_kv_indices().unwrap(), 5 * 3 * 104);
-    assert_eq!(g.causal_kv_indices(2).unwrap(), 200);
-    assert_eq!(g.prefix_kv_indices(2).unwrap(), 198);
-    assert_eq!(g.verify_kv_indices(2).unwrap(), 2 * 109);
-    assert_eq!(g.verify_mask_elements(2), 2 * 10 * 109);
-    assert_eq!(g.verify_mask_elements_i32(2).unwrap(), 2180);
-    assert_eq!(g.verify_mask_bytes(2).unwrap(), 2 * 137); // 1090 bits are 136.25 bytes
-    let all = g.flashinfer_buffers(2).unwrap();
-    let find = |phase, name| all.iter().find(|b| (b.phase, b.name) == (phase, name)).unwrap();
-    let draft = find("draft", "kv_indices");
-    assert_eq!((draft.elements, draft.bytes, draft.dtype), (2 * 3 * 100, 2400, "int32"));
-    assert_eq!(draft.formula, "max_batch 2 * topk 3 * max_context_len 100");
-    let mask = find("verify", "custom_mask");
-    assert_eq!((mask.elements, mask.bytes, mask.dtype), (2180, 2180, "bool"));
-    assert_eq!(mask.formula, "max_batch 2 * draft_tokens 10 * (max_context_len - 1 + draft_tokens) 109");
-    let big = geometry(1, 1, 2, 1, 65_536, 32_000, Layout::Dense);
-    let Error::Overflow { what, expr, ty, limit } = big.causal_kv_indices(70_000).unwrap_err() else { panic!() };
+    let (draft, verify) = (Phase::Draft { step: 3 }, Phase::Verify);
+    let most = |phase, count| Load::limit(&g, phase, 2).unwrap().get(count);
+    assert_eq!(most(Phase::Decode, Count::Keys), 200);
+    assert_eq!(most(Phase::Extend, Count::Keys), 200);
+    assert_eq!(most(Phase::Extend, Count::Prefix), 198);
+    assert_eq!(most(verify, Count::Keys), 2 * 109);
+    assert_eq!(most(verify, Count::Mask), 2 * 10 * 109);
+    assert_eq!(most(verify, Count::MaskBytes), 2 * 137); // 1090 bits are 136.25 bytes
+    let find = |phase, name| {
+        let all = FlashInfer::default().capacities(&g, phase, 2).unwrap();
+        let found = all.into_iter().find(|c| FlashInfer::default().arrays()[c.array].name == name).unwrap();
+        let spec = FlashInfer::default().arrays()[found.array];
+        (found.extent.elements(), found.extent.elements() * spec.dtype.size() as u64, spec.dtype.name(), found.formula)
+    };
+    let (elements, bytes, dtype, formula) = find(draft, "kv_indices");
+    assert_eq!((elements, bytes, dtype), (2 * 3 * 100, 2400, "int32"));
+    assert_eq!(formula.to_string(), "max_batch 2 * topk 3 * max_context_len 100");
+    let (elements, bytes, dtype, formula) = find(verify, "custom_mask");
+    assert_eq!((elements, bytes, dtype), (2180, 2180, "bool"));
+    assert_eq!(formula.to_string(), "max_batch 2 * draft_tokens 10 * (max_context_len - 1 + draft_tokens) 109");
+    assert_eq!(find(draft, "kv_indptr").3.to_string(), "max_batch 2 * topk 3 + 1");
+    // 4096 * 64 * 32000 indices are more than int32 counts.
+    let big = geometry(64, 1, 2, 1, 4096, 32_000, Layout::Dense);
+    let Error::Overflow { what, ty, limit, .. } = Triton.capacities(&big, Phase::Draft { step: 0 }, 4096).unwrap_err()
+    else {
+        panic!()
+    };
     assert_eq!((what, ty, limit), ("kv_indices", "int32", i32::MAX as u64));
-    assert_eq!(expr, "max_batch 70000 * max_context_len 32000");
+    let err = Planner::new(big, Triton).unwrap_err().to_string();
+    let want = "triton, whose per-branch kv_indices has max_batch 4096 * topk 64 * max_context_len 32000 elements";
+    assert!(err.contains(want) && err.contains("int32 indexes up to 2147483647 of them"), "{err}");
 }
 
 /// Of the mask at least one form must have been given.

@@ -8,10 +8,10 @@ use std::collections::HashSet;
 
 use plan_support::{Batch as Case, bucket, geometry};
 use proptest::prelude::*;
-use specrs::geometry::{Buffer, Geometry, Layout};
+use specrs::geometry::{Geometry, Layout};
 use specrs::plan::{
-    AnyFormat, Arrays, AuditedPlan, Batch, DType, DraftMask, Extent, FlashInfer, Format, Given, HostMemory, Lens, Load,
-    MaskForm, Phase, Planner, Trees, Triton, phases,
+    AnyFormat, Arrays, AuditedPlan, Batch, DType, DraftMask, Extent, FlashAttention, FlashInfer, Format, Given,
+    HostMemory, Lens, Load, MaskForm, Phase, Planner, Trees, Triton, phases,
 };
 use specrs::pool::Tables;
 
@@ -369,29 +369,20 @@ proptest! {
         compare(&s, &case, &mut planners, &requests, Phase::Verify, |p, t, b| p.verify(t, b, trees));
     }
 
-    /// The lists of capacities are the sizes of the largest load, phase by phase and name by name.
+    /// Capacities are the sizes of the largest load, phase by phase, and their formulas multiply to the same elements.
     #[test]
     fn capacities_are_those_of_the_largest_load(s in setting(), requests in 0..=MAX_BATCH) {
         let flashinfer = AnyFormat::FlashInfer(FlashInfer::default());
-        for (format, buffers) in [
-            (flashinfer, s.g.flashinfer_buffers(requests).unwrap()),
-            (AnyFormat::Triton(Triton), s.g.triton_buffers(requests).unwrap()),
-        ] {
-            let mut seen = 0;
+        for format in [flashinfer, AnyFormat::Triton(Triton), AnyFormat::FlashAttention(FlashAttention)] {
             for phase in phases(&s.g) {
                 let sizes = format.extents(&s.g, &Load::limit(&s.g, phase, requests).unwrap()).unwrap();
-                for (i, extent) in sizes {
-                    let spec = format.arrays()[i];
-                    let found: Vec<&Buffer> =
-                        buffers.iter().filter(|b| (b.phase, b.name) == (phase.name(), spec.name)).collect();
-                    prop_assert_eq!(found.len(), 1, "{} {}", phase.name(), spec.name);
-                    prop_assert_eq!(found[0].elements, extent.elements(), "{} {}", phase.name(), spec.name);
-                    prop_assert_eq!(found[0].dtype, spec.dtype.name());
-                    prop_assert_eq!(found[0].bytes, extent.elements() * spec.dtype.size() as u64);
-                    seen += usize::from(!matches!(phase, Phase::Draft { step: 1.. }));
+                let capacities = format.capacities(&s.g, phase, requests).unwrap();
+                prop_assert_eq!(capacities.iter().map(|c| (c.array, c.extent)).collect::<Vec<_>>(), sizes);
+                for c in capacities {
+                    let name = format.arrays()[c.array].name;
+                    prop_assert_eq!(c.formula.elements(), c.extent.elements(), "{} {}: {}", phase, name, c.formula);
                 }
             }
-            prop_assert_eq!(seen, buffers.len());
         }
     }
 }

@@ -22,13 +22,7 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    pub(super) fn new(
-        phase: &'static str,
-        name: &'static str,
-        dtype: &'static str,
-        factors: &[(&str, u32)],
-        plus: u32,
-    ) -> Self {
+    fn new(phase: &'static str, name: &'static str, dtype: &'static str, factors: &[(&str, u32)], plus: u32) -> Self {
         let product = factors.iter().map(|&(_, n)| n as u64).product::<u64>();
         let mut formula = factors.iter().map(|(name, n)| format!("{name} {n}")).collect::<Vec<_>>().join(" * ");
         if plus > 0 {
@@ -37,13 +31,7 @@ impl Buffer {
         Self::sized(phase, name, dtype, product + plus as u64, formula)
     }
 
-    pub(super) fn sized(
-        phase: &'static str,
-        name: &'static str,
-        dtype: &'static str,
-        elements: u64,
-        formula: String,
-    ) -> Self {
+    fn sized(phase: &'static str, name: &'static str, dtype: &'static str, elements: u64, formula: String) -> Self {
         let size = match dtype {
             "bool" | "uint8" => 1,
             "int64" | "uint64" => 8,

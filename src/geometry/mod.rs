@@ -1,7 +1,8 @@
 //! Tree shapes, limits, draft layouts and capacities: pure arithmetic, the one algebra of specrs.
 //!
-//! Every buffer of the system is sized by a function of this module, and the code that writes the buffer uses the
-//! same functions to place what it writes. All arithmetic is checked; a configuration whose sizes do not fit
+//! Every row, region and buffer of a round is sized by a function of this module, and the code that writes it uses the
+//! same functions to place what it writes. The arrays of a format follow from these by
+//! [`plan::Size`](crate::plan::Size). All arithmetic is checked; a configuration whose sizes do not fit
 //! `int32` indexing is refused at construction, with the numbers.
 //!
 //! ```
@@ -18,7 +19,6 @@
 
 mod buffers;
 mod capacity;
-mod formats;
 mod layout;
 mod paged;
 mod shape;

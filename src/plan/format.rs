@@ -8,7 +8,7 @@ use std::fmt::Debug;
 
 use crate::error::Result;
 use crate::geometry::Geometry;
-use crate::plan::{Arrays, DraftMask, Extent, Load, Plan, Spec};
+use crate::plan::{Arrays, Capacity, DraftMask, Extent, Load, Phase, Plan, Size, Spec};
 
 /// The arrays of one attention backend, derived from a plan.
 pub trait Format: Send + Sync + Debug + 'static {
@@ -23,8 +23,7 @@ pub trait Format: Send + Sync + Debug + 'static {
     /// Whether the backend can run the geometry.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) that names the combination and what would work; [`Error::Overflow`](crate::Error::Overflow) where an array does not
-    /// fit the format's index type.
+    /// [`Error::Invalid`](crate::Error::Invalid) that names the combination and what would work.
     fn supports(&self, geometry: &Geometry) -> Result<()>;
 
     /// Whether the format can express what the queries of a draft step attend to.
@@ -36,13 +35,32 @@ pub trait Format: Send + Sync + Debug + 'static {
         Ok(())
     }
 
-    /// Index and size of each array of the load's phase. Sizes to write and capacities come from here alike.
+    /// Index and size of each array that `phase` has. Sizes to write and capacities follow from these alike.
+    fn sizes(&self, geometry: &Geometry, phase: Phase) -> Vec<(usize, Size)> {
+        let _ = (geometry, phase);
+        Vec::new()
+    }
+
+    /// Index and elements of each array of the load's phase.
     ///
     /// # Errors
     /// A size that does not fit the format's index type.
     fn extents(&self, geometry: &Geometry, load: &Load) -> Result<Vec<(usize, Extent)>> {
-        let _ = (geometry, load);
-        Ok(Vec::new())
+        let extent = |(array, size): (usize, Size)| Ok((array, size.extent(geometry, load, &self.arrays()[array])?));
+        self.sizes(geometry, load.phase).into_iter().map(extent).collect()
+    }
+
+    /// Capacity of each array of `phase` for batches of `requests`, with the arithmetic.
+    ///
+    /// # Errors
+    /// As [`Format::extents`] and [`Load::limit`].
+    fn capacities(&self, geometry: &Geometry, phase: Phase, requests: u32) -> Result<Vec<Capacity>> {
+        let load = Load::limit(geometry, phase, requests)?;
+        let capacity = |(array, size): (usize, Size)| {
+            let extent = size.extent(geometry, &load, &self.arrays()[array])?;
+            Ok(Capacity { array, extent, formula: size.formula(geometry, phase, requests) })
+        };
+        self.sizes(geometry, phase).into_iter().map(capacity).collect()
     }
 
     /// Append the slots whose keys the backend's kernel reads for query `q`, in order, to `out`: from the arrays (and

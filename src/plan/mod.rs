@@ -90,6 +90,7 @@ mod formats;
 mod lens;
 mod load;
 mod moves;
+mod size;
 mod step;
 pub mod write;
 
@@ -107,5 +108,6 @@ pub use formats::{AnyFormat, FlashAttention, FlashInfer, MaskForm, Native, Trito
 pub use lens::Lens;
 pub use load::Load;
 pub use moves::Moves;
+pub use size::{Capacity, Columns, Count, Formula, Size};
 pub use step::{Batch, Bucket, Phase, Trees, phases};
 pub use write::{Lower, Planner};

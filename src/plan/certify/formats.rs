@@ -122,12 +122,8 @@ fn capacities(format: &AnyFormat, g: &Geometry) -> Result<Vec<FormatArray>> {
             Phase::Draft { step } => Some(step),
             _ => None,
         };
-        let listed = format.buffers(g, b, step.unwrap_or(0))?;
-        for (array, extent) in format.extents(g, &Load::limit(g, phase, b)?)? {
-            let spec = &format.arrays()[array];
-            let formula = listed.iter().find(|l| (l.phase, l.name) == (phase.name(), spec.name));
-            let formula = formula.map_or_else(String::new, |l| l.formula.clone());
-            all.push(array_of(phase.name(), step, spec, extent, formula));
+        for c in format.capacities(g, phase, b)? {
+            all.push(array_of(phase.name(), step, &format.arrays()[c.array], c.extent, c.formula.to_string()));
         }
         if phase == Phase::Extend {
             let n = g.max_accepted();

@@ -1,9 +1,9 @@
 //! [`AnyFormat`]: a format chosen at run time.
 
 use crate::error::{Error, Result};
-use crate::geometry::{Buffer, Geometry};
+use crate::geometry::Geometry;
 use crate::plan::{
-    Arrays, DraftMask, Extent, FlashAttention, FlashInfer, Format, Load, MaskForm, Native, Plan, Spec, Triton,
+    Arrays, DraftMask, FlashAttention, FlashInfer, Format, MaskForm, Native, Phase, Plan, Size, Spec, Triton,
 };
 
 /// A format chosen at run time.
@@ -54,20 +54,6 @@ impl AnyFormat {
         }
     }
 
-    /// Capacity of every array of the format, phase by phase (of the draft: step `step`), for batches of `requests`, with
-    /// the arithmetic. Nothing for [`Native`], which derives no arrays.
-    ///
-    /// # Errors
-    /// [`Error::Overflow`] for what the format's index type does not hold.
-    pub fn buffers(&self, geometry: &Geometry, requests: u32, step: u32) -> Result<Vec<Buffer>> {
-        match self {
-            AnyFormat::Native(_) => Ok(Vec::new()),
-            AnyFormat::FlashInfer(_) => geometry.flashinfer_buffers(requests),
-            AnyFormat::Triton(_) => geometry.triton_buffers(requests),
-            AnyFormat::FlashAttention(_) => geometry.flash_attention_buffers(requests, step),
-        }
-    }
-
     fn inner(&self) -> &dyn Format {
         match self {
             AnyFormat::Native(f) => f,
@@ -95,8 +81,8 @@ impl Format for AnyFormat {
         self.inner().supports_mask(geometry, mask)
     }
 
-    fn extents(&self, geometry: &Geometry, load: &Load) -> Result<Vec<(usize, Extent)>> {
-        self.inner().extents(geometry, load)
+    fn sizes(&self, geometry: &Geometry, phase: Phase) -> Vec<(usize, Size)> {
+        self.inner().sizes(geometry, phase)
     }
 
     fn reads(

@@ -4,8 +4,9 @@
 
 use crate::error::{Error, Result};
 use crate::geometry::{Geometry, Layout};
-use crate::plan::form::{self, Step, tables};
-use crate::plan::{Arrays, DType, DraftMask, Extent, Format, Load, Phase, Plan, Spec};
+use crate::plan::form::{Step, tables};
+use crate::plan::size::{Columns, Count, present};
+use crate::plan::{Arrays, DType, DraftMask, Format, Phase, Plan, Size, Spec};
 
 pub(in crate::plan) const CACHE_SEQLENS: usize = 0;
 pub(in crate::plan) const PAGE_TABLE: usize = 1;
@@ -64,24 +65,16 @@ impl FlashAttention {
     }
 }
 
-/// Size of each array; `None` where the phase has no such array. Both what is used and what is needed at most.
-pub(in crate::plan) fn sizes(geometry: &Geometry, load: &Load) -> [Option<Extent>; 6] {
-    let s = Step::new(geometry, load.phase);
-    let (b, q) = (load.requests, load.queries);
-    let expand = tables::passes(s) != tables::ONE;
-    // Longer prefixes have more tokens to read, whatever the pass reads of them; no prefix exceeds the context.
-    let tokens = tables::tokens(s, load.longest_prefix as u32, load.longest as u32);
-    let width = match load.phase {
-        Phase::Draft { step } => geometry.draft_expand_width(step) as u64,
-        _ => load.deepest, // a verification's rows are as long as its deepest node needs, V of a chain at most
-    };
+/// Size of each array; `None` where the phase has no such array.
+pub(in crate::plan) fn sizes(geometry: &Geometry, phase: Phase) -> [Option<Size>; 6] {
+    let expand = FlashAttention::expand_page_size(geometry, phase).is_some();
     [
-        Some(Extent::Line(b)),
-        Some(Extent::Table { rows: b, cols: form::pages(s, tokens) as u64 }),
-        Some(Extent::Line(b + 1)),
-        expand.then_some(Extent::Line(q)),
-        expand.then_some(Extent::Table { rows: q, cols: width }),
-        expand.then_some(Extent::Line(q + 1)),
+        Some(Size::Line(Count::Requests, 0)),
+        Some(Size::Table(Count::Requests, Columns::Pages)),
+        Some(Size::Line(Count::Requests, 1)),
+        expand.then_some(Size::Line(Count::Queries, 0)),
+        expand.then_some(Size::Table(Count::Queries, Columns::Own)),
+        expand.then_some(Size::Line(Count::Queries, 1)),
     ]
 }
 
@@ -113,8 +106,8 @@ impl Format for FlashAttention {
         }
     }
 
-    fn extents(&self, geometry: &Geometry, load: &Load) -> Result<Vec<(usize, Extent)>> {
-        Ok(sizes(geometry, load).into_iter().enumerate().filter_map(|(i, e)| e.map(|e| (i, e))).collect())
+    fn sizes(&self, geometry: &Geometry, phase: Phase) -> Vec<(usize, Size)> {
+        present(sizes(geometry, phase))
     }
 
     fn reads(

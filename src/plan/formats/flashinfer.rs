@@ -2,10 +2,9 @@
 
 use crate::error::{Error, Result};
 use crate::geometry::Geometry;
-use crate::plan::arrays::{Arrays, DType, Extent, Spec};
 use crate::plan::formats::reader::Reader;
-use crate::plan::formats::sizes;
-use crate::plan::{Format, Load, Phase, Plan};
+use crate::plan::size::{Count, indexable, present};
+use crate::plan::{Arrays, DType, Format, Phase, Plan, Size, Spec};
 
 /// The form in which a verification's ancestors are written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -60,32 +59,26 @@ pub(in crate::plan) const ARRAYS: [Spec; 8] = [
 ];
 
 impl FlashInfer {
-    /// Elements of each array of [`ARRAYS`] in the load's phase.
-    pub(in crate::plan) fn sizes(self, load: &Load) -> Result<[Option<u64>; 8]> {
-        let lists = match load.phase {
-            Phase::Draft { .. } | Phase::Decode => load.queries,
-            Phase::Extend | Phase::Verify => load.requests,
+    /// Size of each array of [`ARRAYS`]; `None` where the phase has no such array.
+    pub(in crate::plan) fn sizes_of(self, phase: Phase) -> [Option<Size>; 8] {
+        let (lists, keys) = match phase {
+            Phase::Draft { .. } => (Count::Queries, Count::QueryKeys),
+            Phase::Decode => (Count::Queries, Count::Keys),
+            Phase::Extend | Phase::Verify => (Count::Requests, Count::Keys),
         };
-        let keys = match load.phase {
-            Phase::Draft { .. } => load.query_keys,
-            _ => load.keys,
-        };
-        let per_request = matches!(load.phase, Phase::Extend | Phase::Verify).then_some(load.requests + 1);
-        let of = |form: MaskForm, n: u64| {
-            (load.phase == Phase::Verify && (self.mask == MaskForm::Both || self.mask == form)).then_some(n)
-        };
-        let all = [
-            Some(lists + 1),
-            Some(keys),
-            Some(lists),
-            per_request,
-            of(MaskForm::Bool, load.requests + 1),
-            of(MaskForm::Bool, load.mask),
-            of(MaskForm::Packed, load.requests + 1),
-            of(MaskForm::Packed, load.mask_bytes),
-        ];
-        sizes::fit_i32(&ARRAYS, &all, load)?;
-        Ok(all)
+        let starts = Size::Line(Count::Requests, 1);
+        let has = |form| phase == Phase::Verify && (self.mask == MaskForm::Both || self.mask == form);
+        let (bytes, bits) = (has(MaskForm::Bool), has(MaskForm::Packed));
+        [
+            Some(Size::Line(lists, 1)),
+            Some(Size::Line(keys, 0)),
+            Some(Size::Line(lists, 0)),
+            (lists == Count::Requests).then_some(starts),
+            bytes.then_some(starts),
+            bytes.then_some(Size::Line(Count::Mask, 0)),
+            bits.then_some(starts),
+            bits.then_some(Size::Line(Count::MaskBytes, 0)),
+        ]
     }
 }
 
@@ -100,21 +93,23 @@ impl Format for FlashInfer {
 
     fn supports(&self, geometry: &Geometry) -> Result<()> {
         let b = geometry.limits().max_batch;
-        geometry.flashinfer_buffers(b).map_err(sizes::refuse(
-            "flashinfer",
-            "a smaller max_batch, topk or max_context_len, or native, would do",
-        ))?;
-        if self.mask != MaskForm::Packed {
-            geometry.verify_mask_elements_i32(b).map_err(sizes::refuse(
-                "flashinfer",
-                "the packed mask alone, a smaller max_batch, draft_tokens or max_context_len, or native, would do",
-            ))?;
+        let lists = ("flashinfer", "a smaller max_batch, topk or max_context_len, or native, would do");
+        let verify = |what, requests, count| indexable(lists, what, geometry, Phase::Verify, requests, count);
+        indexable(lists, "per-branch kv_indices", geometry, Phase::Draft { step: 0 }, b, Count::QueryKeys)?;
+        indexable(lists, "kv_indices", geometry, Phase::Decode, b, Count::Keys)?;
+        verify("kv_indices", b, Count::Keys)?;
+        verify("mask of a request", 1, Count::Mask)?;
+        verify("packed_custom_mask", b, Count::MaskBytes)?;
+        if self.mask == MaskForm::Packed {
+            return Ok(());
         }
-        Ok(())
+        let instead =
+            "the packed mask alone, a smaller max_batch, draft_tokens or max_context_len, or native, would do";
+        indexable(("flashinfer", instead), "custom_mask", geometry, Phase::Verify, b, Count::Mask)
     }
 
-    fn extents(&self, _: &Geometry, load: &Load) -> Result<Vec<(usize, Extent)>> {
-        Ok(sizes::extents(self.sizes(load)?))
+    fn sizes(&self, _: &Geometry, phase: Phase) -> Vec<(usize, Size)> {
+        present(self.sizes_of(phase))
     }
 
     fn reads(&self, plan: &Plan, _: &Geometry, arrays: &Arrays, q: usize, out: &mut Vec<i32>) -> Result<Option<()>> {

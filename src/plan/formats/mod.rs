@@ -7,7 +7,6 @@ pub(super) mod flashinfer;
 pub(super) mod index;
 mod native;
 mod reader;
-pub(super) mod sizes;
 pub(super) mod triton;
 
 pub use any::AnyFormat;

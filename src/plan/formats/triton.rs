@@ -2,11 +2,10 @@
 
 use crate::error::{Error, Result};
 use crate::geometry::Geometry;
-use crate::plan::arrays::{Arrays, DType, Extent, Spec};
 use crate::plan::formats::index::Index;
 use crate::plan::formats::reader::Reader;
-use crate::plan::formats::sizes;
-use crate::plan::{Format, Load, Phase, Plan};
+use crate::plan::size::{Count, indexable, present};
+use crate::plan::{Arrays, DType, Format, Phase, Plan, Size, Spec};
 
 /// The arrays of sglang's Triton attention backend (`decode_attention_fwd`, `extend_attention_fwd`; read in
 /// sglang 0.5.23).
@@ -39,26 +38,23 @@ pub(in crate::plan) const ARRAYS: [Spec; 6] = [
 ];
 
 impl Triton {
-    /// Elements of each array of [`ARRAYS`] in the load's phase.
-    pub(in crate::plan) fn sizes(load: &Load) -> Result<[Option<u64>; 6]> {
-        let (lists, keys) = match load.phase {
-            Phase::Draft { .. } => (load.queries, load.query_keys),
-            Phase::Decode => (load.queries, load.keys),
-            Phase::Extend | Phase::Verify => (load.requests, load.prefix),
+    /// Size of each array of [`ARRAYS`]; `None` where the phase has no such array.
+    pub(in crate::plan) fn sizes_of(phase: Phase) -> [Option<Size>; 6] {
+        let (lists, keys) = match phase {
+            Phase::Draft { .. } => (Count::Queries, Count::QueryKeys),
+            Phase::Decode => (Count::Queries, Count::Keys),
+            Phase::Extend | Phase::Verify => (Count::Requests, Count::Prefix),
         };
-        let extend = matches!(load.phase, Phase::Extend | Phase::Verify);
-        let verify = load.phase == Phase::Verify;
-        let all = [
-            Some(lists + 1),
-            Some(keys),
-            extend.then_some(load.requests + 1),
-            extend.then_some(load.queries),
-            verify.then_some(load.requests + 1),
-            verify.then_some(load.mask),
-        ];
-        // `kv_indptr` is int32; the mask is indexed by int64.
-        sizes::fit_i32(&ARRAYS, &all[..2], load)?;
-        Ok(all)
+        let (extend, verify) = (lists == Count::Requests, phase == Phase::Verify);
+        let starts = Size::Line(Count::Requests, 1);
+        [
+            Some(Size::Line(lists, 1)),
+            Some(Size::Line(keys, 0)),
+            extend.then_some(starts),
+            extend.then_some(Size::Line(Count::Queries, 0)),
+            verify.then_some(starts),
+            verify.then_some(Size::Long(Count::Mask)),
+        ]
     }
 }
 
@@ -72,14 +68,14 @@ impl Format for Triton {
     }
 
     fn supports(&self, geometry: &Geometry) -> Result<()> {
-        geometry
-            .triton_buffers(geometry.limits().max_batch)
-            .map_err(sizes::refuse("triton", "a smaller max_batch, topk or max_context_len, or native, would do"))
-            .map(|_| ())
+        let lists = ("triton", "a smaller max_batch, topk or max_context_len, or native, would do");
+        let b = geometry.limits().max_batch;
+        indexable(lists, "per-branch kv_indices", geometry, Phase::Draft { step: 0 }, b, Count::QueryKeys)?;
+        indexable(lists, "kv_indices", geometry, Phase::Decode, b, Count::Keys)
     }
 
-    fn extents(&self, _: &Geometry, load: &Load) -> Result<Vec<(usize, Extent)>> {
-        Ok(sizes::extents(Self::sizes(load)?))
+    fn sizes(&self, _: &Geometry, phase: Phase) -> Vec<(usize, Size)> {
+        present(Self::sizes_of(phase))
     }
 
     fn reads(&self, plan: &Plan, _: &Geometry, arrays: &Arrays, q: usize, out: &mut Vec<i32>) -> Result<Option<()>> {

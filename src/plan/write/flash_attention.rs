@@ -4,9 +4,9 @@ use crate::error::{Error, Result};
 use crate::geometry::Geometry;
 use crate::plan::form::{Step, tables};
 use crate::plan::formats::flash_attention::{EXPAND_PAGE_TABLE, PAGE_TABLE, SPECS, sizes};
-use crate::plan::write::lower::{Lower, hint};
+use crate::plan::write::lower::{Lower, hint, needs};
 use crate::plan::write::table::Table;
-use crate::plan::{Arrays, Extent, FlashAttention, Format, Load, Need, Phase, Plan};
+use crate::plan::{Arrays, Extent, FlashAttention, Format, Phase, Plan};
 use crate::pool::Tables;
 use crate::simd::dispatch;
 
@@ -14,13 +14,10 @@ impl Lower for FlashAttention {
     fn lower(&self, plan: &Plan, tables: &Tables<'_>, geometry: &Geometry, arrays: &mut Arrays) -> Result<()> {
         let phase = plan.phase();
         let step = Step::new(geometry, phase);
-        let used = sizes(geometry, &Load::of(plan));
-        let limit = sizes(geometry, &Load::limit(geometry, phase, geometry.limits().max_batch)?);
-        let need = |array: usize| Some(Need { array, used: used[array]?, limit: limit[array]? });
         let asks = || hint(FlashAttention.name(), plan, geometry);
-        let needs: [Option<Need>; 6] = std::array::from_fn(need);
+        let needs = needs(plan, geometry, &SPECS, sizes(geometry, phase))?;
         let [lens, table, cu, expand_lens, expand_table, expand_cu] = arrays.open(needs, asks)?;
-        let cols = |array: usize| match used[array] {
+        let cols = |array: usize| match needs[array].map(|n| n.used) {
             Some(Extent::Table { cols, .. }) => cols as usize,
             _ => 0,
         };

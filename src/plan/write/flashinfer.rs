@@ -12,7 +12,7 @@ use crate::simd::dispatch;
 
 impl Lower for FlashInfer {
     fn lower(&self, plan: &Plan, tables: &Tables<'_>, geometry: &Geometry, arrays: &mut Arrays) -> Result<()> {
-        let needs = needs(plan, geometry, |load| self.sizes(load))?;
+        let needs = needs(plan, geometry, &ARRAYS, self.sizes_of(plan.phase()))?;
         let views = arrays.open(needs, || hint("flashinfer", plan, geometry))?;
         let [kv_indptr, kv_indices, last, qo_indptr, mask_indptr, mask, packed_indptr, packed] = views;
         let (masked, in_bits) = (mask.is_present(), packed.is_present());

@@ -2,7 +2,7 @@
 
 use crate::error::Result;
 use crate::geometry::Geometry;
-use crate::plan::{Arrays, Extent, Format, Load, Native, Need, Plan, WritesOnly};
+use crate::plan::{Arrays, Format, Load, Native, Need, Plan, Size, Spec, WritesOnly};
 use crate::pool::Tables;
 
 /// Writes the arrays of a format.
@@ -26,14 +26,19 @@ impl Lower for WritesOnly {}
 pub(super) fn needs<const N: usize>(
     plan: &Plan,
     geometry: &Geometry,
-    sizes: impl Fn(&Load) -> Result<[Option<u64>; N]>,
+    specs: &[Spec; N],
+    sizes: [Option<Size>; N],
 ) -> Result<[Option<Need>; N]> {
-    let used = sizes(&Load::of(plan))?;
-    let limit = sizes(&Load::limit(geometry, plan.phase(), geometry.limits().max_batch)?)?;
-    Ok(std::array::from_fn(|array| {
-        let (used, limit) = (used[array]?, limit[array].unwrap_or(0));
-        Some(Need { array, used: Extent::Line(used), limit: Extent::Line(limit) })
-    }))
+    let load = Load::of(plan);
+    let most = Load::limit(geometry, plan.phase(), geometry.limits().max_batch)?;
+    let mut needs = [None; N];
+    for (array, (spec, size)) in specs.iter().zip(sizes).enumerate() {
+        if let Some(size) = size {
+            let (used, limit) = (size.extent(geometry, &load, spec)?, size.extent(geometry, &most, spec)?);
+            needs[array] = Some(Need { array, used, limit });
+        }
+    }
+    Ok(needs)
 }
 
 /// What of a plan and its geometry asks for the sizes of its arrays.

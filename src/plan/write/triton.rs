@@ -2,6 +2,7 @@
 
 use crate::error::Result;
 use crate::geometry::Geometry;
+use crate::plan::formats::triton::ARRAYS;
 use crate::plan::write::lower::{Lower, hint, needs};
 use crate::plan::write::masks;
 use crate::plan::write::slots::{self, RequestList};
@@ -11,7 +12,7 @@ use crate::simd::dispatch;
 
 impl Lower for Triton {
     fn lower(&self, plan: &Plan, tables: &Tables<'_>, geometry: &Geometry, arrays: &mut Arrays) -> Result<()> {
-        let needs = needs(plan, geometry, Self::sizes)?;
+        let needs = needs(plan, geometry, &ARRAYS, Self::sizes_of(plan.phase()))?;
         let views = arrays.open(needs, || hint("triton", plan, geometry))?;
         let [kv_indptr, kv_indices, qo_indptr, extend_slots, mask_indptr, mask] = views;
         let (indptr, indices) = (kv_indptr.slice::<i32>()?, kv_indices.slice::<i64>()?);

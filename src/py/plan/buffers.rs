@@ -105,12 +105,13 @@ impl Use {
 
     /// Where the largest size of array `at` comes from, with the numbers.
     pub(super) fn formula(&self, at: usize, limit: Extent) -> String {
-        let name = self.format.arrays().get(at).map_or("", |s| s.name);
-        let step = self.step().unwrap_or(self.geometry.shape().steps() - 1);
-        let listed = self.format.buffers(&self.geometry, self.max_batch, step).unwrap_or_default();
-        let of = |b: &&crate::geometry::Buffer| b.name == name && b.phase == self.phase.name();
-        match listed.iter().find(of) {
-            Some(b) if b.elements == limit.elements() => b.formula.clone(),
+        let phase = match self.phase {
+            Phase::Draft { .. } if self.any_step => Phase::Draft { step: self.geometry.shape().steps() - 1 },
+            phase => phase,
+        };
+        let listed = self.format.capacities(&self.geometry, phase, self.max_batch).unwrap_or_default();
+        match listed.iter().find(|c| c.array == at) {
+            Some(c) if c.extent.elements() == limit.elements() => c.formula.to_string(),
             // A draft step that is smaller than the one listed.
             _ => limit.shape().iter().map(u64::to_string).collect::<Vec<_>>().join(" * "),
         }
