@@ -50,6 +50,34 @@ fn rounds(c: &mut Criterion) {
     }
 }
 
+/// The rounds above with a mirror of the page table that stores the changes of each.
+fn mirrored(c: &mut Criterion) {
+    let mut group = c.benchmark_group("mirrored round/65536 pages");
+    for page_size in [1, 16, 64] {
+        let mut rounds = Rounds::new(page_size, 16, 1 << 16, true).expect("a valid configuration");
+        let (pool, width) = (rounds.pool.clone(), rounds.pool.config().row_pages as usize);
+        let (mut mirror, mut epoch) = pool.with_tables(|t| (t.table().to_vec(), t.epoch())).expect("a live pool");
+        let mut look = || {
+            pool.with_tables(|t| {
+                let changes = t.changes(Some(epoch)).expect("an epoch of this pool");
+                for c in changes.iter() {
+                    mirror[c.row as usize * width + c.first as usize..][..c.pages.len()].copy_from_slice(c.pages);
+                }
+                epoch = changes.epoch();
+            })
+            .expect("a live pool");
+        };
+        group.bench_function(BenchmarkId::new(format!("P{page_size}"), 16), |b| {
+            b.iter(|| {
+                rounds.rewind(1).expect("a live pool");
+                rounds.round().expect("a pool that is large enough");
+                look();
+            });
+        });
+    }
+    group.finish();
+}
+
 fn raw(c: &mut Criterion) {
     for pages in [1u32 << 16, 1 << 20] {
         let page = PageSize::new(16).expect("a power of two");
@@ -73,5 +101,5 @@ fn raw(c: &mut Criterion) {
     }
 }
 
-criterion_group!(benches, rounds, raw);
+criterion_group!(benches, rounds, mirrored, raw);
 criterion_main!(benches);

@@ -82,6 +82,7 @@ impl State {
                 let col = col + r.pages as usize;
                 return Err(self.fault(line[col] as u32, format!("{}: dead column {col} holds {}", name(), line[col])));
             }
+            self.changes.check(row, r.changed).map_err(|what| self.fault(0, what))?;
             if !r.live {
                 let zero = (r.committed, r.pages, r.base_pages, r.held, r.lease, r.limit) == (0, 0, 0, 0, 0, 0);
                 if !zero {
@@ -93,7 +94,9 @@ impl State {
             let lengths = if r.lease == 0 {
                 r.pages == needed && r.base_pages == needed && (r.held, r.limit) == (0, 0)
             } else {
-                r.base_pages == needed && r.pages >= needed && r.limit >= r.committed && r.limit <= r.pages * page.get()
+                // Up to the end of its pages, or not at all.
+                let limits = [r.committed, r.pages * page.get()];
+                r.base_pages == needed && r.pages >= needed && limits.contains(&r.limit) && r.lease <= self.leases
             };
             if !lengths || (r.held != 0 && r.tail_col(page).is_none()) {
                 return Err(self.fault(r.held, format!("{} has {r:?}, {needed} pages are committed", name())));

@@ -6,7 +6,8 @@ use crate::error::{Error, Result, in_range};
 /// Largest number of sequences of a pool; more than a batch, since sequences may wait and prefixes may be kept.
 pub const MAX_SEQS: u32 = 1 << 20;
 
-/// Events that the ledger remembers unless [`Pool::with_history`] says otherwise: 256 KiB.
+/// Events that the ledger remembers, 256 KiB of them, unless
+/// [`Pool::with_history`](crate::pool::Pool::with_history) says otherwise.
 pub const DEFAULT_HISTORY: u32 = 1 << 14;
 
 /// Sizes of a pool.
@@ -37,9 +38,9 @@ impl PoolConfig {
 
     /// Refuse sizes whose accounts the allocator has no room for: the allocations themselves would end the process.
     pub(super) fn check_memory(&self, events: u32) -> Result<()> {
-        // Upper bounds: 24 bytes a page, 64 a row beside its columns, 64 an event (16, rounded up to a power of two).
+        // Upper bounds: 24 bytes a page, 160 a row beside its columns, 64 an event (16, rounded up to a power of two).
         let (n, s, w) = (u64::from(self.num_pages), u64::from(self.max_seqs), u64::from(self.row_pages));
-        let bytes = 24 * n + s * (4 * w + 64) + 64 * u64::from(events);
+        let bytes = 24 * n + s * (4 * w + 160) + 64 * u64::from(events);
         let mut probe = Vec::<u8>::new();
         let given = usize::try_from(bytes).is_ok_and(|b| probe.try_reserve_exact(b).is_ok());
         std::hint::black_box(&probe); // or the allocation may be optimised away as unused

@@ -45,7 +45,7 @@ impl fmt::Debug for Pool {
 }
 
 impl Pool {
-    /// An empty pool. Allocates 12 bytes a page and the page table.
+    /// An empty pool. Allocates 12 bytes a page, the page table, and about 110 bytes a row.
     ///
     /// # Errors
     /// [`Error::OutOfRange`] for a size outside its range, [`Error::Overflow`] where slots or the page table do not
@@ -220,7 +220,7 @@ impl Pool {
 
     pub(super) fn write(&self) -> Result<RwLockWriteGuard<'_, State>> {
         let mut state = self.state.write().map_err(|_| poisoned())?;
-        state.changes += 1;
+        state.writes += 1;
         Ok(state)
     }
 

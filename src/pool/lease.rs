@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::pool::handle::Pool;
-use crate::pool::reserved::{Buffers, PageCopy};
+use crate::pool::reserved::{Buffers, PageCopy, Permutation};
 use crate::pool::row::SeqId;
 
 impl Pool {
@@ -25,8 +25,32 @@ impl Pool {
 /// Pages reserved for a batch of sequences, from [`Pool::reserve`]. While it lives, its sequences can't be
 /// released or reserved again, and its owner may write their positions from `committed` on.
 ///
-/// [`commit`](Lease::commit) keeps part of it; dropping it gives every reserved page back, and the shared tail
-/// pages that copies had replaced return to their rows.
+/// [`commit`](Lease::commit) keeps part of it; dropping it gives every page behind the committed positions back, and
+/// the shared tail pages that copies had replaced return to their rows.
+///
+/// A lease may span rounds that overlap: while the device runs round n, the host plans round n + 1 and then learns
+/// what round n accepted. [`advance`](Lease::advance) commits round n and keeps every page for the round in flight;
+/// [`renew`](Lease::renew) adds pages for a later one, whether round n is committed or not:
+///
+/// ```
+/// # use specrs::bounds::PageSize;
+/// # use specrs::pool::{Pool, PoolConfig};
+/// # let pool = Pool::new(PoolConfig { num_pages: 65, page: PageSize::new(4)?, max_seqs: 8, row_pages: 16 })?;
+/// let seq = pool.create()?;
+/// let mut lease = pool.reserve(&[(seq, 16)])?; // two rounds of up to 8 positions
+/// // Rounds 0 and 1 run on the device. Round 0 accepted 3 positions:
+/// lease.advance(&[3])?;
+/// lease.renew(&[3 + 16])?; // round 2 has pages, wherever round 1 ends
+/// assert_eq!((pool.committed(seq)?, pool.allocated(seq)?), (3, 20));
+/// // Round 1 accepted 5 positions, and the request ends. Dropping the lease here would keep the 3 of round 0.
+/// lease.commit(&[8])?;
+/// assert_eq!((pool.committed(seq)?, pool.allocated(seq)?), (8, 8));
+/// # Ok::<(), specrs::Error>(())
+/// ```
+///
+/// What holds while it lives, and what [`Pool::audit`] checks: no call on the lease takes a page from a row; each of
+/// its sequences may commit up to the end of its pages, or nothing more where it was reserved no further than its
+/// committed length; rolling back ends at the last committed length.
 #[derive(Debug)]
 #[must_use = "dropping a lease rolls it back"]
 pub struct Lease {
@@ -81,14 +105,15 @@ impl Lease {
         Ok(())
     }
 
-    /// Copies to run before anything is written under this lease, in any order.
+    /// Copies of the reservation, or of the last [`renew`](Lease::renew): to launch once each, in any order, before
+    /// anything more is written under this lease and before the next call that changes the pool.
     pub fn copies(&self) -> &[PageCopy] {
         &self.buffers.copies
     }
 
     /// Pages of one token only: reorder a sequence's speculative positions without moving bytes. Position
     /// `first + i` gets the page that position `first + order[i]` had; the other pages of the range follow in their
-    /// old order, so that the accounts stay exact.
+    /// old order, so that the accounts stay exact. [`permutations`](Lease::permutations) tells it to copies of the row.
     ///
     /// # Errors
     /// [`Error::Invalid`] where the page size is not 1, the sequence is not in this lease, or `order` names a
@@ -102,11 +127,39 @@ impl Lease {
     ///
     /// # Errors
     /// Those of [`remap`](Lease::remap).
-    pub fn remap_all<'a>(&mut self, remaps: impl Iterator<Item = (SeqId, u32, &'a [u32])> + Clone) -> Result<()> {
-        let mut state = self.pool.write()?;
-        remaps.clone().try_for_each(|(seq, first, order)| state.check_remap(self.id, seq, first, order))?;
-        remaps.for_each(|(seq, first, order)| state.remap(seq, first, order));
-        Ok(())
+    pub fn remap_all<'a>(&mut self, remaps: impl Iterator<Item = (SeqId, u32, &'a [u32])>) -> Result<()> {
+        self.pool.write()?.remap_all(self.id, &mut self.buffers, remaps)
+    }
+
+    /// What the last [`remap`](Lease::remap) or [`remap_all`](Lease::remap_all) did to the rows, in its order; nothing
+    /// where it was refused.
+    pub fn permutations(&self) -> impl Iterator<Item = Permutation<'_>> + Clone {
+        self.buffers.permutations()
+    }
+
+    /// Make sure that sequence i has pages for its row positions `0..positions[i]`, for the whole batch or not at all,
+    /// and may write them. A row keeps every page that it has, so rounds in flight are not disturbed; a smaller number
+    /// than before changes nothing. The committed lengths need not be up to date.
+    ///
+    /// A partial tail page that another owner shares by now (a fork, since it was reserved) is replaced as in
+    /// [`Pool::reserve`]. [`copies`](Lease::copies) has then whole pages, with what a round in flight writes into
+    /// them: launch them behind that round.
+    ///
+    /// # Errors
+    /// [`Error::PoolExhausted`] where free and evictable pages do not suffice; [`Error::Capacity`] beyond
+    /// `row_pages`; [`Error::OutOfRange`] below the committed length; [`Error::Mismatch`] for a wrong number of
+    /// positions. The lease and the pool are as before then.
+    pub fn renew(&mut self, positions: &[u32]) -> Result<()> {
+        self.pool.write()?.renew(self.id, &mut self.buffers, positions)
+    }
+
+    /// Make `committed[i]` the committed length of sequence i and keep the lease with every page of it, for the round
+    /// in flight and those to come. Empties [`copies`](Lease::copies), which were launched before.
+    ///
+    /// # Errors
+    /// Those of [`commit`](Lease::commit). Nothing is changed then.
+    pub fn advance(&mut self, committed: &[u32]) -> Result<()> {
+        self.pool.write()?.advance(&mut self.buffers, committed)
     }
 
     /// Make `committed[i]` the committed length of sequence i and end the lease. Pages beyond the last committed

@@ -37,21 +37,29 @@
 //!   written ([`Lease::copies`]); full pages are never written again, since lengths only grow;
 //! * a call that fails changes nothing.
 //!
+//! Rounds may overlap: [`Lease::renew`] and [`Lease::advance`] let one lease span them. Pages are freed in host time
+//! and written in stream time, so all work on one pool's KV, and the uploads of its table, go on one stream.
+//! A **mirror**, a copy of the table elsewhere, asks for what changed since it last looked ([`Tables::changes`]). A
+//! device that permutes its own rows (P = 1) does what [`Lease::permutations`] tells of the host's.
+//!
 //! [`Pool::cache_insert`] lets full pages outlive their sequence and [`Pool::cache_lookup`] starts a new one from
 //! them. Pages that the cache alone owns count as free: a call that needs pages evicts them, least recently used
 //! first, leaves before what they hang from. There is no state of the cache in which such a page can't be had: pages
 //! that are neither on the free list nor evictable are those that sequences, leases and raw callers own.
 //!
 //! A file of this module imports only from those on its left:
-//! `config, row -> ledger, cache, reserved -> state -> sequence, reserve, audit, table -> handle -> lease, owners`.
+//! `config, row -> ledger, cache, changes, reserved -> state -> sequence, reserve, remap, audit, table -> handle ->
+//! lease, owners`.
 
 mod audit;
 mod cache;
+mod changes;
 mod config;
 mod handle;
 mod lease;
 mod ledger;
 mod owners;
+mod remap;
 mod reserve;
 mod reserved;
 mod row;
@@ -62,10 +70,11 @@ mod table;
 mod tests;
 
 pub use audit::AuditReport;
+pub use changes::{ChangeKind, Epoch};
 pub use config::{DEFAULT_HISTORY, MAX_SEQS, PoolConfig};
 pub use handle::{Pool, PoolStats};
 pub use lease::{Lease, Refused};
 pub use ledger::{Event, EventKind, Owner};
-pub use reserved::PageCopy;
+pub use reserved::{PageCopy, Permutation};
 pub use row::SeqId;
-pub use table::{RowView, Tables};
+pub use table::{Changes, RowChange, RowView, Tables};

@@ -1,7 +1,8 @@
-//! Reserving pages for a batch, and how a reservation ends: commit and rollback.
+//! Reserving pages for a batch, renewing the reservation, and how it ends: commit and rollback.
 
 use crate::bounds::{PageId, PageSize};
 use crate::error::{Error, Result, in_range};
+use crate::pool::changes::ChangeKind;
 use crate::pool::ledger::{EventKind, Ledger, Owner, PageRec};
 use crate::pool::reserved::{Buffers, PageCopy};
 use crate::pool::row::{Row, SeqId};
@@ -12,119 +13,131 @@ const SPARE_BUFFERS: usize = 16;
 
 impl State {
     pub(super) fn reserve(&mut self, wants: &[(SeqId, u32)]) -> Result<(u64, Buffers)> {
-        let need = self.check_wants(wants)?;
+        self.call += 1;
+        let mut need = 0;
+        for &(seq, positions) in wants {
+            let row = self.live_row(seq)?;
+            self.stamp("reserve", seq, row)?;
+            if self.rows[row].lease != 0 {
+                return Err(Self::leased("reserve", seq));
+            }
+            need += self.check_want(seq, positions)?;
+        }
         self.make_room(need)?;
         let mut buffers = self.spare.pop().unwrap_or_default();
         self.leases += 1;
-        let (page, width) = (self.config.page, self.config.row_pages as usize);
         for &(seq, positions) in wants {
-            let row = seq.row() as usize;
-            let line = &mut self.table[row * width..][..width];
-            let (r, owner) = (&mut self.rows[row], Owner::of(seq));
-            let (old, new) = (r.pages, page.pages_for(positions).max(r.pages));
-            if let Some(col) = shared_tail(r, line, &self.ledger.recs, page, positions) {
-                let src = line[col];
-                self.ledger.take_into(&mut line[col..=col], EventKind::Copy, owner, as_entry)?;
-                r.held = src as u32;
-                r.shared = r.shared.min(col as u32);
-                r.version += 1;
-                let (src, dst) = (PageId::of_table(src), PageId::of_table(line[col]));
-                buffers.copies.push(PageCopy { src, dst, len: page.offset(r.committed) });
+            if let Some(copy) = self.extend(seq, positions, self.leases)? {
+                buffers.copies.push(copy);
             }
-            if new > old {
-                self.ledger.take_into(&mut line[old as usize..new as usize], EventKind::Alloc, owner, as_entry)?;
-                r.pages = new;
-                r.version += 1;
-            }
-            // A reservation that ends at the committed length allows no writes, so the tail page may stay shared.
-            r.limit = if positions > r.committed { r.pages * page.get() } else { r.committed };
-            r.lease = self.leases;
             buffers.seqs.push(seq);
         }
         self.leased_rows += wants.len() as u32; // below max_seqs: no sequence is in two leases
         Ok((self.leases, buffers))
     }
 
-    /// Check every request of a batch and count the pages it needs.
-    fn check_wants(&mut self, wants: &[(SeqId, u32)]) -> Result<u64> {
-        self.call += 1;
-        let (page, width) = (self.config.page, self.config.row_pages as usize);
-        let mut need = 0u64;
-        for &(seq, positions) in wants {
-            let row = self.live_row(seq)?;
-            self.stamp("reserve", seq, row)?;
-            let r = &self.rows[row];
-            if r.lease != 0 {
-                return Err(Self::leased("reserve", seq));
-            }
-            let pages = page.pages_for(positions);
-            if pages as usize > width {
-                let (need, have) = (pages.into(), self.config.row_pages.into());
-                let hint = format!("sequence {seq}, {positions} positions of {} a page", page.get());
-                return Err(Error::Capacity { what: "page table row", need, have, hint });
-            }
-            if positions < r.committed {
-                let max = i128::from(self.config.row_pages) * i128::from(page.get());
-                let (what, min) = ("positions to reserve", r.committed.into());
-                return Err(Error::OutOfRange { what, got: positions.into(), min, max });
-            }
-            let line = &self.table[row * width..][..width];
-            need += u64::from(pages.saturating_sub(r.pages));
-            need += u64::from(shared_tail(r, line, &self.ledger.recs, page, positions).is_some());
+    /// More pages for the sequences of a live lease, which keep those that they have.
+    pub(super) fn renew(&mut self, id: u64, buffers: &mut Buffers, positions: &[u32]) -> Result<()> {
+        same_length("positions to reserve", positions, &buffers.seqs)?;
+        let mut need = 0;
+        for (&seq, &positions) in buffers.seqs.iter().zip(positions) {
+            need += self.check_want(seq, positions)?;
         }
-        Ok(need)
-    }
-
-    pub(super) fn check_remap(&mut self, id: u64, seq: SeqId, first: u32, order: &[u32]) -> Result<()> {
-        let row = self.live_row(seq)?;
-        let r = &self.rows[row];
-        let refuse = |why: &str| Error::Invalid { what: "remap", got: format!("sequence {seq}"), why: why.into() };
-        if r.lease != id {
-            return Err(refuse("the sequence is not in this lease"));
-        }
-        if self.config.page.get() != 1 {
-            return Err(refuse("pages hold more than one token; move the KV instead"));
-        }
-        in_range("first position to remap", first, r.committed.into(), r.pages.into())?;
-        let Some(last) = order.iter().copied().max() else { return Ok(()) };
-        in_range("position to remap", last, 0, i128::from(r.pages - first) - 1)?;
-        let named = &mut self.scratch;
-        named.clear();
-        named.resize(last as usize + 1, 0);
-        for &o in order {
-            if std::mem::replace(&mut named[o as usize], 1) == 1 {
-                let why = "the order names it twice".into();
-                return Err(Error::Invalid { what: "position to remap", got: o.to_string(), why });
+        self.make_room(need)?;
+        let Buffers { seqs, copies, .. } = buffers;
+        copies.clear();
+        for (&seq, &positions) in seqs.iter().zip(positions) {
+            if let Some(copy) = self.extend(seq, positions, id)? {
+                copies.push(copy);
             }
         }
         Ok(())
     }
 
-    /// What [`Self::check_remap`] has let through.
-    pub(super) fn remap(&mut self, seq: SeqId, first: u32, order: &[u32]) {
-        let Some(last) = order.iter().copied().max() else { return };
-        let (row, width) = (seq.row() as usize, self.config.row_pages as usize);
-        // What lies behind the last one named stays where it is.
-        let range = &mut self.table[row * width + first as usize..][..=last as usize];
-        let new = &mut self.scratch;
-        new.clear();
-        // Page 0 is never in a live column, so it marks what has been named.
-        new.extend(order.iter().map(|&o| std::mem::take(&mut range[o as usize])));
-        new.extend(range.iter().filter(|&&page| page != 0));
-        range.copy_from_slice(new);
-        self.rows[row].version += 1;
+    /// Check what a batch asks for one of its sequences, which is live, and count the pages that this takes.
+    #[inline(always)]
+    fn check_want(&self, seq: SeqId, positions: u32) -> Result<u64> {
+        let (page, width, row) = (self.config.page, self.config.row_pages as usize, seq.row() as usize);
+        let (r, pages) = (&self.rows[row], page.pages_for(positions));
+        if pages as usize > width {
+            let (need, have) = (pages.into(), self.config.row_pages.into());
+            let hint = format!("sequence {seq}, {positions} positions of {} a page", page.get());
+            return Err(Error::Capacity { what: "page table row", need, have, hint });
+        }
+        if positions < r.committed {
+            let max = i128::from(self.config.row_pages) * i128::from(page.get());
+            let (what, min) = ("positions to reserve", r.committed.into());
+            return Err(Error::OutOfRange { what, got: positions.into(), min, max });
+        }
+        let copied = shared_tail(r, &self.table[row * width..][..width], &self.ledger.recs, page, positions).is_some();
+        Ok(u64::from(pages.saturating_sub(r.pages)) + u64::from(copied))
     }
 
-    pub(super) fn commit(&mut self, buffers: &mut Buffers, committed: &[u32]) -> Result<()> {
-        let page = self.config.page;
-        if committed.len() != buffers.seqs.len() {
-            let (got, want) = (committed.len().to_string(), buffers.seqs.len().to_string());
-            return Err(Error::Mismatch { operand: "committed lengths", got, want });
+    /// Give a row the pages that [`Self::check_want`] counted, under a lease. Returns the copy that a shared tail page
+    /// needs.
+    #[inline(always)]
+    fn extend(&mut self, seq: SeqId, positions: u32, lease: u64) -> Result<Option<PageCopy>> {
+        let (page, width, row) = (self.config.page, self.config.row_pages as usize, seq.row() as usize);
+        let line = &mut self.table[row * width..][..width];
+        let (r, owner) = (&mut self.rows[row], Owner::of(seq));
+        let (old, new) = (r.pages, page.pages_for(positions).max(r.pages));
+        let (mut copy, mut first) = (None, old as usize);
+        if let Some(col) = shared_tail(r, line, &self.ledger.recs, page, positions) {
+            let src = line[col];
+            self.ledger.take_into(&mut line[col..=col], EventKind::Copy, owner, as_entry)?;
+            r.held = src as u32;
+            r.shared = r.shared.min(col as u32);
+            r.version += 1;
+            // Under a lease that allows writes, the round in flight may write behind the committed positions.
+            let len = if r.limit > r.committed { page.get() } else { page.offset(r.committed) };
+            first = col;
+            copy = Some(PageCopy { src: PageId::of_table(src), dst: PageId::of_table(line[col]), len });
         }
+        if new > old {
+            self.ledger.take_into(&mut line[old as usize..new as usize], EventKind::Alloc, owner, as_entry)?;
+            r.pages = new;
+            r.version += 1;
+        }
+        self.changes.note(&mut r.changed, row, ChangeKind::Pages, first, new as usize);
+        // A reservation that ends at the committed length allows no writes, so the tail page may stay shared.
+        r.limit = if positions > r.committed { r.pages * page.get() } else { r.limit.max(r.committed) };
+        r.lease = lease;
+        Ok(copy)
+    }
+
+    /// Check new committed lengths for the sequences of a lease.
+    fn check_lengths(&self, buffers: &Buffers, committed: &[u32]) -> Result<()> {
+        same_length("committed lengths", committed, &buffers.seqs)?;
         for (seq, &len) in buffers.seqs.iter().zip(committed) {
             let r = &self.rows[seq.row() as usize]; // live: a leased sequence can't be released
             in_range("committed length", len, r.committed.into(), r.limit.into())?;
         }
+        Ok(())
+    }
+
+    /// New committed lengths under a lease that lives on, with every page that it has.
+    pub(super) fn advance(&mut self, buffers: &mut Buffers, committed: &[u32]) -> Result<()> {
+        self.check_lengths(buffers, committed)?;
+        for (&seq, &len) in buffers.seqs.iter().zip(committed) {
+            let r = &mut self.rows[seq.row() as usize];
+            if len == r.committed {
+                continue; // a shared tail page that was replaced may still come back
+            }
+            if r.held != 0 {
+                // The copy holds committed KV now, so nothing may copy over it any more.
+                self.ledger.drop_ref(std::mem::take(&mut r.held), Owner::of(seq))?;
+                r.version += 1;
+            }
+            (r.committed, r.base_pages) = (len, self.config.page.pages_for(len));
+        }
+        buffers.copies.clear(); // they were launched before the round that this commits
+        self.settle();
+        Ok(())
+    }
+
+    pub(super) fn commit(&mut self, buffers: &mut Buffers, committed: &[u32]) -> Result<()> {
+        self.check_lengths(buffers, committed)?;
+        let page = self.config.page;
         let width = self.config.row_pages as usize;
         for (&seq, &len) in buffers.seqs.iter().zip(committed) {
             let row = seq.row() as usize;
@@ -133,14 +146,17 @@ impl State {
             let line = &mut self.table[row * width..][..width];
             // With its shared tail page gone, the lease's copies must not run any more.
             r.version += u64::from(new < old || r.held != 0);
+            let mut first = new;
             if r.held != 0 && len == r.committed {
                 // Nothing was written into the copy that counts: the row keeps the shared page.
                 self.ledger.restore_tail(r, page, line, owner)?;
+                first -= 1; // of a partial page, the last of `new`
             } else if r.held != 0 {
                 self.ledger.drop_ref(std::mem::take(&mut r.held), owner)?;
             }
             (r.committed, r.pages, r.base_pages) = (len, new as u32, new as u32);
             (r.lease, r.limit) = (0, 0);
+            self.changes.note(&mut r.changed, row, ChangeKind::Pages, first, old);
             self.ledger.give_back(&mut line[new..old], owner)?;
         }
         self.end(buffers);
@@ -156,6 +172,7 @@ impl State {
             let (old, new) = (r.pages as usize, r.base_pages as usize);
             r.version += u64::from(new < old);
             (r.pages, r.lease, r.limit) = (r.base_pages, 0, 0);
+            self.changes.note(&mut r.changed, row, ChangeKind::Pages, new - usize::from(r.held != 0), old);
             self.ledger.give_back(&mut line[new..old], owner)?;
             if r.held != 0 {
                 self.ledger.restore_tail(r, page, line, owner)?;
@@ -171,8 +188,7 @@ impl State {
         self.leased_rows = self.leased_rows.saturating_sub(buffers.seqs.len() as u32);
         self.settle();
         let mut buffers = std::mem::take(buffers);
-        buffers.seqs.clear();
-        buffers.copies.clear();
+        buffers.clear();
         if self.spare.len() < SPARE_BUFFERS {
             self.spare.push(buffers);
         }
@@ -195,6 +211,13 @@ impl Ledger {
         }
         Ok(())
     }
+}
+
+fn same_length<T>(operand: &'static str, got: &[u32], want: &[T]) -> Result<()> {
+    if got.len() == want.len() {
+        return Ok(());
+    }
+    Err(Error::Mismatch { operand, got: got.len().to_string(), want: want.len().to_string() })
 }
 
 /// Column of the tail page where a write behind `committed` would go into a page that has another owner.

@@ -3,16 +3,47 @@
 use crate::bounds::PageId;
 use crate::pool::row::SeqId;
 
-/// KV to copy before anything is written under a lease: the valid part of a shared tail page into the page that
-/// replaces it. `len` tokens from offset 0, in every layer.
+/// KV to copy before anything more is written under a lease: a shared tail page into the page that replaces it. `len`
+/// tokens from offset 0, in every layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PageCopy {
-    /// The shared page; kept alive by the lease until it ends.
+    /// The shared page; kept alive by the lease until it ends or commits what lies behind the copy.
     pub src: PageId,
     /// The fresh page; never the source of another copy of the same lease.
     pub dst: PageId,
-    /// Tokens; in `1..page_size`.
+    /// Tokens; in `1..=page_size`. The committed ones of the page, or all of it where a round in flight may be writing
+    /// the others.
     pub len: u32,
+}
+
+/// What a remap did to a row, for copies of the page table to do alike: position `first + i` got the page that position
+/// `first + order[i]` had before. Nothing outside of `first..first + order.len()` changed.
+///
+/// `order` has each of `0..order.len()` once: the positions that the caller named, then the others up to the largest
+/// named, ascending. So a device that knows an accepted path makes the same permutation by itself: the path, then what
+/// it skips. For a tree's path the length is the index of its last node plus 1, at most V. The permutation is no
+/// sequence of swaps: load all entries, then store all.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Permutation<'a> {
+    /// The sequence.
+    pub seq: SeqId,
+    /// First row position that may have changed; at least the committed length.
+    pub first: u32,
+    /// Old places of the pages, from `first`.
+    pub order: &'a [u32],
+}
+
+impl Permutation<'_> {
+    /// Permute a copy of the row. Overwrites `scratch`.
+    ///
+    /// # Panics
+    /// Where `line` has fewer than `first + order.len()` columns.
+    pub fn apply(&self, line: &mut [i32], scratch: &mut Vec<i32>) {
+        let range = &mut line[self.first as usize..][..self.order.len()];
+        scratch.clear();
+        scratch.extend(self.order.iter().map(|&o| range[o as usize]));
+        range.copy_from_slice(scratch);
+    }
 }
 
 /// Vectors that leases hand from one to the next, so that a warm pool allocates nothing.
@@ -20,4 +51,29 @@ pub struct PageCopy {
 pub(super) struct Buffers {
     pub(super) seqs: Vec<SeqId>,
     pub(super) copies: Vec<PageCopy>,
+    /// Orders of the last remap, concatenated.
+    pub(super) orders: Vec<u32>,
+    /// Its sequences, first positions, and ends in `orders`.
+    pub(super) permuted: Vec<(SeqId, u32, usize)>,
+}
+
+impl Buffers {
+    pub(super) fn clear(&mut self) {
+        self.seqs.clear();
+        self.copies.clear();
+        self.clear_permutations();
+    }
+
+    pub(super) fn clear_permutations(&mut self) {
+        self.orders.clear();
+        self.permuted.clear();
+    }
+
+    pub(super) fn permutations(&self) -> impl Iterator<Item = Permutation<'_>> + Clone {
+        self.permuted.iter().scan(0, |start, &(seq, first, end)| {
+            let order = &self.orders[*start..end];
+            *start = end;
+            Some(Permutation { seq, first, order })
+        })
+    }
 }

@@ -7,7 +7,7 @@ use crate::bounds::PageSize;
 /// Handle of a sequence: a row of the page table and the generation it was created in.
 ///
 /// Rows are used again after a release, generations are not, so a handle that is kept too long is an error
-/// ([`Error::Dead`]) and never another request's row.
+/// ([`Error::Dead`](crate::Error::Dead)) and never another request's row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct SeqId {
     /// The pool that made it.
@@ -38,8 +38,9 @@ impl fmt::Display for SeqId {
     }
 }
 
-/// What the pool keeps of a row besides its line of the page table.
+/// What the pool keeps of a row besides its line of the page table. One cache line, since each call reads most of it.
 #[derive(Debug, Clone, Copy, Default)]
+#[repr(align(64))]
 pub(super) struct Row {
     /// Generation of the current (or, while not live, the next) sequence; 0 only before the first.
     pub(super) generation: u32,
@@ -61,6 +62,8 @@ pub(super) struct Row {
     /// Goes up whenever the row's pages change or get another owner, across generations too. Starts at a number of
     /// the pool's own, so that what was planned for one pool does not fit the rows of another.
     pub(super) version: u64,
+    /// The change log's note of the row's last change, across generations too.
+    pub(super) changed: u64,
     /// Stamp of the last call that named this row: finds a sequence given twice in one call.
     pub(super) stamp: u64,
 }

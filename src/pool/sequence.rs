@@ -2,6 +2,7 @@
 
 use crate::error::{Error, Result, in_range};
 use crate::pool::cache::Cursor;
+use crate::pool::changes::ChangeKind;
 use crate::pool::ledger::{EventKind, Owner};
 use crate::pool::row::{Row, SeqId};
 use crate::pool::state::State;
@@ -32,6 +33,7 @@ impl State {
         }
         let r = &mut self.rows[d];
         (r.committed, r.pages, r.base_pages, r.shared) = (len, n as u32, n as u32, n as u32);
+        self.changes.note(&mut r.changed, d, ChangeKind::Pages, 0, n);
         let r = &mut self.rows[s];
         r.shared = from.shared.max(n as u32);
         r.version += u64::from(n > 0); // a plan that writes those pages was made when they had one owner
@@ -53,7 +55,9 @@ impl State {
             let row = seq.row as usize;
             let r = &mut self.rows[row];
             let pages = r.pages as usize;
-            *r = Row { generation: r.generation, version: r.version + 1, stamp: r.stamp, ..Row::default() };
+            let (generation, version) = (r.generation, r.version + 1);
+            *r = Row { generation, version, changed: r.changed, stamp: r.stamp, ..Row::default() };
+            self.changes.note(&mut r.changed, row, ChangeKind::Pages, 0, pages);
             self.ledger.give_back(&mut self.table[row * width..][..pages], Owner::of(seq))?;
             if seq.generation < u32::MAX {
                 self.free_rows.push(seq.row);
@@ -78,6 +82,7 @@ impl State {
         let len = (n * page_len) as u32; // at most max
         let r = &mut self.rows[row];
         (r.committed, r.pages, r.base_pages, r.shared) = (len, n as u32, n as u32, n as u32);
+        self.changes.note(&mut r.changed, row, ChangeKind::Pages, 0, n);
         self.settle();
         Ok((seq, len))
     }

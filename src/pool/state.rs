@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use crate::bounds::PageId;
 use crate::error::{Error, Result};
 use crate::pool::cache::PrefixCache;
+use crate::pool::changes::ChangeLog;
 use crate::pool::config::PoolConfig;
 use crate::pool::ledger::{EventKind, Ledger, Owner};
 use crate::pool::reserved::Buffers;
@@ -21,11 +22,13 @@ pub(super) struct State {
     /// `max_seqs x row_pages` page ids, row-major. Columns from a row's `pages` on are 0, the sink.
     pub(super) table: Vec<i32>,
     pub(super) rows: Vec<Row>,
+    /// Where the table changed. What writes live columns notes it.
+    pub(super) changes: ChangeLog,
     /// Rows that are not live, the next one to be used last.
     pub(super) free_rows: Vec<u32>,
     pub(super) cache: PrefixCache,
     /// Times that someone has had write access, so far.
-    pub(super) changes: u64,
+    pub(super) writes: u64,
     /// Calls that stamp rows, so far.
     pub(super) call: u64,
     /// Leases handed out so far; the id of the next one, less 1.
@@ -50,7 +53,8 @@ impl State {
             rows: vec![row; config.max_seqs as usize],
             free_rows: (0..config.max_seqs).rev().collect(), // row 0 first
             cache: PrefixCache::new(config.page.get()),
-            changes: 0,
+            changes: ChangeLog::new(config.max_seqs),
+            writes: 0,
             call: 0,
             leases: 0,
             leased_rows: 0,

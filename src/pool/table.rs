@@ -1,8 +1,11 @@
-//! Read access to the page table for planners and kernels.
+//! Read access to the page table for planners and kernels, and its changes for mirrors.
+
+use std::ops::Range;
 
 use crate::bounds::{PageId, PageSize, Slot};
 use crate::error::{Error, Result};
-use crate::pool::row::SeqId;
+use crate::pool::changes::{ChangeKind, Epoch};
+use crate::pool::row::{Row, SeqId};
 use crate::pool::state::State;
 
 /// The pool's page table and lengths, for as long as its read lock is held. Calling the pool or a lease while
@@ -25,6 +28,27 @@ pub struct RowView<'a> {
     pub version: u64,
     /// Page of each page-sized run of positions. Each is in `1..num_pages`.
     pub pages: &'a [i32],
+}
+
+/// New content of columns of a row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RowChange<'a> {
+    /// Index of the row, below `max_seqs`.
+    pub row: u32,
+    /// The first column.
+    pub first: u32,
+    /// What the columns from `first` on hold now; 0 where no sequence uses them any more. Some may be as before.
+    pub pages: &'a [i32],
+    /// How they changed.
+    pub kind: ChangeKind,
+}
+
+/// The page table's changes since an [`Epoch`], from [`Tables::changes`].
+#[derive(Debug, Clone, Copy)]
+pub struct Changes<'a> {
+    state: &'a State,
+    since: Option<u64>,
+    now: Epoch,
 }
 
 impl<'a> Tables<'a> {
@@ -69,10 +93,39 @@ impl<'a> Tables<'a> {
         self.state.rows.get(row as usize).map(|r| r.version)
     }
 
+    /// The present moment: where a mirror that copies the whole table begins.
+    pub fn epoch(&self) -> Epoch {
+        Epoch { pool: self.state.id, serial: self.state.changes.look() }
+    }
+
+    /// What has changed since `since`: a mirror that was the table then is the table now once it has stored all of it,
+    /// in any order. A mirror begins as zeros, with `None`, or as a copy of [`Self::table`], with [`Self::epoch`]. Any
+    /// number of mirrors may look, each with the epoch of its own. Takes time in the number of rows that changed, and
+    /// no memory.
+    ///
+    /// For a mirror on a device, copy the pages to memory that stays as it is until the upload has been done, under the
+    /// same read access as the plans that the mirror serves, and launch the upload on the pool's stream: behind the
+    /// rounds in flight, which see the table of their own plans, and before the next.
+    ///
+    /// A device that permutes its rows itself, before the host learns of it, skips [`ChangeKind::Order`] for rows with
+    /// a round in flight. Their other changes are safe to store: they are columns that the lease added since the last
+    /// look and, with larger pages, a tail page that it copied, or all that it had once it is dropped.
+    ///
+    /// # Errors
+    /// [`Error::Dead`] for an epoch of another pool.
+    pub fn changes(&self, since: Option<Epoch>) -> Result<Changes<'a>> {
+        let now = self.epoch();
+        if let Some(other) = since.filter(|s| s.pool != now.pool) {
+            let (id, why) = (format!("{}.{}", other.pool, other.serial), "it belongs to another pool".into());
+            return Err(Error::Dead { what: "epoch", id, why });
+        }
+        Ok(Changes { state: self.state, since: since.map(|s| s.serial), now })
+    }
+
     /// The pool and how often it may have changed: while the stamp is the same, so is all that can be read here.
     #[inline]
     pub fn stamp(&self) -> (u32, u64) {
-        (self.state.id, self.state.changes)
+        (self.state.id, self.state.writes)
     }
 
     /// Owners of a page: rows, leases, the cache and raw callers; 0 for a free page, `None` for the sink and outside
@@ -92,6 +145,39 @@ impl<'a> Tables<'a> {
         let (r, width) = (&self.state.rows[row], self.state.config.row_pages as usize);
         let pages = &self.state.table[row * width..][..r.pages as usize];
         Ok(RowView { row: seq.row(), committed: r.committed, shared: r.shared, version: r.version, pages })
+    }
+}
+
+impl<'a> Changes<'a> {
+    /// The moment that a mirror has reached once it has stored these changes: what it looks from the next time.
+    pub fn epoch(&self) -> Epoch {
+        self.now
+    }
+
+    /// Whether rows come whole, as [`ChangeKind::Pages`]: for a mirror that begins, and where the log does not reach
+    /// back to its last look. It does where at most one other look at the pool was made since. A mirror that permutes
+    /// rows itself waits for its rounds before it stores whole rows.
+    pub fn whole_rows(&self) -> bool {
+        self.since.and_then(|s| self.state.changes.since(s)).is_none()
+    }
+
+    /// The changes; a row comes at most twice for each look at the pool in between.
+    pub fn iter(&self) -> impl Iterator<Item = RowChange<'a>> + Clone + use<'a> {
+        let Self { state, since, .. } = *self;
+        let width = state.config.row_pages as usize;
+        let of = move |row: u32, columns: Range<usize>, kind| {
+            let pages = &state.table[row as usize * width..][columns.clone()];
+            RowChange { row, first: columns.start as u32, pages, kind }
+        };
+        let log = since.and_then(|s| state.changes.since(s));
+        let rows = if log.is_some() { &[] } else { state.rows.as_slice() };
+        let changed = move |r: &Row| since.map_or(r.generation > 0, |s| r.changed > s);
+        let whole = rows.iter().enumerate().filter(move |(_, r)| changed(r));
+        let entries = log.into_iter().flatten().flat_map(move |e| {
+            let kinds = [(e.pages, ChangeKind::Pages), (e.order, ChangeKind::Order)];
+            kinds.into_iter().filter_map(move |(columns, kind)| Some(of(e.row, columns.range()?, kind)))
+        });
+        entries.chain(whole.map(move |(row, _)| of(row as u32, 0..width, ChangeKind::Pages)))
     }
 }
 

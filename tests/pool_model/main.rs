@@ -16,10 +16,12 @@ macro_rules! ensure {
     };
 }
 
+mod mirror;
 mod model;
 mod refusals;
 
 use std::cell::Cell;
+use std::sync::atomic::Ordering;
 
 use model::World;
 use proptest::collection::vec;
@@ -44,6 +46,32 @@ enum Op {
     ReserveRefused {
         who: u16,
         twice: bool,
+    },
+    /// Positions beyond the committed length.
+    Renew {
+        lease: u16,
+        more: [u16; 3],
+    },
+    /// A round that the device runs ahead of the host.
+    Launch {
+        lease: u16,
+        accept: [u16; 3],
+        tokens: u16,
+    },
+    /// A fork of a sequence with a round in flight, and a renewal behind it.
+    Share {
+        lease: u16,
+        more: [u16; 3],
+        tokens: u16,
+    },
+    /// The host learns of the oldest one.
+    Land {
+        lease: u16,
+    },
+    /// A mirror that looks now and then.
+    Look {
+        which: u16,
+        anew: u8,
     },
     Commit {
         lease: u16,
@@ -116,7 +144,12 @@ fn op() -> impl Strategy<Value = Op> {
         6 => (n(), n()).prop_map(|(src, len)| Op::Fork { src, len }),
         16 => (n(), any::<[u16; 3]>()).prop_map(|(who, more)| Op::Reserve { who, more }),
         1 => (n(), any::<bool>()).prop_map(|(who, twice)| Op::ReserveRefused { who, twice }),
-        12 => (n(), any::<[u16; 3]>(), n()).prop_map(|(lease, accept, tokens)| Op::Commit { lease, accept, tokens }),
+        10 => (n(), any::<[u16; 3]>()).prop_map(|(lease, more)| Op::Renew { lease, more }),
+        12 => (n(), any::<[u16; 3]>(), n()).prop_map(|(lease, accept, tokens)| Op::Launch { lease, accept, tokens }),
+        6 => (n(), any::<[u16; 3]>(), n()).prop_map(|(lease, more, tokens)| Op::Share { lease, more, tokens }),
+        10 => n().prop_map(|lease| Op::Land { lease }),
+        4 => (n(), any::<u8>()).prop_map(|(which, anew)| Op::Look { which, anew }),
+        10 => (n(), any::<[u16; 3]>(), n()).prop_map(|(lease, accept, tokens)| Op::Commit { lease, accept, tokens }),
         2 => (n(), any::<u8>()).prop_map(|(lease, how)| Op::CommitRefused { lease, how }),
         4 => (n(), any::<bool>()).prop_map(|(lease, explicit)| Op::Rollback { lease, explicit }),
         4 => (n(), n(), n(), vec(n(), 0..5), prop::bool::weighted(0.2))
@@ -159,4 +192,6 @@ fn agrees_with_the_model() {
         panic!("{e}");
     }
     assert!(steps.get() >= 100_000, "only {} steps ran", steps.get());
+    let met = mirror::MET.each_ref().map(|n| n.load(Ordering::Relaxed));
+    assert!(met.iter().all(|&n| n > 50), "whole rows, late looks, rounds and copies in flight: {met:?}");
 }

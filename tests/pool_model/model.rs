@@ -1,8 +1,9 @@
 //! The plain model and the engine that uses the pool.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{HashMap, HashSet, VecDeque};
 
 use super::Op;
+use super::mirror::{COPIED_IN_FLIGHT, Mirrors, RENEWED_IN_FLIGHT, Round, met};
 use specrs::Error;
 use specrs::bounds::{PageId, PageSize};
 use specrs::pool::{Lease, Pool, PoolConfig, SeqId};
@@ -10,7 +11,7 @@ use specrs::pool::{Lease, Pool, PoolConfig, SeqId};
 pub(super) type Outcome = Result<(), String>;
 
 /// KV of the position whose prefix, itself included, is `tokens`: depends on all of them, as real KV does.
-fn kv_of(tokens: &[u32]) -> u64 {
+pub(super) fn kv_of(tokens: &[u32]) -> u64 {
     tokens.iter().fold(0xcbf2_9ce4_8422_2325, |h, &t| (h ^ u64::from(t + 1)).wrapping_mul(0x100_0000_01b3))
 }
 
@@ -25,8 +26,10 @@ pub(super) struct Seq {
 
 pub(super) struct Reserved {
     pub(super) lease: Lease,
-    /// Sequence, pages before, and whether it may write.
+    /// Sequence, pages that a rollback leaves, and whether it may write.
     pub(super) entries: Vec<(SeqId, Vec<u32>, bool)>,
+    /// Rounds that the device has run and the host has not committed.
+    pub(super) flying: VecDeque<Round>,
 }
 
 struct Cached {
@@ -35,6 +38,15 @@ struct Cached {
     page: u32,
     /// Step at which it last had an owner besides the cache.
     used: u64,
+}
+
+/// What a reservation asks for: pages, copies of tails, pages that can be had; and whether a row is too short for it.
+#[derive(Default)]
+struct Asked {
+    need: usize,
+    copies: usize,
+    can: usize,
+    too_long: bool,
 }
 
 pub(super) struct World {
@@ -51,6 +63,7 @@ pub(super) struct World {
     /// Values that no prefix has, for speculative KV.
     junk: u64,
     step: u64,
+    pub(super) mirrors: Mirrors,
 }
 
 impl World {
@@ -70,6 +83,7 @@ impl World {
             memory,
             junk: 1 << 63,
             step: 0,
+            mirrors: Mirrors::default(),
         }
     }
 
@@ -109,7 +123,7 @@ impl World {
         self.seqs.iter().find(|s| s.id == id).expect("a live sequence of the model")
     }
 
-    fn index(&self, id: SeqId) -> usize {
+    pub(super) fn index(&self, id: SeqId) -> usize {
         self.seqs.iter().position(|s| s.id == id).expect("a live sequence of the model")
     }
 
@@ -117,7 +131,7 @@ impl World {
         self.leases.iter().any(|l| l.entries.iter().any(|(s, ..)| *s == id))
     }
 
-    fn needed(&self, tokens: usize) -> usize {
+    pub(super) fn needed(&self, tokens: usize) -> usize {
         tokens.div_ceil(self.config.page.get() as usize)
     }
 
@@ -126,7 +140,7 @@ impl World {
         let s = self.seq(id);
         let tail = !s.tokens.len().is_multiple_of(self.config.page.get() as usize);
         let shared = |&t: &u32| self.owners(t) + usize::from(self.cached(t)) > 1;
-        tail && positions as usize > s.tokens.len() && s.pages.last().is_some_and(shared)
+        tail && positions as usize > s.tokens.len() && shared(&s.pages[self.needed(s.tokens.len()) - 1])
     }
 
     /// Sequences by the bits of `who`, those with (or without) a lease.
@@ -135,7 +149,7 @@ impl World {
         all.enumerate().filter(|(i, _)| who >> (i % 16) & 1 == 1).map(|(_, id)| id).collect()
     }
 
-    fn slot(&mut self, page: u32, pos: usize) -> &mut u64 {
+    pub(super) fn slot(&mut self, page: u32, pos: usize) -> &mut u64 {
         let p = self.config.page.get() as usize;
         &mut self.memory.get_mut(&page).expect("a page of the pool")[pos % p]
     }
@@ -191,6 +205,11 @@ impl World {
             Op::Fork { src, len } => self.fork(*src, *len),
             Op::Reserve { who, more } => self.reserve(*who, more),
             Op::ReserveRefused { who, twice } => self.reserve_refused(*who, *twice),
+            Op::Renew { lease, more } => self.renew(*lease, more),
+            Op::Launch { lease, accept, tokens } => self.launch(*lease, accept, *tokens),
+            Op::Share { lease, more, tokens } => self.share(*lease, more, *tokens),
+            Op::Land { lease } => self.land(*lease),
+            Op::Look { which, anew } => self.late_look(*which, *anew),
             Op::Commit { lease, accept, tokens } => self.commit(*lease, accept, *tokens),
             Op::CommitRefused { lease, how } => self.commit_refused(*lease, *how),
             Op::Rollback { lease, explicit } => self.rollback(*lease, *explicit),
@@ -260,75 +279,122 @@ impl World {
     }
 
     fn reserve(&mut self, who: u16, more: &[u16; 3]) -> Outcome {
-        let ids = self.chosen(who, false);
-        let p = self.config.page.get();
-        let wants: Vec<(SeqId, u32)> = ids
-            .iter()
-            .enumerate()
-            .map(|(i, &id)| {
-                // Often nothing more: then the lease may not write, and shared tails stay shared.
-                let more = u32::from(more[i % 3]);
-                (id, self.seq(id).tokens.len() as u32 + if more.is_multiple_of(4) { 0 } else { more % (p * 4 + 1) })
-            })
-            .collect();
-        let (mut need, mut copies) = (0, 0);
-        for &(id, positions) in &wants {
-            let s = self.seq(id);
-            need += self.needed(positions as usize) - s.pages.len();
-            copies += usize::from(self.shared_tail(id, positions));
+        let wants = self.wants(self.chosen(who, false), more);
+        let asked = self.asked(&wants);
+        let Some(lease) = self.granted(self.pool.reserve(&wants), &asked)? else { return Ok(()) };
+        let ids: Vec<SeqId> = wants.iter().map(|w| w.0).collect();
+        ensure!(lease.seqs() == ids, "sequences {:?}", lease.seqs());
+        let entries = ids.iter().map(|&id| (id, self.seq(id).pages.clone(), false)).collect();
+        self.leases.push(Reserved { lease, entries, flying: VecDeque::new() });
+        self.extended(self.leases.len() - 1, &wants, &asked)
+    }
+
+    fn renew(&mut self, lease: u16, more: &[u16; 3]) -> Outcome {
+        if self.leases.is_empty() {
+            return Ok(());
         }
-        let can = self.free_pages().len() + self.evictable().len();
-        let too_long = wants.iter().any(|&(_, n)| self.needed(n as usize) > self.config.row_pages as usize);
-        let lease = match self.pool.reserve(&wants) {
-            Err(Error::Capacity { .. }) if too_long => return Ok(()),
+        let at = lease as usize % self.leases.len();
+        let wants = self.wants(self.leases[at].entries.iter().map(|e| e.0).collect(), more);
+        let positions: Vec<u32> = wants.iter().map(|w| w.1).collect();
+        let asked = self.asked(&wants);
+        let copies = self.leases[at].lease.copies().to_vec();
+        let renewed = self.leases[at].lease.renew(&positions);
+        if self.granted(renewed, &asked)?.is_none() {
+            ensure!(self.leases[at].lease.copies() == copies, "other copies after a renewal that was refused");
+            return Ok(());
+        }
+        if !self.leases[at].flying.is_empty() {
+            met(RENEWED_IN_FLIGHT);
+            self.leases[at].lease.copies().iter().for_each(|_| met(COPIED_IN_FLIGHT));
+        }
+        self.extended(at, &wants, &asked)
+    }
+
+    fn share(&mut self, lease: u16, more: &[u16; 3], tokens: u16) -> Outcome {
+        self.launch(lease, more, tokens)?;
+        let Some(&(id, ..)) = pick(&self.leases, lease).and_then(|l| l.entries.first()) else { return Ok(()) };
+        self.fork(self.index(id) as u16, self.seq(id).tokens.len() as u16)?;
+        self.renew(lease, &more.map(|m| m | 1))
+    }
+
+    /// Positions to ask for.
+    fn wants(&self, ids: Vec<SeqId>, more: &[u16; 3]) -> Vec<(SeqId, u32)> {
+        let p = self.config.page.get();
+        let wants = ids.into_iter().enumerate().map(|(i, id)| {
+            // Often nothing more: then the lease may not write, and shared tails stay shared.
+            let more = u32::from(more[i % 3]);
+            (id, self.seq(id).tokens.len() as u32 + if more.is_multiple_of(4) { 0 } else { more % (p * 4 + 1) })
+        });
+        wants.collect()
+    }
+
+    fn asked(&self, wants: &[(SeqId, u32)]) -> Asked {
+        let mut asked = Asked { can: self.free_pages().len() + self.evictable().len(), ..Asked::default() };
+        for &(id, positions) in wants {
+            let pages = self.needed(positions as usize);
+            asked.need += pages.saturating_sub(self.seq(id).pages.len());
+            asked.copies += usize::from(self.shared_tail(id, positions));
+            asked.too_long |= pages > self.config.row_pages as usize;
+        }
+        asked
+    }
+
+    /// Whether a call was right to give what was asked for: `None` where it was right to refuse.
+    fn granted<T: std::fmt::Debug>(&self, got: specrs::Result<T>, asked: &Asked) -> Result<Option<T>, String> {
+        let &Asked { need, copies, can, too_long } = asked;
+        match got {
+            Err(Error::Capacity { .. }) if too_long => Ok(None),
             Err(Error::PoolExhausted { need: n, free, total }) if !too_long && need + copies > can => {
                 let told = (n as usize, free as usize, total as u32);
                 let want = (need + copies, can, self.config.num_pages - 1);
                 ensure!(told == want, "{told:?}, not {want:?}");
-                return Ok(());
+                Ok(None)
             }
-            Ok(lease) if !too_long && need + copies <= can => lease,
-            other => return Err(format!("{other:?}: need {need} + {copies} of {can}, beyond the row: {too_long}")),
-        };
-        ensure!(lease.seqs() == ids, "sequences {:?}", lease.seqs());
+            Ok(got) if !too_long && need + copies <= can => Ok(Some(got)),
+            other => Err(format!("{other:?}: need {need} + {copies} of {can}, beyond the row: {too_long}")),
+        }
+    }
+
+    /// Check the pages that a lease's sequences got, run its copies, and write where it may.
+    fn extended(&mut self, at: usize, wants: &[(SeqId, u32)], asked: &Asked) -> Outcome {
+        let p = self.config.page.get() as usize;
+        let (need, copies) = (asked.need, self.leases[at].lease.copies().to_vec());
         let mut fresh = Vec::new();
         let mut now = Vec::new();
-        for &(id, positions) in &wants {
+        for &(id, positions) in wants {
             let (before, after) = (&self.seq(id).pages, self.look(id)?);
             ensure!(after.len() == before.len().max(self.needed(positions as usize)), "{after:?} for {positions}");
             fresh.extend(after.iter().filter(|page| !before.contains(page)));
             let moved = before.iter().zip(&after).filter(|(b, a)| b != a).count();
-            let copied = lease.copies().iter().filter(|c| after.contains(&c.dst.get())).count();
+            let copied = copies.iter().filter(|c| after.contains(&c.dst.get())).count();
             ensure!(moved == copied, "{moved} pages replaced, {copied} copied");
             now.push(after);
         }
         self.took(&fresh)?;
         // A tail that it shared with the cache alone needs no copy where the cache had to forget it.
-        let copies = wants.iter().filter(|&&(id, positions)| self.shared_tail(id, positions)).count();
-        ensure!(lease.copies().len() == copies, "{} tails copied, not {copies}", lease.copies().len());
-        ensure!(fresh.len() == need + copies, "{} pages taken, need {need} and {copies} copies", fresh.len());
-        for c in lease.copies() {
+        let shared = wants.iter().filter(|&&(id, positions)| self.shared_tail(id, positions)).count();
+        ensure!(copies.len() == shared, "{} tails copied, not {shared}", copies.len());
+        ensure!(fresh.len() == need + shared, "{} pages taken, need {need} and {shared} copies", fresh.len());
+        for c in copies {
             for at in 0..c.len as usize {
                 *self.slot(c.dst.get(), at) = *self.slot(c.src.get(), at);
             }
         }
-        let mut entries = Vec::new();
-        for (&(id, positions), pages) in wants.iter().zip(now) {
+        for (e, (&(id, positions), pages)) in wants.iter().zip(now).enumerate() {
             let i = self.index(id);
-            let before = std::mem::replace(&mut self.seqs[i].pages, pages.clone());
+            let before = std::mem::replace(&mut self.seqs[i].pages, pages.clone()).len();
             let committed = self.seqs[i].tokens.len();
-            let writes = positions as usize > committed;
-            if writes {
-                // Speculative KV in every slot the lease allows.
-                for pos in committed..pages.len() * p as usize {
+            if positions as usize > committed {
+                // Speculative KV in every slot that the lease allows by now.
+                let wrote = std::mem::replace(&mut self.leases[at].entries[e].2, true);
+                let from = if wrote { before * p } else { committed };
+                for pos in from..pages.len() * p {
                     self.junk += 1;
                     let value = self.junk;
-                    *self.slot(pages[pos / p as usize], pos) = value;
+                    *self.slot(pages[pos / p], pos) = value;
                 }
             }
-            entries.push((id, before, writes));
         }
-        self.leases.push(Reserved { lease, entries });
         Ok(())
     }
 
@@ -337,7 +403,11 @@ impl World {
             return Ok(());
         }
         let at = lease as usize % self.leases.len();
-        let Reserved { lease, entries } = self.leases.swap_remove(at);
+        let mut reserved = self.leases.swap_remove(at);
+        while !reserved.flying.is_empty() {
+            self.land_in(&mut reserved)?;
+        }
+        let Reserved { lease, entries, .. } = reserved;
         let p = self.config.page.get() as usize;
         let mut lengths = Vec::new();
         for (i, (id, _, writes)) in entries.iter().enumerate() {
@@ -372,7 +442,7 @@ impl World {
             return Ok(());
         }
         let at = lease as usize % self.leases.len();
-        let Reserved { lease, entries } = self.leases.swap_remove(at);
+        let Reserved { lease, entries, .. } = self.leases.swap_remove(at);
         if explicit {
             lease.rollback().map_err(|e| e.to_string())?;
         } else {
@@ -397,7 +467,7 @@ impl World {
     }
 
     fn remap_in(&mut self, r: &mut Reserved, entry: u16, first: u16, order: &[u16], twice: bool) -> Outcome {
-        let Some((id, before, _)) = pick(&r.entries, entry) else { return Ok(()) };
+        let Some((id, before, _)) = pick(&r.entries, entry).filter(|_| r.flying.is_empty()) else { return Ok(()) };
         let (id, before) = (*id, before.len());
         let k = self.index(id);
         let pages = self.seqs[k].pages.clone();
@@ -424,6 +494,7 @@ impl World {
             return Ok(());
         }
         got.map_err(|e| e.to_string())?;
+        self.follow(&r.lease);
         let mut want = pages[..first].to_vec();
         want.extend(order.iter().map(|&o| range[o as usize]));
         want.extend((0..range.len()).filter(|&i| !order.contains(&(i as u32))).map(|i| range[i]));
@@ -540,7 +611,7 @@ impl World {
                 ensure!(got == want, "sequence {}: position {pos} reads another's KV", s.id);
             }
         }
-        Ok(())
+        self.check_mirrors()
     }
 
     /// Give everything back: no page may be missing.

@@ -23,11 +23,11 @@ impl World {
             return Ok(());
         }
         let at = lease as usize % self.leases.len();
-        let Reserved { lease, entries } = self.leases.swap_remove(at);
+        let Reserved { mut lease, entries, flying } = self.leases.swap_remove(at);
         let p = self.config.page.get();
         let mut lengths: Vec<u32> = entries.iter().map(|(id, ..)| self.seq(*id).tokens.len() as u32).collect();
         let Some(last) = lengths.last_mut() else {
-            self.leases.push(Reserved { lease, entries });
+            self.leases.push(Reserved { lease, entries, flying });
             return Ok(());
         };
         let (id, _, writes) = &entries[entries.len() - 1];
@@ -36,11 +36,14 @@ impl World {
             1 => *last = if *writes { self.seq(*id).pages.len() as u32 * p } else { *last } + 1,
             _ => lengths.push(0),
         }
+        ensure!(lease.advance(&lengths).is_err(), "{lengths:?} was committed, under a lease that lives on");
+        // Below what is committed, and too many, can't be reserved either.
+        ensure!(how % 3 == 1 || lease.renew(&lengths).is_err(), "{lengths:?} was reserved");
         match lease.commit(&lengths) {
             Ok(()) => Err(format!("{lengths:?} was committed")),
             Err(r) => {
                 let lease = r.lease;
-                self.leases.push(Reserved { lease, entries });
+                self.leases.push(Reserved { lease, entries, flying });
                 Ok(())
             }
         }
