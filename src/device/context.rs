@@ -1,28 +1,13 @@
-//! One [`Device`] per GPU of the process: the retained primary context, its kernels and its fault record.
+//! A GPU's primary context and fault record: where kernels are loaded and launched.
 
-use std::sync::{Mutex, OnceLock};
-
-use super::driver::{Entered, Primary, Relaxed};
+use super::driver::{Entered, Primary};
 use super::fault::{Faults, to_error};
-use super::kernels::Kernels;
-use super::{driver, libcuda, ptx};
-use crate::error::{Error, Result, in_range};
+use crate::error::Result;
 
-/// Largest number of GPUs in a process that are told apart.
-const MAX_DEVICES: usize = 64;
-
-/// Devices in use, by ordinal. They live as long as the process: a kernel may be in flight, or captured in a graph that
-/// torch owns, at any later time.
-static DEVICES: [OnceLock<Device>; MAX_DEVICES] = [const { OnceLock::new() }; MAX_DEVICES];
-
-/// Held while a device is set up, so that it is set up once.
-static SETUP: Mutex<()> = Mutex::new(());
-
-/// A GPU that kernels of this crate can run on. Get one with [`Device::get`].
+/// The retained primary context of one GPU, with the fault record that its kernels share.
 #[derive(Debug)]
-pub struct Device {
-    // Fields are dropped in this order where a setup fails half-way: what lives in the context goes before it.
-    kernels: Kernels,
+pub(super) struct Context {
+    // Dropped before `primary`: it lives in the context.
     faults: Faults,
     primary: Primary,
     ordinal: i32,
@@ -30,78 +15,26 @@ pub struct Device {
     multiprocessors: u32,
 }
 
-/// Whether kernels can run in this process at all: `Ok`, or why not (no kernels in this build, no driver, no GPU).
-pub fn available() -> Result<()> {
-    if let Some(why) = ptx::ABSENT {
-        return Err(Error::CudaUnavailable(format!("no CUDA kernels in this build: {why}")));
-    }
-    libcuda::start()?;
-    match driver::named("cuDeviceGetCount", cudarc::driver::result::device::get_count())? {
-        count if count > 0 => Ok(()),
-        _ => Err(Error::CudaUnavailable("the driver sees no GPU".into())),
-    }
-}
-
-impl Device {
-    /// The device with the driver's (and torch's) number `ordinal`. The first call sets it up: retains the primary
-    /// context, loads the kernels and allocates the fault record (64 bytes); later calls cost one atomic load.
-    ///
-    /// Safe to call for the first time while a stream is captured, though better before: loading takes milliseconds.
-    pub fn get(ordinal: i32) -> Result<&'static Device> {
-        in_range("CUDA device", ordinal, 0, MAX_DEVICES as i128 - 1)?;
-        let cell = &DEVICES[ordinal as usize]; // in range: just checked
-        if let Some(device) = cell.get() {
-            return Ok(device);
-        }
-        let _setup = SETUP.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        if let Some(device) = cell.get() {
-            return Ok(device); // another thread was first
-        }
-        available()?;
-        let device = Device::set_up(ordinal)?;
-        Ok(cell.get_or_init(|| device))
+impl Context {
+    /// The context `primary` of device `ordinal`, which is current; allocates the fault record.
+    pub(super) fn new(primary: Primary, ordinal: i32) -> Result<Self> {
+        let (capability, multiprocessors) = (primary.capability()?, primary.multiprocessors()?);
+        Ok(Self { faults: Faults::new()?, primary, ordinal, capability, multiprocessors })
     }
 
-    fn set_up(ordinal: i32) -> Result<Device> {
-        // Guards before what is made under them: on an error, values are dropped while the context is still current.
-        let relaxed = Relaxed::enter()?;
-        let primary = Primary::retain(ordinal)?;
-        let current = primary.enter()?;
-        let capability = primary.capability()?;
-        let multiprocessors = primary.multiprocessors()?;
-        let kernels = Kernels::load(capability)?;
-        let faults = Faults::new()?;
-        drop(current);
-        drop(relaxed);
-        Ok(Device { kernels, faults, primary, ordinal, capability, multiprocessors })
-    }
-
-    /// The driver's number of this device.
-    pub fn ordinal(&self) -> i32 {
+    /// The driver's number of the device.
+    pub(super) fn ordinal(&self) -> i32 {
         self.ordinal
     }
 
-    /// Compute capability, major * 10 + minor: 90 for Hopper.
-    pub fn capability(&self) -> i32 {
+    /// Compute capability, major * 10 + minor.
+    pub(super) fn capability(&self) -> i32 {
         self.capability
     }
 
     /// Multiprocessors: what a grid is sized by.
-    pub fn multiprocessors(&self) -> u32 {
+    pub(super) fn multiprocessors(&self) -> u32 {
         self.multiprocessors
-    }
-
-    /// Raise what a kernel of this device recorded since the last call, once: [`Error::OutOfBounds`] with kernel, buffer,
-    /// request, step, index and bound. Reads host memory and waits for nothing: it sees the faults of work that has
-    /// finished, so call it where the stream is known to have got far enough (after a read-back or an event).
-    /// Of several faults in that time the first is kept.
-    pub fn check(&self) -> Result<()> {
-        self.faults.take().map_or(Ok(()), |record| Err(to_error(&record)))
-    }
-
-    /// The functions that were loaded for this device.
-    pub(super) fn kernels(&self) -> &Kernels {
-        &self.kernels
     }
 
     /// Make the context current for a launch.
@@ -112,5 +45,10 @@ impl Device {
     /// Addresses of the fault record and of its claim word, for a kernel's parameters.
     pub(super) fn fault_addresses(&self) -> (u64, u64) {
         (self.faults.record_address(), self.faults.claim_address())
+    }
+
+    /// Raise the fault that was recorded since the last call, once.
+    pub(super) fn check(&self) -> Result<()> {
+        self.faults.take().map_or(Ok(()), |record| Err(to_error(&record)))
     }
 }

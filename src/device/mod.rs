@@ -6,9 +6,9 @@
 //! 2. [`params`] declares the kernel's parameter struct, once for Rust and C++.
 //! 3. [`Device`] retains the device's *primary* context, which is torch's: raw pointers and stream handles
 //!    interoperate. It loads each PTX image once and lives as long as the process.
-//! 4. A safe function per kernel ([`kv_move()`]; one file each in `kernels/`, which owns its functions) takes typed views
-//!    ([`view`]), checks everything the host can know before the launch, and launches on a [`Stream`] that the caller
-//!    owns. It allocates nothing and waits for nothing, so that it can be captured into a graph.
+//! 4. A safe launch per kernel ([`KvMove::launch`]; one file each in `kernels/`, which owns its functions) takes typed
+//!    views ([`view`]), checks everything the host can know before the launch, and launches on a [`Stream`] that the
+//!    caller owns. It allocates nothing and waits for nothing, so that it can be captured into a graph.
 //! 5. What only the device can know (an index in a tensor) the kernel checks; it skips the access and leaves a record in
 //!    mapped memory, which [`Device::check`] turns into [`Error::OutOfBounds`] at the next boundary.
 //!
@@ -17,7 +17,7 @@
 //! # fn f(cache: KvCacheView, moves: MovesView, stream: Stream) -> specrs::Result<()> {
 //! device::available()?; // typed error where there is no driver, no GPU, or no kernels in this build
 //! let device = Device::get(0)?;
-//! device::kv_move(device, stream, &cache, &moves)?;
+//! device.kernels().kv_move.launch(stream, &cache, &moves)?;
 //! // ... later, once the stream has got there:
 //! device.check()?;
 //! # Ok(()) }
@@ -29,6 +29,7 @@
 #![allow(unsafe_code)]
 
 mod context;
+mod devices;
 mod driver;
 mod fault;
 mod kernels;
@@ -37,9 +38,9 @@ pub mod params;
 mod ptx;
 pub mod view;
 
-pub use context::{Device, available};
+pub use devices::{Device, available};
 pub use driver::Stream;
-pub use kernels::kv_move;
+pub use kernels::{Kernels, KvMove};
 pub use view::{DeviceSlice, KvCacheView, MovesView};
 
 #[cfg(doc)]

@@ -83,7 +83,7 @@ pub(super) fn _device_kv_move(
             let view = cache.device_kv_cache(ordinal, &[src, dst, offsets])?;
             let slices = (src.device_i32(ordinal)?, dst.device_i32(ordinal)?, offsets.device_i32(ordinal)?);
             let moves = MovesView::new(slices.0, slices.1, slices.2)?;
-            device::kv_move(Device::get(ordinal)?, cuda::stream(handle), &view, &moves)
+            Device::get(ordinal)?.kernels().kv_move.launch(cuda::stream(handle), &view, &moves)
         })
     }
     #[cfg(not(feature = "cuda"))]

@@ -1,6 +1,8 @@
 //! The launch of `cuda/kv_move.cu`: KV rows from slot to slot, K and V of all layers, all requests, in one kernel.
 
-use crate::device::context::Device;
+use std::sync::Arc;
+
+use crate::device::context::Context;
 use crate::device::driver::{Function, Module, Stream};
 use crate::device::params::KvMoveParams;
 use crate::device::ptx;
@@ -14,17 +16,19 @@ const BLOCKS_PER_MULTIPROCESSOR: u32 = 8;
 /// Largest `gridDim.y`; the kernel strides over more requests than that.
 const MAX_GRID_Y: u32 = 65_535;
 
-/// The functions of `cuda/kv_move.cu`, one for each vector width.
+/// The kernels of `cuda/kv_move.cu`, one for each vector width, on one device.
 #[derive(Debug)]
-pub(super) struct Functions {
+pub struct KvMove {
     /// `(bytes of a vector, function)`, widest first. Valid while `_module` is loaded.
     by_width: [(u64, Function); 5],
     _module: Module,
+    context: Arc<Context>,
 }
 
-impl Functions {
-    pub(super) fn load(capability: i32) -> Result<Self> {
-        let module = Module::load(ptx::select("kv_move", capability)?.text)?;
+impl KvMove {
+    /// Load them into `context`, which is current.
+    pub(super) fn load(context: Arc<Context>) -> Result<Self> {
+        let module = Module::load(ptx::select("kv_move", context.capability())?.text)?;
         let by_width = [
             (16, module.function("kv_move_v16")?),
             (8, module.function("kv_move_v8")?),
@@ -32,54 +36,55 @@ impl Functions {
             (2, module.function("kv_move_v2")?),
             (1, module.function("kv_move_v1")?),
         ];
-        Ok(Self { by_width, _module: module })
+        Ok(Self { by_width, _module: module, context })
     }
-}
 
-/// For each request in the batch, and each of its moves in order, copy the token row of slot `src` to slot `dst` in every
-/// plane of the cache. Equal to executing a request's moves one by one, whatever their overlap; requests run
-/// concurrently, so one's destinations must not be slots of another's moves (pages that are written have one owner).
-///
-/// Lanes whose destination is slot 0 are padding. A slot outside the cache skips its move, offsets outside the arrays skip
-/// their request; either is recorded for [`Device::check`]. Launches once, or not at all for an empty batch.
-/// Can be captured: a replay reads the arrays' contents of that time.
-pub fn kv_move(device: &Device, stream: Stream, cache: &KvCacheView, moves: &MovesView) -> Result<()> {
-    for (operand, on) in [("cache", cache.device()), ("src", moves.src().device())] {
-        if on != device.ordinal() {
-            return Err(device_mismatch(operand, on, device.ordinal(), "the kernel is launched"));
+    /// For each request in the batch, and each of its moves in order, copy the token row of slot `src` to slot `dst` in
+    /// every plane of the cache. Equal to executing a request's moves one by one, whatever their overlap; requests run
+    /// concurrently, so one's destinations must not be slots of another's moves (pages that are written have one owner).
+    ///
+    /// Lanes whose destination is slot 0 are padding. A slot outside the cache skips its move, offsets outside the arrays
+    /// skip their request; either is recorded for [`Device::check`](crate::device::Device::check). Launches once, or not
+    /// at all for an empty batch. Can be captured: a replay reads the arrays' contents of that time.
+    pub fn launch(&self, stream: Stream, cache: &KvCacheView, moves: &MovesView) -> Result<()> {
+        let context = &self.context;
+        for (operand, on) in [("cache", cache.device()), ("src", moves.src().device())] {
+            if on != context.ordinal() {
+                return Err(device_mismatch(operand, on, context.ordinal(), "the kernel is launched"));
+            }
         }
+        if moves.requests() == 0 || moves.src().is_empty() {
+            return Ok(());
+        }
+        let shape = launch_shape(cache, moves.requests(), context.multiprocessors())?;
+        let (record, claim) = context.fault_addresses();
+        let params = KvMoveParams {
+            cache: cache.address(),
+            src: moves.src().address(),
+            dst: moves.dst().address(),
+            offsets: moves.offsets().address(),
+            record,
+            claim,
+            plane_bytes: cache.row_bytes() * cache.num_slots() as u64, // KvCacheView checked the product
+            num_slots: cache.num_slots(),
+            moves: moves.src().len() as i32, // at most MAX_MOVES
+            requests: moves.requests() as i32,
+            planes: cache.planes(),
+            columns: shape.columns,
+            reserved: 0,
+        };
+        let Some((_, function)) = self.by_width.iter().find(|(width, _)| *width == shape.width) else {
+            return Err(Error::Invalid {
+                what: "vector width",
+                got: shape.width.to_string(),
+                why: "no such kernel".into(),
+            });
+        };
+        let _current = context.enter()?;
+        // SAFETY: the device's module is loaded for the process and its context is current. Addresses and capacities come
+        // from views, whose constructors' callers promised them; the fault record lives as long as the process.
+        unsafe { function.launch((shape.blocks, shape.rows, 1), BLOCK, stream, &params) }
     }
-    if moves.requests() == 0 || moves.src().is_empty() {
-        return Ok(());
-    }
-    let shape = launch_shape(cache, moves.requests(), device.multiprocessors())?;
-    let (record, claim) = device.fault_addresses();
-    let params = KvMoveParams {
-        cache: cache.address(),
-        src: moves.src().address(),
-        dst: moves.dst().address(),
-        offsets: moves.offsets().address(),
-        record,
-        claim,
-        plane_bytes: cache.row_bytes() * cache.num_slots() as u64, // KvCacheView checked the product
-        num_slots: cache.num_slots(),
-        moves: moves.src().len() as i32, // at most MAX_MOVES
-        requests: moves.requests() as i32,
-        planes: cache.planes(),
-        columns: shape.columns,
-        reserved: 0,
-    };
-    let Some((_, function)) = device.kernels().kv_move.by_width.iter().find(|(width, _)| *width == shape.width) else {
-        return Err(Error::Invalid {
-            what: "vector width",
-            got: shape.width.to_string(),
-            why: "no such kernel".into(),
-        });
-    };
-    let _current = device.enter()?;
-    // SAFETY: the device's module is loaded for the process and its context is current. Addresses and capacities come
-    // from views, whose constructors' callers promised them; the fault record lives as long as the process.
-    unsafe { function.launch((shape.blocks, shape.rows, 1), BLOCK, stream, &params) }
 }
 
 /// How a cache is cut into threads.
@@ -190,15 +195,5 @@ mod tests {
         // SAFETY: nothing is launched with it.
         let odd = unsafe { DeviceSlice::<i32>::from_raw("offsets", 66, 3, 0) };
         assert!(odd.unwrap_err().to_string().contains("offsets: got device address 0x42"));
-    }
-
-    #[test]
-    fn a_machine_without_a_gpu_gives_a_typed_error() {
-        if crate::device::available().is_ok() {
-            return; // the GPU tests of tests/python cover this machine
-        }
-        assert!(matches!(Device::get(0), Err(Error::CudaUnavailable(_) | Error::Cuda { .. })));
-        assert!(matches!(Device::get(-1), Err(Error::OutOfRange { got: -1, .. })));
-        assert!(matches!(Device::get(64), Err(Error::OutOfRange { got: 64, .. })));
     }
 }

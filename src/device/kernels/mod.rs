@@ -1,20 +1,24 @@
-//! One file a kernel: its functions, loaded when a device is set up, and the safe function that launches them.
+//! One file a kernel: its functions, loaded when a device is set up, and their safe launch.
 
 mod kv_move;
 
-pub use kv_move::kv_move;
+pub use kv_move::KvMove;
 
+use std::sync::Arc;
+
+use super::context::Context;
 use crate::error::Result;
 
 /// The kernels of one device.
 #[derive(Debug)]
-pub(super) struct Kernels {
-    kv_move: kv_move::Functions,
+pub struct Kernels {
+    /// Moves of KV rows between slots.
+    pub kv_move: KvMove,
 }
 
 impl Kernels {
-    /// Load every kernel into the current context, for a device of this compute capability (major * 10 + minor).
-    pub(super) fn load(capability: i32) -> Result<Self> {
-        Ok(Self { kv_move: kv_move::Functions::load(capability)? })
+    /// Load every kernel into `context`, which is current.
+    pub(super) fn load(context: &Arc<Context>) -> Result<Self> {
+        Ok(Self { kv_move: KvMove::load(context.clone())? })
     }
 }
