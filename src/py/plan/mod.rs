@@ -2,26 +2,28 @@
 //!
 //! | file | what lives there |
 //! |---|---|
-//! | `mod` | `Plan` with the arrays of its format, `Moves` |
+//! | `mod` | `Plan` with the arrays of its format |
+//! | `moves` | `Moves`: copies of KV rows, made by planners, leases and callers |
 //! | `planner` | `Planner`, `DeviceLens` |
 //! | `buffers` | `FormatBuffers`: static memory for the arrays of a format, and who may still read it |
 
 mod buffers;
+mod moves;
 mod planner;
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use super::arg::{Int, detached, i32s};
+use super::arg::detached;
 use super::array::Array;
 use super::dlpack::Buffer;
-use crate::bounds::Slot;
 use crate::error::{Error, Result};
-use crate::plan::{self, AnyFormat, AuditedPlan, Format, Phase};
+use crate::plan::{AnyFormat, AuditedPlan, Format, Phase};
 use crate::pool;
 
 pub(super) use self::buffers::FormatBuffers;
 use self::buffers::{Written, view};
+pub(super) use self::moves::Moves;
 pub(super) use self::planner::{DeviceLens, Planner};
 
 /// What one step of a batch writes and attends to, checked against the pool, and the arrays of its format. Kernels
@@ -173,48 +175,5 @@ impl Plan {
     fn __repr__(&self) -> String {
         let (phase, format) = (self.phase(), self.format.name());
         format!("Plan(phase={phase:?}, format={format:?}, batch={}, queries={})", self.batch(), self.queries())
-    }
-}
-
-/// Copies of one token's KV, in every layer, for `kv_move` to run in order.
-#[pyclass(frozen, module = "specrs._specrs")]
-pub(super) struct Moves {
-    pub(super) moves: plan::Moves,
-    /// The pool whose rows it is tied to; `None` for raw slots.
-    pub(super) pool: Option<pool::Pool>,
-}
-
-#[pymethods]
-impl Moves {
-    /// Moves between raw slots of a cache of `num_slots` slots, put into an order in which no move reads what an
-    /// earlier one wrote. A ring of moves needs `scratch`, a slot that no move uses.
-    #[new]
-    #[pyo3(signature = (src, dst, num_slots, scratch=None))]
-    fn new(py: Python<'_>, src: Vec<Int>, dst: Vec<Int>, num_slots: Int, scratch: Option<Int>) -> PyResult<Self> {
-        let (src, dst) = (i32s("source slot", &src)?, i32s("destination slot", &dst)?);
-        let num_slots = num_slots.within("num_slots", 0, i32::MAX.into())? as u32;
-        let scratch = scratch.map(|s| Slot::new(s.u32("scratch slot")?)).transpose()?;
-        let moves = detached(py, || plan::Moves::new(&src, &dst, num_slots, scratch))?;
-        Ok(Self { moves, pool: None })
-    }
-
-    /// Source slots, int32.
-    #[getter]
-    fn src(&self) -> PyResult<Array> {
-        Ok(Array::line(self.moves.src())?)
-    }
-
-    /// Destination slots, int32.
-    #[getter]
-    fn dst(&self) -> PyResult<Array> {
-        Ok(Array::line(self.moves.dst())?)
-    }
-
-    fn __len__(&self) -> usize {
-        self.moves.len()
-    }
-
-    fn __repr__(&self) -> String {
-        format!("Moves(src={:?}, dst={:?})", self.moves.src(), self.moves.dst())
     }
 }

@@ -5,8 +5,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyMapping};
 
+use super::Plan;
 use super::buffers::{FormatBuffers, Static, Use, phase};
-use super::{Moves, Plan};
+use super::moves::Moves;
 use crate::error::{Error, Result};
 use crate::geometry;
 use crate::plan::{
