@@ -6,8 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use pyo3::prelude::*;
 
 use super::arg::{Int, detached, i32s, same_len, u32s};
-use super::array::Array;
-use super::dlpack::Tensor;
+use super::dlpack::{Array, Tensor};
 use super::geometry::TreeShape;
 use crate::error::Result;
 use crate::host::select;

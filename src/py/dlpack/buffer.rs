@@ -1,4 +1,5 @@
 //! Memory as DLPack capsules: a buffer's own, or that of anything that an `Arc` keeps in place.
+#![allow(unsafe_code)]
 
 use std::cell::UnsafeCell;
 use std::ffi::c_void;
@@ -11,7 +12,7 @@ use pyo3::prelude::*;
 use super::abi::{
     DType, Device, DlTensor, Element, IS_COPIED, LEGACY, Legacy, READ_ONLY, VERSIONED, Version, Versioned,
 };
-use super::lent::Place;
+use super::place::Place;
 use crate::error::{Error, Result};
 
 /// What keeps the memory of a [`Buffer`] in place.

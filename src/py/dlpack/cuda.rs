@@ -3,8 +3,11 @@
 //! As for torch's own operations, the caller keeps a tensor's memory from being reused before the work on it is done:
 //! torch's allocator does so for work on the stream that the tensor was made on; for another stream there is
 //! `Tensor.record_stream`, and a captured graph's tensors are kept by whoever replays it.
+#![allow(unsafe_code)]
 
-use super::{DType, Device, Output, Tensor};
+use super::abi::{DType, Device};
+use super::output::Output;
+use super::tensor::Tensor;
 use crate::device::{DeviceSlice, KvCacheView, Stream};
 use crate::error::Result;
 

@@ -8,8 +8,8 @@
 use pyo3::intern;
 use pyo3::prelude::*;
 
-use super::Tensor;
 use super::output::touch;
+use super::tensor::Tensor;
 use crate::error::Error;
 
 /// A lent tensor that can be resized, as it was when it was lent.

@@ -1,12 +1,14 @@
 //! Static memory: what a caller lends to be written round after round, or zeroed memory of ours in its stead.
+#![allow(unsafe_code)]
 
 use std::alloc::Layout;
 use std::fmt;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::Tensor;
 use super::abi::{DType, Device};
+use super::place::{Place, Source};
+use super::tensor::Tensor;
 use crate::error::{Error, Result};
 use crate::plan::Memory;
 
@@ -17,54 +19,6 @@ const ALIGN: usize = 64;
 /// writers of one memory would each hold a `&mut` to it, and what one of them knows of its content the other makes
 /// false.
 static LENT: Mutex<Vec<(usize, usize)>> = Mutex::new(Vec::new());
-
-/// Memory that stays where it is. [`Lent`] alone makes slices of it; others know its address, and keep it alive.
-pub(in crate::py) struct Place {
-    data: NonNull<u8>, // `len` initialised bytes, aligned to the elements
-    len: usize,
-    source: Source,
-}
-
-/// Who owns the bytes.
-enum Source {
-    /// A caller's tensor: contiguous, writable, on the CPU.
-    Tensor(#[allow(dead_code, reason = "held for its memory")] Box<Tensor>),
-    /// `alloc_zeroed` of this layout at this address, which is at or before `data`.
-    Heap(NonNull<u8>, Layout),
-}
-
-// SAFETY: the memory is plain bytes that `source` keeps; a DLPack deleter may run on any thread; `Place` itself never
-// reads or writes them.
-unsafe impl Send for Place {}
-// SAFETY: as above.
-unsafe impl Sync for Place {}
-
-impl Place {
-    /// Address of the first byte; dangling where there is none.
-    pub(super) fn data(&self) -> *mut u8 {
-        self.data.as_ptr()
-    }
-
-    /// Bytes.
-    pub(super) fn len(&self) -> usize {
-        self.len
-    }
-
-    /// First address and one past the last.
-    fn range(&self) -> (usize, usize) {
-        let first = self.data.as_ptr() as usize;
-        (first, first + self.len)
-    }
-}
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        if let Source::Heap(at, layout) = self.source {
-            // SAFETY: allocated with this layout in `Lent::zeroed`, and freed once.
-            unsafe { std::alloc::dealloc(at.as_ptr(), layout) }
-        }
-    }
-}
 
 /// The right to read and write a [`Place`]; there is one for each.
 pub(in crate::py) struct Lent {
@@ -130,7 +84,7 @@ impl Lent {
         if lent.iter().any(|l| l.0 < end && first < l.1) {
             return Err(tensor.mismatch("memory that other buffers write", "memory that nobody else writes"));
         }
-        let place = Place { data, len, source: Source::Tensor(tensor.into()) };
+        let place = Place { data, len, source: Source::Tensor(Box::new(tensor)) };
         lent.push(place.range());
         Ok(Self { place: Arc::new(place), fresh: false })
     }

@@ -4,16 +4,16 @@
 //! that wrote into one would leave a graph behind that computes the gradient of something else, so these are refused,
 //! and views of them, too. Any other torch tensor has its version counted up, as torch's own operations in place do:
 //! backward then refuses what it saved before the write. A call that is refused for another operand may have counted.
+#![allow(unsafe_code)]
 
 use std::ops::Deref;
-use std::sync::Arc;
 
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
 
 use super::abi::{Device, Element};
-use super::{Tensor, known};
+use super::producer::known;
+use super::tensor::Tensor;
 use crate::error::Result;
 
 /// A tensor that may be written, as far as its library is concerned.
@@ -71,22 +71,4 @@ pub(super) fn touch(obj: &Bound<'_, PyAny>, tensor: &Tensor) -> PyResult<()> {
     }
     increment_version.bind(py).call1(((obj,),))?; // nothing for an inference tensor, which no graph can hold
     Ok(())
-}
-
-/// What counts up the version of `obj`, where it is a tensor of torch's.
-pub(super) fn increment_version(obj: &Bound<'_, PyAny>) -> PyResult<Option<Arc<Py<PyAny>>>> {
-    let py = obj.py();
-    let modules = py.import(intern!(py, "sys"))?.getattr(intern!(py, "modules"))?.cast_into::<PyDict>()?;
-    let Some(torch) = modules.get_item("torch")? else { return Ok(None) };
-    let Some(class) = torch.getattr_opt(intern!(py, "Tensor"))? else { return Ok(None) };
-    if !obj.is_instance(&class)? {
-        return Ok(None);
-    }
-    // The function beneath `torch.autograd.graph.increment_version`, whose Python wrapper takes more than half of the
-    // time; a decode pass makes some 70 of these calls. Both take tensors in a tuple.
-    let found = match torch.getattr_opt(intern!(py, "_C"))?.map(|c| c.getattr_opt(intern!(py, "_increment_version"))) {
-        Some(Ok(Some(function))) => function,
-        _ => py.import(intern!(py, "torch.autograd.graph"))?.getattr(intern!(py, "increment_version"))?,
-    };
-    Ok(Some(Arc::new(found.unbind())))
 }

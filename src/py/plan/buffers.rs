@@ -14,8 +14,7 @@ use crate::error::{Error, Result};
 use crate::geometry::Geometry;
 use crate::plan::{self, AnyFormat, ArrayRef, Arrays, Extent, Format, Given, Load, Phase, Spec};
 use crate::py::arg::detached;
-use crate::py::array::{Array, Lease};
-use crate::py::dlpack::{Buffer, DType, Lender, Lent, Place, Tensor, View};
+use crate::py::dlpack::{Array, Buffer, DType, Lender, Lent, Place, Tensor, View, ViewGuard};
 use crate::revert::Fault;
 
 /// Element types that an array may have in memory of a caller; the first is that of specrs's memory.
@@ -63,7 +62,7 @@ pub(super) fn phase(name: &str, step: Option<u32>) -> Result<Phase> {
 
 /// What buffers are for: a format of a configuration, a phase, a number of requests.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Use {
+pub(super) struct BufferPurpose {
     pub(super) format: AnyFormat,
     pub(super) geometry: Geometry,
     pub(super) phase: Phase,
@@ -72,7 +71,7 @@ pub(super) struct Use {
     pub(super) max_batch: u32,
 }
 
-impl Use {
+impl BufferPurpose {
     /// The largest size of each array, by its index in the format.
     pub(super) fn limits(&self) -> Result<Vec<(usize, Extent)>> {
         let of = |phase| self.format.extents(&self.geometry, &Load::limit(&self.geometry, phase, self.max_batch)?);
@@ -144,7 +143,7 @@ impl Use {
     }
 
     /// Check that a plan of `other` may be written here.
-    pub(super) fn takes(&self, other: &Use) -> Result<()> {
+    pub(super) fn takes(&self, other: &BufferPurpose) -> Result<()> {
         let differ = |what: &'static str, got: String, want: String| {
             Err(Error::Mismatch { operand: "out", got: format!("buffers for {what} {got}"), want })
         };
@@ -162,7 +161,7 @@ impl Use {
         if same {
             return Ok(());
         }
-        let name = |u: &Use| match u.phase {
+        let name = |u: &BufferPurpose| match u.phase {
             Phase::Draft { step } => format!("draft step {step}"),
             phase => phase.name().to_string(),
         };
@@ -191,7 +190,7 @@ struct Slab {
 
 /// What `FormatBuffers`, the plans written into them and the views of these share.
 pub(super) struct Static {
-    purpose: Use,
+    purpose: BufferPurpose,
     slabs: Vec<Slab>,
     /// Of those of a caller's tensors that can be resized.
     lenders: Vec<Lender>,
@@ -205,7 +204,7 @@ pub(super) struct Static {
 impl Static {
     /// Buffers for `purpose`, in memory of specrs or, where `tensors` is given, in those of a caller.
     pub(super) fn new(
-        purpose: Use,
+        purpose: BufferPurpose,
         tensors: Option<Vec<(&'static str, Tensor)>>,
         lenders: Vec<Lender>,
     ) -> Result<Self> {
@@ -256,7 +255,7 @@ impl Static {
     }
 
     /// What it is for.
-    pub(super) fn purpose(&self) -> &Use {
+    pub(super) fn purpose(&self) -> &BufferPurpose {
         &self.purpose
     }
 
@@ -274,7 +273,7 @@ impl Static {
 
 /// Check the tensors of a caller against the arrays of the phase; returns the size of each.
 fn check(
-    purpose: &Use,
+    purpose: &BufferPurpose,
     specs: &'static [Spec],
     limits: &[(usize, Extent)],
     tensors: &[(&'static str, Tensor)],
@@ -301,7 +300,7 @@ fn check(
 }
 
 /// The size of a tensor, where it holds `limit`.
-fn capacity(purpose: &Use, at: usize, tensor: &Tensor, limit: Extent) -> Result<Extent> {
+fn capacity(purpose: &BufferPurpose, at: usize, tensor: &Tensor, limit: Extent) -> Result<Extent> {
     let what = purpose.format.arrays().get(at).map_or("array", |s| s.name);
     let shape: Vec<u64> = tensor.shape().iter().map(|&n| n as u64).collect();
     let too_small = |need, have, of: &str| {
@@ -344,8 +343,8 @@ impl Written {
         views
             .map(|(slab, view)| {
                 let name = slab.spec.name;
-                let lease = Of { write: self.clone(), name };
-                Ok((name, Array::of(Buffer::of_place(slab.place.clone(), view)?, Some(Arc::new(lease)))))
+                let guard = WriteGuard { write: self.clone(), name };
+                Ok((name, Array::of(Buffer::of_place(slab.place.clone(), view)?, Some(Arc::new(guard)))))
             })
             .collect()
     }
@@ -362,13 +361,13 @@ impl Written {
     }
 }
 
-/// The lease of a view of one write.
-struct Of {
+/// Guards a view of one write.
+struct WriteGuard {
     write: Written,
     name: &'static str,
 }
 
-impl Lease for Of {
+impl ViewGuard for WriteGuard {
     fn check(&self, py: Python<'_>) -> PyResult<()> {
         self.write.memory.check_lender(py, self.name)
     }
@@ -381,13 +380,13 @@ impl Lease for Of {
     }
 }
 
-/// The lease of a view of whole memory, which shows whatever was written last.
-struct Whole {
+/// Guards a view of whole memory, which shows whatever was written last.
+struct MemoryGuard {
     memory: Arc<Static>,
     name: &'static str,
 }
 
-impl Lease for Whole {
+impl ViewGuard for MemoryGuard {
     fn check(&self, py: Python<'_>) -> PyResult<()> {
         self.memory.check_lender(py, self.name)
     }
@@ -451,8 +450,8 @@ impl FormatBuffers {
                     View::Table { name, dtype, rows: rows as usize, cols: cols as usize, stride: cols as usize }
                 }
             };
-            let lease: Arc<dyn Lease> = Arc::new(Whole { memory: self.0.clone(), name });
-            dict.set_item(name, Array::of(Buffer::of_place(slab.place.clone(), view)?, Some(lease)))?;
+            let guard: Arc<dyn ViewGuard> = Arc::new(MemoryGuard { memory: self.0.clone(), name });
+            dict.set_item(name, Array::of(Buffer::of_place(slab.place.clone(), view)?, Some(guard)))?;
         }
         Ok(dict)
     }

@@ -15,8 +15,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use super::arg::detached;
-use super::array::Array;
-use super::dlpack::Buffer;
+use super::dlpack::{Array, Buffer};
 use crate::error::{Error, Result};
 use crate::plan::{AnyFormat, AuditedPlan, Format, Phase};
 use crate::pool;

@@ -6,7 +6,7 @@ use crate::bounds::Slot;
 use crate::plan;
 use crate::pool;
 use crate::py::arg::{Int, detached, i32s};
-use crate::py::array::Array;
+use crate::py::dlpack::Array;
 
 /// Copies of one token's KV, in every layer, for `kv_move` to run in order.
 #[pyclass(frozen, module = "specrs._specrs")]

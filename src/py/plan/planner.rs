@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyMapping};
 
 use super::Plan;
-use super::buffers::{FormatBuffers, Static, Use, phase};
+use super::buffers::{BufferPurpose, FormatBuffers, Static, phase};
 use super::moves::Moves;
 use crate::error::{Error, Result};
 use crate::geometry;
@@ -182,12 +182,12 @@ impl Planner {
         Ok(Plan { plan, pool: self.pool.clone(), format: self.format, expand_page_size, out })
     }
 
-    fn purpose(&self, phase: Phase, any_step: bool, max_batch: u32) -> Use {
-        Use { format: self.format, geometry: self.geometry, phase, any_step, max_batch }
+    fn purpose(&self, phase: Phase, any_step: bool, max_batch: u32) -> BufferPurpose {
+        BufferPurpose { format: self.format, geometry: self.geometry, phase, any_step, max_batch }
     }
 
     /// A phase, step and batch of the arguments.
-    fn parse(&self, name: &str, step: Option<Int>, max_batch: Option<Int>) -> Result<Use> {
+    fn parse(&self, name: &str, step: Option<Int>, max_batch: Option<Int>) -> Result<BufferPurpose> {
         let limit = self.geometry.limits().max_batch;
         let step = step.map(|s| s.within("step", 0, self.geometry.shape().steps() as i128 - 1)).transpose()?;
         let max_batch = max_batch.map(|b| b.within("max_batch", 0, limit.into())).transpose()?;

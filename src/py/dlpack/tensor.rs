@@ -1,0 +1,352 @@
+//! Tensors of any producer as checked typed views.
+#![allow(unsafe_code)]
+
+use std::ffi::{CStr, c_void};
+use std::fmt;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use pyo3::exceptions::PyBufferError;
+use pyo3::ffi;
+use pyo3::prelude::*;
+
+use super::abi::{
+    DType, Device, DlTensor, Element, IS_COPIED, LEGACY, LEGACY_USED, Legacy, MAX_VERSION, READ_ONLY, VERSIONED,
+    VERSIONED_USED, Versioned,
+};
+use super::array::Array;
+use super::buffer::Buffer;
+use super::producer::{Producer, call_dlpack, known, refused};
+use crate::error::{Error, Result};
+
+/// Largest rank that is imported.
+const MAX_RANK: usize = 8;
+
+/// The owner that keeps an imported tensor's memory alive.
+enum Owner {
+    Legacy(NonNull<Legacy>),
+    Versioned(NonNull<Versioned>),
+    Own(#[allow(dead_code, reason = "held for its memory")] Arc<Buffer>),
+}
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        match self {
+            // SAFETY: the managed tensor is ours since import and not touched after this; DLPack lets any thread
+            // call the deleter, once, and a null deleter means that there is nothing to do.
+            Owner::Legacy(t) => unsafe {
+                if let Some(delete) = t.as_ref().deleter {
+                    delete(t.as_ptr());
+                }
+            },
+            // SAFETY: as above; the deleter's place does not change between versions.
+            Owner::Versioned(t) => unsafe {
+                if let Some(delete) = t.as_ref().deleter {
+                    delete(t.as_ptr());
+                }
+            },
+            Owner::Own(_) => {}
+        }
+    }
+}
+
+/// A tensor of a Python object, imported: owned memory, and a description that was checked and copied.
+pub(in crate::py) struct Tensor {
+    #[allow(dead_code, reason = "held for its drop")]
+    owner: Owner,
+    pub(super) operand: &'static str,
+    data: *mut u8, // byte_offset applied; may be null where `elements` is 0
+    pub(super) dtype: DType,
+    pub(super) device: Device,
+    rank: usize, // <= MAX_RANK
+    shape: [usize; MAX_RANK],
+    strides: [i64; MAX_RANK],
+    pub(super) elements: usize,       // elements * dtype.size() fits isize
+    pub(super) range: (usize, usize), // first address and one past the last that an element may have
+    unwritable: Option<&'static str>, // why it may not be an output
+}
+
+// SAFETY: the pointers are to memory that `owner` keeps alive; DLPack's deleter may run on any thread; `&Tensor` only
+// gives out `&[T]` of `Sync` elements, and `&mut Tensor` is needed for more.
+unsafe impl Send for Tensor {}
+// SAFETY: as above.
+unsafe impl Sync for Tensor {}
+
+impl Tensor {
+    /// Take a tensor from `obj`, called `operand` in errors. `stream` is the raw CUDA stream that will read it, for
+    /// producers that need to be told; `None` for CPU work.
+    ///
+    /// # Errors
+    /// `ConfigError` for what is not a tensor, cannot be described, or is refused by its own library (whose error is
+    /// the `__cause__`).
+    pub(in crate::py) fn import(
+        obj: &Bound<'_, PyAny>,
+        operand: &'static str,
+        stream: Option<isize>,
+    ) -> PyResult<Self> {
+        match known(obj)?.producer {
+            Producer::Own => {
+                let array = obj.cast::<Array>()?;
+                let buffer = array.get().current(obj.py())?;
+                // SAFETY: the description is of memory that `buffer` keeps, as the clone keeps `buffer`.
+                Ok(unsafe { Self::describe(operand, &buffer.describe(), Owner::Own(buffer.clone()), buffer.flags()) }?)
+            }
+            Producer::Exchange(from_object) => {
+                let mut out = std::ptr::null_mut();
+                // SAFETY: the function is that of the object's own type; the GIL is held; 0 means `out` is ours.
+                let status = unsafe { from_object(obj.as_ptr().cast(), &raw mut out) };
+                match NonNull::new(out) {
+                    Some(t) if status == 0 => Self::from_versioned(operand, t),
+                    _ => Err(refused(obj, operand, PyErr::fetch(obj.py()))),
+                }
+            }
+            Producer::Function(f) => {
+                let capsule = f.bind(obj.py()).call1((obj,)).map_err(|e| refused(obj, operand, e))?;
+                Self::from_capsule(operand, &capsule)
+            }
+            Producer::Protocol => {
+                let capsule = call_dlpack(obj, operand, stream).map_err(|e| refused(obj, operand, e))?;
+                Self::from_capsule(operand, &capsule)
+            }
+        }
+    }
+
+    /// [`Self::import`] of an optional argument.
+    pub(in crate::py) fn import_option(
+        obj: Option<&Bound<'_, PyAny>>,
+        operand: &'static str,
+    ) -> PyResult<Option<Self>> {
+        obj.map(|o| Self::import(o, operand, None)).transpose()
+    }
+
+    fn from_capsule(operand: &'static str, capsule: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let py = capsule.py();
+        let named = |name: &CStr| {
+            // SAFETY: any object may be asked; the GIL is held.
+            unsafe { ffi::PyCapsule_IsValid(capsule.as_ptr(), name.as_ptr()) == 1 }
+        };
+        let take = |name: &CStr, used: &'static CStr| -> PyResult<NonNull<c_void>> {
+            // SAFETY: `named` found a capsule of this name; its pointer is not null then.
+            let p = unsafe { ffi::PyCapsule_GetPointer(capsule.as_ptr(), name.as_ptr()) };
+            let p = NonNull::new(p).ok_or_else(|| PyErr::fetch(py))?;
+            // Renaming consumes it: its destructor leaves it alone, and nobody can take it again.
+            // SAFETY: a valid capsule, and a name that lives forever.
+            if unsafe { ffi::PyCapsule_SetName(capsule.as_ptr(), used.as_ptr()) } != 0 {
+                return Err(PyErr::fetch(py));
+            }
+            Ok(p)
+        };
+        if named(VERSIONED) {
+            Self::from_versioned(operand, take(VERSIONED, VERSIONED_USED)?.cast())
+        } else if named(LEGACY) {
+            let t: NonNull<Legacy> = take(LEGACY, LEGACY_USED)?.cast();
+            // SAFETY: the capsule's name says what it holds, and it is ours now.
+            Ok(unsafe { Self::describe(operand, &t.as_ref().tensor, Owner::Legacy(t), 0) }?)
+        } else {
+            let got = if named(VERSIONED_USED) || named(LEGACY_USED) {
+                "a DLPack capsule that was consumed before".to_string()
+            } else {
+                format!("{} from __dlpack__", capsule.get_type().name()?)
+            };
+            Err(Error::Mismatch { operand, got, want: "an unused DLPack capsule".into() }.into())
+        }
+    }
+
+    fn from_versioned(operand: &'static str, t: NonNull<Versioned>) -> PyResult<Self> {
+        let owner = Owner::Versioned(t);
+        // SAFETY: the producer gave it to us; the version comes first in every version.
+        let version = unsafe { t.as_ref().version };
+        if version.major != MAX_VERSION.0 {
+            let message = format!("{operand}: DLPack {}.{} is not supported, want 1.x", version.major, version.minor);
+            return Err(PyBufferError::new_err(message));
+        }
+        // SAFETY: a version whose layout is known.
+        Ok(unsafe { Self::describe(operand, &t.as_ref().tensor, owner, t.as_ref().flags) }?)
+    }
+
+    /// Check and copy a description.
+    ///
+    /// # Safety
+    /// `t` describes memory that `owner` keeps alive, and its shape and strides, where not null, have `ndim` entries.
+    unsafe fn describe(operand: &'static str, t: &DlTensor, owner: Owner, flags: u64) -> Result<Self> {
+        let bad = |got: String, want: &str| Error::Mismatch { operand, got, want: want.into() };
+        let rank = usize::try_from(t.ndim).ok().filter(|&r| r <= MAX_RANK);
+        let rank = rank.ok_or_else(|| bad(format!("{} dimensions", t.ndim), "0..=8 dimensions"))?;
+        if rank > 0 && t.shape.is_null() {
+            return Err(bad("a null shape".into(), "a shape"));
+        }
+        let (mut shape, mut strides) = ([0usize; MAX_RANK], [0i64; MAX_RANK]);
+        let size = t.dtype.size();
+        let mut elements = Some(1usize);
+        for d in (0..rank).rev() {
+            // SAFETY: not null and `rank` long, see above.
+            let n = unsafe { *t.shape.add(d) };
+            shape[d] = usize::try_from(n).map_err(|_| bad(format!("dimension {d} = {n}"), "a size >= 0"))?;
+            // Before DLPack 1.2 null strides mean C order.
+            strides[d] = match t.strides.is_null() {
+                // SAFETY: not null and `rank` long.
+                false => unsafe { *t.strides.add(d) },
+                true => elements.unwrap_or(0) as i64,
+            };
+            elements = elements.and_then(|e| e.checked_mul(shape[d]));
+        }
+        if shape[..rank].contains(&0) {
+            elements = Some(0);
+        }
+        let fits = |e: &usize| e.checked_mul(size).is_some_and(|b| b <= isize::MAX as usize);
+        let elements = elements.filter(fits).ok_or_else(|| bad(format!("{:?}", &shape[..rank]), "a size in memory"))?;
+        if t.data.is_null() && elements > 0 {
+            return Err(bad("a null pointer".into(), "data"));
+        }
+        let data = t.data.cast::<u8>().wrapping_add(t.byte_offset as usize);
+        let range = extent(data as usize, &shape[..rank], &strides[..rank], size, elements)
+            .ok_or_else(|| bad(format!("strides {:?}", &strides[..rank]), "strides within the address space"))?;
+        let (dtype, device) = (t.dtype, t.device);
+        let unwritable = match flags {
+            f if f & READ_ONLY != 0 => Some("a read-only tensor"),
+            f if f & IS_COPIED != 0 => Some("a copy that its library made"), // what is written would be lost
+            _ => None,
+        };
+        Ok(Self { owner, operand, data, dtype, device, rank, shape, strides, elements, range, unwritable })
+    }
+
+    /// Sizes of the dimensions.
+    pub(in crate::py) fn shape(&self) -> &[usize] {
+        &self.shape[..self.rank]
+    }
+
+    /// Element type.
+    pub(in crate::py) fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Whether `other` describes the same elements in the same memory.
+    pub(super) fn is(&self, other: &Self) -> bool {
+        let same = self.data == other.data && self.range == other.range && self.dtype == other.dtype;
+        let layout = self.shape() == other.shape() && self.strides[..self.rank] == other.strides[..other.rank];
+        same && layout && self.device == other.device
+    }
+
+    /// Device.
+    #[cfg(feature = "cuda")]
+    pub(in crate::py) fn device(&self) -> Device {
+        self.device
+    }
+
+    /// Address of the first element; for CUDA launches, which check sizes themselves.
+    #[cfg(feature = "cuda")]
+    pub(in crate::py) fn address(&self) -> usize {
+        self.data as usize
+    }
+
+    /// The error of this operand.
+    pub(in crate::py) fn mismatch(&self, got: impl fmt::Display, want: impl fmt::Display) -> Error {
+        Error::Mismatch { operand: self.operand, got: got.to_string(), want: want.to_string() }
+    }
+
+    /// Shape as an array of the rank that is wanted.
+    pub(in crate::py) fn dims<const N: usize>(&self, want: &str) -> Result<[usize; N]> {
+        self.shape().try_into().map_err(|_| self.mismatch(format_args!("shape {:?}", self.shape()), want))
+    }
+
+    /// Check device, element type, shape, C order and alignment.
+    pub(in crate::py) fn check(&self, device: Device, dtype: DType, shape: &[usize]) -> Result<()> {
+        if self.device != device {
+            return Err(self.mismatch(self.device, format_args!("a tensor on {device}")));
+        }
+        if self.dtype != dtype {
+            return Err(self.mismatch(self.dtype, dtype));
+        }
+        if self.shape() != shape {
+            return Err(self.mismatch(format_args!("shape {:?}", self.shape()), format_args!("shape {shape:?}")));
+        }
+        let mut c_order = 1i64;
+        for d in (0..self.rank).rev() {
+            if self.elements > 0 && self.shape[d] != 1 && self.strides[d] != c_order {
+                return Err(self.mismatch(
+                    format_args!("strides {:?} for shape {shape:?}", &self.strides[..self.rank]),
+                    "a contiguous tensor (C order)",
+                ));
+            }
+            c_order = c_order.saturating_mul(self.shape[d] as i64);
+        }
+        if self.elements > 0 && !(self.data as usize).is_multiple_of(dtype.size()) {
+            return Err(self.mismatch(format_args!("address {:p}", self.data), "data aligned to its element type"));
+        }
+        Ok(())
+    }
+
+    /// The elements of a contiguous CPU tensor of this shape, to read.
+    pub(in crate::py) fn input<T: Element>(&self, shape: &[usize]) -> Result<&[T]> {
+        let dtype = if T::views(self.dtype) { self.dtype } else { T::DTYPE };
+        self.check(Device::CPU, dtype, shape)?;
+        // SAFETY: `check` saw `elements` contiguous, aligned elements of a type whose every bit pattern is a `T`;
+        // `owner` keeps them alive for `&self`; `&mut` slices of ours do not overlap them (see `Output::slice`).
+        Ok(unsafe { std::slice::from_raw_parts(self.first(), self.elements) })
+    }
+
+    /// Check that this may be written: not read-only, and apart from every tensor of `beside`.
+    pub(super) fn writable(&self, beside: &[&Tensor]) -> Result<()> {
+        if let Some(got) = self.unwritable {
+            return Err(self.mismatch(got, "a writable tensor"));
+        }
+        for (d, &n) in self.shape().iter().enumerate() {
+            if n > 1 && self.strides[d] == 0 && self.elements > 0 {
+                return Err(self.mismatch("an expanded tensor (stride 0)", "a tensor whose elements are distinct"));
+            }
+        }
+        let overlaps = |o: &&&Tensor| o.device == self.device && o.range.0 < self.range.1 && self.range.0 < o.range.1;
+        match beside.iter().find(overlaps) {
+            Some(o) => Err(self.mismatch(
+                format_args!("memory that {} uses too", o.operand),
+                "an output that overlaps no other operand",
+            )),
+            None => Ok(()),
+        }
+    }
+
+    /// Pointer to the first element, never null.
+    pub(super) fn first<T>(&self) -> *mut T {
+        if self.elements == 0 { NonNull::dangling().as_ptr() } else { self.data.cast() }
+    }
+}
+
+impl fmt::Display for Tensor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (first, end) = self.range;
+        write!(f, "{} {:?} of {} bytes at {first:#x}", self.dtype, self.shape(), end - first)
+    }
+}
+
+/// First address and one past the last of the elements; equal where there are none. `None` outside the address space.
+fn extent(data: usize, shape: &[usize], strides: &[i64], size: usize, elements: usize) -> Option<(usize, usize)> {
+    if elements == 0 {
+        return Some((data, data));
+    }
+    let (mut low, mut high) = (0i128, 0i128);
+    for (&n, &stride) in shape.iter().zip(strides) {
+        let reach = (n as i128 - 1).checked_mul(stride as i128)?;
+        if reach < 0 { low = low.checked_add(reach)? } else { high = high.checked_add(reach)? }
+    }
+    let at = |elements: i128| {
+        let bytes = elements.checked_mul(size as i128)?;
+        usize::try_from((data as i128).checked_add(bytes)?).ok()
+    };
+    Some((at(low)?, at(high.checked_add(1)?)?))
+}
+
+/// An array with a copy of `tensor`'s values (CPU, contiguous): to move a tensor between DLPack libraries.
+#[pyfunction]
+pub(in crate::py) fn as_array(tensor: &Bound<'_, PyAny>) -> PyResult<Array> {
+    let t = Tensor::import(tensor, "tensor", None)?;
+    let shape = t.shape();
+    Ok(match t.dtype() {
+        DType::F32 => Array::new(t.input::<f32>(shape)?, shape)?,
+        DType::BF16 => Array::new(t.input::<half::bf16>(shape)?, shape)?,
+        DType::F16 => Array::new(t.input::<half::f16>(shape)?, shape)?,
+        DType::I32 => Array::new(t.input::<i32>(shape)?, shape)?,
+        DType::I64 => Array::new(t.input::<i64>(shape)?, shape)?,
+        DType::U8 => Array::new(t.input::<u8>(shape)?, shape)?,
+        other => return Err(t.mismatch(other, "float32, bfloat16, float16, int32, int64 or uint8").into()),
+    })
+}
