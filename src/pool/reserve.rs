@@ -75,7 +75,7 @@ impl State {
 
     /// Give a row the pages that [`Self::check_want`] counted, under a lease. Returns the copy that a shared tail page
     /// needs.
-    #[inline(always)]
+    #[inline(never)]
     fn extend(&mut self, seq: SeqId, positions: u32, lease: u64) -> Result<Option<PageCopy>> {
         let (page, width, row) = (self.config.page, self.config.row_pages as usize, seq.row() as usize);
         let line = &mut self.table[row * width..][..width];
