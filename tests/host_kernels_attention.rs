@@ -9,7 +9,7 @@ use specrs::Error;
 use specrs::host::attention::{attention, attention_reference};
 use specrs::host::kv::{kv_write, kv_write_reference};
 use specrs::host::norm::RmsNorm;
-use specrs::host::rope::{RopeTable, Rotary, rope_attention};
+use specrs::host::rope::{RopeTable, Rotary, rope_attention, rope_write};
 use specrs::host::threads::set_num_threads;
 
 /// Heads of a model.
@@ -299,6 +299,7 @@ fn rope_attention_is_norm_rotation_write_and_attention() {
         let rotary = Rotary { table: &table, q_norm: norm(&qw), k_norm: norm(&kw) };
         let mut world = World::new(2, 96, 16, h.kv, d, half, 3);
         let mut plain = World::new(2, 96, 16, h.kv, d, half, 3);
+        let mut bare = World::new(2, 96, 16, h.kv, d, half, 3);
         for (seed, prefixes, count) in [(10, [0, 0], 41), (11, [41, 41], 5), (12, [46, 46], 1)] {
             let mut batch = Batch::new(0);
             for (row, prefix) in prefixes.into_iter().enumerate() {
@@ -345,6 +346,10 @@ fn rope_attention_is_norm_rotation_write_and_attention() {
             for (g, w) in got.iter().zip(&want) {
                 assert!((g - w).abs() < limit, "{g} {w}");
             }
+            // Without its queries, a row leaves the same bits behind.
+            let kv: Vec<f32> = qkv.chunks_exact(width).flat_map(|row| &row[heads * d..]).copied().collect();
+            rope_write(&mut bare.cache_mut(), 0, &batch.view(&plain), &kv, &rotary).unwrap();
+            assert_eq!(bare.snapshot(), world.snapshot());
         }
         // A position past the table, a slot past the cache: refused, nothing written.
         let before = world.snapshot();
@@ -352,15 +357,21 @@ fn rope_attention_is_norm_rotation_write_and_attention() {
         batch.extend(&world, 0, 46, 2);
         let mut out = [7.0; 2 * 384];
         let qkv = vec![1.0; 2 * width];
+        let kv = vec![1.0; 2 * 2 * h.kv * d];
         batch.positions[1] = 200; // the last row's
         let error =
             rope_attention(&mut world.cache_mut(), 0, &batch.view(&plain), &qkv, heads, &rotary, 0.125, &mut out);
         assert!(matches!(error, Err(Error::OutOfBounds { buffer: "rope table", index: 200, bound: 200, .. })));
+        let error = rope_write(&mut world.cache_mut(), 0, &batch.view(&plain), &kv, &rotary);
+        assert!(matches!(error, Err(Error::OutOfBounds { kernel: "rope_write", buffer: "rope table", .. })));
         batch.positions[1] = 47;
         batch.out_slots[1] = world.shape.slots as i32;
         let error =
             rope_attention(&mut world.cache_mut(), 0, &batch.view(&plain), &qkv, heads, &rotary, 0.125, &mut out);
         assert!(matches!(error, Err(Error::OutOfBounds { buffer: "kv slots", request: 0, step: 1, .. })));
+        let error = rope_write(&mut world.cache_mut(), 0, &batch.view(&plain), &kv, &rotary);
+        assert!(matches!(error, Err(Error::OutOfBounds { buffer: "kv slots", request: 0, step: 1, .. })));
+        assert!(rope_write(&mut world.cache_mut(), 0, &batch.view(&plain), &kv[1..], &rotary).is_err());
         assert_eq!(world.snapshot(), before);
         assert_eq!(out, [7.0; 2 * 384]);
     }

@@ -1064,6 +1064,20 @@ def rope_attention(
     kv_heads) * head_dim], `out` float32 [Q, num_heads * head_dim].
     """
 
+def rope_write(
+    cache: KvCache,
+    layer: SupportsIndex,
+    plan: Plan,
+    kv: _Tensor,
+    rope: RopeTable,
+    k_norm: _Tensor | None = None,
+    eps: float = 0.0,
+) -> None:
+    """The part of `rope_attention` that later rows need: norms each head of k (`k_norm` [head_dim], optional),
+    rotates it at the plan's positions, writes k and v to the plan's slots. `kv` is float32 [Q, 2 * kv_heads *
+    head_dim], keys and values.
+    """
+
 def rms_norm(x: _Tensor, weight: _Tensor, eps: float, out: _Tensor) -> None:
     """out [M, K] = weight [K] * x [M, K] / sqrt(mean(x^2) + eps), all float32."""
 

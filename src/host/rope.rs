@@ -100,7 +100,7 @@ pub struct Rotary<'a> {
 }
 
 impl Rotary<'_> {
-    fn check(&self, view: &AttnView<'_>, head_dim: usize) -> Result<()> {
+    fn check(&self, kernel: &'static str, view: &AttnView<'_>, head_dim: usize) -> Result<()> {
         if self.table.rotary_dim() > head_dim {
             return Err(Error::Mismatch {
                 operand: "rope table",
@@ -118,7 +118,7 @@ impl Rotary<'_> {
             }
         }
         for (j, &p) in view.positions.iter().enumerate() {
-            index("rope_attention", "rope table", -1, j as i64, i64::from(p), self.table.positions())?;
+            index(kernel, "rope table", -1, j as i64, i64::from(p), self.table.positions())?;
         }
         Ok(())
     }
@@ -150,32 +150,57 @@ pub fn rope_attention(
     scale: f32,
     out: &mut [f32],
 ) -> Result<()> {
+    let (d, rows) = (cache.shape().head_dim, view.positions.len());
+    check_heads(heads, cache.shape().kv_heads, d)?;
+    check_elements("attention out", out.len(), rows, heads * d)?;
+    let mut q = vec![0.0; rows * heads * d];
+    write_rows("rope_attention", cache, layer, view, qkv, rotary, &mut q)?;
+    attention(&cache.as_ref(), layer, view, &q, heads, scale, out)
+}
+
+/// The part of [`rope_attention`] that later rows need: keys of `kv` [Q, 2 kv_heads head_dim] (keys, values) are
+/// normed and rotated, and go with the values to the plan's slots. On an error the cache is not written.
+pub fn rope_write(
+    cache: &mut KvCacheMut<'_>,
+    layer: usize,
+    view: &AttnView<'_>,
+    kv: &[f32],
+    rotary: &Rotary<'_>,
+) -> Result<()> {
+    let (kv_heads, head_dim) = (cache.shape().kv_heads, cache.shape().head_dim);
+    check_heads(kv_heads, kv_heads, head_dim)?;
+    write_rows("rope_write", cache, layer, view, kv, rotary, &mut [])
+}
+
+/// Queries of packed rows to `q` [Q, heads, head_dim] (empty: the rows have none), keys and values to the cache.
+fn write_rows(
+    kernel: &'static str,
+    cache: &mut KvCacheMut<'_>,
+    layer: usize,
+    view: &AttnView<'_>,
+    qkv: &[f32],
+    rotary: &Rotary<'_>,
+    q: &mut [f32],
+) -> Result<()> {
     let shape = cache.shape();
     let (hkv, d, rows) = (shape.kv_heads, shape.head_dim, view.positions.len());
-    check_heads(heads, hkv, d)?;
-    let width = (heads + 2 * hkv) * d;
-    for (operand, got, want, cols) in
-        [("qkv", qkv.len(), rows * width, width), ("attention out", out.len(), rows * heads * d, heads * d)]
-    {
-        if got != want {
-            return Err(Error::Mismatch { operand, got: format!("{got} elements"), want: format!("[{rows}, {cols}]") });
-        }
-    }
-    index("rope_attention", "kv layers", -1, -1, layer as i64, shape.layers)?;
-    view.check("rope_attention", rows, shape.slots)?;
-    rotary.check(view, d)?;
-    check_slots("rope_attention", &shape, view.out_slots, view.qo_indptr)?;
-
-    let mut q = vec![0.0; rows * heads * d];
+    let q_width = q.len() / rows.max(1);
+    let width = q_width + 2 * hkv * d;
+    check_elements("qkv", qkv.len(), rows, width)?;
+    index(kernel, "kv layers", -1, -1, layer as i64, shape.layers)?;
+    view.check(kernel, rows, shape.slots)?;
+    rotary.check(kernel, view, d)?;
+    check_slots(kernel, &shape, view.out_slots, view.qo_indptr)?;
     simd::dispatch(
         #[inline(always)]
         || {
             let mut key = vec![0.0; d];
-            let per_row = qkv.chunks_exact(width).zip(q.chunks_exact_mut(heads * d));
-            for ((x, q), (&position, &slot)) in per_row.zip(view.positions.iter().zip(view.out_slots)) {
+            let per_row = qkv.chunks_exact(width).zip(view.positions.iter().zip(view.out_slots));
+            for (row, (x, (&position, &slot))) in per_row.enumerate() {
                 let (position, slot) = (position as usize, slot as usize); // checked above
-                let (xq, xkv) = x.split_at(heads * d);
+                let (xq, xkv) = x.split_at(q_width);
                 let (xk, xv) = xkv.split_at(hkv * d);
+                let q = &mut q[row * q_width..][..q_width];
                 for (x, q) in xq.chunks_exact(d).zip(q.chunks_exact_mut(d)) {
                     rotary.head(rotary.q_norm.as_ref(), position, x, q);
                 }
@@ -186,5 +211,12 @@ pub fn rope_attention(
             }
         },
     );
-    attention(&cache.as_ref(), layer, view, &q, heads, scale, out)
+    Ok(())
+}
+
+fn check_elements(operand: &'static str, got: usize, rows: usize, columns: usize) -> Result<()> {
+    if got == rows * columns {
+        return Ok(());
+    }
+    Err(Error::Mismatch { operand, got: format!("{got} elements"), want: format!("[{rows}, {columns}]") })
 }

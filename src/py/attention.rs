@@ -160,29 +160,79 @@ pub(super) fn rope_attention(
     let layer = layer.usize("layer")?;
     let native = plan.native("rope_attention")?;
     let heads = num_heads.within("num_heads", 1, 1 << 16)? as usize;
-    let (q_norm, k_norm) = (Tensor::import_option(q_norm, "q_norm")?, Tensor::import_option(k_norm, "k_norm")?);
     let qkv = Tensor::import(qkv, "qkv", None)?;
     let mut out = Output::import(out, "out", None)?;
     let (d, kv_heads, queries) = (cache.shape().head_dim, cache.shape().kv_heads, plan.plan.queries());
     let rows = qkv.input(&[queries, (heads + 2 * kv_heads) * d])?;
-    let (eps, scale) = (epsilon(eps)?, finite_scale(scale)?);
-    let norm = |t: &'_ Option<Tensor>| -> Result<Option<Vec<f32>>> {
-        t.as_ref().map(|t| Ok(t.input::<f32>(&[d])?.to_vec())).transpose()
-    };
-    let (q_norm, k_norm) = (norm(&q_norm)?, norm(&k_norm)?); // copies: small, and then they need no alias check
+    let norms = Norms::import(q_norm, k_norm, eps, d)?;
+    let scale = finite_scale(scale)?;
     cache.check_plan(plan)?;
     let live = cache.to_write(py)?;
     detached(py, || {
-        let rotary = Rotary {
-            table,
-            q_norm: q_norm.as_deref().map(|weight| RmsNorm { weight, eps }),
-            k_norm: k_norm.as_deref().map(|weight| RmsNorm { weight, eps }),
-        };
         let mut tensor = live.write();
         let out = out.slice(&[queries, heads * d], &[&qkv, &tensor])?;
         let mut kv = cache.view_mut(&mut tensor, &[&qkv])?;
         plan.pool.with_tables(|t| {
-            rope::rope_attention(&mut kv, layer, &view(&native, &t)?, rows, heads, &rotary, scale, out)
+            rope::rope_attention(&mut kv, layer, &view(&native, &t)?, rows, heads, &norms.rotary(table), scale, out)
         })?
     })
+}
+
+/// The part of `rope_attention` that later rows need: norms each head of k (`k_norm` [head_dim], optional), rotates it
+/// at the plan's positions, writes k and v to the plan's slots. `kv` is float32 [Q, 2 * kv_heads * head_dim], keys
+/// and values.
+#[pyfunction]
+#[pyo3(signature = (cache, layer, plan, kv, rope, k_norm=None, eps=0.0))]
+#[allow(clippy::too_many_arguments, reason = "operands of an operation, by name")]
+pub(super) fn rope_write(
+    py: Python<'_>,
+    cache: &Bound<'_, KvCache>,
+    layer: Int,
+    plan: &Bound<'_, Plan>,
+    kv: &Bound<'_, PyAny>,
+    rope: &Bound<'_, RopeTable>,
+    k_norm: Option<&Bound<'_, PyAny>>,
+    eps: f32,
+) -> PyResult<()> {
+    let (cache, plan, table) = (cache.get(), plan.get(), &rope.get().0);
+    let layer = layer.usize("layer")?;
+    let native = plan.native("rope_write")?;
+    let kv = Tensor::import(kv, "kv", None)?;
+    let (d, kv_heads) = (cache.shape().head_dim, cache.shape().kv_heads);
+    let rows = kv.input(&[plan.plan.queries(), 2 * kv_heads * d])?;
+    let norms = Norms::import(None, k_norm, eps, d)?;
+    cache.check_plan(plan)?;
+    let live = cache.to_write(py)?;
+    detached(py, || {
+        let mut tensor = live.write();
+        let mut cache = cache.view_mut(&mut tensor, &[&kv])?;
+        plan.pool
+            .with_tables(|t| rope::rope_write(&mut cache, layer, &view(&native, &t)?, rows, &norms.rotary(table)))?
+    })
+}
+
+/// Weights of per-head norms: copies, which are small and then need no alias check.
+struct Norms {
+    q: Option<Vec<f32>>,
+    k: Option<Vec<f32>>,
+    eps: f32,
+}
+
+impl Norms {
+    fn import(
+        q_norm: Option<&Bound<'_, PyAny>>,
+        k_norm: Option<&Bound<'_, PyAny>>,
+        eps: f32,
+        head_dim: usize,
+    ) -> PyResult<Self> {
+        let norm = |weight, name| -> PyResult<Option<Vec<f32>>> {
+            Tensor::import_option(weight, name)?.map(|t| Ok(t.input::<f32>(&[head_dim])?.to_vec())).transpose()
+        };
+        Ok(Self { q: norm(q_norm, "q_norm")?, k: norm(k_norm, "k_norm")?, eps: epsilon(eps)? })
+    }
+
+    fn rotary<'a>(&'a self, table: &'a rope::RopeTable) -> Rotary<'a> {
+        let norm = |weight: &'a Option<Vec<f32>>| weight.as_deref().map(|weight| RmsNorm { weight, eps: self.eps });
+        Rotary { table, q_norm: norm(&self.q), k_norm: norm(&self.k) }
+    }
 }

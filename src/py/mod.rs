@@ -48,7 +48,7 @@ mod _specrs {
     #[pymodule_export]
     use super::array::{Array, as_array};
     #[pymodule_export]
-    use super::attention::{RopeTable, attention, attention_reference, rope_attention};
+    use super::attention::{RopeTable, attention, attention_reference, rope_attention, rope_write};
     #[pymodule_export]
     use super::certify::certify;
     #[pymodule_export]

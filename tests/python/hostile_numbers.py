@@ -146,6 +146,11 @@ def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
             {**attend, "qkv": zeros(2, 32), "rope": core.RopeTable(zeros(64, 4), zeros(64, 4)), "num_heads": 2}
             | {"out": zeros(2, 16), "scale": 1.0, "q_norm": zeros(8), "k_norm": zeros(8), "eps": 1e-5},
         ),
+        "rope_write": (
+            core.rope_write,
+            {**attend, "kv": zeros(2, 16), "rope": core.RopeTable(zeros(64, 4), zeros(64, 4))}
+            | {"k_norm": zeros(8), "eps": 1e-5},
+        ),
         "rms_norm": (core.rms_norm, {"x": zeros(2, 8), "weight": zeros(8), "eps": 1e-5, "out": zeros(2, 8)}),
         "set_num_threads": (core.set_num_threads, {"n": 1}),
         "_follow_torch": (core._follow_torch, {"torch_threads": 1, "machine_cpus": 1}),

@@ -41,7 +41,7 @@ class Driver:
     def extend(
         self, seqs: Sequence[core.Sequence], starts: list[int], rows: list[list[int]], **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Appends rows[i] tokens at starts[i] of each sequence; (logits, features) of all rows."""
+        """Appends rows[i] tokens at starts[i] of each sequence; (logits, features [Q, n_aux * h]) of all rows."""
         counts = [len(tokens) for tokens in rows]
         ends = [start + count for start, count in zip(starts, counts, strict=True)]
         with self.pool.reserve(list(zip(seqs, ends, strict=True))) as lease:
@@ -49,7 +49,7 @@ class Driver:
             tokens = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
             logits, aux = self.target.forward(tokens, plan, self.kv, **options)
             lease.commit(ends)
-        return logits.clone(), None if aux is None else aux.clone()
+        return logits.clone(), None if aux is None else torch.cat(aux.layers, 1)
 
     def decode_all(self, tokens: list[int], **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits (and features) of every position of a fresh sequence, fed one token at a time."""
@@ -76,8 +76,18 @@ class Driver:
         """Draft rows over the target's features, within what the sequence has allocated."""
         assert self.head is not None and self.draft_kv is not None
         plan = self.planner.extend([seq], [start], [len(tokens)])
-        logits, hidden = self.head.extend(torch.tensor(tokens), aux, plan, self.draft_kv, rows)
+        logits, hidden = self.head.extend(torch.tensor(tokens), self.by_layer(aux), plan, self.draft_kv, rows)
         return logits.clone(), hidden.clone()
+
+    def head_write(self, seq: core.Sequence, start: int, tokens: list[int], aux: torch.Tensor) -> torch.Tensor:
+        """Draft rows whose keys and values alone are wanted; returns them before the rotation."""
+        assert self.head is not None and self.draft_kv is not None
+        plan = self.planner.extend([seq], [start], [len(tokens)])
+        return self.head.write(torch.tensor(tokens), self.by_layer(aux), plan, self.draft_kv).clone()
+
+    def by_layer(self, aux: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Features [Q, n_aux * h] as the head takes them."""
+        return aux.chunk(len(self.target.aux_layers), 1)
 
 
 def path_to(node: int, parents: list[int]) -> list[int]:

@@ -341,6 +341,9 @@ def test_rope_attention_is_its_parts(rng: torch.Generator) -> None:
     core.attention_reference(parts, 1, plan, q.contiguous(), want, 0.25)
     assert torch.allclose(fused.tensor, parts.tensor, atol=1e-5)
     assert torch.allclose(out.view(6, 4, 8), want, atol=1e-4)
+    written = cache_of()
+    core.rope_write(written, 1, plan, qkv[:, 4 * 8 :].contiguous(), rope, k_norm, 1e-6)
+    assert torch.equal(written.tensor, fused.tensor)
 
     before = fused.tensor.clone()
     calls: list[tuple[Any, ...]] = [
@@ -360,6 +363,12 @@ def test_rope_attention_is_its_parts(rng: torch.Generator) -> None:
     short = core.RopeTable(torch.ones(5, 4), torch.ones(5, 4))
     with pytest.raises(core.OutOfBoundsError, match="rope table"):
         core.rope_attention(fused, 1, plan, qkv, short, 4, out, 0.25)
+    with pytest.raises(core.OutOfBoundsError, match=r"rope_write.*rope table"):
+        core.rope_write(fused, 1, plan, qkv[:, 32:].contiguous(), short)
+    rows: list[tuple[Any, ...]] = [(qkv,), (qkv[:5, 32:].contiguous(),), (qkv[:, 32:],), (out[:, :16].double(),)]
+    for call in [*((1, plan, *r, rope) for r in rows), (2**40, plan, qkv[:, 32:].contiguous(), rope)]:
+        with pytest.raises(core.SpecrsError):
+            core.rope_write(fused, *call)
     with pytest.raises(core.ConfigError):
         core.RopeTable(torch.ones(5, 4), torch.ones(4, 4))
     assert torch.equal(fused.tensor, before)

@@ -79,6 +79,7 @@ class Round:
             lambda: core.attention(c, 0, p, kv, torch.empty(3, 2, 8), 1.0),
             lambda: core.attention_reference(c, 0, p, kv, torch.empty(3, 2, 8), 1.0),
             lambda: core.rope_attention(c, 0, p, torch.ones(3, 48), self.rope, 2, torch.empty(3, 16), 1.0),
+            lambda: core.rope_write(c, 0, p, torch.ones(3, 32), self.rope),
         ]
 
 
@@ -313,8 +314,8 @@ def test_a_cache_that_autograd_follows_is_refused(make: Callable[..., torch.Tens
         core.KvCache(make(*SHAPE), 4)
     r = Round(torch.zeros(SHAPE))
     r.cache.tensor.requires_grad_()
-    write, move, attention, reference, rope = r.calls()
-    for call in (write, move, rope):
+    write, move, attention, reference, rope, rope_write = r.calls()
+    for call in (write, move, rope, rope_write):
         with pytest.raises(core.ConfigError, match=r"kv cache: got a tensor that requires grad"):
             call()
     attention()  # reads it
@@ -341,7 +342,7 @@ def test_a_write_is_a_new_version() -> None:
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 loss.backward()
     r = Round(torch.zeros(SHAPE))
-    for call, wrote in zip(r.calls(), (True, True, False, False, True), strict=True):
+    for call, wrote in zip(r.calls(), (True, True, False, False, True, True), strict=True):
         before = r.cache.tensor._version
         call()
         assert (r.cache.tensor._version > before) == wrote

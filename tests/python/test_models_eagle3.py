@@ -94,6 +94,31 @@ def test_extend_equals_teacher_forcing(tmp_path: Path, ops: str, options: dict[s
 
 
 @pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize("options", [{}, {"norm_before_residual": True}], ids=str)
+def test_write_leaves_what_extend_does(tmp_path: Path, ops: str, options: dict[str, Any]) -> None:
+    """Keys and values of rows without logits: the same bits as a whole pass writes (of torch: nearly so)."""
+    target, head, _ = build(tmp_path, OPS[ops](), **options)
+    tokens = random_tokens(41, seed=5)
+    whole, part = Driver(target, head), Driver(target, head)
+    seqs = whole.new(), part.new()
+    _, aux = whole.extend([seqs[0]], [0], [tokens[:40]], aux=True)
+    part.extend([seqs[1]], [0], [tokens[:40]])
+    assert aux is not None and whole.draft_kv is not None and part.draft_kv is not None
+    want = whole.head_extend(seqs[0], 0, tokens[1:], aux, torch.tensor([39]))
+    for start, end in ((0, 1), (1, 24), (24, 39)):
+        rows = part.head_write(seqs[1], start, tokens[start + 1 : end + 1], aux[start:end])
+        assert rows.shape == (end - start, 2 * head.config.kv_size) and rows.isfinite().all()
+    got = part.head_extend(seqs[1], 39, tokens[40:], aux[39:])
+    assert part.draft_kv.tensor.any()
+    if ops == "torch":
+        torch.testing.assert_close(part.draft_kv.tensor, whole.draft_kv.tensor)
+        torch.testing.assert_close(got, want)
+    else:
+        assert torch.equal(part.draft_kv.tensor, whole.draft_kv.tensor)
+        assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("shape", [(1, 5, 6), (4, 4, 16)], ids=["chain", "tree"])
 def test_draft_steps_equal_teacher_forcing(
@@ -240,9 +265,14 @@ def test_calls_that_do_not_fit_the_plan(tmp_path: Path) -> None:
     _, aux = driver.extend([seq], [0], [[5, 6, 7]], aux=True)
     assert aux is not None and driver.draft_kv is not None
     plan = driver.planner.extend([seq], [0], [3])
-    with pytest.raises(ConfigError, match=r"aux = \[3, 64\]: must be \[3, 192\]"):
-        head.extend(torch.tensor([6, 7, 8]), aux[:, :64], plan, driver.draft_kv)
+    layers, want = driver.by_layer(aux), r": must be \[\(3, 64\), \(3, 64\), \(3, 64\)\]"
+    for wrong in (layers[:1], [a[:2] for a in layers], [a[:, :32] for a in layers]):
+        for run in (head.extend, head.write):
+            with pytest.raises(ConfigError, match=want):
+                run(torch.tensor([6, 7, 8]), wrong, plan, driver.draft_kv)
     with pytest.raises(ConfigError, match=r"hidden = \[2, 64\]: must be \[3, 64\]"):
         head.step(torch.tensor([6, 7, 8]), aux[:2, :64], plan, driver.draft_kv)
     with pytest.raises(ConfigError, match="token = 300"):
-        head.extend(torch.tensor([6, 7, 300]), aux, plan, driver.draft_kv)
+        head.extend(torch.tensor([6, 7, 300]), layers, plan, driver.draft_kv)
+    with pytest.raises(ConfigError, match="token = 300"):
+        head.write(torch.tensor([6, 7, 300]), layers, plan, driver.draft_kv)

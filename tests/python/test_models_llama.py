@@ -94,6 +94,25 @@ def test_logits_and_features_equal_transformers(tmp_path: Path, variant: str, op
     torch.testing.assert_close(features, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("layers", [(0,), (3,), (3, 0), (2, 2, 1), (1, 1, 1), (0, 1, 2, 3)])
+@pytest.mark.parametrize("some", [False, True])
+def test_features_of_any_layers(tmp_path: Path, layers: tuple[int, ...], some: bool) -> None:
+    """In any order and named more than once, beside logits of all rows or of some; nothing else changes by them."""
+    driver = Driver(build(tmp_path, "llama", HostOps()))
+    tokens = random_tokens(9, seed=8)
+    driver.target.set_aux_layers((0, 1, 2, 3))
+    rows = torch.tensor([8, 2]) if some else None
+    want, every = driver.extend([driver.new()], [0], [tokens], aux=True)
+    assert every is not None
+    plain, none = driver.extend([driver.new()], [0], [tokens], logit_rows=rows)
+    driver.target.set_aux_layers(layers)
+    got, features = driver.extend([driver.new()], [0], [tokens], aux=True, logit_rows=rows)
+    assert none is None and features is not None
+    assert torch.equal(got, want[rows] if some else want) and torch.equal(got, plain)
+    by_layer = every.chunk(4, 1)
+    assert torch.equal(features, torch.cat([by_layer[i] for i in layers], 1))
+
+
 @pytest.mark.parametrize("variant", ["llama", "qwen2", "qwen3-tied"])
 def test_host_and_torch_agree(tmp_path: Path, variant: str) -> None:
     tokens = random_tokens(50, seed=4)
@@ -209,6 +228,14 @@ def test_calls_that_do_not_fit_the_plan(tmp_path: Path) -> None:
             driver.target.forward(torch.tensor([1, 2]), plan, driver.kv)
         with pytest.raises(ConfigError, match="set_aux_layers"):
             driver.target.forward(torch.tensor([1, 2, 3]), plan, driver.kv, aux=True)
+        driver.target.set_aux_layers((0, 2))
+        assert driver.target.features is not None
+        with pytest.raises(ConfigError, match="memory of 2 rows; must be of 3"):
+            driver.target.forward(torch.tensor([1, 2, 3]), plan, driver.kv, driver.target.features.rows(2))
+        earlier = driver.target.features.rows(3)
+        driver.target.set_aux_layers((0, 1))
+        with pytest.raises(ConfigError, match="from this model's"):
+            driver.target.forward(torch.tensor([1, 2, 3]), plan, driver.kv, earlier)
     with pytest.raises(UnsupportedModelError, match=r"0\.\.4"):
         driver.target.set_aux_layers((1, 4))
     with pytest.raises(ConfigError, match="float16"):

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 _STEP = 1.015  # of a running median
-_SHAPE_STEP = 1.005
-_RETURN = 0.002  # of an entry's distance to its calibrated value, at each observation
+_SHAPE_STEP = 1.0015
+_RETURN = 0.01  # of an entry's distance to its calibrated value, at each observation
 
 
 @dataclass
@@ -83,15 +83,11 @@ class PassCost:
                 shape[-j - 1] = min(shape[-j - 1], shape[-j])
 
 
-@dataclass
-class Overhead:
-    """Seconds of a round outside its passes, as a running median."""
+PLAIN, SPECULATIVE = 1, 2  # "rows" of the table of overheads
 
-    seconds: float
 
-    def observe(self, seconds: float) -> None:
-        """Take a step towards what was seen."""
-        self.seconds *= _STEP if seconds > self.seconds else 1 / _STEP
+def _overheads() -> PassCost:
+    return PassCost([PLAIN, SPECULATIVE], [1e-4, 3e-4])
 
 
 @dataclass(frozen=True)
@@ -101,13 +97,13 @@ class Costs:
     target: PassCost
     draft_step: PassCost
     draft_extend: PassCost
-    plain_overhead: Overhead = field(default_factory=lambda: Overhead(1e-4))
-    spec_overhead: Overhead = field(default_factory=lambda: Overhead(2e-4))
+    overhead: PassCost = field(default_factory=_overheads)
 
     def plain(self, batch: int) -> float:
         """Seconds of a round of plain decoding."""
-        return self.target.at(batch) + self.plain_overhead.seconds
+        return self.target.at(batch) + self.overhead.at(PLAIN)
 
     def drafting(self, batch: int, beams: int, steps: int) -> float:
         """Seconds of a round's drafting: ``steps`` passes over ``beams`` rows in all, and the draft_extend."""
-        return steps * self.draft_step.at(beams) + self.draft_extend.at(2 * batch) + self.spec_overhead.seconds
+        passes = steps * self.draft_step.at(beams) + self.draft_extend.at(2 * batch)
+        return passes + self.overhead.at(SPECULATIVE)

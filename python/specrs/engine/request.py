@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from specrs._specrs import NonFiniteError, Sampler
 from specrs.engine.text import Decoder, Detokenizer, StopMatcher
+from specrs.models.features import Features
 
 if TYPE_CHECKING:
     import torch
@@ -175,12 +176,13 @@ class Request:
 
     # Draft state: the target's features of positions whose draft KV is not written yet, and what the last
     # draft_extend gave for the root.
-    pending: list[torch.Tensor] = field(default_factory=list)
+    pending: list[Features] = field(default_factory=list)
     lag: int = 0  # their positions
     root_logits: torch.Tensor | None = None
     root_hidden: torch.Tensor | None = None
-    draft_error: NonFiniteError | None = None  # once set, the request decodes plainly to its end
-    _draft_kept: int = 0  # with `draft_error`: positions whose draft KV is sound
+    followed: bool = True  # by the draft head; once false, the request decodes plainly to its end
+    draft_error: NonFiniteError | None = None  # why it is not, where that is a fault
+    _draft_kept: int = 0  # where it is not: positions whose draft KV is sound
 
     @classmethod
     def create(
@@ -253,7 +255,7 @@ class Request:
     @property
     def draft_valid(self) -> int:
         """Positions from 0 on whose draft KV is written and sound."""
-        if self.draft_error is not None:
+        if not self.followed:
             return self._draft_kept
         return self.committed - self.lag
 
@@ -317,6 +319,30 @@ class Request:
         self.cached_tokens = min(shared, self.prompt_len)
         self.forget_features()
 
+    def wait(self, features: Features) -> None:
+        """Features of positions just committed wait for the draft head."""
+        self.pending.append(features)
+        self.lag += len(features)
+        self.root_logits = self.root_hidden = None
+
+    def oldest(self, count: int) -> list[Features]:
+        """Of the features that wait, those of the first ``count`` positions."""
+        some: list[Features] = []
+        for features in self.pending:
+            if count <= 0:
+                break
+            some.append(features if len(features) <= count else features[:count])
+            count -= len(features)
+        return some
+
+    def drop_oldest(self, count: int) -> None:
+        """The draft's KV is written for the first ``count`` positions that waited."""
+        self.lag -= count
+        while self.pending and count >= len(self.pending[0]):
+            count -= len(self.pending.pop(0))
+        if count:
+            self.pending[0] = self.pending[0][count:]
+
     def drop_pending(self) -> None:
         """The draft head has run over the features that waited, or never will."""
         self.pending.clear()
@@ -327,9 +353,10 @@ class Request:
         self.drop_pending()
         self.root_logits = self.root_hidden = None
 
-    def give_up_drafts(self, error: NonFiniteError, valid: int) -> None:
+    def give_up_drafts(self, valid: int, error: NonFiniteError | None = None) -> None:
         """Decode plainly from now on; ``valid`` positions of draft KV are sound."""
-        self.draft_error, self._draft_kept = self._named(error), valid
+        self.followed, self._draft_kept = False, valid
+        self.draft_error = None if error is None else self._named(error)
         self.forget_features()
 
     def _named(self, error: NonFiniteError) -> NonFiniteError:

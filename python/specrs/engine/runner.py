@@ -22,16 +22,18 @@ from specrs import _specrs as core
 from specrs.backends import AttentionBackend, Capabilities
 from specrs.capsule.recorder import RoundRecorder
 from specrs.engine.config import EngineConfig
-from specrs.engine.costs import Costs, Pace, PassCost
-from specrs.engine.policy import SpeculationGate, TreePolicy
+from specrs.engine.costs import PLAIN, SPECULATIVE, Costs, Pace, PassCost
+from specrs.engine.policy import LOOK_BACK, SpeculationGate, TreePolicy
 from specrs.engine.request import Committed, Request
 from specrs.models.eagle3 import Eagle3Head
+from specrs.models.features import FeatureRows, Features, gather
 from specrs.models.llama import LlamaModel
 
 _CALIBRATED_ROWS = (1, 2, 4, 8, 16, 32, 64)
 _CALIBRATION_RUNS = 7
 _CALIBRATED_CONTEXT = 256  # tokens before the rows: attention has its share in what a row costs
 _MAX_LAG = 256  # features held for a request that decodes plainly before its draft KV is brought up to date
+_OBSERVED = 4  # of so many plain rounds, one is timed
 
 
 _P = ParamSpec("_P")
@@ -43,7 +45,7 @@ class Drafted:
     """Trees to verify, and what the cost model made of them (nothing where the tree's shape is given)."""
 
     trees: core.TreeBatch
-    scores: list[float]  # cumulative log-probabilities of the draft nodes
+    scores: list[list[float]]  # of each request, cumulative log-probabilities of its draft nodes
     cost: float  # modelled seconds of the whole round
 
 
@@ -76,6 +78,8 @@ class Runner:
         self.watch: Callable[[core.TreeBatch, core.Accepts], None] | None = None
         self.recorder: RoundRecorder | None = None
         self._in_passes = 0.0  # seconds
+        self._plain_rounds = 0
+        self._observing = True  # passes are timed
         self._beams: core.DraftBeams | None = None
         if head is not None:
             self._beams = core.DraftBeams(config.max_batch, self.shape, head.d2t, target.config.vocab_size)
@@ -91,10 +95,15 @@ class Runner:
         ends = list(accumulate(counts))
         # A fresh prompt yields its first token with its last position; a resumed request knows its root already.
         drawing = [i for i, r in enumerate(reqs) if r.committed + counts[i] == len(r.tokens)]
+        for r in reqs:
+            # What others may share has draft KV; a prompt for itself alone needs none where the head does not follow.
+            if self.policy is not None and not self.config.prefix_cache and not self._gate(r).follows and r.followed:
+                r.give_up_drafts(r.draft_valid)
         with _naming(reqs), self._lease(reqs, counts) as lease:
             plan = self.planner.extend([r.seq for r in reqs], starts, counts)
             rows = torch.tensor([ends[i] - 1 for i in drawing], dtype=torch.int64)
-            logits, aux = self.target.forward(torch.tensor(tokens), plan, self.cache, self._wants_aux, rows)
+            aux = self._new_features(reqs, len(tokens))
+            logits, _ = self.target.forward(torch.tensor(tokens), plan, self.cache, aux, rows)
             drawn = [_draw(reqs[i], logits[j]) for j, i in enumerate(drawing)]
             lease.commit([r.committed + n for r, n in chunks])
         passed = []
@@ -103,15 +112,21 @@ class Runner:
         for i, (first, error) in zip(drawing, drawn, strict=True):
             passed.append(Passed(reqs[i], first, reqs[i].commit(first, round_=False, error=error)))
         self._remember(reqs, aux, [list(range(e - n, e)) for e, n in zip(ends, counts, strict=True)])
-        self._draft_extend([r for r in reqs if r.finish_reason is None])
-        if self.config.prefix_cache:
-            for r in reqs:
-                if r.committed >= len(r.tokens) - 1:
+        self._draft_write([r for r in reqs if r.finish_reason is None])
+        for r in reqs:
+            if r.committed >= len(r.tokens) - 1:
+                going = r.followed and r.finish_reason is None
+                if self.policy is not None and going and not self._gate(r).follows:
+                    self._draft_write([r], 0)
+                    r.give_up_drafts(r.committed)
+                if self.config.prefix_cache:
                     self.share_prefix(r)
         return passed
 
     def decode(self, reqs: Sequence[Request]) -> list[Passed]:
         """One token for each request, without drafts."""
+        self._plain_rounds += 1
+        self._observing = self._plain_rounds % _OBSERVED == 0
         started, self._in_passes = time.perf_counter(), 0.0
         trees = core.TreeBatch.from_parents([[-1]] * len(reqs), [[r.tokens[-1]] for r in reqs])
         with _naming(reqs), self._lease(reqs, [1] * len(reqs)) as lease:
@@ -120,12 +135,12 @@ class Runner:
             plan = self.planner.decode([r.seq for r in reqs], [r.committed for r in reqs])
             passed, aux, _ = self._verify(reqs, trees, plan, lease)
         self._remember(reqs, aux, [[i] for i in range(len(reqs))])
-        lagging = [r for r in reqs if r.finish_reason is None and r.lag >= _MAX_LAG]
-        self._draft_extend(lagging)
+        self._draft_write([r for r in reqs if r.finish_reason is None and r.lag >= _MAX_LAG])
         if self.recorder is not None:
             self.recorder.ended()
         if self.policy is not None:
-            self.policy.costs.plain_overhead.observe(time.perf_counter() - started - self._in_passes)
+            if self._observing:
+                self.policy.costs.overhead.observe(PLAIN, time.perf_counter() - started - self._in_passes)
             for r in reqs:
                 self._gate(r).plain_round()
         return passed
@@ -137,12 +152,15 @@ class Runner:
         drafting = self._drafting(reqs)
         if not any(drafting):
             return self.decode(reqs)
-        self._draft_extend([r for r in reqs if r.root_logits is None])
+        self._observing = True
+        behind = [r for r, d in zip(reqs, drafting, strict=True) if d and r.root_logits is None]
         started, self._in_passes = time.perf_counter(), 0.0
         need = self.geometry.alloc_len_per_decode
         with _naming(reqs), self._lease(reqs, [need] * len(reqs)) as lease:
             if self.recorder is not None:
                 self.recorder.reserved(reqs, [r.committed + need for r in reqs], speculative=True)
+            self._draft_write(behind)
+            self._draft_extend(behind)
             drafted = self._draft(reqs, drafting)
             plan = self.planner.verify([r.seq for r in reqs], [r.committed for r in reqs], drafted.trees)
             passed, aux, paths = self._verify(reqs, drafted.trees, plan, lease)
@@ -152,24 +170,24 @@ class Runner:
             rows.append([first + node for node in path[: p.committed.kept]])
             first += size
         self._remember(reqs, aux, rows)
-        self._draft_extend([r for r in reqs if r.finish_reason is None])
+        self._draft_extend([r for r, d in zip(reqs, drafting, strict=True) if d and r.finish_reason is None])
+        self._draft_write([r for r in reqs if r.finish_reason is None and r.lag >= _MAX_LAG])
         if self.recorder is not None:
             self.recorder.ended()
         if self.policy is not None:
-            self.policy.costs.spec_overhead.observe(time.perf_counter() - started - self._in_passes)
+            self.policy.costs.overhead.observe(SPECULATIVE, time.perf_counter() - started - self._in_passes)
             if all(r.error is None for r in reqs):  # a walk cut short says nothing of drafts
                 self._learn(passed, drafted, drafting)
         return passed
 
     def _verify(
         self, reqs: Sequence[Request], trees: core.TreeBatch, plan: core.Plan, lease: core.Lease
-    ) -> tuple[list[Passed], torch.Tensor | None, list[list[int]]]:
+    ) -> tuple[list[Passed], FeatureRows | None, list[list[int]]]:
         """Run the target over the nodes of trees, as planned, and commit what it accepts."""
         seqs, lens = [r.seq for r in reqs], [r.committed for r in reqs]
         tokens = from_dlpack(trees.tokens)
-        logits, aux = self._timed(
-            "target", len(tokens), self.target.forward, tokens, plan, self.cache, self._wants_aux, None
-        )
+        aux = self._new_features(reqs, len(tokens))
+        logits, _ = self._timed("target", len(tokens), self.target.forward, tokens, plan, self.cache, aux, None)
         accepts = core.verify(trees, logits, [r.sampler for r in reqs], lens)
         if self.watch is not None:
             self.watch(trees, accepts)
@@ -194,21 +212,20 @@ class Runner:
     # -- draft passes -------------------------------------------------------------------------------------------
 
     def _draft(self, reqs: Sequence[Request], drafting: Sequence[bool]) -> Drafted:
-        """Draft trees for those of ``reqs`` that are ``drafting``, whose draft KV is up to date."""
+        """Draft trees for those of ``reqs`` that are ``drafting``, whose draft KV is up to date; roots for others."""
         assert self.head is not None and self.draft_cache is not None and self._beams is not None
         head, cache, beams = self.head, self.draft_cache, self._beams
         seqs, lens = [r.seq for r in reqs], [r.committed for r in reqs]
-        assert all(r.root_logits is not None or r.draft_error is not None for r in reqs), "draft_extend comes first"
         beams.start(_stack([r.root_logits for r in reqs], beams.draft_vocab))
         hidden = _stack([r.root_hidden for r in reqs], head.config.hidden_size)
         for error in beams.faults:  # its hidden state was sound, and so is its draft KV
-            reqs[error.request].give_up_drafts(error, reqs[error.request].committed)
-        depths = [r.max_depth if d and r.draft_error is None else 0 for r, d in zip(reqs, drafting, strict=True)]
+            reqs[error.request].give_up_drafts(reqs[error.request].committed, error)
+        depths = [r.max_depth if d and r.followed else 0 for r, d in zip(reqs, drafting, strict=True)]
         limit = self._limit(reqs, drafting)
         if self.geometry.layout == "holey":
             core.kv_move(cache, self.planner.tail_copies(seqs, lens))  # what whole pages bring along before a branch
         steps = 0
-        while steps < min(self.shape.steps, max(depths)) - 1 and self._deepen(beams, depths, steps + 1, limit):
+        while steps < min(self.shape.steps, max(depths)) - 1 and self._deepen(reqs, beams, depths, steps + 1, limit):
             plan = self.planner.draft(seqs, lens, steps, beams, self.config.branches_attend)
             if self.recorder is not None:
                 self.recorder.drafted(beams)
@@ -220,10 +237,13 @@ class Runner:
             steps += 1
         return self._finish(reqs, beams, depths, steps, limit)
 
-    def _deepen(self, beams: core.DraftBeams, depths: list[int], levels: int, limit: float) -> bool:
+    def _deepen(
+        self, reqs: Sequence[Request], beams: core.DraftBeams, depths: list[int], levels: int, limit: float
+    ) -> bool:
         if self.policy is None:
             return True
-        live = [scores for scores, depth in zip(beams.scores(), depths, strict=True) if depth > levels]
+        each = zip(reqs, beams.scores(), depths, strict=True)
+        live = [(self._gate(r).kind, scores) for r, scores, depth in each if depth > levels]
         return self.policy.deepen(len(depths), levels, live, limit)
 
     def _finish(
@@ -235,22 +255,22 @@ class Runner:
         if self.policy is None:
             return Drafted(trees, [], 0.0)
         costs, batch = self.policy.costs, len(reqs)
-        scores = sorted((s for s in from_dlpack(trees.scores).tolist() if s < 0), reverse=True)  # roots have 0
+        scores = _draft_scores(trees)
+        nodes = [(s, self._gate(r).kind) for r, some in zip(reqs, scores, strict=True) for s in some]
+        nodes.sort(key=lambda node: -node[0])
         drafting = costs.drafting(batch, batch * self.shape.topk, steps)
-        choice = self.policy.choose(batch, scores, drafting, limit)
-        if choice.nodes < len(scores):
+        choice = self.policy.choose(batch, nodes, drafting, limit)
+        if choice.nodes < len(nodes):
             trees = beams.finish(roots, depths, most, choice.min_score)
-        nodes = sum(trees.sizes)
-        return Drafted(trees, scores[: nodes - batch], drafting + costs.target.at(nodes))
+            scores = _draft_scores(trees)
+        return Drafted(trees, scores, drafting + costs.target.at(sum(trees.sizes)))
 
     def _draft_extend(self, reqs: Sequence[Request]) -> None:
         """Run the head over the features that wait, so that draft KV, logits and hidden state reach the root."""
         reqs = [r for r in reqs if r.pending]
         if self.head is None or self.draft_cache is None or not reqs:
             return
-        for r in self._borrowers:  # the head's pass overwrites what they have borrowed
-            if not r.pending and r.root_logits is not None and r.root_hidden is not None:
-                r.root_logits, r.root_hidden = r.root_logits.clone(), r.root_hidden.clone()
+        self._keep_borrowed()
         counts, starts = [r.lag for r in reqs], [r.draft_valid for r in reqs]
         # The draft's entry at position p pairs the target's feature of p with the token at p + 1.
         tokens = [t for r, s in zip(reqs, starts, strict=True) for t in r.tokens[s + 1 : r.committed + 1]]
@@ -258,8 +278,7 @@ class Runner:
         if self.recorder is not None:
             self.recorder.extended([r.seq for r in reqs], starts, counts)
         rows = torch.tensor([end - 1 for end in accumulate(counts)])
-        pieces = [p for r in reqs for p in r.pending]
-        aux = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        aux = gather(p for r in reqs for p in r.pending)
         logits, hidden = self._timed(
             "draft_extend", len(tokens), self.head.extend, torch.tensor(tokens), aux, plan, self.draft_cache, rows
         )
@@ -268,24 +287,67 @@ class Runner:
         for i, (r, start) in enumerate(zip(reqs, starts, strict=True)):
             error = None if sound else _non_finite("draft hidden state", hidden[i])
             if error is not None:
-                r.give_up_drafts(error, start)
+                r.give_up_drafts(start, error)
             else:
                 r.drop_pending()
                 r.root_logits, r.root_hidden = logits[i], hidden[i]
         self._borrowers = reqs
 
-    def _remember(self, reqs: Sequence[Request], aux: torch.Tensor | None, rows: Sequence[list[int]]) -> None:
+    def _look_back(self, r: Request) -> int:
+        """Bring a request's drafts up to date, and count the tokens among its last `LOOK_BACK` that were first choices
+        of the head."""
+        assert self.head is not None and self.draft_cache is not None
+        self._draft_write([r], LOOK_BACK + 1)
+        start = r.draft_valid
+        tokens = r.tokens[start + 1 : r.committed + 1]
+        plan = self.planner.extend([r.seq], [start], [len(tokens)])
+        self._keep_borrowed()
+        logits, hidden = self.head.extend(torch.tensor(tokens), gather(r.pending), plan, self.draft_cache)
+        if (error := _non_finite("draft hidden state", hidden.flatten())) is not None:
+            r.give_up_drafts(start, error)
+            return 0
+        choices = self.head.target_ids[logits[:-1].argmax(1)].tolist()
+        r.drop_pending()
+        r.root_logits, r.root_hidden = logits[-1], hidden[-1]
+        self._borrowers = [r]
+        return sum(a == b for a, b in zip(choices, tokens[1:], strict=True))
+
+    def _draft_write(self, reqs: Sequence[Request], keep: int = 1) -> None:
+        """Write the draft KV of all features that wait but each request's last ``keep``, whose logits are wanted."""
+        reqs = [r for r in reqs if r.lag > keep]
+        if self.head is None or self.draft_cache is None or not reqs:
+            return
+        seqs, starts, counts = [r.seq for r in reqs], [r.draft_valid for r in reqs], [r.lag - keep for r in reqs]
+        tokens = [t for r, s, n in zip(reqs, starts, counts, strict=True) for t in r.tokens[s + 1 : s + 1 + n]]
+        plan = self.planner.extend(seqs, starts, counts)
+        if self.recorder is not None:
+            self.recorder.extended(seqs, starts, counts)
+        features = gather(p for r in reqs for p in r.oldest(r.lag - keep))
+        written = self.head.write(torch.tensor(tokens), features, plan, self.draft_cache)
+        sound = math.isfinite(written.sum().item())
+        end = 0
+        for r, start, n in zip(reqs, starts, counts, strict=True):
+            first, end = end, end + n
+            error = None if sound else _non_finite("draft KV", written[first:end].flatten())
+            if error is not None:
+                r.give_up_drafts(start, error)
+            else:
+                r.drop_oldest(r.lag - keep)
+
+    def _keep_borrowed(self) -> None:
+        """Before a pass of the head: it overwrites what requests have borrowed."""
+        for r in self._borrowers:
+            if not r.pending and r.root_logits is not None and r.root_hidden is not None:
+                r.root_logits, r.root_hidden = r.root_logits.clone(), r.root_hidden.clone()
+        self._borrowers = []
+
+    def _remember(self, reqs: Sequence[Request], aux: FeatureRows | None, rows: Sequence[Sequence[int]]) -> None:
         """Keep the target's features of newly committed positions until the head has run over them."""
         if aux is None:
             return
         for r, index in zip(reqs, rows, strict=True):
-            if index and r.draft_error is None:
-                first, n = index[0], len(index)
-                straight = index[-1] - first == n - 1  # rows ascend
-                rows_of = aux[first : first + n].clone() if straight else aux.index_select(0, torch.tensor(index))
-                r.pending.append(rows_of)
-                r.lag += n
-                r.root_logits = r.root_hidden = None
+            if index and r.followed:
+                r.wait(Features(aux, index))
 
     # -- pages --------------------------------------------------------------------------------------------------
 
@@ -346,9 +408,12 @@ class Runner:
 
     # -- cost model ---------------------------------------------------------------------------------------------
 
-    @property
-    def _wants_aux(self) -> bool:
-        return self.head is not None
+    def _new_features(self, reqs: Sequence[Request], rows: int) -> FeatureRows | None:
+        """Memory for the features of a pass over ``rows`` rows; ``None`` where nobody can use them."""
+        memory = self.target.features
+        if self.head is None or memory is None or not any(r.followed for r in reqs):
+            return None
+        return memory.rows(rows)
 
     def _gate(self, request: Request) -> SpeculationGate:
         assert self.policy is not None
@@ -359,11 +424,24 @@ class Runner:
 
     def _drafting(self, reqs: Sequence[Request]) -> list[bool]:
         """Which requests' next round should draft."""
-        sound = [r.draft_error is None for r in reqs]
-        if self.policy is None or not any(sound):
-            return sound
-        stake = self.policy.stake(len(reqs), sum(sound))
-        return [s and self._gate(r).affords(stake) for r, s in zip(reqs, sound, strict=True)]
+        if self.policy is None:
+            return [r.followed for r in reqs]
+        return self.policy.drafting([self._account(r, len(reqs)) for r in reqs])
+
+    def _account(self, r: Request, batch: int) -> float | None:
+        """What a request may lose to drafts; ``None`` for one that cannot draft, or has not looked back yet."""
+        assert self.policy is not None
+        if not r.followed:
+            return None
+        gate = self._gate(r)
+        if r.root_logits is not None:
+            return gate.account
+        if r.lag <= LOOK_BACK or gate.account < (price := self.policy.look_back(batch)):
+            return None
+        gate.looked_back(self._look_back(r), self.policy.stake(1, 1), price)
+        if not gate.follows:
+            r.give_up_drafts(r.draft_valid)
+        return gate.account if r.followed else None
 
     def _limit(self, reqs: Sequence[Request], drafting: Sequence[bool]) -> float:
         """Seconds that a round may take."""
@@ -380,7 +458,7 @@ class Runner:
         **kwargs: _P.kwargs,
     ) -> _T:
         """Run a pass and let the cost model see what it took."""
-        if self.policy is None:
+        if self.policy is None or not self._observing:
             return run(*args, **kwargs)
         started = time.perf_counter()
         result = run(*args, **kwargs)
@@ -395,11 +473,11 @@ class Runner:
         assert self.policy is not None
         batch, drawn = len(passed), sum(len(p.tokens) for p in passed)
         cost = drafted.cost / self.policy.costs.plain(batch)  # in rounds of plain decoding
-        self.policy.learn(drafted.scores, drawn - batch, drawn / batch / cost)
         extra = (cost - 1.0) * batch / sum(drafting)
-        for p, drafts in zip(passed, drafting, strict=True):
+        for p, drafts, scores in zip(passed, drafting, drafted.scores, strict=True):
             gate = self._gate(p.request)
             if drafts:
+                gate.kind.learn(scores, len(p.tokens) - 1, drawn / batch / cost)
                 gate.spec_round(len(p.tokens) - 1 - extra)
             else:
                 gate.plain_round()
@@ -415,7 +493,8 @@ class Runner:
         most = min(_CALIBRATED_ROWS[-1], room)
         table = [n for n in _CALIBRATED_ROWS if n <= most]
         context = min(_CALIBRATED_CONTEXT, room - most)
-        aux, hidden = torch.zeros(most, head.config.aux_size), torch.zeros(most, head.config.hidden_size)
+        aux = torch.zeros(len(head.aux_layers), most, self.target.config.hidden_size)
+        hidden = torch.zeros(most, head.config.hidden_size)
         seq = self.pool.create()
         last = torch.zeros(1, dtype=torch.int64)
 
@@ -426,7 +505,7 @@ class Runner:
             head.step(torch.zeros(n, dtype=torch.int64), hidden[:n], plan, draft_cache)
 
         def extend(n: int, plan: core.Plan) -> None:
-            head.extend(torch.zeros(n, dtype=torch.int64), aux[:n], plan, draft_cache, last)
+            head.extend(torch.zeros(n, dtype=torch.int64), [a[:n] for a in aux], plan, draft_cache, last)
 
         pace = Pace()  # one machine
 
@@ -455,7 +534,7 @@ def _planner(geometry: core.Geometry, pool: core.Pool, backend: AttentionBackend
 
 
 def _stack(rows: list[torch.Tensor | None], columns: int) -> torch.Tensor:
-    """What the last draft_extend gave for each request's root, as rows; zeros for a request that drafts no more."""
+    """What the last draft_extend gave for each request's root, as rows; zeros for a request that does not draft."""
     some = [torch.zeros(columns) if row is None else row for row in rows]
     return some[0][None] if len(some) == 1 else torch.stack(some)
 
@@ -466,6 +545,14 @@ def _draw(request: Request, logits: torch.Tensor) -> tuple[list[int], core.NonFi
         return [request.sampler.draw(logits, len(request.tokens), [])], None
     except core.NonFiniteError as error:
         return [], error
+
+
+def _draft_scores(trees: core.TreeBatch) -> list[list[float]]:
+    """Of each request, its draft nodes' scores, best first."""
+    scores: list[float] = from_dlpack(trees.scores).tolist()
+    ends = list(accumulate(trees.sizes))
+    # Without its root, whose score is 0.
+    return [sorted(scores[end - n + 1 : end], reverse=True) for n, end in zip(trees.sizes, ends, strict=True)]
 
 
 def _non_finite(what: str, row: torch.Tensor) -> core.NonFiniteError | None:

@@ -9,6 +9,7 @@ and vLLM.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -53,6 +54,9 @@ class Eagle3Head:
             qkv_bias = torch.cat([weights.load(f"{name}.bias") for name in qkv_names(_LAYER)])
         self._qkv_embed = ops.linear(qkv[:, :h].contiguous(), qkv_bias)
         self._qkv_hidden = ops.linear(qkv[:, h:].contiguous())
+        kv, kv_bias = qkv[config.q_size :], None if qkv_bias is None else qkv_bias[config.q_size :]
+        self._kv_embed = ops.linear(kv[:, :h].contiguous(), kv_bias)
+        self._kv_hidden = ops.linear(kv[:, h:].contiguous())
         self._tail = LayerTail(ops, config, _kind(weights), weights, _LAYER)
         self._norm = weights.load("norm.weight").float()
         self.lm_head: Linear = (
@@ -61,6 +65,7 @@ class Eagle3Head:
         self._rope = ops.rope(*rope_tables(config.rope, config.head_dim, target.max_context_len + ROPE_SLACK))
         wide = {"attended": config.q_size, "act": config.intermediate_size}
         self._extend_work = Workspace(x=h, e=h, n=h, y=h, part=config.qkv_size, qkv=config.qkv_size, **wide)
+        self._write_work = Workspace(x=h, e=h, n=h, part=2 * config.kv_size, kv=2 * config.kv_size)
         self._extend_tail = Workspace(x=h, y=h, hidden=h, logits=config.draft_vocab_size, **wide)
         self._step_work = Workspace(
             e=h, n=h, y=h, part=config.qkv_size, qkv=config.qkv_size, hidden=h, logits=config.draft_vocab_size, **wide
@@ -88,26 +93,24 @@ class Eagle3Head:
     def extend(
         self,
         tokens: torch.Tensor,
-        aux: torch.Tensor,
+        aux: Sequence[torch.Tensor],
         plan: Plan,
         kv: KvCache,
         logit_rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows whose features are the target's.
 
-        tokens: int64 [Q], the token *after* each row's position. aux: f32 [Q, n_aux * target hidden], from
-        `LlamaModel.forward(aux=True)` at the row's position. logit_rows: int64 [R] or None (all). Returns
+        tokens: int64 [Q], the token *after* each row's position. aux: f32 [Q, target hidden] of each aux layer,
+        from `LlamaModel.forward(aux=True)` at the row's position. logit_rows: int64 [R] or None (all). Returns
         (logits f32 [R, draft vocabulary], hidden f32 [R, h]), views that the next `extend` overwrites.
         """
-        rows = check_rows(tokens, plan)
+        features = self._features(tokens, aux, plan)
+        rows = len(features)
         w = self._extend_work.rows(rows)
-        if aux.shape != (rows, self._fc.in_features):
-            got, want = list(aux.shape), [rows, self._fc.in_features]
-            raise ConfigError(f"aux = {got}: must be {want}, a feature row for each query of the plan")
         tail = self._extend_tail.rows(rows if logit_rows is None else logit_rows.numel())
         if not rows:
             return tail["logits"], tail["hidden"]
-        self._fc.forward(aux.contiguous(), w["x"])
+        self._fc.forward(features, w["x"])
         residual = self._attend(tokens, w["x"], plan, kv, w)
         attended = w["attended"]
         if logit_rows is not None:
@@ -115,6 +118,18 @@ class Eagle3Head:
             torch.index_select(attended, 0, logit_rows, out=tail["attended"])
             residual, attended = tail["x"], tail["attended"]
         return self._predict(residual, attended, tail)
+
+    def write(self, tokens: torch.Tensor, aux: Sequence[torch.Tensor], plan: Plan, kv: KvCache) -> torch.Tensor:
+        """Rows of `extend` whose logits nobody wants: keys and values alone, to the same bits, at less than half of
+        the cost. Returns them, f32 [Q, 2 Hkv D] before the rotation, a view that the next `write` overwrites.
+        """
+        features = self._features(tokens, aux, plan)
+        w = self._write_work.rows(len(features))
+        if len(features):
+            self._fc.forward(features, w["x"])
+            self._project(tokens, w["x"], w, self._kv_hidden, self._kv_embed, w["kv"])
+            self._tail.write(kv, 0, plan, w["kv"], self._rope)
+        return w["kv"]
 
     def step(
         self, tokens: torch.Tensor, hidden: torch.Tensor, plan: Plan, kv: KvCache
@@ -137,16 +152,38 @@ class Eagle3Head:
         self, tokens: torch.Tensor, feature: torch.Tensor, plan: Plan, kv: KvCache, w: dict[str, torch.Tensor]
     ) -> torch.Tensor:
         """Fills `attended` of w; returns the residual stream that it adds to."""
+        residual = self._project(tokens, feature, w, self._qkv_hidden, self._qkv_embed, w["qkv"])
+        self._tail.attend(kv, 0, plan, w["qkv"], self._rope, w["attended"])
+        return residual
+
+    def _project(
+        self,
+        tokens: torch.Tensor,
+        feature: torch.Tensor,
+        w: dict[str, torch.Tensor],
+        of_hidden: Linear,
+        of_embed: Linear,
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        """out = the projection of [embedding, feature], both normalised; returns the residual stream."""
         self.embedding.lookup(tokens, w["e"])
         if self.config.norm_before_residual:
             self._ops.rms_norm(feature, self._hidden_norm, self._eps, w["n"])
             feature = w["n"]
-            self._qkv_hidden.forward(feature, w["part"])
+            of_hidden.forward(feature, w["part"])
         else:
-            self._qkv_hidden.forward(feature, w["part"], None, self._hidden_norm, self._eps)
-        self._qkv_embed.forward(w["e"], w["qkv"], w["part"], self._embed_norm, self._eps)
-        self._tail.attend(kv, 0, plan, w["qkv"], self._rope, w["attended"])
+            of_hidden.forward(feature, w["part"], None, self._hidden_norm, self._eps)
+        of_embed.forward(w["e"], out, w["part"], self._embed_norm, self._eps)
         return feature
+
+    def _features(self, tokens: torch.Tensor, aux: Sequence[torch.Tensor], plan: Plan) -> torch.Tensor:
+        """Features of all layers side by side, [Q, n_aux * target hidden]."""
+        rows, layers = check_rows(tokens, plan), len(self.aux_layers)
+        want = [(rows, self._fc.in_features // layers)] * layers
+        got = [tuple(a.shape) for a in aux]
+        if got != want:
+            raise ConfigError(f"aux = {got}: must be {want}, features of each query of the plan for each aux layer")
+        return torch.cat(tuple(aux), 1)
 
     def _predict(
         self, residual: torch.Tensor, attended: torch.Tensor, w: dict[str, torch.Tensor]

@@ -123,6 +123,10 @@ class LayerTail:
         """Layer `index` of `kv` gets the rows' keys and values; out [Q, H D] is what the queries read."""
         self._ops.rope_attention(kv, index, plan, qkv, rope, self._heads, out)
 
+    def write(self, kv: KvCache, index: int, plan: Plan, rows: torch.Tensor, rope: Any) -> None:
+        """Layer `index` of `kv` gets the keys and values of `rows` [Q, 2 Hkv D]."""
+        self._ops.rope_write(kv, index, plan, rows, rope, self._heads)
+
     def mix(
         self, residual: torch.Tensor, attended: torch.Tensor, w: dict[str, torch.Tensor], out: torch.Tensor
     ) -> None:

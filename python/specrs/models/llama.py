@@ -9,7 +9,7 @@ One forward serves every phase, since the plan says where each row's KV goes and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ import torch
 from specrs._specrs import ConfigError, KvCache, Plan
 from specrs.models.config import ModelConfig
 from specrs.models.errors import UnsupportedModelError
+from specrs.models.features import FeatureMemory, FeatureRows
 from specrs.models.layer import Embedding, LayerKind, LayerTail, Workspace, layer_shapes, qkv_names, stacked
 from specrs.models.loader import Checkpoint
 from specrs.models.ops import Linear, Ops, new_cache
@@ -36,6 +37,7 @@ class LlamaModel:
         self.config = config
         self.max_context_len = max_context_len
         self.aux_layers: tuple[int, ...] = ()
+        self.features: FeatureMemory | None = None
         self.ops = ops
         table = weights.load("model.embed_tokens.weight")
         self.embedding = Embedding(table)
@@ -50,7 +52,6 @@ class LlamaModel:
         self._work = Workspace(x=h, y=h, qkv=config.qkv_size, attended=config.q_size, act=config.intermediate_size)
         self._tail_work = Workspace(x=h, y=h, attended=config.q_size, act=config.intermediate_size)
         self._logits = Workspace(logits=config.vocab_size)
-        self._features = Workspace(aux=0)
 
     @classmethod
     def load(cls, directory: str | Path, ops: Ops, max_context_len: int | None = None) -> LlamaModel:
@@ -83,45 +84,46 @@ class LlamaModel:
         return new_cache(self.config, self.config.num_layers, num_pages, page_size, dtype)
 
     def set_aux_layers(self, layers: Sequence[int]) -> None:
-        """Chooses the features that `forward(aux=True)` returns: the residual stream *entering* each of these decoder
-        layers (so layer i's feature is the output of layer i - 1, and 0 is the embedding), in this order."""
+        """Chooses the features of `forward(aux=...)`: the residual stream *entering* each of these decoder layers (so
+        layer i's feature is the output of layer i - 1, and 0 is the embedding), in this order."""
         for layer in layers:
             if not 0 <= layer < self.config.num_layers:
                 why = f"must be in 0..{self.config.num_layers}, the layers whose input can be captured"
                 raise UnsupportedModelError("aux layer", layer, why)
         self.aux_layers = tuple(layers)
-        self._features = Workspace(aux=len(layers) * self.config.hidden_size)
+        self.features = FeatureMemory(self.aux_layers, self.config.hidden_size) if layers else None
 
     def forward(
         self,
         tokens: torch.Tensor,
         plan: Plan,
         kv: KvCache,
-        aux: bool = False,
+        aux: FeatureRows | bool | None = None,
         logit_rows: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, FeatureRows | None]:
         """Runs the rows of a plan, writing their KV.
 
-        tokens: int64 (or int32) [Q], one per query of the plan. logit_rows: int64 [R] rows to compute logits for, in
-        the order wanted; None: all; empty: none. Returns (logits f32 [R, vocab], features f32 [Q, n_aux * h] or None);
-        both are views that the next `forward` overwrites. Raises ConfigError for a token outside the vocabulary.
+        tokens: int64 (or int32) [Q], one per query of the plan. aux: whether features are wanted, or memory for them
+        (`features.rows(Q)`). logit_rows: int64 [R] rows to compute logits for, in the order wanted; None: all; empty:
+        none. Returns (logits f32 [R, vocab], features or None); the logits are a view that the next `forward`
+        overwrites. Raises ConfigError for a token outside the vocabulary, and for other memory.
         """
         rows = check_rows(tokens, plan)
         w = self._work.rows(rows)
         x, qkv, attended = w["x"], w["qkv"], w["attended"]
-        h, eps, rope = self.config.hidden_size, self.config.rms_norm_eps, self._rope
-        features = self._features.rows(rows)["aux"] if aux else None
-        if aux and not self.aux_layers:
-            raise ConfigError("aux = True: no features are chosen; call set_aux_layers first")
+        eps, rope = self.config.rms_norm_eps, self._rope
+        features = self._check_features(aux, rows)
         if not rows:
             return self._logits.rows(0)["logits"], features
+        turns: Mapping[int, torch.Tensor] = {}
+        if features is not None:
+            x, turns = features.first, features.turns
         self.embedding.lookup(tokens, x)
         last = len(self._tails) - 1
         for i, tail in enumerate(self._tails):
-            if features is not None and i in self.aux_layers:
-                for at, layer in enumerate(self.aux_layers):
-                    if layer == i:
-                        features[:, at * h : (at + 1) * h].copy_(x)
+            out = turns.get(i, x)
+            if features is not None and i == features.last:
+                out = w["x"]
             self._qkv[i].forward(x, qkv, None, self._input_norms[i], eps)
             tail.attend(kv, i, plan, qkv, rope, attended)
             if i == last and logit_rows is not None:
@@ -129,13 +131,28 @@ class LlamaModel:
                 w = self._tail_work.rows(logit_rows.numel())
                 torch.index_select(x, 0, logit_rows, out=w["x"])
                 torch.index_select(attended, 0, logit_rows, out=w["attended"])
-                x, attended = w["x"], w["attended"]
+                x = out = w["x"]
+                attended = w["attended"]
             if x.shape[0]:
-                tail.mix(x, attended, w, x)
+                tail.mix(x, attended, w, out)
+            x = out
+        if features is not None:
+            features.repeat()
         logits = self._logits.rows(x.shape[0])["logits"]
         if x.shape[0]:
             self.lm_head.forward(x, logits, None, self._norm, eps)
         return logits, features
+
+    def _check_features(self, aux: FeatureRows | bool | None, rows: int) -> FeatureRows | None:
+        if aux is None or aux is False:
+            return None
+        if self.features is None:
+            raise ConfigError("aux: no features are chosen; call set_aux_layers first")
+        if aux is True:
+            return self.features.rows(rows)
+        if aux.rows != rows or aux.aux_layers is not self.aux_layers:
+            raise ConfigError(f"aux: memory of {aux.rows} rows; must be of {rows}, from this model's `features.rows`")
+        return aux
 
 
 def check_rows(tokens: torch.Tensor, plan: Plan) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -129,6 +129,9 @@ class Ops(Protocol):
         """Normalises (optionally) and rotates q and k of `qkv` [Q, (H + 2 Hkv) D] at the plan's positions, writes k
         and v to its slots, and attends as it says: out [Q, H D]."""
 
+    def rope_write(self, kv: KvCache, layer: int, plan: Plan, rows: torch.Tensor, rope: Any, heads: Heads) -> None:
+        """Of `rope_attention` what later rows need: k and v of `rows` [Q, 2 Hkv D], without queries."""
+
 
 class TorchOps:
     """The reference: every step spelled out in torch, in f32."""
@@ -146,10 +149,12 @@ class TorchOps:
         self, kv: KvCache, layer: int, plan: Plan, qkv: torch.Tensor, rope: Any, heads: Heads, out: torch.Tensor
     ) -> None:
         q, k, v = _rotated(kv, plan, qkv, rope, heads)
-        slots = from_dlpack(plan.out_slots).long()
-        kv.tensor[layer, 0, slots] = k.to(kv.tensor.dtype)
-        kv.tensor[layer, 1, slots] = v.to(kv.tensor.dtype)
+        _store(kv, layer, plan, k, v)
         _attend(kv, layer, plan, q, out.view_as(q), heads.scale)
+
+    def rope_write(self, kv: KvCache, layer: int, plan: Plan, rows: torch.Tensor, rope: Any, heads: Heads) -> None:
+        _, k, v = _rotated(kv, plan, rows, rope, replace(heads, count=0))
+        _store(kv, layer, plan, k, v)
 
 
 class HostOps:
@@ -181,6 +186,9 @@ class HostOps:
             kv, layer, plan, qkv, rope, heads.count, out, heads.scale, heads.q_norm, heads.k_norm, heads.eps
         )
 
+    def rope_write(self, kv: KvCache, layer: int, plan: Plan, rows: torch.Tensor, rope: Any, heads: Heads) -> None:
+        core.rope_write(kv, layer, plan, rows, rope, heads.k_norm, heads.eps)
+
 
 class BackendOps(HostOps):
     """The Rust kernels for everything but attention, which a backend computes from its format's arrays."""
@@ -198,6 +206,10 @@ class BackendOps(HostOps):
         q, k, v = _rotated(kv, plan, qkv, rope, heads)
         core.kv_write(kv, layer, plan, k.contiguous(), v.contiguous())
         self._attention(kv, layer, plan, q, out.view_as(q), heads.scale)
+
+    def rope_write(self, kv: KvCache, layer: int, plan: Plan, rows: torch.Tensor, rope: Any, heads: Heads) -> None:
+        _, k, v = _rotated(kv, plan, rows, rope, replace(heads, count=0))
+        core.kv_write(kv, layer, plan, k.contiguous(), v.contiguous())
 
 
 def ops_for(backend: AttentionBackend | None = None) -> Ops:
@@ -254,6 +266,12 @@ def _rotated(
     positions = from_dlpack(plan.positions).long()
     cos, sin = (table[positions, None, :] for table in rope)
     return _rotate(q, cos, sin), _rotate(k, cos, sin), v
+
+
+def _store(kv: KvCache, layer: int, plan: Plan, k: torch.Tensor, v: torch.Tensor) -> None:
+    slots = from_dlpack(plan.out_slots).long()
+    kv.tensor[layer, 0, slots] = k.to(kv.tensor.dtype)
+    kv.tensor[layer, 1, slots] = v.to(kv.tensor.dtype)
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

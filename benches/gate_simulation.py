@@ -1,0 +1,94 @@
+"""A request as the runner's gate sees it, without a model: what passes cost and how likely drafts are is given."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from dataclasses import dataclass
+
+from specrs.engine.costs import PLAIN, SPECULATIVE, Costs, PassCost
+from specrs.engine.policy import LOOK_BACK, SpeculationGate, TreePolicy
+
+_ROWS = [1, 8, 64]
+_DEPTH = 8
+
+
+@dataclass
+class Decoded:
+    """What a request took.
+
+    Attributes:
+        tokens: drawn.
+        took: rounds of plain decoding.
+        rounds: those that drafted.
+        deceived: looks back that opened the gate.
+    """
+
+    tokens: int = 0
+    took: float = 0.0
+    rounds: int = 0
+    deceived: int = 0
+
+
+def policy(step: float = 0.2, growth: float = 0.02) -> TreePolicy:
+    """Passes in seconds: the target's of one row takes 1 and ``growth`` for each row, the head's take ``step``."""
+    return TreePolicy(
+        Costs(
+            target=PassCost(_ROWS, [1.0 + growth * r for r in _ROWS]),
+            draft_step=PassCost(_ROWS, [step] * 3),
+            draft_extend=PassCost(_ROWS, [step] * 3),
+            overhead=PassCost([PLAIN, SPECULATIVE], [1e-4, 2e-4]),
+        )
+    )
+
+
+def decode(p: TreePolicy, gate: SpeculationGate, tokens: int, chance: float, rng: random.Random) -> Decoded:
+    """``tokens`` as the runner decodes them. Each draft token is accepted, and each token of a look back is a hit, with
+    ``chance``, whatever the head claims: it is sure of itself."""
+    costs, done = p.costs, Decoded()
+    claims = [i * math.log(0.97) for i in range(1, _DEPTH + 1)]
+    lag = 1
+    while done.tokens < tokens:
+        if gate.follows and lag > LOOK_BACK and gate.account >= (price := p.look_back(1)):
+            gate.looked_back(sum(rng.random() < chance for _ in range(LOOK_BACK)), p.stake(1, 1), price)
+            done.took += price
+            done.deceived += gate.account > 0
+            lag = 0
+        if lag or not p.drafting([gate.account])[0]:
+            gate.plain_round()
+            done.took, done.tokens, lag = done.took + 1.0, done.tokens + 1, lag + 1
+            continue
+        limit, levels = p.limit(1, [gate.account]), 1
+        while levels < _DEPTH and p.deepen(1, levels, [(gate.kind, claims[levels - 1 : levels])], limit):
+            levels += 1
+        drafting = costs.drafting(1, 1, levels - 1)
+        choice = p.choose(1, [(score, gate.kind) for score in claims[:levels]], drafting, limit)
+        accepted = next((i for i in range(choice.nodes) if rng.random() >= chance), choice.nodes)
+        cost = (drafting + costs.target.at(1 + choice.nodes)) / costs.plain(1)
+        gate.spec_round(accepted - (cost - 1.0))
+        gate.kind.learn(claims[: choice.nodes], accepted, (accepted + 1) / cost)
+        done.took, done.tokens, done.rounds = done.took + cost, done.tokens + accepted + 1, done.rounds + 1
+    return done
+
+
+def simulate(
+    steps: tuple[float, ...], growths: tuple[float, ...], chances: tuple[float, ...], lengths: tuple[int, ...]
+) -> list[dict[str, float]]:
+    """Speed as a multiple of plain decoding's over a grid: the mean, and the worst, of 20 engines of 16 requests."""
+    rows = []
+    for step in steps:
+        for growth in growths:
+            for chance in chances:
+                for tokens in lengths:
+                    ratios = []
+                    for seed in range(20):
+                        p, rng = policy(step, growth), random.Random(seed)
+                        done = [decode(p, p.gate(sampled=True), tokens, chance, rng) for _ in range(16)]
+                        ratios.append(sum(d.tokens for d in done) / sum(d.took for d in done))
+                    stake = policy(step, growth).stake(1, 1)
+                    rows.append(
+                        {"step": step, "growth": growth, "smallest_round": round(1.0 + stake, 3), "chance": chance}
+                        | {"tokens": tokens, "mean": round(statistics.mean(ratios), 4), "worst": round(min(ratios), 4)}
+                    )
+    return rows

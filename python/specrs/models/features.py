@@ -1,0 +1,103 @@
+"""The target's features of committed positions, from the pass that makes them to the draft pass that reads them.
+
+A pass writes its features where nobody has written before, and what waits for a draft pass refers to those rows; so
+nothing is copied for a position that no draft ever needs. Memory lives as long as something refers to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+_PASSES = 32  # of one size that a block has room for
+
+
+class FeatureRows:
+    """Memory for the features of one pass, and the way of the residual stream through it.
+
+    The stream lies where the next feature belongs: entering layer i it *is* the feature of layer i, and layer i writes
+    its output elsewhere. So capturing a feature costs nothing.
+
+    Attributes:
+        aux_layers: the layers whose input is a feature.
+        layers: f32 [rows, h] for each of them.
+        stacked: the same memory, [n_aux, rows, h].
+        first: where the embedding goes.
+        turns: by layer, where its output goes; absent where it stays in place.
+        last: the layer whose output leaves this memory.
+    """
+
+    __slots__ = ("_repeats", "aux_layers", "first", "last", "layers", "rows", "stacked", "turns")
+
+    def __init__(self, aux_layers: tuple[int, ...], stacked: torch.Tensor) -> None:
+        self.aux_layers, self.stacked, self.rows = aux_layers, stacked, stacked.shape[1]
+        self.layers: tuple[torch.Tensor, ...] = stacked.unbind(0)
+        homes = dict(zip(aux_layers, self.layers, strict=True))
+        ascending = sorted(homes)
+        self.first, self.last = homes[ascending[0]], ascending[-1]
+        self.turns = {layer: homes[after] for layer, after in pairwise(ascending)}
+        self._repeats = len(homes) < len(self.layers)
+
+    def repeat(self) -> None:
+        """Copy the features of layers that are named more than once."""
+        if self._repeats:
+            homes = dict(zip(self.aux_layers, self.layers, strict=True))
+            for layer, memory in zip(self.aux_layers, self.layers, strict=True):
+                if memory is not homes[layer]:
+                    memory.copy_(homes[layer])
+
+
+class FeatureMemory:
+    """Fresh rows for the features of passes.
+
+    Small passes of one size share a block, whose views are made at once: between two passes that stream all weights
+    through the caches, a torch operation costs some 10 us, as its code and data are cold.
+    """
+
+    def __init__(self, aux_layers: tuple[int, ...], hidden_size: int) -> None:
+        self._aux_layers, self._hidden_size = aux_layers, hidden_size
+        self._ready: dict[int, Iterator[FeatureRows]] = {}  # by rows
+
+    def rows(self, count: int) -> FeatureRows:
+        """Memory for ``count`` rows that nothing else refers to."""
+        ready = next(self._ready.get(count, iter(())), None)
+        return ready if ready is not None else self._block(count)
+
+    def _block(self, count: int) -> FeatureRows:
+        passes = _PASSES if 0 < count <= _PASSES else 1
+        block = torch.empty((len(self._aux_layers), passes * count, self._hidden_size))
+        fresh = iter([FeatureRows(self._aux_layers, block.narrow(1, i * count, count)) for i in range(passes)])
+        if len(self._ready) >= _PASSES:
+            self._ready.clear()
+        self._ready[count] = fresh
+        return next(fresh)
+
+
+@dataclass(frozen=True)
+class Features:
+    """Features of consecutive positions: rows, in order, of what a pass wrote."""
+
+    memory: FeatureRows
+    rows: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, positions: slice) -> Features:
+        return Features(self.memory, self.rows[positions])
+
+    def read(self) -> torch.Tensor:
+        """[n_aux, n, h], a view where the rows ascend one by one."""
+        first, n = self.rows[0], len(self.rows)
+        if all(row == first + i for i, row in enumerate(self.rows)):
+            return self.memory.stacked.narrow(1, first, n)
+        return self.memory.stacked.index_select(1, torch.tensor(self.rows))
+
+
+def gather(pieces: Iterable[Features]) -> tuple[torch.Tensor, ...]:
+    """All of them one behind the other, [n, h] of each aux layer."""
+    read = [p.read() for p in pieces]
+    return (read[0] if len(read) == 1 else torch.cat(read, 1)).unbind(0)
