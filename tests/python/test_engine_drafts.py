@@ -385,6 +385,9 @@ def test_chains_that_the_cost_model_cuts(pair: Pair, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(policy, "choose", choose)
     monkeypatch.setattr(policy, "deepen", lambda *_: rng.random() < 0.8)
     monkeypatch.setattr(policy, "drafting", lambda accounts: [rng.random() < 0.8 for _ in accounts])
+    monkeypatch.setattr(run.llm._runner, "_account", lambda *_: 1.0)
+    for kind in policy.kinds.values():
+        kind.hits = 1e9  # the head follows each request
     for i in range(4):
         run.add(prompt(i, 6 + i), 40)
         run.step()
