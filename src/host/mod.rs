@@ -34,5 +34,3 @@ pub mod select;
 mod thread_count;
 pub mod threads;
 pub mod verify;
-
-use crate::simd; // rope.rs

@@ -3,8 +3,8 @@
 use super::attention::{AttnView, attention, check_heads};
 use super::kv::{KvCacheMut, check_slots, index};
 use super::norm::{RmsNorm, norm_row};
-use super::simd;
 use crate::error::{Error, Result};
+use crate::simd;
 
 /// Cosines and sines for every position: scaled variants of RoPE (linear, llama3, yarn, ...) differ in the
 /// frequencies and the attention factor that they are made from, not in the kernel.

@@ -4,8 +4,7 @@
 //! |---|---|
 //! | `errors` | the one table from core errors to Python exceptions |
 //! | `arg` | integers of any size with named errors; work without the GIL |
-//! | `dlpack` | tensors in and out, memory that callers lend; the only place with `unsafe` |
-//! | `array` | `Array`, the tensors that specrs returns |
+//! | `dlpack` | tensors in and out (`Array` is what specrs returns), memory that callers lend; the only place with `unsafe` |
 //! | `device` | CUDA launches; there in every build |
 //! | `geometry` | tree shapes, sizes, draft layouts, token trees |
 //! | `kv`, `attention` | the KV cache, its writes and moves, attention, RoPE |
@@ -22,7 +21,6 @@
 //! which would be a fault of specrs, is caught at this boundary and raised as `SpecrsError`.
 
 mod arg;
-mod array;
 mod attention;
 mod certify;
 mod device;
@@ -46,13 +44,13 @@ mod _specrs {
     use pyo3::prelude::*;
 
     #[pymodule_export]
-    use super::array::{Array, as_array};
-    #[pymodule_export]
     use super::attention::{RopeTable, attention, attention_reference, rope_attention, rope_write};
     #[pymodule_export]
     use super::certify::certify;
     #[pymodule_export]
     use super::device::{_device_check, _device_init, _device_kv_move, cuda_available, cuda_unavailable_reason};
+    #[pymodule_export]
+    use super::dlpack::{Array, as_array};
     #[pymodule_export]
     use super::errors::error_examples;
     #[pymodule_export]

@@ -1,3 +1,0 @@
-//! Where the Python module takes `Array` from.
-
-pub(super) use super::dlpack::{Array, as_array};
