@@ -81,7 +81,7 @@ impl ChangeLog {
         self.keep(last, seen, row, kind, first, end);
     }
 
-    #[inline(never)] // so that calls without mirrors carry no more than the test above
+    #[cold] // for pools with mirrors alone: the others' loops carry no more than the test above
     fn keep(&mut self, last: &mut u64, seen: u64, row: usize, kind: ChangeKind, first: usize, end: usize) {
         if *last <= seen {
             let at = self.slot(self.serial);

@@ -27,9 +27,7 @@ impl State {
         let mut buffers = self.spare.pop().unwrap_or_default();
         self.leases += 1;
         for &(seq, positions) in wants {
-            if let Some(copy) = self.extend(seq, positions, self.leases)? {
-                buffers.copies.push(copy);
-            }
+            self.extend(seq, positions, self.leases, &mut buffers.copies)?;
             buffers.seqs.push(seq);
         }
         self.leased_rows += wants.len() as u32; // below max_seqs: no sequence is in two leases
@@ -47,9 +45,7 @@ impl State {
         let Buffers { seqs, copies, .. } = buffers;
         copies.clear();
         for (&seq, &positions) in seqs.iter().zip(positions) {
-            if let Some(copy) = self.extend(seq, positions, id)? {
-                copies.push(copy);
-            }
+            self.extend(seq, positions, id, copies)?;
         }
         Ok(())
     }
@@ -73,15 +69,15 @@ impl State {
         Ok(u64::from(pages.saturating_sub(r.pages)) + u64::from(copied))
     }
 
-    /// Give a row the pages that [`Self::check_want`] counted, under a lease. Returns the copy that a shared tail page
+    /// Give a row the pages that [`Self::check_want`] counted, under a lease, and note the copy that a shared tail page
     /// needs.
-    #[inline(never)]
-    fn extend(&mut self, seq: SeqId, positions: u32, lease: u64) -> Result<Option<PageCopy>> {
+    #[inline(always)]
+    fn extend(&mut self, seq: SeqId, positions: u32, lease: u64, copies: &mut Vec<PageCopy>) -> Result<()> {
         let (page, width, row) = (self.config.page, self.config.row_pages as usize, seq.row() as usize);
         let line = &mut self.table[row * width..][..width];
         let (r, owner) = (&mut self.rows[row], Owner::of(seq));
         let (old, new) = (r.pages, page.pages_for(positions).max(r.pages));
-        let (mut copy, mut first) = (None, old as usize);
+        let mut first = old as usize;
         if let Some(col) = shared_tail(r, line, &self.ledger.recs, page, positions) {
             let src = line[col];
             self.ledger.take_into(&mut line[col..=col], EventKind::Copy, owner, as_entry)?;
@@ -91,7 +87,7 @@ impl State {
             // Under a lease that allows writes, the round in flight may write behind the committed positions.
             let len = if r.limit > r.committed { page.get() } else { page.offset(r.committed) };
             first = col;
-            copy = Some(PageCopy { src: PageId::of_table(src), dst: PageId::of_table(line[col]), len });
+            copies.push(PageCopy { src: PageId::of_table(src), dst: PageId::of_table(line[col]), len });
         }
         if new > old {
             self.ledger.take_into(&mut line[old as usize..new as usize], EventKind::Alloc, owner, as_entry)?;
@@ -102,7 +98,7 @@ impl State {
         // A reservation that ends at the committed length allows no writes, so the tail page may stay shared.
         r.limit = if positions > r.committed { r.pages * page.get() } else { r.limit.max(r.committed) };
         r.lease = lease;
-        Ok(copy)
+        Ok(())
     }
 
     /// Check new committed lengths for the sequences of a lease.
