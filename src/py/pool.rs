@@ -316,7 +316,22 @@ impl Lease {
         })
     }
 
-    /// Give every reserved page back and end the lease.
+    /// Pages for row positions `0..positions[i]` of sequence i, for all of them or none (`PoolExhaustedError`): room for
+    /// a later round while one is in flight. No page goes. `copies` are then those of this call, to run behind the round
+    /// in flight.
+    fn renew(&self, py: Python<'_>, positions: Vec<Int>) -> PyResult<()> {
+        let positions = u32s("positions", &positions)?;
+        detached(py, || self.with(|l| l.renew(&positions)))
+    }
+
+    /// Make `committed[i]` the committed length of sequence i and keep the lease with every page of it: `commit` of a
+    /// round while the next one is in flight. Leaving the lease later rolls back to these lengths.
+    fn advance(&self, py: Python<'_>, committed: Vec<Int>) -> PyResult<()> {
+        let committed = u32s("committed length", &committed)?;
+        detached(py, || self.with(|l| l.advance(&committed)))
+    }
+
+    /// Give every page behind the committed lengths back and end the lease.
     fn rollback(&self, py: Python<'_>) -> PyResult<()> {
         detached(py, || {
             self.end("it was rolled back", |lease| {

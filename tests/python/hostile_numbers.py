@@ -97,6 +97,8 @@ def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "Pool.free_pages": (native.pool.free_pages, {"pages": raw}),
         "Pool.take_next": (native.pool.take_next, {"pages": free}),
         "Lease.commit": (w.lease.commit, {"committed": [6, 4]}),
+        "Lease.renew": (w.lease.renew, {"positions": [12, 12]}),
+        "Lease.advance": (native.lease.advance, {"committed": [5, 3]}),
         "Lease.remap": (one_page.lease.remap, {"seq": one_page.seqs[0], "first": 5, "order": [1, 0]}),
         "Moves.__new__": (core.Moves, {"src": [1, 2], "dst": [2, 1], "num_slots": 8, "scratch": 5}),
         "DeviceLens.__new__": (

@@ -79,6 +79,36 @@ def test_ended_leases_are_stale(pool: core.Pool) -> None:
         lease.rollback()
 
 
+def test_a_lease_spans_rounds(pool: core.Pool) -> None:
+    seqs = [pool.create(), pool.create()]
+    with pool.reserve([(s, 8) for s in seqs]) as lease:
+        lease.renew([16, 12])
+        assert [pool.allocated(s) for s in seqs] == [16, 12]
+        with pytest.raises(core.PoolExhaustedError) as e:
+            lease.renew([20, 20])
+        assert (e.value.need, e.value.free) == (3, 1)
+        with pytest.raises(core.ConfigError):
+            lease.renew([16])
+        lease.advance([5, 3])
+        for wrong in [[4, 3], [17, 3], [5]]:
+            with pytest.raises(core.ConfigError):
+                lease.advance(wrong)
+        assert lease.live
+        assert [pool.allocated(s) for s in seqs] == [16, 12]
+        fork = pool.fork(seqs[0], 5)
+        lease.renew([9, 3])
+        assert len(lease.copies) == 4
+        lease.advance([6, 3])
+        assert len(lease.copies) == 0
+    assert [(pool.committed(s), pool.allocated(s)) for s in seqs] == [(6, 8), (3, 4)]
+    assert free(pool) == 8 - 3 - 1
+    pool.release([*seqs, fork])
+    assert free(pool) == 8
+    for use in [lambda: lease.renew([1, 1]), lambda: lease.advance([6, 3])]:
+        with pytest.raises(core.StaleHandleError, match="rolled back"):
+            use()
+
+
 def test_a_refused_commit_leaves_the_lease_live(pool: core.Pool) -> None:
     seqs = [pool.create(), pool.create()]
     with pool.reserve([(s, 6) for s in seqs]) as lease:
