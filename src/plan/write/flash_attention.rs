@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::geometry::Geometry;
-use crate::plan::form::{Step, tables};
+use crate::plan::form::{self, Step, tables};
 use crate::plan::formats::flash_attention::{EXPAND_PAGE_TABLE, PAGE_TABLE, SPECS, sizes};
 use crate::plan::write::lower::{Lower, hint, needs};
 use crate::plan::write::table::Table;
@@ -69,6 +69,8 @@ struct Request<'a> {
     end: usize,
     /// L.
     prefix: u32,
+    /// Slots that its queries write.
+    nodes: &'a [i32],
     /// Its row of the pool's table.
     line: &'a [i32],
 }
@@ -83,7 +85,14 @@ impl<'a> Lowering<'a> {
             return None;
         }
         let line = self.tables.line(plan.rows()[i] as u32).unwrap_or(&[]);
-        Some(Request { index: i, first, end, prefix: plan.prefix_lens()[i] as u32, line })
+        Some(Request {
+            index: i,
+            first,
+            end,
+            prefix: plan.prefix_lens()[i] as u32,
+            nodes: &plan.out_slots()[first..end],
+            line,
+        })
     }
 
     /// Lengths and pages of the prefix pass, or of the only one.
@@ -106,27 +115,21 @@ impl<'a> Lowering<'a> {
         table.end(lens.len())
     }
 
-    /// Verify: the slots of each node's ancestors, which the plan writes.
+    /// A row of slots for each query: what `slot` finds for each set bit of its mask.
     #[inline(always)]
-    fn verify(&self, out: &mut Expand<'_>) -> Result<()> {
-        let (slots, w) = (self.plan.out_slots(), self.plan.mask_words() as usize);
+    fn slots(&self, out: &mut Expand<'_>, slot: impl Fn(&Request<'_>, usize) -> Result<i32>) -> Result<()> {
+        let w = self.plan.mask_words() as usize;
         self.queries(
             out,
             #[inline(always)]
             |table, r, q| {
-                let nodes = &slots[r.first..r.end];
                 let mask = &self.plan.mask()[q * w..(q + 1) * w];
                 let n = ones(mask);
                 table.put(
                     q,
                     n,
                     #[inline(always)]
-                    |row: &mut [i32]| {
-                        for_bits(mask, row, |node| match nodes.get(node) {
-                            Some(&slot) => Ok(slot),
-                            None => Err(outside("mask bits (nodes)", r.index, node, nodes.len())),
-                        })
-                    },
+                    |row: &mut [i32]| for_bits(mask, row, |bit| slot(r, bit)),
                     || self.whose(r.index, Some(q - r.first)),
                 )?;
                 Ok(n as u32)
@@ -134,33 +137,31 @@ impl<'a> Lowering<'a> {
         )
     }
 
+    /// Verify: the slots of each node's ancestors, which the plan writes.
+    #[inline(always)]
+    fn verify(&self, out: &mut Expand<'_>) -> Result<()> {
+        self.slots(
+            out,
+            #[inline(always)]
+            |r, node| match r.nodes.get(node) {
+                Some(&slot) => Ok(slot),
+                None => Err(outside("mask bits (nodes)", r.index, node, r.nodes.len())),
+            },
+        )
+    }
+
     /// A draft step in the dense layout: bit b of the mask is row position L + b.
     #[inline(always)]
     fn draft(&self, out: &mut Expand<'_>) -> Result<()> {
-        let (page, w) = (self.geometry.page(), self.plan.mask_words() as usize);
-        let p = page.get();
-        self.queries(
+        self.slots(
             out,
             #[inline(always)]
-            |table, r, q| {
-                let mask = &self.plan.mask()[q * w..(q + 1) * w];
-                let n = ones(mask);
-                table.put(
-                    q,
-                    n,
-                    #[inline(always)]
-                    |row: &mut [i32]| {
-                        for_bits(mask, row, |bit| {
-                            let pos = r.prefix + bit as u32;
-                            match r.line.get(page.page_of(pos) as usize) {
-                                Some(&id) => Ok(id * p as i32 + page.offset(pos) as i32),
-                                None => Err(outside("row positions", r.index, pos as usize, r.line.len() * p as usize)),
-                            }
-                        })
-                    },
-                    || self.whose(r.index, Some(q - r.first)),
-                )?;
-                Ok(n as u32)
+            |r, bit| {
+                let pos = r.prefix + bit as u32;
+                match r.line.get(form::column(self.step, pos) as usize) {
+                    Some(&page) => Ok(form::slot(self.step, page, pos)),
+                    None => Err(outside("row positions", r.index, pos as usize, r.line.len() << self.step.shift)),
+                }
             },
         )
     }

@@ -8,7 +8,6 @@ use crate::plan::write::masks;
 use crate::plan::write::slots::{self, RequestList};
 use crate::plan::{Arrays, FlashInfer, Phase, Plan};
 use crate::pool::Tables;
-use crate::simd::dispatch;
 
 impl Lower for FlashInfer {
     fn lower(&self, plan: &Plan, tables: &Tables<'_>, geometry: &Geometry, arrays: &mut Arrays) -> Result<()> {
@@ -27,21 +26,8 @@ impl Lower for FlashInfer {
                 want: "custom_mask and mask_indptr, packed_custom_mask and packed_mask_indptr, or all four".into(),
             });
         }
-        let (indptr, indices) = (kv_indptr.slice::<i32>()?, kv_indices.slice::<i32>()?);
         last.slice::<i32>()?.fill(1);
-        match plan.phase() {
-            Phase::Draft { .. } | Phase::Decode => dispatch(
-                #[inline(always)]
-                || slots::lists_of_queries(plan, tables, geometry, indptr, indices),
-            )?,
-            Phase::Extend | Phase::Verify => {
-                dispatch(
-                    #[inline(always)]
-                    || slots::lists_of_requests(plan, tables, RequestList::All, indptr, indices),
-                )?;
-                slots::query_starts(plan, qo_indptr.slice::<i32>()?)?;
-            }
-        }
+        slots::lists::<i32>(plan, tables, geometry, RequestList::All, [kv_indptr, kv_indices, qo_indptr])?;
         if masked {
             masks::starts(plan, 1, mask_indptr.slice::<i32>()?);
             masks::in_bytes(plan, mask.slice()?)?;

@@ -9,9 +9,10 @@
 
 use crate::error::{Error, Result};
 use crate::geometry::{DraftRegion, Geometry};
-use crate::plan::Plan;
 use crate::plan::formats::index::Index;
+use crate::plan::{Phase, Plan, View};
 use crate::pool::Tables;
+use crate::simd::dispatch;
 
 /// The pages of one request.
 #[derive(Debug, Clone, Copy)]
@@ -151,10 +152,34 @@ impl<'a, P: Index> Starts<'a, P> {
     }
 }
 
+/// The lists of a step, whose starts are int32, and the starts of each request's queries where lists are of requests.
+pub(super) fn lists<I: Index>(
+    plan: &Plan,
+    tables: &Tables<'_>,
+    geometry: &Geometry,
+    keys: RequestList,
+    [indptr, indices, starts]: [View<'_>; 3],
+) -> Result<()> {
+    let (indptr, indices) = (indptr.slice::<i32>()?, indices.slice::<I>()?);
+    match plan.phase() {
+        Phase::Draft { .. } | Phase::Decode => dispatch(
+            #[inline(always)]
+            || lists_of_queries(plan, tables, geometry, indptr, indices),
+        ),
+        Phase::Extend | Phase::Verify => {
+            dispatch(
+                #[inline(always)]
+                || lists_of_requests(plan, tables, keys, indptr, indices),
+            )?;
+            query_starts(plan, starts.slice::<I>()?)
+        }
+    }
+}
+
 /// One list a query: of a draft step the prefix and the query's ancestors, itself the last; of a decode step the prefix
 /// and the token. Lanes that attend to nothing, padded ones included, have empty lists.
 #[inline(always)]
-pub(super) fn lists_of_queries<I: Index>(
+fn lists_of_queries<I: Index>(
     plan: &Plan,
     tables: &Tables<'_>,
     geometry: &Geometry,
@@ -232,7 +257,7 @@ pub(super) enum RequestList {
 
 /// One list a request; that of one without queries, as a padded one is, is empty.
 #[inline(always)]
-pub(super) fn lists_of_requests<I: Index>(
+fn lists_of_requests<I: Index>(
     plan: &Plan,
     tables: &Tables<'_>,
     span: RequestList,
@@ -258,7 +283,7 @@ pub(super) fn lists_of_requests<I: Index>(
 }
 
 /// Starts of each request's queries.
-pub(super) fn query_starts<I: Index>(plan: &Plan, out: &mut [I]) -> Result<()> {
+fn query_starts<I: Index>(plan: &Plan, out: &mut [I]) -> Result<()> {
     if out.len() != plan.qo_indptr().len() {
         return Err(disagree("qo_indptr", out.len().abs_diff(plan.qo_indptr().len())));
     }

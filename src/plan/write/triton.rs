@@ -8,29 +8,15 @@ use crate::plan::write::masks;
 use crate::plan::write::slots::{self, RequestList};
 use crate::plan::{Arrays, Phase, Plan, Triton};
 use crate::pool::Tables;
-use crate::simd::dispatch;
 
 impl Lower for Triton {
     fn lower(&self, plan: &Plan, tables: &Tables<'_>, geometry: &Geometry, arrays: &mut Arrays) -> Result<()> {
         let needs = needs(plan, geometry, &ARRAYS, Self::sizes_of(plan.phase()))?;
         let views = arrays.open(needs, || hint("triton", plan, geometry))?;
         let [kv_indptr, kv_indices, qo_indptr, extend_slots, mask_indptr, mask] = views;
-        let (indptr, indices) = (kv_indptr.slice::<i32>()?, kv_indices.slice::<i64>()?);
-        match plan.phase() {
-            Phase::Draft { .. } | Phase::Decode => dispatch(
-                #[inline(always)]
-                || slots::lists_of_queries(plan, tables, geometry, indptr, indices),
-            )?,
-            Phase::Extend | Phase::Verify => {
-                dispatch(
-                    #[inline(always)]
-                    || slots::lists_of_requests(plan, tables, RequestList::Prefix, indptr, indices),
-                )?;
-                slots::query_starts(plan, qo_indptr.slice::<i64>()?)?;
-                for (o, &slot) in extend_slots.slice::<i64>()?.iter_mut().zip(plan.out_slots()) {
-                    *o = slot.into();
-                }
-            }
+        slots::lists::<i64>(plan, tables, geometry, RequestList::Prefix, [kv_indptr, kv_indices, qo_indptr])?;
+        for (o, &slot) in extend_slots.slice::<i64>()?.iter_mut().zip(plan.out_slots()) {
+            *o = slot.into();
         }
         if plan.phase() == Phase::Verify {
             masks::starts(plan, 1, mask_indptr.slice::<i64>()?);
