@@ -20,7 +20,6 @@
 
 use std::fmt;
 
-use crate::bounds::fits_i32;
 use crate::error::{Error, Result};
 use crate::geometry::Geometry;
 use crate::plan::form::{self, Step, tables};
@@ -144,13 +143,14 @@ impl Count {
 
 impl Columns {
     /// Columns that `load` has in use. Longer prefixes have more tokens to read, whatever the pass reads of them.
+    #[inline]
     fn of(self, geometry: &Geometry, load: &Load) -> u64 {
-        let s = Step::new(geometry, load.phase);
         match (self, load.phase) {
             (Columns::Own, Phase::Draft { step }) => geometry.draft_expand_width(step) as u64,
             (Columns::Own, _) => load.deepest,
             // No prefix exceeds the context.
             (Columns::Pages, _) => {
+                let s = Step::new(geometry, load.phase);
                 form::pages(s, tables::tokens(s, load.longest_prefix as u32, load.longest as u32)) as u64
             }
         }
@@ -177,14 +177,14 @@ impl Size {
     ///
     /// # Errors
     /// [`Error::Overflow`] where int32, which indexes the array, does not hold it.
+    #[inline]
     pub(super) fn extent(self, geometry: &Geometry, load: &Load, spec: &Spec) -> Result<Extent> {
         match self {
             Size::Line(count, plus) => {
                 let elements = load.get(count) + plus;
-                fits_i32(spec.name, elements, || {
-                    let Load { phase, requests, queries, prefix, .. } = load;
-                    format!("{phase} of {requests} requests, {queries} queries and {prefix} tokens of prefixes")
-                })?;
+                if elements > i32::MAX as u64 {
+                    return Err(overflow(spec, load));
+                }
                 Ok(Extent::Line(elements))
             }
             Size::Long(count) => Ok(Extent::Line(load.get(count))),
@@ -204,6 +204,13 @@ impl Size {
         }
         Formula { factors, plus }
     }
+}
+
+#[cold]
+fn overflow(spec: &Spec, load: &Load) -> Error {
+    let Load { phase, requests, queries, prefix, .. } = load;
+    let expr = format!("{phase} of {requests} requests, {queries} queries and {prefix} tokens of prefixes");
+    Error::Overflow { what: spec.name, expr, ty: "int32", limit: i32::MAX as u64 }
 }
 
 /// Refuse a configuration in which int32 does not index the array `what`: one of `count` elements for `requests`.

@@ -53,6 +53,7 @@ pub struct Step {
 
 impl Step {
     /// The step `phase` of `geometry`.
+    #[inline]
     pub fn new(geometry: &Geometry, phase: Phase) -> Self {
         let (name, step) = match phase {
             Phase::Extend => (EXTEND, 0),
