@@ -245,7 +245,7 @@ def test_bad_options_name_value_and_limit(tiny: Pair, options: dict[str, Any], m
 def test_a_tree_is_a_shape_or_three_integers(tiny: Pair) -> None:
     for tree in (TreeShape(2, 3, 8), (2, 3, 8), [2, np.int64(3), torch.tensor(8)]):
         llm = LLM(tiny.target, tiny.draft, tree=tree, max_batch=np.int32(2), max_context_len=torch.tensor(64))
-        assert llm.config.shape == TreeShape(2, 3, 8) == llm._runner.shape and not llm.config.adaptive
+        assert llm.config.shape == TreeShape(2, 3, 8) == llm._runner.geometry.shape and not llm.config.adaptive
         assert (llm.config.max_batch, llm.config.max_context_len) == (2, 64)
     assert EngineConfig().adaptive and EngineConfig().shape == TreeShape(1, 8, 9)
 

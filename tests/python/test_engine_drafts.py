@@ -21,6 +21,7 @@ from reference_drafts import Head, Reference, Target, Tree
 from specrs import LLM, SamplingParams
 from specrs import _specrs as core
 from specrs.engine.policy import TreeChoice
+from specrs.engine.speculation import AdaptiveTree
 
 VOCAB = 6  # few, so that an untrained head is right often enough
 # A decision counts where the reference's scores are further apart than this. Float32 moves them by about 1e-5.
@@ -331,7 +332,7 @@ def test_a_tail_page_that_another_sequence_shares_is_copied_whole(
 ) -> None:
     """Forks of every request before every round but its first, so that a round begins with copies of their tails."""
     shape, run = (2, 3, 8), watched(pair, (2, 3, 8), page_size=page_size, max_batch=6)
-    runner, pool = run.llm._runner, run.llm._runner.pool
+    runner, pool = run.llm._runner, run.llm._runner.pages.pool
     whole, copied = runner.round, 0
 
     def forked(reqs: Sequence[Any]) -> Any:
@@ -375,8 +376,9 @@ def test_plain_rounds_in_between(pair: Pair, shape: tuple[int, int, int], monkey
 def test_chains_that_the_cost_model_cuts(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever depth and size it picks, a chain is the beginning of the reference's."""
     run, rng = watched(pair, None, page_size=4, max_batch=3), random.Random(2)
-    policy = run.llm._runner.policy
-    assert policy is not None
+    speculation = run.llm._runner.speculation
+    assert isinstance(speculation, AdaptiveTree)
+    policy = speculation.policy
 
     def choose(batch: int, nodes: Sequence[Any], *_: Any) -> TreeChoice:
         n = rng.randrange(min(len(nodes), 1), len(nodes) + 1)
@@ -385,7 +387,7 @@ def test_chains_that_the_cost_model_cuts(pair: Pair, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(policy, "choose", choose)
     monkeypatch.setattr(policy, "deepen", lambda *_: rng.random() < 0.8)
     monkeypatch.setattr(policy, "drafting", lambda accounts: [rng.random() < 0.8 for _ in accounts])
-    monkeypatch.setattr(run.llm._runner, "_account", lambda *_: 1.0)
+    monkeypatch.setattr(speculation, "_account", lambda *_: 1.0)
     for kind in policy.kinds.values():
         kind.hits = 1e9  # the head follows each request
     for i in range(4):

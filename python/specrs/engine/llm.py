@@ -17,6 +17,7 @@ from specrs.capsule.file import save
 from specrs.capsule.recorder import RoundRecorder
 from specrs.engine.config import EngineConfig
 from specrs.engine.errors import EngineBusyError, EngineClosedError
+from specrs.engine.observer import RoundObserver, Watching
 from specrs.engine.request import Request, RequestOutput, StreamEvent
 from specrs.engine.runner import Runner
 from specrs.engine.scheduler import Scheduler
@@ -333,22 +334,18 @@ class LLM:
     @property
     def speculative(self) -> bool:
         """Whether a draft head is in use."""
-        return self._runner.head is not None
+        return self._runner.drafter is not None
 
     @property
     def max_tokens_per_round(self) -> int:
         """Most tokens that a round yields: the tree's depth and the bonus token."""
-        return self._runner.shape.steps + 1
+        return self._runner.geometry.shape.steps + 1
 
     @contextmanager
     def watching(self, watch: Callable[[TreeBatch, Accepts], None]) -> Iterator[None]:
         """Within the context, call ``watch`` with each round's verified trees and what was accepted of them."""
-        runner = self._runner
-        previous, runner.watch = runner.watch, watch
-        try:
+        with self._observed_by(Watching(watch)):
             yield
-        finally:
-            runner.watch = previous
 
     @contextmanager
     def recording(self, path: str | os.PathLike[str] | None = None, round: int = 1) -> Iterator[RoundRecorder]:
@@ -362,22 +359,28 @@ class LLM:
         """
         if isinstance(round, bool) or not isinstance(round, int) or round < 1:
             raise ConfigError(f"round = {round!r}: must be an integer of at least 1")
-        runner, config = self._runner, self.config
-        recorder = RoundRecorder(runner.planner, runner.pool, config.branches_attend, round)
-        previous, runner.recorder = runner.recorder, recorder
-        try:
+        runner = self._runner
+        recorder = RoundRecorder(runner.planner, runner.pages.pool, self.config.branches_attend, round)
+        with self._observed_by(recorder):
             yield recorder
-        finally:
-            runner.recorder = previous
         if recorder.capsule is None:
             raise ConfigError(f"round = {round}: only {recorder.rounds} ran")
         if path is not None:
             save(recorder.capsule, path)
 
+    @contextmanager
+    def _observed_by(self, observer: RoundObserver) -> Iterator[None]:
+        observers = self._runner.observers
+        observers.append(observer)
+        try:
+            yield
+        finally:
+            observers.remove(observer)
+
     def audit(self) -> dict[str, int]:
         """Check the page ledger against every sequence; raises LedgerError on a leak. Returns the pool's counts."""
         with self._turn():
-            return self._runner.pool.audit()
+            return self._runner.pages.pool.audit()
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the special tokens that the model's tokenizer adds."""

@@ -15,8 +15,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from specrs._specrs import PoolExhaustedError
+from specrs.engine.batch import Passed
 from specrs.engine.request import Request, StreamEvent
-from specrs.engine.runner import Passed, Runner
+from specrs.engine.runner import Runner
 
 
 class Scheduler:
@@ -39,7 +40,7 @@ class Scheduler:
         Raises:
             PoolExhaustedError: with the pages that it needs and the pages that there are.
         """
-        config, most = self._runner.config, self._runner.most_positions(request)
+        config, most = self._runner.config, self._runner.pages.most_positions(request)
         need = -(-most // config.page_size)
         if need > (config.num_pages or 0):
             raise PoolExhaustedError(
@@ -83,10 +84,10 @@ class Scheduler:
     def _admit(self) -> None:
         while self._waiting and len(self._admitted) < self._runner.config.max_batch:
             request = self._waiting[0]
-            self._runner.admit(request)
+            self._runner.pages.admit(request)
             # Beside others, a request enters only where a round of all of them fits: else what was preempted for want
             # of pages would come back at once. Admitted for the question, it counts what it shares once.
-            if self._admitted and not self._runner.has_room([*self._admitted, request]):
+            if self._admitted and not self._runner.pages.has_room([*self._admitted, request]):
                 self._runner.release(request)
                 return
             self._waiting.popleft()
@@ -137,8 +138,7 @@ class Scheduler:
         request, kept = p.request, p.tokens[: p.committed.kept]
         if not p.committed.finished:
             return StreamEvent(request.request_id, kept, p.committed.pieces)
-        if self._runner.config.prefix_cache:
-            self._runner.share_prefix(request)
+        self._runner.pages.share_prefix(request)
         self._admitted.remove(request)
         self._runner.release(request)
         return StreamEvent(request.request_id, kept, p.committed.pieces, request.output())

@@ -1,0 +1,39 @@
+"""What travels through the passes of a step: requests side by side, as a pass began with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from specrs._specrs import Sequence as KvSequence
+from specrs.engine.request import Committed, Request
+
+
+class Batch:
+    """Requests of a pass, in the order of its rows.
+
+    Attributes:
+        requests: at most ``max_batch``, each once.
+        seqs: their rows of the page table.
+        lens: positions that each had committed when the pass began, L.
+    """
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.requests = list(requests)
+        self.seqs: list[KvSequence] = [r.seq for r in requests]
+        self.lens = [r.committed for r in requests]
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self.requests)
+
+
+@dataclass(frozen=True)
+class Passed:
+    """What a pass gave one request."""
+
+    request: Request
+    tokens: list[int]
+    committed: Committed

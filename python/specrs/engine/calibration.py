@@ -1,0 +1,67 @@
+"""What an engine's passes cost, measured once when it is made."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from specrs import _specrs as core
+from specrs.engine.costs import Costs, Pace, PassCost
+from specrs.engine.pages import Pages
+from specrs.engine.policy import TreePolicy
+from specrs.models.eagle3 import Eagle3Head
+from specrs.models.llama import LlamaModel
+
+_ROWS = (1, 2, 4, 8, 16, 32, 64)
+_RUNS = 7
+_CONTEXT = 256  # tokens before the rows: attention has its share in what a row costs
+
+
+def calibrated(
+    target: LlamaModel,
+    cache: core.KvCache,
+    head: Eagle3Head,
+    draft_cache: core.KvCache,
+    planner: core.Planner,
+    pages: Pages,
+) -> TreePolicy:
+    """A policy over passes of a few row counts, each measured as the shortest of some runs."""
+    room = pages.most_tokens
+    most = min(_ROWS[-1], room)
+    table = [n for n in _ROWS if n <= most]
+    context = min(_CONTEXT, room - most)
+    aux = torch.zeros(len(head.aux_layers), most, target.config.hidden_size)
+    hidden = torch.zeros(most, head.config.hidden_size)
+    seq = pages.pool.create()
+    last = torch.zeros(1, dtype=torch.int64)
+
+    def verify(n: int, plan: core.Plan) -> None:
+        target.forward(torch.arange(n) % target.config.vocab_size, plan, cache, True, None)
+
+    def step(n: int, plan: core.Plan) -> None:
+        head.step(torch.zeros(n, dtype=torch.int64), hidden[:n], plan, draft_cache)
+
+    def extend(n: int, plan: core.Plan) -> None:
+        head.extend(torch.zeros(n, dtype=torch.int64), [a[:n] for a in aux], plan, draft_cache, last)
+
+    pace = Pace()  # one machine
+
+    def measure(run: Callable[[int, core.Plan], None]) -> PassCost:
+        seconds = []
+        for n in table:
+            plan = planner.extend([seq], [context], [n])
+            run(n, plan)  # makes the buffers of this row count
+            times = []
+            for _ in range(_RUNS):
+                started = time.perf_counter()
+                run(n, plan)
+                times.append(time.perf_counter() - started)
+            seconds.append(min(times))  # what else the machine does has the smallest part in it
+        return PassCost(table, seconds, pace)
+
+    with pages.pool.reserve([(seq, context + most)]):
+        policy = TreePolicy(Costs(measure(verify), measure(step), measure(extend)))
+    pages.pool.release([seq])
+    return policy

@@ -1,0 +1,93 @@
+"""Pages of requests: what they have, what they need, and what they share.
+
+Every pass takes pages by a lease before it writes anything. Where the pass fails, the lease rolls back and every
+request is as it was before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specrs import _specrs as core
+from specrs.engine.batch import Batch
+from specrs.engine.config import EngineConfig
+from specrs.engine.request import Request
+
+
+class Pages:
+    """The pool of one engine, and the caches whose slots its pages name.
+
+    Args:
+        geometry: what a round reserves.
+        caches: KV caches over the pool's pages; a page that a lease copies is copied in each.
+        drafts: whether a draft head writes KV of its own.
+    """
+
+    def __init__(
+        self,
+        pool: core.Pool,
+        config: EngineConfig,
+        geometry: core.Geometry,
+        caches: Sequence[core.KvCache],
+        drafts: bool,
+    ) -> None:
+        self.pool, self._config, self._caches, self._drafts = pool, config, list(caches), drafts
+        self.round_positions = geometry.alloc_len_per_decode if drafts else 1
+        """Positions behind the committed ones that a round may write, per request."""
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that one request can have."""
+        return min(self._config.max_context_len or 1, self._config.page_size * (self._config.num_pages or 1))
+
+    def most_positions(self, request: Request) -> int:
+        """Most row positions that a request that runs alone ever has reserved, from its prompt to its last round.
+
+        Its last token's KV is never written, so before a round at most ``max_total - 2`` positions are committed. A
+        round of one token is decoded plainly; at most ``max_total - 3`` are committed before one that drafts.
+        """
+        most = request.ending.max_total
+        drafts = most - request.prompt_len >= 3  # prefill draws a token, and the first round may draw two
+        return max(most - 1, most - 3 + self.round_positions if drafts else 0)
+
+    def has_room(self, admitted: Sequence[Request]) -> bool:
+        """Whether the pages that can be had take the prompts of admitted requests and then a round of all of them."""
+        page, need = self._config.page_size, 0
+        for r in admitted:
+            positions = max(r.committed, r.prefill_target) + self.round_positions
+            need += -(-positions // page) - -(-r.committed // page)  # without a lease it has pages of what is committed
+        stats = self.pool.stats()
+        return stats["free_pages"] + stats["evictable_pages"] >= need
+
+    def admit(self, request: Request) -> None:
+        """Give the request a row of the page table, sharing the pages of a cached prefix of its tokens."""
+        if self._config.prefix_cache:
+            # At least one position is computed: its logits, or its features for the draft, are wanted.
+            request.admit(*self.pool.cache_lookup(request.tokens[: request.prefill_target - 1]))
+        else:
+            request.admit(self.pool.create(), 0)
+
+    def release(self, request: Request) -> None:
+        """Take the request's pages back."""
+        if request.row is not None:
+            self.pool.release([request.row])
+            request.row = None
+        request.committed = 0
+
+    def share_prefix(self, request: Request) -> None:
+        """Offer the full pages of what is computed and sound (draft KV included) to later requests."""
+        if not self._config.prefix_cache:
+            return
+        valid = request.draft_valid if self._drafts else request.committed
+        if valid > 0 and request.error is None:
+            self.pool.cache_insert(request.seq, request.tokens[:valid])
+
+    def lease(self, batch: Batch, extra: Sequence[int]) -> core.Lease:
+        """Pages for ``extra`` positions behind the committed ones of each request, copies of shared ones made."""
+        ends = [n + more for n, more in zip(batch.lens, extra, strict=True)]
+        lease = self.pool.reserve(list(zip(batch.seqs, ends, strict=True)))
+        copies = lease.copies
+        if len(copies):
+            for cache in self._caches:
+                core.kv_move(cache, copies)
+        return lease

@@ -1,0 +1,175 @@
+"""Whether and how far a batch drafts: always as far as a given tree reaches, or as a cost model advises.
+
+The runner asks, and tells what came of it. Nothing decided here can change a token.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal, ParamSpec, TypeVar
+
+from torch.utils.dlpack import from_dlpack
+
+from specrs._specrs import DraftBeams, TreeBatch
+from specrs.engine.batch import Batch, Passed
+from specrs.engine.costs import PLAIN, SPECULATIVE, PassCost
+from specrs.engine.policy import LOOK_BACK, SpeculationGate, TreePolicy
+from specrs.engine.request import Request
+
+PassKind = Literal["target", "draft_step", "draft_extend"]
+
+_OBSERVED = 4  # of so many plain rounds, one is timed
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+class GivenTree:
+    """Every request that the head follows drafts, and every node is verified."""
+
+    def follows(self, request: Request) -> bool:
+        """Whether the head follows a request that was just admitted."""
+        return True
+
+    def drafting(self, batch: Batch, look_back: Callable[[Request], int]) -> list[bool]:
+        """Which requests' next round drafts. ``look_back`` brings a request's drafts up to date and counts hits."""
+        return [r.followed for r in batch]
+
+    def limit(self, batch: Batch, drafting: Sequence[bool]) -> float:
+        """Seconds that the round may take."""
+        return math.inf
+
+    def deepen(self, batch: Batch, beams: DraftBeams, depths: Sequence[int], levels: int, limit: float) -> bool:
+        """Whether another draft step pays."""
+        return True
+
+    def least_score(self, batch: Batch, trees: TreeBatch, steps: int, limit: float) -> float | None:
+        """Cumulative log-probability from which on to verify nodes that ``steps`` draft steps gave; ``None``: all."""
+        return None
+
+    def timed(self, kind: PassKind, rows: int, run: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """Run a pass over so many rows."""
+        return run(*args, **kwargs)
+
+    def begin(self, speculative: bool) -> None:
+        """A round begins."""
+
+    def plain_round(self, batch: Batch) -> None:
+        """A round without drafts ended."""
+
+    def spec_round(self, passed: Sequence[Passed], trees: TreeBatch, drafting: Sequence[bool], steps: int) -> None:
+        """A round with drafts ended; ``trees`` were verified."""
+
+    def forget(self, request: Request) -> None:
+        """The request has given its pages back."""
+
+
+class AdaptiveTree(GivenTree):
+    """What `TreePolicy` makes of measured passes and of each request's account."""
+
+    def __init__(self, policy: TreePolicy, topk: int) -> None:
+        self.policy = policy
+        self._topk = topk
+        self._gates: dict[int, SpeculationGate] = {}  # by request
+        self._plain_rounds = 0
+        self._observing = True  # passes of this round are timed
+        self._started = self._in_passes = 0.0  # seconds
+
+    def follows(self, request: Request) -> bool:
+        return self._gate(request).follows
+
+    def _gate(self, request: Request) -> SpeculationGate:
+        gate = self._gates.get(request.request_id)
+        if gate is None:
+            gate = self._gates[request.request_id] = self.policy.gate(request.params.temperature > 0)
+        return gate
+
+    def drafting(self, batch: Batch, look_back: Callable[[Request], int]) -> list[bool]:
+        return self.policy.drafting([self._account(r, len(batch), look_back) for r in batch])
+
+    def _account(self, r: Request, batch: int, look_back: Callable[[Request], int]) -> float | None:
+        """What a request may lose to drafts; ``None`` for one that cannot draft, or has not looked back yet."""
+        if not r.followed:
+            return None
+        gate = self._gate(r)
+        if r.root_logits is not None:
+            return gate.account
+        if r.lag <= LOOK_BACK or gate.account < (price := self.policy.look_back(batch)):
+            return None
+        gate.looked_back(look_back(r), self.policy.stake(1, 1), price)
+        if not gate.follows:
+            r.give_up_drafts(r.draft_valid)
+        return gate.account if r.followed else None
+
+    def limit(self, batch: Batch, drafting: Sequence[bool]) -> float:
+        return self.policy.limit(len(batch), [self._gate(r).account for r, d in zip(batch, drafting, strict=True) if d])
+
+    def deepen(self, batch: Batch, beams: DraftBeams, depths: Sequence[int], levels: int, limit: float) -> bool:
+        each = zip(batch, beams.scores(), depths, strict=True)
+        live = [(self._gate(r).kind, scores) for r, scores, depth in each if depth > levels]
+        return self.policy.deepen(len(batch), levels, live, limit)
+
+    def least_score(self, batch: Batch, trees: TreeBatch, steps: int, limit: float) -> float | None:
+        scores = _draft_scores(trees)
+        nodes = [(s, self._gate(r).kind) for r, some in zip(batch, scores, strict=True) for s in some]
+        nodes.sort(key=lambda node: -node[0])
+        drafting = self.policy.costs.drafting(len(batch), len(batch) * self._topk, steps)
+        choice = self.policy.choose(len(batch), nodes, drafting, limit)
+        return choice.min_score if choice.nodes < len(nodes) else None
+
+    def timed(self, kind: PassKind, rows: int, run: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if not self._observing:
+            return run(*args, **kwargs)
+        started = time.perf_counter()
+        result = run(*args, **kwargs)
+        seconds = time.perf_counter() - started
+        cost: PassCost = getattr(self.policy.costs, kind)
+        cost.observe(rows, seconds)
+        self._in_passes += seconds
+        return result
+
+    def begin(self, speculative: bool) -> None:
+        if not speculative:
+            self._plain_rounds += 1
+        self._observing = speculative or self._plain_rounds % _OBSERVED == 0
+        self._started, self._in_passes = time.perf_counter(), 0.0
+
+    def plain_round(self, batch: Batch) -> None:
+        if self._observing:
+            self._observe_overhead(PLAIN)
+        for r in batch:
+            self._gate(r).plain_round()
+
+    def spec_round(self, passed: Sequence[Passed], trees: TreeBatch, drafting: Sequence[bool], steps: int) -> None:
+        self._observe_overhead(SPECULATIVE)
+        if any(p.request.error is not None for p in passed):
+            return  # a walk cut short says nothing of drafts
+        batch, drawn, costs = len(passed), sum(len(p.tokens) for p in passed), self.policy.costs
+        seconds = costs.drafting(batch, batch * self._topk, steps) + costs.target.at(sum(trees.sizes))
+        cost = seconds / costs.plain(batch)  # in rounds of plain decoding
+        extra = (cost - 1.0) * batch / sum(drafting)  # those who drafted share it
+        for p, drafts, scores in zip(passed, drafting, _draft_scores(trees), strict=True):
+            gate = self._gate(p.request)
+            if drafts:
+                gate.kind.learn(scores, len(p.tokens) - 1, drawn / batch / cost)
+                gate.spec_round(len(p.tokens) - 1 - extra)
+            else:
+                gate.plain_round()
+
+    def _observe_overhead(self, kind: int) -> None:
+        self.policy.costs.overhead.observe(kind, time.perf_counter() - self._started - self._in_passes)
+
+    def forget(self, request: Request) -> None:
+        self._gates.pop(request.request_id, None)
+
+
+def _draft_scores(trees: TreeBatch) -> list[list[float]]:
+    """Of each request, its draft nodes' scores, best first."""
+    scores: list[float] = from_dlpack(trees.scores).tolist()
+    each, first = [], 0
+    for size in trees.sizes:
+        each.append(sorted(scores[first + 1 : first + size], reverse=True))  # without its root, whose score is 0
+        first += size
+    return each
