@@ -444,14 +444,14 @@ class Lease:
         """
 
     def renew(self, positions: _List[SupportsIndex]) -> None:
-        """Pages for row positions `0..positions[i]` of sequence i, for all of them or none (`PoolExhaustedError`): room
-        for a later round while one is in flight. No page goes. `copies` are then those of this call, to run behind the
-        round in flight.
+        """Pages for row positions `0..positions[i]` of sequence i, for all of them or none (`PoolExhaustedError`):
+        room for a later round while one is in flight. No page goes. `copies` are then those of this call, to run
+        behind the round in flight.
         """
 
     def advance(self, committed: _List[SupportsIndex]) -> None:
-        """Make `committed[i]` the committed length of sequence i and keep the lease with every page of it: `commit` of
-        a round while the next one is in flight. Leaving the lease later rolls back to these lengths.
+        """Make `committed[i]` the committed length of sequence i and keep the lease with every page of it: `commit`
+        of a round while the next one is in flight. Leaving the lease later rolls back to these lengths.
         """
 
     def rollback(self) -> None:
