@@ -72,6 +72,15 @@ def decode(p: TreePolicy, gate: SpeculationGate, tokens: int, chance: float, rng
     return done
 
 
+def request(p: TreePolicy, tokens: int, chance: float, rng: random.Random) -> Decoded:
+    """One request from its gate's opening to what the engine learns of it."""
+    gate = p.gate(sampled=True)
+    done = decode(p, gate, tokens, chance, rng)
+    if gate.net:
+        gate.kind.ended(gate.net)
+    return done
+
+
 def simulate(
     steps: tuple[float, ...], growths: tuple[float, ...], chances: tuple[float, ...], lengths: tuple[int, ...]
 ) -> list[dict[str, float]]:
@@ -84,7 +93,7 @@ def simulate(
                     ratios = []
                     for seed in range(20):
                         p, rng = policy(step, growth), random.Random(seed)
-                        done = [decode(p, p.gate(sampled=True), tokens, chance, rng) for _ in range(16)]
+                        done = [request(p, tokens, chance, rng) for _ in range(16)]
                         ratios.append(sum(d.tokens for d in done) / sum(d.took for d in done))
                     stake = policy(step, growth).stake(1, 1)
                     rows.append(

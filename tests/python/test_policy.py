@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from gate_simulation import decode, policy
+from gate_simulation import decode, policy, request
 from specrs.engine.costs import PLAIN, SPECULATIVE, Pace, PassCost
 from specrs.engine.policy import Kind, SpeculationGate, TreePolicy
 
@@ -147,8 +147,9 @@ def test_drafts_lose_no_more_than_the_account(machine: str, tokens: int) -> None
                 gate = p.gate(sampled=True)
                 start = gate.account
                 done = decode(p, gate, tokens, chance, rng)
+                p.kinds[True].ended(gate.net)
                 # A round may end beyond ``tokens``; what it drew there is not counted here.
-                credit = 1.5 * p.stake(1, 1) * done.deceived
+                credit = 3.0 * p.stake(1, 1) * done.deceived
                 assert done.took <= tokens + start + 0.005 * tokens + credit, (chance, seed)
 
 
@@ -170,15 +171,37 @@ def test_a_round_is_paid_by_those_who_draft() -> None:
 
 def test_few_requests_are_followed_where_drafts_lose() -> None:
     p = policy()
-    stake, price = p.stake(1, 1), p.look_back(1)
+    price = p.look_back(1)
     assert p.gate(sampled=False).account == price > 0
-    for _ in range(30):
-        p.gate(sampled=True).looked_back(0, stake, price)
-        p.gate(sampled=False).looked_back(7, stake, price)
+    assert not policy(step=0.5).gate(sampled=True).follows  # dear rounds, and nothing known yet
+    p.kinds[True].ended(-0.5)
+    p.kinds[False].ended(1.5)
     followed = [p.gate(sampled=True) for _ in range(80)]
     assert sum(gate.follows for gate in followed) == 10
     assert all((gate.account > 0) == gate.follows for gate in followed)
     assert all(p.gate(sampled=False).follows for _ in range(80))
+    for _ in range(3):
+        p.kinds[True].ended(4.0)
+    assert p.gate(sampled=True).follows
+
+
+def test_a_request_tells_what_the_head_won_it() -> None:
+    gate = policy().gate(sampled=False)
+    gate.looked_back(hits=7, stake=0.3, price=0.2)
+    gate.spec_round(1.5)
+    gate.spec_round(-0.4)
+    gate.plain_round()
+    assert gate.net == pytest.approx(0.9)
+
+
+def test_a_kind_whose_drafts_win_gets_more_credit() -> None:
+    p = policy()
+    before, after = p.gate(sampled=False), p.gate(sampled=False)
+    before.looked_back(hits=7, stake=0.3, price=0.2)
+    for _ in range(5):
+        p.kinds[False].ended(6.0)
+    after.looked_back(hits=7, stake=0.3, price=0.2)
+    assert after.account == 2 * before.account > 0
 
 
 def test_a_look_back_opens_the_gate_or_closes_it() -> None:
@@ -227,5 +250,5 @@ def test_drafts_that_win_again_are_found() -> None:
 def test_requests_whose_drafts_win_are_found_among_those_that_lose() -> None:
     p, rng = policy(), random.Random(2)
     for _ in range(40):
-        decode(p, p.gate(sampled=False), 200, 0.0, rng)
-    assert sum(decode(p, p.gate(sampled=False), 200, 0.9, rng).took for _ in range(40)) < 0.7 * 40 * 200
+        request(p, 200, 0.0, rng)
+    assert sum(request(p, 200, 0.9, rng).took for _ in range(40)) < 0.7 * 40 * 200

@@ -16,6 +16,7 @@ LOOK_BACK = 8  # tokens that a look back asks the head for
 _RATE = 0.005  # added to an account by each plain round
 _CAP = 4.0
 _CREDIT = 1.5  # smallest rounds that an account pays after a look back at text that the head would have foretold
+_TRUST = 3.0  # and where drafts of its kind have been winning
 _MARGIN = 1.1  # by which the head's hits must beat what one draft node costs
 _PRIOR = 4.0  # tokens that weigh as much as what is known of the kind
 _EXPLORED = 8  # where drafts of a kind lose, one request of so many is followed by the head
@@ -38,15 +39,25 @@ class Kind:
     are likelier to be accepted than they claim (about p ** 0.5 with the model in the package).
     """
 
-    hits: float  # smoothed share of tokens that are the head's first choice
+    hits: float  # smoothed share of rounds whose first draft token was accepted
+    worth: float | None = None  # smoothed plain rounds that the head won a request that it followed, once one has ended
     temper: float = 0.6
     gain: float = 1.5  # smoothed rate of speculative rounds over plain ones
     _requests: int = 0
 
     def opens(self, stake: float) -> bool:
-        """Whether the head follows a new request: each, or few where a round that costs ``stake`` would lose."""
+        """Whether the head follows a new request: each, or few where it has been losing.
+
+        Before any has ended, where a round that costs ``stake`` is likely to win.
+        """
         self._requests += 1
-        return self.hits > stake * _MARGIN or self._requests % _EXPLORED == 0
+        wins = self.hits > stake * _MARGIN if self.worth is None else self.worth > 0.0
+        return wins or self._requests % _EXPLORED == 0
+
+    def ended(self, net: float) -> None:
+        """The head won a request that it followed ``net`` plain rounds, or lost them (negative)."""
+        before = 0.0 if self.worth is None else self.worth
+        self.worth = before + 0.15 * (min(net, 8.0) - before)
 
     def foretells(self, hits: int) -> float:
         """Probability that the head foretells the next token, where a look back gave so many hits."""
@@ -85,6 +96,7 @@ class SpeculationGate:
     kind: Kind
     account: float
     follows: bool = True  # the head follows the request
+    net: float = 0.0  # plain rounds that the head has won
 
     def plain_round(self) -> None:
         """A round without drafts."""
@@ -98,15 +110,16 @@ class SpeculationGate:
             stake: plain rounds that one draft node costs.
             price: plain rounds that the look back took.
         """
-        left = self.account - price
+        self.net -= price
+        left, trusted = self.account - price, (self.kind.worth or 0.0) > 1.0
         foretold = self.kind.foretells(hits) > stake * _MARGIN
-        self.account = max(left, _CREDIT * stake) if foretold else min(left, 0.0)
+        self.account = max(left, (_TRUST if trusted else _CREDIT) * stake) if foretold else min(left, 0.0)
         self.follows = hits > 0
-        self.kind.hits += 0.05 * (hits / LOOK_BACK - self.kind.hits)
 
     def spec_round(self, net: float) -> None:
         """A round with drafts that won ``net`` plain rounds, or lost them (negative)."""
         self.account = min(self.account + net, _CAP)
+        self.net += net
 
 
 @dataclass

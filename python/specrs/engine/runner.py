@@ -141,7 +141,7 @@ class Runner:
     def round(self, reqs: Sequence[Request]) -> list[Passed]:
         """Draft a tree for each request, verify it, commit what was accepted."""
         drafter, speculation = self.drafter, self.speculation
-        if drafter is None or max(r.max_depth for r in reqs) == 0:
+        if drafter is None or not any(r.followed and r.max_depth > 0 for r in reqs):
             return self.decode(reqs)
         batch = Batch(reqs)
         drafting = speculation.drafting(batch, drafter.look_back)

@@ -140,7 +140,8 @@ class AdaptiveTree(GivenTree):
         if self._observing:
             self._observe_overhead(PLAIN)
         for r in batch:
-            self._gate(r).plain_round()
+            if r.followed:
+                self._gate(r).plain_round()
 
     def spec_round(self, passed: Sequence[Passed], trees: TreeBatch, drafting: Sequence[bool], steps: int) -> None:
         self._observe_overhead(SPECULATIVE)
@@ -162,7 +163,9 @@ class AdaptiveTree(GivenTree):
         self.policy.costs.overhead.observe(kind, time.perf_counter() - self._started - self._in_passes)
 
     def forget(self, request: Request) -> None:
-        self._gates.pop(request.request_id, None)
+        gate = self._gates.pop(request.request_id, None)
+        if gate is not None and gate.net:  # it has looked back
+            gate.kind.ended(gate.net)
 
 
 def _draft_scores(trees: TreeBatch) -> list[list[float]]:
