@@ -388,8 +388,7 @@ def test_chains_that_the_cost_model_cuts(pair: Pair, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(policy, "deepen", lambda *_: rng.random() < 0.8)
     monkeypatch.setattr(policy, "drafting", lambda accounts: [rng.random() < 0.8 for _ in accounts])
     monkeypatch.setattr(speculation, "_account", lambda *_: 1.0)
-    for kind in policy.kinds.values():
-        kind.hits = 1e9  # the head follows each request
+    monkeypatch.setattr(speculation, "follows", lambda *_: True)
     for i in range(4):
         run.add(prompt(i, 6 + i), 40)
         run.step()

@@ -207,6 +207,7 @@ def test_a_kind_whose_drafts_win_gets_more_credit() -> None:
 def test_a_look_back_opens_the_gate_or_closes_it() -> None:
     p = policy()
     gate, stake = p.gate(sampled=False), p.stake(1, 1)
+    assert gate.would_open(7, stake) and not gate.would_open(0, 0.5)
     gate.looked_back(hits=1, stake=0.5, price=0.2)
     assert gate.account <= 0 and gate.follows and not p.drafting([gate.account])[0]
     gate.looked_back(hits=7, stake=stake, price=0.2)

@@ -59,6 +59,7 @@ class Drafter:
     ) -> None:
         self.head, self.cache = head, cache
         self.beams = core.DraftBeams(geometry.max_batch, geometry.shape, head.d2t, vocab_size)
+        self._vocabulary = frozenset(head.target_ids.tolist())
         self._planner, self._geometry, self._features = planner, geometry, features
         self._mode, self._observers = branches_attend, observers
         self._borrowers: list[Request] = []  # whose root_logits and root_hidden are the head's own memory
@@ -125,6 +126,10 @@ class Drafter:
                 r.drop_pending()
                 r.root_logits, r.root_hidden = logits[i], hidden[i]
         self._borrowers = reqs
+
+    def reach(self, r: Request) -> int:
+        """Of a request's last `LOOK_BACK` tokens, those of the head's vocabulary."""
+        return sum(token in self._vocabulary for token in r.tokens[-LOOK_BACK:])
 
     def look_back(self, r: Request) -> int:
         """Bring a request's drafts up to date, and count the tokens among its last `LOOK_BACK` that were first choices

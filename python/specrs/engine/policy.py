@@ -102,6 +102,10 @@ class SpeculationGate:
         """A round without drafts."""
         self.account = min(self.account + _RATE, _CAP)
 
+    def would_open(self, hits: int, stake: float) -> bool:
+        """Whether a look back with so many hits opens the gate, where one draft node costs ``stake`` plain rounds."""
+        return self.kind.foretells(hits) > stake * _MARGIN
+
     def looked_back(self, hits: int, stake: float, price: float) -> None:
         """A look back is done.
 
@@ -112,8 +116,8 @@ class SpeculationGate:
         """
         self.net -= price
         left, trusted = self.account - price, (self.kind.worth or 0.0) > 1.0
-        foretold = self.kind.foretells(hits) > stake * _MARGIN
-        self.account = max(left, (_TRUST if trusted else _CREDIT) * stake) if foretold else min(left, 0.0)
+        credit = (_TRUST if trusted else _CREDIT) * stake
+        self.account = max(left, credit) if self.would_open(hits, stake) else min(left, 0.0)
         self.follows = hits > 0
 
     def spec_round(self, net: float) -> None:

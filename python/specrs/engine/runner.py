@@ -144,7 +144,7 @@ class Runner:
         if drafter is None or not any(r.followed and r.max_depth > 0 for r in reqs):
             return self.decode(reqs)
         batch = Batch(reqs)
-        drafting = speculation.drafting(batch, drafter.look_back)
+        drafting = speculation.drafting(batch, drafter)
         if not any(drafting):
             return self.decode(reqs)
         speculation.begin(speculative=True)

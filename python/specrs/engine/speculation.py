@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal, ParamSpec, TypeVar
+from typing import Literal, ParamSpec, Protocol, TypeVar
 
 from torch.utils.dlpack import from_dlpack
 
@@ -26,6 +26,16 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
+class LooksBack(Protocol):
+    """What is asked of the head's passes."""
+
+    def reach(self, request: Request) -> int:
+        """Of a request's last `LOOK_BACK` tokens, those that the head could have drafted at all."""
+
+    def look_back(self, request: Request) -> int:
+        """Bring a request's drafts up to date; of its last `LOOK_BACK` tokens, the head's first choices."""
+
+
 class GivenTree:
     """Every request that the head follows drafts, and every node is verified."""
 
@@ -33,8 +43,8 @@ class GivenTree:
         """Whether the head follows a request that was just admitted."""
         return True
 
-    def drafting(self, batch: Batch, look_back: Callable[[Request], int]) -> list[bool]:
-        """Which requests' next round drafts. ``look_back`` brings a request's drafts up to date and counts hits."""
+    def drafting(self, batch: Batch, drafter: LooksBack) -> list[bool]:
+        """Which requests' next round drafts."""
         return [r.followed for r in batch]
 
     def limit(self, batch: Batch, drafting: Sequence[bool]) -> float:
@@ -86,10 +96,10 @@ class AdaptiveTree(GivenTree):
             gate = self._gates[request.request_id] = self.policy.gate(request.params.temperature > 0)
         return gate
 
-    def drafting(self, batch: Batch, look_back: Callable[[Request], int]) -> list[bool]:
-        return self.policy.drafting([self._account(r, len(batch), look_back) for r in batch])
+    def drafting(self, batch: Batch, drafter: LooksBack) -> list[bool]:
+        return self.policy.drafting([self._account(r, len(batch), drafter) for r in batch])
 
-    def _account(self, r: Request, batch: int, look_back: Callable[[Request], int]) -> float | None:
+    def _account(self, r: Request, batch: int, drafter: LooksBack) -> float | None:
         """What a request may lose to drafts; ``None`` for one that cannot draft, or has not looked back yet."""
         if not r.followed:
             return None
@@ -98,7 +108,11 @@ class AdaptiveTree(GivenTree):
             return gate.account
         if r.lag <= LOOK_BACK or gate.account < (price := self.policy.look_back(batch)):
             return None
-        gate.looked_back(look_back(r), self.policy.stake(1, 1), price)
+        stake, reach = self.policy.stake(1, 1), drafter.reach(r)
+        if gate.would_open(reach, stake):
+            gate.looked_back(drafter.look_back(r), stake, price)
+        else:  # whatever the pass would show: tokens that the head's vocabulary lacks are no hits
+            gate.looked_back(reach, stake, 0.0)
         if not gate.follows:
             r.give_up_drafts(r.draft_valid)
         return gate.account if r.followed else None
