@@ -55,7 +55,8 @@ def decode(p: TreePolicy, gate: SpeculationGate, tokens: int, chance: float, rng
             done.took += price
             done.deceived += gate.account > 0
             lag = 0
-        if lag or not p.drafting([gate.account])[0]:
+        sure = lag <= LOOK_BACK and gate.follows and gate.kind.trusted(p.stake(1, 1))
+        if (lag and not sure) or not p.drafting([gate.account])[0]:
             gate.plain_round()
             done.took, done.tokens, lag = done.took + 1.0, done.tokens + 1, lag + 1
             continue

@@ -16,7 +16,7 @@ LOOK_BACK = 8  # tokens that a look back asks the head for
 _RATE = 0.005  # added to an account by each plain round
 _CAP = 4.0
 _CREDIT = 1.5  # smallest rounds that an account pays after a look back at text that the head would have foretold
-_TRUST = 3.0  # and where drafts of its kind have been winning
+_TRUST = 3.0  # and where drafts of its kind win, then and at once
 _MARGIN = 1.1  # by which the head's hits must beat what one draft node costs
 _PRIOR = 4.0  # tokens that weigh as much as what is known of the kind
 _EXPLORED = 8  # where drafts of a kind lose, one request of so many is followed by the head
@@ -54,6 +54,10 @@ class Kind:
         wins = self.hits > stake * _MARGIN if self.worth is None else self.worth > 0.0
         return wins or self._requests % _EXPLORED == 0
 
+    def trusted(self, stake: float) -> bool:
+        """Whether drafts win without a look back: so they did, or so they will where nothing is known yet."""
+        return self.hits > stake * _MARGIN if self.worth is None else self.worth > 1.0
+
     def ended(self, net: float) -> None:
         """The head won a request that it followed ``net`` plain rounds, or lost them (negative)."""
         before = 0.0 if self.worth is None else self.worth
@@ -82,12 +86,13 @@ class Kind:
 class SpeculationGate:
     """One request's account, in rounds of plain decoding: what it may still lose to drafts.
 
-    Each plain round adds `_RATE`. A request that has decoded `LOOK_BACK` tokens plainly looks back once its account
-    pays for that: in one pass, which costs less than one round that drafts, the head shows how many of these tokens it
-    would have foretold. If they are enough, the account gets credit for a round, else it is emptied; if none, the head
-    follows the request no further, and the rest costs what plain decoding costs. Each speculative round adds what it
-    won, or takes what it lost, by modelled times. No round is drafted that could lose more than the account holds
-    (`TreePolicy.limit`), and none at all while the account does not pay the smallest one.
+    A request of a kind whose drafts win drafts at once; the head looks back where they do not, or where this account
+    is spent. Each plain round adds `_RATE`. A request that has decoded `LOOK_BACK` tokens plainly looks back once its
+    account pays for that: in one pass, which costs less than one round that drafts, the head shows how many of these
+    tokens it would have foretold. If they are enough, the account gets credit for a round or a few, else it is emptied;
+    if none, the head follows the request no further, and the rest costs what plain decoding costs. Each speculative
+    round adds what it won, or takes what it lost, by modelled times. No round is drafted that could lose more than the
+    account holds (`TreePolicy.limit`), and none at all while the account does not pay the smallest one.
 
     So after N plain rounds a request has lost at most ``start + _RATE * N`` rounds, and the credit of each look back
     that deceived, whatever the text; what it won before it may lose again, up to `_CAP`.
@@ -115,7 +120,7 @@ class SpeculationGate:
             price: plain rounds that the look back took.
         """
         self.net -= price
-        left, trusted = self.account - price, (self.kind.worth or 0.0) > 1.0
+        left, trusted = self.account - price, self.kind.trusted(stake)
         credit = (_TRUST if trusted else _CREDIT) * stake
         self.account = max(left, credit) if self.would_open(hits, stake) else min(left, 0.0)
         self.follows = hits > 0
@@ -139,10 +144,12 @@ class TreePolicy:
 
     def gate(self, sampled: bool) -> SpeculationGate:
         """The gate of a new request."""
-        kind = self.kinds[sampled]
-        if kind.opens(self.stake(1, 1)):
-            return SpeculationGate(kind, self.look_back(1))
-        return SpeculationGate(kind, 0.0, follows=False)
+        kind, stake = self.kinds[sampled], self.stake(1, 1)
+        if not kind.opens(stake):
+            return SpeculationGate(kind, 0.0, follows=False)
+        return SpeculationGate(
+            kind, max(self.look_back(1), _TRUST * stake) if kind.trusted(stake) else self.look_back(1)
+        )
 
     def look_back(self, batch: int) -> float:
         """Plain rounds that a look back takes of a batch, which waits for it."""

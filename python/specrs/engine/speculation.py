@@ -106,9 +106,13 @@ class AdaptiveTree(GivenTree):
         gate = self._gate(r)
         if r.root_logits is not None:
             return gate.account
-        if r.lag <= LOOK_BACK or gate.account < (price := self.policy.look_back(batch)):
+        stake = self.policy.stake(1, 1)
+        if r.lag <= LOOK_BACK:  # nothing to look back at
+            sure = gate.account >= stake and gate.kind.trusted(stake) and gate.would_open(drafter.reach(r), stake)
+            return gate.account if sure else None
+        if gate.account < (price := self.policy.look_back(batch)):
             return None
-        stake, reach = self.policy.stake(1, 1), drafter.reach(r)
+        reach = drafter.reach(r)
         if gate.would_open(reach, stake):
             gate.looked_back(drafter.look_back(r), stake, price)
         else:  # whatever the pass would show: tokens that the head's vocabulary lacks are no hits
