@@ -75,7 +75,7 @@ def decode(p: TreePolicy, gate: SpeculationGate, tokens: int, chance: float, rng
 
 def request(p: TreePolicy, tokens: int, chance: float, rng: random.Random) -> Decoded:
     """One request from its gate's opening to what the engine learns of it."""
-    gate = p.gate(sampled=True)
+    gate = p.gate(1.0)
     done = decode(p, gate, tokens, chance, rng)
     if gate.net:
         gate.kind.ended(gate.net)

@@ -13,7 +13,7 @@ from specrs.engine.policy import Kind, SpeculationGate, TreePolicy
 
 
 def nodes(p: TreePolicy, scores: list[float], sampled: bool = False) -> list[tuple[float, Kind]]:
-    return [(score, p.kinds[sampled]) for score in scores]
+    return [(score, p.hot if sampled else p.greedy) for score in scores]
 
 
 def test_cost_interpolates_and_extrapolates() -> None:
@@ -98,7 +98,7 @@ def test_the_choice_is_the_best_by_exhaustion() -> None:
     scores = sorted((math.log(0.9 / (i + 1)) for i in range(12)), reverse=True)
     best = max(
         range(13),
-        key=lambda n: (1 + sum(p.kinds[False].chance(s) for s in scores[:n])) / (0.4 + p.costs.target.at(1 + n)),
+        key=lambda n: (1 + sum(p.greedy.chance(s) for s in scores[:n])) / (0.4 + p.costs.target.at(1 + n)),
     )
     choice = p.choose(1, nodes(p, scores), 0.4)
     assert 0 < best < 12
@@ -128,9 +128,9 @@ def test_chances_are_learned_by_kind() -> None:
                 # Accepted counts are whole numbers whose mean is what this temper predicts.
                 mean = sum(math.exp(true * s) for s in scores)
                 accepted = math.floor(mean * (i + 1)) - math.floor(mean * i)
-                p.kinds[sampled].learn(scores, accepted, 1.5 + sampled)
-        assert [p.kinds[sampled].temper for sampled in (False, True)] == pytest.approx(temper, abs=0.1)
-    assert [p.kinds[sampled].gain for sampled in (False, True)] == pytest.approx((1.5, 2.5), abs=0.01)
+                (p.hot if sampled else p.greedy).learn(scores, accepted, 1.5 + sampled)
+        assert [p.greedy.temper, p.hot.temper] == pytest.approx(temper, abs=0.1)
+    assert [p.greedy.gain, p.hot.gain] == pytest.approx((1.5, 2.5), abs=0.01)
 
 
 MACHINES = {"rows are cheap": (0.1, 0.03), "rows are dear": (0.15, 0.12), "drafts are dear": (0.4, 0.05)}
@@ -144,10 +144,10 @@ def test_drafts_lose_no_more_than_the_account(machine: str, tokens: int) -> None
         for seed in range(4):
             p, rng = policy(step, growth), random.Random(seed)
             for _ in range(5):  # the first of an engine, and what follows it
-                gate = p.gate(sampled=True)
+                gate = p.gate(1.0)
                 start = gate.account
                 done = decode(p, gate, tokens, chance, rng)
-                p.kinds[True].ended(gate.net)
+                p.hot.ended(gate.net)
                 # A round may end beyond ``tokens``; what it drew there is not counted here.
                 credit = 3.0 * p.stake(1, 1) * done.deceived
                 assert done.took <= tokens + start + 0.005 * tokens + credit, (chance, seed)
@@ -172,21 +172,21 @@ def test_a_round_is_paid_by_those_who_draft() -> None:
 def test_few_requests_are_followed_where_drafts_lose() -> None:
     p = policy()
     price = p.look_back(1)
-    assert p.gate(sampled=False).account == max(price, 3.0 * p.stake(1, 1)) > 0  # nothing known: a few rounds tell
-    assert not policy(step=0.5).gate(sampled=True).follows  # dear rounds, and nothing known yet
-    p.kinds[True].ended(-0.5)
-    p.kinds[False].ended(1.5)
-    followed = [p.gate(sampled=True) for _ in range(80)]
+    assert p.gate(0.0).account == max(price, 3.0 * p.stake(1, 1)) > 0  # nothing known: a few rounds tell
+    assert not policy(step=0.5).gate(1.0).follows  # dear rounds, and nothing known yet
+    p.hot.ended(-0.5)
+    p.greedy.ended(1.5)
+    followed = [p.gate(1.0) for _ in range(80)]
     assert sum(gate.follows for gate in followed) == 10
     assert all((gate.account > 0) == gate.follows for gate in followed)
-    assert all(p.gate(sampled=False).follows for _ in range(80))
+    assert all(p.gate(0.0).follows for _ in range(80))
     for _ in range(3):
-        p.kinds[True].ended(4.0)
-    assert p.gate(sampled=True).follows
+        p.hot.ended(4.0)
+    assert p.gate(1.0).follows
 
 
 def test_a_request_tells_what_the_head_won_it() -> None:
-    gate = policy().gate(sampled=False)
+    gate = policy().gate(0.0)
     gate.looked_back(hits=7, stake=0.3, price=0.2)
     gate.spec_round(1.5)
     gate.spec_round(-0.4)
@@ -196,18 +196,18 @@ def test_a_request_tells_what_the_head_won_it() -> None:
 
 def test_a_kind_whose_drafts_win_gets_more_credit() -> None:
     p = policy()
-    p.kinds[False].ended(1.0)
-    before, after = p.gate(sampled=False), p.gate(sampled=False)
+    p.greedy.ended(1.0)
+    before, after = p.gate(0.0), p.gate(0.0)
     before.looked_back(hits=7, stake=0.3, price=0.2)
     for _ in range(5):
-        p.kinds[False].ended(6.0)
+        p.greedy.ended(6.0)
     after.looked_back(hits=7, stake=0.3, price=0.2)
     assert after.account == 2 * before.account > 0
 
 
 def test_a_look_back_opens_the_gate_or_closes_it() -> None:
     p = policy()
-    gate, stake = p.gate(sampled=False), p.stake(1, 1)
+    gate, stake = p.gate(0.0), p.stake(1, 1)
     assert gate.would_open(7, stake) and not gate.would_open(0, 0.5)
     gate.looked_back(hits=1, stake=0.5, price=0.2)
     assert gate.account <= 0 and gate.follows and not p.drafting([gate.account])[0]
@@ -234,17 +234,17 @@ def test_a_kind_remembers_how_often_its_drafts_hit() -> None:
 def test_drafts_that_win_are_not_held_back(machine: str) -> None:
     step, growth = MACHINES[machine]
     p, rng = policy(step, growth), random.Random(1)
-    decode(p, p.gate(sampled=False), 200, 0.95, rng)
+    decode(p, p.gate(0.0), 200, 0.95, rng)
     held, free = 0.0, 0.0
     for _ in range(20):
-        held += decode(p, p.gate(sampled=False), 200, 0.95, rng).took
-        free += decode(p, SpeculationGate(p.kinds[False], 1e9), 200, 0.95, rng).took
+        held += decode(p, p.gate(0.0), 200, 0.95, rng).took
+        free += decode(p, SpeculationGate(p.greedy, 1e9), 200, 0.95, rng).took
     assert held < 1.05 * free
 
 
 def test_drafts_that_win_again_are_found() -> None:
     p, rng = policy(), random.Random(2)
-    gate = p.gate(sampled=False)
+    gate = p.gate(0.0)
     gate.looked_back(hits=1, stake=0.5, price=0.3)
     assert decode(p, gate, 1000, 0.9, rng).took < 0.7 * 1000
 

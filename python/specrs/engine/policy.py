@@ -19,6 +19,7 @@ _CREDIT = 1.5  # smallest rounds that an account pays after a look back at text 
 _TRUST = 3.0  # and where drafts of its kind win, then and at once
 _MARGIN = 1.1  # by which the head's hits must beat what one draft node costs
 _PRIOR = 4.0  # tokens that weigh as much as what is known of the kind
+_COOL = 0.8  # temperature up to which sampling is near to greedy
 _EXPLORED = 8  # where drafts of a kind lose, one request of so many is followed by the head
 
 
@@ -33,7 +34,7 @@ class TreeChoice:
 
 @dataclass
 class Kind:
-    """What the engine has learnt of requests that sample, or of greedy ones.
+    """What the engine has learnt of greedy requests, of those that sample at a low temperature, or at a high one.
 
     A node of draft probability p is taken to be accepted with probability p ** ``temper``: drafts of a greedy target
     are likelier to be accepted than they claim (about p ** 0.5 with the model in the package).
@@ -139,12 +140,18 @@ class TreePolicy:
     """
 
     costs: Costs
-    kinds: dict[bool, Kind] = field(default_factory=lambda: {False: Kind(hits=0.6), True: Kind(hits=0.45)})
+    greedy: Kind = field(default_factory=lambda: Kind(hits=0.6))
+    cool: Kind = field(default_factory=lambda: Kind(hits=0.55))
+    hot: Kind = field(default_factory=lambda: Kind(hits=0.45))
     _level_yield: float = 0.75  # share of a level's chance that the next level keeps
 
-    def gate(self, sampled: bool) -> SpeculationGate:
+    def kind(self, temperature: float) -> Kind:
+        """Requests alike: the hotter they sample, the less a head foretells."""
+        return self.greedy if temperature == 0 else self.cool if temperature <= _COOL else self.hot
+
+    def gate(self, temperature: float) -> SpeculationGate:
         """The gate of a new request."""
-        kind, stake = self.kinds[sampled], self.stake(1, 1)
+        kind, stake = self.kind(temperature), self.stake(1, 1)
         if not kind.opens(stake):
             return SpeculationGate(kind, 0.0, follows=False)
         return SpeculationGate(

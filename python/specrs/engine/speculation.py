@@ -93,7 +93,7 @@ class AdaptiveTree(GivenTree):
     def _gate(self, request: Request) -> SpeculationGate:
         gate = self._gates.get(request.request_id)
         if gate is None:
-            gate = self._gates[request.request_id] = self.policy.gate(request.params.temperature > 0)
+            gate = self._gates[request.request_id] = self.policy.gate(request.params.temperature)
         return gate
 
     def drafting(self, batch: Batch, drafter: LooksBack) -> list[bool]:
