@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 
@@ -27,7 +28,7 @@ def calibrated(
     planner: core.Planner,
     pages: Pages,
 ) -> TreePolicy:
-    """A policy over passes of a few row counts, each measured as the shortest of some runs."""
+    """A policy over passes of a few row counts, each measured as the median of some runs."""
     room = pages.most_tokens
     most = min(_ROWS[-1], room)
     table = [n for n in _ROWS if n <= most]
@@ -61,7 +62,8 @@ def calibrated(
                 started = time.perf_counter()
                 run(n, plan)
                 times.append(time.perf_counter() - started)
-            seconds.append(min(times))  # what else the machine does has the smallest part in it
+            # The shortest would be what a cool core can do; passes of many rows take half as long again when it is not.
+            seconds.append(statistics.median(times))
         return PassCost(table, seconds, pace)
 
     with pages.pool.reserve([(seq, context + most)]):

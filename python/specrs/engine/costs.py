@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 _STEP = 1.015  # of a running median
-_SHAPE_STEP = 1.0015
+_SHAPE_STEP = 1.004
 _RETURN = 0.01  # of an entry's distance to its calibrated value, at each observation
 
 

@@ -16,7 +16,7 @@ LOOK_BACK = 8  # tokens that a look back asks the head for
 _RATE = 0.005  # added to an account by each plain round
 _CAP = 4.0
 _CREDIT = 1.5  # smallest rounds that an account pays after a look back at text that the head would have foretold
-_TRUST = 3.0  # and where drafts of its kind win, then and at once
+_TRUST = 1.5  # and at once, where drafts of its kind have won
 _MARGIN = 1.1  # by which the head's hits must beat what one draft node costs
 _PRIOR = 4.0  # tokens that weigh as much as what is known of the kind
 _COOL = 0.8  # temperature up to which sampling is near to greedy
@@ -55,9 +55,9 @@ class Kind:
         wins = self.hits > stake * _MARGIN if self.worth is None else self.worth > 0.0
         return wins or self._requests % _EXPLORED == 0
 
-    def trusted(self, stake: float) -> bool:
-        """Whether drafts win without a look back: so they did, or so they will where nothing is known yet."""
-        return self.hits > stake * _MARGIN if self.worth is None else self.worth > 1.0
+    def trusted(self) -> bool:
+        """Whether requests have won so much by drafts that one may draft without a look back."""
+        return self.worth is not None and self.worth > 1.0
 
     def ended(self, net: float) -> None:
         """The head won a request that it followed ``net`` plain rounds, or lost them (negative)."""
@@ -121,8 +121,7 @@ class SpeculationGate:
             price: plain rounds that the look back took.
         """
         self.net -= price
-        left, trusted = self.account - price, self.kind.trusted(stake)
-        credit = (_TRUST if trusted else _CREDIT) * stake
+        left, credit = self.account - price, _CREDIT * stake
         self.account = max(left, credit) if self.would_open(hits, stake) else min(left, 0.0)
         self.follows = hits > 0
 
@@ -154,9 +153,7 @@ class TreePolicy:
         kind, stake = self.kind(temperature), self.stake(1, 1)
         if not kind.opens(stake):
             return SpeculationGate(kind, 0.0, follows=False)
-        return SpeculationGate(
-            kind, max(self.look_back(1), _TRUST * stake) if kind.trusted(stake) else self.look_back(1)
-        )
+        return SpeculationGate(kind, max(self.look_back(1), _TRUST * stake) if kind.trusted() else self.look_back(1))
 
     def look_back(self, batch: int) -> float:
         """Plain rounds that a look back takes of a batch, which waits for it."""

@@ -108,7 +108,7 @@ class AdaptiveTree(GivenTree):
             return gate.account
         stake = self.policy.stake(1, 1)
         if r.lag <= LOOK_BACK:  # nothing to look back at
-            sure = gate.account >= stake and gate.kind.trusted(stake) and gate.would_open(drafter.reach(r), stake)
+            sure = gate.account >= stake and gate.kind.trusted() and gate.would_open(drafter.reach(r), stake)
             return gate.account if sure else None
         if gate.account < (price := self.policy.look_back(batch)):
             return None
