@@ -127,7 +127,7 @@ impl PageSize {
         pos & (self.get() - 1)
     }
 
-    /// First position of the page that holds `pos` (`base` of the specification).
+    /// First position of the page that holds `pos`.
     pub fn base(self, pos: u32) -> u32 {
         pos - self.offset(pos)
     }

@@ -1,4 +1,4 @@
-//! Limits and every capacity that follows from them (section 3 of the specification).
+//! Limits and every capacity that follows from them.
 
 use crate::bounds::{MAX_BATCH, MAX_CONTEXT_LEN, PageSize, add, fits_i32, mul};
 use crate::error::{Result, in_range};

@@ -15,8 +15,8 @@ from specrs.engine.costs import Costs
 LOOK_BACK = 8  # tokens that a look back asks the head for
 _RATE = 0.005  # added to an account by each plain round
 _CAP = 4.0
-_CREDIT = 1.5  # smallest rounds that an account pays after a look back at text that the head would have foretold
-_TRUST = 1.5  # and at once, where drafts of its kind have won
+_CREDIT = 1.5  # smallest rounds that an account pays after a look back at text that the head would have foretold, or at
+# once where drafts of its kind have won
 _MARGIN = 1.1  # by which the head's hits must beat what one draft node costs
 _PRIOR = 4.0  # tokens that weigh as much as what is known of the kind
 _COOL = 0.8  # temperature up to which sampling is near to greedy
@@ -90,7 +90,7 @@ class SpeculationGate:
     A request of a kind whose drafts win drafts at once; the head looks back where they do not, or where this account
     is spent. Each plain round adds `_RATE`. A request that has decoded `LOOK_BACK` tokens plainly looks back once its
     account pays for that: in one pass, which costs less than one round that drafts, the head shows how many of these
-    tokens it would have foretold. If they are enough, the account gets credit for a round or a few, else it is emptied;
+    tokens it would have foretold. If they are enough, the account gets credit for a round, else it is emptied;
     if none, the head follows the request no further, and the rest costs what plain decoding costs. Each speculative
     round adds what it won, or takes what it lost, by modelled times. No round is drafted that could lose more than the
     account holds (`TreePolicy.limit`), and none at all while the account does not pay the smallest one.
@@ -153,7 +153,7 @@ class TreePolicy:
         kind, stake = self.kind(temperature), self.stake(1, 1)
         if not kind.opens(stake):
             return SpeculationGate(kind, 0.0, follows=False)
-        return SpeculationGate(kind, max(self.look_back(1), _TRUST * stake) if kind.trusted() else self.look_back(1))
+        return SpeculationGate(kind, max(self.look_back(1), _CREDIT * stake if kind.trusted() else 0.0))
 
     def look_back(self, batch: int) -> float:
         """Plain rounds that a look back takes of a batch, which waits for it."""

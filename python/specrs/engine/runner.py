@@ -122,8 +122,10 @@ class Runner:
 
     def decode(self, reqs: Sequence[Request]) -> list[Passed]:
         """One token for each request, without drafts."""
+        return self._decode(Batch(reqs))
+
+    def _decode(self, batch: Batch) -> list[Passed]:
         self.speculation.begin(speculative=False)
-        batch = Batch(reqs)
         trees = core.TreeBatch.from_parents([[-1]] * len(batch), [[r.tokens[-1]] for r in batch])
         with _naming(batch), self.pages.lease(batch, [1] * len(batch)) as lease:
             for o in self.observers:
@@ -146,7 +148,7 @@ class Runner:
         batch = Batch(reqs)
         drafting = speculation.drafting(batch, drafter)
         if not any(drafting):
-            return self.decode(reqs)
+            return self._decode(batch)
         speculation.begin(speculative=True)
         followed = [r for r, d in zip(batch, drafting, strict=True) if d]
         need = self.geometry.alloc_len_per_decode

@@ -106,13 +106,15 @@ class AdaptiveTree(GivenTree):
         gate = self._gate(r)
         if r.root_logits is not None:
             return gate.account
-        stake = self.policy.stake(1, 1)
-        if r.lag <= LOOK_BACK:  # nothing to look back at
-            sure = gate.account >= stake and gate.kind.trusted() and gate.would_open(drafter.reach(r), stake)
-            return gate.account if sure else None
-        if gate.account < (price := self.policy.look_back(batch)):
+        early = r.lag <= LOOK_BACK  # there is nothing to look back at
+        if gate.account <= 0 or (early and not gate.kind.trusted()):
             return None
-        reach = drafter.reach(r)
+        price = self.policy.stake(1, 1) if early else self.policy.look_back(batch)
+        if gate.account < price:
+            return None
+        stake, reach = self.policy.stake(1, 1), drafter.reach(r)
+        if early:
+            return gate.account if gate.would_open(reach, stake) else None
         if gate.would_open(reach, stake):
             gate.looked_back(drafter.look_back(r), stake, price)
         else:  # whatever the pass would show: tokens that the head's vocabulary lacks are no hits
