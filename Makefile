@@ -10,7 +10,7 @@ SOURCES := $(shell find src cuda python/specrs -type f \( -name '*.rs' -o -name 
 
 demo: $(VENV)/.built
 	@if [ -t 1 ]; then mark=color; else mark=brackets; fi; \
-	$(BIN)/specrs generate "$(PROMPT)" --greedy --max-tokens 160 --compare --mark $$mark
+	$(BIN)/specrs generate "$(PROMPT)" --greedy --max-tokens 160 --tree 1,5,6 --compare --mark $$mark
 
 test: $(VENV)/.built
 	cargo test --no-default-features

@@ -8,7 +8,7 @@ prompts. "fresh" rows have a new engine for each request: nothing is learnt, and
 are of the thread's CPU time: all work is on one thread, and neighbours on a shared machine count for less. Beside that,
 the gate's arithmetic is simulated over a grid of costs and acceptance.
 
-    python benches/bench_gate.py [--lengths 64,128,256,512] [--repeats 5] [--fresh 1] [--name gate]
+    python benches/bench_gate.py [--lengths 64,128,256,512] [--temperatures 0,1] [--repeats 5] [--fresh 1] [--name gate]
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from gate_texts import KINDS
 from specrs import LLM, SamplingParams
 from specrs import _specrs as core
 
-TEMPERATURES = (0.0, 1.0)
 GRID = {
     "steps": (0.05, 0.1, 0.2, 0.4),
     "growths": (0.02, 0.06, 0.12),
@@ -78,6 +77,7 @@ def main() -> None:
     """Measure and write benches/results/gate.json."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lengths", default="64,128,256,512")
+    parser.add_argument("--temperatures", default="0,1")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--fresh", type=int, default=1, help="0 leaves the fresh engines out")
     parser.add_argument("--name", default="gate", help="of the file in benches/results")
@@ -88,7 +88,7 @@ def main() -> None:
     rows: dict[str, dict[str, Any]] = {}
     for engine in ("fresh", "warm") if args.fresh else ("warm",):
         for length in [64] if engine == "fresh" else [int(n) for n in args.lengths.split(",")]:
-            for temperature in TEMPERATURES:
+            for temperature in map(float, args.temperatures.split(",")):
                 for kind, prompts in KINDS.items():
                     done = []
                     for seed, prompt in enumerate(prompts):

@@ -32,12 +32,13 @@ class Decoded:
 
 
 def policy(step: float = 0.2, growth: float = 0.02) -> TreePolicy:
-    """Passes in seconds: the target's of one row takes 1 and ``growth`` for each row, the head's take ``step``."""
+    """Passes in seconds: the target's of one row takes 1 and ``growth`` for each row, the head's take ``step``; writing
+    draft KV takes a little for each row."""
     return TreePolicy(
         Costs(
             target=PassCost(_ROWS, [1.0 + growth * r for r in _ROWS]),
             draft_step=PassCost(_ROWS, [step] * 3),
-            draft_extend=PassCost(_ROWS, [step] * 3),
+            draft_extend=PassCost(_ROWS, [step * (1.0 + 0.03 * r) for r in _ROWS]),
             overhead=PassCost([PLAIN, SPECULATIVE], [1e-4, 2e-4]),
         )
     )
@@ -48,18 +49,26 @@ def decode(p: TreePolicy, gate: SpeculationGate, tokens: int, chance: float, rng
     ``chance``, whatever the head claims: it is sure of itself."""
     costs, done = p.costs, Decoded()
     claims = [i * math.log(0.97) for i in range(1, _DEPTH + 1)]
-    lag = 1
+    lag: int | None = 1  # features that wait; none where the head is ready to draft
     while done.tokens < tokens:
-        if gate.follows and lag > LOOK_BACK and gate.account >= (price := p.look_back(1)):
-            gate.looked_back(sum(rng.random() < chance for _ in range(LOOK_BACK)), p.stake(1, 1), price)
-            done.took += price
-            done.deceived += gate.account > 0
-            lag = 0
-        sure = lag <= LOOK_BACK and gate.follows and gate.kind.trusted()
-        if (lag and not sure) or not p.drafting([gate.account])[0]:
-            gate.plain_round()
-            done.took, done.tokens, lag = done.took + 1.0, done.tokens + 1, lag + 1
+        stake, drafts = p.stake(1, 1), False
+        gate.follows = gate.follows and gate.account >= (stake if lag is None else p.needed(gate, 1, lag))
+        if gate.follows and lag is not None and lag > gate.patience:
+            before = gate.account
+            gate.pay(p.looked_back(1, lag, p.look_back(1) * p.costs.plain(1)))
+            done.took += before - gate.account
+            drafts = gate.looked_back(sum(rng.random() < chance for _ in range(LOOK_BACK)), stake)
+            done.deceived += drafts
+            lag = None
+        elif gate.follows:
+            drafts = lag is None or (gate.kind.trusted() and gate.would_open(LOOK_BACK, stake))
+        if not (drafts and gate.follows and p.drafting([gate.account])[0]):
+            done.took, done.tokens = done.took + 1.0, done.tokens + 1
+            if gate.follows:
+                gate.pay(p.waiting(1))
+                done.took, lag = done.took + p.waiting(1), (lag or 0) + 1
             continue
+        lag = None
         limit, levels = p.limit(1, [gate.account]), 1
         while levels < _DEPTH and p.deepen(1, levels, [(gate.kind, claims[levels - 1 : levels])], limit):
             levels += 1
@@ -75,10 +84,9 @@ def decode(p: TreePolicy, gate: SpeculationGate, tokens: int, chance: float, rng
 
 def request(p: TreePolicy, tokens: int, chance: float, rng: random.Random) -> Decoded:
     """One request from its gate's opening to what the engine learns of it."""
-    gate = p.gate(1.0)
+    gate = p.gate(1.0, tokens, 0)
     done = decode(p, gate, tokens, chance, rng)
-    if gate.net:
-        gate.kind.ended(gate.net)
+    gate.kind.ended(done.tokens, gate.net)
     return done
 
 

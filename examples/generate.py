@@ -21,10 +21,13 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, help="default: as the model's generation_config.json says")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--tree", type=int, nargs=3, metavar=("K", "S", "V"), help="drafted in every round (default: as it pays)"
+    )
     args = parser.parse_args()
     params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed)
     try:
-        with LLM(args.model, args.draft, max_batch=1) as llm:
+        with LLM(args.model, args.draft, max_batch=1, tree=args.tree and tuple(args.tree)) as llm:
             print(args.prompt, end="")
             for event in llm.stream([args.prompt], params):
                 for text, drafted in event.pieces:

@@ -46,9 +46,12 @@ def sanitizer(log: Path, junit: Path) -> dict[str, Any] | None:
 
 
 def ptx_version(wheel: Path) -> str:
-    with zipfile.ZipFile(wheel) as z:
-        name = next(n for n in z.namelist() if n.endswith((".so", ".pyd")))
-        found = re.findall(rb"\n\.version (\d+\.\d+)\n\.target (\w+)", z.read(name))
+    """PTX versions and targets in a wheel, or in the extension alone."""
+    extension = wheel.read_bytes()
+    if wheel.suffix == ".whl":
+        with zipfile.ZipFile(wheel) as z:
+            extension = z.read(next(n for n in z.namelist() if n.endswith((".so", ".pyd"))))
+    found = re.findall(rb"\n\.version (\d+\.\d+)\n\.target (\w+)", extension)
     return ", ".join(sorted({f"{v.decode()} {t.decode()}" for v, t in found}))
 
 

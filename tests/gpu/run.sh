@@ -3,13 +3,14 @@
 #
 #   tests/gpu/run.sh WHEEL [OUT]
 #
-# Installs WHEEL (and nothing else, from nowhere else) beside the torch of python3, or of PYTHON, and writes
+# Installs WHEEL (and nothing else, from nowhere else) beside the torch of python3, or of PYTHON; WHEEL may be the built
+# extension alone (_specrs.abi3.so), which the checkout's Python files then join. Writes
 # OUT/kv_move.json (default: tests/gpu/results) and the logs beside it. Exits with 1 where a test or a sanitizer found
 # something. Set SPECRS_COMMIT where the checkout has no git; STEP_LIMIT bounds each step, in seconds.
 set -uo pipefail
 
 root=$(cd "$(dirname "$0")/../.." && pwd)
-wheel=$(realpath "${1:?usage: tests/gpu/run.sh WHEEL [OUT]}")
+wheel=$(realpath "${1:?usage: tests/gpu/run.sh WHEEL|EXTENSION [OUT]}")
 out=${2:-$root/tests/gpu/results}
 python=${PYTHON:-python3}
 limit=${STEP_LIMIT:-300}
@@ -18,7 +19,10 @@ out=$(realpath "$out")
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-"$python" -m pip install --quiet --no-index --no-deps --no-compile --target "$work/site" "$wheel" || exit 1
+case $wheel in
+*.whl) "$python" -m pip install --quiet --no-index --no-deps --no-compile --target "$work/site" "$wheel" || exit 1 ;;
+*) mkdir "$work/site" && cp -r "$root/python/specrs" "$work/site" && cp "$wheel" "$work/site/specrs/_specrs.abi3.so" || exit 1 ;;
+esac
 export PYTHONPATH=$work/site PYTHONUNBUFFERED=1
 cd "$work" # so that the checkout's python/ is not what is imported
 

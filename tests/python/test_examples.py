@@ -23,7 +23,7 @@ def run(name: str, *argv: str, status: int = 0) -> str:
 
 
 def test_generate_with_the_model_in_the_package() -> None:
-    out = run("generate.py", "--max-tokens", "24", "class Stack:")
+    out = run("generate.py", "--max-tokens", "24", "--tree", "1", "3", "4", "class Stack:")
     text, _, last = out.rpartition("\n-- ")
     assert last.startswith("24 tokens in ") and last.endswith("ended by length; temperature 0.6, top_p 0.9\n")
     with LLM(speculative=False, max_batch=1) as llm:

@@ -13,14 +13,18 @@ from dataclasses import dataclass, field
 from specrs.engine.costs import Costs
 
 LOOK_BACK = 8  # tokens that a look back asks the head for
-_RATE = 0.005  # added to an account by each plain round
-_CAP = 4.0
-_CREDIT = 1.5  # smallest rounds that an account pays after a look back at text that the head would have foretold, or at
-# once where drafts of its kind have won
+_SETTLED = 32  # tokens before the first look back: the head foretells a text's first ones worse than the later
+_ALLOWANCE = 0.009  # plain rounds, for each token that a request is expected to decode, that it may lose to drafts
+_RATE = 0.005  # plain rounds, for each token, that the engine may lose in the long run
+_ENDOWMENT = 0.3  # plain rounds that a new engine may lose beside that
+_CAP = 4.0  # of a bank
+_BORROWED = 1.0  # plain rounds that even a short request may take from it
+_WON = 8.0  # of an account: what a request has won it may lose again, up to this
+_CREDIT = 2.0  # smallest rounds that an account pays after a look back at text that the head would have foretold
+_DOUBT = 1.5  # a look back is taken to cost so much more than its passes, until one has been measured
 _MARGIN = 1.1  # by which the head's hits must beat what one draft node costs
 _PRIOR = 4.0  # tokens that weigh as much as what is known of the kind
 _COOL = 0.8  # temperature up to which sampling is near to greedy
-_EXPLORED = 8  # where drafts of a kind lose, one request of so many is followed by the head
 
 
 @dataclass(frozen=True)
@@ -44,25 +48,20 @@ class Kind:
     worth: float | None = None  # smoothed plain rounds that the head won a request that it followed, once one has ended
     temper: float = 0.6
     gain: float = 1.5  # smoothed rate of speculative rounds over plain ones
-    _requests: int = 0
-
-    def opens(self, stake: float) -> bool:
-        """Whether the head follows a new request: each, or few where it has been losing.
-
-        Before any has ended, where a round that costs ``stake`` is likely to win.
-        """
-        self._requests += 1
-        wins = self.hits > stake * _MARGIN if self.worth is None else self.worth > 0.0
-        return wins or self._requests % _EXPLORED == 0
+    bank: float = _ENDOWMENT  # plain rounds that the engine may lose to requests of this kind
+    length: float = 160.0  # smoothed tokens of its requests
 
     def trusted(self) -> bool:
         """Whether requests have won so much by drafts that one may draft without a look back."""
         return self.worth is not None and self.worth > 1.0
 
-    def ended(self, net: float) -> None:
-        """The head won a request that it followed ``net`` plain rounds, or lost them (negative)."""
-        before = 0.0 if self.worth is None else self.worth
-        self.worth = before + 0.15 * (min(net, 8.0) - before)
+    def ended(self, tokens: int, net: float) -> None:
+        """A request ended after so many tokens; the head won it ``net`` plain rounds, or lost them (negative)."""
+        self.bank = min(self.bank + _RATE * tokens + net, _CAP)
+        self.length += 0.2 * (tokens - self.length)
+        if net:  # the head had a say
+            before = 0.0 if self.worth is None else self.worth
+            self.worth = before + 0.15 * (min(net, 8.0) - before)
 
     def foretells(self, hits: int) -> float:
         """Probability that the head foretells the next token, where a look back gave so many hits."""
@@ -87,47 +86,51 @@ class Kind:
 class SpeculationGate:
     """One request's account, in rounds of plain decoding: what it may still lose to drafts.
 
-    A request of a kind whose drafts win drafts at once; the head looks back where they do not, or where this account
-    is spent. Each plain round adds `_RATE`. A request that has decoded `LOOK_BACK` tokens plainly looks back once its
-    account pays for that: in one pass, which costs less than one round that drafts, the head shows how many of these
-    tokens it would have foretold. If they are enough, the account gets credit for a round, else it is emptied;
-    if none, the head follows the request no further, and the rest costs what plain decoding costs. Each speculative
-    round adds what it won, or takes what it lost, by modelled times. No round is drafted that could lose more than the
-    account holds (`TreePolicy.limit`), and none at all while the account does not pay the smallest one.
+    It starts from what the request's length allows (`_ALLOWANCE`) and from the bank of its kind, to which each request
+    adds what it won and `_RATE` for each of its tokens, and from which it takes what it lost. Whatever is done for
+    drafts is paid from it: the prompt's draft KV, a look back, the features that wait for one, a round that loses.
+    Rounds that win add to it. The head follows the request as long as it can pay what comes next, and the rest costs
+    what plain decoding costs. So a long request finds out for itself, and of short ones a few do for all.
 
-    So after N plain rounds a request has lost at most ``start + _RATE * N`` rounds, and the credit of each look back
-    that deceived, whatever the text; what it won before it may lose again, up to `_CAP`.
+    A request of a kind whose drafts win drafts at once. Another one decodes `_SETTLED` tokens plainly, and then looks
+    back: in one pass, which costs less than most rounds that draft, the head shows how many of the last `LOOK_BACK`
+    tokens it would have foretold. If they are enough, the request drafts, on credit if need be, else it waits twice as
+    long and looks again; if none, the head follows it no further. No round is drafted that could lose more than the
+    account holds (`TreePolicy.limit`).
     """
 
     kind: Kind
     account: float
     follows: bool = True  # the head follows the request
     net: float = 0.0  # plain rounds that the head has won
+    patience: int = _SETTLED  # tokens to wait before it looks back
 
-    def plain_round(self) -> None:
-        """A round without drafts."""
-        self.account = min(self.account + _RATE, _CAP)
+    def pay(self, rounds: float) -> None:
+        """Something that drafts need took so many plain rounds."""
+        self.account -= rounds
+        self.net -= rounds
 
     def would_open(self, hits: int, stake: float) -> bool:
         """Whether a look back with so many hits opens the gate, where one draft node costs ``stake`` plain rounds."""
         return self.kind.foretells(hits) > stake * _MARGIN
 
-    def looked_back(self, hits: int, stake: float, price: float) -> None:
-        """A look back is done.
+    def looked_back(self, hits: int, stake: float) -> bool:
+        """A look back is done; whether the request drafts now.
 
         Args:
             hits: of `LOOK_BACK` tokens, those that were the head's first choice.
             stake: plain rounds that one draft node costs.
-            price: plain rounds that the look back took.
         """
-        self.net -= price
-        left, credit = self.account - price, _CREDIT * stake
-        self.account = max(left, credit) if self.would_open(hits, stake) else min(left, 0.0)
+        opens = self.would_open(hits, stake)
         self.follows = hits > 0
+        if opens:
+            self.account = max(self.account, _CREDIT * stake)
+        self.patience = _SETTLED if opens else 2 * self.patience
+        return opens
 
     def spec_round(self, net: float) -> None:
         """A round with drafts that won ``net`` plain rounds, or lost them (negative)."""
-        self.account = min(self.account + net, _CAP)
+        self.account = min(self.account + net, _WON)
         self.net += net
 
 
@@ -136,30 +139,64 @@ class TreePolicy:
     """Picks depth and size of the trees of a batch round by round.
 
     Only modelled times enter, never the time of the round at hand, so that a stall of the machine decides nothing.
+
+    Attributes:
+        dearer: smoothed seconds of looks back over those of their passes.
     """
 
     costs: Costs
     greedy: Kind = field(default_factory=lambda: Kind(hits=0.6))
     cool: Kind = field(default_factory=lambda: Kind(hits=0.55))
     hot: Kind = field(default_factory=lambda: Kind(hits=0.45))
+    dearer: float = _DOUBT
     _level_yield: float = 0.75  # share of a level's chance that the next level keeps
 
     def kind(self, temperature: float) -> Kind:
         """Requests alike: the hotter they sample, the less a head foretells."""
         return self.greedy if temperature == 0 else self.cool if temperature <= _COOL else self.hot
 
-    def gate(self, temperature: float) -> SpeculationGate:
-        """The gate of a new request."""
-        kind, stake = self.kind(temperature), self.stake(1, 1)
-        if not kind.opens(stake):
+    def gate(self, temperature: float, tokens: int, prompt: int) -> SpeculationGate:
+        """The gate of a new request.
+
+        Args:
+            temperature: of its sampling.
+            tokens: its limit.
+            prompt: entries of draft KV that following it takes at once.
+        """
+        kind = self.kind(temperature)
+        own = _ALLOWANCE * min(tokens, kind.length)
+        gate = SpeculationGate(kind, own + min(kind.bank, max(_BORROWED, own / 2)))
+        gate.pay(self.waiting(prompt))
+        if gate.account < self.needed(gate, 1, 0):
             return SpeculationGate(kind, 0.0, follows=False)
-        return SpeculationGate(kind, max(self.look_back(1), _CREDIT * stake if kind.trusted() else 0.0))
+        return gate
+
+    def needed(self, gate: SpeculationGate, batch: int, lag: int) -> float:
+        """What an account must hold so that the head goes on following its request, which decodes plainly and whose
+        features of ``lag`` tokens wait."""
+        stake = self.stake(1, 1)
+        if gate.kind.trusted() and lag <= gate.patience:
+            return stake
+        return stake + self.look_back(batch) + self.waiting(max(gate.patience - lag, 0))
+
+    def waiting(self, tokens: int) -> float:
+        """Plain rounds that the draft KV of so many tokens takes."""
+        extend, (few, many) = self.costs.draft_extend, (8, 64)
+        return (extend.at(many) - extend.at(few)) / (many - few) / self.costs.plain(1) * tokens
 
     def look_back(self, batch: int) -> float:
         """Plain rounds that a look back takes of a batch, which waits for it."""
+        return self._look_back_passes() * self.dearer / self.costs.plain(batch) * batch
+
+    def looked_back(self, batch: int, lag: int, seconds: float) -> float:
+        """A look back took so long, the draft KV of ``lag`` tokens included; the plain rounds that it took."""
+        passes = seconds - self.waiting(lag) * self.costs.plain(1)
+        self.dearer += 0.3 * (min(max(passes / self._look_back_passes(), 1.0), 4.0) - self.dearer)
+        return self.look_back(batch)
+
+    def _look_back_passes(self) -> float:
         step, rows = self.costs.draft_step, LOOK_BACK + 1  # the pass has one row more, the root's
-        seconds = self.costs.draft_extend.at(rows) + step.at(rows) - step.at(1)
-        return seconds / self.costs.plain(batch) * batch
+        return self.costs.draft_extend.at(rows) + step.at(rows) - step.at(1)
 
     def stake(self, batch: int, drafting: int) -> float:
         """Plain rounds that each of ``drafting`` requests loses by a round with one draft node each, all refused."""

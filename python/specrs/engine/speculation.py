@@ -15,7 +15,7 @@ from torch.utils.dlpack import from_dlpack
 from specrs._specrs import DraftBeams, TreeBatch
 from specrs.engine.batch import Batch, Passed
 from specrs.engine.costs import PLAIN, SPECULATIVE, PassCost
-from specrs.engine.policy import LOOK_BACK, SpeculationGate, TreePolicy
+from specrs.engine.policy import SpeculationGate, TreePolicy
 from specrs.engine.request import Request
 
 PassKind = Literal["target", "draft_step", "draft_extend"]
@@ -93,7 +93,9 @@ class AdaptiveTree(GivenTree):
     def _gate(self, request: Request) -> SpeculationGate:
         gate = self._gates.get(request.request_id)
         if gate is None:
-            gate = self._gates[request.request_id] = self.policy.gate(request.params.temperature)
+            unwritten = len(request.tokens) - 1 - request.draft_valid
+            gate = self.policy.gate(request.params.temperature, request.remaining, unwritten)
+            self._gates[request.request_id] = gate
         return gate
 
     def drafting(self, batch: Batch, drafter: LooksBack) -> list[bool]:
@@ -103,25 +105,24 @@ class AdaptiveTree(GivenTree):
         """What a request may lose to drafts; ``None`` for one that cannot draft, or has not looked back yet."""
         if not r.followed:
             return None
-        gate = self._gate(r)
-        if r.root_logits is not None:
+        gate, policy = self._gate(r), self.policy
+        stake, ready = policy.stake(1, 1), r.root_logits is not None
+        if gate.account < (stake if ready else policy.needed(gate, batch, r.lag)):
+            r.give_up_drafts(r.draft_valid)
+            return None
+        if ready:
             return gate.account
-        early = r.lag <= LOOK_BACK  # there is nothing to look back at
-        if gate.account <= 0 or (early and not gate.kind.trusted()):
-            return None
-        price = self.policy.stake(1, 1) if early else self.policy.look_back(batch)
-        if gate.account < price:
-            return None
-        stake, reach = self.policy.stake(1, 1), drafter.reach(r)
-        if early:
-            return gate.account if gate.would_open(reach, stake) else None
-        if gate.would_open(reach, stake):
-            gate.looked_back(drafter.look_back(r), stake, price)
-        else:  # whatever the pass would show: tokens that the head's vocabulary lacks are no hits
-            gate.looked_back(reach, stake, 0.0)
+        if r.lag <= gate.patience:  # there is little to look back at
+            return gate.account if gate.kind.trusted() and gate.would_open(drafter.reach(r), stake) else None
+        lag, hits = r.lag, drafter.reach(r)
+        if gate.would_open(hits, stake):  # else: whatever the head would choose, it lacks these tokens
+            started = time.perf_counter()
+            hits = drafter.look_back(r)
+            gate.pay(policy.looked_back(batch, lag, time.perf_counter() - started))
+        opens = gate.looked_back(hits, stake)
         if not gate.follows:
             r.give_up_drafts(r.draft_valid)
-        return gate.account if r.followed else None
+        return gate.account if opens and r.followed else None
 
     def limit(self, batch: Batch, drafting: Sequence[bool]) -> float:
         return self.policy.limit(len(batch), [self._gate(r).account for r, d in zip(batch, drafting, strict=True) if d])
@@ -161,7 +162,7 @@ class AdaptiveTree(GivenTree):
             self._observe_overhead(PLAIN)
         for r in batch:
             if r.followed:
-                self._gate(r).plain_round()
+                self._gate(r).pay(self.policy.waiting(1))
 
     def spec_round(self, passed: Sequence[Passed], trees: TreeBatch, drafting: Sequence[bool], steps: int) -> None:
         self._observe_overhead(SPECULATIVE)
@@ -170,22 +171,24 @@ class AdaptiveTree(GivenTree):
         batch, drawn, costs = len(passed), sum(len(p.tokens) for p in passed), self.policy.costs
         seconds = costs.drafting(batch, batch * self._topk, steps) + costs.target.at(sum(trees.sizes))
         cost = seconds / costs.plain(batch)  # in rounds of plain decoding
-        extra = (cost - 1.0) * batch / sum(drafting)  # those who drafted share it
+        # The account takes the time as it was: on a machine that throttles, passes cost half or twice what is modelled.
+        took = min(max(time.perf_counter() - self._started, seconds / 2), 2 * seconds) / costs.plain(batch)
+        extra = (took - 1.0) * batch / sum(drafting)  # those who drafted share it
         for p, drafts, scores in zip(passed, drafting, _draft_scores(trees), strict=True):
             gate = self._gate(p.request)
             if drafts:
                 gate.kind.learn(scores, len(p.tokens) - 1, drawn / batch / cost)
                 gate.spec_round(len(p.tokens) - 1 - extra)
-            else:
-                gate.plain_round()
+            elif p.request.followed:
+                gate.pay(self.policy.waiting(1))
 
     def _observe_overhead(self, kind: int) -> None:
         self.policy.costs.overhead.observe(kind, time.perf_counter() - self._started - self._in_passes)
 
     def forget(self, request: Request) -> None:
         gate = self._gates.pop(request.request_id, None)
-        if gate is not None and gate.net:  # it has looked back
-            gate.kind.ended(gate.net)
+        if gate is not None:
+            gate.kind.ended(len(request.tokens) - request.prompt_len, gate.net)
 
 
 def _draft_scores(trees: TreeBatch) -> list[list[float]]:
