@@ -1,7 +1,7 @@
 // What every element of a step is: the functions of `src/plan/form`, under the same names and line for line.
 //
 // A kernel that plans on the device calls these for its own element. They are plain C++ on the host too, so that
-// `tests/plan_form_twin.rs` compiles them without nvcc and compares each with its Rust twin over a small domain. The Rust
+// `tests/plan/form_twin.rs` compiles them without nvcc and compares each with its Rust twin over a small domain. The Rust
 // side documents shapes and meanings. Indices are the caller's to check, as everywhere in a kernel.
 #pragma once
 

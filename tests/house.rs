@@ -1,4 +1,4 @@
-//! The crate's own order: data flows one way, and no files import each other in a circle.
+//! The crate's own order: data flows one way, no files import each other in a circle, and every test file is compiled.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -209,4 +209,26 @@ fn a_module_imports_only_from_those_on_its_left() {
             assert!(fine, "{} imports {}, which is on its right", file.join("::"), other.join("::"));
         }
     }
+}
+
+#[test]
+fn every_test_file_is_a_module_of_its_binary() {
+    let tests = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests");
+    let mut open: Vec<_> = fs::read_dir(&tests).unwrap().map(|e| e.unwrap().path()).filter(|p| p.is_dir()).collect();
+    let mut seen = 0;
+    while let Some(dir) = open.pop() {
+        let Some(root) = ["main.rs", "mod.rs"].map(|name| dir.join(name)).into_iter().find(|p| p.is_file()) else {
+            continue; // Python, results
+        };
+        let text = fs::read_to_string(&root).unwrap();
+        for path in fs::read_dir(&dir).unwrap().map(|e| e.unwrap().path()).filter(|p| *p != root) {
+            let named = format!("mod {};", path.file_stem().unwrap().to_str().unwrap());
+            assert!(text.contains(&named), "{} is no module of {}", path.display(), root.display());
+            if path.is_dir() {
+                open.push(path);
+            }
+            seen += 1;
+        }
+    }
+    assert!(seen > 40, "files are seen");
 }

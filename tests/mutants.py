@@ -26,9 +26,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = {  # prefixes of filters for pytest, and the files that they are for
-    "python": "tests/python/test_faults.py",
-    "drafts": "tests/python/test_engine_drafts.py",
-    "text": "tests/python/test_engine_text.py",
+    "python": "tests/python/faults/test_faults.py",
+    "drafts": "tests/python/engine/test_drafts.py",
+    "text": "tests/python/engine/test_output_text.py",
 }
 
 

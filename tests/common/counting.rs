@@ -1,4 +1,4 @@
-//! The system allocator, counted by thread: a test that includes this file sees what a call allocates.
+//! The system allocator, counted by thread: a test sees what a call allocates.
 #![allow(unsafe_code)] // a global allocator cannot be written without it
 
 use std::alloc::{GlobalAlloc, Layout as Block, System};

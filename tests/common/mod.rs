@@ -1,5 +1,10 @@
-//! What several integration tests share.
-#![allow(dead_code)] // each test uses its part
+//! What the tests of several layers share: random data here, then an allocator that counts, batches for the attention
+//! kernels, pools and random settings for the planner.
+#![allow(dead_code)] // each test binary uses its part
+
+pub(crate) mod counting;
+pub(crate) mod host;
+pub(crate) mod plan;
 
 /// splitmix64: bulk data for tests, reproducible from a seed.
 pub(crate) struct Mix(pub(crate) u64);

@@ -5,8 +5,9 @@ use specrs::geometry::Layout;
 use specrs::plan::{AnyFormat, Batch, DraftMask, Extent, FlashInfer, Format, Lens, MaskForm, Phase, Planner, Triton};
 use specrs::revert::{Fault, Reverts};
 
+use crate::common::plan::Batch as Case;
 use crate::fixed::{Fixed, capacity};
-use crate::{Config, draft_into, plan_support, planner, snapshot};
+use crate::{Config, draft_into, planner, snapshot};
 
 const REVERTED: Reverts = Reverts::NONE.and(Fault::BranchWidth);
 const FORMATS: [AnyFormat; 2] = [AnyFormat::FlashInfer(FlashInfer { mask: MaskForm::Both }), AnyFormat::Triton(Triton)];
@@ -14,7 +15,7 @@ const FORMATS: [AnyFormat; 2] = [AnyFormat::FlashInfer(FlashInfer { mask: MaskFo
 /// Draft step `step` of one request of `len` tokens, into arrays of the planner's own.
 fn draft(c: Config, len: u32, step: u32, reverts: Reverts) -> Result<(), Error> {
     let g = c.geometry(reverts);
-    let case = plan_support::Batch::new(&g, &[len], 7);
+    let case = Case::new(&g, &[len], 7);
     let mut planner = Planner::new(g, FORMATS[0])?;
     let batch = Batch::new(&case.seqs, Lens::Host(&case.lens));
     case.pool.with_tables(|t| planner.draft(&t, &batch, step, DraftMask::Lane))?.map(|_| ())
@@ -53,7 +54,7 @@ fn the_guard_fires_and_nothing_around_it_changes() {
         // 2 requests * (4 + 1), where the two branches of each need 2 * 2 * 4.
         assert_eq!(capacity(&format, &g, phase, 2, "kv_indices"), Extent::Line(10));
         let mut fixed = Fixed::new(&format, &g, phase, 2);
-        let case = plan_support::Batch::new(&g, &[3, 3], 5);
+        let case = Case::new(&g, &[3, 3], 5);
         let mut planner = planner(g, format);
         // One request alone: 2 * (3 + 1) elements fit.
         draft_into(&mut planner, &case.pool, (&case.seqs, &[3]), 0, None, &mut fixed.arrays).unwrap();
@@ -82,7 +83,7 @@ fn the_same_configuration_without_the_switch() {
     for format in FORMATS {
         assert_eq!(capacity(&format, &g, phase, 2, "kv_indices"), Extent::Line(16)); // 2 * 2 * 4
         let mut fixed = Fixed::new(&format, &g, phase, 2);
-        let case = plan_support::Batch::new(&g, &[3, 3], 5);
+        let case = Case::new(&g, &[3, 3], 5);
         let mut planner = planner(g, format);
         draft_into(&mut planner, &case.pool, (&case.seqs, &[3, 3]), 0, None, &mut fixed.arrays).unwrap();
         assert_eq!(fixed.arrays.line::<i32>("kv_indptr"), [0, 4, 8, 12, 16]);

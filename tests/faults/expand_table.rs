@@ -5,15 +5,16 @@ use specrs::geometry::Layout;
 use specrs::plan::{AnyFormat, Batch, DraftMask, Extent, FlashAttention, Lens, Phase, Planner};
 use specrs::revert::{Fault, Reverts};
 
+use crate::common::plan::Batch as Case;
 use crate::fixed::{Fixed, capacity};
-use crate::{Config, draft_into, plan_support, planner, snapshot};
+use crate::{Config, draft_into, planner, snapshot};
 
 const REVERTED: Reverts = Reverts::NONE.and(Fault::ExpandTable);
 const FORMAT: AnyFormat = AnyFormat::FlashAttention(FlashAttention);
 
 fn draft(c: Config, len: u32, step: u32, reverts: Reverts) -> Result<(), Error> {
     let g = c.geometry(reverts);
-    let case = plan_support::Batch::new(&g, &[len], 7);
+    let case = Case::new(&g, &[len], 7);
     let mut planner = Planner::new(g, FORMAT)?;
     let batch = Batch::new(&case.seqs, Lens::Host(&case.lens));
     case.pool.with_tables(|t| planner.draft(&t, &batch, step, DraftMask::Lane))?.map(|_| ())
@@ -51,7 +52,7 @@ fn the_guard_fires_and_nothing_around_it_changes() {
     let (g, phase) = (CASE.geometry(REVERTED), Phase::Draft { step: 0 });
     assert_eq!(capacity(&FORMAT, &g, phase, 3, "expand_page_table"), Extent::Table { rows: 6, cols: 1 });
     let mut fixed = Fixed::new(&FORMAT, &g, phase, 3);
-    let case = plan_support::Batch::new(&g, &LENS, 5);
+    let case = Case::new(&g, &LENS, 5);
     let before = snapshot(&case.pool, &case.seqs);
     let got = draft_into(&mut planner(g, FORMAT), &case.pool, (&case.seqs, &LENS), 0, None, &mut fixed.arrays);
     let want = Error::Capacity {
@@ -72,7 +73,7 @@ fn the_guard_fires_and_nothing_around_it_changes() {
 #[test]
 fn later_steps_have_room() {
     let g = CASE.geometry(REVERTED);
-    let case = plan_support::Batch::new(&g, &LENS, 5);
+    let case = Case::new(&g, &LENS, 5);
     let mut fixed = Fixed::new(&FORMAT, &g, Phase::Draft { step: 1 }, 3);
     draft_into(&mut planner(g, FORMAT), &case.pool, (&case.seqs, &LENS), 1, None, &mut fixed.arrays).unwrap();
     fixed.finish();
@@ -82,7 +83,7 @@ fn later_steps_have_room() {
 fn the_same_configuration_without_the_switch() {
     let (g, phase) = (CASE.geometry(Reverts::NONE), Phase::Draft { step: 0 });
     let mut fixed = Fixed::new(&FORMAT, &g, phase, 3);
-    let case = plan_support::Batch::new(&g, &LENS, 5);
+    let case = Case::new(&g, &LENS, 5);
     draft_into(&mut planner(g, FORMAT), &case.pool, (&case.seqs, &LENS), 0, None, &mut fixed.arrays).unwrap();
     // base and, with the step's own token, r + 1 of each request's branches.
     assert_eq!(fixed.arrays.line::<i32>("cache_seqlens"), [4, 4, 2]);

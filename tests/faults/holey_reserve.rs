@@ -5,14 +5,15 @@ use specrs::geometry::Layout;
 use specrs::plan::{Batch, DraftMask, Lens, Planner, WritesOnly};
 use specrs::revert::{Fault, Reverts};
 
-use crate::{Config, plan_support, snapshot};
+use crate::common::plan::{Batch as Case, pool};
+use crate::{Config, snapshot};
 
 const REVERTED: Reverts = Reverts::NONE.and(Fault::HoleyReserve);
 
 /// What a draft step of one request at `len` gives, with the reserve that `reverts` leaves; and the accounts after.
 fn draft(c: Config, len: u32, reverts: Reverts) -> Result<(), Error> {
     let g = c.geometry(reverts);
-    let case = plan_support::Batch::new(&g, &[len], 7);
+    let case = Case::new(&g, &[len], 7);
     let mut planner = Planner::new(g, WritesOnly).unwrap();
     let batch = Batch::new(&case.seqs, Lens::Host(&case.lens));
     let got = case.pool.with_tables(|t| planner.draft(&t, &batch, 0, DraftMask::Lane)).unwrap();
@@ -51,7 +52,7 @@ fn the_guard_fires_and_nothing_around_it_changes() {
     let c = Config { k: 2, s: 1, v: 1, p: 4, batch: 3, context: 64, layout: Layout::Holey };
     let g = c.geometry(REVERTED);
     assert_eq!((g.alloc_len_per_decode(), g.reserve_per_decode()), (2, 4));
-    let pool = plan_support::pool(&g, 3);
+    let pool = pool(&g, 3);
     let seqs: Vec<_> = (0..3).map(|_| pool.create().unwrap()).collect();
     pool.reserve(&[(seqs[0], 24), (seqs[2], 24)]).unwrap().commit(&[24, 24]).unwrap();
     let before = snapshot(&pool, &seqs);
@@ -73,7 +74,7 @@ fn the_same_configuration_without_the_switch() {
     let c = Config { k: 2, s: 1, v: 1, p: 4, batch: 3, context: 64, layout: Layout::Holey };
     let g = c.geometry(Reverts::NONE);
     assert_eq!((g.alloc_len_per_decode(), g.alloc_target(0, 0).unwrap()), (8, 16));
-    let case = plan_support::Batch::new(&g, &[18, 0, 18], 3);
+    let case = Case::new(&g, &[18, 0, 18], 3);
     let mut planner = Planner::new(g, WritesOnly).unwrap();
     let batch = Batch::new(&case.seqs, Lens::Host(&case.lens));
     let plan = case.pool.with_tables(|t| planner.draft(&t, &batch, 0, DraftMask::Lane)).unwrap().unwrap();

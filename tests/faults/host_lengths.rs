@@ -8,7 +8,8 @@ use specrs::plan::{
 use specrs::plan::{Planner, phases};
 use specrs::revert::{Fault, Reverts};
 
-use crate::{Config, plan_support};
+use crate::Config;
+use crate::common::plan::Batch as Case;
 
 const REVERTED: Reverts = Reverts::NONE.and(Fault::HostLengths);
 const CASE: Config = Config { k: 2, s: 2, v: 4, p: 2, batch: 3, context: 16, layout: Layout::Dense };
@@ -57,7 +58,7 @@ fn the_same_configuration_without_the_switch() {
             let phase = Phase::Draft { step };
             let bound = Load::of_lens(&g, phase, &Lens::Device { batch: 3, at_most: 9 }).unwrap();
             for lens in [[9, 9, 9], [0, 9, 4], [0, 0, 0]] {
-                let case = plan_support::Batch::new(&g, &lens, 5);
+                let case = Case::new(&g, &lens, 5);
                 let mut planner = Planner::new(g, format).unwrap();
                 let batch = Batch::new(&case.seqs, Lens::Host(&lens));
                 let plan =

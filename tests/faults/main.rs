@@ -3,8 +3,8 @@
 //! configuration without the switch. `tests/mutants.py` takes the guards out one by one and sees these tests fail.
 #![allow(clippy::unwrap_used)]
 
-#[path = "../plan_support/mod.rs"]
-mod plan_support;
+#[path = "../common/mod.rs"]
+mod common;
 
 mod branch_width;
 mod expand_table;

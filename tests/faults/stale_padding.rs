@@ -1,13 +1,14 @@
 //! 23037: dead lanes of a static buffer that keep what the last replay wrote. (The second half, outputs that are held
-//! across replays, is a matter of the Python views: `tests/python/test_faults.py`.)
+//! across replays, is a matter of the Python views: `tests/python/faults/test_faults.py`.)
 
 use specrs::Error;
 use specrs::geometry::Layout;
 use specrs::plan::{AnyFormat, Batch, Bucket, FlashAttention, FlashInfer, Lens, MaskForm, Phase, Trees, Triton};
 use specrs::revert::{Fault, Reverts};
 
+use crate::common::plan::Batch as Case;
 use crate::fixed::Fixed;
-use crate::{Config, draft_into, plan_support, planner, snapshot};
+use crate::{Config, draft_into, planner, snapshot};
 
 const REVERTED: Reverts = Reverts::NONE.and(Fault::StalePadding);
 const FORMATS: [AnyFormat; 3] = [
@@ -21,7 +22,7 @@ fn replay(c: Config, format: AnyFormat, len: u32, live: usize, reverts: Reverts)
     let g = c.geometry(reverts);
     let mut fixed = Fixed::new(&format, &g, Phase::Draft { step: 0 }, c.batch);
     let lens = vec![len; c.batch as usize];
-    let case = plan_support::Batch::new(&g, &lens, 7);
+    let case = Case::new(&g, &lens, 7);
     let mut planner = planner(g, format);
     planner.set_debug(false); // the guard does not need it
     draft_into(&mut planner, &case.pool, (&case.seqs, &lens), 0, None, &mut fixed.arrays)?;
@@ -67,7 +68,7 @@ fn the_guard_fires_and_nothing_around_it_changes() {
     let g = CASE.geometry(REVERTED);
     for format in FORMATS {
         let mut fixed = Fixed::new(&format, &g, Phase::Draft { step: 0 }, 3);
-        let case = plan_support::Batch::new(&g, &[5, 4, 3], 5);
+        let case = Case::new(&g, &[5, 4, 3], 5);
         let mut planner = planner(g, format);
         planner.set_debug(false);
         draft_into(&mut planner, &case.pool, (&case.seqs, &case.lens), 0, None, &mut fixed.arrays).unwrap();
@@ -105,7 +106,7 @@ fn stale_requests_behind_the_last_query() {
         let g = CASE.geometry(reverts);
         for format in FORMATS {
             let mut fixed = Fixed::new(&format, &g, Phase::Verify, 3);
-            let case = plan_support::Batch::new(&g, &[5, 4, 3], 5);
+            let case = Case::new(&g, &[5, 4, 3], 5);
             let mut planner = planner(g, format);
             planner.set_debug(false);
             let mut verify = |sizes: &[u32], pad| {
@@ -140,7 +141,7 @@ fn the_same_configuration_without_the_switch() {
     let g = CASE.geometry(Reverts::NONE);
     for format in FORMATS {
         let mut fixed = Fixed::new(&format, &g, Phase::Draft { step: 0 }, 3);
-        let case = plan_support::Batch::new(&g, &[5, 4, 3], 5);
+        let case = Case::new(&g, &[5, 4, 3], 5);
         let mut planner = planner(g, format);
         planner.set_debug(false);
         draft_into(&mut planner, &case.pool, (&case.seqs, &case.lens), 0, None, &mut fixed.arrays).unwrap();

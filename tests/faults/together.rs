@@ -4,14 +4,15 @@ use specrs::geometry::Layout;
 use specrs::plan::{AnyFormat, AuditedPlan, Batch, Bucket, DraftMask, Format, Lens, Phase, Plan};
 use specrs::revert::{FAULTS, Reverts};
 
+use crate::common::plan::Batch as Case;
 use crate::fixed::Fixed;
-use crate::{Config, Error, plan_support, planner};
+use crate::{Config, Error, planner};
 
 /// Draft steps of a full batch and then of one request padded to the same size, into static buffers as in production:
 /// each write is refused with operands, or every query reads what it reads without any fault. Returns the refusals.
 fn refused(c: Config, lens: &[u32], format: AnyFormat, reverts: Reverts) -> usize {
     let (g, plain, mut refused) = (c.geometry(reverts), c.geometry(Reverts::NONE), 0);
-    let case = plan_support::Batch::new(&g, lens, 5);
+    let case = Case::new(&g, lens, 5);
     let mut planner = planner(g, format);
     planner.set_debug(false);
     for step in 0..c.s {

@@ -27,7 +27,8 @@ export PYTHONPATH=$work/site PYTHONUNBUFFERED=1
 cd "$work" # so that the checkout's python/ is not what is imported
 
 # --noconftest: the fixtures there are for the engine's tests.
-tests=("$python" -m pytest -q --noconftest -p no:cacheprovider -rs "$root"/tests/python/test_gpu_*.py)
+mapfile -t files < <(find "$root/tests/python" -name 'test_gpu_*.py' | sort)
+tests=("$python" -m pytest -q --noconftest -p no:cacheprovider -rs "${files[@]}")
 
 echo "== tests"
 timeout "$limit" "${tests[@]}" --junitxml="$work/tests.xml" 2>&1 | tee "$out/tests.log" | tail -n 15

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-
 import pytest
 import torch
 
-from modelzoo import write_eagle3, write_target
+from modelzoo import VOCAB, Pair, write_eagle3, write_target
 from specrs import num_threads, set_num_threads
-
-VOCAB = 10
 
 set_num_threads(num_threads())  # the kernels keep theirs, whatever torch is given
 torch.set_num_threads(1)  # the models here are tiny: waking torch's threads costs more than they bring
 
 
-@dataclass(frozen=True)
-class Pair:
-    """Directories of a target and a head for it."""
-
-    target: Path
-    draft: Path
-
-
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """10 tokens only, so that an untrained head is right often enough."""
+    """10 tokens only (`VOCAB`), so that an untrained head is right often enough."""
     root = tmp_path_factory.mktemp("tiny")
     target = write_target(
         root / "target", vocab_size=VOCAB, eos_token_id=None, bos_token_id=None, max_position_embeddings=256

@@ -7,6 +7,7 @@ that a test on the chosen token is a test on the whole computation.
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,17 @@ from safetensors.torch import load_file, save_file
 from specrs.models.config import Eagle3Config, ModelConfig
 from specrs.models.layer import LayerKind, layer_shapes
 from specrs.models.llama import LlamaModel
+
+VOCAB = 10  # tokens of the tiny pair
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Directories of a target and a head for it."""
+
+    target: Path
+    draft: Path
+
 
 MODEL_TYPES = {
     "LlamaForCausalLM": "llama",

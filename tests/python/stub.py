@@ -1,7 +1,7 @@
 """The stub of the Rust module: `python tests/python/stub.py` takes its docstrings from the built module.
 
 Names, signatures and types in `python/specrs/_specrs.pyi` are written by hand (pyo3's introspection cannot describe
-exceptions with two bases or tensor arguments); `test_bindings_stub.py` compares all but the types with the module.
+exceptions with two bases or tensor arguments); `bindings/test_stub.py` compares all but the types with the module.
 """
 
 from __future__ import annotations

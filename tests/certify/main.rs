@@ -1,0 +1,5 @@
+//! Layer `plan::certify`: configurations proved or refused over their whole domain.
+#![allow(clippy::unwrap_used)]
+
+mod cases;
+mod formats;

@@ -1,0 +1,4 @@
+//! Layer `geometry`: sizes, capacities and draft layouts.
+#![allow(clippy::unwrap_used)]
+
+mod cases;

@@ -1,0 +1,426 @@
+"""Trees and accepted paths of every round against a reference that computes each round from scratch.
+
+What goes wrong on the draft's side costs acceptance alone: tokens stay exact, and no comparison of tokens sees it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from modelzoo import Pair, write_eagle3, write_target
+from reference_drafts import Head, Reference, Target, Tree
+from specrs import LLM, SamplingParams
+from specrs import _specrs as core
+from specrs.engine.policy import TreeChoice
+from specrs.engine.speculation import AdaptiveTree
+
+VOCAB = 6  # few, so that an untrained head is right often enough
+# A decision counts where the reference's scores are further apart than this. Float32 moves them by about 1e-5.
+DECIDED = 1e-3
+CLOSE = 2e-4
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """The head differs from its target in whatever it could be given of the target's by mistake."""
+    root = tmp_path_factory.mktemp("drafts")
+    target = write_target(root / "target", vocab_size=VOCAB, num_hidden_layers=3, eos_token_id=None, bos_token_id=None)
+    return Pair(target, head_for(target, root / "head"))
+
+
+def head_for(target: Path, directory: Path, **options: Any) -> Path:
+    odd = {"draft_vocab_size": 5, "aux_layers": (2, 0, 1), "rope_theta": 50.0, "rms_norm_eps": 1e-2}
+    return write_eagle3(directory, target, **{**odd, **options})
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A round of one request, as the engine ran it."""
+
+    request: int
+    tokens: list[int]  # before the round; the last one is the root
+    depth: int  # of the deepest node that can still be used
+    tree: Tree
+    path: list[int]
+    drawn: list[int]
+
+
+def trees_of(batch: core.TreeBatch, accepts: core.Accepts) -> list[tuple[Tree, list[int], list[int]]]:
+    """The trees of a batch, each with its accepted path and drawn tokens."""
+    fields = (batch.tokens, batch.parents, batch.depths, batch.scores)
+    tokens, parents, depths, scores = (torch.from_dlpack(a).tolist() for a in fields)
+    ends = list(itertools.accumulate(batch.sizes))
+    cuts = [slice(end - size, end) for end, size in zip(ends, batch.sizes, strict=True)]
+    trees = [Tree(tokens[c], parents[c], depths[c], scores[c]) for c in cuts]
+    return list(zip(trees, accepts.paths, accepts.tokens, strict=True))
+
+
+@dataclass
+class Watched:
+    """An engine whose rounds are kept."""
+
+    llm: LLM
+    tokens: dict[int, list[int]] = field(default_factory=dict)  # of each request, so far
+    prompts: dict[int, int] = field(default_factory=dict)  # their lengths
+    most: dict[int, int] = field(default_factory=dict)  # tokens at its end
+    rounds: list[Seen] = field(default_factory=list)
+    cached: dict[int, int] = field(default_factory=dict)  # prompt tokens from the prefix cache
+
+    def add(self, prompt: Sequence[int], max_tokens: int, **params: Any) -> int:
+        request = self.llm.add(prompt, SamplingParams(max_tokens=max_tokens, **params))
+        context = self.llm.config.max_context_len
+        assert context is not None
+        self.tokens[request], self.prompts[request] = list(prompt), len(prompt)
+        self.most[request] = min(len(prompt) + max_tokens, context)
+        return request
+
+    def step(self) -> None:
+        verified: list[tuple[Tree, list[int], list[int]]] = []
+        with self.llm.watching(lambda batch, accepts: verified.extend(trees_of(batch, accepts))):
+            events = self.llm.step()
+        # The first token comes with the prompt's prefill, all others with rounds, in the order of the batch.
+        of_rounds = [e for e in events if len(self.tokens[e.request_id]) > self.prompts[e.request_id]]
+        for event, (drafted, path, drawn) in zip(of_rounds, verified, strict=True):
+            before = list(self.tokens[event.request_id])
+            assert event.token_ids == drawn[: len(event.token_ids)]
+            depth = self.most[event.request_id] - len(before) - 1
+            self.rounds.append(Seen(event.request_id, before, depth, drafted, path, drawn))
+        for event in events:
+            self.tokens[event.request_id] += event.token_ids
+            if event.output is not None:
+                self.cached[event.request_id] = event.output.usage.cached_tokens
+
+    def finish(self) -> None:
+        while self.llm.unfinished:
+            self.step()
+        self.llm.audit()
+
+    def of(self, request: int) -> list[Seen]:
+        return [seen for seen in self.rounds if seen.request == request]
+
+
+def watched(pair: Pair, shape: tuple[int, int, int] | None, **options: Any) -> Watched:
+    return Watched(LLM(pair.target, pair.draft, tree=shape, **options))
+
+
+def reference(pair: Pair, shape: tuple[int, int, int], *, lanes: bool = False, bf16: bool = False) -> Reference:
+    kv = torch.bfloat16 if bf16 else None
+    target = Target(pair.target, kv)
+    return Reference(target, Head(pair.draft, target, kv), shape, lanes)
+
+
+def agree(
+    want: Reference, rounds: Sequence[Seen], *, decided: float = DECIDED, close: float = CLOSE, **options: Any
+) -> None:
+    """Every decided round has the reference's tree, path and tokens, and nearly all are decided."""
+    undecided = 0
+    for last in {seen.request: seen for seen in rounds}.values():
+        want.target.run([*last.tokens, *last.drawn])  # once for all rounds of a request
+    for i, seen in enumerate(rounds):
+        expected = want.round(seen.tokens, seen.depth, **options)
+        if expected.gap < decided:
+            undecided += 1
+            continue
+        at = f"round {i}, request {seen.request}, {len(seen.tokens)} tokens"
+        assert seen.tree.tokens == expected.tree.tokens, at
+        assert seen.tree.parents == expected.tree.parents, at
+        assert seen.tree.depths == expected.tree.depths, at
+        assert seen.tree.scores == pytest.approx(expected.tree.scores, abs=close), at
+        assert (seen.path, seen.drawn) == (expected.path, expected.drawn), at
+    assert undecided <= len(rounds) // 4, f"{undecided} of {len(rounds)} rounds rest on near ties"
+
+
+def prompt(first: int, length: int) -> list[int]:
+    """Prompts that differ in their first token, so that they share no page unless a test wants it."""
+    rng = random.Random(1000 * first + length)
+    return [first, *(rng.randrange(VOCAB) for _ in range(length - 1))]
+
+
+SHAPES = [(1, 1, 2), (1, 2, 3), (1, 3, 4), (1, 4, 5), (2, 1, 3), (2, 2, 5), (2, 3, 11), (2, 4, 9), (3, 1, 3),
+          (3, 2, 13), (3, 3, 16), (3, 4, 2), (4, 1, 5), (4, 2, 12), (4, 3, 37), (4, 4, 16)]  # fmt: skip
+PAGES = [1, 4, 16]
+
+
+def check_shape(pair: Pair, shape: tuple[int, int, int], page_size: int) -> None:
+    run = watched(pair, shape, page_size=page_size, max_batch=2, prefill_chunk=7)
+    for i, length in enumerate((1, 9, 20)):
+        run.add(prompt(i, length), 8)
+    run.finish()
+    agree(reference(pair, shape), run.rounds)
+
+
+@pytest.mark.parametrize(("shape", "page_size"), [(shape, PAGES[i % 3]) for i, shape in enumerate(SHAPES)], ids=str)
+def test_every_shape(pair: Pair, shape: tuple[int, int, int], page_size: int) -> None:
+    check_shape(pair, shape, page_size)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("page_size", PAGES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_shape_on_every_page_size(pair: Pair, shape: tuple[int, int, int], page_size: int) -> None:
+    check_shape(pair, shape, page_size)
+
+
+def test_drafts_are_accepted_off_the_first_branch(pair: Pair) -> None:
+    """Without such paths, rows of accepted nodes would be neighbours, and wrong features would be the right ones."""
+    run = watched(pair, (4, 4, 40), page_size=4)
+    for i in range(3):
+        run.add(prompt(i, 10), 25)
+    run.finish()
+    agree(reference(pair, (4, 4, 40)), run.rounds)
+    assert any(seen.path != list(range(len(seen.path))) for seen in run.rounds)
+    assert any(len(seen.path) > 2 for seen in run.rounds)
+
+
+@pytest.mark.parametrize(
+    ("options", "lanes"),
+    [({"draft_attention": "lane"}, True), ({"draft_attention": "lane", "page_size": 1}, True),
+     ({"prefix_cache": False}, False),
+     ({"attention_backend": "flash_attention"}, False),
+     ({"attention_backend": "flash_attention", "draft_layout": "holey"}, True),
+     ({"attention_backend": "flashinfer", "draft_layout": "holey"}, False),
+     ({"attention_backend": "triton", "draft_layout": "holey", "draft_attention": "lane"}, True)],
+    ids=str,
+)  # fmt: skip
+def test_other_attention(pair: Pair, options: dict[str, Any], lanes: bool) -> None:
+    shape = (3, 3, 14)
+    run = watched(pair, shape, **{"page_size": 4, "max_batch": 2, **options})
+    for i in range(3):
+        run.add(prompt(i, 5 + i), 10)
+    run.finish()
+    agree(reference(pair, shape, lanes=lanes), run.rounds)
+    if lanes:  # the two differ, so that each of them says something
+        with pytest.raises(AssertionError):
+            agree(reference(pair, shape), run.rounds)
+
+
+def test_keys_and_values_in_bfloat16(pair: Pair) -> None:
+    """The reference rounds what it would store; float32 and float64 may round an element to different neighbours."""
+    shape = (2, 3, 7)
+    run = watched(pair, shape, page_size=4, kv_dtype="bfloat16")
+    for i in range(3):
+        run.add(prompt(i, 7 + i), 12)
+    run.finish()
+    agree(reference(pair, shape, bf16=True), run.rounds, decided=2e-2, close=1e-2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"norm_before_residual": True}, {"draft_vocab_size": None}, {"aux_layers": (1,)},
+     {"own_embedding": True, "hidden_size": 48, "target_hidden_size": 64, "head_dim": 16, "num_key_value_heads": 1}],
+    ids=str,
+)  # fmt: skip
+def test_other_heads(pair: Pair, tmp_path: Path, options: dict[str, Any]) -> None:
+    other, shape = Pair(pair.target, head_for(pair.target, tmp_path, **options)), (3, 3, 12)
+    run = watched(other, shape, page_size=4)
+    for i in range(2):
+        run.add(prompt(i, 6 + i), 10)
+    run.finish()
+    agree(reference(other, shape), run.rounds)
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 4), (3, 3, 12)], ids=str)
+def test_requests_that_join_and_leave_disturb_no_other(pair: Pair, shape: tuple[int, int, int]) -> None:
+    """The head's pass over a prompt overwrites the memory from which running requests would draft next."""
+    run = watched(pair, shape, page_size=4, max_batch=3, prefill_chunk=5)
+    for i, max_tokens in enumerate((20, 3, 20, 9, 10)):
+        request = run.add(prompt(i, 4 + 5 * i), max_tokens)
+        run.step()
+        run.step()
+        if i == 2:
+            run.llm.abort(request)
+    run.finish()
+    agree(reference(pair, shape), run.rounds)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_prompt_seen_before_gives_the_same_trees(pair: Pair, page_size: int) -> None:
+    shape, run = (2, 3, 8), watched(pair, (2, 3, 8), page_size=page_size, max_batch=2)
+    first = run.add(prompt(1, 23), 12)
+    run.finish()
+    second = run.add(prompt(1, 23), 12)
+    run.finish()
+    assert run.cached[first] == 0
+    assert run.cached[second] == 22 // page_size * page_size
+    agree(reference(pair, shape), run.rounds)
+    assert [seen.tree for seen in run.of(first)] == [seen.tree for seen in run.of(second)], "to the bit"
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 4])
+@pytest.mark.parametrize("shape", [(1, 4, 5), (4, 3, 20)], ids=str)
+def test_what_a_finished_request_has_left_is_whole(pair: Pair, shape: tuple[int, int, int], page_size: int) -> None:
+    """The head has not run over the last round's tokens when a request ends: pages that hold them are not shared.
+    What a stop token cut off its round was never committed, and is not missing."""
+    run, cut = watched(pair, shape, page_size=page_size, max_batch=1), 0
+    computed: dict[int, int] = {}  # by the head, of what a later request begins with
+    for i in range(5):
+        first = run.add(prompt(i, 5 + i), 6 + i, stop_token_ids=[5] if i in (1, 2) else [])
+        run.finish()
+        said = run.tokens[first]
+        second = run.add([*said, 1, 2], 4)
+        run.finish()
+        last = run.of(first)[-1]
+        computed[second] = len(last.tokens) - 1
+        cut += len(said) - len(last.tokens) < len(last.path)
+    agree(reference(pair, shape), run.rounds)
+    assert {r: run.cached[r] for r in computed} == {r: n // page_size * page_size for r, n in computed.items()}
+    assert cut, "no stop token within an accepted run"
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_the_last_entry_of_a_shared_page_is_its_first_owners(pair: Pair, page_size: int) -> None:
+    """The head's entry at a position is made with the next position's token. Where two prompts part exactly behind a
+    page, the second one has the first one's entry there. That costs acceptance, and no token."""
+    shape, run = (2, 3, 8), watched(pair, (2, 3, 8), page_size=page_size)
+    common = prompt(0, 8)
+    run.add([*common, 1, 2, 3], 3)
+    run.finish()
+    second = run.add([*common, 4, 5, 3], 12)
+    run.finish()
+    assert run.cached[second] == 8
+    want = reference(pair, shape)
+    agree(want, run.of(second), following={7: 1})
+    with pytest.raises(AssertionError):
+        agree(want, run.of(second))
+
+
+def test_preempted_requests_draft_as_before(pair: Pair) -> None:
+    shape = (2, 3, 8)
+    run = watched(pair, shape, page_size=4, max_batch=4, num_pages=20)
+    for i in range(4):
+        run.add(prompt(i, 10 + 3 * i), 16)
+    preempted = 0
+    while run.llm.unfinished:
+        before = len(run.llm._scheduler._waiting)
+        run.step()
+        preempted += len(run.llm._scheduler._waiting) > before
+    assert preempted, "none was preempted"
+    agree(reference(pair, shape), run.rounds)
+
+
+def test_features_that_wait_at_a_preemption_are_computed_again(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = (2, 3, 8)
+    run = watched(pair, shape, page_size=4, max_batch=2)
+    scheduler, runner = run.llm._scheduler, run.llm._runner
+    for i in range(2):
+        run.add(prompt(i, 10 + 3 * i), 16)
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "round", runner.decode)
+        for _ in range(6):
+            run.step()
+    last = scheduler._admitted[-1]
+    assert last.pending
+    scheduler._preempt(last)
+    run.finish()
+    drafted = [seen for seen in run.rounds if len(seen.tree.tokens) > 1]
+    assert {seen.request for seen in drafted} == {0, 1}
+    agree(reference(pair, shape), drafted)
+
+
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_a_tail_page_that_another_sequence_shares_is_copied_whole(
+    pair: Pair, page_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forks of every request before every round but its first, so that a round begins with copies of their tails."""
+    shape, run = (2, 3, 8), watched(pair, (2, 3, 8), page_size=page_size, max_batch=6)
+    runner, pool = run.llm._runner, run.llm._runner.pages.pool
+    whole, copied = runner.round, 0
+
+    def forked(reqs: Sequence[Any]) -> Any:
+        nonlocal copied
+        forks = [pool.fork(r.seq, r.committed) for r in reqs if r.lag == 0]  # pages behind are never shared
+        tails = [(r, r.committed // page_size, pool.pages(r.seq)[r.committed // page_size]) for r in reqs
+                 if r.committed % page_size]  # fmt: skip
+        try:
+            passed = whole(reqs)
+            copied += sum(r.row is not None and pool.pages(r.seq)[at] != page for r, at, page in tails)
+            return passed
+        finally:
+            pool.release(forks)
+
+    monkeypatch.setattr(runner, "round", forked)
+    for i in range(3):
+        run.add(prompt(i, 6 + i), 12)
+    run.finish()
+    assert copied > 10
+    agree(reference(pair, shape), run.rounds)
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 5), (3, 3, 12)], ids=str)
+def test_plain_rounds_in_between(pair: Pair, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Features wait while a request decodes plainly, some hundred at most; then the head catches up."""
+    run = watched(pair, shape, page_size=4, max_context_len=400)
+    runner, rng = run.llm._runner, random.Random(3)
+    lag = 270 if shape[0] == 3 else 20
+    whole, plain = runner.round, [0, 1, 3, 0, lag, 0, 0, 2] + [rng.randrange(4) for _ in range(6)]
+    left = iter([kind for n in plain for kind in [False] * n + [True]])
+
+    monkeypatch.setattr(runner, "round", lambda reqs: (whole if next(left, False) else runner.decode)(reqs))
+    run.add(prompt(0, 6), lag + 50)
+    run.add(prompt(1, 7), 70)
+    run.finish()
+    drafted = [seen for seen in run.rounds if len(seen.tree.tokens) > 1]
+    assert len(drafted) >= 12
+    agree(reference(pair, shape), drafted)
+
+
+def test_chains_that_the_cost_model_cuts(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever depth and size it picks, a chain is the beginning of the reference's."""
+    run, rng = watched(pair, None, page_size=4, max_batch=3), random.Random(2)
+    speculation = run.llm._runner.speculation
+    assert isinstance(speculation, AdaptiveTree)
+    policy = speculation.policy
+
+    def choose(batch: int, nodes: Sequence[Any], *_: Any) -> TreeChoice:
+        n = rng.randrange(min(len(nodes), 1), len(nodes) + 1)
+        return TreeChoice(n, nodes[n - 1][0] if n else float("inf"), 1.0)
+
+    monkeypatch.setattr(policy, "choose", choose)
+    monkeypatch.setattr(policy, "deepen", lambda *_: rng.random() < 0.8)
+    monkeypatch.setattr(policy, "drafting", lambda accounts: [rng.random() < 0.8 for _ in accounts])
+    monkeypatch.setattr(speculation, "_account", lambda *_: 1.0)
+    monkeypatch.setattr(speculation, "follows", lambda *_: True)
+    for i in range(4):
+        run.add(prompt(i, 6 + i), 40)
+        run.step()
+    run.finish()
+    drafted = [replace(seen, depth=len(seen.tree.tokens) - 1) for seen in run.rounds if len(seen.tree.tokens) > 1]
+    assert {seen.request for seen in drafted} == {0, 1, 2, 3}
+    agree(reference(pair, (1, 8, 9)), drafted)
+
+
+def test_trees_end_at_the_context_wall(pair: Pair) -> None:
+    shape = (2, 4, 12)
+    run = watched(pair, shape, page_size=4, max_batch=3, max_context_len=24)
+    for i, length in enumerate((15, 20, 21, 22, 12)):
+        run.add(prompt(i, length), 100 if i < 4 else 3)
+    run.finish()
+    agree(reference(pair, shape), run.rounds)
+    assert {seen.depth for seen in run.rounds} >= {0, 1, 2}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(60))
+def test_random_configurations(pair: Pair, seed: int) -> None:
+    rng = random.Random(seed)
+    k, s = rng.randrange(1, 6), rng.randrange(1, 6)
+    shape = (k, s, rng.randrange(2, min(40, 1 + k + (s - 1) * k * k) + 1))
+    lanes = rng.random() < 0.3
+    run = watched(pair, shape, page_size=2 ** rng.randrange(6), max_batch=rng.randrange(1, 5),
+                  prefill_chunk=rng.randrange(1, 40), prefix_cache=rng.random() < 0.7,
+                  draft_attention="lane" if lanes else "ancestors")  # fmt: skip
+    # Prompts differ in their first token or are equal: where two part behind a page, the first one's entry stays.
+    prompts = [prompt(i, rng.randrange(1, 30)) for i in range(VOCAB)]
+    for _ in range(8):
+        run.add(rng.choice(prompts), rng.randrange(1, 30))
+        run.step()
+    run.finish()
+    agree(reference(pair, shape, lanes=lanes), run.rounds)

@@ -1,0 +1,58 @@
+"""The programs in ``examples/``, run as a user would; what they print is checked."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from modelzoo import Pair
+from specrs import LLM, SamplingParams
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+def run(name: str, *argv: str, status: int = 0) -> str:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, str(EXAMPLES / name), *argv], env=env, capture_output=True, text=True,
+                          timeout=600, check=False)  # fmt: skip
+    assert done.returncode == status, done.stderr
+    return done.stdout if status == 0 else done.stderr
+
+
+def test_generate_with_the_model_in_the_package() -> None:
+    out = run("generate.py", "--max-tokens", "24", "--tree", "1", "3", "4", "class Stack:")
+    text, _, last = out.rpartition("\n-- ")
+    assert last.startswith("24 tokens in ") and last.endswith("ended by length; temperature 0.6, top_p 0.9\n")
+    with LLM(speculative=False, max_batch=1) as llm:
+        [want] = llm.generate(["class Stack:"], SamplingParams(max_tokens=24, seed=0))
+    assert re.sub(r"[\[\]]", "", text) == re.sub(r"[\[\]]", "", "class Stack:" + want.text)
+    assert "[" in text  # accepted tokens are marked
+
+
+def test_generate_with_a_model_and_head_of_your_own(bytes_pair: Pair) -> None:
+    out = run(
+        "generate.py", "--model", str(bytes_pair.target), "--draft", str(bytes_pair.draft), "--max-tokens", "5", "ab"
+    )
+    assert out.startswith("ab") and "5 tokens" in out and out.endswith("greedy\n")
+    assert "draft: no such directory" in run("generate.py", "--draft", "nowhere", status=2)
+
+
+def test_requests_join_and_leave_a_loop() -> None:
+    out = run("engine_loop.py")
+    joined = re.findall(r"step (\d): request (\d) joins", out)
+    assert joined == [("0", "0"), ("2", "1"), ("3", "2")]
+    assert "request 1 ends by abort" in out and out.endswith("-- 3 requests, 2 of them whole\n")
+    texts = {i: "".join(map(eval, re.findall(rf"request {i} \+\d+ (.*)", out))) for i in (0, 2)}
+    with LLM(speculative=False) as llm:
+        for i, prompt in ((0, "def quicksort(items):"), (2, "class Stack:")):
+            [want] = llm.generate([prompt], SamplingParams(max_tokens=40, seed=i))
+            assert texts[i] == want.text  # joining and leaving changes nothing
+
+
+def test_another_engine_over_the_core_gives_the_plain_tokens() -> None:
+    out = run("foreign_engine.py")
+    found = re.fullmatch(r"3 requests, 48 tokens each in (\d+) rounds; the tokens are those of plain decoding\n", out)
+    assert found and int(found[1]) < 40

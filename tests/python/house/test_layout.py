@@ -1,0 +1,75 @@
+"""The layout that CONTRIBUTING describes: files that it names exist, and imports run one way."""
+
+from __future__ import annotations
+
+import ast
+import re
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+PACKAGE = ROOT / "python/specrs"
+FLOORS = [  # a module imports from its own floor and those before it
+    {"_specrs", "assets", "sampling_params", "backends", "device"},
+    {"drawing", "capsule", "models"},
+    {"engine"},
+    {"cli"},
+]
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(name: str, path: Path, known: set[str]) -> set[str]:
+    """Modules of the package that a file imports when it is loaded, or in a function; not for types alone."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            node.body = []
+    seen: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            seen |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{name}: relative import"
+            # `from package import module` names the module; `from module import name` the module that has it.
+            seen |= {m if (m := f"{node.module}.{a.name}") in known else node.module for a in node.names}
+    return {m for m in seen if m in known and m != name}
+
+
+def test_no_file_of_the_package_imports_in_a_circle() -> None:
+    found = modules()
+    graph = {name: imports(name, path, set(found)) for name, path in found.items()}
+    assert len(graph) > 50 and sum(map(len, graph.values())) > 100
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle: {' -> '.join(error.args[1])}")
+
+
+def test_imports_run_from_floor_to_floor() -> None:
+    found = modules()
+    floor = {name: i for i, names in enumerate(FLOORS) for name in names}
+    for name, path in found.items():
+        if name.count(".") == 0 or name.endswith("__main__"):
+            continue  # the package's face
+        own = floor[name.split(".")[1]]
+        for other in imports(name, path, set(found)):
+            if other.count("."):
+                assert floor[other.split(".")[1]] <= own, f"{name} imports {other}"
+
+
+def test_files_that_contributing_names_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    named = re.findall(r"`((?:src|cuda|tests|benches|python|engine|models)/[\w/.]*\.(?:rs|py|cu|cuh|sh))`", text)
+    assert len(set(named)) > 25
+    for name in named:
+        path = PACKAGE / name if name.startswith(("engine/", "models/")) else ROOT / name
+        assert path.is_file(), name
