@@ -177,6 +177,12 @@ pub fn in_range<T: Copy + Into<i128>>(what: &'static str, got: T, min: i128, max
 }
 
 /// Check that an operand has the length, or another number, that is needed.
+#[inline]
 pub(crate) fn same_length(operand: &'static str, got: usize, want: usize) -> Result<()> {
-    if got == want { Ok(()) } else { Err(Error::Mismatch { operand, got: got.to_string(), want: want.to_string() }) }
+    if got == want { Ok(()) } else { Err(other_length(operand, got, want)) }
+}
+
+#[cold]
+fn other_length(operand: &'static str, got: usize, want: usize) -> Error {
+    Error::Mismatch { operand, got: got.to_string(), want: want.to_string() }
 }

@@ -1,7 +1,7 @@
 //! Reserving pages for a batch, renewing the reservation, and how it ends: commit and rollback.
 
 use crate::bounds::{PageId, PageSize};
-use crate::error::{Error, Result, in_range};
+use crate::error::{Error, Result, in_range, same_length};
 use crate::pool::changes::ChangeKind;
 use crate::pool::ledger::{EventKind, Ledger, Owner, PageRec};
 use crate::pool::reserved::{Buffers, PageCopy};
@@ -36,7 +36,7 @@ impl State {
 
     /// More pages for the sequences of a live lease, which keep those that they have.
     pub(super) fn renew(&mut self, id: u64, buffers: &mut Buffers, positions: &[u32]) -> Result<()> {
-        same_length("positions to reserve", positions, &buffers.seqs)?;
+        same_length("positions to reserve", positions.len(), buffers.seqs.len())?;
         let mut need = 0;
         for (&seq, &positions) in buffers.seqs.iter().zip(positions) {
             need += self.check_want(seq, positions)?;
@@ -103,7 +103,7 @@ impl State {
 
     /// Check new committed lengths for the sequences of a lease.
     fn check_lengths(&self, buffers: &Buffers, committed: &[u32]) -> Result<()> {
-        same_length("committed lengths", committed, &buffers.seqs)?;
+        same_length("committed lengths", committed.len(), buffers.seqs.len())?;
         for (seq, &len) in buffers.seqs.iter().zip(committed) {
             let r = &self.rows[seq.row() as usize]; // live: a leased sequence can't be released
             in_range("committed length", len, r.committed.into(), r.limit.into())?;
@@ -207,13 +207,6 @@ impl Ledger {
         }
         Ok(())
     }
-}
-
-fn same_length<T>(operand: &'static str, got: &[u32], want: &[T]) -> Result<()> {
-    if got.len() == want.len() {
-        return Ok(());
-    }
-    Err(Error::Mismatch { operand, got: got.len().to_string(), want: want.len().to_string() })
 }
 
 /// Column of the tail page where a write behind `committed` would go into a page that has another owner.

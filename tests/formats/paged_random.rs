@@ -4,7 +4,8 @@
 use std::collections::HashSet;
 
 use crate::common::plan::paged::{Got, Planned, fixed, got, pages, planner};
-use crate::common::plan::{Batch as Case, bucket, geometry};
+use crate::common::plan::random::{PAGES, Setting, path_to, setting};
+use crate::common::plan::{Batch as Case, bucket};
 use proptest::prelude::*;
 use specrs::geometry::{Geometry, Layout};
 use specrs::plan::{Arrays, Batch, DraftMask, Extent, FlashAttention, Format, Lens, Load, Phase, Planner, Trees};
@@ -25,54 +26,7 @@ fn kernel(arrays: &Got, q: usize, page: i32, expand_page: Option<i32>) -> Vec<i3
     slots
 }
 
-/// A geometry, the committed lengths of a batch, and random words.
-#[derive(Debug, Clone)]
-struct Setting {
-    g: Geometry,
-    lens: Vec<u32>,
-    random: Vec<u32>,
-    seed: u64,
-    pad: Option<(u32, u32)>,
-}
-
-fn setting() -> impl Strategy<Value = Setting> {
-    let shape = (1u32..=6, 1u32..=7, 1u32..=80, 0u32..=6, 1u32..=300, any::<bool>());
-    let batch = (prop::collection::vec(any::<u32>(), 0..=4), prop::collection::vec(any::<u32>(), 64..=64));
-    (shape, batch, any::<u64>(), prop::option::of((0u32..3, 0u32..9))).prop_map(
-        |((k, s, v, shift, context, holey), (lens, random), seed, pad)| {
-            let layout = if holey { Layout::Holey } else { Layout::Dense };
-            let g = geometry(k, s, v.min(1 + k + (s - 1) * k * k), 1 << shift, 4, context, layout);
-            let near = |n: &u32| if n.is_multiple_of(3) { context - 1 - n / 3 % context.min(4) } else { n % context };
-            Setting { lens: lens.iter().map(near).collect(), g, random, seed, pad }
-        },
-    )
-}
-
-impl Setting {
-    fn below(&self, i: usize, n: u32) -> u32 {
-        let x = self.random[i % 64].wrapping_add(i as u32 / 64).wrapping_mul(2_654_435_761);
-        ((x as u64 * n as u64) >> 32) as u32
-    }
-
-    /// A chain with random branches that stays inside the context.
-    fn tree(&self, i: usize) -> Vec<i32> {
-        let room = self.g.limits().max_context_len - self.lens[i];
-        let nodes = 1 + self.below(i * 7 + 1, self.g.shape().draft_tokens());
-        let mut depths = vec![0u32];
-        let mut parents = vec![-1i32];
-        for j in 1..nodes {
-            let p = if self.below(i + j as usize, 2) == 0 { j - 1 } else { self.below(i * 31 + j as usize, j) };
-            let p = if depths[p as usize] + 1 < room { p } else { 0 };
-            if depths[p as usize] + 1 < room {
-                parents.push(p as i32);
-                depths.push(depths[p as usize] + 1);
-            } else {
-                break;
-            }
-        }
-        parents
-    }
-}
+const MAX_BATCH: u32 = 5;
 
 /// Row positions that query q of request i reads, by the specification.
 type Want = Vec<Vec<Vec<u32>>>;
@@ -128,7 +82,7 @@ fn check(s: &Setting, case: &Case, plan: &Planned, arrays: &Arrays, wants: &Want
     }
     // What is used is what the load says, and within what the geometry states.
     let used = FlashAttention.extents(&g, &Load::of(plan)).unwrap();
-    let limit = FlashAttention.extents(&g, &Load::limit(&g, phase, 4).unwrap()).unwrap();
+    let limit = FlashAttention.extents(&g, &Load::limit(&g, phase, MAX_BATCH).unwrap()).unwrap();
     let now: Vec<Extent> = arrays.iter().map(|a| a.extent).collect();
     assert_eq!(used.iter().map(|u| u.1).collect::<Vec<_>>(), now);
     for ((array, used), (same, limit)) in used.iter().zip(&limit) {
@@ -155,7 +109,7 @@ fn every_way(
         let plan = make(planner, &batch);
         check(s, case, &plan, plan.arrays(), wants);
         if pad.is_none() {
-            let mut arrays = fixed(&s.g, plan.phase(), 4, s.seed % 3);
+            let mut arrays = fixed(&s.g, plan.phase(), MAX_BATCH, s.seed % 3);
             for _ in 0..2 {
                 case.pool.with_tables(|t| planner.lower(&t, &plan, &mut arrays)).unwrap().unwrap();
                 check(s, case, &plan, &arrays, wants);
@@ -168,7 +122,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
 
     #[test]
-    fn the_kernel_reads_what_the_plan_says(s in setting()) {
+    fn the_kernel_reads_what_the_plan_says(s in setting(PAGES, MAX_BATCH)) {
         let (g, shape, context) = (s.g, s.g.shape(), s.g.limits().max_context_len);
         let (k, steps) = (shape.topk(), shape.steps());
         let case = Case::new(&g, &s.lens, s.seed);
@@ -176,8 +130,7 @@ proptest! {
         planner.set_debug(s.seed % 2 == 0);
 
         // Extend of 0 to 5 tokens, and decode.
-        let counts: Vec<u32> = s.lens.iter().enumerate()
-            .map(|(i, &l)| s.below(i, 6).min(context - l).min(g.alloc_len_per_decode())).collect();
+        let counts = s.counts();
         let wants: Want = s.lens.iter().zip(&counts)
             .map(|(&l, &n)| (0..n).map(|j| (0..=l + j).collect()).collect()).collect();
         every_way(&s, &case, &mut planner, &wants, |planner, batch| {
@@ -189,16 +142,10 @@ proptest! {
         });
 
         // Draft: lanes, and in the dense layout the ancestors of re-ranked beams.
-        let mut ancestors: Vec<Vec<u32>> = vec![vec![]; s.lens.len() * k as usize];
+        let mut beams = vec![];
         for step in 0..steps {
-            let before = ancestors.clone();
-            for (x, bits) in ancestors.iter_mut().enumerate() {
-                let (i, b) = (x as u32 / k, x as u32 % k);
-                let parent = s.below(x + step as usize * 17, k);
-                *bits = before[(i * k + parent) as usize].clone();
-                bits.push(b * steps + step);
-                bits.sort_unstable();
-            }
+            s.rerank(&mut beams, step, k > 1); // a chain reads all of its slots
+            let bits = s.bits(&beams);
             for lane in [true, false] {
                 if !lane && g.layout() == Layout::Holey {
                     continue;
@@ -211,10 +158,10 @@ proptest! {
                         if l + step >= context {
                             return vec![];
                         }
-                        let own = if lane {
+                        let own: Vec<u32> = if lane {
                             (0..=step).map(|t| b * steps + t).collect()
                         } else {
-                            ancestors[i * k as usize + b as usize].clone()
+                            beams[i * k as usize + b as usize].iter().copied().collect()
                         };
                         // Branch b >= 1 of the holey layout reads copies of the tail, before its own first token.
                         let tail = |pos| {
@@ -224,10 +171,6 @@ proptest! {
                         (0..l).map(tail).chain(own).collect()
                     }).collect()
                 }).collect();
-                let words = (k * steps).div_ceil(64);
-                let bits: Vec<u64> = ancestors.iter().flat_map(|set| (0..words).map(move |w| {
-                    (0..64).filter(|b| set.contains(&(w * 64 + b))).map(|b| 1u64 << b).sum()
-                })).collect();
                 let mask = if lane { DraftMask::Lane } else { DraftMask::Ancestors(&bits) };
                 every_way(&s, &case, &mut planner, &wants, |planner, batch| {
                     case.pool.with_tables(|t| planner.draft(&t, batch, step, mask)).unwrap().unwrap()
@@ -236,18 +179,11 @@ proptest! {
         }
 
         // Verify: trees of any form.
-        let trees: Vec<Vec<i32>> = (0..s.lens.len()).map(|i| s.tree(i)).collect();
+        let trees = s.trees();
         let sizes: Vec<u32> = trees.iter().map(|t| t.len() as u32).collect();
         let parents = trees.concat();
-        let wants: Want = s.lens.iter().zip(&trees).map(|(&l, tree)| (0..tree.len()).map(|j| {
-            let mut up = vec![];
-            let mut at = j as i32;
-            while at >= 0 {
-                up.push(l + at as u32);
-                at = tree[at as usize];
-            }
-            up.reverse();
-            (0..l).chain(up).collect()
+        let wants: Want = s.lens.iter().zip(&trees).map(|(&l, tree)| (0..tree.len() as u32).map(|j| {
+            (0..l).chain(path_to(tree, j).iter().map(|node| l + node)).collect()
         }).collect()).collect();
         every_way(&s, &case, &mut planner, &wants, |planner, batch| {
             let trees = Trees { sizes: &sizes, parents: &parents };

@@ -3,7 +3,8 @@
 
 use std::collections::HashSet;
 
-use crate::common::plan::{Batch as Case, bucket, geometry};
+use crate::common::plan::random::{PAGES, Setting, path_to, setting};
+use crate::common::plan::{Batch as Case, bucket};
 use proptest::prelude::*;
 use specrs::geometry::{Geometry, Layout};
 use specrs::plan::{
@@ -14,67 +15,19 @@ use specrs::pool::Tables;
 
 const MAX_BATCH: u32 = 5;
 
-/// A geometry, the committed lengths of a batch, and random words.
-#[derive(Debug, Clone)]
-struct Setting {
-    g: Geometry,
-    lens: Vec<u32>,
-    random: Vec<u32>,
-    seed: u64,
-    pad: Option<(u32, u32)>,
-    form: MaskForm,
+/// The forms of the mask that flashinfer writes.
+fn form(s: &Setting) -> MaskForm {
+    [MaskForm::Both, MaskForm::Bool, MaskForm::Packed][(s.seed >> 32) as usize % 3]
 }
 
-fn setting() -> impl Strategy<Value = Setting> {
-    // Up to 90 draft slots and 130 nodes, so that masks have more than one word.
-    let shape = (1u32..=9, 1u32..=10, 1u32..=130, 0u32..=7, 1u32..=300, any::<bool>());
-    let batch = (prop::collection::vec(any::<u32>(), 0..=MAX_BATCH as usize), prop::collection::vec(any::<u32>(), 64));
-    let form = prop::sample::select(vec![MaskForm::Both, MaskForm::Bool, MaskForm::Packed]);
-    (shape, batch, any::<u64>(), prop::option::of((0u32..4, 0u32..9)), form).prop_map(
-        |((k, s, v, shift, context, holey), (lens, random), seed, pad, form)| {
-            let layout = if holey { Layout::Holey } else { Layout::Dense };
-            let g = geometry(k, s, v.min(1 + k + (s - 1) * k * k), 1 << shift, MAX_BATCH, context, layout);
-            // A third of the lengths at the wall or just before it.
-            let near = |n: &u32| if n.is_multiple_of(3) { context - 1 - n / 3 % context.min(6) } else { n % context };
-            Setting { lens: lens.iter().map(near).collect(), g, random, seed, pad, form }
-        },
-    )
-}
-
-impl Setting {
-    /// The `i`-th random word below `n`.
-    fn below(&self, i: usize, n: u32) -> u32 {
-        let x = self.random[i % 64].wrapping_add(i as u32 / 64).wrapping_mul(2_654_435_761);
-        ((x as u64 * n as u64) >> 32) as u32
+/// Row position of branch `b`, step `s` behind `len` tokens.
+fn draft_pos(g: &Geometry, len: u32, b: u32, s: u32) -> u32 {
+    let (steps, p) = (g.shape().steps(), g.page().get());
+    if g.layout() == Layout::Dense {
+        return len + b * steps + s;
     }
-
-    /// A random tree for each request that stays inside the context: parents of each node.
-    fn trees(&self) -> Vec<Vec<i32>> {
-        let (v, context) = (self.g.shape().draft_tokens(), self.g.limits().max_context_len);
-        let tree = |(i, &len): (usize, &u32)| {
-            let (mut parents, mut depths) = (vec![-1i32], vec![0u32]);
-            for j in 1..1 + self.below(i * 7 + 1, v) {
-                let p = self.below(i * 131 + j as usize, j) as usize;
-                if len + depths[p] + 1 >= context {
-                    break;
-                }
-                parents.push(p as i32);
-                depths.push(depths[p] + 1);
-            }
-            parents
-        };
-        self.lens.iter().enumerate().map(tree).collect()
-    }
-
-    /// Row position of branch `b`, step `s` behind `len` tokens, by section 2 of the specification.
-    fn draft_pos(&self, len: u32, b: u32, s: u32) -> u32 {
-        let (steps, p) = (self.g.shape().steps(), self.g.page().get());
-        if self.g.layout() == Layout::Dense {
-            return len + b * steps + s;
-        }
-        let r = len % p;
-        len - r + b * (r + steps).div_ceil(p) * p + r + s
-    }
+    let r = len % p;
+    len - r + b * (r + steps).div_ceil(p) * p + r + s
 }
 
 /// One request of the reference.
@@ -159,11 +112,11 @@ fn wants(s: &Setting, case: &Case, requests: &[Request], phase: Phase, plan: (us
     }
     if phase == Phase::Verify {
         let ([starts, bytes], [packed_starts, packed]) = mask(requests, batch);
-        if s.form != MaskForm::Packed {
+        if form(s) != MaskForm::Packed {
             flashinfer.push(("mask_indptr", DType::I32, starts.clone()));
             flashinfer.push(("custom_mask", DType::Bool, bytes.clone()));
         }
-        if s.form != MaskForm::Bool {
+        if form(s) != MaskForm::Bool {
             flashinfer.push(("packed_mask_indptr", DType::I32, packed_starts));
             flashinfer.push(("packed_custom_mask", DType::U8, packed));
         }
@@ -287,15 +240,14 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
 
     #[test]
-    fn every_phase_equals_the_reference(s in setting()) {
+    fn every_phase_equals_the_reference(s in setting(PAGES, MAX_BATCH)) {
         let (g, shape, context) = (s.g, s.g.shape(), s.g.limits().max_context_len);
         let case = Case::new(&g, &s.lens, s.seed);
-        let formats = [AnyFormat::FlashInfer(FlashInfer { mask: s.form }), AnyFormat::Triton(Triton)];
+        let formats = [AnyFormat::FlashInfer(FlashInfer { mask: form(&s) }), AnyFormat::Triton(Triton)];
         let mut planners = formats.map(|f| Planner::new(g, f).unwrap());
         planners.iter_mut().for_each(|p| p.set_debug(s.seed % 2 == 0));
 
-        let counts: Vec<u32> =
-            s.lens.iter().enumerate().map(|(i, &l)| s.below(i, 6).min(context - l).min(g.alloc_len_per_decode())).collect();
+        let counts = s.counts();
         let append = |counts: &[u32]| -> Vec<Request> {
             s.lens.iter().zip(counts).map(|(&l, &n)| Request {
                 prefix: l,
@@ -308,38 +260,25 @@ proptest! {
         compare(&s, &case, &mut planners, &append(&ones), Phase::Decode, |p, t, b| p.decode(t, b));
 
         let k = shape.topk() as usize;
-        let mut ancestors: Vec<HashSet<u32>> = vec![HashSet::new(); s.lens.len() * k];
+        let mut beams = vec![];
         for step in 0..shape.steps() {
-            let before = ancestors.clone();
-            for (x, bits) in ancestors.iter_mut().enumerate() {
-                let (i, b) = (x / k, x as u32 % shape.topk());
-                let parent = s.below(x + step as usize * 17, shape.topk()) as usize;
-                *bits = before[i * k + parent].clone();
-                if s.below(x + step as usize * 5, 4) == 0 {
-                    bits.retain(|bit| bit % 3 != 0); // fewer than t + 1, which the planner takes too
-                }
-                bits.insert(b * shape.steps() + step);
-            }
+            s.rerank(&mut beams, step, true);
+            let bits = s.bits(&beams);
             for lane in [false, true] {
                 let requests: Vec<Request> = s.lens.iter().enumerate().map(|(i, &l)| {
                     if l + step >= context {
                         return Request::default();
                     }
                     let queries = (0..shape.topk()).map(|b| {
-                        let mut bits: Vec<u32> = match lane {
+                        let slots: Vec<u32> = match lane {
                             true => (0..=step).map(|t| b * shape.steps() + t).collect(),
-                            false => ancestors[i * k + b as usize].iter().copied().collect(),
+                            false => beams[i * k + b as usize].iter().copied().collect(),
                         };
-                        bits.sort_unstable();
-                        let own = bits.iter().map(|bit| s.draft_pos(l, bit / shape.steps(), bit % shape.steps()));
+                        let own = slots.iter().map(|slot| draft_pos(&g, l, slot / shape.steps(), slot % shape.steps()));
                         (0..l).chain(own).collect()
                     }).collect();
                     Request { prefix: l, own: vec![], queries }
                 }).collect();
-                let words = (shape.topk() * shape.steps()).div_ceil(64);
-                let bits: Vec<u64> = ancestors.iter().flat_map(|set| (0..words).map(move |w| {
-                    (0..64).filter(|b| set.contains(&(w * 64 + b))).map(|b| 1u64 << b).sum()
-                })).collect();
                 let mask = if lane { DraftMask::Lane } else { DraftMask::Ancestors(&bits) };
                 compare(&s, &case, &mut planners, &requests, Phase::Draft { step }, |p, t, b| p.draft(t, b, step, mask));
             }
@@ -350,16 +289,7 @@ proptest! {
         let parents = trees.concat();
         let requests: Vec<Request> = s.lens.iter().zip(&trees).map(|(&l, tree)| {
             let n = tree.len() as u32;
-            let queries = (0..tree.len()).map(|j| {
-                let mut up = vec![];
-                let mut at = j as i32;
-                while at >= 0 {
-                    up.push(l + at as u32);
-                    at = tree[at as usize];
-                }
-                up.reverse();
-                (0..l).chain(up).collect()
-            }).collect();
+            let queries = (0..n).map(|j| (0..l).chain(path_to(tree, j).iter().map(|node| l + node)).collect()).collect();
             Request { prefix: l, own: (l..l + n).collect(), queries }
         }).collect();
         let trees = Trees { sizes: &sizes, parents: &parents };
@@ -368,7 +298,7 @@ proptest! {
 
     /// Capacities are the sizes of the largest load, phase by phase, and their formulas multiply to the same elements.
     #[test]
-    fn capacities_are_those_of_the_largest_load(s in setting(), requests in 0..=MAX_BATCH) {
+    fn capacities_are_those_of_the_largest_load(s in setting(PAGES, MAX_BATCH), requests in 0..=MAX_BATCH) {
         let flashinfer = AnyFormat::FlashInfer(FlashInfer::default());
         for format in [flashinfer, AnyFormat::Triton(Triton), AnyFormat::FlashAttention(FlashAttention)] {
             for phase in phases(&s.g) {

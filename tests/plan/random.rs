@@ -1,8 +1,9 @@
 //! Plans over random geometries and batches against a plain reference written from the specification, and the moves
 //! of a commit run on a model of the KV.
 
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 
+use crate::common::plan::random::{PAGES, Setting, path_to, setting};
 use crate::common::plan::{Batch as Case, bucket, geometry, pool};
 use proptest::prelude::*;
 use specrs::bounds::Slot;
@@ -12,78 +13,10 @@ use specrs::plan::{
 };
 use specrs::pool::SeqId;
 
-/// A geometry, the committed lengths of a batch, and random words to draw trees and paths from.
-#[derive(Debug, Clone)]
-struct Setting {
-    g: Geometry,
-    lens: Vec<u32>,
-    random: Vec<u32>,
-    seed: u64,
-    pad: Option<(u32, u32)>,
-}
-
-fn setting() -> impl Strategy<Value = Setting> {
-    let shape = (1u32..=8, 1u32..=8, 1u32..=130, 0u32..=7, 1u32..=400, any::<bool>());
-    let batch = (prop::collection::vec(any::<u32>(), 0..=6), prop::collection::vec(any::<u32>(), 64..=64));
-    (shape, batch, any::<u64>(), prop::option::of((0u32..4, 0u32..9))).prop_map(
-        |((k, s, v, shift, context, holey), (lens, random), seed, pad)| {
-            let layout = if holey { Layout::Holey } else { Layout::Dense };
-            let g = geometry(k, s, v.min(1 + k + (s - 1) * k * k), 1 << shift, 6, context, layout);
-            // A third of the lengths at the wall.
-            let near = |n: &u32| if n.is_multiple_of(3) { context - 1 - n / 3 % context.min(4) } else { n % context };
-            Setting { lens: lens.iter().map(near).collect(), g, random, seed, pad }
-        },
-    )
-}
-
-impl Setting {
-    /// The `i`-th random word below `n`.
-    fn below(&self, i: usize, n: u32) -> u32 {
-        let x = self.random[i % 64].wrapping_add(i as u32 / 64).wrapping_mul(2_654_435_761);
-        ((x as u64 * n as u64) >> 32) as u32
-    }
-
-    /// A random tree for each request that stays inside the context: parents of each node.
-    fn trees(&self) -> Vec<Vec<i32>> {
-        let (v, context) = (self.g.shape().draft_tokens(), self.g.limits().max_context_len);
-        let tree = |(i, &len): (usize, &u32)| {
-            let nodes = 1 + self.below(i * 7 + 1, v);
-            let (mut parents, mut depths) = (vec![-1i32], vec![0u32]);
-            for j in 1..nodes {
-                let p = self.below(i * 131 + j as usize, j) as usize;
-                if len + depths[p] + 1 < context {
-                    parents.push(p as i32);
-                    depths.push(depths[p] + 1);
-                }
-                if parents.len() < j as usize + 1 {
-                    break; // keeps indices and loop in step
-                }
-            }
-            parents
-        };
-        self.lens.iter().enumerate().map(tree).collect()
-    }
-
-    /// A path down each tree.
-    fn paths(&self, trees: &[Vec<i32>]) -> Vec<Vec<u32>> {
-        let path = |(i, parents): (usize, &Vec<i32>)| {
-            let mut at = self.below(i + 40, parents.len() as u32) as i32;
-            let mut path = vec![];
-            while at >= 0 {
-                path.push(at as u32);
-                at = parents[at as usize];
-            }
-            path.reverse();
-            path
-        };
-        trees.iter().enumerate().map(path).collect()
-    }
-}
-
 /// Row positions, RoPE positions and masks of one request's queries, as sets of bits.
 struct Want {
     prefix: u32,
-    queries: Vec<(u32, u32, HashSet<u32>)>,
+    queries: Vec<(u32, u32, BTreeSet<u32>)>,
     dead: usize,
 }
 
@@ -187,7 +120,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
 
     #[test]
-    fn every_phase_equals_the_reference(s in setting()) {
+    fn every_phase_equals_the_reference(s in setting(PAGES, 6)) {
         let (g, shape) = (s.g, s.g.shape());
         let mut case = Case::new(&g, &s.lens, s.seed);
         let mut planner = Planner::new(g, WritesOnly).unwrap();
@@ -195,25 +128,19 @@ proptest! {
         let context = g.limits().max_context_len;
 
         // Extend: up to 5 tokens behind each prefix.
-        let counts: Vec<u32> = s.lens.iter().enumerate()
-            .map(|(i, &l)| s.below(i, 6).min(context - l).min(g.alloc_len_per_decode())).collect();
+        let counts = s.counts();
         let wants: Vec<Want> = s.lens.iter().zip(&counts).map(|(&l, &n)| Want {
-            prefix: l, dead: 0, queries: (l..l + n).map(|p| (p, p, HashSet::new())).collect(),
+            prefix: l, dead: 0, queries: (l..l + n).map(|p| (p, p, BTreeSet::new())).collect(),
         }).collect();
         compare(&s, &case, &mut planner, &wants, 0, Phase::Extend, |planner, batch| {
             case.pool.with_tables(|t| planner.extend(&t, batch, &counts)).unwrap().unwrap()
         });
 
         // Draft: every step, with lanes and with the ancestors of re-ranked beams.
-        let mut ancestors: Vec<HashSet<u32>> = vec![HashSet::new(); s.lens.len() * shape.topk() as usize];
+        let mut beams = vec![];
         for step in 0..shape.steps() {
-            let before = ancestors.clone();
-            for (x, bits) in ancestors.iter_mut().enumerate() {
-                let (i, b) = (x as u32 / shape.topk(), x as u32 % shape.topk());
-                let parent = s.below(x + step as usize * 17, shape.topk());
-                *bits = before[(i * shape.topk() + parent) as usize].clone();
-                bits.insert(b * shape.steps() + step);
-            }
+            s.rerank(&mut beams, step, true);
+            let bits = s.bits(&beams);
             for lane in [false, true] {
                 let wants: Vec<Want> = s.lens.iter().enumerate().map(|(i, &l)| {
                     if l + step >= context {
@@ -222,15 +149,12 @@ proptest! {
                     let region = g.draft_region(l).unwrap();
                     let queries = (0..shape.topk()).map(|b| {
                         let own = (0..=step).map(|t| b * shape.steps() + t).collect();
-                        let given = ancestors[i * shape.topk() as usize + b as usize].clone();
+                        let given = beams[i * shape.topk() as usize + b as usize].clone();
                         (region.pos(b, step).unwrap(), l + step, if lane { own } else { given })
                     }).collect();
                     Want { prefix: l, queries, dead: 0 }
                 }).collect();
-                let words = (shape.topk() * shape.steps()).div_ceil(64);
-                let bits: Vec<u64> = ancestors.iter().flat_map(|set| (0..words).map(move |w| {
-                    (0..64).filter(|b| set.contains(&(w * 64 + b))).map(|b| 1u64 << b).sum()
-                })).collect();
+                let words = g.draft_mask_words();
                 let mask = if lane { DraftMask::Lane } else { DraftMask::Ancestors(&bits) };
                 compare(&s, &case, &mut planner, &wants, words, Phase::Draft { step }, |planner, batch| {
                     case.pool.with_tables(|t| planner.draft(&t, batch, step, mask)).unwrap().unwrap()
@@ -244,12 +168,7 @@ proptest! {
         let words = shape.draft_tokens().div_ceil(64);
         let wants: Vec<Want> = s.lens.iter().zip(&trees).map(|(&l, tree)| {
             let queries = (0..tree.len()).map(|j| {
-                let mut up = HashSet::new();
-                let mut at = j as i32;
-                while at >= 0 {
-                    up.insert(at as u32);
-                    at = tree[at as usize];
-                }
+                let up: BTreeSet<u32> = path_to(tree, j as u32).into_iter().collect();
                 (l + j as u32, l + up.len() as u32 - 1, up)
             }).collect();
             Want { prefix: l, queries, dead: 0 }

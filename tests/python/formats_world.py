@@ -9,9 +9,7 @@ import numpy as np
 import torch
 
 from specrs import _specrs as core
-
-Format = Literal["native", "flashinfer", "flash_attention", "triton"]
-Phase = Literal["extend", "decode", "draft", "verify"]
+from specrs.backends.base import Format, Phase
 
 FORMATS: list[Format] = ["flashinfer", "flash_attention", "triton"]
 LISTS: list[Format] = ["flashinfer", "triton"]

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from specrs._specrs import ConfigError
+from specrs.backends.base import DraftAttention, Format, Layout
 from specrs.capsule.log import Comparison, Divergence, Run, compare
 from specrs.capsule.replay import TOLERANCE, replay
-from specrs.capsule.schema import Capsule, DraftAttention, Format, Layout
+from specrs.capsule.schema import Capsule
 
 
 class Options(TypedDict, total=False):

@@ -12,7 +12,8 @@ from typing import Protocol
 
 from specrs._specrs import Accepts, DraftBeams, Planner, Pool, TreeBatch
 from specrs._specrs import Sequence as PoolSequence
-from specrs.capsule.schema import Capsule, DraftAttention, DraftStep, Extend, PoolSize, Row, Shape, Tree
+from specrs.backends.base import DraftAttention
+from specrs.capsule.schema import Capsule, DraftStep, Extend, PoolSize, Row, Shape, Tree
 
 
 class Recorded(Protocol):

@@ -21,11 +21,12 @@ from torch.utils.dlpack import from_dlpack
 from specrs import _specrs as core
 from specrs._specrs import ConfigError, DeviceLens, KvCache, Plan, Planner, SpecrsError
 from specrs.backends import PlanAttention, find
+from specrs.backends.base import DraftAttention, Format, Layout
 from specrs.capsule import synth
 from specrs.capsule.log import Guard, Run, Segment
 from specrs.capsule.names import Names, Owner, Query
 from specrs.capsule.owners import ArrayNames
-from specrs.capsule.schema import Capsule, DraftAttention, DraftStep, Format, Layout
+from specrs.capsule.schema import Capsule, DraftStep
 from specrs.capsule.static import FILLS, MAX_BYTES, Image, Phase, Static, static_bytes
 from specrs.capsule.synth import Tokens
 from specrs.capsule.world import World, rebuild, with_room

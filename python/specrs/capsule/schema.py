@@ -15,15 +15,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast
 
 from specrs._specrs import ConfigError, Geometry, TreeShape
+from specrs.backends.base import DRAFT_ATTENTIONS, FORMATS, LAYOUTS, DraftAttention, Format, Layout
 from specrs.capsule.container import MAX_VALUES
 from specrs.capsule.errors import CapsuleError
 
-Format = Literal["native", "flashinfer", "flash_attention", "triton"]
-DraftAttention = Literal["ancestors", "lane"]
-Layout = Literal["dense", "holey"]
 Kind = Literal["speculative", "plain"]
 
-FORMATS: tuple[Format, ...] = ("native", "flashinfer", "flash_attention", "triton")
 _INT32 = 2**31 - 1
 _OWNER = re.compile(r"sequence (0|[1-9][0-9]{0,9})\.(0|[1-9][0-9]{0,9})|prefix cache|raw pages")
 _T = TypeVar("_T")
@@ -200,9 +197,7 @@ class Capsule:
             round=_int("round", top["round"], 1, _INT32),
             kind=cast(Kind, _one_of("kind", top["kind"], ("speculative", "plain"))),
             format=cast(Format, _one_of("format", top["format"], FORMATS)),
-            draft_attention=cast(
-                DraftAttention, _one_of("draft_attention", top["draft_attention"], ("ancestors", "lane"))
-            ),
+            draft_attention=cast(DraftAttention, _one_of("draft_attention", top["draft_attention"], DRAFT_ATTENTIONS)),
             shape=shape,
             pool=_pool(top["pool"]),
             rows=rows,
@@ -316,7 +311,7 @@ def _score(where: str, value: object) -> float:
 def _shape(value: object) -> Shape:
     v = _object("shape", value, tuple(Shape.__dataclass_fields__))
     numbers = {name: _int(f"shape.{name}", v[name], 0, _INT32) for name in v if name != "layout"}
-    layout = cast(Layout, _one_of("shape.layout", v["layout"], ("dense", "holey")))
+    layout = cast(Layout, _one_of("shape.layout", v["layout"], LAYOUTS))
     shape = Shape(**numbers, layout=layout)
     try:
         geometry = shape.geometry()

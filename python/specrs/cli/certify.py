@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from specrs._specrs import certify, faults
+from specrs.backends import FORMATS
 from specrs.cli import options
 
-FORMATS = ("native", "flashinfer", "flash_attention", "triton")
 #: Phases whose bytes stand side by side; a prefill's arrays are as long as its chunk.
 PHASES = ("draft", "verify", "draft_extend", "decode")
 

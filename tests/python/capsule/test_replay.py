@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from formats_world import FORMATS
 from modelzoo import Pair
 from specrs import LLM, ConfigError, SamplingParams
 from specrs import _specrs as core
@@ -23,8 +24,6 @@ from specrs.capsule.schema import DraftStep, Extend, PoolSize, Row, Shape, Tree
 from specrs.capsule.static import Overrun, Static
 from specrs.capsule.world import rebuild, with_room
 from specrs.cli import main
-
-FORMATS = ["flashinfer", "triton", "flash_attention"]
 
 
 def record(pair: Pair, round: int = 2, **options: Any) -> Capsule:
