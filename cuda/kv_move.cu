@@ -13,7 +13,7 @@
 // Requests run concurrently: no request's destination may be a slot that another one's moves name (the pool gives each
 // page that is written one owner). Breaking this gives one of the orders' results in each vector, never a fault of memory.
 //
-// A lane whose destination is slot 0 (the sink) is padding, and a move from a slot to itself has nothing to do: both
+// A move whose destination is slot 0 (the sink) is padding, and a move from a slot to itself has nothing to do: both
 // touch nothing. An index outside the cache skips its move; offsets outside the arrays skip the request.
 // Either is recorded. Dead rows of a static batch have offsets[r] == offsets[r + 1].
 //
@@ -26,7 +26,7 @@ constexpr int GROUP = 4;
 
 template <typename Vector>
 __device__ __forceinline__ void kv_move(const KvMoveParams &p) {
-    const uint32_t lanes = p.planes * p.columns;  // fits int32: the launcher checked
+    const uint32_t items = p.planes * p.columns;  // fits int32: the launcher checked
     const uint32_t stride = gridDim.x * blockDim.x;
     const bool reporter = blockIdx.x == 0 && threadIdx.x == 0;
     const int32_t *src = reinterpret_cast<const int32_t *>(p.src);
@@ -71,10 +71,10 @@ __device__ __forceinline__ void kv_move(const KvMoveParams &p) {
                     to[k] = 0;
                 }
             }
-            // The same thread takes a lane in every group, so a later group sees what an earlier one wrote.
-            for (uint32_t lane = blockIdx.x * blockDim.x + threadIdx.x; lane < lanes; lane += stride) {
-                const uint32_t plane = lane / p.columns;
-                const uint32_t column = lane - plane * p.columns;
+            // The same thread takes an item in every group, so a later group sees what an earlier one wrote.
+            for (uint32_t item = blockIdx.x * blockDim.x + threadIdx.x; item < items; item += stride) {
+                const uint32_t plane = item / p.columns;
+                const uint32_t column = item - plane * p.columns;
                 // Slot s of this column is line[s * columns].
                 Vector *line = reinterpret_cast<Vector *>(p.cache + plane * p.plane_bytes) + column;
                 Vector value[GROUP];

@@ -26,7 +26,7 @@ pub const MAX_BATCH: u32 = 65_536;
 /// Largest context, in tokens.
 pub const MAX_CONTEXT_LEN: u32 = 1 << 24;
 
-/// A page of the pool. Page 0 is the sink: padded lanes write there and nothing reads it as data.
+/// A page of the pool. Page 0 is the sink: padded queries write there and nothing reads it as data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 #[repr(transparent)]
 pub struct PageId(u32);
@@ -62,7 +62,7 @@ impl PageId {
 pub struct Slot(u32);
 
 impl Slot {
-    /// Slot 0, in the sink page: where dead lanes write.
+    /// Slot 0, in the sink page: where dead queries write.
     pub const SINK: Slot = Slot(0);
 
     /// A slot index; fits `i32`.

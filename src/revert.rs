@@ -34,7 +34,7 @@ pub enum Fault {
     BranchWidth,
     /// 27360: the expand page table written for all steps instead of those that are live.
     ExpandTable,
-    /// 23037: dead lanes of a static buffer keep the last replay's values, and its outputs are held across replays.
+    /// 23037: dead queries of a static buffer keep the last replay's values, and its outputs are held across replays.
     StalePadding,
     /// 26972: the round's reserve without the holey layout's pages.
     HoleyReserve,
@@ -86,9 +86,9 @@ pub const FAULTS: [FaultInfo; 5] = [
         id: 23037,
         title: "padding of a static buffer keeps the last replay's values, and outputs are held across replays",
         report: "https://github.com/sgl-project/sglang/pull/23037",
-        reverts: "dead lanes of a padded plan are not written into static buffers, and the lease on a buffer's content is not renewed",
+        reverts: "dead queries of a padded plan are not written into static buffers, and the lease on a buffer's content is not renewed",
         place: "plan::write::planner::write_arrays (padding), FormatBuffers (lease)",
-        guard: "dead lanes of every padded write are read back: Invalid; arrays of an earlier write: StaleOutput",
+        guard: "dead queries of every padded write are read back: Invalid; arrays of an earlier write: StaleOutput",
     },
     FaultInfo {
         fault: Fault::HoleyReserve,

@@ -41,15 +41,15 @@ pub(crate) fn run<Op: WithSimd>(op: Op) -> Op::Output {
     arch().dispatch(op)
 }
 
-/// Lanes of an `f32` vector: 16, 8, 4 or 1.
-pub(crate) fn lanes() -> usize {
-    struct Lanes;
-    impl WithSimd for Lanes {
+/// Elements of an `f32` vector: 16, 8, 4 or 1.
+pub(crate) fn width() -> usize {
+    struct Width;
+    impl WithSimd for Width {
         type Output = usize;
         fn with_simd<S: Simd>(self, _: S) -> usize {
             S::F32_LANES
         }
     }
-    static LANES: OnceLock<usize> = OnceLock::new();
-    *LANES.get_or_init(|| run(Lanes))
+    static WIDTH: OnceLock<usize> = OnceLock::new();
+    *WIDTH.get_or_init(|| run(Width))
 }

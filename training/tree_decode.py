@@ -19,7 +19,7 @@ from .target import KVCache, Target
 
 @dataclass(frozen=True)
 class TreeShape:
-    """K, S and V of the specification."""
+    """K branches, S steps, V nodes."""
 
     k: int
     s: int

@@ -643,7 +643,7 @@ class Planner:
         """The format of its plans' arrays."""
 
     def set_debug(self, on: bool) -> None:
-        """Check every lane and every page of each plan from its arrays alone, and poison reused buffers: slow, to
+        """Check every query and every page of each plan from its arrays alone, and poison reused buffers: slow, to
         find faults.
         """
 

@@ -70,7 +70,7 @@ def kv_move(
         cache: ``[layers, 2, num_slots, kv_heads, head_dim]``, contiguous, on a CUDA device, of any type of 1, 2, 4 or
             8 bytes.
         src: ``int32[capacity]``, contiguous, same device.
-        dst: as ``src``, of the same length. Slot 0 is the sink: a lane whose destination it is is padding and does
+        dst: as ``src``, of the same length. Slot 0 is the sink: a move whose destination it is is padding and does
             nothing.
         offsets: ``int32[requests + 1]``; equal neighbours are a request without moves. Entries of ``src`` and ``dst``
             outside every request are not read.

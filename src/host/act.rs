@@ -1,4 +1,4 @@
-//! Elementwise functions, for one `f32` and for the lanes of a vector, with the same bits.
+//! Elementwise functions, for one `f32` and for the elements of a vector, with the same bits.
 
 use pulp::Simd;
 
@@ -49,9 +49,9 @@ fn pow2(half: u32) -> f32 {
     f32::from_bits(half.wrapping_sub(OFFSET / 2 - 127) << 23)
 }
 
-/// [`exp`] of each lane, with the same bits.
+/// [`exp`] of each element, with the same bits.
 #[inline(always)]
-pub(crate) fn exp_lanes<S: Simd>(s: S, x: S::f32s) -> S::f32s {
+pub(crate) fn exp_vector<S: Simd>(s: S, x: S::f32s) -> S::f32s {
     let (zero, round) = (s.splat_f32s(0.0), s.splat_f32s(ROUND));
     let (under, over) = (s.less_than_f32s(x, s.splat_f32s(UNDERFLOW)), s.greater_than_f32s(x, s.splat_f32s(OVERFLOW)));
     let x = s.select_f32s(over, zero, s.select_f32s(under, zero, x));
@@ -73,10 +73,10 @@ pub(crate) fn exp_lanes<S: Simd>(s: S, x: S::f32s) -> S::f32s {
     s.select_f32s(over, s.splat_f32s(f32::INFINITY), s.select_f32s(under, zero, y))
 }
 
-/// [`silu`] of each lane, with the same bits.
+/// [`silu`] of each element, with the same bits.
 #[inline(always)]
-pub(crate) fn silu_lanes<S: Simd>(s: S, x: S::f32s) -> S::f32s {
-    s.div_f32s(x, s.add_f32s(s.splat_f32s(1.0), exp_lanes(s, s.neg_f32s(x))))
+pub(crate) fn silu_vector<S: Simd>(s: S, x: S::f32s) -> S::f32s {
+    s.div_f32s(x, s.add_f32s(s.splat_f32s(1.0), exp_vector(s, s.neg_f32s(x))))
 }
 
 /// `x * sigmoid(x)`; -0 or 0 for very negative `x`.
@@ -107,7 +107,7 @@ mod tests {
         assert!(exp(f32::NAN).is_nan());
     }
 
-    /// Both forms for every lane of the vectors found.
+    /// Both forms for every element of the vectors found.
     struct Both<'a>(&'a mut Vec<[f32; 2]>);
 
     impl pulp::WithSimd for Both<'_> {
@@ -115,18 +115,18 @@ mod tests {
         #[inline(always)]
         fn with_simd<S: Simd>(self, s: S) {
             for x in self.0.as_chunks_mut::<16>().0 {
-                let mut lanes = [0.0; 16];
-                x.iter().zip(&mut lanes).for_each(|(x, l)| *l = x[0]);
-                for v in S::as_mut_simd_f32s(&mut lanes).0 {
-                    *v = silu_lanes(s, exp_lanes(s, *v));
+                let mut each = [0.0; 16];
+                x.iter().zip(&mut each).for_each(|(x, l)| *l = x[0]);
+                for v in S::as_mut_simd_f32s(&mut each).0 {
+                    *v = silu_vector(s, exp_vector(s, *v));
                 }
-                x.iter_mut().zip(&lanes).for_each(|(x, l)| x[1] = *l);
+                x.iter_mut().zip(&each).for_each(|(x, l)| x[1] = *l);
             }
         }
     }
 
     #[test]
-    fn lanes_have_the_bits_of_the_scalar_form() {
+    fn vectors_have_the_bits_of_the_scalar_form() {
         let special = [0.0, -0.0, f32::INFINITY, f32::NEG_INFINITY, 88.72, 88.73, -87.3, -87.31, 1e30, -1e30, 1e-40];
         let mut x: Vec<[f32; 2]> = special.map(|x| [x, 0.0]).to_vec();
         x.extend((0..400_000u32).map(|i| [(i as f32 - 200_000.0) * 4.7e-4, 0.0]));

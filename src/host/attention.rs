@@ -8,7 +8,7 @@
 //! plain decoding gives the same token later.
 //!
 //! The prefix is read once for all queries of a request: a tile holds up to 64 (query, head) rows of a key/value head
-//! as the lanes of its vectors, so that the softmax needs no sums across lanes.
+//! as the elements of its vectors, so that the softmax needs no sums within a vector.
 //!
 //! Online softmax: Milakov and Gimelshein 2018; splitting over keys: Flash-Decoding (Dao et al. 2023).
 
@@ -24,7 +24,7 @@ use pulp::{Simd, WithSimd};
 /// it is used.
 #[derive(Debug, Clone, Copy)]
 pub struct AttnView<'a> {
-    /// First query of each request, and the end [B + 1]. Queries past the end are dead lanes: their output is 0.
+    /// First query of each request, and the end [B + 1]. Queries past the end are dead: their output is 0.
     pub qo_indptr: &'a [i32],
     /// Positions of each request that all its queries attend `[B]`.
     pub prefix_lens: &'a [i32],
@@ -42,7 +42,7 @@ pub struct AttnView<'a> {
     pub page: PageSize,
     /// RoPE position of each query `[Q]`.
     pub positions: &'a [i32],
-    /// Slot that takes each query's KV `[Q]`; dead lanes have 0, the sink.
+    /// Slot that takes each query's KV `[Q]`; dead queries have 0, the sink.
     pub out_slots: &'a [i32],
 }
 
@@ -111,7 +111,7 @@ impl<'a> AttnView<'a> {
             index(kernel, "page table rows", row, -1, i64::from(self.rows[i]), table_rows)?;
             let end = self.end(i);
             if end == 0 {
-                continue; // dead lanes, which attend nothing
+                continue; // dead queries, which attend nothing
             }
             let last_page = i64::from(self.page.page_of(u32::try_from(end - 1).unwrap_or(u32::MAX)));
             index(kernel, "page table row", row, -1, last_page, self.row_pages)?;
@@ -153,7 +153,7 @@ const TILE_ROWS: usize = 64;
 /// Attention of q [Q, heads, head_dim] over a layer of the cache into `out` [Q, heads, head_dim]; query heads
 /// `g * kv_heads ..` share key/value head g's group. Scores are multiplied by `scale`.
 ///
-/// Every element of `out` is written: 0 for queries that attend nothing and for dead lanes. On an error nothing is.
+/// Every element of `out` is written: 0 for queries that attend nothing and for dead ones. On an error nothing is.
 pub fn attention(
     cache: &KvCache<'_>,
     layer: usize,

@@ -1,12 +1,12 @@
 //! A tile of attention: the rows (query, head) that share a key/value head, and the online softmax over their keys.
 //!
-//! Rows are the lanes: scores are laid out [key][row], so that maxima, exponentials and sums are elementwise. What
-//! happens in one lane never depends on another, which makes a row's bits a function of its own keys.
+//! Rows are the elements of vectors: scores are laid out [key][row], so that maxima, exponentials and sums are
+//! elementwise. No element depends on another, which makes a row's bits a function of its own keys.
 
 use half::bf16;
 use pulp::Simd;
 
-use super::act::{exp, exp_lanes};
+use super::act::{exp, exp_vector};
 use super::kv::KvData;
 
 /// Logical keys of a block: the unit of the online softmax.
@@ -149,10 +149,10 @@ impl State {
 /// See the module.
 pub(crate) struct Tile {
     rows: usize,
-    /// Rows rounded up to whole lanes.
+    /// Rows rounded up to whole vectors.
     stride: usize,
     dim: usize,
-    /// `dim` rounded up to whole lanes; the rest of a row is zero.
+    /// `dim` rounded up to whole vectors; the rest of a row is zero.
     padded: usize,
     /// Scaled queries [dim, stride].
     q: Vec<f32>,
@@ -266,15 +266,15 @@ fn scores<S: Simd>(
     n: usize,
     out: &mut [f32],
 ) {
-    let lanes = S::F32_LANES;
-    let vectors = rows.div_ceil(lanes);
+    let width = S::F32_LANES;
+    let vectors = rows.div_ceil(width);
     let mut key = 0;
     while key < n {
         let mut v = 0;
         while v < vectors {
             // 16 registers hold 4 keys by 2 vectors, 32 hold 8 by 2.
-            let (at, two) = (v * lanes, v + 2 <= vectors);
-            match (lanes == 16, two) {
+            let (at, two) = (v * width, v + 2 <= vectors);
+            match (width == 16, two) {
                 (true, true) => dots::<S, 8, 2>(s, q, stride, at, dim, &k[key..], &mut out[key * stride..]),
                 (true, false) => dots::<S, 8, 1>(s, q, stride, at, dim, &k[key..], &mut out[key * stride..]),
                 (false, true) => dots::<S, 4, 2>(s, q, stride, at, dim, &k[key..], &mut out[key * stride..]),
@@ -282,7 +282,7 @@ fn scores<S: Simd>(
             }
             v += if two { 2 } else { 1 };
         }
-        key += if lanes == 16 { 8 } else { 4 };
+        key += if width == 16 { 8 } else { 4 };
     }
 }
 
@@ -332,35 +332,35 @@ fn softmax<S: Simd>(
 ) {
     let none = s.splat_f32s(f32::NEG_INFINITY);
     let whole = counts[..rows].iter().all(|&c| c as usize == n);
-    let lanes = S::F32_LANES;
-    for at in (0..rows).step_by(lanes) {
-        let before = S::as_simd_f32s(&state.max[at..at + lanes]).0[0];
+    let width = S::F32_LANES;
+    for at in (0..rows).step_by(width) {
+        let before = S::as_simd_f32s(&state.max[at..at + width]).0[0];
         let mut max = before;
         if whole {
             for row in scores.chunks_exact(stride).take(n) {
-                let x = S::as_simd_f32s(&row[at..at + lanes]).0[0];
+                let x = S::as_simd_f32s(&row[at..at + width]).0[0];
                 max = s.select_f32s(s.greater_than_f32s(x, max), x, max);
             }
         } else {
-            let counts = S::as_simd_u32s(&counts[at..at + lanes]).0[0];
+            let counts = S::as_simd_u32s(&counts[at..at + width]).0[0];
             for (key, row) in scores.chunks_exact_mut(stride).take(n).enumerate() {
-                let x = &mut S::as_mut_simd_f32s(&mut row[at..at + lanes]).0[0];
+                let x = &mut S::as_mut_simd_f32s(&mut row[at..at + width]).0[0];
                 *x = s.select_f32s(s.less_than_u32s(s.splat_u32s(key as u32), counts), *x, none);
                 max = s.select_f32s(s.greater_than_f32s(*x, max), *x, max);
             }
         }
         let base = s.select_f32s(s.equal_f32s(max, none), s.splat_f32s(0.0), max);
-        let scale = exp_lanes(s, s.sub_f32s(before, base));
-        let sum = &mut S::as_mut_simd_f32s(&mut state.sum[at..at + lanes]).0[0];
+        let scale = exp_vector(s, s.sub_f32s(before, base));
+        let sum = &mut S::as_mut_simd_f32s(&mut state.sum[at..at + width]).0[0];
         let mut total = s.mul_f32s(*sum, scale);
         for row in scores.chunks_exact_mut(stride).take(n) {
-            let x = &mut S::as_mut_simd_f32s(&mut row[at..at + lanes]).0[0];
-            *x = exp_lanes(s, s.sub_f32s(*x, base));
+            let x = &mut S::as_mut_simd_f32s(&mut row[at..at + width]).0[0];
+            *x = exp_vector(s, s.sub_f32s(*x, base));
             total = s.add_f32s(total, *x);
         }
         *sum = total;
-        S::as_mut_simd_f32s(&mut state.max[at..at + lanes]).0[0] = max;
-        S::as_mut_simd_f32s(&mut factor[at..at + lanes]).0[0] = scale;
+        S::as_mut_simd_f32s(&mut state.max[at..at + width]).0[0] = max;
+        S::as_mut_simd_f32s(&mut factor[at..at + width]).0[0] = scale;
     }
 }
 
@@ -408,14 +408,14 @@ impl Weights<'_> {
     /// All columns of `R` rows, four vectors at a time, then one.
     #[inline(always)]
     fn columns<S: Simd, const R: usize>(&self, s: S, v: &[&[f32]; BLOCK], r: usize, padded: usize, acc: &mut [f32]) {
-        let (lanes, mut at) = (S::F32_LANES, 0);
-        while at + 4 * lanes <= padded {
+        let (width, mut at) = (S::F32_LANES, 0);
+        while at + 4 * width <= padded {
             self.chain::<S, R, 4>(s, v, r, at, padded, acc);
-            at += 4 * lanes;
+            at += 4 * width;
         }
         while at < padded {
             self.chain::<S, R, 1>(s, v, r, at, padded, acc);
-            at += lanes;
+            at += width;
         }
     }
 

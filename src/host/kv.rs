@@ -1,7 +1,7 @@
 //! The KV cache as the kernels see it, and the two kernels that write it.
 //!
 //! One tensor [layers, 2, slots, kv_heads, head_dim] holds all layers, keys before values. A slot is
-//! `page * page_size + offset`; slot 0 is in the sink page, where dead lanes write.
+//! `page * page_size + offset`; slot 0 is in the sink page, where dead queries write.
 
 use std::ops::Range;
 

@@ -21,7 +21,7 @@
 use half::{bf16, f16};
 use pulp::{Simd, WithSimd};
 
-use super::act::{silu, silu_lanes};
+use super::act::{silu, silu_vector};
 use super::linear_memory::Memory;
 use super::linear_tile::{
     Bf16Line, F32Line, Line, PANEL, max_rows, panel_times_tile, row_tiles, two_panels_times_tile,
@@ -518,7 +518,7 @@ fn finish_gated<S: Simd>(s: S, w: &PackedLinear, p: usize, i: usize, acc: &mut [
     }
     let (gate, up) = (S::as_mut_simd_f32s(gate).0, S::as_simd_f32s(up).0);
     for (g, &u) in gate.iter_mut().zip(up) {
-        *g = s.mul_f32s(silu_lanes(s, *g), u);
+        *g = s.mul_f32s(silu_vector(s, *g), u);
     }
     out.copy_from_slice(&acc[..out.len()]);
 }

@@ -14,7 +14,7 @@ pub(crate) trait Line: bytemuck::Pod + Send + Sync {
     fn set(&mut self, c: usize, w: f32);
     /// The weight of column `c < 32`.
     fn get(&self, c: usize) -> f32;
-    /// Vector `v < 16 / lanes` of the low and of the high half.
+    /// Vector `v < 16 / width` of the low and of the high half.
     fn load<S: Simd>(&self, simd: S, v: usize) -> [S::f32s; 2];
 }
 
@@ -61,7 +61,7 @@ impl Line for F32Line {
 
 /// Most rows of x that one tile takes with this machine's registers.
 pub(crate) fn max_rows() -> usize {
-    if simd::lanes() == 16 { 8 } else { 6 }
+    if simd::width() == 16 { 8 } else { 6 }
 }
 
 /// Sizes of the row tiles for `m` rows: as equal as can be, each at most [`max_rows`].
@@ -138,8 +138,8 @@ fn fixed<S: Simd, L: Line, const R: usize>(s: S, panel: &[L], x: &[f32], out: &m
             chain::<S, L, R, 1>(s, panel, x, 0, out);
             chain::<S, L, R, 1>(s, panel, x, 1, out);
         }
-        lanes => {
-            for v in 0..16 / lanes {
+        width => {
+            for v in 0..16 / width {
                 chain::<S, L, R, 1>(s, panel, x, v, out);
             }
         }

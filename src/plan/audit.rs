@@ -1,4 +1,4 @@
-//! The full check of a plan: from its arrays, the page tables and the geometry alone, lane by lane. It shares no code
+//! The full check of a plan: from its arrays, the page tables and the geometry alone, query by query. It shares no code
 //! with the phases that write plans, so that each finds the other's faults.
 
 use crate::error::{Error, Result, in_range, same_length};
@@ -18,7 +18,7 @@ struct Request<'a> {
     end: usize,
 }
 
-/// Check every array, lane and page of `plan`.
+/// Check every array, query and page of `plan`.
 pub(super) fn check(plan: &Plan, tables: &Tables<'_>, geometry: &Geometry) -> Result<()> {
     sizes(plan, tables, geometry)?;
     let mut rows = Vec::with_capacity(plan.live_batch);
@@ -28,13 +28,13 @@ pub(super) fn check(plan: &Plan, tables: &Tables<'_>, geometry: &Geometry) -> Re
         if i < plan.live_batch {
             rows.push(plan.rows()[i]);
             for q in request.first..request.end {
-                lane(plan, tables, geometry, &request, q)?;
+                query(plan, tables, geometry, &request, q)?;
                 written.push(plan.out_slots()[q]);
             }
         }
     }
     for q in plan.live_queries()..plan.queries() {
-        dead(plan, q, plan.live_batch, "a padded lane")?;
+        dead(plan, q, plan.live_batch, "a padded query")?;
     }
     written.retain(|&slot| slot != 0);
     twice(&mut written, "slot written", "write slots are disjoint over the batch")?;
@@ -99,16 +99,16 @@ fn request<'a>(plan: &Plan, tables: &Tables<'a>, i: usize) -> Result<Request<'a>
 }
 
 /// Query `q`: where it writes, what it attends to, where it stands.
-fn lane(plan: &Plan, tables: &Tables<'_>, geometry: &Geometry, r: &Request<'_>, q: usize) -> Result<()> {
+fn query(plan: &Plan, tables: &Tables<'_>, geometry: &Geometry, r: &Request<'_>, q: usize) -> Result<()> {
     let (shape, j) = (geometry.shape(), (q - r.first) as u32);
     let w = plan.mask_words as usize;
     let mask = &plan.mask()[q * w..(q + 1) * w];
     let bits = set_bits(mask);
     if plan.out_slots()[q] == 0 {
-        // Only a draft step behind the context wall has dead lanes in a live request, and then all of them.
+        // Only a draft step behind the context wall has dead queries in a live request, and then all of them.
         return match plan.phase {
-            Phase::Draft { .. } if r.prefix == 0 => dead(plan, q, r.index, "a lane that writes to the sink"),
-            _ => Err(outside(r, "lanes that write to the sink", q as i64, q as i64)),
+            Phase::Draft { .. } if r.prefix == 0 => dead(plan, q, r.index, "a query that writes to the sink"),
+            _ => Err(outside(r, "queries that write to the sink", q as i64, q as i64)),
         };
     }
     let pos = match plan.phase {
@@ -177,7 +177,7 @@ fn set_bits(mask: &[u64]) -> impl Iterator<Item = u32> {
     })
 }
 
-/// A dead lane has its stated values.
+/// A dead query has its stated values.
 fn dead(plan: &Plan, q: usize, request: usize, which: &str) -> Result<()> {
     let w = plan.mask_words as usize;
     let (pos, slot) = (plan.positions()[q], plan.out_slots()[q]);
@@ -186,19 +186,19 @@ fn dead(plan: &Plan, q: usize, request: usize, which: &str) -> Result<()> {
         return Ok(());
     }
     Err(Error::Invalid {
-        what: "dead lane",
+        what: "dead query",
         got: format!("request {request}, query {q}: position {pos}, slot {slot}, mask {mask:x?}"),
         why: format!("{which} has position 0, slot 0, mask 0"),
     })
 }
 
-/// Read the dead lanes of a padded plan back from the arrays, as the kernel would: they attend to nothing.
+/// Read the dead queries of a padded plan back from the arrays, as the kernel would: they attend to nothing.
 ///
-/// Always on where a plan is padded: what an earlier round left in a lane that nobody wrote is a read of pages that may be
+/// Always on where a plan is padded: what an earlier round left where nobody wrote a query is a read of pages that may be
 /// another request's by now (sglang pull request 23037).
 pub(super) fn check_padding<F: Format>(format: &F, plan: &Plan, geometry: &Geometry, arrays: &Arrays) -> Result<()> {
     let mut slots = Vec::new();
-    // Where a kernel finds queries by request, none may be left behind the last lane either.
+    // Where a kernel finds queries by request, none may be left behind the last live one either.
     let behind = usize::from(matches!(plan.phase, Phase::Extend | Phase::Verify));
     for q in plan.live_queries()..plan.queries() + behind {
         let found = match format.reads(plan, geometry, arrays, q, &mut slots) {
@@ -211,10 +211,10 @@ pub(super) fn check_padding<F: Format>(format: &F, plan: &Plan, geometry: &Geome
         };
         let (name, phase) = (format.name(), plan.phase);
         return Err(Error::Invalid {
-            what: "dead lane",
+            what: "dead query",
             got: format!("{name} {phase}: padded query {q} {found}"),
             why: format!(
-                "a padded lane attends to nothing; {} of {} requests and {} of {} queries are live",
+                "a padded query attends to nothing; {} of {} requests and {} of {} queries are live",
                 plan.live_batch,
                 plan.batch(),
                 plan.live_queries(),

@@ -8,7 +8,7 @@ use crate::pool::Tables;
 
 /// The arrays of a plan, as plain vectors: what [`Plan::from_parts`] takes and [`Plan::to_parts`] gives.
 ///
-/// Sizes: B requests (dead ones of a padded plan included), Q queries (dead lanes included).
+/// Sizes: B requests (dead ones of a padded plan included), Q queries (dead ones included).
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct PlanParts {
     /// `[B]` row of each request in the pool's page table; -1 for a dead request.
@@ -21,7 +21,7 @@ pub struct PlanParts {
     pub prefix_lens: Vec<i32>,
     /// `[Q]` RoPE position of each query.
     pub positions: Vec<i32>,
-    /// `[Q]` slot that takes each query's KV; 0 (the sink) for a dead lane.
+    /// `[Q]` slot that takes each query's KV; 0 (the sink) for a dead query.
     pub out_slots: Vec<i32>,
     /// `[Q * mask_words]` bits; bit `b` of a query's mask is bit `b % 64` of its word `b / 64`.
     pub mask: Vec<u64>,
@@ -124,7 +124,7 @@ impl Plan {
         self.live_batch
     }
 
-    /// Queries, dead lanes included.
+    /// Queries, dead ones included.
     pub fn queries(&self) -> usize {
         self.positions.get().len()
     }
@@ -134,7 +134,7 @@ impl Plan {
         self.qo_indptr.get().get(self.live_batch).map_or(0, |&q| q as usize)
     }
 
-    /// Whether it has dead requests or lanes behind the live ones.
+    /// Whether it has dead requests or queries behind the live ones.
     pub fn is_padded(&self) -> bool {
         self.batch() > self.live_batch || self.queries() > self.live_queries()
     }
@@ -173,17 +173,17 @@ impl Plan {
         self.prefix_lens.get()
     }
 
-    /// `[queries]` RoPE positions; 0 for a dead lane.
+    /// `[queries]` RoPE positions; 0 for a dead query.
     pub fn positions(&self) -> &[i32] {
         self.positions.get()
     }
 
-    /// `[queries]` slot that takes each query's KV; 0 (the sink) for a dead lane.
+    /// `[queries]` slot that takes each query's KV; 0 (the sink) for a dead query.
     pub fn out_slots(&self) -> &[i32] {
         self.out_slots.get()
     }
 
-    /// `[queries * mask_words]` ancestor bits; 0 for a dead lane, which attends to nothing.
+    /// `[queries * mask_words]` ancestor bits; 0 for a dead query, which attends to nothing.
     pub fn mask(&self) -> &[u64] {
         self.mask.get()
     }
@@ -227,7 +227,7 @@ impl Plan {
         Ok(cols)
     }
 
-    /// The first array with a lane that holds the debug poison, and its index.
+    /// The first array with an element that holds the debug poison, and its index.
     pub(crate) fn first_poison(&self) -> Option<(&'static str, usize)> {
         let named = [
             ("rows", self.rows.first_poison()),

@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result};
 
-/// A value that no writer produces: what a debug run fills buffers with, so that a lane nobody wrote is seen.
+/// A value that no writer produces: what a debug run fills buffers with, so that an element nobody wrote is seen.
 pub trait Poison: Copy + Default + PartialEq {
     /// The value.
     const POISON: Self;

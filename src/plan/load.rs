@@ -185,7 +185,7 @@ fn check(geometry: &Geometry, phase: Phase, requests: u64) -> Result<()> {
     Ok(())
 }
 
-/// The bits of each query's mask, put together over all queries; a dead lane has none.
+/// The bits of each query's mask, put together over all queries; a dead query has none.
 fn ancestors(plan: &Plan, fold: impl Fn(u64, u64) -> u64) -> u64 {
     let words = (plan.mask_words() as usize).max(1);
     dispatch(

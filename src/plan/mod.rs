@@ -38,7 +38,7 @@
 //! allocated; mask bits stay inside the region (draft: slots that earlier steps wrote, and the query's own; verify:
 //! true ancestors by construction, parents before children); RoPE positions are below `max_context_len`. These cost
 //! O(1) a row beside the writing itself, because they rest on what the pool guarantees of a row. A debug planner
-//! ([`Planner::set_debug`]) and [`AuditedPlan::audit`] check every lane and every page from the arrays alone.
+//! ([`Planner::set_debug`]) and [`AuditedPlan::audit`] check every query and every page from the arrays alone.
 //!
 //! A plan remembers its pool and its rows' versions; [`Plan::check_rows`] refuses it over another pool, and once a row's
 //! pages have changed.
@@ -46,8 +46,8 @@
 //! ## Padding
 //!
 //! A plan padded to a [`Bucket`] states each dead value: dead requests have row -1, version 0, prefix 0 and no
-//! queries; dead lanes have position 0, slot 0 (the sink) and mask 0, so they attend to nothing. Live and dead lanes
-//! are written in every round, and a debug planner poisons everything first, so that a lane nobody wrote is seen.
+//! queries; dead ones have position 0, slot 0 (the sink) and mask 0, so they attend to nothing. Live and dead queries
+//! are written in every round, and a debug planner poisons everything first, so that an element nobody wrote is seen.
 //!
 //! ```
 //! use specrs::geometry::{Geometry, Layout, Limits, TreeShape};

@@ -3,7 +3,7 @@
 //! Place in the flow: sizes come from [`geometry`](crate::geometry); [`plan`](crate::plan) reads the page table
 //! through [`Pool::with_tables`]; the engine holds [`SeqId`]s and [`Lease`]s. Nothing here touches KV bytes.
 //!
-//! A **page** holds the KV of `page_size` tokens in every layer. Page 0 is the sink: padded lanes write there, no
+//! A **page** holds the KV of `page_size` tokens in every layer. Page 0 is the sink: padded queries write there, no
 //! sequence ever owns it. A **sequence** is a row of one page table, `max_seqs x row_pages` of `i32`; position `pos`
 //! of a row lives in slot `table[row][pos / P] * P + pos % P`. Its first `committed` positions are valid; what is
 //! behind them is speculative and exists only under a **lease**:

@@ -7,10 +7,10 @@
 //! Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011 (Random123).
 //!
 //! ```
-//! use specrs::round::philox::{Purpose, uniform};
-//! let u = uniform(7, 100, Purpose::TARGET);
-//! assert!((0.0..1.0).contains(&u));
-//! assert_eq!(u, uniform(7, 100, Purpose::TARGET));
+//! use specrs::round::philox::{Purpose, uniform53};
+//! let u = uniform53(7, 100, Purpose::TARGET);
+//! assert!(u < 1 << 53);
+//! assert_eq!(u, uniform53(7, 100, Purpose::TARGET));
 //! ```
 
 /// The use of a random number: numbers of different purposes at one position are independent.
@@ -49,11 +49,6 @@ pub fn uniform53(seed: u64, position: u32, purpose: Purpose) -> u64 {
     (u64::from(w0) << 32 | u64::from(w1)) >> 11
 }
 
-/// [`uniform53`] as a number in `[0, 1)`, exactly `uniform53 * 2^-53`.
-pub fn uniform(seed: u64, position: u32, purpose: Purpose) -> f64 {
-    uniform53(seed, position, purpose) as f64 * (-53f64).exp2()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -82,7 +77,7 @@ mod tests {
         assert_ne!(base, uniform53(1 << 32, 2, Purpose::TARGET));
         assert_ne!(base, uniform53(1, 3, Purpose::TARGET));
         assert_ne!(base, uniform53(1, 2, Purpose(1)));
-        assert!(uniform(u64::MAX, u32::MAX, Purpose::TARGET) < 1.0);
+        assert!(uniform53(u64::MAX, u32::MAX, Purpose::TARGET) < 1 << 53);
     }
 
     #[test]
@@ -90,7 +85,7 @@ mod tests {
         let n = 200_000;
         let (mut sum, mut squares) = (0.0, 0.0);
         for p in 0..n {
-            let u = uniform(42, p, Purpose::TARGET);
+            let u = uniform53(42, p, Purpose::TARGET) as f64 * (-53f64).exp2();
             sum += u;
             squares += u * u;
         }

@@ -1,4 +1,4 @@
-//! `certify` over many configurations, the one of the specification's command line among them.
+//! `certify` over many configurations, a production one among them whose figures are worked by hand.
 
 use specrs::geometry::{Layout, Limits, TreeShape};
 use specrs::plan::certify;
@@ -29,7 +29,7 @@ fn every_residue_of_small_configurations() {
 
 /// topk 8, steps 5, draft tokens 64, page 64, batch 64, context 131072.
 #[test]
-fn the_command_line_of_the_specification() {
+fn a_context_of_131072() {
     let c = certify(limits(64, 131_072, 64), TreeShape::new(8, 5, 64).unwrap(), &[]).unwrap();
     assert!(c.holds(), "{:?}", c.failures);
     let holey = c.layouts.iter().find(|l| l.layout == Layout::Holey).unwrap();
@@ -47,7 +47,7 @@ fn the_command_line_of_the_specification() {
     assert_eq!(bytes("draft", "mask"), (512, 4096)); // 40 bits: one word
     assert_eq!(bytes("verify", "mask"), (4096, 32_768));
     assert_eq!(bytes("commit", "move sources"), (64 * 5, 1280));
-    // The figure of the specification, 1.3 GB, plus the steps behind the context: 5 * 64 * 8 * (131072 + 5) * 4.
+    // 1.3 GB, plus the steps behind the context: 5 * 64 * 8 * (131072 + 5) * 4.
     assert_eq!(c.per_branch.bytes, 1_342_228_480);
     assert!(c.per_branch_fits);
     assert!(c.native_bytes() < 1_000_000, "{}", c.native_bytes());

@@ -74,9 +74,9 @@ fn batches_of_equal_requests_are_multiples() {
     }
 }
 
-/// The configuration of the specification: topk 8, steps 5, draft tokens 64, page 64, batch 64, context 131072.
+/// A production configuration: topk 8, steps 5, draft tokens 64, page 64, batch 64, context 131072.
 #[test]
-fn the_specification_s_configuration_side_by_side() {
+fn a_context_of_131072_side_by_side() {
     let c = certify(limits(64, 131_072, 64), shape(8, 5, 64), &ALL).unwrap();
     assert!(c.holds(), "{:?}", c.formats.iter().flat_map(|f| &f.layouts).flat_map(|l| &l.failures).next());
     let native = layout(of(&c, "native"), Layout::Dense);

@@ -1,4 +1,4 @@
-//! 23037: dead lanes of a static buffer that keep what the last replay wrote. (The second half, outputs that are held
+//! 23037: dead queries of a static buffer that keep what the last replay wrote. (The second half, outputs that are held
 //! across replays, is a matter of the Python views: `tests/python/faults/test_faults.py`.)
 
 use specrs::Error;
@@ -89,9 +89,9 @@ fn the_guard_fires_and_nothing_around_it_changes() {
             _ => "flash_attention draft step 0: padded query 4 reads slot 0, the first of 4",
         };
         let want = Error::Invalid {
-            what: "dead lane",
+            what: "dead query",
             got: found.into(),
-            why: "a padded lane attends to nothing; 2 of 3 requests and 4 of 6 queries are live".into(),
+            why: "a padded query attends to nothing; 2 of 3 requests and 4 of 6 queries are live".into(),
         };
         assert_eq!(got, Err(want));
         assert_eq!(snapshot(&case.pool, &case.seqs), before);
@@ -99,7 +99,7 @@ fn the_guard_fires_and_nothing_around_it_changes() {
     }
 }
 
-/// Of a verification whose requests share the queries out: a dead request with queries behind the last lane is seen too.
+/// A verification's requests share the queries out: a dead request with queries behind the last live one is seen too.
 #[test]
 fn stale_requests_behind_the_last_query() {
     for (reverts, fires) in [(REVERTED, true), (Reverts::NONE, false)] {

@@ -36,7 +36,7 @@ fn refused(c: Config, lens: &[u32], format: AnyFormat, reverts: Reverts) -> usiz
                 Ok(()) => {}
                 Err(e) => {
                     let known = matches!(e, Error::Capacity { .. } | Error::OutOfBounds { .. })
-                        || matches!(e, Error::Invalid { what: "dead lane", .. });
+                        || matches!(e, Error::Invalid { what: "dead query", .. });
                     assert!(known, "{reverts}: {e}");
                     refused += 1;
                 }

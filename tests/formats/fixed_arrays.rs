@@ -22,7 +22,7 @@ fn fixed(format: AnyFormat, g: &Geometry, wider: u64) -> (Arrays, Vec<Option<Ext
     for phase in phases(g) {
         let limit = Load::limit(g, phase, MAX_BATCH).unwrap();
         for (at, extent) in format.extents(g, &limit).unwrap() {
-            // Room for dead requests and lanes beyond the largest batch.
+            // Room for dead requests and queries beyond the largest batch.
             extents[at] = Some(match (extents[at], extent) {
                 (Some(Extent::Line(a)), Extent::Line(b)) => Extent::Line(a.max(b + 8)),
                 (Some(Extent::Table { rows: a, cols: c }), Extent::Table { rows, cols }) => {

@@ -14,7 +14,7 @@ fn draft(case: &Case, planner: &mut Planner<FlashAttention>, step: u32, mask: Dr
     case.pool.with_tables(|t| planner.draft(&t, &batch, step, mask)).unwrap().unwrap()
 }
 
-/// L = 7, P = 4, K = 3, S = 6, the worked case of the specification: base 4, r = 3, three pages a branch; branches
+/// L = 7, P = 4, K = 3, S = 6, the worked case of `geometry`: base 4, r = 3, three pages a branch; branches
 /// start at row positions 7, 19 and 31, on columns 1, 4 and 7.
 #[test]
 fn draft_of_the_worked_case() {

@@ -1,5 +1,5 @@
 //! The `flash_attention` format over random geometries, layouts, batches and phases, against a kernel written here, which
-//! reads nothing but the arrays, and the specification's row positions.
+//! reads nothing but the arrays, and the row positions that each query attends to.
 
 use std::collections::HashSet;
 
@@ -28,7 +28,7 @@ fn kernel(arrays: &Got, q: usize, page: i32, expand_page: Option<i32>) -> Vec<i3
 
 const MAX_BATCH: u32 = 5;
 
-/// Row positions that query q of request i reads, by the specification.
+/// Row positions that query q of request i reads.
 type Want = Vec<Vec<Vec<u32>>>;
 
 /// Check what a plan's arrays make the kernel read, and their form. `wants[i][j]`: query j of request i.

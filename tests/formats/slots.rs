@@ -1,5 +1,4 @@
-//! The slot-list formats, `flashinfer` and `triton`: tables worked by hand, and every phase of random batches against a
-//! plain reference written from the specification.
+//! The slot-list formats, `flashinfer` and `triton`: tables worked by hand.
 
 use crate::common::plan::geometry;
 use specrs::geometry::{Geometry, Layout};

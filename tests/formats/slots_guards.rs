@@ -1,5 +1,5 @@
-//! What the slot-list formats refuse, and what sees a wrong element: the closed forms of section 4 of the specification,
-//! the context wall, and the debug audit, which reads arrays back as a kernel would.
+//! What the slot-list formats refuse, and what sees a wrong element: the closed forms of their sizes, the context wall,
+//! and the debug audit, which reads arrays back as a kernel would.
 
 use crate::common::plan::{Batch as Case, geometry};
 use specrs::Error;
@@ -13,7 +13,7 @@ use specrs::pool::Tables;
 /// Draft step t: entry z = i*K + b of `kv_indptr` is `K * sum_{j<i} (L_j + t + 1) + b * (L_i + t + 1)`, and what is used
 /// `K * sum(L) + B*K*(t + 1)`; verify with full trees: `qo_indptr[i] = i*V`, `kv_indptr` over L_i + V.
 #[test]
-fn closed_forms_of_the_specification() {
+fn closed_forms() {
     // 96 draft slots are more than one word of a mask.
     let (small, large) = ((3u32, 4u32), (8, 12));
     for (layout, p, (k, s)) in [
@@ -178,7 +178,7 @@ fn every_element_is_seen<F: Lower + Clone>(inner: F) {
         let whole = Broken { inner: inner.clone(), name: "none", at: 0, add: 0 };
         for (name, n) in run(whole, phase).unwrap() {
             for at in 0..n {
-                // Nobody reads the slots of dead lanes, nor the bits behind the last row of a packed mask.
+                // Nobody reads the slots of dead queries, nor the bits behind the last row of a packed mask.
                 if name == "extend_slots" && at >= if phase == Phase::Extend { 4 } else { 6 } {
                     continue;
                 }

@@ -1,5 +1,5 @@
-//! The slot-list formats over random geometries, layouts, batches and phases, against a plain reference written from the
-//! specification: which row positions each query attends to, in which order, and what follows for every array.
+//! The slot-list formats over random geometries, layouts, batches and phases, against a plain reference: which row
+//! positions each query attends to, in which order, and what follows for every array.
 
 use std::collections::HashSet;
 

@@ -1,4 +1,4 @@
-//! Sizes and layouts against worked cases and against the specification's formulas, written again here in `i64`.
+//! Sizes and layouts against worked cases and against their formulas, written again here in `i64`.
 
 use proptest::prelude::*;
 use specrs::bounds::{MAX_BATCH, MAX_CONTEXT_LEN, PageSize};
@@ -9,7 +9,7 @@ fn geometry(k: u32, s: u32, v: u32, p: u32, batch: u32, context: u32, layout: La
     Geometry::new(Limits { max_batch: batch, max_context_len: context, page_size: p }, TreeShape::new(k, s, v)?, layout)
 }
 
-/// L = 7, P = 4, K = 3, S = 6 of the specification, section 2.
+/// L = 7, P = 4, K = 3, S = 6.
 #[test]
 fn the_worked_case() {
     let g = geometry(3, 6, 16, 4, 8, 2048, Layout::Holey).unwrap();
@@ -43,7 +43,7 @@ fn no_holes_without_a_remainder() {
 
 /// K = 1 or P = 1: holey is dense.
 #[test]
-fn layouts_coincide_where_the_specification_says() {
+fn layouts_coincide_without_branches_or_pages() {
     for (k, p) in [(1, 16), (4, 1)] {
         let holey = geometry(k, 4, 4, p, 2, 100, Layout::Holey).unwrap();
         assert_eq!(holey, geometry(k, 4, 4, p, 2, 100, Layout::Dense).unwrap());
@@ -55,7 +55,7 @@ fn up(n: i64, p: i64) -> i64 {
     (n + p - 1) / p * p
 }
 
-/// Every residue of every page size up to 64, K and S up to 6: the formulas of sections 2 and 3.
+/// Every residue of every page size up to 64, K and S up to 6: regions, holes, sizes and widths.
 #[test]
 fn formulas_over_every_residue() {
     for p in [1i64, 2, 4, 8, 16, 32, 64] {

@@ -88,7 +88,7 @@ proptest! {
                 batch.extend(&world, row, prefix, count);
             }
         }
-        // Two dead lanes.
+        // Two dead queries.
         batch.positions.extend([0, 0]);
         batch.out_slots.extend([0, 0]);
         batch.mask.extend(vec![u64::MAX; 2 * batch.mask_words]);
@@ -268,7 +268,7 @@ fn indices_out_of_bounds_are_named_and_nothing_is_written() {
     b.mask.extend([1, 2, 1]);
     b.close(0, 15);
     refused(&world, &b, "page table row", 0, 4, 4);
-    // A row that only lanes without keys name is checked too.
+    // A row that only queries without keys name is checked too.
     let mut b = Batch::new(1);
     b.positions.extend([0; 3]);
     b.out_slots.extend([0; 3]);

@@ -229,7 +229,7 @@ fn positions_beyond_the_allocation_or_the_context() {
         ))),
         "verify: index 64 into context is outside 0..64 (request 0, step -1)"
     );
-    // A draft step behind the wall has dead lanes; a length behind it is an error.
+    // A draft step behind the wall has dead queries; a length behind it is an error.
     let plan = w.pool.with_tables(|t| planner.draft(&t, &batch, 2, DraftMask::Lane)).unwrap().unwrap();
     assert_eq!(
         (plan.prefix_lens(), plan.out_slots(), plan.positions(), plan.mask()),

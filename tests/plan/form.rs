@@ -54,7 +54,7 @@ fn requests(
     case.lens.iter().enumerate().map(request).collect()
 }
 
-/// The arrays of the plan, dead lanes included.
+/// The arrays of the plan, dead queries included.
 fn parts(case: &Case, s: Step, requests: &[Request], bucket: Bucket) -> PlanParts {
     let mut p = PlanParts { qo_indptr: vec![0], mask_words: form::mask_words(s), ..PlanParts::default() };
     for (i, r) in requests.iter().enumerate() {

@@ -1,5 +1,5 @@
 //! A format that the crate does not have, to show that formats add nothing to the phases: FlashInfer-style per-branch
-//! indices of a draft step, checked against the closed form of section 4 of the specification.
+//! indices of a draft step, checked against the closed form.
 
 use crate::common::plan::{Batch as Case, geometry};
 use specrs::error::{Error, Result};

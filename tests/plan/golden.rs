@@ -123,7 +123,7 @@ fn commit_moves_what_is_out_of_place() {
     assert_eq!(commit.moves().dst(), [c.slot(0, 9), c.slot(0, 10)]);
 }
 
-/// The worked case of the specification: L = 7, P = 4, K = 3, S = 6: positions 4..6 go to 16..18 and 28..30.
+/// The worked case of `geometry`: L = 7, P = 4, K = 3, S = 6: positions 4..6 go to 16..18 and 28..30.
 #[test]
 fn tail_copies_of_the_worked_case() {
     let g = geometry(3, 6, 16, 4, 4, 64, Layout::Holey);
@@ -146,7 +146,7 @@ fn padding_states_every_dead_lane() {
     let bucket = Bucket { batch: 4, queries: 9 };
     let batch = Batch::new(&c.seqs, Lens::Host(&c.lens)).padded(bucket);
     for round in 0..2 {
-        // The second round reuses the buffers of the first, which held more live lanes.
+        // The second round reuses the buffers of the first, which held more live queries.
         let trees = if round == 0 {
             Trees { sizes: &[3, 5], parents: &[-1, 0, 1, -1, 0, 1, 2, 3] }
         } else {

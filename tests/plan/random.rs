@@ -1,5 +1,5 @@
-//! Plans over random geometries and batches against a plain reference written from the specification, and the moves
-//! of a commit run on a model of the KV.
+//! Plans over random geometries and batches against a plain reference that uses sets of row positions, and the moves of
+//! a commit run on a model of the KV.
 
 use std::collections::{BTreeSet, HashSet};
 

@@ -50,7 +50,7 @@ class Step:
         page_size: P, tokens per page of the pool; slot s is position ``s % P`` of page ``s // P``.
         expand_page_size: of format ``"flash_attention"`` where a second pass expands the queries' own keys: tokens per
             page of its table, P or 1 (the pool viewed by slot); ``None`` where there is no second pass.
-        queries: Q, rows of q, dead lanes of a padded plan included; a row that no array names gives 0.
+        queries: Q, rows of q, dead ones of a padded plan included; a row that no array names gives 0.
         arrays: the format's arrays by name, as `Plan.arrays` gives them: CPU tensors in the plan's memory, to be read.
     """
 

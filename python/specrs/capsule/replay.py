@@ -159,7 +159,7 @@ class _Replay:
         bits = torch.tensor([_words(b, words) for b in step.ancestors], dtype=torch.int64).view(-1, words)
         pad = (self.padded, self.padded * k)
         queries = self.names.draft_queries(t, pad[1])
-        lanes = np.arange(pad[1])
+        numbers = np.arange(pad[1])
         requests = list(range(len(c.rows)))
         lane = [sum(1 << (b * c.shape.steps + s) for s in range(t + 1)) for b in range(k)] * len(requests)
         seen = [self.names.draft_slots(m) for m in (lane if self.mode == "lane" else step.ancestors)]
@@ -167,7 +167,7 @@ class _Replay:
         self._pass(
             "draft", t, queries, who,
             lambda out: self.planner.draft(self.seqs, self.lens, t, bits, self.mode, out=out, pad=pad),
-            _DRAFT, (_STEP, t, lanes // k, lanes % k), self.as_recorded,
+            _DRAFT, (_STEP, t, numbers // k, numbers % k), self.as_recorded,
         )  # fmt: skip
 
     def _verify(self, trees: core.TreeBatch) -> None:

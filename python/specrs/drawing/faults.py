@@ -128,7 +128,7 @@ def _stale_padding() -> Story:
             Strip("replay 1, kv_indices: slots of both requests", _numbers(slots), 2),
             Strip("replay 2, kv_indptr, padding written: the dead list is empty", _numbers(padded)),
             Strip("replay 2, kv_indptr, padding left as it was: the dead list is 2..4", left),
-            Strip("what the dead lane then reads: slots that are the second request's no more", kept, 2),
+            Strip("what the dead query then reads: slots that are the second request's no more", kept, 2),
         ],
     )  # fmt: skip
 

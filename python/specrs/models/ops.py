@@ -32,8 +32,8 @@ def new_cache(
     """Zeroed memory for `num_pages` pages, the sink included, of `page_size` tokens.
 
     Its tensor is [layers, 2, num_slots, kv_heads, head_dim], keys at index 0 and values at 1. Slot s is position
-    s % page_size of page s // page_size; page 0 is the sink of padded lanes. ConfigError: dtype not f32 or bf16, or no
-    memory for it.
+    s % page_size of page s // page_size; page 0 is the sink of padded queries. ConfigError: dtype not f32 or bf16, or
+    no memory for it.
     """
     if dtype not in KV_DTYPES:
         raise ConfigError(f"KV dtype = {dtype}: must be torch.float32 or torch.bfloat16")

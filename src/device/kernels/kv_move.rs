@@ -43,7 +43,7 @@ impl KvMove {
     /// every plane of the cache. Equal to executing a request's moves one by one, whatever their overlap; requests run
     /// concurrently, so one's destinations must not be slots of another's moves (pages that are written have one owner).
     ///
-    /// Lanes whose destination is slot 0 are padding. A slot outside the cache skips its move, offsets outside the arrays
+    /// Moves whose destination is slot 0 are padding. A slot outside the cache skips its move, offsets outside the arrays
     /// skip their request; either is recorded for [`Device::check`](crate::device::Device::check). Launches once, or not
     /// at all for an empty batch. Can be captured: a replay reads the arrays' contents of that time.
     pub fn launch(&self, stream: Stream, cache: &KvCacheView, moves: &MovesView) -> Result<()> {

@@ -8,8 +8,8 @@ use crate::simd::dispatch;
 
 /// Elements of a chunk.
 pub(crate) const CHUNK: usize = 128;
-/// Vector lanes that the loops below are written for; the compiler maps them to what the machine has.
-const LANES: usize = 16;
+/// Vector elements that the loops below are written for; the compiler maps them to what the machine has.
+const WIDTH: usize = 16;
 
 /// Why a row cannot be sampled from.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -29,11 +29,11 @@ impl RowFault {
 /// Maximum of a chunk, and whether it holds a NaN (which the maximum ignores).
 #[inline(always)]
 fn max_and_nan(chunk: &[f32]) -> (f32, bool) {
-    let (blocks, tail) = chunk.as_chunks::<LANES>();
-    let mut max = [f32::NEG_INFINITY; LANES];
-    let mut nan = [0u32; LANES]; // as wide as the floats, so that both loops vectorise together
+    let (blocks, tail) = chunk.as_chunks::<WIDTH>();
+    let mut max = [f32::NEG_INFINITY; WIDTH];
+    let mut nan = [0u32; WIDTH]; // as wide as the floats, so that both loops vectorise together
     for block in blocks {
-        for l in 0..LANES {
+        for l in 0..WIDTH {
             let x = block[l];
             max[l] = if x > max[l] { x } else { max[l] };
             nan[l] |= u32::from(x.is_nan());
@@ -87,7 +87,7 @@ pub(crate) fn argmax(row: &[f32]) -> Result<usize, RowFault> {
     let max = checked_max(row, max, nan)?;
     let block = &row[start..row.len().min(start + BLOCK)];
     // A comparison of whole vectors first: a search that may stop at each element does not vectorise.
-    let near = block.chunks(LANES).position(|b| b.iter().fold(false, |any, &x| any | (x == max))).unwrap_or(0) * LANES;
+    let near = block.chunks(WIDTH).position(|b| b.iter().fold(false, |any, &x| any | (x == max))).unwrap_or(0) * WIDTH;
     Ok(start + near + block[near..].iter().position(|&x| x == max).unwrap_or(0))
 }
 
@@ -142,15 +142,15 @@ pub(crate) fn weigh(softmax: Softmax, logits: impl ExactSizeIterator<Item = f32>
 /// Sum of the weights of a chunk.
 #[inline(always)]
 fn sum(softmax: Softmax, chunk: &[f32]) -> u64 {
-    let (blocks, tail) = chunk.as_chunks::<LANES>();
-    let mut acc = [0u64; LANES];
+    let (blocks, tail) = chunk.as_chunks::<WIDTH>();
+    let mut acc = [0u64; WIDTH];
     for block in blocks {
-        for l in 0..LANES {
+        for l in 0..WIDTH {
             acc[l] = acc[l].wrapping_add(softmax.rounded(block[l]));
         }
     }
     let total = acc.iter().fold(0u64, |a, &b| a.wrapping_add(b));
-    let base = ROUNDER.to_bits().wrapping_mul((blocks.len() * LANES) as u64);
+    let base = ROUNDER.to_bits().wrapping_mul((blocks.len() * WIDTH) as u64);
     tail.iter().fold(total.wrapping_sub(base), |a, &x| a + softmax.weight(x))
 }
 
@@ -198,10 +198,10 @@ pub(crate) fn gather(row: &[f32], chunk_max: &[f32], keep: impl Fn(f32) -> bool,
 
 #[inline(always)]
 fn gather_chunk(chunk: &[f32], start: usize, keep: impl Fn(f32) -> bool, keys: &mut Vec<u64>) {
-    for (b, block) in chunk.chunks(LANES).enumerate() {
+    for (b, block) in chunk.chunks(WIDTH).enumerate() {
         // Most blocks hold nothing: one vector comparison instead of a branch an element.
         if block.iter().fold(false, |any, &x| any | keep(x)) {
-            let start = start + b * LANES;
+            let start = start + b * WIDTH;
             keys.extend(block.iter().enumerate().filter(|&(_, &x)| keep(x)).map(|(i, &x)| rank_key(x, start + i)));
         }
     }

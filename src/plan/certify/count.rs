@@ -3,7 +3,7 @@
 use crate::error::Result;
 use crate::geometry::Geometry;
 use crate::plan::certify::lengths;
-use crate::plan::certify::proof::{At, Proof};
+use crate::plan::certify::proof::{FailureSite, Proof};
 use crate::plan::{Extent, Format, Lens, Load, Phase, phases};
 
 /// Every phase of `format` at every residue of the committed length and at the context wall: what one request and a full
@@ -17,7 +17,11 @@ pub(super) fn full_batches(proof: &mut Proof, format: &impl Format, g: &Geometry
     all.dedup();
     for phase in phases(g) {
         if let Err(error) = phase_of(proof, format, g, phase, &all) {
-            proof.error(format!("{} {}", format.name(), phase.name()), at(g, phase, context), &error);
+            proof.error(
+                format!("{} {}", format.name(), phase.name()),
+                FailureSite::behind(g, context).of_phase(phase),
+                &error,
+            );
         }
     }
 }
@@ -27,26 +31,27 @@ fn phase_of(proof: &mut Proof, format: &impl Format, g: &Geometry, phase: Phase,
     let limits = [1, b].map(|n| Load::limit(g, phase, n).and_then(|load| format.extents(g, &load)));
     let [one, full] = limits;
     let (one, full) = (one?, full?);
+    let site = |committed| FailureSite::behind(g, committed).of_phase(phase);
     let (mut alone, mut batches) = (Worst::new("one request"), Worst::new("a full batch"));
     for &committed in lens {
         let request = Load::of_lens(g, phase, &Lens::Host(&[committed]))?;
-        alone.compare(proof, at(g, phase, committed), &format.extents(g, &request)?, &one);
+        alone.compare(proof, site(committed), &format.extents(g, &request)?, &one);
         let batch = request.times(b as u64);
-        batches.compare(proof, at(g, phase, committed), &format.extents(g, &batch)?, &full);
+        batches.compare(proof, site(committed), &format.extents(g, &batch)?, &full);
     }
     alone.report(proof, format);
     batches.report(proof, format);
     // A batch counted request by request, and one whose lengths only the device knows.
     let longest = vec![context.saturating_sub(1); b as usize];
     let counted = Load::of_lens(g, phase, &Lens::Host(&longest))?;
-    fits(proof, format, at(g, phase, context - 1), "a batch at the wall", &format.extents(g, &counted)?, &full);
+    fits(proof, format, site(context - 1), "a batch at the wall", &format.extents(g, &counted)?, &full);
     let unknown = Load::of_lens(g, phase, &Lens::Device { batch: b, at_most: context })?;
     let sized = format.extents(g, &unknown)?;
-    fits(proof, format, at(g, phase, context), "a batch on the device", &sized, &full);
+    fits(proof, format, site(context), "a batch on the device", &sized, &full);
     fits(
         proof,
         format,
-        at(g, phase, context - 1),
+        site(context - 1),
         "a batch at the wall, sized on the device",
         &format.extents(g, &counted)?,
         &sized,
@@ -58,7 +63,7 @@ fn phase_of(proof: &mut Proof, format: &impl Format, g: &Geometry, phase: Phase,
 pub(super) fn fits(
     proof: &mut Proof,
     format: &impl Format,
-    at: At,
+    at: FailureSite,
     whose: &'static str,
     used: &[(usize, Extent)],
     have: &[(usize, Extent)],
@@ -77,7 +82,7 @@ struct Worst {
 struct Over {
     array: usize,
     what: &'static str,
-    at: At,
+    at: FailureSite,
     used: u64,
     have: u64,
 }
@@ -87,7 +92,7 @@ impl Worst {
         Self { whose, over: Vec::new() }
     }
 
-    fn compare(&mut self, proof: &mut Proof, at: At, used: &[(usize, Extent)], have: &[(usize, Extent)]) {
+    fn compare(&mut self, proof: &mut Proof, at: FailureSite, used: &[(usize, Extent)], have: &[(usize, Extent)]) {
         for &(array, used) in used {
             proof.placed += 1;
             let have = have.iter().find(|h| h.0 == array).map_or(Extent::Line(0), |h| h.1);
@@ -114,13 +119,4 @@ impl Worst {
             proof.fail(format!("{} {name} of {}, {what}", format.name(), self.whose), at, used, have);
         }
     }
-}
-
-/// Where a phase stands behind a prefix.
-pub(super) fn at(g: &Geometry, phase: Phase, committed: u32) -> At {
-    let step = match phase {
-        Phase::Draft { step } => step as i64,
-        _ => -1,
-    };
-    At { committed, residue: g.page().offset(committed), branch: -1, step }
 }

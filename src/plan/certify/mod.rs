@@ -4,7 +4,7 @@
 //!
 //! * **placements** ([`proof`]): the functions that the planner places by, for every residue `L mod P`, branch and step,
 //!   in both layouts, each position looked up in a bitmap of the row;
-//! * **rounds** ([`rounds`]): the planner on a real pool, in debug mode, so that every lane of every plan is audited;
+//! * **rounds** ([`rounds`]): the planner on a real pool, in debug mode, so that every query of every plan is audited;
 //! * **counting** ([`count`]): a format's own arithmetic, by which it sizes what it writes, on full batches at every
 //!   residue and at the context wall, against the capacities that it states;
 //! * **writing** ([`written`]): the format's arrays of representative rows, poisoned before, and read back as its kernel

@@ -5,6 +5,7 @@ use std::fmt;
 
 use crate::error::{Error, Result};
 use crate::geometry::{DraftRegion, Geometry, Layout};
+use crate::plan::Phase;
 
 /// A position, size or write that breaks its limit.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -82,25 +83,40 @@ impl Default for Proof {
 
 /// Where a failure is.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct At {
+pub(super) struct FailureSite {
     pub(super) committed: u32,
     pub(super) residue: u32,
     pub(super) branch: i64,
     pub(super) step: i64,
 }
 
+impl FailureSite {
+    /// Behind `committed` tokens, in no branch and no step.
+    pub(super) fn behind(geometry: &Geometry, committed: u32) -> Self {
+        Self { committed, residue: geometry.page().offset(committed), branch: -1, step: -1 }
+    }
+
+    /// The draft step of `phase`, if it is one.
+    pub(super) fn of_phase(self, phase: Phase) -> Self {
+        match phase {
+            Phase::Draft { step } => Self { step: step as i64, ..self },
+            _ => self,
+        }
+    }
+}
+
 impl Proof {
-    pub(super) fn fail(&mut self, what: impl Into<String>, at: At, got: u64, limit: u64) {
+    pub(super) fn fail(&mut self, what: impl Into<String>, at: FailureSite, got: u64, limit: u64) {
         self.failed += 1;
         if self.failures.len() < MAX_FAILURES {
-            let At { committed, residue, branch, step } = at;
+            let FailureSite { committed, residue, branch, step } = at;
             let layout = self.layout;
             self.failures.push(Failure { what: what.into(), layout, committed, residue, branch, step, got, limit });
         }
     }
 
     /// An error of the code under proof, with its operands where it has them.
-    pub(super) fn error(&mut self, what: impl Into<String>, at: At, error: &Error) {
+    pub(super) fn error(&mut self, what: impl Into<String>, at: FailureSite, error: &Error) {
         let (got, limit) = match *error {
             Error::Capacity { need, have, .. } => (need, have),
             Error::OutOfBounds { index, bound, .. } => (index.max(0) as u64, bound.max(0) as u64),
@@ -110,14 +126,14 @@ impl Proof {
     }
 
     /// `got <= limit`.
-    pub(super) fn at_most(&mut self, what: &'static str, at: At, got: u64, limit: u64) {
+    pub(super) fn at_most(&mut self, what: &'static str, at: FailureSite, got: u64, limit: u64) {
         if got > limit {
             self.fail(what, at, got, limit);
         }
     }
 
     /// Take position `pos` for one write: in bounds, behind the prefix, and free.
-    fn take(&mut self, what: &'static str, at: At, pos: u64, base: u64, capacity: Capacity) {
+    fn take(&mut self, what: &'static str, at: FailureSite, pos: u64, base: u64, capacity: Capacity) {
         self.placed += 1;
         let end = capacity.allocated.min(capacity.row_width);
         if pos < at.committed as u64 {
@@ -137,8 +153,7 @@ impl Proof {
     pub(super) fn placements(&mut self, geometry: &Geometry, capacity: Capacity, committed: u32) -> Result<()> {
         let (shape, page) = (geometry.shape(), geometry.page());
         let region = geometry.draft_region(committed)?;
-        let residue = page.offset(committed);
-        let at = At { committed, residue, branch: -1, step: -1 };
+        let at = FailureSite::behind(geometry, committed);
         self.at_most("allocation of a row", at, capacity.allocated, capacity.row_width);
         let base = match region.layout() {
             Layout::Dense => committed as u64,
@@ -148,9 +163,9 @@ impl Proof {
         self.taken.clear();
         self.taken.resize(capacity.alloc_len as usize, false);
         for b in 0..shape.topk() {
-            let at = At { branch: b as i64, ..at };
+            let at = FailureSite { branch: b as i64, ..at };
             for s in 0..shape.steps() {
-                let at = At { step: s as i64, ..at };
+                let at = FailureSite { step: s as i64, ..at };
                 self.take("draft slot", at, region.pos(b, s)? as u64, base, capacity);
             }
             if let Some(hole) = region.hole(b)? {
@@ -166,7 +181,7 @@ impl Proof {
         self.taken.clear();
         self.taken.resize(capacity.alloc_len as usize, false);
         for node in 0..shape.draft_tokens() {
-            let at = At { branch: node as i64, ..at };
+            let at = FailureSite { branch: node as i64, ..at };
             self.take("verified node", at, committed as u64 + node as u64, committed as u64, capacity);
         }
         // The host's length may lag by one round: the next round still fits what was allocated for this one.
@@ -181,7 +196,7 @@ impl Proof {
     }
 
     /// Pages that a kernel that reads whole pages sees of one branch: at step t `ceil((r + t + 1) / P)`, at most t + 1.
-    fn branch_pages(&mut self, at: At, geometry: &Geometry, region: &DraftRegion) -> Result<()> {
+    fn branch_pages(&mut self, at: FailureSite, geometry: &Geometry, region: &DraftRegion) -> Result<()> {
         if region.layout() == Layout::Dense {
             return Ok(());
         }
@@ -191,7 +206,7 @@ impl Proof {
             let col = page.page_of(region.pos(b, t)?);
             distinct += u64::from(last != Some(col));
             last = Some(col);
-            let at = At { step: t as i64, ..at };
+            let at = FailureSite { step: t as i64, ..at };
             self.at_most("expand pages against steps", at, distinct, t as u64 + 1);
             self.at_most("expand pages against their number", at, distinct, page.pages_for(at.residue + t + 1) as u64);
         }
@@ -203,8 +218,7 @@ impl Proof {
         let Ok(width) = geometry.per_branch_kv_indices() else { return Ok(()) };
         let (limits, shape) = (geometry.limits(), geometry.shape());
         let committed = limits.max_context_len;
-        let at =
-            At { committed, residue: geometry.page().offset(committed), branch: -1, step: shape.steps() as i64 - 1 };
+        let at = FailureSite { step: shape.steps() as i64 - 1, ..FailureSite::behind(geometry, committed) };
         let (b, k, s) = (limits.max_batch as u64, shape.topk() as u64, shape.steps() as u64);
         self.at_most("per-branch kv_indices", at, k * b * committed as u64 + b * k * s, width as u64);
         Ok(())
@@ -267,7 +281,7 @@ mod tests {
     #[test]
     fn a_position_taken_twice_or_inside_the_prefix_is_found() {
         let capacity = Capacity { alloc_len: 8, allocated: 64, row_width: 64 };
-        let at = At { committed: 10, residue: 2, branch: 1, step: 2 };
+        let at = FailureSite { committed: 10, residue: 2, branch: 1, step: 2 };
         let mut proof = Proof { taken: vec![false; 8], ..Proof::default() };
         proof.take("draft slot", at, 12, 10, capacity);
         assert_eq!(proof.failed, 0);
@@ -280,7 +294,7 @@ mod tests {
     #[test]
     fn a_list_of_failures_ends() {
         let mut proof = Proof::default();
-        let at = At { committed: 0, residue: 0, branch: -1, step: -1 };
+        let at = FailureSite { committed: 0, residue: 0, branch: -1, step: -1 };
         (0..100).for_each(|i| proof.at_most("test", at, i + 1, 0));
         assert_eq!((proof.failures.len(), proof.failed), (MAX_FAILURES, 100));
     }

@@ -1,8 +1,8 @@
-//! Whole rounds by the planner, on a real pool and in debug mode, in which every lane of every plan is audited.
+//! Whole rounds by the planner, on a real pool and in debug mode, in which every query of every plan is audited.
 
 use crate::error::Result;
 use crate::geometry::{Geometry, Limits};
-use crate::plan::certify::proof::{At, Proof};
+use crate::plan::certify::proof::{FailureSite, Proof};
 use crate::plan::certify::{lengths, wall};
 use crate::plan::{AuditedPlan, Batch, DraftMask, Lens, Paths, Planner, Trees, WritesOnly};
 use crate::pool::{Pool, PoolConfig, SeqId};
@@ -27,7 +27,7 @@ impl Proof {
             let committed = lens.last().copied().unwrap_or(0);
             let seqs: Vec<SeqId> = lens.iter().map(|_| pool.create()).collect::<Result<_>>()?;
             if let Err(error) = self.round(&geometry, &pool, &mut planner, &seqs, &lens) {
-                self.error("planner", At { committed, residue, branch: -1, step: -1 }, &error);
+                self.error("planner", FailureSite::behind(&geometry, committed), &error);
             }
             pool.release(&seqs)?;
             pool.audit()?;
@@ -84,8 +84,7 @@ impl Proof {
     fn capacity(&mut self, g: &Geometry, phase: &'static str, name: &'static str, used: usize) {
         let have = g.buffers().iter().find(|b| (b.phase, b.name) == (phase, name)).map_or(0, |b| b.elements);
         if used as u64 > have {
-            let at = At { committed: 0, residue: 0, branch: -1, step: -1 };
-            self.fail(format!("{phase} {name}"), at, used as u64, have);
+            self.fail(format!("{phase} {name}"), FailureSite::behind(g, 0), used as u64, have);
         }
     }
 }

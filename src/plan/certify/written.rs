@@ -4,8 +4,8 @@ use crate::error::Result;
 use crate::geometry::{Geometry, Limits};
 use crate::plan::audit::check_reads;
 use crate::plan::buf::Poison;
-use crate::plan::certify::count::{at, fits};
-use crate::plan::certify::proof::{At, Proof};
+use crate::plan::certify::count::fits;
+use crate::plan::certify::proof::{FailureSite, Proof};
 use crate::plan::certify::{lengths, wall};
 use crate::plan::{
     AnyFormat, Arrays, AuditedPlan, Batch, Bucket, DType, DraftMask, Extent, Format, Given, HostMemory, Lens, Load,
@@ -104,7 +104,7 @@ impl Rows<'_> {
     fn round(&mut self, lens: &[u32], padded: bool) -> Result<()> {
         let seqs: Vec<SeqId> = lens.iter().map(|_| self.pool.create()).collect::<Result<_>>()?;
         if let Err(error) = self.phases(&seqs, lens, padded) {
-            let at = self.at(lens, -1);
+            let at = self.at(lens);
             self.proof.error(format!("{} row", self.format.name()), at, &error);
         }
         self.pool.release(&seqs)
@@ -153,7 +153,7 @@ impl Rows<'_> {
             Ok::<_, crate::Error>(plan)
         })??;
         self.proof.plans += 1;
-        let at = self.at(lens, at(&g, step.phase(), 0).step);
+        let at = self.at(lens).of_phase(step.phase());
         for array in self.arrays.iter() {
             if let Some(index) = poisoned(array.spec.dtype, array.bytes) {
                 self.proof.fail(format!("{} {} unwritten", format.name(), array.spec.name), at, index as u64, 0);
@@ -191,13 +191,12 @@ impl Rows<'_> {
     }
 
     fn failed(&mut self, lens: &[u32], step: Step<'_>, how: &str, error: &crate::Error) {
-        let at = self.at(lens, at(&self.g, step.phase(), 0).step);
+        let at = self.at(lens).of_phase(step.phase());
         self.proof.error(format!("{} {}{how}", self.format.name(), step.phase().name()), at, error);
     }
 
-    fn at(&self, lens: &[u32], step: i64) -> At {
-        let committed = lens.first().copied().unwrap_or(0);
-        At { committed, residue: self.g.page().offset(committed), branch: -1, step }
+    fn at(&self, lens: &[u32]) -> FailureSite {
+        FailureSite::behind(&self.g, lens.first().copied().unwrap_or(0))
     }
 }
 

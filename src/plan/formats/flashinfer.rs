@@ -36,7 +36,7 @@ pub enum MaskForm {
 /// | `packed_custom_mask` uint8 | | | the same mask in bits, the first element lowest; requests padded to bytes |
 ///
 /// In a draft step lists follow each other as `i*K + b`: with t + 1 keys of its own, branch b of request i starts at
-/// `K * sum_{j<i} (L_j + t + 1) + b * (L_i + t + 1)`. Dead and padded lanes have empty lists.
+/// `K * sum_{j<i} (L_j + t + 1) + b * (L_i + t + 1)`. Dead and padded queries have empty lists.
 ///
 /// The kernel reads the packed mask by **byte** offsets: what `segment_packbits(mask, mask_indptr, "little")` returns. A
 /// wrapper's `plan(custom_mask=...)` packs by itself; `plan(packed_custom_mask=...)` alone goes by element offsets and

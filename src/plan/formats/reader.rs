@@ -45,7 +45,7 @@ impl<'a> Reader<'a> {
         all.get(first..end).ok_or_else(|| self.outside(name, i, end, all.len()))
     }
 
-    /// The request of query `q`, the query's number in it, and the queries it has; `None` for a padded lane.
+    /// The request of query `q`, the query's number in it, and the queries it has; `None` for a padded query.
     pub(super) fn request<P: Index>(&self, starts: &'static str, q: usize) -> Option<(usize, usize, usize)> {
         let indptr = self.line::<P>(starts);
         let i = indptr.partition_point(|first| first.position() <= q).checked_sub(1)?;

@@ -23,7 +23,7 @@ use crate::plan::{Arrays, DType, Format, Phase, Plan, Size, Spec};
 /// | `mask_indptr` int64 | | | `[B + 1]` starts in `custom_mask` |
 /// | `custom_mask` bool | | | `[n, L + n]` of each request, row-major |
 ///
-/// The element types are those of the backend's preallocated buffers. Dead and padded lanes have empty lists, and 0 in
+/// The element types are those of the backend's preallocated buffers. Dead and padded queries have empty lists, and 0 in
 /// `extend_slots`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Triton;

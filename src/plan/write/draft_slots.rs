@@ -1,4 +1,4 @@
-//! The draft lanes of a batch: the slots of every branch and step, placed once a round.
+//! The draft queries of a batch: the slots of every branch and step, placed once a round.
 //!
 //! The steps of a round differ in what their queries attend to, not in where the branches lie. So the whole region is
 //! placed and checked when the first step is planned, and the other steps copy their line of it.
@@ -14,11 +14,11 @@ pub(super) struct DraftSlots {
     /// [`Rows::serial`] that the rest was placed for; 0 for none.
     serial: u64,
     lens: Vec<u32>,
-    /// `[B * K]` committed length of each lane's request.
+    /// `[B * K]` committed length of each query's request.
     starts: Vec<i32>,
     /// `[S][B * K]`.
     slots: Vec<i32>,
-    /// `[B * K]` bit of each lane's step 0, where masks have one word.
+    /// `[B * K]` bit of each query's step 0, where masks have one word.
     pub(super) bits: Vec<u64>,
     /// The largest of `lens`.
     longest: u32,
@@ -27,7 +27,7 @@ pub(super) struct DraftSlots {
 }
 
 impl DraftSlots {
-    /// Place the lanes behind `lens`, unless they are the ones of the last call and the pool is as it was.
+    /// Place the branches behind `lens`, unless they are the ones of the last call and the pool is as it was.
     ///
     /// A request at the context wall (`L = max_context_len`) has no region and gets slot 0.
     pub(super) fn place(
@@ -44,19 +44,19 @@ impl DraftSlots {
         self.serial = 0; // until all is placed
         let (shape, limit) = (geometry.shape(), geometry.limits().max_context_len);
         let (k, s) = (shape.topk() as usize, shape.steps() as usize);
-        let lanes = lens.len() * k;
+        let queries = lens.len() * k;
         self.lens.clear();
         self.lens.extend_from_slice(lens);
         self.longest = lens.iter().copied().max().unwrap_or(0);
-        self.starts.resize(lanes, 0);
-        for (lane, &len) in self.starts.chunks_exact_mut(k).zip(lens) {
-            lane.fill(len as i32);
+        self.starts.resize(queries, 0);
+        for (starts, &len) in self.starts.chunks_exact_mut(k).zip(lens) {
+            starts.fill(len as i32);
         }
-        if self.bits.len() != lanes && k * s <= 64 {
+        if self.bits.len() != queries && k * s <= 64 {
             self.bits.clear();
-            self.bits.extend((0..lanes).map(|x| 1 << (x % k * s)));
+            self.bits.extend((0..queries).map(|x| 1 << (x % k * s)));
         }
-        self.slots.resize(lanes * s, 0);
+        self.slots.resize(queries * s, 0);
         self.region.resize(k * s, 0);
         for (i, (row, &len)) in rows.each(tables).zip(lens).enumerate() {
             let at = WriteSite { kernel, request: i, tables };
@@ -70,16 +70,16 @@ impl DraftSlots {
             } else {
                 let stride = geometry.region(len).stride();
                 // From the last branch, so that a row that is too short is refused by its end.
-                for (b, lane) in self.region.chunks_exact_mut(s).enumerate().rev() {
-                    row.run(at, len + b as u32 * stride, lane)?;
+                for (b, branch) in self.region.chunks_exact_mut(s).enumerate().rev() {
+                    row.run(at, len + b as u32 * stride, branch)?;
                 }
             }
             for t in 0..s {
-                let line = &mut self.slots[t * lanes + i * k..][..k];
-                let mut lane = t;
+                let line = &mut self.slots[t * queries + i * k..][..k];
+                let mut from = t;
                 for slot in line {
-                    *slot = self.region[lane];
-                    lane += s;
+                    *slot = self.region[from];
+                    from += s;
                 }
             }
         }
@@ -87,10 +87,10 @@ impl DraftSlots {
         Ok(())
     }
 
-    /// Write step `step` of every request, then the dead lanes of those that the wall stops.
+    /// Write step `step` of every request, then the dead queries of those that the wall stops.
     pub(super) fn write(&self, step: u32, limit: u32, prefix: &mut [i32], positions: &mut [i32], slots: &mut [i32]) {
-        let lanes = self.starts.len();
-        slots.copy_from_slice(&self.slots[step as usize * lanes..][..lanes]);
+        let queries = self.starts.len();
+        slots.copy_from_slice(&self.slots[step as usize * queries..][..queries]);
         for (p, &start) in positions.iter_mut().zip(&self.starts) {
             *p = start + step as i32;
         }
@@ -98,7 +98,7 @@ impl DraftSlots {
             *p = len as i32;
         }
         if self.longest >= limit.saturating_sub(step) {
-            let k = lanes / self.lens.len().max(1);
+            let k = queries / self.lens.len().max(1);
             for i in self.dead(step, limit) {
                 prefix[i] = 0;
                 positions[i * k..][..k].fill(0);

@@ -81,7 +81,7 @@ impl<F: Lower> Planner<F> {
     /// Draft step `step`: for each request K queries at RoPE position `L + step`, branch b's KV at row position
     /// `region.pos(b, step)`, its mask over the draft slots `b*S + s`.
     ///
-    /// A request with `L + step >= max_context_len` has dead lanes: what such a step would propose lies behind the
+    /// A request with `L + step >= max_context_len` has dead queries: what such a step would propose lies behind the
     /// context wall (its tree is clamped), so its queries attend to nothing and write to the sink.
     ///
     /// # Errors
@@ -110,12 +110,12 @@ impl<F: Lower> Planner<F> {
         self.build(tables, batch, Phase::Draft { step }, queries, words, |geometry, scratch, plan| {
             let limit = geometry.limits().max_context_len;
             scratch.draft_slots.place(geometry, tables, &scratch.rows, lens, WHO)?;
-            let (b, lanes) = (batch.seqs.len(), batch.seqs.len() * k);
+            let (b, queries) = (batch.seqs.len(), batch.seqs.len() * k);
             for (i, q) in plan.qo_indptr.get_mut()[..=b].iter_mut().enumerate() {
                 *q = (i * k) as i32;
             }
-            let positions = &mut plan.positions.get_mut()[..lanes];
-            let slots = &mut plan.out_slots.get_mut()[..lanes];
+            let positions = &mut plan.positions.get_mut()[..queries];
+            let slots = &mut plan.out_slots.get_mut()[..queries];
             scratch.draft_slots.write(step, limit, &mut plan.prefix_lens.get_mut()[..b], positions, slots);
             let bits = &mut plan.mask.get_mut()[..b * n];
             draft_patterns(scratch, Step::new(geometry, Phase::Draft { step }), mask);
@@ -277,7 +277,7 @@ fn draft_patterns(scratch: &mut Scratch, s: Step, mask: DraftMask<'_>) {
     scratch.allowed.extend((0..words).map(|w| form::earlier_word(s, w)));
 }
 
-/// Copy the ancestor bits of lanes with one word each; whether each has its own bit (`own << step`) and otherwise only
+/// Copy the ancestor bits of queries with one word each; whether each has its own bit (`own << step`) and otherwise only
 /// `allowed` ones.
 #[inline(always)]
 fn copy_bits(out: &mut [u64], given: &[u64], own: &[u64], step: u32, allowed: u64) -> bool {

@@ -90,7 +90,7 @@ impl<F: Lower> Planner<F> {
         &self.geometry
     }
 
-    /// Debug mode: buffers are filled with poison before they are written, a lane that still holds poison afterwards
+    /// Debug mode: buffers are filled with poison before they are written, an element that still holds poison afterwards
     /// is an error, and every plan is audited again in full from its arrays alone. On by default in debug builds.
     pub fn set_debug(&mut self, on: bool) {
         self.debug = on;
@@ -190,8 +190,8 @@ impl<F: Lower> AuditedPlan<F> {
     }
 }
 
-/// Write the arrays of a plan. The dead lanes of a padded one are read back always, as the kernel would; in debug mode
-/// the arrays are poisoned first and every lane is read back.
+/// Write the arrays of a plan. The dead queries of a padded one are read back always, as the kernel would; in debug mode
+/// the arrays are poisoned first and every query is read back.
 fn write_arrays<F: Lower>(
     format: &F,
     plan: &Plan,
@@ -215,7 +215,7 @@ fn write_arrays<F: Lower>(
     Ok(())
 }
 
-/// What 23037 did: write the live lanes of a padded plan, and leave in the dead ones what the last round left.
+/// What 23037 did: write the live queries of a padded plan, and leave in the dead ones what the last round left.
 #[cold]
 fn lower_stale<F: Lower>(
     format: &F,
@@ -258,7 +258,7 @@ fn check_page(geometry: &Geometry, page: PageSize) -> Result<()> {
     })
 }
 
-/// Size the arrays and write the dead lanes of the padding.
+/// Size the arrays and write the dead queries of the padding.
 fn shape(
     plan: &mut Plan,
     geometry: &Geometry,
@@ -299,14 +299,14 @@ fn shape(
     Ok(())
 }
 
-/// A lane that nobody wrote (debug mode).
+/// An element that nobody wrote (debug mode).
 fn check_poison(plan: &Plan) -> Result<()> {
     match plan.first_poison() {
         None => Ok(()),
         Some((buffer, at)) => Err(Error::Invalid {
             what: "plan",
             got: format!("{} leaves {buffer}[{at}] unwritten", plan.phase.name()),
-            why: "every lane, live or dead, is written in every round".into(),
+            why: "every element, live or dead, is written in every round".into(),
         }),
     }
 }
@@ -317,10 +317,10 @@ mod tests {
     use crate::geometry::{Layout, Limits, TreeShape};
     use crate::plan::Lens;
 
-    /// A body that held six live lanes and is shaped for two: in debug mode every lane that is not written again,
+    /// A body that held six live queries and is shaped for two: in debug mode every element that is not written again,
     /// live or dead, shows.
     #[test]
-    fn a_lane_that_nobody_wrote_is_seen() {
+    fn an_element_that_nobody_wrote_is_seen() {
         let limits = Limits { max_batch: 4, max_context_len: 64, page_size: 4 };
         let g = Geometry::new(limits, TreeShape::new(2, 2, 4).unwrap(), Layout::Dense).unwrap();
         let pool = crate::pool::Pool::new(crate::pool::PoolConfig {
@@ -337,7 +337,7 @@ mod tests {
         shape(&mut plan, &g, &batch, Phase::Verify, 2, 1, true).unwrap();
         for name in ["rows", "versions", "qo_indptr", "prefix_lens", "positions", "out_slots", "mask"] {
             let err = check_poison(&plan).unwrap_err().to_string();
-            // Lanes behind the live ones are written already: the first poison is at 0 (of qo_indptr, at 1).
+            // Elements behind the live ones are written already: the first poison is at 0 (of qo_indptr, at 1).
             let at = usize::from(name == "qo_indptr");
             assert!(err.starts_with(&format!("plan = verify leaves {name}[{at}] unwritten")), "{err}");
             match name {

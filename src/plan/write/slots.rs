@@ -177,7 +177,7 @@ pub(super) fn lists<I: Index>(
 }
 
 /// One list a query: of a draft step the prefix and the query's ancestors, itself the last; of a decode step the prefix
-/// and the token. Lanes that attend to nothing, padded ones included, have empty lists.
+/// and the token. Queries that attend to nothing, padded ones included, have empty lists.
 #[inline(always)]
 fn lists_of_queries<I: Index>(
     plan: &Plan,

@@ -235,7 +235,7 @@ impl Planner {
         self.format.name()
     }
 
-    /// Check every lane and every page of each plan from its arrays alone, and poison reused buffers: slow, to find
+    /// Check every query and every page of each plan from its arrays alone, and poison reused buffers: slow, to find
     /// faults.
     fn set_debug(&self, on: bool) {
         self.state().set_debug(on);

@@ -1,4 +1,4 @@
-"""Geometry through the bindings: the specification's worked case, and trees."""
+"""Geometry through the bindings: a case worked by hand, and trees."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from specrs import _specrs as core
 
 
-def test_worked_case_of_the_specification() -> None:
+def test_worked_case() -> None:
     g = core.Geometry(8, 2048, 4, core.TreeShape(3, 6, 16), "holey")
     region = g.draft_region(7)
     assert (region.layout, region.remainder, region.base, region.pages_per_branch) == ("holey", 3, 4, 3)

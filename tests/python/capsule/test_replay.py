@@ -428,7 +428,7 @@ def test_padding_that_is_not_written() -> None:
         first, guard = result.found.first, result.runs[1].guard
         assert first is not None and (first.phase, first.array, first.index) == ("draft step 0", array, index)
         assert first.values == (value, None) and "padding" in first.owner
-        assert guard is not None and guard.phase == "draft step 0" and "dead lane" in guard.error
+        assert guard is not None and guard.phase == "draft step 0" and "dead query" in guard.error
 
 
 def test_outputs_that_are_held_across_writes() -> None:

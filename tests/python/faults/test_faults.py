@@ -195,7 +195,7 @@ def test_23037_padding(format: Format) -> None:
         w.draft(out=caller.buffers)
         with pytest.raises(core.ConfigError, match=f"{format} draft step 0: padded query 4 reads") as e:
             w.draft(live=2, out=caller.buffers, pad=(3, 6))
-        assert (e.value.kind, e.value.what) == ("Invalid", "dead lane")
+        assert (e.value.kind, e.value.what) == ("Invalid", "dead query")
         assert "2 of 3 requests and 4 of 6 queries are live" in e.value.why
         assert w.state() == before
     caller.check()

@@ -99,7 +99,7 @@ def test_random_batches_equal_the_host(layers, slots, heads, dim, dtype):
     rng = random.Random(layers * 1000 + dim)
     for seed, counts in enumerate([[1], [4], [5], [3, 0, 7], [0, 0, 2], [13, 1, 4, 8], [1] * 16, [17]]):
         cache = random_cache(layers, slots, heads, dim, dtype, seed)
-        # Lanes beyond the last request hold garbage and must not be read.
+        # Moves beyond the last request hold garbage and must not be read.
         check_moves(cache, *random_moves(rng, slots, counts, gap=3))
 
 
@@ -156,7 +156,7 @@ def test_every_byte_of_a_destination_is_written():
     assert cache[:, :, 63].isnan().all()
 
 
-def test_padding_lanes_touch_nothing():
+def test_padding_moves_touch_nothing():
     cache = random_cache(2, 16, 2, 64, torch.bfloat16)
     want = host(cache, [9, 3], [3, 4], [0, 2])
     # Destination 0 between real moves; nothing may be taken for a forwarded value of the sink either.
@@ -167,10 +167,10 @@ def test_padding_lanes_touch_nothing():
     assert torch.equal(bits(cache), want)
 
 
-def test_dead_rows_and_stale_lanes_of_a_static_batch():
+def test_dead_rows_and_stale_moves_of_a_static_batch():
     cache = random_cache(2, 64, 2, 64, torch.bfloat16)
     want = host(cache, [5, 6, 7], [1, 2, 3], [0, 2, 3])
-    # Requests 1 and 3.. are dead; lanes outside the live ranges hold stale and wild slots.
+    # Requests 1 and 3.. are dead; moves outside the live ranges hold stale and wild slots.
     src = [5, 6, 7, 9, I32_MAX, -4]
     dst = [1, 2, 3, 8, 12, 70]
     device.kv_move(cache, *on_gpu(src, dst, [0, 2, 2, 3, 3, 3]))
@@ -357,7 +357,7 @@ def test_graph_replays_with_new_contents():
     for counts in ([4, 4, 4, 4, 4, 4], [0] * 6, [1, 0, 9, 0, 0, 2], [0, 0, 0, 0, 0, 24], [3] * 6):
         s, d, o = random_moves(rng, slots, counts)
         want = host(cache, s, d, o)
-        # Stale lanes of the replay before stay where they are.
+        # Stale moves of the replay before stay where they are.
         src[: len(s)] = torch.tensor(s, dtype=torch.int32)
         dst[: len(d)] = torch.tensor(d, dtype=torch.int32)
         offsets.copy_(torch.tensor(o, dtype=torch.int32))
