@@ -170,6 +170,8 @@ impl Load {
             // long as sglang's, is enough.
             let inside = b * n * context as u64;
             load.query_keys = geometry.per_branch_elements(requests, len).min(inside);
+            // Nor does a step that lies behind the wall for every prefix have keys there.
+            load.longest = load.longest.min(context as u64);
         }
         load.deepest = most_ancestors(geometry, phase);
         Ok(load)

@@ -7,7 +7,7 @@ use crate::common::plan::paged::{Got, Planned, fixed, got, pages, planner};
 use crate::common::plan::random::{PAGES, Setting, path_to, setting};
 use crate::common::plan::{Batch as Case, bucket};
 use proptest::prelude::*;
-use specrs::geometry::{Geometry, Layout};
+use specrs::geometry::Layout;
 use specrs::plan::{Arrays, Batch, DraftMask, Extent, FlashAttention, Format, Lens, Load, Phase, Planner, Trees};
 
 /// The kernel: query q's slots, from the arrays and the page sizes of its two views of the pool.

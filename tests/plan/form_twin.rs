@@ -5,6 +5,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
+use crate::common::plan::geometry;
 use specrs::geometry::Layout;
 use specrs::plan::Phase;
 use specrs::plan::form::{self, Step};

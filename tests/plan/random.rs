@@ -7,7 +7,7 @@ use crate::common::plan::random::{PAGES, Setting, path_to, setting};
 use crate::common::plan::{Batch as Case, bucket, geometry, pool};
 use proptest::prelude::*;
 use specrs::bounds::Slot;
-use specrs::geometry::{Geometry, Layout};
+use specrs::geometry::Layout;
 use specrs::plan::{
     AuditedPlan, Batch, Bucket, DraftMask, Lens, Moves, Paths, Phase, PlanParts, Planner, Trees, WritesOnly,
 };

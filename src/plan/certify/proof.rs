@@ -151,7 +151,7 @@ impl Proof {
 
     /// Every position that one round behind `committed` writes.
     pub(super) fn placements(&mut self, geometry: &Geometry, capacity: Capacity, committed: u32) -> Result<()> {
-        let (shape, page) = (geometry.shape(), geometry.page());
+        let shape = geometry.shape();
         let region = geometry.draft_region(committed)?;
         let at = FailureSite::behind(geometry, committed);
         self.at_most("allocation of a row", at, capacity.allocated, capacity.row_width);
