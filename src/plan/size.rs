@@ -100,6 +100,7 @@ impl fmt::Display for Formula {
 
 impl Load {
     /// One of its numbers.
+    #[inline]
     pub fn get(&self, count: Count) -> u64 {
         match count {
             Count::Requests => self.requests,
@@ -143,7 +144,7 @@ impl Count {
 
 impl Columns {
     /// Columns that `load` has in use. Longer prefixes have more tokens to read, whatever the pass reads of them.
-    #[inline]
+    #[inline(always)]
     fn of(self, geometry: &Geometry, load: &Load) -> u64 {
         match (self, load.phase) {
             (Columns::Own, Phase::Draft { step }) => geometry.draft_expand_width(step) as u64,
@@ -179,19 +180,24 @@ impl Size {
     /// [`Error::Overflow`] where int32, which indexes the array, does not hold it.
     #[inline]
     pub(super) fn extent(self, geometry: &Geometry, load: &Load, spec: &Spec) -> Result<Extent> {
+        let extent = self.unchecked(geometry, load);
+        if self.is_over(extent) { Err(overflow(spec, load)) } else { Ok(extent) }
+    }
+
+    /// The size that `load` has, which int32 may not index.
+    #[inline(always)]
+    pub(super) fn unchecked(self, geometry: &Geometry, load: &Load) -> Extent {
         match self {
-            Size::Line(count, plus) => {
-                let elements = load.get(count) + plus;
-                if elements > i32::MAX as u64 {
-                    return Err(overflow(spec, load));
-                }
-                Ok(Extent::Line(elements))
-            }
-            Size::Long(count) => Ok(Extent::Line(load.get(count))),
-            Size::Table(count, columns) => {
-                Ok(Extent::Table { rows: load.get(count), cols: columns.of(geometry, load) })
-            }
+            Size::Line(count, plus) => Extent::Line(load.get(count) + plus),
+            Size::Long(count) => Extent::Line(load.get(count)),
+            Size::Table(count, columns) => Extent::Table { rows: load.get(count), cols: columns.of(geometry, load) },
         }
+    }
+
+    /// Whether int32, which indexes the array, does not hold `extent`.
+    #[inline(always)]
+    pub(super) fn is_over(self, extent: Extent) -> bool {
+        matches!((self, extent), (Size::Line(..), Extent::Line(n)) if n > i32::MAX as u64)
     }
 
     /// Where its capacity for `requests` comes from.

@@ -66,6 +66,7 @@ impl FlashAttention {
 }
 
 /// Size of each array; `None` where the phase has no such array.
+#[inline(always)]
 pub(in crate::plan) fn sizes(geometry: &Geometry, phase: Phase) -> [Option<Size>; 6] {
     let expand = FlashAttention::expand_page_size(geometry, phase).is_some();
     [

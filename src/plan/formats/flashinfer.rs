@@ -60,6 +60,7 @@ pub(in crate::plan) const ARRAYS: [Spec; 8] = [
 
 impl FlashInfer {
     /// Size of each array of [`ARRAYS`]; `None` where the phase has no such array.
+    #[inline(always)]
     pub(in crate::plan) fn sizes_of(self, phase: Phase) -> [Option<Size>; 8] {
         let (lists, keys) = match phase {
             Phase::Draft { .. } => (Count::Queries, Count::QueryKeys),

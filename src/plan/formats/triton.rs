@@ -39,6 +39,7 @@ pub(in crate::plan) const ARRAYS: [Spec; 6] = [
 
 impl Triton {
     /// Size of each array of [`ARRAYS`]; `None` where the phase has no such array.
+    #[inline(always)]
     pub(in crate::plan) fn sizes_of(phase: Phase) -> [Option<Size>; 6] {
         let (lists, keys) = match phase {
             Phase::Draft { .. } => (Count::Queries, Count::QueryKeys),
