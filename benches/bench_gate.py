@@ -61,7 +61,7 @@ def engines(plain: LLM | None = None) -> tuple[LLM, LLM]:
     """A speculative engine, and a plain one (this one, if given) over its weights."""
     options: dict[str, Any] = {"max_batch": 1, "max_context_len": 1024, "prefix_cache": False}
     speculative, plain = LLM(**options), plain or LLM(speculative=False, **options)
-    plain._runner.target = speculative._runner.target
+    plain._runner.executor.target = speculative._runner.executor.target
     return speculative, plain
 
 
@@ -115,7 +115,7 @@ def in_turns(lengths: list[int], temperatures: list[float], repeats: int, fresh:
                         if engine == "fresh":
                             (speculative, plain), turns = engines(plain), 1
                         else:
-                            plain._runner.target = warm._runner.target
+                            plain._runner.executor.target = warm._runner.executor.target
                         done.append(request(speculative, plain, prompt, params, turns))
                     name = f"{engine}, {kind}, T={temperature:g}, {length} tokens"
                     rows[name] = row(done)

@@ -8,8 +8,9 @@ from specrs.backends.base import AttentionBackend
 
 
 class Native(AttentionBackend):
-    """The Rust kernels. They take plans themselves, with rotary embedding and KV write fused in (`HostOps`), so that
-    there are no arrays to prepare. Results do not depend on the batch, on paging or on threads, bit for bit."""
+    """The Rust kernels. They take plans themselves, and models have rotary embedding and KV write fused in
+    (`specrs.models.HostAttention`), so that there are no arrays to prepare. Results do not depend on the batch, on
+    paging or on threads, bit for bit."""
 
     name = "native"
     format = "native"

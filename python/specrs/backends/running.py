@@ -25,7 +25,7 @@ class PlanAttention:
 
     def __init__(self, backend: AttentionBackend) -> None:
         self.backend = backend
-        self._name = Capabilities.of(backend).name  # which a backend that is no `AttentionBackend` may lack
+        self.capabilities = Capabilities.of(backend)  # some of which a backend that is no `AttentionBackend` may lack
         self._prepared: tuple[Plan, Any] | None = None  # of the pass at hand, for all of its layers
 
     def __call__(self, kv: KvCache, layer: int, plan: Plan, q: torch.Tensor, out: torch.Tensor, scale: float) -> None:
@@ -39,7 +39,7 @@ class PlanAttention:
             return
         if plan.format != self.backend.format:
             raise ConfigError(
-                f"plan: made in the format {plan.format!r}; the attention backend {self._name!r} reads "
+                f"plan: made in the format {plan.format!r}; the attention backend {self.capabilities.name!r} reads "
                 f"{self.backend.format!r}"
             )
         if self._prepared is None or self._prepared[0] is not plan:
@@ -47,7 +47,7 @@ class PlanAttention:
         result = self.backend.attend(self._prepared[1], kv.tensor[layer, 0], kv.tensor[layer, 1], q, scale)
         got, want = _kind(result), _kind(q)
         if got != want:
-            raise ConfigError(f"attention backend {self._name!r}: attend gave {got}, must give {want}")
+            raise ConfigError(f"attention backend {self.capabilities.name!r}: attend gave {got}, must give {want}")
         out.copy_(result.detach())
 
     def _step(self, plan: Plan, page_size: int) -> Step:

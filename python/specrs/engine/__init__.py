@@ -1,8 +1,9 @@
 """The engine: batches of requests through prefill, draft, verify and commit. Imports torch.
 
-``llm`` is what users call; it hands requests to ``scheduler``, which decides who runs; ``runner`` runs the passes
-over models, pool and planner; ``request`` holds a request's state and the one function that commits tokens to it;
-``text`` turns tokens into text; ``policy`` picks trees by measured cost.
+``llm`` is what users call; it hands requests to ``scheduler``, which decides who runs; ``runner`` and ``drafter`` have
+the logic of a round, over ``pages`` and an ``executor``, which is a device (``host``: the CPU); ``request`` holds a
+request's state and the one function that commits tokens to it; ``text`` turns tokens into text; ``policy`` picks trees
+by measured cost.
 """
 
 from specrs.engine.errors import EngineBusyError, EngineClosedError

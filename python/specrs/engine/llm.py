@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from specrs import assets
-from specrs._specrs import Accepts, ConfigError, PoolExhaustedError, TreeBatch
+from specrs._specrs import Accepts, ConfigError, Pool, PoolExhaustedError, TreeBatch
 from specrs.capsule.file import save
 from specrs.capsule.recorder import RoundRecorder
 from specrs.engine.config import EngineConfig
 from specrs.engine.errors import EngineBusyError, EngineClosedError
+from specrs.engine.host import HostExecutor
 from specrs.engine.observer import RoundObserver, Watching
 from specrs.engine.request import Request, RequestOutput, StreamEvent
 from specrs.engine.runner import Runner
@@ -92,9 +93,10 @@ class LLM:
         shapes.check_context(context)
         self.config, geometry = config.resolve(context)
         assert self.config.num_pages is not None
-        check_memory(shapes, shapes.num_layers, self.config.num_pages + 1, config.page_size, config.kv_dtype)
+        ops, pages = ops_for(config.backend), self.config.num_pages + 1  # page 0 is the sink
+        check_memory(shapes, shapes.num_layers, pages, config.page_size, ops.placement, config.kv_dtype)
         follow_torch()
-        target = load_target(model, ops_for(config.backend), max_context_len=context)
+        target = load_target(model, ops, max_context_len=context)
         head = load_draft(draft, target) if draft is not None and speculative and drafts else None
         if head is not None and geometry.shape.topk > head.vocab_size:
             raise ConfigError(
@@ -104,9 +106,11 @@ class LLM:
         self.tokenizer = _load_tokenizer(model)
         self.vocab_size: int = target.config.vocab_size
         self.eos_ids = frozenset(target.config.eos_token_ids)
-        runner = Runner(target, head, self.config, geometry)
+        pool = Pool(pages, config.page_size, config.max_batch, geometry.row_pages)
+        runner = Runner(HostExecutor(target, head, self.config, geometry, pool), pool, self.config, geometry)
         self._parts: tuple[Runner, Scheduler] | None = (runner, Scheduler(runner))  # None: closed
-        self._name = f"model={str(model)!r}, draft={None if head is None else str(draft)!r}"
+        draft = None if head is None else str(draft)
+        self._name = f"model={str(model)!r}, draft={draft!r}, device={str(ops.placement.device)!r}"
         self._lock = threading.Lock()  # held by whoever works; nobody waits for it
         self._left: deque[Request] = deque()  # requests of streams that were closed, still to be aborted
         self._next_id = 0
@@ -118,7 +122,7 @@ class LLM:
         c = self.config
         tree = "auto" if c.adaptive else f"({c.shape.topk}, {c.shape.steps}, {c.shape.draft_tokens})"
         pages = f"pages={c.num_pages} of {c.page_size} tokens"
-        return f"LLM({self._name}, device='cpu', tree={tree}, {pages}{', closed' if self._parts is None else ''})"
+        return f"LLM({self._name}, tree={tree}, {pages}{', closed' if self._parts is None else ''})"
 
     # -- lifetime -----------------------------------------------------------------------------------------------
 
@@ -360,7 +364,7 @@ class LLM:
         if isinstance(round, bool) or not isinstance(round, int) or round < 1:
             raise ConfigError(f"round = {round!r}: must be an integer of at least 1")
         runner = self._runner
-        recorder = RoundRecorder(runner.planner, runner.pages.pool, self.config.branches_attend, round)
+        recorder = RoundRecorder(runner.executor.planner, runner.pages.pool, self.config.branches_attend, round)
         with self._observed_by(recorder):
             yield recorder
         if recorder.capsule is None:

@@ -6,7 +6,7 @@ request is as it was before.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from specrs import _specrs as core
 from specrs.engine.batch import Batch
@@ -15,11 +15,11 @@ from specrs.engine.request import Request
 
 
 class Pages:
-    """The pool of one engine, and the caches whose slots its pages name.
+    """The pool of one engine.
 
     Args:
         geometry: what a round reserves.
-        caches: KV caches over the pool's pages; a page that a lease copies is copied in each.
+        copy: copies what a lease says, in every cache over the pool's pages (`Executor.copy`).
         drafts: whether a draft head writes KV of its own.
     """
 
@@ -28,10 +28,10 @@ class Pages:
         pool: core.Pool,
         config: EngineConfig,
         geometry: core.Geometry,
-        caches: Sequence[core.KvCache],
+        copy: Callable[[core.Moves], None],
         drafts: bool,
     ) -> None:
-        self.pool, self._config, self._caches, self._drafts = pool, config, list(caches), drafts
+        self.pool, self._config, self._copy, self._drafts = pool, config, copy, drafts
         self.round_positions = geometry.alloc_len_per_decode if drafts else 1
         """Positions behind the committed ones that a round may write, per request."""
 
@@ -88,6 +88,5 @@ class Pages:
         lease = self.pool.reserve(list(zip(batch.seqs, ends, strict=True)))
         copies = lease.copies
         if len(copies):
-            for cache in self._caches:
-                core.kv_move(cache, copies)
+            self._copy(copies)
         return lease

@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING
 
 from specrs._specrs import NonFiniteError, Sampler
 from specrs.engine.text import Decoder, Detokenizer, StopMatcher
-from specrs.models.features import Features
 
 if TYPE_CHECKING:
-    import torch
-
     from specrs._specrs import Sequence as KvSequence
+    from specrs.models.features import Features
     from specrs.sampling_params import ResolvedSampling
 
 _CONTEXT_TOKENS = 8  # of the prompt, given to the detokenizer
@@ -175,11 +173,10 @@ class Request:
     error: NonFiniteError | None = None
 
     # Draft state: the target's features of positions whose draft KV is not written yet, and what the last
-    # draft_extend gave for the root.
+    # draft_extend gave for the root, of which the executor alone knows what it is.
     pending: list[Features] = field(default_factory=list)
     lag: int = 0  # their positions
-    root_logits: torch.Tensor | None = None
-    root_hidden: torch.Tensor | None = None
+    root: object | None = None
     followed: bool = True  # by the draft head; once false, the request decodes plainly to its end
     draft_error: NonFiniteError | None = None  # why it is not, where that is a fault
     _draft_kept: int = 0  # where it is not: positions whose draft KV is sound
@@ -323,7 +320,7 @@ class Request:
         """Features of positions just committed wait for the draft head."""
         self.pending.append(features)
         self.lag += len(features)
-        self.root_logits = self.root_hidden = None
+        self.root = None
 
     def oldest(self, count: int) -> list[Features]:
         """Of the features that wait, those of the first ``count`` positions."""
@@ -351,7 +348,7 @@ class Request:
     def forget_features(self) -> None:
         """Drop what the draft head was to run over, and what it last gave."""
         self.drop_pending()
-        self.root_logits = self.root_hidden = None
+        self.root = None
 
     def give_up_drafts(self, valid: int, error: NonFiniteError | None = None) -> None:
         """Decode plainly from now on; ``valid`` positions of draft KV are sound."""

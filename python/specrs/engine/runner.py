@@ -1,80 +1,49 @@
-"""The target's passes: prefill, plain decoding, and the speculative round.
+"""The round's logic: prefill, plain decoding, and the speculative round.
 
 A pass takes pages by a lease before it writes anything, commits the lease, and only then changes its requests: where
 it fails, every request is as it was. Where one request cannot go on (NaN scores), the pass goes on without it: that
-request ends with its error.
+request ends with its error. What a device does of it stands behind `Executor`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
-
-import torch
-from torch.utils.dlpack import from_dlpack
 
 from specrs import _specrs as core
-from specrs.backends import AttentionBackend, Capabilities
 from specrs.engine.batch import Batch, Passed
-from specrs.engine.calibration import calibrated
 from specrs.engine.config import EngineConfig
 from specrs.engine.drafter import Drafter
+from specrs.engine.executor import Executor, Verified
 from specrs.engine.observer import RoundObserver
 from specrs.engine.pages import Pages
 from specrs.engine.request import Request
 from specrs.engine.speculation import AdaptiveTree, GivenTree
-from specrs.models.eagle3 import Eagle3Head
-from specrs.models.features import FeatureRows
-from specrs.models.llama import LlamaModel
 
 
 class Runner:
-    """Runs passes over batches of requests; owns the KV caches, the pages and the planner.
+    """Runs passes over batches of requests.
 
     Attributes:
+        executor: the device that runs them.
         pages: of all requests.
-        drafter: the head's passes; ``None`` without a head.
+        drafter: what the head is told; ``None`` without a head.
         speculation: whether and how far a batch drafts.
         observers: see every round.
     """
 
-    def __init__(
-        self, target: LlamaModel, head: Eagle3Head | None, config: EngineConfig, geometry: core.Geometry
-    ) -> None:
-        assert config.num_pages is not None
-        self.target, self.config, self.geometry = target, config, geometry
+    def __init__(self, executor: Executor, pool: core.Pool, config: EngineConfig, geometry: core.Geometry) -> None:
+        self.executor, self.config, self.geometry = executor, config, geometry
         self.observers: list[RoundObserver] = []
         self.speculation = GivenTree()
-        self.drafter: Drafter | None = None
-        pages = config.num_pages + 1  # page 0 is the sink
-        pool = core.Pool(pages, config.page_size, config.max_batch, geometry.row_pages)
-        self.planner = _planner(geometry, pool, config.backend)
-        dtype = getattr(torch, config.kv_dtype)
-        self.cache = target.new_cache(pages, config.page_size, dtype)
-        caches = [self.cache]
-        if head is not None:
-            assert target.features is not None  # the head chose them
-            caches.append(head.new_cache(pages, config.page_size, dtype))
-            self.drafter = Drafter(
-                head,
-                caches[1],
-                self.planner,
-                geometry,
-                target.features,
-                target.config.vocab_size,
-                config.branches_attend,
-                self.observers,
-            )
-        self.pages = Pages(pool, config, geometry, caches, head is not None)
+        drafts = executor.drafts
+        self.drafter = None if drafts is None else Drafter(drafts, self.observers)
+        self.pages = Pages(pool, config, geometry, executor.copy, drafts is not None)
 
     def calibrate(self) -> None:
         """Measure the passes for the cost model, where it decides (some hundred milliseconds at worst)."""
         if self.drafter is not None and self.config.adaptive:
-            policy = calibrated(
-                self.target, self.cache, self.drafter.head, self.drafter.cache, self.planner, self.pages
-            )
-            self.speculation = AdaptiveTree(policy, self.geometry.shape.topk)
+            self.speculation = AdaptiveTree(self.executor.calibrated(self.pages), self.geometry.shape.topk)
 
     def release(self, request: Request) -> None:
         """Take back the request's pages and what it may lose to drafts."""
@@ -84,8 +53,6 @@ class Runner:
     def prefill(self, chunks: Sequence[tuple[Request, int]]) -> list[Passed]:
         """Write the KV of the next ``n`` tokens of each request; draw the first token where a prompt is complete."""
         batch, counts = Batch([r for r, _ in chunks]), [n for _, n in chunks]
-        tokens = [t for r, n in chunks for t in r.tokens[r.committed : r.committed + n]]
-        ends = list(accumulate(counts))
         # A fresh prompt yields its first token with its last position; a resumed request knows its root already.
         drawing = [i for i, r in enumerate(batch) if r.committed + counts[i] == len(r.tokens)]
         for r in batch:
@@ -93,11 +60,8 @@ class Runner:
             if not self.config.prefix_cache and r.followed and not self.speculation.follows(r):
                 r.give_up_drafts(r.draft_valid)
         with _naming(batch), self.pages.lease(batch, counts) as lease:
-            plan = self.planner.extend(batch.seqs, batch.lens, counts)
-            rows = torch.tensor([ends[i] - 1 for i in drawing], dtype=torch.int64)
-            aux = self._features(batch, len(tokens))
-            logits, _ = self.target.forward(torch.tensor(tokens), plan, self.cache, aux, rows)
-            drawn = [_draw(batch.requests[i], logits[j]) for j, i in enumerate(drawing)]
+            prefilled = self.executor.prefill(batch, counts, drawing, self._follow(batch))
+            drawn = prefilled.drawn
             lease.commit([n + more for n, more in zip(batch.lens, counts, strict=True)])
         passed = []
         for r, n in chunks:
@@ -106,7 +70,7 @@ class Runner:
             r = batch.requests[i]
             passed.append(Passed(r, first, r.commit(first, round_=False, error=error)))
         if self.drafter is not None:
-            self.drafter.remember(batch, aux, [range(e - n, e) for e, n in zip(ends, counts, strict=True)])
+            self.drafter.remember(batch, prefilled, [range(n) for n in counts])
             self.drafter.write([r for r in batch if r.finish_reason is None])
         for r in batch:
             if r.committed >= len(r.tokens) - 1:
@@ -126,14 +90,13 @@ class Runner:
 
     def _decode(self, batch: Batch) -> list[Passed]:
         self.speculation.begin(speculative=False)
-        trees = core.TreeBatch.from_parents([[-1]] * len(batch), [[r.tokens[-1]] for r in batch])
         with _naming(batch), self.pages.lease(batch, [1] * len(batch)) as lease:
             for o in self.observers:
                 o.reserved(batch.requests, [n + 1 for n in batch.lens], speculative=False)
-            plan = self.planner.decode(batch.seqs, batch.lens)
-            passed, aux, _ = self._verify(batch, trees, plan, lease)
+            verified = self.executor.decode(batch, self._follow(batch), self.speculation.timed)
+            passed, paths = self._commit(batch, lease, verified)
         if self.drafter is not None:
-            self.drafter.remember(batch, aux, [[i] for i in range(len(batch))])
+            self.drafter.remember(batch, verified, paths)
             self.drafter.catch_up(batch)
         for o in self.observers:
             o.ended()
@@ -158,65 +121,47 @@ class Runner:
             drafter.write(followed)
             drafter.extend(followed, speculation)
             drafted = drafter.draft(batch, drafting, speculation)
-            trees = drafted.trees
-            plan = self.planner.verify(batch.seqs, batch.lens, trees)
-            passed, aux, paths = self._verify(batch, trees, plan, lease)
-        first, rows = 0, []
-        for size, path, p in zip(trees.sizes, paths, passed, strict=True):
-            rows.append([first + node for node in path[: p.committed.kept]])
-            first += size
-        drafter.remember(batch, aux, rows)
+            verified = self.executor.verify(batch, drafted, self._follow(batch), speculation.timed)
+            passed, paths = self._commit(batch, lease, verified, drafted.faults)
+        drafter.remember(batch, verified, paths)
         drafter.extend([r for r in followed if r.finish_reason is None], speculation)
         drafter.catch_up(batch)
         for o in self.observers:
             o.ended()
-        speculation.spec_round(passed, trees, drafting, drafted.steps)
+        speculation.spec_round(passed, verified.trees, drafting, drafted.steps)
         return passed
 
-    def _verify(
-        self, batch: Batch, trees: core.TreeBatch, plan: core.Plan, lease: core.Lease
-    ) -> tuple[list[Passed], FeatureRows | None, list[list[int]]]:
-        """Run the target over the nodes of trees, as planned, and commit what it accepts."""
-        tokens = from_dlpack(trees.tokens)
-        aux = self._features(batch, len(tokens))
-        logits, _ = self.speculation.timed(
-            "target", len(tokens), self.target.forward, tokens, plan, self.cache, aux, None
-        )
-        accepts = core.verify(trees, logits, [r.sampler for r in batch], batch.lens)
+    def _follow(self, batch: Batch) -> bool:
+        """Whether a pass has to keep features: the head follows one of its requests."""
+        return self.drafter is not None and any(r.followed for r in batch)
+
+    def _commit(
+        self, batch: Batch, lease: core.Lease, verified: Verified, faults: Sequence[core.NonFiniteError] = ()
+    ) -> tuple[list[Passed], list[list[int]]]:
+        """Commit what the target accepted. faults: requests whose drafts broke on the way there.
+
+        Returns what each request got, and which nodes of its tree are now among its positions.
+        """
+        accepts = verified.accepts
         for o in self.observers:
-            o.verified(trees, accepts)
-        moves = self.planner.commit(lease, batch.seqs, batch.lens, accepts)
-        core.kv_move(self.cache, moves)
+            o.verified(verified.trees, accepts)
+        self.executor.commit(batch, lease, verified)
         paths = accepts.paths
         # Whole paths: where a request keeps less, it has ended, and gives its pages back.
         lease.commit([n + len(path) for n, path in zip(batch.lens, paths, strict=True)])
         # Nothing fails from here on; up to here, no request has changed.
+        for error in faults:
+            batch.requests[error.request].give_up_drafts(batch.lens[error.request], error)
         passed = [
             Passed(r, drawn, r.commit(drawn, round_=True, error=error))
             for r, drawn, error in zip(batch, accepts.tokens, accepts.errors, strict=True)
         ]
         for p in passed:
             p.request.committed += p.committed.kept
+        kept = [p.committed.kept for p in passed]
         for o in self.observers:
-            o.committed([p.committed.kept for p in passed])
-        return passed, aux, paths
-
-    def _features(self, batch: Batch, rows: int) -> FeatureRows | None:
-        return None if self.drafter is None else self.drafter.features(batch, rows)
-
-
-def _planner(geometry: core.Geometry, pool: core.Pool, backend: AttentionBackend) -> core.Planner:
-    """The planner of a backend's format."""
-    capabilities = Capabilities.of(backend)
-    return core.Planner(geometry, pool, format=capabilities.format, mask=capabilities.mask)
-
-
-def _draw(request: Request, logits: torch.Tensor) -> tuple[list[int], core.NonFiniteError | None]:
-    """The first token of a request, or why there is none."""
-    try:
-        return [request.sampler.draw(logits, len(request.tokens), [])], None
-    except core.NonFiniteError as error:
-        return [], error
+            o.committed(kept)
+        return passed, [path[:n] for path, n in zip(paths, kept, strict=True)]
 
 
 @contextmanager

@@ -106,7 +106,7 @@ class AdaptiveTree(GivenTree):
         if not r.followed:
             return None
         gate, policy = self._gate(r), self.policy
-        stake, ready = policy.stake(1, 1), r.root_logits is not None
+        stake, ready = policy.stake(1, 1), r.root is not None
         if gate.account < (stake if ready else policy.needed(gate, batch, r.lag)):
             r.give_up_drafts(r.draft_valid)
             return None

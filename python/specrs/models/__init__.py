@@ -1,6 +1,10 @@
-"""Target models and draft heads in torch, over the `Ops` of a backend. Importing this package imports torch."""
+"""Target models and draft heads, over a device's operations and an attention (`Ops`). Importing this package imports
+torch."""
 
+from specrs.models.attention import HostAttention, ReadAttention, TorchAttention
+from specrs.models.cache import check_memory, new_cache
 from specrs.models.config import Eagle3Config, LayerConfig, ModelConfig, RopeConfig, has_recurrent_state
+from specrs.models.dense import HostDense, TorchDense, follow_torch
 from specrs.models.eagle3 import Eagle3Head
 from specrs.models.errors import DraftMismatchError, ModelFileError, UnsupportedModelError
 from specrs.models.generation import default_sampling
@@ -8,35 +12,33 @@ from specrs.models.llama import LlamaModel
 from specrs.models.load import load_draft, load_target
 from specrs.models.loader import Checkpoint
 from specrs.models.locate import locate
-from specrs.models.ops import (
-    BackendOps,
-    Heads,
-    HostOps,
-    Linear,
-    Ops,
-    TorchOps,
-    check_memory,
-    follow_torch,
-    new_cache,
-    ops_for,
-)
+from specrs.models.ops import Attention, Dense, Embedding, Heads, Linear, Ops
+from specrs.models.pairs import ops_for, torch_ops
+from specrs.models.placement import HOST, Placement
 
 __all__ = [
-    "BackendOps",
+    "HOST",
+    "Attention",
     "Checkpoint",
+    "Dense",
     "DraftMismatchError",
     "Eagle3Config",
     "Eagle3Head",
+    "Embedding",
     "Heads",
-    "HostOps",
+    "HostAttention",
+    "HostDense",
     "LayerConfig",
     "Linear",
     "LlamaModel",
     "ModelConfig",
     "ModelFileError",
     "Ops",
+    "Placement",
+    "ReadAttention",
     "RopeConfig",
-    "TorchOps",
+    "TorchAttention",
+    "TorchDense",
     "UnsupportedModelError",
     "check_memory",
     "default_sampling",
@@ -47,4 +49,5 @@ __all__ = [
     "locate",
     "new_cache",
     "ops_for",
+    "torch_ops",
 ]

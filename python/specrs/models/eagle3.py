@@ -15,12 +15,14 @@ from pathlib import Path
 import torch
 
 from specrs._specrs import ConfigError, KvCache, Plan
+from specrs.models.cache import new_cache
 from specrs.models.config import Eagle3Config
 from specrs.models.errors import DraftMismatchError, ModelFileError
-from specrs.models.layer import Embedding, LayerKind, LayerTail, Workspace, layer_shapes, qkv_names
+from specrs.models.layer import LayerKind, LayerTail, Workspace, layer_shapes, qkv_names
 from specrs.models.llama import ROPE_SLACK, LlamaModel, check_rows
 from specrs.models.loader import Checkpoint
-from specrs.models.ops import Linear, Ops, new_cache
+from specrs.models.ops import Linear, Ops
+from specrs.models.placement import HOST
 from specrs.models.rope import rope_tables
 
 _LAYER = "midlayer."
@@ -36,39 +38,42 @@ class Eagle3Head:
         self.config = config
         self.aux_layers = aux_layers
         self.d2t, self.target_ids = _vocabulary_map(config, weights, target)
-        self._ops = ops
-        self._eps = config.rms_norm_eps
+        self.placement, self._dense = ops.placement, ops.dense
+        dense, self._eps = ops.dense, config.rms_norm_eps
         h = config.hidden_size
         self.embedding = (
-            Embedding(weights.load("embed_tokens.weight")) if "embed_tokens.weight" in weights else target.embedding
+            dense.embedding(weights.load("embed_tokens.weight"))
+            if "embed_tokens.weight" in weights
+            else target.embedding
         )
         bias = weights.load("fc.bias") if "fc.bias" in weights else None
-        self._fc = ops.linear(weights.load("fc.weight"), bias)
-        self._embed_norm = weights.load(f"{_LAYER}input_layernorm.weight").float()
-        self._hidden_norm = weights.load(f"{_LAYER}hidden_norm.weight").float()
+        self._fc = dense.linear(weights.load("fc.weight"), bias)
+        self._embed_norm = dense.vector(weights.load(f"{_LAYER}input_layernorm.weight"))
+        self._hidden_norm = dense.vector(weights.load(f"{_LAYER}hidden_norm.weight"))
         # q/k/v read [embedding, feature] side by side. Their weight is split at the seam instead, so that neither the
         # concatenation nor its two normalised halves are ever written.
         qkv = torch.cat([weights.load(f"{name}.weight") for name in qkv_names(_LAYER)])
         qkv_bias = None
         if _has_bias(weights, "q_proj"):
             qkv_bias = torch.cat([weights.load(f"{name}.bias") for name in qkv_names(_LAYER)])
-        self._qkv_embed = ops.linear(qkv[:, :h].contiguous(), qkv_bias)
-        self._qkv_hidden = ops.linear(qkv[:, h:].contiguous())
+        self._qkv_embed = dense.linear(qkv[:, :h].contiguous(), qkv_bias)
+        self._qkv_hidden = dense.linear(qkv[:, h:].contiguous())
         kv, kv_bias = qkv[config.q_size :], None if qkv_bias is None else qkv_bias[config.q_size :]
-        self._kv_embed = ops.linear(kv[:, :h].contiguous(), kv_bias)
-        self._kv_hidden = ops.linear(kv[:, h:].contiguous())
+        self._kv_embed = dense.linear(kv[:, :h].contiguous(), kv_bias)
+        self._kv_hidden = dense.linear(kv[:, h:].contiguous())
         self._tail = LayerTail(ops, config, _kind(weights), weights, _LAYER)
-        self._norm = weights.load("norm.weight").float()
+        self._norm = dense.vector(weights.load("norm.weight"))
         self.lm_head: Linear = (
-            ops.linear(weights.load("lm_head.weight")) if "lm_head.weight" in weights else target.lm_head
+            dense.linear(weights.load("lm_head.weight")) if "lm_head.weight" in weights else target.lm_head
         )
-        self._rope = ops.rope(*rope_tables(config.rope, config.head_dim, target.max_context_len + ROPE_SLACK))
+        self._rope = ops.attention.rope(*rope_tables(config.rope, config.head_dim, target.max_context_len + ROPE_SLACK))
+        at, qkv_wide, logits_wide = self.placement, config.qkv_size, config.draft_vocab_size
         wide = {"attended": config.q_size, "act": config.intermediate_size}
-        self._extend_work = Workspace(x=h, e=h, n=h, y=h, part=config.qkv_size, qkv=config.qkv_size, **wide)
-        self._write_work = Workspace(x=h, e=h, n=h, part=2 * config.kv_size, kv=2 * config.kv_size)
-        self._extend_tail = Workspace(x=h, y=h, hidden=h, logits=config.draft_vocab_size, **wide)
+        self._extend_work = Workspace(at, x=h, e=h, n=h, y=h, part=qkv_wide, qkv=qkv_wide, **wide)
+        self._write_work = Workspace(at, x=h, e=h, n=h, part=2 * config.kv_size, kv=2 * config.kv_size)
+        self._extend_tail = Workspace(at, x=h, y=h, hidden=h, logits=logits_wide, **wide)
         self._step_work = Workspace(
-            e=h, n=h, y=h, part=config.qkv_size, qkv=config.qkv_size, hidden=h, logits=config.draft_vocab_size, **wide
+            at, e=h, n=h, y=h, part=qkv_wide, qkv=qkv_wide, hidden=h, logits=logits_wide, **wide
         )
         target.set_aux_layers(aux_layers)
 
@@ -79,16 +84,17 @@ class Eagle3Head:
         Raises DraftMismatchError, UnsupportedModelError or ModelFileError, all `ConfigError`s; the target is then as
         it was.
         """
-        return cls(Eagle3Config.from_directory(directory), Checkpoint(directory, _plain_name), ops, target)
+        config = Eagle3Config.from_directory(directory)
+        return cls(config, Checkpoint(directory, _plain_name, ops.placement.device), ops, target)
 
     @property
     def vocab_size(self) -> int:
         """Columns of the head's logits."""
         return self.config.draft_vocab_size
 
-    def new_cache(self, num_pages: int, page_size: int, dtype: torch.dtype = torch.float32) -> KvCache:
+    def new_cache(self, num_pages: int, page_size: int, dtype: torch.dtype | None = None) -> KvCache:
         """Memory for the head's own KV, of one layer; slots are those of the target's cache."""
-        return new_cache(self.config, 1, num_pages, page_size, dtype)
+        return new_cache(self.config, 1, num_pages, page_size, self.placement, dtype)
 
     def extend(
         self,
@@ -100,9 +106,9 @@ class Eagle3Head:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows whose features are the target's.
 
-        tokens: int64 [Q], the token *after* each row's position. aux: f32 [Q, target hidden] of each aux layer,
+        tokens: int64 [Q], the token *after* each row's position. aux: [Q, target hidden] of each aux layer,
         from `LlamaModel.forward(aux=True)` at the row's position. logit_rows: int64 [R] or None (all). Returns
-        (logits f32 [R, draft vocabulary], hidden f32 [R, h]), views that the next `extend` overwrites.
+        (logits [R, draft vocabulary], hidden [R, h]), views that the next `extend` overwrites.
         """
         features = self._features(tokens, aux, plan)
         rows = len(features)
@@ -114,14 +120,14 @@ class Eagle3Head:
         residual = self._attend(tokens, w["x"], plan, kv, w)
         attended = w["attended"]
         if logit_rows is not None:
-            torch.index_select(residual, 0, logit_rows, out=tail["x"])
-            torch.index_select(attended, 0, logit_rows, out=tail["attended"])
+            self._dense.gather(residual, logit_rows, tail["x"])
+            self._dense.gather(attended, logit_rows, tail["attended"])
             residual, attended = tail["x"], tail["attended"]
         return self._predict(residual, attended, tail)
 
     def write(self, tokens: torch.Tensor, aux: Sequence[torch.Tensor], plan: Plan, kv: KvCache) -> torch.Tensor:
         """Rows of `extend` whose logits nobody wants: keys and values alone, to the same bits, at less than half of
-        the cost. Returns them, f32 [Q, 2 Hkv D] before the rotation, a view that the next `write` overwrites.
+        the cost. Returns them, [Q, 2 Hkv D] before the rotation, a view that the next `write` overwrites.
         """
         features = self._features(tokens, aux, plan)
         w = self._write_work.rows(len(features))
@@ -136,8 +142,8 @@ class Eagle3Head:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Draft rows, whose features are the hidden states of the rows that they continue.
 
-        tokens: int64 [Q]. hidden: f32 [Q, h], from `extend` or the last `step`. Returns (logits f32 [Q, draft
-        vocabulary], hidden f32 [Q, h]), views that the next `step` overwrites (passing that very view back is fine).
+        tokens: int64 [Q]. hidden: [Q, h], from `extend` or the last `step`. Returns (logits [Q, draft
+        vocabulary], hidden [Q, h]), views that the next `step` overwrites (passing that very view back is fine).
         """
         rows = check_rows(tokens, plan)
         w = self._step_work.rows(rows)
@@ -168,7 +174,7 @@ class Eagle3Head:
         """out = the projection of [embedding, feature], both normalised; returns the residual stream."""
         self.embedding.lookup(tokens, w["e"])
         if self.config.norm_before_residual:
-            self._ops.rms_norm(feature, self._hidden_norm, self._eps, w["n"])
+            self._dense.rms_norm(feature, self._hidden_norm, self._eps, w["n"])
             feature = w["n"]
             of_hidden.forward(feature, w["part"])
         else:
@@ -183,7 +189,7 @@ class Eagle3Head:
         got = [tuple(a.shape) for a in aux]
         if got != want:
             raise ConfigError(f"aux = {got}: must be {want}, features of each query of the plan for each aux layer")
-        return torch.cat(tuple(aux), 1)
+        return self._dense.beside(aux)
 
     def _predict(
         self, residual: torch.Tensor, attended: torch.Tensor, w: dict[str, torch.Tensor]
@@ -259,14 +265,15 @@ def _check_files(config: Eagle3Config, weights: Checkpoint, target: LlamaModel, 
 def _vocabulary_map(
     config: Eagle3Config, weights: Checkpoint, target: LlamaModel
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """(d2t int64 [draft vocabulary]: what to add to a draft id, None where nothing is, and the sums: target ids)."""
+    """(d2t int64 [draft vocabulary]: what to add to a draft id, None where nothing is, and the sums: target ids), on
+    the host."""
     draft = torch.arange(config.draft_vocab_size)
     if "d2t" not in weights:
         if config.draft_vocab_size != config.vocab_size:
             why = f"a d2t map, since vocab_size is {config.vocab_size}; the file has none"
             raise DraftMismatchError("draft_vocab_size", config.draft_vocab_size, why)
         return None, draft
-    d2t = weights.load("d2t").long()
+    d2t = weights.load("d2t").to(HOST.device).long()
     ids = draft + d2t
     limit = target.config.vocab_size
     outside = ((ids < 0) | (ids >= limit)).nonzero().flatten()
@@ -283,7 +290,7 @@ def _vocabulary_map(
         got = f"target id {int(ids[at])} for draft ids {int(first[ids[at]])} and {at}"
         raise DraftMismatchError("d2t", got, "one draft id for each target id")
     if "t2d" in weights:
-        known = weights.load("t2d").bool()
+        known = weights.load("t2d").to(HOST.device).bool()
         odd = (known != (first >= 0)).nonzero().flatten()
         if odd.numel():
             at = int(odd[0])

@@ -12,6 +12,8 @@ from itertools import pairwise
 
 import torch
 
+from specrs.models.placement import Placement
+
 _PASSES = 32  # of one size that a block has room for
 
 
@@ -23,7 +25,7 @@ class FeatureRows:
 
     Attributes:
         aux_layers: the layers whose input is a feature.
-        layers: f32 [rows, h] for each of them.
+        layers: [rows, h] for each of them.
         stacked: the same memory, [n_aux, rows, h].
         first: where the embedding goes.
         turns: by layer, where its output goes; absent where it stays in place.
@@ -57,8 +59,8 @@ class FeatureMemory:
     through the caches, a torch operation costs some 10 us, as its code and data are cold.
     """
 
-    def __init__(self, aux_layers: tuple[int, ...], hidden_size: int) -> None:
-        self._aux_layers, self._hidden_size = aux_layers, hidden_size
+    def __init__(self, aux_layers: tuple[int, ...], hidden_size: int, placement: Placement) -> None:
+        self._aux_layers, self._hidden_size, self._placement = aux_layers, hidden_size, placement
         self._ready: dict[int, Iterator[FeatureRows]] = {}  # by rows
 
     def rows(self, count: int) -> FeatureRows:
@@ -68,7 +70,7 @@ class FeatureMemory:
 
     def _block(self, count: int) -> FeatureRows:
         passes = _PASSES if 0 < count <= _PASSES else 1
-        block = torch.empty((len(self._aux_layers), passes * count, self._hidden_size))
+        block = self._placement.empty(len(self._aux_layers), passes * count, self._hidden_size)
         fresh = iter([FeatureRows(self._aux_layers, block.narrow(1, i * count, count)) for i in range(passes)])
         if len(self._ready) >= _PASSES:
             self._ready.clear()
@@ -94,7 +96,8 @@ class Features:
         first, n = self.rows[0], len(self.rows)
         if all(row == first + i for i, row in enumerate(self.rows)):
             return self.memory.stacked.narrow(1, first, n)
-        return self.memory.stacked.index_select(1, torch.tensor(self.rows))
+        stacked = self.memory.stacked
+        return stacked.index_select(1, torch.tensor(self.rows, device=stacked.device))
 
 
 def gather(pieces: Iterable[Features]) -> tuple[torch.Tensor, ...]:

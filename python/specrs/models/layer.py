@@ -1,4 +1,4 @@
-"""The decoder layer that all models here share: its tensors' names and shapes, its weights as the backend wants them,
+"""The decoder layer that all models here share: its tensors' names and shapes, its weights as the device wants them,
 and the scratch memory that its activations live in."""
 
 from __future__ import annotations
@@ -9,24 +9,25 @@ from typing import Any
 
 import torch
 
-from specrs._specrs import ConfigError, KvCache, Plan
+from specrs._specrs import KvCache, Plan
 from specrs.models.config import LayerConfig
 from specrs.models.loader import Checkpoint
-from specrs.models.ops import Heads, Linear, Ops
+from specrs.models.ops import Dense, Heads, Linear, Ops
+from specrs.models.placement import Placement
 
 # Row counts repeat from round to round; this many sets of views are kept before starting over.
 _MAX_ROW_COUNTS = 256
 
 
 class Workspace:
-    """Activations by name, f32 [capacity, width] each, allocated once and cut to a call's row count.
+    """Activations by name, [capacity, width] each, allocated once and cut to a call's row count.
 
     `rows(n)` returns the same views for the same n until the capacity grows, so that a warm call allocates nothing.
     """
 
-    def __init__(self, **widths: int) -> None:
-        self._widths = widths
-        self._memory = {name: torch.empty((0, width)) for name, width in widths.items()}
+    def __init__(self, placement: Placement, **widths: int) -> None:
+        self._placement, self._widths = placement, widths
+        self._memory = {name: placement.empty(0, width) for name, width in widths.items()}
         self._views: dict[int, dict[str, torch.Tensor]] = {}
         self._capacity = 0
 
@@ -36,38 +37,14 @@ class Workspace:
         if views is None:
             if count > self._capacity:
                 self._capacity = -(-count // 16) * 16
-                self._memory = {name: torch.empty((self._capacity, width)) for name, width in self._widths.items()}
+                empty = self._placement.empty
+                self._memory = {name: empty(self._capacity, width) for name, width in self._widths.items()}
                 self._views.clear()
             elif len(self._views) >= _MAX_ROW_COUNTS:
                 self._views.clear()
             views = {name: memory[:count] for name, memory in self._memory.items()}
             self._views[count] = views
         return views
-
-
-class Embedding:
-    """Rows of a [vocab, hidden] table as f32."""
-
-    def __init__(self, table: torch.Tensor) -> None:
-        self.table = table
-        self._rows = table.new_empty((0, table.shape[1]))
-
-    def lookup(self, tokens: torch.Tensor, out: torch.Tensor) -> None:
-        """out [Q, hidden] f32 = rows of `tokens` (int32 or int64 [Q]). ConfigError: a token outside the vocabulary."""
-        try:
-            if self.table.dtype == torch.float32:
-                torch.index_select(self.table, 0, tokens, out=out)
-                return
-            if tokens.numel() > self._rows.shape[0]:
-                self._rows = self.table.new_empty(out.shape)
-            rows = self._rows[: tokens.numel()]
-            out.copy_(torch.index_select(self.table, 0, tokens, out=rows))
-        except (IndexError, RuntimeError) as error:  # torch has checked every index; say which one it was
-            vocab = self.table.shape[0]
-            bad = [token for token in tokens.tolist() if not 0 <= token < vocab]
-            if not bad:
-                raise
-            raise ConfigError(f"token = {bad[0]} is outside 0..{vocab} (the vocabulary)") from error
 
 
 @dataclass(frozen=True)
@@ -105,27 +82,27 @@ class LayerTail:
     """Everything of a decoder layer after its q/k/v projection."""
 
     def __init__(self, ops: Ops, config: LayerConfig, kind: LayerKind, weights: Checkpoint, prefix: str) -> None:
-        self._ops = ops
+        dense, self._attention = ops.dense, ops.attention
         self._eps = config.rms_norm_eps
-        self.o = stacked(ops, weights, [f"{prefix}self_attn.o_proj"], kind.o_bias)
+        self.o = stacked(dense, weights, [f"{prefix}self_attn.o_proj"], kind.o_bias)
         self.gate_up = stacked(
-            ops, weights, [f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"], kind.mlp_bias, gated=True
+            dense, weights, [f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"], kind.mlp_bias, gated=True
         )
-        self.down = stacked(ops, weights, [f"{prefix}mlp.down_proj"], kind.mlp_bias)
-        self.post_norm = weights.load(f"{prefix}post_attention_layernorm.weight").float()
+        self.down = stacked(dense, weights, [f"{prefix}mlp.down_proj"], kind.mlp_bias)
+        self.post_norm = dense.vector(weights.load(f"{prefix}post_attention_layernorm.weight"))
         q_norm, k_norm = (
-            weights.load(f"{prefix}self_attn.{name}.weight").float() if kind.qk_norm else None
+            dense.vector(weights.load(f"{prefix}self_attn.{name}.weight")) if kind.qk_norm else None
             for name in ("q_norm", "k_norm")
         )
         self._heads = Heads(config.num_heads, config.head_dim**-0.5, q_norm, k_norm, config.rms_norm_eps)
 
     def attend(self, kv: KvCache, index: int, plan: Plan, qkv: torch.Tensor, rope: Any, out: torch.Tensor) -> None:
         """Layer `index` of `kv` gets the rows' keys and values; out [Q, H D] is what the queries read."""
-        self._ops.rope_attention(kv, index, plan, qkv, rope, self._heads, out)
+        self._attention.attend(kv, index, plan, qkv, rope, self._heads, out)
 
     def write(self, kv: KvCache, index: int, plan: Plan, rows: torch.Tensor, rope: Any) -> None:
         """Layer `index` of `kv` gets the keys and values of `rows` [Q, 2 Hkv D]."""
-        self._ops.rope_write(kv, index, plan, rows, rope, self._heads)
+        self._attention.write(kv, index, plan, rows, rope, self._heads)
 
     def mix(
         self, residual: torch.Tensor, attended: torch.Tensor, w: dict[str, torch.Tensor], out: torch.Tensor
@@ -136,10 +113,10 @@ class LayerTail:
         self.down.forward(w["act"], out, w["y"])
 
 
-def stacked(ops: Ops, weights: Checkpoint, names: list[str], bias: bool, gated: bool = False) -> Linear:
+def stacked(dense: Dense, weights: Checkpoint, names: list[str], bias: bool, gated: bool = False) -> Linear:
     """One linear of several projections of the same input, their rows stacked in the order of `names`."""
     weight = _stack([weights.load(f"{name}.weight") for name in names])
-    return ops.linear(weight, _stack([weights.load(f"{name}.bias") for name in names]) if bias else None, gated)
+    return dense.linear(weight, _stack([weights.load(f"{name}.bias") for name in names]) if bias else None, gated)
 
 
 def _stack(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""The target model: Llama and its close relatives (Mistral, Qwen2, Qwen3), over any `Ops`.
+"""The target model: Llama and its close relatives (Mistral, Qwen2, Qwen3), over any device's operations and attention
+(`Ops`).
 
     model = LlamaModel.load(directory, ops, max_context_len=2048)
     kv = model.new_cache(num_pages, page_size)
@@ -15,12 +16,13 @@ from pathlib import Path
 import torch
 
 from specrs._specrs import ConfigError, KvCache, Plan
+from specrs.models.cache import new_cache
 from specrs.models.config import ModelConfig
 from specrs.models.errors import UnsupportedModelError
 from specrs.models.features import FeatureMemory, FeatureRows
-from specrs.models.layer import Embedding, LayerKind, LayerTail, Workspace, layer_shapes, qkv_names, stacked
+from specrs.models.layer import LayerKind, LayerTail, Workspace, layer_shapes, qkv_names, stacked
 from specrs.models.loader import Checkpoint
-from specrs.models.ops import Linear, Ops, new_cache
+from specrs.models.ops import Linear, Ops
 from specrs.models.rope import rope_tables
 
 # Draft rows of a request at the context wall are computed before the tree is clamped to it, and may lie past it.
@@ -39,19 +41,21 @@ class LlamaModel:
         self.aux_layers: tuple[int, ...] = ()
         self.features: FeatureMemory | None = None
         self.ops = ops
+        self._dense = dense = ops.dense
         table = weights.load("model.embed_tokens.weight")
-        self.embedding = Embedding(table)
-        self.lm_head: Linear = ops.linear(table if config.tie_word_embeddings else weights.load("lm_head.weight"))
-        self._norm = weights.load("model.norm.weight").float()
+        self.embedding = dense.embedding(table)
+        self.lm_head: Linear = dense.linear(table if config.tie_word_embeddings else weights.load("lm_head.weight"))
+        self._norm = dense.vector(weights.load("model.norm.weight"))
         prefixes = [f"model.layers.{i}." for i in range(config.num_layers)]
-        self._input_norms = [weights.load(f"{prefix}input_layernorm.weight").float() for prefix in prefixes]
-        self._qkv = [stacked(ops, weights, list(qkv_names(prefix)), kind.qkv_bias) for prefix in prefixes]
+        self._input_norms = [dense.vector(weights.load(f"{prefix}input_layernorm.weight")) for prefix in prefixes]
+        self._qkv = [stacked(dense, weights, list(qkv_names(prefix)), kind.qkv_bias) for prefix in prefixes]
         self._tails = [LayerTail(ops, config, kind, weights, prefix) for prefix in prefixes]
-        self._rope = ops.rope(*rope_tables(config.rope, config.head_dim, max_context_len + ROPE_SLACK))
-        h = config.hidden_size
-        self._work = Workspace(x=h, y=h, qkv=config.qkv_size, attended=config.q_size, act=config.intermediate_size)
-        self._tail_work = Workspace(x=h, y=h, attended=config.q_size, act=config.intermediate_size)
-        self._logits = Workspace(logits=config.vocab_size)
+        self._rope = ops.attention.rope(*rope_tables(config.rope, config.head_dim, max_context_len + ROPE_SLACK))
+        at, h = ops.placement, config.hidden_size
+        wide = {"attended": config.q_size, "act": config.intermediate_size}
+        self._work = Workspace(at, x=h, y=h, qkv=config.qkv_size, **wide)
+        self._tail_work = Workspace(at, x=h, y=h, **wide)
+        self._logits = Workspace(at, logits=config.vocab_size)
 
     @classmethod
     def load(cls, directory: str | Path, ops: Ops, max_context_len: int | None = None) -> LlamaModel:
@@ -60,7 +64,9 @@ class LlamaModel:
         Raises UnsupportedModelError or ModelFileError, both `ConfigError`s, before any weight is read.
         """
         config = ModelConfig.from_directory(directory)
-        return cls(config, Checkpoint(directory), ops, max_context_len or config.max_context_len)
+        return cls(
+            config, Checkpoint(directory, device=ops.placement.device), ops, max_context_len or config.max_context_len
+        )
 
     @staticmethod
     def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -79,9 +85,9 @@ class LlamaModel:
             shapes.update(layer_shapes(config, kind, prefix, h))
         return shapes
 
-    def new_cache(self, num_pages: int, page_size: int, dtype: torch.dtype = torch.float32) -> KvCache:
+    def new_cache(self, num_pages: int, page_size: int, dtype: torch.dtype | None = None) -> KvCache:
         """Memory for the KV of `num_pages` pages (page 0, the sink, included) of `page_size` tokens."""
-        return new_cache(self.config, self.config.num_layers, num_pages, page_size, dtype)
+        return new_cache(self.config, self.config.num_layers, num_pages, page_size, self.ops.placement, dtype)
 
     def set_aux_layers(self, layers: Sequence[int]) -> None:
         """Chooses the features of `forward(aux=...)`: the residual stream *entering* each of these decoder layers (so
@@ -91,7 +97,8 @@ class LlamaModel:
                 why = f"must be in 0..{self.config.num_layers}, the layers whose input can be captured"
                 raise UnsupportedModelError("aux layer", layer, why)
         self.aux_layers = tuple(layers)
-        self.features = FeatureMemory(self.aux_layers, self.config.hidden_size) if layers else None
+        h, at = self.config.hidden_size, self.ops.placement
+        self.features = FeatureMemory(self.aux_layers, h, at) if layers else None
 
     def forward(
         self,
@@ -105,7 +112,7 @@ class LlamaModel:
 
         tokens: int64 (or int32) [Q], one per query of the plan. aux: whether features are wanted, or memory for them
         (`features.rows(Q)`). logit_rows: int64 [R] rows to compute logits for, in the order wanted; None: all; empty:
-        none. Returns (logits f32 [R, vocab], features or None); the logits are a view that the next `forward`
+        none. Returns (logits [R, vocab], features or None); the logits are a view that the next `forward`
         overwrites. Raises ConfigError for a token outside the vocabulary, and for other memory.
         """
         rows = check_rows(tokens, plan)
@@ -129,8 +136,8 @@ class LlamaModel:
             if i == last and logit_rows is not None:
                 # From here on rows are independent, and only these are read.
                 w = self._tail_work.rows(logit_rows.numel())
-                torch.index_select(x, 0, logit_rows, out=w["x"])
-                torch.index_select(attended, 0, logit_rows, out=w["attended"])
+                self._dense.gather(x, logit_rows, w["x"])
+                self._dense.gather(attended, logit_rows, w["attended"])
                 x = out = w["x"]
                 attended = w["attended"]
             if x.shape[0]:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from specrs.models.eagle3 import Eagle3Head
 from specrs.models.llama import LlamaModel
-from specrs.models.ops import Ops, ops_for
+from specrs.models.ops import Ops
+from specrs.models.pairs import ops_for
 
 
 def load_target(directory: str | Path, ops: Ops | None = None, max_context_len: int | None = None) -> LlamaModel:

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from specrs.models.errors import ModelFileError
+from specrs.models.placement import HOST
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _INTEGERS = {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool}
@@ -30,18 +31,20 @@ _DERIVED = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$|.*\.se
 class Checkpoint:
     """The tensors of a model directory by name. Opening reads headers only.
 
-    `rename` maps a tensor's name in the file to the name used here (heads are published under several).
-    Raises ModelFileError, which names the file, and the tensor where one is at fault.
+    `rename` maps a tensor's name in the file to the name used here (heads are published under several). Tensors come
+    straight to `device`. Raises ModelFileError, which names the file, and the tensor where one is at fault.
     """
 
-    def __init__(self, directory: str | Path, rename: Callable[[str], str] = str) -> None:
+    def __init__(
+        self, directory: str | Path, rename: Callable[[str], str] = str, device: torch.device = HOST.device
+    ) -> None:
         self.directory = Path(directory)
         self._files: dict[Path, Any] = {}
         self._where: dict[str, tuple[Path, str]] = {}
         if not self.directory.is_dir():
             raise ModelFileError(self.directory, "no such directory; a Hugging Face model directory is needed")
         for path, names in self._find().items():
-            file = _open(path)
+            file = _open(path, device)
             self._files[path] = file
             present = set(file.keys())
             for name in names if names is not None else sorted(present):
@@ -126,7 +129,7 @@ class Checkpoint:
                 )
 
     def load(self, name: str) -> torch.Tensor:
-        """One tensor in its stored dtype, on the CPU, contiguous."""
+        """One tensor in its stored dtype, on the checkpoint's device, contiguous."""
         path, stored = self._locate(name)
         try:
             tensor: torch.Tensor = self._files[path].get_tensor(stored)
@@ -140,11 +143,11 @@ class Checkpoint:
         return self._where[name]
 
 
-def _open(path: Path) -> Any:
+def _open(path: Path, device: torch.device) -> Any:
     if not path.is_file():
         raise ModelFileError(path, "no such file")
     try:
-        return safe_open(str(path), framework="pt", device="cpu")
+        return safe_open(str(path), framework="pt", device=str(device))
     except (SafetensorError, OSError, ValueError) as error:
         size = path.stat().st_size
         why = f"not a whole safetensors file ({size} bytes: truncated, or a Git LFS pointer?): {error}"

@@ -20,7 +20,7 @@ from specrs import LLM, SamplingParams, assets
 from specrs import _specrs as core
 from specrs.backends import BACKENDS, Combination, FlashInfer, UnsupportedCombinationError, resolve
 from specrs.engine.scheduler import Scheduler
-from specrs.models import HostOps, LlamaModel
+from specrs.models import LlamaModel, ops_for
 
 VOCAB = 10
 NEAR = 1e-4
@@ -95,7 +95,7 @@ def generate(pair: Pair, prompts: list[list[int]], most: list[int], sampled: boo
 
 def margin(pair: Pair, prefix: list[int]) -> float:
     """By how much the target prefers its next token to the second best."""
-    logits, _ = Driver(LlamaModel.load(pair.target, HostOps())).decode_all(prefix)
+    logits, _ = Driver(LlamaModel.load(pair.target, ops_for())).decode_all(prefix)
     best, second = logits[-1].topk(2).values.tolist()
     return float(best - second)
 
@@ -220,7 +220,7 @@ def test_every_plan_of_an_engine_stands_the_audit(small: Pair, backend: Any) -> 
     llm = LLM(
         small.target, small.draft, attention_backend=backend, **{**options(4, 4, "lane"), "draft_layout": "holey"}
     )
-    llm._runner.planner.set_debug(True)
+    llm._runner.executor.planner.set_debug(True)
     want = generate(small, prompts, most, **options(4, 4, "lane"))
     outputs = llm.generate(prompts, [SamplingParams(max_tokens=n, seed=i) for i, n in enumerate(most)])
     assert [o.token_ids for o in outputs] == want.tokens

@@ -13,7 +13,7 @@ from backend_rounds import CONTEXT, DIM, HEADS, KV_HEADS, SCALE, VOCAB, Round, c
 from specrs import ConfigError
 from specrs import _specrs as core
 from specrs.backends import FlashAttention, FlashInfer, Native, PlanAttention, Triton
-from specrs.models.ops import _attend
+from specrs.models import TorchAttention
 
 # (backend, draft layout, what branches attend to): all that there is.
 ABLE = [
@@ -97,7 +97,7 @@ def test_padded_requests_and_queries_give_nothing(backend: Any, layout: Any, mod
 
 @pytest.mark.parametrize("mode", ["ancestors", "lane"])
 def test_the_reference_here_is_that_of_the_models(mode: Any) -> None:
-    """What these tests compare with is what `TorchOps` makes of native plans, and what the Rust kernels do."""
+    """What these tests compare with is what `TorchAttention` makes of native plans, and what the Rust kernels do."""
     at = Round.of(Native(), "dense", (3, 3, 12), 4, [9, 1, 30], 3)
     memory = torch.randn(1, 2, at.pool.num_pages * 4, KV_HEADS, DIM, generator=at.generator)
     cache = core.KvCache(memory, 4)
@@ -105,7 +105,7 @@ def test_the_reference_here_is_that_of_the_models(mode: Any) -> None:
         q = torch.randn(plan.queries, HEADS, DIM, generator=at.generator)
         want = reference(q, memory[0], at.reads(plan))
         out = torch.zeros_like(q)
-        _attend(cache, 0, plan, q, out, SCALE)
+        TorchAttention()(cache, 0, plan, q, out, SCALE)
         torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
         PlanAttention(Native())(cache, 0, plan, q, out, SCALE)
         torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)

@@ -134,7 +134,7 @@ def test_a_round_that_fails_is_not_recorded(tiny: Pair, monkeypatch: pytest.Monk
     llm.step()
     with llm.recording(round=1) as recorder:
         with monkeypatch.context() as patch:
-            patch.setattr(llm._runner.target, "forward", lambda *_: 1 / 0)
+            patch.setattr(llm._runner.executor.target, "forward", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 llm.step()
         assert (recorder.rounds, recorder.capsule) == (0, None)

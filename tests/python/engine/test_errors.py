@@ -289,7 +289,7 @@ def test_nan_in_freed_pages_harms_nobody(tiny: Pair, backend: str, layout: str) 
         return
     prompts, params = [[1, 2, 3], [4] * 9, [5, 6]], SamplingParams(max_tokens=30, temperature=1.0, seed=2)
     want = LLM(tiny.target, tiny.draft, max_batch=3, **options, **tree).generate(prompts, params)
-    for cache in (llm._runner.cache, llm._runner.drafter.cache):
+    for cache in (llm._runner.executor.cache, llm._runner.executor.drafts.cache):
         assert cache is not None
         cache.tensor[:, :, llm.config.page_size :] = math.nan
     outputs = llm.generate(prompts, params)
@@ -360,7 +360,7 @@ def test_bad_draft_kv_is_not_shared(half_broken: Pair) -> None:
     [fresh] = LLM(half_broken.target, half_broken.draft, page_size=4, **TREES["tree"]).generate([stem], params)
     [broken] = llm.generate([[*stem, BAD, 1, 2, 3, 4, 5, 6, 8, 9, 1, 2, 3]], params)
     assert broken.draft_error is not None and broken.finish_reason == "length"
-    cache = llm._runner.drafter.cache
+    cache = llm._runner.executor.drafts.cache
     assert cache is not None
     pages = [page for page, owner in llm._runner.pages.pool.owners() if owner == "prefix cache"]
     slots = [page * 4 + i for page in pages for i in range(4)]
@@ -469,7 +469,7 @@ def test_beams_are_made_once_and_their_vocabulary_is_checked_then(tmp_path: Path
     with pytest.raises(ConfigError, match="4 branches for a draft vocabulary of 3 tokens"):
         LLM(target, draft, tree=(4, 2, 6))
     llm = LLM(target, draft, tree=(3, 2, 6), max_batch=5)
-    beams = llm._runner.drafter.beams
+    beams = llm._runner.executor.drafts.beams
     for count in (1, 5, 2):
         llm.generate([[1]] * count, SamplingParams(max_tokens=6))
-    assert beams is llm._runner.drafter.beams and beams is not None and beams.max_batch == 5
+    assert beams is llm._runner.executor.drafts.beams and beams is not None and beams.max_batch == 5

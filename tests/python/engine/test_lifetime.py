@@ -82,7 +82,7 @@ def test_close_frees_and_is_final(tiny: Pair) -> None:
     llm = engine(tiny)
     stream = llm.stream([[1]], PARAMS)
     next(stream)
-    caches, weights = weakref.ref(llm._runner), weakref.ref(llm._runner.target)
+    caches, weights = weakref.ref(llm._runner), weakref.ref(llm._runner.executor.target)
     llm.close()
     llm.close()
     assert caches() is None and weights() is None

@@ -13,9 +13,9 @@ import modelzoo
 from modelrun import Driver, random_tokens
 from specrs import ConfigError
 from specrs import _specrs as core
-from specrs.models import DraftMismatchError, Eagle3Head, HostOps, LlamaModel, ModelFileError, Ops, TorchOps
+from specrs.models import DraftMismatchError, Eagle3Head, LlamaModel, ModelFileError, Ops, ops_for, torch_ops
 
-OPS: dict[str, Any] = {"torch": TorchOps, "host": HostOps}
+OPS: dict[str, Any] = {"torch": torch_ops, "host": ops_for}
 
 
 class TeacherForced:
@@ -160,13 +160,13 @@ def test_draft_steps_equal_teacher_forcing(
 
 
 def test_ids_map_to_the_target(tmp_path: Path) -> None:
-    _, head, _ = build(tmp_path, TorchOps())
+    _, head, _ = build(tmp_path, torch_ops())
     assert head.d2t is not None and head.vocab_size == 120
     weights = modelzoo.read_weights(tmp_path / "head")
     assert weights["t2d"].nonzero().flatten().tolist() == head.target_ids.tolist()
-    target = LlamaModel.load(tmp_path / "target", TorchOps())
+    target = LlamaModel.load(tmp_path / "target", torch_ops())
     whole = Eagle3Head.load(
-        modelzoo.write_eagle3(tmp_path / "whole", tmp_path / "target", draft_vocab_size=None), TorchOps(), target
+        modelzoo.write_eagle3(tmp_path / "whole", tmp_path / "target", draft_vocab_size=None), torch_ops(), target
     )
     assert whole.d2t is None and whole.target_ids.tolist() == list(range(300))
     assert target.aux_layers == whole.aux_layers == (1, 2, 3)
@@ -174,14 +174,14 @@ def test_ids_map_to_the_target(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("style", ["model.", "layers.0."])
 def test_other_published_names(tmp_path: Path, style: str) -> None:
-    target, head, _ = build(tmp_path, TorchOps())
+    target, head, _ = build(tmp_path, torch_ops())
     weights = modelzoo.read_weights(tmp_path / "head")
     if style == "model.":
         renamed = {f"model.{name}": value for name, value in weights.items()}
     else:
         renamed = {name.replace("midlayer.", "layers.0."): value for name, value in weights.items()}
     save_file(renamed, tmp_path / "head" / "model.safetensors")
-    again = Eagle3Head.load(tmp_path / "head", TorchOps(), target)
+    again = Eagle3Head.load(tmp_path / "head", torch_ops(), target)
     assert torch.equal(again.target_ids, head.target_ids)
 
 
@@ -191,14 +191,14 @@ def edit(directory: Path, **changes: torch.Tensor | None) -> None:
 
 
 def test_heads_that_do_not_fit(tmp_path: Path) -> None:
-    target, _, _ = build(tmp_path, TorchOps())
+    target, _, _ = build(tmp_path, torch_ops())
     directory = tmp_path / "head"
     whole = modelzoo.read_weights(directory)
     target.set_aux_layers((0,))
 
     def refused(kind: type[ConfigError], match: str) -> Any:
         with pytest.raises(kind, match=match) as caught:
-            Eagle3Head.load(directory, TorchOps(), target)
+            Eagle3Head.load(directory, torch_ops(), target)
         save_file(whole, directory / "model.safetensors")
         assert target.aux_layers == (0,), "a refused head must leave its target alone"
         return caught.value
@@ -243,12 +243,12 @@ def test_heads_that_do_not_fit(tmp_path: Path) -> None:
 
 
 def test_a_narrower_head_needs_its_own_embedding(tmp_path: Path) -> None:
-    target = LlamaModel.load(modelzoo.write_target(tmp_path / "target"), TorchOps())
+    target = LlamaModel.load(modelzoo.write_target(tmp_path / "target"), torch_ops())
     narrow = {"hidden_size": 48, "target_hidden_size": 64}
     with pytest.raises(DraftMismatchError, match="hidden_size = 48"):
-        Eagle3Head.load(modelzoo.write_eagle3(tmp_path / "a", tmp_path / "target", **narrow), TorchOps(), target)
+        Eagle3Head.load(modelzoo.write_eagle3(tmp_path / "a", tmp_path / "target", **narrow), torch_ops(), target)
     head = Eagle3Head.load(
-        modelzoo.write_eagle3(tmp_path / "b", tmp_path / "target", own_embedding=True, **narrow), TorchOps(), target
+        modelzoo.write_eagle3(tmp_path / "b", tmp_path / "target", own_embedding=True, **narrow), torch_ops(), target
     )
     driver = Driver(target, head)
     seq = driver.new()
@@ -259,7 +259,7 @@ def test_a_narrower_head_needs_its_own_embedding(tmp_path: Path) -> None:
 
 
 def test_calls_that_do_not_fit_the_plan(tmp_path: Path) -> None:
-    target, head, _ = build(tmp_path, TorchOps())
+    target, head, _ = build(tmp_path, torch_ops())
     driver = Driver(target, head)
     seq = driver.new()
     _, aux = driver.extend([seq], [0], [[5, 6, 7]], aux=True)

@@ -11,9 +11,9 @@ import torch
 import modelzoo
 from modelrun import Driver, path_to, random_parents, random_tokens
 from specrs import ConfigError
-from specrs.models import HostOps, LlamaModel, ModelFileError, Ops, TorchOps, UnsupportedModelError
+from specrs.models import LlamaModel, ModelFileError, Ops, UnsupportedModelError, ops_for, torch_ops
 
-OPS: dict[str, Any] = {"torch": TorchOps, "host": HostOps}
+OPS: dict[str, Any] = {"torch": torch_ops, "host": ops_for}
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {}),
@@ -98,7 +98,7 @@ def test_logits_and_features_equal_transformers(tmp_path: Path, variant: str, op
 @pytest.mark.parametrize("some", [False, True])
 def test_features_of_any_layers(tmp_path: Path, layers: tuple[int, ...], some: bool) -> None:
     """In any order and named more than once, beside logits of all rows or of some; nothing else changes by them."""
-    driver = Driver(build(tmp_path, "llama", HostOps()))
+    driver = Driver(build(tmp_path, "llama", ops_for()))
     tokens = random_tokens(9, seed=8)
     driver.target.set_aux_layers((0, 1, 2, 3))
     rows = torch.tensor([8, 2]) if some else None
@@ -117,7 +117,7 @@ def test_features_of_any_layers(tmp_path: Path, layers: tuple[int, ...], some: b
 def test_host_and_torch_agree(tmp_path: Path, variant: str) -> None:
     tokens = random_tokens(50, seed=4)
     logits = []
-    for ops in (TorchOps(), HostOps()):
+    for ops in (torch_ops(), ops_for()):
         driver = Driver(build(tmp_path, variant, ops))
         seq = driver.new()
         logits.append(driver.extend([seq], [0], [tokens])[0])
@@ -143,7 +143,7 @@ def test_a_token_has_the_same_bits_in_every_pass(
     tmp_path: Path, variant: str, page_size: int, kv_dtype: torch.dtype
 ) -> None:
     """Plain decoding, prefill in any chunks, any batch, and a tree's rows: bitwise equal logits on the host kernels."""
-    driver = Driver(build(tmp_path, variant, HostOps(), dtype=torch.bfloat16), page_size=page_size, kv_dtype=kv_dtype)
+    driver = Driver(build(tmp_path, variant, ops_for(), dtype=torch.bfloat16), page_size=page_size, kv_dtype=kv_dtype)
     driver.target.set_aux_layers((1, 3))
     tokens = random_tokens(75, seed=6)
     logits, features = driver.decode_all(tokens, aux=True)
@@ -205,7 +205,7 @@ def test_weights_of_each_dtype_are_used_exactly(tmp_path: Path, dtype: torch.dty
     """The host's packed storage must not round what the file holds: the torch reference upcasts it to f32."""
     tokens = random_tokens(12, seed=10)
     logits = []
-    for ops in (TorchOps(), HostOps()):
+    for ops in (torch_ops(), ops_for()):
         driver = Driver(build(tmp_path, "qwen2", ops, dtype=dtype))
         logits.append(driver.extend([driver.new()], [0], [tokens])[0])
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=2e-4)
@@ -214,13 +214,13 @@ def test_weights_of_each_dtype_are_used_exactly(tmp_path: Path, dtype: torch.dty
 @pytest.mark.parametrize("token", [-1, 300, 1 << 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_token_outside_the_vocabulary(tmp_path: Path, token: int, dtype: torch.dtype) -> None:
-    driver = Driver(build(tmp_path, "llama", TorchOps(), dtype=dtype))
+    driver = Driver(build(tmp_path, "llama", torch_ops(), dtype=dtype))
     with pytest.raises(ConfigError, match=rf"token = {token} is outside 0\.\.300"):
         driver.extend([driver.new()], [0], [[1, token, 2]])
 
 
 def test_calls_that_do_not_fit_the_plan(tmp_path: Path) -> None:
-    driver = Driver(build(tmp_path, "llama", TorchOps()))
+    driver = Driver(build(tmp_path, "llama", torch_ops()))
     seq = driver.new()
     with driver.pool.reserve([(seq, 3)]):
         plan = driver.planner.extend([seq], [0], [3])
@@ -246,7 +246,7 @@ def test_broken_model_is_refused_whole(tmp_path: Path) -> None:
     directory = modelzoo.write_target(tmp_path)
     modelzoo.edit_config(directory, intermediate_size=97)
     with pytest.raises(ModelFileError, match="97"):
-        LlamaModel.load(directory, TorchOps())
+        LlamaModel.load(directory, torch_ops())
     modelzoo.edit_config(directory, intermediate_size=96)
     with pytest.raises(UnsupportedModelError, match="max_context_len <= 512 works"):
-        LlamaModel.load(directory, TorchOps(), max_context_len=513)
+        LlamaModel.load(directory, torch_ops(), max_context_len=513)

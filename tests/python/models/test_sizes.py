@@ -12,7 +12,7 @@ from modelrun import Driver, random_tokens
 from modelzoo import Pair
 from specrs import LLM, ConfigError, SamplingParams
 from specrs.backends.base import KvDtype
-from specrs.models import HostOps, ModelFileError, TorchOps, UnsupportedModelError, load_target
+from specrs.models import HostDense, ModelFileError, UnsupportedModelError, load_target, ops_for, torch_ops
 
 
 @pytest.mark.parametrize(("head_dim", "kv_heads"), [(2, 4), (6, 2), (10, 1), (80, 2), (96, 2), (100, 1), (100, 4)])
@@ -22,10 +22,10 @@ def test_logits_of_odd_head_sizes_are_those_of_plain_torch(tmp_path: Path, head_
     )
     tokens = random_tokens(40, head_dim)
     logits = []
-    for ops in (HostOps(), TorchOps()):
+    for ops in (ops_for(), torch_ops()):
         driver = Driver(load_target(qwen, ops))
         logits.append(driver.extend([driver.new()], [0], [tokens])[0])
-        if isinstance(ops, HostOps):
+        if isinstance(ops.dense, HostDense):
             assert torch.equal(driver.decode_all(tokens)[0], logits[0]), "a chunk has the bits of single tokens"
     torch.testing.assert_close(logits[0], logits[1], rtol=2e-4, atol=2e-4)
 

@@ -1,0 +1,151 @@
+"""What a device does of a step, behind two protocols: the round's logic (`runner`, `drafter`) knows no tensor.
+
+The logic decides who runs, takes pages, tells an `Executor` what to run, and commits what came of it to the requests.
+An executor is one device: models, caches, the planner, and all memory that passes need. `host` has the CPU's.
+
+A call may return before its device is done. Reading a result may wait for it, so the logic reads as late as it can:
+nothing from the first pass of a round until the target has been told to verify, unless a cost model goes by the drafts'
+scores or an observer looks on. What a device notices late may be told late: NaN of the head by `Drafted.faults` of the
+next round, not by the pass that met it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ParamSpec, Protocol, TypeVar
+
+from specrs._specrs import Accepts, DraftBeams, Lease, Moves, NonFiniteError, Planner, TreeBatch
+from specrs._specrs import Sequence as KvSequence
+from specrs.engine.batch import Batch
+from specrs.engine.pages import Pages
+from specrs.engine.policy import TreePolicy
+from specrs.engine.request import Request
+from specrs.engine.speculation import PassKind
+from specrs.models import Placement
+from specrs.models.features import Features
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+Deepen = Callable[[DraftBeams, Sequence[int], int], bool]
+"""Asked before each draft step, with the beams so far, each request's deepest useful level, and the level that the step
+would reach: whether to go on."""
+
+
+class Clock(Protocol):
+    """Whoever wants to know what passes take (`GivenTree.timed`); an executor that cannot tell runs them without."""
+
+    def __call__(self, kind: PassKind, rows: int, run: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """Run a pass over so many rows."""
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Entries of the head's KV: of each request ``counts[i]`` positions from ``starts[i]`` on, whose features wait."""
+
+    requests: Sequence[Request]
+    seqs: list[KvSequence]
+    starts: list[int]
+    counts: list[int]
+
+
+class Pass(Protocol):
+    """A pass of the target."""
+
+    def features(self, request: int, rows: Sequence[int]) -> Features:
+        """The target's features of some of a request's rows in the pass, in order; of a pass that was to keep them."""
+
+
+class Prefilled(Pass, Protocol):
+    """What a chunk of prefill gave."""
+
+    @property
+    def drawn(self) -> Sequence[tuple[list[int], NonFiniteError | None]]:
+        """For each request that was to draw: its token, or why there is none."""
+
+
+class Verified(Pass, Protocol):
+    """What the target accepted; rows of its pass are nodes."""
+
+    @property
+    def trees(self) -> TreeBatch:
+        """What was verified."""
+
+    @property
+    def accepts(self) -> Accepts:
+        """What was accepted of it."""
+
+
+class Drafted(Protocol):
+    """Trees to verify."""
+
+    @property
+    def trees(self) -> TreeBatch:
+        """The trees; having them waits for nothing, reading them may."""
+
+    @property
+    def steps(self) -> int:
+        """Draft steps that led to them."""
+
+    @property
+    def faults(self) -> Sequence[NonFiniteError]:
+        """Requests (rows of the batch) that cannot be drafted for any more: their trees are a root alone."""
+
+    def cut(self, least: float) -> Drafted:
+        """The same without nodes of a cumulative log-probability below ``least``."""
+
+
+class DraftExecutor(Protocol):
+    """The head's passes. What a pass gives for a request's root stays with the executor: `Request.root` is its name."""
+
+    @property
+    def vocabulary(self) -> frozenset[int]:
+        """Tokens that the head can draft."""
+
+    def write(self, entries: Entries) -> Sequence[NonFiniteError | None]:
+        """Write draft KV; for each request why it is not sound, or ``None``."""
+
+    def extend(self, entries: Entries, clock: Clock) -> Sequence[object]:
+        """Write draft KV up to the root; for each request its root, or a `NonFiniteError`."""
+
+    def look_back(self, entries: Entries) -> tuple[object, int] | NonFiniteError:
+        """`extend` for one request, and how many of its tokens the head would have chosen at the positions before."""
+
+    def draft(self, batch: Batch, depths: Sequence[int], deepen: Deepen, clock: Clock) -> Drafted:
+        """Draft a tree for each request of the batch, up to its depth; roots for those with depth 0 or no root."""
+
+
+class Executor(Protocol):
+    """The target's passes, and what they need."""
+
+    @property
+    def placement(self) -> Placement:
+        """The device."""
+
+    @property
+    def planner(self) -> Planner:
+        """Who plans passes here, and in which format."""
+
+    @property
+    def drafts(self) -> DraftExecutor | None:
+        """The head's passes; ``None`` without a head."""
+
+    def calibrated(self, pages: Pages) -> TreePolicy:
+        """A policy by what passes take on this device, of an engine with a head."""
+
+    def copy(self, moves: Moves) -> None:
+        """Copy KV from slot to slot, in every cache."""
+
+    def prefill(self, batch: Batch, counts: Sequence[int], drawing: Sequence[int], follow: bool) -> Prefilled:
+        """Write the KV of each request's next ``counts[i]`` tokens, and draw the next token of those ``drawing``
+        (indices of the batch). follow: keep features."""
+
+    def decode(self, batch: Batch, follow: bool, clock: Clock) -> Verified:
+        """Write the KV of each request's last token, and draw the next one: a tree of a root."""
+
+    def verify(self, batch: Batch, drafted: Drafted, follow: bool, clock: Clock) -> Verified:
+        """Write the KV of all nodes, and accept from each tree's root on what decoding would draw."""
+
+    def commit(self, batch: Batch, lease: Lease, verified: Verified) -> None:
+        """Make the KV of accepted paths the end of each request's prefix; then the lease can be committed."""

@@ -1,0 +1,268 @@
+"""The CPU's executor: the Rust kernels' planner, caches, beams and verification, over models on the host."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from specrs import _specrs as core
+from specrs.engine.batch import Batch
+from specrs.engine.calibration import calibrated
+from specrs.engine.config import EngineConfig
+from specrs.engine.executor import Clock, Deepen, Drafted, Entries, Verified
+from specrs.engine.pages import Pages
+from specrs.engine.policy import TreePolicy
+from specrs.engine.request import Request
+from specrs.models.eagle3 import Eagle3Head
+from specrs.models.features import FeatureRows, Features, gather
+from specrs.models.llama import LlamaModel
+
+
+@dataclass(frozen=True)
+class _Pass:
+    aux: FeatureRows | None  # features of its rows
+    starts: Sequence[int]  # each request's first row
+
+    def features(self, request: int, rows: Sequence[int]) -> Features:
+        assert self.aux is not None
+        first = self.starts[request]
+        return Features(self.aux, [first + row for row in rows])
+
+
+@dataclass(frozen=True)
+class HostPrefilled(_Pass):
+    drawn: list[tuple[list[int], core.NonFiniteError | None]]
+
+
+@dataclass(frozen=True)
+class HostVerified(_Pass):
+    trees: core.TreeBatch
+    accepts: core.Accepts
+
+
+@dataclass(frozen=True)
+class HostDrafted:
+    trees: core.TreeBatch
+    steps: int
+    faults: list[core.NonFiniteError]
+    finish: Callable[[float], core.TreeBatch]
+
+    def cut(self, least: float) -> HostDrafted:
+        return replace(self, trees=self.finish(least))
+
+
+@dataclass(eq=False)
+class Root:
+    """What the head gave for a request's root: logits and hidden state, rows of its memory until `keep`."""
+
+    logits: torch.Tensor
+    hidden: torch.Tensor
+
+    def keep(self) -> None:
+        """Before the head's next pass overwrites them."""
+        self.logits, self.hidden = self.logits.clone(), self.hidden.clone()
+
+
+class HostExecutor:
+    """One target and perhaps a head on the host.
+
+    Attributes:
+        target: the model, whose attention says which format passes are planned in.
+        cache: its KV, of the pool's pages.
+        drafts: the head's passes; ``None`` without a head.
+    """
+
+    def __init__(
+        self,
+        target: LlamaModel,
+        head: Eagle3Head | None,
+        config: EngineConfig,
+        geometry: core.Geometry,
+        pool: core.Pool,
+    ) -> None:
+        self.target, self.placement = target, target.ops.placement
+        capabilities, dtype = target.ops.attention.capabilities, getattr(torch, config.kv_dtype)
+        self.planner = core.Planner(geometry, pool, format=capabilities.format, mask=capabilities.mask)
+        self.cache = target.new_cache(pool.num_pages, pool.page_size, dtype)
+        self.drafts: HostDrafts | None = None
+        if head is not None:
+            cache = head.new_cache(pool.num_pages, pool.page_size, dtype)
+            self.drafts = HostDrafts(head, cache, self.planner, config, target.config.vocab_size)
+
+    def calibrated(self, pages: Pages) -> TreePolicy:
+        assert self.drafts is not None
+        return calibrated(self.target, self.cache, self.drafts.head, self.drafts.cache, self.planner, pages)
+
+    def copy(self, moves: core.Moves) -> None:
+        core.kv_move(self.cache, moves)
+        if self.drafts is not None:
+            core.kv_move(self.drafts.cache, moves)
+
+    def prefill(self, batch: Batch, counts: Sequence[int], drawing: Sequence[int], follow: bool) -> HostPrefilled:
+        each = zip(batch, batch.lens, counts, strict=True)
+        tokens = [t for r, start, n in each for t in r.tokens[start : start + n]]
+        ends = list(accumulate(counts))
+        plan = self.planner.extend(batch.seqs, batch.lens, counts)
+        rows = torch.tensor([ends[i] - 1 for i in drawing], dtype=torch.int64)
+        aux = self._features(follow, len(tokens))
+        logits, _ = self.target.forward(torch.tensor(tokens), plan, self.cache, aux, rows)
+        drawn = [_draw(batch.requests[i], logits[j]) for j, i in enumerate(drawing)]
+        return HostPrefilled(aux, [end - n for end, n in zip(ends, counts, strict=True)], drawn)
+
+    def decode(self, batch: Batch, follow: bool, clock: Clock) -> HostVerified:
+        trees = core.TreeBatch.from_parents([[-1]] * len(batch), [[r.tokens[-1]] for r in batch])
+        plan = self.planner.decode(batch.seqs, batch.lens)
+        return self._verify(batch, trees, plan, range(len(batch)), follow, clock)
+
+    def verify(self, batch: Batch, drafted: Drafted, follow: bool, clock: Clock) -> HostVerified:
+        trees = drafted.trees
+        plan = self.planner.verify(batch.seqs, batch.lens, trees)
+        return self._verify(batch, trees, plan, list(accumulate(trees.sizes, initial=0)), follow, clock)
+
+    def _verify(
+        self,
+        batch: Batch,
+        trees: core.TreeBatch,
+        plan: core.Plan,
+        starts: Sequence[int],
+        follow: bool,
+        clock: Clock,
+    ) -> HostVerified:
+        tokens = from_dlpack(trees.tokens)
+        aux = self._features(follow, len(tokens))
+        logits, _ = clock("target", len(tokens), self.target.forward, tokens, plan, self.cache, aux, None)
+        accepts = core.verify(trees, logits, [r.sampler for r in batch], batch.lens)
+        return HostVerified(aux, starts, trees, accepts)
+
+    def commit(self, batch: Batch, lease: core.Lease, verified: Verified) -> None:
+        core.kv_move(self.cache, self.planner.commit(lease, batch.seqs, batch.lens, verified.accepts))
+
+    def _features(self, follow: bool, rows: int) -> FeatureRows | None:
+        """Memory for the features of a pass."""
+        return self.target.features.rows(rows) if follow and self.target.features is not None else None
+
+
+class HostDrafts:
+    """The head's passes on the host.
+
+    Attributes:
+        head: the model.
+        cache: its KV, of the pages of the target's.
+        beams: candidates of the round.
+    """
+
+    def __init__(
+        self,
+        head: Eagle3Head,
+        cache: core.KvCache,
+        planner: core.Planner,
+        config: EngineConfig,
+        vocab_size: int,
+    ) -> None:
+        geometry = planner.geometry
+        self.head, self.cache = head, cache
+        self.beams = core.DraftBeams(geometry.max_batch, geometry.shape, head.d2t, vocab_size)
+        self.vocabulary = frozenset(head.target_ids.tolist())
+        self._planner, self._geometry, self._mode = planner, geometry, config.branches_attend
+        self._lent: list[tuple[Request, Root]] = []  # roots that are the head's own memory
+
+    def write(self, entries: Entries) -> list[core.NonFiniteError | None]:
+        written = self.head.write(*self._inputs(entries), self.cache)
+        if math.isfinite(written.sum().item()):
+            return [None] * len(entries.counts)
+        return [_non_finite("draft KV", part.flatten()) for part in torch.split(written, entries.counts)]
+
+    def extend(self, entries: Entries, clock: Clock) -> list[Root | core.NonFiniteError]:
+        self._keep_lent()
+        inputs = self._inputs(entries)
+        rows = torch.tensor([end - 1 for end in accumulate(entries.counts)])
+        logits, hidden = clock("draft_extend", len(inputs[0]), self.head.extend, *inputs, self.cache, rows)
+        # Hidden states attend to all draft KV before them: a sound one shows that all of that is sound.
+        sound = math.isfinite(hidden.sum().item())
+        found = []
+        for i, r in enumerate(entries.requests):
+            error = None if sound else _non_finite("draft hidden state", hidden[i])
+            found.append(self._lend(r, logits[i], hidden[i]) if error is None else error)
+        return found
+
+    def look_back(self, entries: Entries) -> tuple[Root, int] | core.NonFiniteError:
+        self._keep_lent()
+        inputs, [request] = self._inputs(entries), entries.requests
+        logits, hidden = self.head.extend(*inputs, self.cache)
+        if (error := _non_finite("draft hidden state", hidden.flatten())) is not None:
+            return error
+        choices = self.head.target_ids[logits[:-1].argmax(1)]
+        return self._lend(request, logits[-1], hidden[-1]), int((choices == inputs[0][1:]).sum())
+
+    def draft(self, batch: Batch, depths: Sequence[int], deepen: Deepen, clock: Clock) -> HostDrafted:
+        head, cache, beams, shape = self.head, self.cache, self.beams, self._geometry.shape
+        roots = [r.root if isinstance(r.root, Root) else None for r in batch]
+        beams.start(self._stack([None if root is None else root.logits for root in roots], beams.draft_vocab))
+        hidden = self._stack([None if root is None else root.hidden for root in roots], head.config.hidden_size)
+        depths, faults = list(depths), beams.faults
+        for error in faults:  # its hidden state was sound, and so is its draft KV
+            depths[error.request] = 0
+        if self._geometry.layout == "holey":
+            # What whole pages bring along before a branch.
+            core.kv_move(cache, self._planner.tail_copies(batch.seqs, batch.lens))
+        steps = 0
+        while steps < min(shape.steps, max(depths)) - 1 and deepen(beams, depths, steps + 1):
+            plan = self._planner.draft(batch.seqs, batch.lens, steps, beams, self._mode)
+            tokens = from_dlpack(beams.tokens)
+            # The only beam of a request continues itself.
+            inputs = hidden if shape.topk == 1 else hidden.index_select(0, from_dlpack(beams.parents))
+            logits, hidden = clock("draft_step", len(tokens), head.step, tokens, inputs, plan, cache)
+            beams.advance(logits)
+            steps += 1
+        finish = partial(beams.finish, [r.tokens[-1] for r in batch], depths, [shape.draft_tokens] * len(batch))
+        return HostDrafted(finish(), steps, faults, finish)
+
+    def _inputs(self, entries: Entries) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], core.Plan]:
+        """Tokens, features and plan of a pass over entries: the token of an entry is the one after its position."""
+        each = list(zip(entries.requests, entries.starts, entries.counts, strict=True))
+        tokens = torch.tensor([t for r, start, n in each for t in r.tokens[start + 1 : start + 1 + n]])
+        plan = self._planner.extend(entries.seqs, entries.starts, entries.counts)
+        return tokens, gather(p for r, _, n in each for p in r.oldest(n)), plan
+
+    def _lend(self, request: Request, logits: torch.Tensor, hidden: torch.Tensor) -> Root:
+        root = Root(logits, hidden)
+        self._lent.append((request, root))
+        return root
+
+    def _keep_lent(self) -> None:
+        """Before a pass of the head: it overwrites what it has lent."""
+        for request, root in self._lent:
+            if request.root is root:
+                root.keep()
+        self._lent.clear()
+
+    def _stack(self, rows: list[torch.Tensor | None], columns: int) -> torch.Tensor:
+        """What the head gave for each request's root, as rows; zeros for a request that does not draft."""
+        some = [self.head.placement.empty(columns).zero_() if row is None else row for row in rows]
+        return some[0][None] if len(some) == 1 else torch.stack(some)
+
+
+def _draw(request: Request, logits: torch.Tensor) -> tuple[list[int], core.NonFiniteError | None]:
+    """The first token of a request, or why there is none."""
+    try:
+        return [request.sampler.draw(logits, len(request.tokens), [])], None
+    except core.NonFiniteError as error:
+        return [], error
+
+
+def _non_finite(what: str, row: torch.Tensor) -> core.NonFiniteError | None:
+    """The error of a row that holds NaN or an infinity."""
+    bad = (~row.isfinite()).nonzero()
+    if not len(bad):
+        return None
+    index = int(bad[0])
+    value = str(row[index].item())
+    error = core.NonFiniteError(f"{what}: {value} at index {index}")
+    error.kind, error.what, error.value, error.index = "NonFinite", what, value, index
+    return error

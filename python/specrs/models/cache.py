@@ -1,0 +1,58 @@
+"""Memory for keys and values."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from specrs._specrs import ConfigError, KvCache
+from specrs.backends.base import KV_DTYPES
+from specrs.models.config import LayerConfig
+from specrs.models.placement import Placement
+
+_DTYPES = tuple(getattr(torch, name) for name in KV_DTYPES)
+
+
+def new_cache(
+    config: LayerConfig,
+    layers: int,
+    num_pages: int,
+    page_size: int,
+    placement: Placement,
+    dtype: torch.dtype | None = None,
+) -> KvCache:
+    """Zeroed memory for `num_pages` pages, the sink included, of `page_size` tokens.
+
+    Its tensor is [layers, 2, num_slots, kv_heads, head_dim], keys at index 0 and values at 1. Slot s is position
+    s % page_size of page s // page_size; page 0 is the sink of padded queries. dtype: that of activations unless given.
+    ConfigError: dtype not f32 or bf16, or no memory for it.
+    """
+    dtype = dtype or placement.activations
+    if dtype not in _DTYPES:
+        raise ConfigError(f"KV dtype = {dtype}: must be {' or '.join(map(str, _DTYPES))}")
+    return KvCache(_memory(config, layers, num_pages, page_size, placement, dtype).zero_(), page_size)
+
+
+def check_memory(
+    config: LayerConfig, layers: int, num_pages: int, page_size: int, placement: Placement, kv_dtype: str
+) -> None:
+    """Refuses a cache that `new_cache` would get no memory for, without touching any.
+
+    ConfigError: the bytes, and what takes fewer.
+    """
+    _memory(config, layers, num_pages, page_size, placement, getattr(torch, kv_dtype))
+
+
+def _memory(
+    config: LayerConfig, layers: int, num_pages: int, page_size: int, placement: Placement, dtype: torch.dtype
+) -> torch.Tensor:
+    shape = (layers, 2, num_pages * page_size, config.num_kv_heads, config.head_dim)
+    try:
+        return torch.empty(shape, dtype=dtype, device=placement.device)
+    except RuntimeError as error:  # torch's allocator has no type of its own for this
+        size = math.prod(shape) * dtype.itemsize
+        raise ConfigError(
+            f"KV cache: no memory for {size} bytes, num_pages = {num_pages} (sink included) of {page_size} tokens; "
+            "a smaller num_pages, max_batch or max_context_len, or kv_dtype bfloat16, takes less"
+        ) from error

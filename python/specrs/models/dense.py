@@ -1,0 +1,183 @@
+"""The operations of a device: the Rust kernels of the host, and plain torch on any device, their reference.
+
+Results of `HostDense` for a row do not depend on the other rows of the batch nor on the number of threads. With an
+attention that keeps that too, a token's logits are the same bits whether it is decoded alone, prefilled in a chunk or
+verified in a tree.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from specrs import _specrs as core
+from specrs._specrs import ConfigError, KvCache, Plan
+from specrs.models.ops import Embedding, Heads, Linear
+from specrs.models.placement import HOST, Placement
+
+_KEPT: dict[torch.dtype, Literal["bf16", "f32"]] = {
+    torch.bfloat16: "bf16",
+    HOST.activations: "f32",
+}  # weights, by the host
+
+
+def follow_torch() -> None:
+    """Tells the kernels how many threads torch has; `specrs.set_num_threads` says when that counts."""
+    core._follow_torch(torch.get_num_threads(), os.cpu_count() or 1)
+
+
+class TorchDense:
+    """The reference: every step spelled out in torch, on any device."""
+
+    def __init__(self, placement: Placement = HOST) -> None:
+        self.placement = placement
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False) -> Linear:
+        weight = weight.to(self.placement.weights or weight.dtype)
+        return _TorchLinear(self.vector(weight), None if bias is None else self.vector(bias))
+
+    def embedding(self, table: torch.Tensor) -> Embedding:
+        return _Table(table.to(self.placement.device))
+
+    def vector(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.to(self.placement.device, self.placement.activations)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
+        out.copy_(_rms_norm(x, weight, eps))
+
+    def gather(self, x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
+        torch.index_select(x, 0, rows, out=out)
+
+    def beside(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(tuple(parts), 1)
+
+    def rope(self, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        return cos.to(self.placement.device), sin.to(self.placement.device)
+
+    def rope_write(
+        self, kv: KvCache, layer: int, plan: Plan, qkv: torch.Tensor, rope: Any, heads: Heads
+    ) -> torch.Tensor:
+        q, k, v = _rotated(kv, plan, qkv, rope, heads)
+        slots = from_dlpack(plan.out_slots).long().to(qkv.device)
+        kv.tensor[layer, 0, slots] = k.to(kv.tensor.dtype)
+        kv.tensor[layer, 1, slots] = v.to(kv.tensor.dtype)
+        return q
+
+
+class HostDense:
+    """The Rust kernels: packed weights, and what surrounds a product fused into it. torch where there is nothing to
+    compute: it copies rows, and rotates for attentions that do not.
+
+    placement: of the host, in f32. Weights are kept in bf16 where the checkpoint is bf16 and in f32 otherwise, unless
+    it says f32, or bf16, which rounds f32 and f16 weights for half the memory and nearly twice the speed of decoding.
+    ConfigError: another device or dtype.
+    """
+
+    def __init__(self, placement: Placement = HOST) -> None:
+        for name in ("device", "activations"):
+            got, want = getattr(placement, name), getattr(HOST, name)
+            if got != want:
+                raise ConfigError(f"{name} = {got}: the host's kernels compute with {want}")
+        if placement.weights not in (None, *_KEPT):
+            kept = " or ".join(map(str, _KEPT))
+            raise ConfigError(f"weights = {placement.weights}: the host's kernels keep {kept}")
+        self.placement = placement
+        plain = TorchDense(placement)
+        self.embedding, self.vector, self.gather = plain.embedding, plain.vector, plain.gather
+        self.beside, self.rope, self.rms_norm = plain.beside, plain.rope, core.rms_norm
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False) -> Linear:
+        storage = _KEPT.get(self.placement.weights or weight.dtype, "f32")
+        return core.PackedLinear(weight.contiguous(), None if bias is None else self.vector(bias), storage, gated)
+
+    def rope_write(
+        self, kv: KvCache, layer: int, plan: Plan, qkv: torch.Tensor, rope: Any, heads: Heads
+    ) -> torch.Tensor:
+        q, k, v = _rotated(kv, plan, qkv, rope, heads)
+        core.kv_write(kv, layer, plan, k.contiguous(), v.contiguous())
+        return q
+
+
+class _Table:
+    """An embedding in torch."""
+
+    def __init__(self, table: torch.Tensor) -> None:
+        self.table = table
+        self._rows = table.new_empty((0, table.shape[1]))
+
+    def lookup(self, tokens: torch.Tensor, out: torch.Tensor) -> None:
+        try:
+            if self.table.dtype == out.dtype:
+                torch.index_select(self.table, 0, tokens, out=out)
+                return
+            if tokens.numel() > self._rows.shape[0]:
+                self._rows = self.table.new_empty(out.shape)
+            rows = self._rows[: tokens.numel()]
+            out.copy_(torch.index_select(self.table, 0, tokens, out=rows))
+        except (IndexError, RuntimeError) as error:  # torch has checked every index; say which one it was
+            vocab = self.table.shape[0]
+            bad = [token for token in tokens.tolist() if not 0 <= token < vocab]
+            if not bad:
+                raise
+            raise ConfigError(f"token = {bad[0]} is outside 0..{vocab} (the vocabulary)") from error
+
+
+class _TorchLinear:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.weight = weight
+        self.bias = bias
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        norm: torch.Tensor | None = None,
+        eps: float = 0.0,
+    ) -> None:
+        y = self._apply(x, norm, eps)
+        out.copy_(y if residual is None else residual + y)
+
+    def forward_swiglu(self, x: torch.Tensor, out: torch.Tensor, norm: torch.Tensor, eps: float) -> None:
+        gate, up = self._apply(x, norm, eps).chunk(2, dim=-1)
+        out.copy_(torch.nn.functional.silu(gate) * up)
+
+    def _apply(self, x: torch.Tensor, norm: torch.Tensor | None, eps: float) -> torch.Tensor:
+        return torch.nn.functional.linear(x if norm is None else _rms_norm(x, norm, eps), self.weight, self.bias)
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+
+
+def _rotated(
+    kv: KvCache, plan: Plan, qkv: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], heads: Heads
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q [Q, H, D], k and v [Q, Hkv, D] of fused rows, q and k normalised and rotated at the plan's positions."""
+    kv_heads, head_dim = kv.tensor.shape[3:]
+    q, k, v = torch.split(qkv.view(qkv.shape[0], -1, head_dim), [heads.count, kv_heads, kv_heads], dim=1)
+    if heads.q_norm is not None:
+        q = _rms_norm(q, heads.q_norm, heads.eps)
+    if heads.k_norm is not None:
+        k = _rms_norm(k, heads.k_norm, heads.eps)
+    positions = from_dlpack(plan.positions).long().to(qkv.device)
+    cos, sin = (table[positions, None, :] for table in rope)
+    return _rotate(q, cos, sin), _rotate(k, cos, sin), v
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turns the pairs (d, d + head_dim / 2), the layout of Hugging Face checkpoints."""
+    low, high = x.chunk(2, dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)

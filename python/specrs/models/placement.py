@@ -1,0 +1,30 @@
+"""Where a model's memory lies, and in which precision it computes: the one place that says so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What a model is built for. Its `Dense` has one; weights, activations, features and caches follow it.
+
+    Attributes:
+        device: of all of them.
+        activations: dtype of what passes between operations, logits included.
+        weights: dtype that products keep their weights in; ``None``: as the checkpoint has them, never rounded.
+    """
+
+    device: torch.device
+    activations: torch.dtype
+    weights: torch.dtype | None = None
+
+    def empty(self, *shape: int) -> torch.Tensor:
+        """Memory for activations; the contents are whatever was there."""
+        return torch.empty(shape, dtype=self.activations, device=self.device)
+
+
+HOST = Placement(torch.device("cpu"), torch.float32)
+"""What the Rust kernels compute in."""
