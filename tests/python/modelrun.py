@@ -30,7 +30,8 @@ class Driver:
         geometry = core.Geometry(max_batch, max_context, page_size, self.shape)
         pages = max_batch * geometry.row_pages + 1
         self.pool = core.Pool(pages, page_size, max_batch, geometry.row_pages)
-        self.planner = core.Planner(geometry, self.pool)
+        reads = target.ops.attention.capabilities
+        self.planner = core.Planner(geometry, self.pool, format=reads.format, mask=reads.mask)
         self.kv = target.new_cache(pages, page_size, kv_dtype)
         self.draft_kv = head.new_cache(pages, page_size, kv_dtype) if head is not None else None
         self.reserve = geometry.alloc_len_per_decode

@@ -40,7 +40,7 @@ class Clock(Protocol):
         """Run a pass over so many rows."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Entries:
     """Entries of the head's KV: of each request ``counts[i]`` positions from ``starts[i]`` on, whose features wait."""
 
@@ -89,8 +89,9 @@ class Drafted(Protocol):
         """Draft steps that led to them."""
 
     @property
-    def faults(self) -> Sequence[NonFiniteError]:
-        """Requests (rows of the batch) that cannot be drafted for any more: their trees are a root alone."""
+    def faults(self) -> Sequence[tuple[NonFiniteError, int]]:
+        """Requests (rows of the batch) that cannot be drafted for any more, and how many positions of their draft KV
+        are sound. Their trees are a root alone."""
 
     def cut(self, least: float) -> Drafted:
         """The same without nodes of a cumulative log-probability below ``least``."""

@@ -24,7 +24,7 @@ from specrs.models.features import FeatureRows, Features, gather
 from specrs.models.llama import LlamaModel
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Pass:
     aux: FeatureRows | None  # features of its rows
     starts: Sequence[int]  # each request's first row
@@ -35,22 +35,22 @@ class _Pass:
         return Features(self.aux, [first + row for row in rows])
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class HostPrefilled(_Pass):
     drawn: list[tuple[list[int], core.NonFiniteError | None]]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class HostVerified(_Pass):
     trees: core.TreeBatch
     accepts: core.Accepts
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class HostDrafted:
     trees: core.TreeBatch
     steps: int
-    faults: list[core.NonFiniteError]
+    faults: list[tuple[core.NonFiniteError, int]]
     finish: Callable[[float], core.TreeBatch]
 
     def cut(self, least: float) -> HostDrafted:
@@ -171,6 +171,8 @@ class HostDrafts:
         self.vocabulary = frozenset(head.target_ids.tolist())
         self._planner, self._geometry, self._mode = planner, geometry, config.branches_attend
         self._lent: list[tuple[Request, Root]] = []  # roots that are the head's own memory
+        zeros = [head.placement.empty(n).zero_() for n in (self.beams.draft_vocab, head.config.hidden_size)]
+        self._no_root = Root(*zeros)  # of a request that does not draft
 
     def write(self, entries: Entries) -> list[core.NonFiniteError | None]:
         written = self.head.write(*self._inputs(entries), self.cache)
@@ -202,11 +204,12 @@ class HostDrafts:
 
     def draft(self, batch: Batch, depths: Sequence[int], deepen: Deepen, clock: Clock) -> HostDrafted:
         head, cache, beams, shape = self.head, self.cache, self.beams, self._geometry.shape
-        roots = [r.root if isinstance(r.root, Root) else None for r in batch]
-        beams.start(self._stack([None if root is None else root.logits for root in roots], beams.draft_vocab))
-        hidden = self._stack([None if root is None else root.hidden for root in roots], head.config.hidden_size)
-        depths, faults = list(depths), beams.faults
-        for error in faults:  # its hidden state was sound, and so is its draft KV
+        roots = [r.root if isinstance(r.root, Root) else self._no_root for r in batch]
+        beams.start(_stack([root.logits for root in roots]))
+        hidden = _stack([root.hidden for root in roots])
+        # Their hidden states were sound, and so is their draft KV.
+        depths, faults = list(depths), [(error, batch.lens[error.request]) for error in beams.faults]
+        for error, _ in faults:
             depths[error.request] = 0
         if self._geometry.layout == "holey":
             # What whole pages bring along before a branch.
@@ -242,10 +245,9 @@ class HostDrafts:
                 root.keep()
         self._lent.clear()
 
-    def _stack(self, rows: list[torch.Tensor | None], columns: int) -> torch.Tensor:
-        """What the head gave for each request's root, as rows; zeros for a request that does not draft."""
-        some = [self.head.placement.empty(columns).zero_() if row is None else row for row in rows]
-        return some[0][None] if len(some) == 1 else torch.stack(some)
+
+def _stack(rows: list[torch.Tensor]) -> torch.Tensor:
+    return rows[0][None] if len(rows) == 1 else torch.stack(rows)
 
 
 def _draw(request: Request, logits: torch.Tensor) -> tuple[list[int], core.NonFiniteError | None]:

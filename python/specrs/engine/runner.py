@@ -136,9 +136,13 @@ class Runner:
         return self.drafter is not None and any(r.followed for r in batch)
 
     def _commit(
-        self, batch: Batch, lease: core.Lease, verified: Verified, faults: Sequence[core.NonFiniteError] = ()
+        self,
+        batch: Batch,
+        lease: core.Lease,
+        verified: Verified,
+        faults: Sequence[tuple[core.NonFiniteError, int]] = (),
     ) -> tuple[list[Passed], list[list[int]]]:
-        """Commit what the target accepted. faults: requests whose drafts broke on the way there.
+        """Commit what the target accepted. faults: of requests whose drafts broke on the way (`Drafted.faults`).
 
         Returns what each request got, and which nodes of its tree are now among its positions.
         """
@@ -150,8 +154,8 @@ class Runner:
         # Whole paths: where a request keeps less, it has ended, and gives its pages back.
         lease.commit([n + len(path) for n, path in zip(batch.lens, paths, strict=True)])
         # Nothing fails from here on; up to here, no request has changed.
-        for error in faults:
-            batch.requests[error.request].give_up_drafts(batch.lens[error.request], error)
+        for error, sound in faults:
+            batch.requests[error.request].give_up_drafts(sound, error)
         passed = [
             Passed(r, drawn, r.commit(drawn, round_=True, error=error))
             for r, drawn, error in zip(batch, accepts.tokens, accepts.errors, strict=True)

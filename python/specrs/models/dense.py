@@ -37,14 +37,12 @@ class TorchDense:
         self.placement = placement
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False) -> Linear:
-        weight = weight.to(self.placement.weights or weight.dtype)
-        return _TorchLinear(self.vector(weight), None if bias is None else self.vector(bias))
+        at = self.placement
+        weight = at.vector(weight.to(at.weights or weight.dtype))
+        return _TorchLinear(weight, None if bias is None else at.vector(bias))
 
     def embedding(self, table: torch.Tensor) -> Embedding:
         return _Table(table.to(self.placement.device))
-
-    def vector(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight.to(self.placement.device, self.placement.activations)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
         out.copy_(_rms_norm(x, weight, eps))
@@ -87,12 +85,13 @@ class HostDense:
             raise ConfigError(f"weights = {placement.weights}: the host's kernels keep {kept}")
         self.placement = placement
         plain = TorchDense(placement)
-        self.embedding, self.vector, self.gather = plain.embedding, plain.vector, plain.gather
-        self.beside, self.rope, self.rms_norm = plain.beside, plain.rope, core.rms_norm
+        self.embedding, self.gather, self.beside = plain.embedding, plain.gather, plain.beside
+        self.rope, self.rms_norm = plain.rope, core.rms_norm
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False) -> Linear:
         storage = _KEPT.get(self.placement.weights or weight.dtype, "f32")
-        return core.PackedLinear(weight.contiguous(), None if bias is None else self.vector(bias), storage, gated)
+        bias = None if bias is None else self.placement.vector(bias)
+        return core.PackedLinear(weight.contiguous(), bias, storage, gated)
 
     def rope_write(
         self, kv: KvCache, layer: int, plan: Plan, qkv: torch.Tensor, rope: Any, heads: Heads

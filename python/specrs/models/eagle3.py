@@ -38,8 +38,9 @@ class Eagle3Head:
         self.config = config
         self.aux_layers = aux_layers
         self.d2t, self.target_ids = _vocabulary_map(config, weights, target)
-        self.placement, self._dense = ops.placement, ops.dense
-        dense, self._eps = ops.dense, config.rms_norm_eps
+        self.placement = at = ops.placement
+        self._dense = dense = ops.dense
+        self._eps = config.rms_norm_eps
         h = config.hidden_size
         self.embedding = (
             dense.embedding(weights.load("embed_tokens.weight"))
@@ -48,8 +49,8 @@ class Eagle3Head:
         )
         bias = weights.load("fc.bias") if "fc.bias" in weights else None
         self._fc = dense.linear(weights.load("fc.weight"), bias)
-        self._embed_norm = dense.vector(weights.load(f"{_LAYER}input_layernorm.weight"))
-        self._hidden_norm = dense.vector(weights.load(f"{_LAYER}hidden_norm.weight"))
+        self._embed_norm = at.vector(weights.load(f"{_LAYER}input_layernorm.weight"))
+        self._hidden_norm = at.vector(weights.load(f"{_LAYER}hidden_norm.weight"))
         # q/k/v read [embedding, feature] side by side. Their weight is split at the seam instead, so that neither the
         # concatenation nor its two normalised halves are ever written.
         qkv = torch.cat([weights.load(f"{name}.weight") for name in qkv_names(_LAYER)])
@@ -62,12 +63,12 @@ class Eagle3Head:
         self._kv_embed = dense.linear(kv[:, :h].contiguous(), kv_bias)
         self._kv_hidden = dense.linear(kv[:, h:].contiguous())
         self._tail = LayerTail(ops, config, _kind(weights), weights, _LAYER)
-        self._norm = dense.vector(weights.load("norm.weight"))
+        self._norm = at.vector(weights.load("norm.weight"))
         self.lm_head: Linear = (
             dense.linear(weights.load("lm_head.weight")) if "lm_head.weight" in weights else target.lm_head
         )
         self._rope = ops.attention.rope(*rope_tables(config.rope, config.head_dim, target.max_context_len + ROPE_SLACK))
-        at, qkv_wide, logits_wide = self.placement, config.qkv_size, config.draft_vocab_size
+        qkv_wide, logits_wide = config.qkv_size, config.draft_vocab_size
         wide = {"attended": config.q_size, "act": config.intermediate_size}
         self._extend_work = Workspace(at, x=h, e=h, n=h, y=h, part=qkv_wide, qkv=qkv_wide, **wide)
         self._write_work = Workspace(at, x=h, e=h, n=h, part=2 * config.kv_size, kv=2 * config.kv_size)

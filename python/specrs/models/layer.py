@@ -82,16 +82,16 @@ class LayerTail:
     """Everything of a decoder layer after its q/k/v projection."""
 
     def __init__(self, ops: Ops, config: LayerConfig, kind: LayerKind, weights: Checkpoint, prefix: str) -> None:
-        dense, self._attention = ops.dense, ops.attention
+        at, dense, self._attention = ops.placement, ops.dense, ops.attention
         self._eps = config.rms_norm_eps
         self.o = stacked(dense, weights, [f"{prefix}self_attn.o_proj"], kind.o_bias)
         self.gate_up = stacked(
             dense, weights, [f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"], kind.mlp_bias, gated=True
         )
         self.down = stacked(dense, weights, [f"{prefix}mlp.down_proj"], kind.mlp_bias)
-        self.post_norm = dense.vector(weights.load(f"{prefix}post_attention_layernorm.weight"))
+        self.post_norm = at.vector(weights.load(f"{prefix}post_attention_layernorm.weight"))
         q_norm, k_norm = (
-            dense.vector(weights.load(f"{prefix}self_attn.{name}.weight")) if kind.qk_norm else None
+            at.vector(weights.load(f"{prefix}self_attn.{name}.weight")) if kind.qk_norm else None
             for name in ("q_norm", "k_norm")
         )
         self._heads = Heads(config.num_heads, config.head_dim**-0.5, q_norm, k_norm, config.rms_norm_eps)

@@ -42,16 +42,16 @@ class LlamaModel:
         self.features: FeatureMemory | None = None
         self.ops = ops
         self._dense = dense = ops.dense
+        at, h = ops.placement, config.hidden_size
         table = weights.load("model.embed_tokens.weight")
         self.embedding = dense.embedding(table)
         self.lm_head: Linear = dense.linear(table if config.tie_word_embeddings else weights.load("lm_head.weight"))
-        self._norm = dense.vector(weights.load("model.norm.weight"))
+        self._norm = at.vector(weights.load("model.norm.weight"))
         prefixes = [f"model.layers.{i}." for i in range(config.num_layers)]
-        self._input_norms = [dense.vector(weights.load(f"{prefix}input_layernorm.weight")) for prefix in prefixes]
+        self._input_norms = [at.vector(weights.load(f"{prefix}input_layernorm.weight")) for prefix in prefixes]
         self._qkv = [stacked(dense, weights, list(qkv_names(prefix)), kind.qkv_bias) for prefix in prefixes]
         self._tails = [LayerTail(ops, config, kind, weights, prefix) for prefix in prefixes]
         self._rope = ops.attention.rope(*rope_tables(config.rope, config.head_dim, max_context_len + ROPE_SLACK))
-        at, h = ops.placement, config.hidden_size
         wide = {"attended": config.q_size, "act": config.intermediate_size}
         self._work = Workspace(at, x=h, y=h, qkv=config.qkv_size, **wide)
         self._tail_work = Workspace(at, x=h, y=h, **wide)

@@ -4,8 +4,8 @@ Each is a protocol, and `Ops` is a pair of both. A pair is composed, never inher
 any attention that reads its memory, as the Rust kernels with their own attention or with a backend's
 (`specrs.backends`), or plain torch with either. `pairs` makes those that there are.
 
-Activations are [rows, width], contiguous, caller-allocated, of the dtype and on the device of `Dense.placement`. An
-`out` never shares memory with an input.
+Activations are [rows, width], contiguous, caller-allocated, of the dtype and on the device of `Dense.placement`, and so
+are the weights of norms (`Placement.vector`). An `out` never shares memory with an input.
 """
 
 from __future__ import annotations
@@ -86,9 +86,6 @@ class Dense(Protocol):
 
     def embedding(self, table: torch.Tensor) -> Embedding:
         """Prepares a table [vocab, hidden] (f32, f16 or bf16)."""
-
-    def vector(self, weight: torch.Tensor) -> torch.Tensor:
-        """Prepares the weight [K] of a norm, as `rms_norm`, `Linear` and `Heads` take it."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
         """out [M, K] = weight * x / sqrt(mean(x^2) + eps)."""

@@ -25,6 +25,10 @@ class Placement:
         """Memory for activations; the contents are whatever was there."""
         return torch.empty(shape, dtype=self.activations, device=self.device)
 
+    def vector(self, weight: torch.Tensor) -> torch.Tensor:
+        """A bias, or the weight of a norm, as operations read it beside activations."""
+        return weight.to(self.device, self.activations)
+
 
 HOST = Placement(torch.device("cpu"), torch.float32)
 """What the Rust kernels compute in."""
