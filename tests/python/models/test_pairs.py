@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import modelzoo
-from conftest import Pair
 from modelrun import Driver, random_tokens
+from modelzoo import Pair
 from specrs import LLM, ConfigError, SamplingParams
 from specrs.backends import BACKENDS, Native, PlanAttention
 from specrs.engine import llm as engine
@@ -37,7 +37,7 @@ from specrs.models import (
 from specrs.models.features import FeatureMemory
 from specrs.models.layer import Workspace
 
-PACKAGE = Path(__file__).parents[2] / "python/specrs"
+PACKAGE = Path(__file__).parents[3] / "python/specrs"
 
 
 class Foreign:

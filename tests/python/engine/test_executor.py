@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from conftest import Pair
-from modelzoo import write_eagle3
+from modelzoo import Pair, read_weights, write_eagle3
 from specrs import LLM, SamplingParams
 from specrs import _specrs as core
 from specrs.engine import llm as engine
 from specrs.engine.host import HostExecutor, Root
 from specrs.models import HOST
 
+BAD = 7
 PROMPTS = [[1, 2, 3], [4] * 20, [5], [6, 7] * 9]
 TREES: dict[str, dict[str, Any]] = {
     "chain": {"tree": (1, 4, 5)},
@@ -147,10 +148,10 @@ def test_a_round_reads_nothing_before_the_target_verifies(
 def test_faults_of_the_head_that_are_told_late_cost_drafts_alone(
     tiny: Pair, tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from test_engine_errors import BAD, edited, nan_embedding
-
-    sound = write_eagle3(tmp_path / "sound", tiny.target, draft_vocab_size=None, own_embedding=True)
-    pair = Pair(tiny.target, edited(sound, tmp_path / "draft", nan_embedding("embed_tokens.weight")))
+    pair = Pair(tiny.target, write_eagle3(tmp_path, tiny.target, draft_vocab_size=None, own_embedding=True))
+    weights = read_weights(pair.draft)
+    weights["embed_tokens.weight"][BAD] = math.nan
+    save_file(weights, pair.draft / "model.safetensors")
     params = SamplingParams(max_tokens=25, temperature=1.0, seed=3, logit_bias={BAD: 1.0})
     want = LLM(pair.target).generate(PROMPTS, params)
     llm, device = on_device(pair, monkeypatch, prefix_cache=False, **options)
