@@ -40,8 +40,8 @@ class Counter:
         tables = {name: Frozen(ROWS, [ms / 1e3 for ms in row]) for name, row in TABLE.items()}
         overhead = Frozen([PLAIN, SPECULATIVE], [ms / 1e3 for ms in BESIDE])
         self.costs = runner.speculation.policy.costs = Costs(**tables, overhead=overhead)
-        self._price(runner.target, "forward", lambda n, _: self.costs.target.at(n))
-        head, step, extend = runner.drafter.head, self.costs.draft_step, self.costs.draft_extend
+        self._price(runner.executor.target, "forward", lambda n, _: self.costs.target.at(n))
+        head, step, extend = runner.executor.drafts.head, self.costs.draft_step, self.costs.draft_extend
         self._price(head, "step", lambda n, _: step.at(n))
         self._price(head, "write", lambda n, _: extend.at(n))
         # Logits of all rows, where none are named: what a look back asks for.
