@@ -21,7 +21,15 @@ mod params;
 
 /// Kernel files and the architectures each is compiled for. `80` is the baseline that every supported GPU runs;
 /// `90a` is added only to a kernel that was measured to gain from Hopper's own instructions.
-const KERNELS: &[(&str, &[&str])] = &[("kv_move", &["80"])];
+const KERNELS: &[(&str, &[&str])] = &[
+    ("kv_move", &["80"]),
+    ("rows", &["80"]),
+    ("rope_kv", &["80"]),
+    ("verify_greedy", &["80"]),
+    ("kv_commit", &["80"]),
+    ("draft_select", &["80"]),
+    ("tree_build", &["80"]),
+];
 
 /// Newest PTX ISA that the oldest supported driver (580, CUDA 13.0) loads; the toolkit that writes it.
 const MAX_PTX: Version = Version(9, 0);

@@ -1,4 +1,4 @@
-// Bounds checks of every kernel, and how a violation reaches the host.
+// Bounds checks of every kernel, and how a violation, or a score that is no number, reaches the host.
 //
 // A kernel never traps and never skips silently: `in_bounds` says whether an access may happen, and where it may not
 // the kernel leaves it out and calls `record_fault` once for it (from one thread: the index is the same for all).
@@ -19,9 +19,9 @@ __device__ __forceinline__ bool in_bounds(int32_t index, int32_t bound) {
 }
 
 // Out of line: it runs only on a fault, and the kernel's registers are for the other path.
-static __device__ __noinline__ void record_fault(uint64_t record_address, uint64_t claim_address, Kernel kernel,
+static __device__ __noinline__ void write_record(uint64_t record_address, uint64_t claim_address, Kernel kernel,
                                                  Buffer buffer, int32_t request, int32_t step, int64_t index,
-                                                 int64_t bound) {
+                                                 int64_t bound, Probe probe, int32_t position) {
     volatile FaultRecord *record = reinterpret_cast<volatile FaultRecord *>(record_address);
     unsigned int *claim = reinterpret_cast<unsigned int *>(claim_address);
     const unsigned int epoch = record->epoch;
@@ -34,8 +34,24 @@ static __device__ __noinline__ void record_fault(uint64_t record_address, uint64
     record->step = step;
     record->index = index;
     record->bound = bound;
+    record->probe = probe;
+    record->position = position;
     __threadfence_system();  // the host must not see `ready` before the fields
     record->ready = epoch;
+}
+
+// An access that was left out.
+static __device__ __forceinline__ void record_fault(uint64_t record_address, uint64_t claim_address, Kernel kernel,
+                                                    Buffer buffer, int32_t request, int32_t step, int64_t index,
+                                                    int64_t bound) {
+    write_record(record_address, claim_address, kernel, buffer, request, step, index, bound, PROBE_NONE, -1);
+}
+
+// A score from which nothing can be chosen: `row` and `column` of the operand `buffer`, for the token at `position`.
+static __device__ __forceinline__ void record_probe(uint64_t record_address, uint64_t claim_address, Kernel kernel,
+                                                    Buffer buffer, Probe probe, int32_t request, int32_t row,
+                                                    int64_t column, int32_t position) {
+    write_record(record_address, claim_address, kernel, buffer, request, row, column, 0, probe, position);
 }
 
 }  // namespace specrs

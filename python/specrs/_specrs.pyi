@@ -1167,10 +1167,133 @@ def _device_init(ordinal: SupportsIndex) -> int:
     """
 
 def _device_check(ordinal: SupportsIndex) -> None:
-    """Raise `OutOfBoundsError` for what a kernel of device `ordinal` skipped since the last call."""
+    """Raise `OutOfBoundsError` for what a kernel of device `ordinal` skipped since the last call, or
+    `NonFiniteError` for scores that it could choose nothing from.
+    """
 
 def _device_kv_move(cache: _Tensor, src: _Tensor, dst: _Tensor, offsets: _Tensor, stream: SupportsIndex) -> None:
     """Launch the KV move on the raw stream `stream` of the cache's device."""
+
+def _device_embed(table: _Tensor, tokens: _Tensor, live: _Tensor | None, out: _Tensor, stream: SupportsIndex) -> None:
+    """out [rows, hidden] = table[tokens], int32 tokens; zeros for a token of -1, and behind the live rows."""
+
+def _device_gather_rows(
+    source: _Tensor, indices: _Tensor, shift: SupportsIndex, live: _Tensor | None, out: _Tensor, stream: SupportsIndex
+) -> None:
+    """out [rows, columns] = source[indices + shift], int32 indices; zeros for -1, and behind the live rows."""
+
+def _device_add_rms_norm(
+    residual: _Tensor,
+    x: _Tensor | None,
+    weight: _Tensor,
+    eps: float,
+    copy: _Tensor | None,
+    column: SupportsIndex,
+    live: _Tensor | None,
+    out: _Tensor | None,
+    stream: SupportsIndex,
+) -> None:
+    """residual += x (where x is given); copy[:, column:] = residual; out = RMSNorm(residual) * weight. All bf16 or
+    f16 [rows, columns], `copy` [rows, at least column + columns].
+    """
+
+def _device_silu_up(
+    gate_up: _Tensor, interleaved: bool, live: _Tensor | None, out: _Tensor, stream: SupportsIndex
+) -> None:
+    """out [rows, columns] = silu(gate) * up of gate_up [rows, 2 * columns]: all gates first, or interleaved pairs."""
+
+def _device_rope_kv(
+    qkv: _Tensor,
+    heads: SupportsIndex,
+    kv_heads: SupportsIndex,
+    bias: _Tensor | None,
+    q_norm: _Tensor | None,
+    k_norm: _Tensor | None,
+    eps: float,
+    table: tuple[_Tensor, _Tensor],
+    positions: _Tensor,
+    slots: _Tensor,
+    q: _Tensor | None,
+    cache: _Tensor,
+    layer: SupportsIndex,
+    stream: SupportsIndex,
+) -> None:
+    """Bias, per-head RMSNorm and rotation of the rows of qkv: queries to q, keys and values to the slots of a layer
+    of the cache. `table` is (cos, sin), float32 [positions, pairs].
+    """
+
+def _device_verify_greedy(
+    logits: _Tensor,
+    trees: tuple[_Tensor, _Tensor, _Tensor],
+    lens: _Tensor,
+    live: _Tensor | None,
+    max_nodes: SupportsIndex,
+    max_path: SupportsIndex,
+    accepts: tuple[_Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor],
+    scratch: _Tensor,
+    full: bool,
+    stream: SupportsIndex,
+) -> None:
+    """Greedy verification of trees (tokens, parents, offsets) by logits [nodes, vocab]. `accepts` are the arrays
+    offsets, paths, tokens, rows, roots, new_lens and faults; `full` picks the mode that reads all rows. `scratch`
+    (int64) is 0 before the first call.
+    """
+
+def _device_kv_commit(
+    accepts: tuple[_Tensor, _Tensor, _Tensor],
+    table: _Tensor,
+    rows: _Tensor,
+    live: _Tensor | None,
+    num_pages: SupportsIndex,
+    page_size: SupportsIndex,
+    max_nodes: SupportsIndex,
+    moves: tuple[_Tensor, _Tensor, _Tensor] | None,
+    stream: SupportsIndex,
+) -> None:
+    """Accepted paths (offsets, paths, new_lens) into the rows of the page table [rows, columns]: reordered where
+    `moves` is `None` (pages of one token), else as the moves src, dst, offsets of `_device_kv_move`.
+    """
+
+def _device_draft_select(
+    step: SupportsIndex,
+    logits: _Tensor,
+    to_target: _Tensor | None,
+    vocab: SupportsIndex,
+    live: _Tensor | None,
+    shape: TreeShape,
+    beams: tuple[_Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor],
+    scratch: _Tensor,
+    stream: SupportsIndex,
+) -> None:
+    """One step of draft selection from logits [batch (* K), draft vocabulary]. `beams` are the arrays scores,
+    candidate tokens and parents, beams, their tokens and parents, ancestors (int64) and sound steps. `scratch`
+    (int64) is 0 before the first call; `_device_draft_scratch` says how long it is.
+    """
+
+def _device_tree_build(
+    shape: TreeShape,
+    beams: tuple[_Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor],
+    limits: tuple[_Tensor, _Tensor, _Tensor],
+    min_score: _Tensor | None,
+    live: _Tensor | None,
+    trees: tuple[_Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor],
+    masks: _Tensor | None,
+    stream: SupportsIndex,
+) -> None:
+    """Trees of a round's candidates: roots, max_depths and max_nodes (int32 [batch]), min_score (float32 [1]).
+    `beams` as for `_device_draft_select`; `trees` are the arrays offsets, tokens, depths, parents, next_child,
+    next_sibling and scores; `masks` (int64) their ancestor bits.
+    """
+
+def _device_draft_scratch(
+    shape: TreeShape, batch: SupportsIndex, draft_vocab: SupportsIndex, ordinal: SupportsIndex
+) -> int:
+    """64-bit words of scratch that `_device_draft_select` needs on CUDA device `ordinal` for rounds of up to `batch`
+    requests.
+    """
+
+def _device_verify_scratch(nodes: SupportsIndex, batch: SupportsIndex, max_path: SupportsIndex) -> int:
+    """64-bit words of scratch that `_device_verify_greedy` needs."""
 
 def _error_examples() -> list[SpecrsError]:
     """One exception for each kind of core error, for tests and documentation."""

@@ -46,8 +46,9 @@ def init(device: torch.device | int | None = None) -> int:
 def check(device: torch.device | int | None = None) -> None:
     """Raise ``OutOfBoundsError`` for what a kernel of this device skipped since the last call.
 
-    Its attributes are ``kernel``, ``buffer``, ``request``, ``step``, ``index`` and ``bound``. Reads host memory
-    and waits for nothing: it sees the faults of work that has finished.
+    Its attributes are ``kernel``, ``buffer``, ``request``, ``step``, ``index`` and ``bound``. Scores from which a
+    kernel could choose nothing raise ``NonFiniteError`` (``what``, ``value``, ``request``, ``row``, ``position`` and
+    ``index``). Reads host memory and waits for nothing: it sees the faults of work that has finished.
     """
     _device_check(_ordinal(device))
 

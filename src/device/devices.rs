@@ -39,7 +39,7 @@ pub fn available() -> Result<()> {
 
 impl Device {
     /// The device with the driver's (and torch's) number `ordinal`. The first call sets it up: retains the primary
-    /// context, loads the kernels and allocates the fault record (64 bytes); later calls cost one atomic load.
+    /// context, loads the kernels and allocates the fault record (48 bytes); later calls cost one atomic load.
     ///
     /// Safe to call for the first time while a stream is captured, though better before: loading takes milliseconds.
     pub fn get(ordinal: i32) -> Result<&'static Device> {
@@ -80,7 +80,7 @@ impl Device {
     }
 
     /// Raise what a kernel of this device recorded since the last call, once: [`Error::OutOfBounds`] with kernel, buffer,
-    /// request, step, index and bound. Reads host memory and waits for nothing: it sees the faults of work that has
+    /// request, step, index and bound, or [`Error::NonFinite`] with what a probe of scores found. Reads host memory and waits for nothing: it sees the faults of work that has
     /// finished, so call it where the stream is known to have got far enough (after a read-back or an event).
     /// Of several faults in that time the first is kept.
     pub fn check(&self) -> Result<()> {

@@ -1,4 +1,5 @@
-//! The fault record: what a kernel skipped, read by the host without a synchronisation.
+//! The fault record: what a kernel skipped, or the scores that it could choose nothing from, read by the host without a
+//! synchronisation.
 //!
 //! Protocol (device side in `cuda/common.cuh`): the record carries the epoch that may be recorded next. The first thread
 //! that raises the claim word in device memory to that epoch wins, writes the fields and then `ready = epoch`. The
@@ -8,7 +9,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{Ordering, fence};
 
 use super::driver::{DeviceWords, Mapped};
-use super::params::{BUFFERS, FaultRecord, KERNELS};
+use super::params::{BUFFERS, FaultRecord, KERNELS, PROBES};
 use crate::error::{Error, Result};
 
 /// One device's record and its claim word.
@@ -57,8 +58,18 @@ impl Faults {
     }
 }
 
-/// The error that a record stands for.
+/// The error that a record stands for: [`Error::NonFinite`] of a probe, else [`Error::OutOfBounds`].
 pub(super) fn to_error(record: &FaultRecord) -> Error {
+    if record.probe != 0 {
+        return Error::NonFinite {
+            what: name(BUFFERS, record.buffer),
+            value: name(PROBES, record.probe),
+            request: record.request.into(),
+            row: record.step.into(),
+            position: record.position.into(),
+            index: record.index,
+        };
+    }
     Error::OutOfBounds {
         kernel: name(KERNELS, record.kernel),
         buffer: name(BUFFERS, record.buffer),
@@ -79,7 +90,18 @@ mod tests {
 
     #[test]
     fn a_record_becomes_an_error_with_every_field() {
-        let record = FaultRecord { epoch: 7, ready: 7, kernel: 1, buffer: 2, request: 3, step: 4, index: -5, bound: 6 };
+        let record = FaultRecord {
+            epoch: 7,
+            ready: 7,
+            kernel: 1,
+            buffer: 2,
+            request: 3,
+            step: 4,
+            index: -5,
+            bound: 6,
+            probe: 0,
+            position: -1,
+        };
         let error = to_error(&record);
         let want = Error::OutOfBounds {
             kernel: "kv_move",
@@ -91,5 +113,8 @@ mod tests {
         };
         assert_eq!(error, want);
         assert_eq!(name(BUFFERS, 99), "unknown");
+        let probe = FaultRecord { buffer: 50, index: 9, bound: 0, probe: 2, position: 8, ..record };
+        let want = Error::NonFinite { what: "target logits", value: "+inf", request: 3, row: 4, position: 8, index: 9 };
+        assert_eq!(to_error(&probe), want);
     }
 }

@@ -10,7 +10,8 @@
 //!    views ([`view`]), checks everything the host can know before the launch, and launches on a [`Stream`] that the
 //!    caller owns. It allocates nothing and waits for nothing, so that it can be captured into a graph.
 //! 5. What only the device can know (an index in a tensor) the kernel checks; it skips the access and leaves a record in
-//!    mapped memory, which [`Device::check`] turns into [`Error::OutOfBounds`] at the next boundary.
+//!    mapped memory, which [`Device::check`] turns into [`Error::OutOfBounds`] at the next boundary. Scores from which
+//!    nothing can be chosen come back the same way, as [`Error::NonFinite`].
 //!
 //! ```no_run
 //! use specrs::device::{self, Device, KvCacheView, MovesView, Stream};
@@ -36,11 +37,17 @@ mod kernels;
 mod libcuda;
 pub mod params;
 mod ptx;
+pub mod rows;
 pub mod view;
 
 pub use devices::{Device, available};
 pub use driver::Stream;
-pub use kernels::{Kernels, KvMove};
+pub use kernels::{
+    AddRmsNorm, CommitOperands, DeviceAccepts, DeviceBeams, DeviceTrees, DraftSelect, DraftSelectOperands, Kernels,
+    KvCommit, KvMove, MAX_DEVICE_CANDIDATES, MAX_DEVICE_TOPK, MAX_HEAD_DIM, MAX_NORM_COLUMNS, RopeKv, RopeKvOperands,
+    RowOps, TreeBuild, TreeBuildOperands, VerifyGreedy, VerifyMode, VerifyOperands, verify_scratch,
+};
+pub use rows::{FloatType, Rows};
 pub use view::{DeviceSlice, KvCacheView, MovesView};
 
 #[cfg(doc)]

@@ -87,6 +87,15 @@ declare! {
         /// Values of [`FaultRecord::kernel`], and the names that errors carry.
         KERNELS as Kernel {
             KERNEL_KV_MOVE = 1: "kv_move",
+            KERNEL_EMBED = 16: "embed",
+            KERNEL_GATHER_ROWS = 17: "gather_rows",
+            KERNEL_RMS_NORM = 18: "add_rms_norm",
+            KERNEL_SILU_UP = 19: "silu_up",
+            KERNEL_ROPE_KV = 20: "rope_kv",
+            KERNEL_VERIFY_GREEDY = 21: "verify_greedy",
+            KERNEL_KV_COMMIT = 22: "kv_commit",
+            KERNEL_DRAFT_SELECT = 23: "draft_select",
+            KERNEL_TREE_BUILD = 24: "tree_build",
         }
 
         /// Values of [`FaultRecord::buffer`], and the names that errors carry.
@@ -95,10 +104,38 @@ declare! {
             BUFFER_CACHE_DST = 2: "cache (destination slot)",
             BUFFER_MOVES = 3: "src and dst",
             BUFFER_OFFSETS_ORDER = 4: "src and dst (offsets decrease)",
+            BUFFER_LIVE = 32: "live",
+            BUFFER_EMBEDDING = 33: "embedding table",
+            BUFFER_ROWS = 34: "rows",
+            BUFFER_ROPE_TABLE = 35: "rope table",
+            BUFFER_CACHE_SLOT = 36: "cache (slot)",
+            BUFFER_TREES = 37: "nodes of all trees",
+            BUFFER_OFFSETS_DECREASE = 38: "offsets (decreasing)",
+            BUFFER_TREE = 39: "nodes of a tree",
+            BUFFER_PATH = 40: "accepted path",
+            BUFFER_PATH_ORDER = 41: "accepted path (from the root, increasing)",
+            BUFFER_TABLE_ROWS = 42: "rows of the page table",
+            BUFFER_PAGE_TABLE = 43: "row of the page table",
+            BUFFER_PAGE = 44: "pages",
+            BUFFER_BEAMS = 45: "candidates (beam)",
+            BUFFER_TARGET_IDS = 46: "vocabulary (d2t target id)",
+            BUFFER_CANDIDATE_PARENTS = 47: "candidates (parent)",
+            BUFFER_SOUND = 48: "sound steps",
+            BUFFER_MAX_NODES = 49: "max_nodes",
+            BUFFER_TARGET_LOGITS = 50: "target logits",
+            BUFFER_DRAFT_LOGITS = 51: "draft logits",
+        }
+
+        /// Values of [`FaultRecord::probe`], and the values that errors name.
+        PROBES as Probe {
+            PROBE_NONE = 0: "none",
+            PROBE_NAN = 1: "NaN",
+            PROBE_POSITIVE_INFINITY = 2: "+inf",
+            PROBE_ALL_NEGATIVE_INFINITY = 3: "all -inf",
         }
     }
     structs {
-        /// An access that a kernel skipped, and why. One per device, in pinned host memory mapped into the device's address
+        /// An access that a kernel skipped, or scores from which nothing can be chosen. One per device, in pinned host memory mapped into the device's address
         /// space: the host reads it without a copy or a synchronisation. Protocol: `cuda/common.cuh`.
         FaultRecord {
             /// Written by the host: number of the fault that may be recorded next, counted from 1.
@@ -111,12 +148,16 @@ declare! {
             buffer: i32,
             /// Row of the batch.
             request: i32,
-            /// Move, branch, step or node within the request; -1 where none applies.
+            /// Move, branch, step or node within the request; row of the operand; -1 where none applies.
             step: i32,
-            /// The index that was computed.
+            /// The index that was computed; of a probe the column of the first offending value.
             index: i64,
-            /// One past the largest allowed index.
+            /// One past the largest allowed index; 0 for a probe.
             bound: i64,
+            /// What a probe of scores found ([`PROBES`]); 0 for an access.
+            probe: i32,
+            /// Absolute position of the token that could not be drawn; -1 where none applies.
+            position: i32,
         }
 
         /// Parameters of `cuda/kv_move.cu`, passed by value.
@@ -147,6 +188,362 @@ declare! {
             columns: u32,
             /// Zero; keeps the size a multiple of 8.
             reserved: u32,
+        }
+
+        /// Parameters of `gather_rows` in `cuda/rows.cu`, passed by value.
+        GatherRowsParams {
+            /// `[table_rows]` rows of `columns` vectors.
+            table: u64,
+            /// `[rows]` rows of `columns` vectors.
+            out: u64,
+            /// `int32[rows]`.
+            indices: u64,
+            /// `int32`: rows that are live; 0 where all are.
+            live: u64,
+            /// [`FaultRecord`] in mapped host memory.
+            record: u64,
+            /// `uint32` in device memory: the last epoch whose record was claimed.
+            claim: u64,
+            /// Bytes from row to row of the table.
+            table_stride: u64,
+            /// Bytes from row to row of the output.
+            out_stride: u64,
+            /// Rows of the table.
+            table_rows: i32,
+            /// Rows of the output.
+            rows: i32,
+            /// Vectors of a row.
+            columns: u32,
+            /// Added to each index.
+            shift: i32,
+            /// Kernel id of faults.
+            kernel: i32,
+            /// Buffer id of an index outside the table.
+            buffer: i32,
+        }
+
+        /// Parameters of `add_rms_norm` in `cuda/rows.cu`, passed by value. Strides are elements from row to row.
+        AddRmsNormParams {
+            /// `[rows, columns]`, read and, with `x`, written.
+            residual: u64,
+            /// `[rows, columns]`; 0 where nothing is added.
+            x: u64,
+            /// `[columns]`.
+            weight: u64,
+            /// `[rows, columns]`; 0 where only the sum is wanted.
+            out: u64,
+            /// `[rows, columns]`: the residual again; 0 where it is not wanted.
+            copy: u64,
+            /// `int32`: rows that are live; 0 where all are.
+            live: u64,
+            /// [`FaultRecord`] in mapped host memory.
+            record: u64,
+            /// `uint32` in device memory: the last epoch whose record was claimed.
+            claim: u64,
+            /// Of `residual`.
+            residual_stride: u64,
+            /// Of `x`.
+            x_stride: u64,
+            /// Of `out`.
+            out_stride: u64,
+            /// Of `copy`.
+            copy_stride: u64,
+            /// Rows.
+            rows: i32,
+            /// Elements of a row.
+            columns: i32,
+            /// Bits of the f32 added to the mean square.
+            eps_bits: u32,
+            /// 1 where every row of every operand can be read in vectors of 16 bytes.
+            wide: u32,
+        }
+
+        /// Parameters of `silu_up` in `cuda/rows.cu`, passed by value. Strides are elements from row to row.
+        SiluUpParams {
+            /// `[rows, 2 * columns]`.
+            gate_up: u64,
+            /// `[rows, columns]`.
+            out: u64,
+            /// `int32`: rows that are live; 0 where all are.
+            live: u64,
+            /// [`FaultRecord`] in mapped host memory.
+            record: u64,
+            /// `uint32` in device memory: the last epoch whose record was claimed.
+            claim: u64,
+            /// Of `gate_up`.
+            in_stride: u64,
+            /// Of `out`.
+            out_stride: u64,
+            /// Rows.
+            rows: i32,
+            /// Elements of a row of the output.
+            columns: i32,
+            /// 1 for pairs gate, up, gate, up, ...; 0 for all gates before all ups.
+            interleaved: u32,
+            /// 1 where every row of every operand can be read in vectors of 16 bytes.
+            wide: u32,
+        }
+
+        /// Parameters of `cuda/rope_kv.cu`, passed by value. Strides are elements from row to row.
+        RopeKvParams {
+            /// `[rows, (heads + 2 * kv_heads) * head_dim]`: queries, keys, values.
+            qkv: u64,
+            /// `[rows, heads * head_dim]`; 0 without query heads.
+            q: u64,
+            /// `[num_slots, kv_heads, head_dim]`: keys of the layer.
+            cache_k: u64,
+            /// As `cache_k`: values of the layer.
+            cache_v: u64,
+            /// `int32[rows]`.
+            positions: u64,
+            /// `int32[rows]`.
+            slots: u64,
+            /// `float[positions_in_table, half]`.
+            cos: u64,
+            /// `float[positions_in_table, half]`.
+            sin: u64,
+            /// `[(heads + 2 * kv_heads) * head_dim]`; 0 for none.
+            bias: u64,
+            /// `[head_dim]`; 0 for none.
+            q_norm: u64,
+            /// `[head_dim]`; 0 for none.
+            k_norm: u64,
+            /// [`FaultRecord`] in mapped host memory.
+            record: u64,
+            /// `uint32` in device memory: the last epoch whose record was claimed.
+            claim: u64,
+            /// Of `qkv`.
+            qkv_stride: u64,
+            /// Of `q`.
+            q_stride: u64,
+            /// Rows.
+            rows: i32,
+            /// Query heads.
+            heads: i32,
+            /// Key heads, as many as value heads.
+            kv_heads: i32,
+            /// Elements of a head; even.
+            head_dim: i32,
+            /// Pairs that are rotated; at most `head_dim / 2`.
+            half: i32,
+            /// Rows of `cos` and `sin`.
+            positions_in_table: i32,
+            /// Slots of the cache; slot 0 is the sink.
+            num_slots: i32,
+            /// Bits of the f32 added to a head's mean square.
+            eps_bits: u32,
+        }
+
+        /// Parameters of `cuda/verify_greedy.cu`, passed by value.
+        VerifyParams {
+            /// `[nodes, vocab]`.
+            logits: u64,
+            /// `int32[nodes]`: token of each node.
+            tree_tokens: u64,
+            /// `int32[nodes]`: parent of each node within its tree, -1 for a root.
+            tree_parents: u64,
+            /// `int32[requests + 1]`: first node of each tree.
+            offsets: u64,
+            /// `int32[requests]`: committed lengths.
+            lens: u64,
+            /// `int32`: requests that are live; 0 where all are.
+            live: u64,
+            /// `int32[requests + 1]`: first entry of each request in the three arrays below.
+            out_offsets: u64,
+            /// `int32[requests * max_path]`: accepted nodes.
+            paths: u64,
+            /// `int32[requests * max_path]`: the token drawn at each.
+            tokens: u64,
+            /// `int32[requests * max_path]`: the row of logits of each.
+            rows: u64,
+            /// `int32[requests]`: the last token, root of the next tree.
+            roots: u64,
+            /// `int32[requests]`: committed lengths after the round; may be `lens`.
+            new_lens: u64,
+            /// `int32[requests]`: what a probe found, or 0.
+            faults: u64,
+            /// `uint64[nodes]`: largest key of each row; 0 between launches.
+            row_keys: u64,
+            /// `int32[requests * max_path]`: accepted nodes, each request at its own place.
+            walk_paths: u64,
+            /// `int32[requests * max_path]`: tokens, likewise.
+            walk_tokens: u64,
+            /// `int32[requests]`: accepted nodes of each request.
+            walk_lengths: u64,
+            /// `uint32`: blocks that have finished; 0 between launches.
+            counter: u64,
+            /// [`FaultRecord`] in mapped host memory.
+            record: u64,
+            /// `uint32` in device memory: the last epoch whose record was claimed.
+            claim: u64,
+            /// Elements from row to row of the logits.
+            logits_stride: u64,
+            /// Rows of logits, and capacity of the tree's arrays.
+            nodes: i32,
+            /// Requests.
+            requests: i32,
+            /// Columns of a row of logits.
+            vocab: i32,
+            /// Most nodes of one tree.
+            max_nodes: i32,
+            /// Most nodes of an accepted path.
+            max_path: i32,
+            /// Zero; keeps the size a multiple of 8.
+            reserved: i32,
+        }
+
+        /// Parameters of `cuda/kv_commit.cu`, passed by value.
+        KvCommitParams {
+            /// `int32[requests + 1]`: first entry of each request in `paths`.
+            offsets: u64,
+            /// `int32[entries]`: accepted nodes.
+            paths: u64,
+            /// `int32[requests]`: lengths with the accepted nodes.
+            new_lens: u64,
+            /// `int32[table_rows, table_width]`: page ids by row and column.
+            table: u64,
+            /// `int32[requests]`: the row of each request.
+            rows: u64,
+            /// `int32`: requests that are live; 0 where all are.
+            live: u64,
+            /// `int32[moves]`; 0 for a remap.
+            src: u64,
+            /// `int32[moves]`; 0 for a remap.
+            dst: u64,
+            /// `int32[requests + 1]`; 0 for a remap.
+            move_offsets: u64,
+            /// [`FaultRecord`] in mapped host memory.
+            record: u64,
+            /// `uint32` in device memory: the last epoch whose record was claimed.
+            claim: u64,
+            /// Requests.
+            requests: i32,
+            /// Capacity of `paths`.
+            entries: i32,
+            /// Rows of the page table.
+            table_rows: i32,
+            /// Columns of the page table.
+            table_width: i32,
+            /// Pages of the pool, the sink included.
+            num_pages: i32,
+            /// log2 of the tokens of a page.
+            shift: i32,
+            /// Most nodes of a tree; at most 1024.
+            max_nodes: i32,
+            /// Capacity of `src` and of `dst`.
+            moves: i32,
+        }
+
+        /// Parameters of `cuda/draft_select.cu`, passed by value.
+        DraftSelectParams {
+            /// `[rows, draft_vocab]`; a row a request in step 0, `topk` rows a request later.
+            logits: u64,
+            /// `int32[draft_vocab]`: token of the target for each draft id; 0 where they are the same.
+            to_target: u64,
+            /// `int32`: requests that are live; 0 where all are.
+            live: u64,
+            /// `float[requests, candidates]`: cumulative log-probabilities.
+            scores: u64,
+            /// `int32[requests, candidates]`.
+            candidate_tokens: u64,
+            /// `int32[requests, candidates]`: parent candidate, -1 below the root.
+            candidate_parents: u64,
+            /// `int32[requests, topk]`: the candidate that each beam is.
+            beams: u64,
+            /// `int32[requests * topk]`: token of each beam.
+            tokens: u64,
+            /// `int32[requests * topk]`: row of the previous step that each beam continues.
+            parents: u64,
+            /// `uint64[requests * topk, words]`: draft slots of each beam's ancestors and of itself.
+            ancestors: u64,
+            /// `int32[requests]`: steps before the first fault.
+            sound: u64,
+            /// `uint64[rows, chunks, topk]`: the best keys of each chunk.
+            lists: u64,
+            /// `float2[rows, tiles]`: maximum and sum of each tile.
+            partials: u64,
+            /// `uint32[requests]`: blocks that have finished; 0 between launches.
+            counters: u64,
+            /// [`FaultRecord`] in mapped host memory.
+            record: u64,
+            /// `uint32` in device memory: the last epoch whose record was claimed.
+            claim: u64,
+            /// Elements from row to row of the logits.
+            logits_stride: u64,
+            /// Requests.
+            requests: i32,
+            /// This step, 0-based.
+            step: i32,
+            /// K; at most 32.
+            topk: i32,
+            /// S.
+            steps: i32,
+            /// Candidates of a request, `topk + (steps - 1) * topk * topk`.
+            candidates: i32,
+            /// Columns of a row of logits.
+            draft_vocab: i32,
+            /// The target's vocabulary.
+            vocab: i32,
+            /// Blocks that share a row.
+            chunks: i32,
+            /// Tiles of a row.
+            tiles: i32,
+            /// Zero; keeps the size a multiple of 8.
+            reserved: i32,
+        }
+
+        /// Parameters of `cuda/tree_build.cu`, passed by value.
+        TreeBuildParams {
+            /// `float[requests, candidates]`.
+            scores: u64,
+            /// `int32[requests, candidates]`.
+            candidate_tokens: u64,
+            /// `int32[requests, candidates]`.
+            candidate_parents: u64,
+            /// `int32[requests]`: steps before the first fault.
+            sound: u64,
+            /// `int32[requests]`: token of each root.
+            roots: u64,
+            /// `int32[requests]`.
+            max_depths: u64,
+            /// `int32[requests]`, root included.
+            max_nodes: u64,
+            /// `float`: least score of a node; 0 for none.
+            min_score: u64,
+            /// `int32`: requests that are live; 0 where all are.
+            live: u64,
+            /// `int32[requests + 1]`: first node of each tree.
+            offsets: u64,
+            /// `int32[requests * draft_tokens]`, as the arrays below.
+            tokens: u64,
+            /// Depth of each node.
+            depths: u64,
+            /// Parent of each node within its tree, -1 for a root.
+            parents: u64,
+            /// First child, -1 for none.
+            next_child: u64,
+            /// Next child of the same parent, -1 for none.
+            next_sibling: u64,
+            /// `float`: score of each node.
+            node_scores: u64,
+            /// `uint64[requests * draft_tokens, words]`: ancestors of each node and itself; 0 where not wanted.
+            masks: u64,
+            /// [`FaultRecord`] in mapped host memory.
+            record: u64,
+            /// `uint32` in device memory: the last epoch whose record was claimed.
+            claim: u64,
+            /// Requests.
+            requests: i32,
+            /// K.
+            topk: i32,
+            /// S.
+            steps: i32,
+            /// V.
+            draft_tokens: i32,
+            /// Candidates of a request; at most 4096.
+            candidates: i32,
+            /// Zero; keeps the size a multiple of 8.
+            reserved: i32,
         }
     }
 }
@@ -180,8 +577,9 @@ mod tests {
     #[test]
     fn header_and_structs_have_one_layout() {
         assert_same_layout!(FaultRecord {
-            epoch @ 0 ready @ 4 kernel @ 8 buffer @ 12 request @ 16 step @ 20 index @ 24 bound @ 32
-        } 40);
+            epoch @ 0 ready @ 4 kernel @ 8 buffer @ 12 request @ 16 step @ 20 index @ 24 bound @ 32 probe @ 40
+            position @ 44
+        } 48);
         assert_same_layout!(KvMoveParams {
             cache @ 0 src @ 8 dst @ 16 offsets @ 24 record @ 32 claim @ 40 plane_bytes @ 48 num_slots @ 56 moves @ 60
             requests @ 64 planes @ 68 columns @ 72 reserved @ 76
@@ -190,7 +588,7 @@ mod tests {
 
     #[test]
     fn ids_are_those_of_the_header() {
-        for (name, table) in [("Kernel", KERNELS), ("Buffer", BUFFERS)] {
+        for (name, table) in [("Kernel", KERNELS), ("Buffer", BUFFERS), ("Probe", PROBES)] {
             let body = HEADER.split(&format!("enum {name} : int32_t {{\n")).nth(1).unwrap().split("};").next().unwrap();
             let values = body.lines().map(|l| l.split_once(" = ").unwrap().1.split_once(",  // ").unwrap());
             let values: Vec<(i32, &str)> = values.map(|(v, text)| (v.parse().unwrap(), text)).collect();

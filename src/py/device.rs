@@ -50,7 +50,8 @@ pub(super) fn _device_init(py: Python<'_>, ordinal: Int) -> PyResult<i32> {
     detached(py, move || available().map(|()| ordinal))
 }
 
-/// Raise `OutOfBoundsError` for what a kernel of device `ordinal` skipped since the last call.
+/// Raise `OutOfBoundsError` for what a kernel of device `ordinal` skipped since the last call, or `NonFiniteError` for
+/// scores that it could choose nothing from.
 #[pyfunction]
 pub(super) fn _device_check(py: Python<'_>, ordinal: Int) -> PyResult<()> {
     let ordinal = ordinal.i32("CUDA device")?;

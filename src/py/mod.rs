@@ -6,6 +6,7 @@
 //! | `arg` | integers of any size with named errors; work without the GIL |
 //! | `dlpack` | tensors in and out (`Array` is what specrs returns), memory that callers lend; the only place with `unsafe` |
 //! | `device` | CUDA launches; there in every build |
+//! | `device_ops` | launches of a round's kernels, for tests |
 //! | `geometry` | tree shapes, sizes, draft layouts, token trees |
 //! | `kv`, `attention` | the KV cache, its writes and moves, attention, RoPE |
 //! | `linear` | packed matrix products, RMSNorm |
@@ -24,6 +25,7 @@ mod arg;
 mod attention;
 mod certify;
 mod device;
+mod device_ops;
 mod dlpack;
 mod errors;
 mod geometry;
@@ -49,6 +51,12 @@ mod _specrs {
     use super::certify::certify;
     #[pymodule_export]
     use super::device::{_device_check, _device_init, _device_kv_move, cuda_available, cuda_unavailable_reason};
+    #[pymodule_export]
+    use super::device_ops::{
+        _device_add_rms_norm, _device_draft_scratch, _device_draft_select, _device_embed, _device_gather_rows,
+        _device_kv_commit, _device_rope_kv, _device_silu_up, _device_tree_build, _device_verify_greedy,
+        _device_verify_scratch,
+    };
     #[pymodule_export]
     use super::dlpack::{Array, as_array};
     #[pymodule_export]

@@ -1,8 +1,21 @@
 //! One file a kernel: its functions, loaded when a device is set up, and their safe launch.
 
+mod check;
+mod draft_select;
+mod kv_commit;
 mod kv_move;
+mod rope_kv;
+mod rows;
+mod tree_build;
+mod verify_greedy;
 
+pub use draft_select::{DeviceBeams, DraftSelect, DraftSelectOperands, MAX_DEVICE_TOPK};
+pub use kv_commit::{CommitOperands, KvCommit};
 pub use kv_move::KvMove;
+pub use rope_kv::{MAX_HEAD_DIM, RopeKv, RopeKvOperands};
+pub use rows::{AddRmsNorm, MAX_NORM_COLUMNS, RowOps};
+pub use tree_build::{DeviceTrees, MAX_DEVICE_CANDIDATES, TreeBuild, TreeBuildOperands};
+pub use verify_greedy::{DeviceAccepts, VerifyGreedy, VerifyMode, VerifyOperands, verify_scratch};
 
 use std::sync::Arc;
 
@@ -14,11 +27,31 @@ use crate::error::Result;
 pub struct Kernels {
     /// Moves of KV rows between slots.
     pub kv_move: KvMove,
+    /// Gathers, norms and activations of rows.
+    pub rows: RowOps,
+    /// From a qkv product to queries and the cache.
+    pub rope_kv: RopeKv,
+    /// Accepted paths by argmax.
+    pub verify_greedy: VerifyGreedy,
+    /// Accepted paths into rows of the page table, or moves.
+    pub kv_commit: KvCommit,
+    /// Draft logits to beams.
+    pub draft_select: DraftSelect,
+    /// Candidates to trees.
+    pub tree_build: TreeBuild,
 }
 
 impl Kernels {
     /// Load every kernel into `context`, which is current.
     pub(super) fn load(context: &Arc<Context>) -> Result<Self> {
-        Ok(Self { kv_move: KvMove::load(context.clone())? })
+        Ok(Self {
+            kv_move: KvMove::load(context.clone())?,
+            rows: RowOps::load(context.clone())?,
+            rope_kv: RopeKv::load(context.clone())?,
+            verify_greedy: VerifyGreedy::load(context.clone())?,
+            kv_commit: KvCommit::load(context.clone())?,
+            draft_select: DraftSelect::load(context.clone())?,
+            tree_build: TreeBuild::load(context.clone())?,
+        })
     }
 }

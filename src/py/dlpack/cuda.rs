@@ -8,13 +8,58 @@
 use super::abi::{DType, Device};
 use super::output::Output;
 use super::tensor::Tensor;
-use crate::device::{DeviceSlice, KvCacheView, Stream};
+use crate::device::{DeviceSlice, FloatType, KvCacheView, Rows, Stream};
 use crate::error::Result;
 
 /// DLPack's device type of CUDA.
 const CUDA: i32 = 2;
 
+/// An element type of [`DeviceSlice`], and the type that tensors of it have.
+pub(in crate::py) trait DeviceElement {
+    /// The type as DLPack names it.
+    const DTYPE: DType;
+}
+
+impl DeviceElement for i32 {
+    const DTYPE: DType = DType::I32;
+}
+
+impl DeviceElement for f32 {
+    const DTYPE: DType = DType::F32;
+}
+
+/// Words of bits: torch has no arithmetic on `uint64`, so they travel as `int64`.
+impl DeviceElement for u64 {
+    const DTYPE: DType = DType::I64;
+}
+
 impl Tensor {
+    /// The elements of a contiguous tensor of any shape on CUDA device `ordinal`.
+    pub(in crate::py) fn device_slice<T: DeviceElement>(&self, ordinal: i32) -> Result<DeviceSlice<T>> {
+        self.check(Device::cuda(ordinal), T::DTYPE, self.shape())?;
+        // SAFETY: `check` saw `elements` contiguous, aligned elements on this device; the module's contract with the
+        // caller keeps them there.
+        unsafe { DeviceSlice::from_raw(self.operand, self.address() as u64, self.elements, ordinal) }
+    }
+
+    /// A contiguous float tensor [rows, columns], or a vector as one row, on CUDA device `ordinal`.
+    pub(in crate::py) fn device_rows(&self, ordinal: i32) -> Result<Rows> {
+        let float = match self.dtype {
+            DType::F32 => FloatType::F32,
+            DType::BF16 => FloatType::Bf16,
+            DType::F16 => FloatType::F16,
+            other => return Err(self.mismatch(other, "float32, bfloat16 or float16")),
+        };
+        self.check(Device::cuda(ordinal), self.dtype, self.shape())?;
+        let shape = match *self.shape() {
+            [columns] => [1, columns],
+            [rows, columns] => [rows, columns],
+            ref other => return Err(self.mismatch(format_args!("shape {other:?}"), "[rows, columns]")),
+        };
+        // SAFETY: as in `device_slice`.
+        unsafe { Rows::from_raw(self.operand, self.address() as u64, shape, shape[1], float, ordinal) }
+    }
+
     /// Ordinal of the CUDA device that the tensor is on.
     pub(in crate::py) fn cuda_ordinal(&self) -> Result<i32> {
         match self.device() {
@@ -34,6 +79,11 @@ impl Tensor {
 }
 
 impl Output {
+    /// Check that the tensor may be written and lies apart from the others of the call.
+    pub(in crate::py) fn apart(&self, beside: &[&Tensor]) -> Result<()> {
+        self.writable(beside)
+    }
+
     /// A contiguous, writable KV cache `[layers, 2, num_slots, kv_heads, head_dim]` of any element type on CUDA device
     /// `ordinal`, apart from the call's other tensors.
     pub(in crate::py) fn device_kv_cache(&self, ordinal: i32, beside: &[&Tensor]) -> Result<KvCacheView> {

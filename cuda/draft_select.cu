@@ -1,0 +1,328 @@
+// One step of draft selection in one launch: the K best tokens of each row of draft logits with their log-probabilities,
+// and of their K*K continuations the K best beams of each request (EAGLE-2, arXiv:2406.16858). `DraftBeams::start` and
+// `advance` of `src/host/select`.
+//
+// A block takes one chunk of a row, a warp of it one tile after the other. The last block of a request merges its rows'
+// lists and sums, and makes the beams. Choices by logit are the host's (`logits.cuh`). Log-probabilities are f32 sums over
+// tiles of a fixed size, folded in one tree: they differ from the host's in the last bits, but are a function of the row
+// alone, whatever the chunks, the batch and the graph bucket.
+//
+// A row with a NaN, a +inf or nothing but -inf has no distribution: its request stops drafting (`sound` stays behind), the
+// probe is recorded, and its beams go on as placeholders with valid tokens. Dead requests of a static batch get token
+// 0, the parent row of their place, and no ancestors.
+#include "block.cuh"
+#include "logits.cuh"
+
+namespace specrs {
+
+constexpr int TILE = 512;       // columns whose sum is one partial: part of the numbers, so a constant
+constexpr int LIST = 32;        // largest K: a list lies in the lanes of a warp
+constexpr int PAIRS = LIST * LIST;
+constexpr int THREADS = 128;
+constexpr int WARPS = THREADS / 32;
+
+// The K best keys seen, best first, in lanes 0..K; 0 where there is none.
+struct TopList {
+    uint64_t mine;
+    uint64_t least;  // key of lane K - 1, the one to beat
+};
+
+// Put each lane's key, if it beats the list, into it. Keys are unique.
+__device__ __forceinline__ void offer(TopList &list, uint64_t key, int32_t k) {
+    const uint32_t lane = threadIdx.x % 32;
+    uint32_t better = __ballot_sync(0xffffffffu, key > list.least);
+    while (better != 0) {
+        const int from = __ffs(better) - 1;
+        better &= better - 1;
+        const uint64_t next = __shfl_sync(0xffffffffu, key, from);
+        if (next <= list.least) {
+            continue;  // the list has risen since the ballot
+        }
+        const uint64_t above = __shfl_up_sync(0xffffffffu, list.mine, 1);
+        if (list.mine < next) {
+            list.mine = lane > 0 && above < next ? above : next;
+        }
+        list.least = __shfl_sync(0xffffffffu, list.mine, k - 1);
+    }
+}
+
+__device__ __forceinline__ float warp_max_float(float x) {
+#pragma unroll
+    for (int lane = 16; lane > 0; lane /= 2) {
+        x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, lane));
+    }
+    return x;
+}
+
+// One tile of a row, by a warp: its best keys into `list`, its maximum and its sum of exponentials below it to `partial`.
+template <typename L>
+__device__ __forceinline__ void tile_of_row(const typename L::Storage *row, int32_t begin, int32_t end, bool wide,
+                                            int32_t k, TopList &list, float2 *partial) {
+    constexpr int EACH = TILE / 32;
+    const int32_t lane = threadIdx.x % 32;
+    float value[EACH];
+    // Lane l has columns (j / WIDE * 32 + l) * WIDE + j % WIDE: a fixed place for each, whatever the alignment.
+#pragma unroll
+    for (int v = 0; v < EACH / L::WIDE; ++v) {
+        const int32_t at = begin + (v * 32 + lane) * L::WIDE;
+        LogitVector<L> vector;
+        if (wide && at + L::WIDE <= end) {
+            vector.vector = *reinterpret_cast<const uint4 *>(row + at);
+        }
+#pragma unroll
+        for (int j = 0; j < L::WIDE; ++j) {
+            float x = __uint_as_float(0xff800000u);
+            if (at + j < end) {
+                x = L::load(wide && at + L::WIDE <= end ? vector.bits[j] : row[at + j]);
+            }
+            value[v * L::WIDE + j] = x;
+        }
+    }
+    float top = value[0];
+#pragma unroll
+    for (int i = 1; i < EACH; ++i) {
+        top = fmaxf(top, value[i]);  // passes over NaN, which the keys find
+    }
+    // What the K-th best of the lanes' maxima beats is not among the K best of the tile.
+    float bound = __uint_as_float(0xff800000u);
+    if (list.least == 0 && k < 32) {
+        int32_t above = 0;
+        for (int other = 0; other < 32; ++other) {
+            const float x = __shfl_sync(0xffffffffu, top, other);
+            above += x > top || (x == top && other < lane);
+        }
+        const uint32_t at = __ballot_sync(0xffffffffu, above == k - 1);
+        bound = __shfl_sync(0xffffffffu, top, at == 0 ? 0 : __ffs(at) - 1);
+    }
+    const float tile_max = warp_max_float(top);
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        const int32_t at = begin + (i / L::WIDE * 32 + lane) * L::WIDE + i % L::WIDE;
+        const bool live = at < end && !(value[i] < bound);
+        const uint64_t key = live ? rank_key(value[i], at) : 0;
+        offer(list, key, k);
+    }
+    const float shift = tile_max == __uint_as_float(0xff800000u) ? 0.0f : tile_max;
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        sum = __fadd_rn(sum, __expf(__fsub_rn(value[i], shift)));
+    }
+    sum = warp_sum(sum);
+    if (lane == 0) {
+        *partial = make_float2(tile_max, sum);
+    }
+}
+
+// Merge the lists of a row, fold its tiles, and write its K children: log-probabilities and draft ids. Returns the row's
+// largest key. By a warp.
+__device__ __forceinline__ uint64_t finish_row(const DraftSelectParams &p, int32_t row, int32_t b, float *log_probs,
+                                               int32_t *ids) {
+    const int32_t lane = threadIdx.x % 32;
+    const int32_t k = p.topk;
+    const uint64_t *lists = reinterpret_cast<const uint64_t *>(p.lists) + static_cast<uint64_t>(row) * p.chunks * k;
+    TopList list = {0, 0};
+    for (int32_t first = 0; first < p.chunks * k; first += 32) {
+        offer(list, first + lane < p.chunks * k ? __ldcg(lists + first + lane) : 0, k);
+    }
+    const uint64_t best = __shfl_sync(0xffffffffu, list.mine, 0);
+    if (key_probe(best) != PROBE_NONE) {
+        if (lane < k) {
+            log_probs[b * k + lane] = __uint_as_float(0xff800000u);
+            ids[b * k + lane] = lane;
+        }
+        return best;
+    }
+    const float2 *partials = reinterpret_cast<const float2 *>(p.partials) + static_cast<uint64_t>(row) * p.tiles;
+    const float top = key_logit(best);
+    float sum = 0.0f;
+    for (int32_t t = lane; t < p.tiles; t += 32) {
+        const float2 partial = __ldcg(partials + t);
+        sum = __fmaf_rn(partial.y, __expf(__fsub_rn(partial.x, top)), sum);
+    }
+    const float log_total = logf(warp_sum(sum));
+    if (lane < k) {
+        // Never above 0, so that a child never scores above its parent: trees are closed under ancestors.
+        log_probs[b * k + lane] = fminf(__fsub_rn(__fsub_rn(key_logit(list.mine), top), log_total), 0.0f);
+        ids[b * k + lane] = static_cast<int32_t>(key_index(list.mine));
+    }
+    return best;
+}
+
+// The beams of a request from the children of its rows. By a block.
+__device__ __forceinline__ void finish_request(const DraftSelectParams &p, int32_t request) {
+    __shared__ float scores[PAIRS];
+    __shared__ int32_t tokens[PAIRS];
+    __shared__ int32_t beams[LIST];
+    __shared__ uint64_t best[LIST];
+    const int32_t k = p.topk;
+    const int32_t rows = p.step == 0 ? 1 : k;
+    const int32_t children = rows * k;
+    for (int32_t b = threadIdx.x / 32; b < rows; b += WARPS) {
+        const uint64_t key = finish_row(p, request * rows + b, b, scores, tokens);
+        if (threadIdx.x % 32 == 0) {
+            best[b] = key;
+        }
+    }
+    __syncthreads();
+    const uint64_t base = static_cast<uint64_t>(request) * p.candidates;
+    const int32_t first = p.step == 0 ? 0 : k + (p.step - 1) * k * k;
+    float *all_scores = reinterpret_cast<float *>(p.scores) + base;
+    int32_t *all_beams = reinterpret_cast<int32_t *>(p.beams) + static_cast<uint64_t>(request) * k;
+    for (int32_t c = threadIdx.x; c < children; c += THREADS) {
+        float score = scores[c];
+        int32_t parent = -1;
+        if (p.step > 0) {
+            parent = all_beams[c / k];
+            if (!in_bounds(parent, first)) {
+                record_fault(p.record, p.claim, KERNEL_DRAFT_SELECT, BUFFER_BEAMS, request, c / k, parent, first);
+                parent = 0;
+            }
+            score = __fadd_rn(all_scores[parent], score);
+        }
+        int32_t token = tokens[c];
+        if (p.to_target != 0) {
+            token = reinterpret_cast<const int32_t *>(p.to_target)[token];
+            if (!in_bounds(token, p.vocab)) {
+                record_fault(p.record, p.claim, KERNEL_DRAFT_SELECT, BUFFER_TARGET_IDS, request, c, token, p.vocab);
+                token = 0;
+            }
+        }
+        scores[c] = score;
+        tokens[c] = token;
+        all_scores[first + c] = score;
+        reinterpret_cast<int32_t *>(p.candidate_tokens)[base + first + c] = token;
+        reinterpret_cast<int32_t *>(p.candidate_parents)[base + first + c] = parent;
+    }
+    __syncthreads();
+    for (int32_t c = threadIdx.x; c < children; c += THREADS) {
+        // Number of children that come before this one: better, or as good and of a lower index.
+        int32_t rank = 0;
+        for (int32_t other = 0; other < children; ++other) {
+            rank += scores[other] > scores[c] || (scores[other] == scores[c] && other < c);
+        }
+        if (rank < k) {
+            beams[rank] = c;
+        }
+    }
+    __syncthreads();
+    const uint32_t words = static_cast<uint32_t>(k * p.steps + 63) / 64;
+    uint64_t *ancestors = reinterpret_cast<uint64_t *>(p.ancestors) + static_cast<uint64_t>(request) * k * words;
+    const int32_t entries = k * static_cast<int32_t>(words);
+    // All bits are read before any is written: a beam's parent may stand before or behind it. A thread has at most
+    // LIST * 32 / THREADS words (K * S <= LIST * 64).
+    uint64_t bits[LIST * 32 / THREADS];
+#pragma unroll
+    for (int n = 0; n < LIST * 32 / THREADS; ++n) {
+        const int32_t i = n * THREADS + threadIdx.x;
+        if (i < entries) {
+            const int32_t b = i / static_cast<int32_t>(words);
+            const uint32_t w = i % words;
+            const uint32_t slot = b * p.steps + p.step;
+            bits[n] = p.step == 0 ? 0 : ancestors[beams[b] / k * words + w];
+            bits[n] |= slot / 64 == w ? 1ull << (slot % 64) : 0;
+        }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int n = 0; n < LIST * 32 / THREADS; ++n) {
+        const int32_t i = n * THREADS + threadIdx.x;
+        if (i < entries) {
+            ancestors[i] = bits[n];
+        }
+    }
+    for (int32_t b = threadIdx.x; b < k; b += THREADS) {
+        const int32_t c = beams[b];
+        all_beams[b] = first + c;
+        reinterpret_cast<int32_t *>(p.tokens)[request * k + b] = tokens[c];
+        reinterpret_cast<int32_t *>(p.parents)[request * k + b] = p.step == 0 ? request : request * k + c / k;
+    }
+    if (threadIdx.x == 0) {
+        int32_t *sound = reinterpret_cast<int32_t *>(p.sound) + request;
+        const int32_t before = p.step == 0 ? 0 : *sound;
+        int32_t b = 0;
+        while (b < rows && key_probe(best[b]) == PROBE_NONE) {
+            ++b;
+        }
+        *sound = before == p.step && b == rows ? p.step + 1 : before;
+        if (before == p.step && b < rows) {  // the request's first fault, and of its rows the first
+            const Probe probe = key_probe(best[b]);
+            record_probe(p.record, p.claim, KERNEL_DRAFT_SELECT, BUFFER_DRAFT_LOGITS, probe, request,
+                         request * rows + b, probe_column(best[b], probe), -1);
+        }
+    }
+}
+
+// What the lanes of a request that is not there hold.
+__device__ __forceinline__ void dead_request(const DraftSelectParams &p, int32_t request) {
+    const int32_t k = p.topk;
+    const uint32_t words = static_cast<uint32_t>(k * p.steps + 63) / 64;
+    uint64_t *ancestors = reinterpret_cast<uint64_t *>(p.ancestors) + static_cast<uint64_t>(request) * k * words;
+    for (int32_t i = threadIdx.x; i < k * static_cast<int32_t>(words); i += THREADS) {
+        ancestors[i] = 0;
+    }
+    for (int32_t b = threadIdx.x; b < k; b += THREADS) {
+        reinterpret_cast<int32_t *>(p.beams)[request * k + b] = b;
+        reinterpret_cast<int32_t *>(p.tokens)[request * k + b] = 0;
+        reinterpret_cast<int32_t *>(p.parents)[request * k + b] = p.step == 0 ? request : request * k + b;
+    }
+    if (threadIdx.x == 0) {
+        reinterpret_cast<int32_t *>(p.sound)[request] = 0;
+    }
+}
+
+template <typename L>
+__device__ __forceinline__ void draft_select(const DraftSelectParams &p) {
+    __shared__ uint64_t lists[WARPS][LIST];
+    const int32_t chunk = blockIdx.x;
+    const int32_t row = blockIdx.y;
+    const int32_t k = p.topk;
+    const int32_t rows = p.step == 0 ? 1 : k;
+    const int32_t request = row / rows;
+    const int32_t live = live_rows(p.live, p.requests, p.record, p.claim, KERNEL_DRAFT_SELECT,
+                                   blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0);
+    if (request >= live) {
+        if (chunk == 0 && row == request * rows) {
+            dead_request(p, request);
+        }
+        return;
+    }
+    const typename L::Storage *logits =
+        reinterpret_cast<const typename L::Storage *>(p.logits) + static_cast<uint64_t>(row) * p.logits_stride;
+    const bool wide = reinterpret_cast<uint64_t>(logits) % 16 == 0;
+    float2 *partials = reinterpret_cast<float2 *>(p.partials) + static_cast<uint64_t>(row) * p.tiles;
+    const int32_t each = (p.tiles + p.chunks - 1) / p.chunks;
+    const int32_t end = min(p.tiles, (chunk + 1) * each);
+    const int32_t warp = threadIdx.x / 32;
+    const int32_t lane = threadIdx.x % 32;
+    TopList list = {0, 0};
+    for (int32_t tile = chunk * each + warp; tile < end; tile += WARPS) {
+        tile_of_row<L>(logits, tile * TILE, min((tile + 1) * TILE, p.draft_vocab), wide, k, list, partials + tile);
+    }
+    lists[warp][lane] = lane < k ? list.mine : 0;
+    __syncthreads();
+    if (warp == 0) {
+        for (int w = 1; w < WARPS; ++w) {
+            offer(list, lists[w][lane], k);
+        }
+        if (lane < k) {
+            reinterpret_cast<uint64_t *>(p.lists)[(static_cast<uint64_t>(row) * p.chunks + chunk) * k + lane] =
+                list.mine;
+        }
+    }
+    if (last_block(p.counters + request * sizeof(uint32_t), p.chunks * rows)) {
+        finish_request(p, request);
+    }
+}
+
+}  // namespace specrs
+
+extern "C" __global__ void __launch_bounds__(128) draft_select_f32(const __grid_constant__ specrs::DraftSelectParams p) {
+    specrs::draft_select<specrs::LogitF32>(p);
+}
+extern "C" __global__ void __launch_bounds__(128) draft_select_bf16(const __grid_constant__ specrs::DraftSelectParams p) {
+    specrs::draft_select<specrs::LogitBf16>(p);
+}
+extern "C" __global__ void __launch_bounds__(128) draft_select_f16(const __grid_constant__ specrs::DraftSelectParams p) {
+    specrs::draft_select<specrs::LogitF16>(p);
+}

@@ -1,0 +1,192 @@
+// Operations on rows of activations [rows, columns]: gathers (embeddings, rows by index), RMSNorm with the residual sum,
+// SiLU(gate) * up.
+//
+// Bits: a row's result is a function of that row and of `columns`, whatever the batch, the strides and the alignment. The
+// norm takes one block a row, whose threads and tree of sums are fixed by `columns`; sums and products are f32 in one
+// order, and are rounded to the element type once, at the end.
+//
+// Dead rows: rows from the live count on are written as zeros, so that a static batch holds finite values everywhere.
+#include "rows.cuh"
+
+namespace specrs {
+
+// out[row] = table[indices[row] + shift], bytes as they are. An index of -1 is a lane without a row: zeros. One outside
+// the table is recorded, and its row is zeros.
+template <typename Vector>
+__device__ __forceinline__ void gather_rows(const GatherRowsParams &p) {
+    const Kernel kernel = static_cast<Kernel>(p.kernel);
+    const int32_t live = live_rows(p.live, p.rows, p.record, p.claim, kernel, blockIdx.x == 0 && threadIdx.x == 0);
+    const int32_t row = blockIdx.x;
+    int32_t index = -1;
+    if (row < live) {
+        // Wraps in unsigned arithmetic: what comes out of a wild index is checked below.
+        index = static_cast<int32_t>(static_cast<uint32_t>(reinterpret_cast<const int32_t *>(p.indices)[row]) +
+                                     static_cast<uint32_t>(p.shift));
+        if (index != -1 && !in_bounds(index, p.table_rows)) {
+            if (threadIdx.x == 0) {
+                record_fault(p.record, p.claim, kernel, static_cast<Buffer>(p.buffer), -1, row, index, p.table_rows);
+            }
+            index = -1;
+        }
+    }
+    Vector *out = reinterpret_cast<Vector *>(p.out + row * p.out_stride);
+    if (index < 0) {
+        for (uint32_t c = threadIdx.x; c < p.columns; c += blockDim.x) {
+            out[c] = Vector{};
+        }
+        return;
+    }
+    const Vector *in = reinterpret_cast<const Vector *>(p.table + index * p.table_stride);
+    for (uint32_t c = threadIdx.x; c < p.columns; c += blockDim.x) {
+        out[c] = in[c];
+    }
+}
+
+constexpr int NORM_VECTORS = 4;  // of a thread: what keeps a row in registers
+
+// residual += x (rounded: the residual stream has the element type), out = residual * weight / rms(residual).
+// Without x the residual is read alone. `copy`, where it is given, gets the residual too.
+//
+// Thread t has the elements of vectors t, t + threads, ...; a thread sums its squares in order, a warp by one tree, the
+// block's warps by another.
+template <typename T>
+__device__ __forceinline__ void add_rms_norm(const AddRmsNormParams &p) {
+    __shared__ float partial[32];
+    const int32_t live =
+        live_rows(p.live, p.rows, p.record, p.claim, KERNEL_RMS_NORM, blockIdx.x == 0 && threadIdx.x == 0);
+    const uint64_t row = blockIdx.x;
+    const bool dead = blockIdx.x >= static_cast<uint32_t>(live);
+    const bool wide = p.wide != 0;
+    const int64_t columns = p.columns;
+    uint16_t *residual = reinterpret_cast<uint16_t *>(p.residual) + row * p.residual_stride;
+    const uint16_t *x = reinterpret_cast<const uint16_t *>(p.x) + row * p.x_stride;
+    uint16_t *copy = reinterpret_cast<uint16_t *>(p.copy) + row * p.copy_stride;
+    uint16_t *out = reinterpret_cast<uint16_t *>(p.out) + row * p.out_stride;
+    const uint16_t *weight = reinterpret_cast<const uint16_t *>(p.weight);
+
+    float value[NORM_VECTORS][WIDTH];
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < NORM_VECTORS; ++i) {
+        const int64_t at = (static_cast<int64_t>(i) * blockDim.x + threadIdx.x) * WIDTH;
+        if (at >= columns) {
+            continue;
+        }
+        Vector8 v;
+        v.vector = make_uint4(0, 0, 0, 0);
+        if (!dead) {
+            v = load8(residual + at, columns - at, wide);
+        }
+        if (!dead && p.x != 0) {
+            const Vector8 d = load8(x + at, columns - at, wide);
+#pragma unroll
+            for (int j = 0; j < WIDTH; ++j) {
+                v.bits[j] = T::store(__fadd_rn(T::load(v.bits[j]), T::load(d.bits[j])));
+            }
+        }
+        if (p.x != 0) {
+            store8(residual + at, v, columns - at, wide);
+        }
+        if (p.copy != 0) {
+            store8(copy + at, v, columns - at, wide);
+        }
+#pragma unroll
+        for (int j = 0; j < WIDTH; ++j) {
+            value[i][j] = T::load(v.bits[j]);
+            sum = __fmaf_rn(value[i][j], value[i][j], sum);
+        }
+    }
+    if (p.out == 0) {
+        return;  // the sum alone
+    }
+    sum = warp_sum(sum);
+    if (threadIdx.x % 32 == 0) {
+        partial[threadIdx.x / 32] = sum;
+    }
+    __syncthreads();
+    const uint32_t lane = threadIdx.x % 32;
+    sum = warp_sum(lane < blockDim.x / 32 ? partial[lane] : 0.0f);
+    const float mean = __fdiv_rn(sum, static_cast<float>(columns));
+    const float scale = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(mean, __uint_as_float(p.eps_bits))));
+#pragma unroll
+    for (int i = 0; i < NORM_VECTORS; ++i) {
+        const int64_t at = (static_cast<int64_t>(i) * blockDim.x + threadIdx.x) * WIDTH;
+        if (at >= columns) {
+            continue;
+        }
+        Vector8 v;
+        const Vector8 w = load8(weight + at, columns - at, wide);
+#pragma unroll
+        for (int j = 0; j < WIDTH; ++j) {
+            v.bits[j] = dead ? 0 : T::store(__fmul_rn(__fmul_rn(value[i][j], scale), T::load(w.bits[j])));
+        }
+        store8(out + at, v, columns - at, wide);
+    }
+}
+
+// out = silu(gate) * up, of rows [gate | up], or of pairs gate, up, gate, up, ...
+template <typename T>
+__device__ __forceinline__ void silu_up(const SiluUpParams &p) {
+    const int32_t live =
+        live_rows(p.live, p.rows, p.record, p.claim, KERNEL_SILU_UP,
+                  blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0);
+    const uint64_t row = blockIdx.x;
+    const bool wide = p.wide != 0;
+    const int64_t columns = p.columns;
+    const int64_t at = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * WIDTH;
+    if (at >= columns) {
+        return;
+    }
+    uint16_t *out = reinterpret_cast<uint16_t *>(p.out) + row * p.out_stride + at;
+    Vector8 v;
+    v.vector = make_uint4(0, 0, 0, 0);
+    if (blockIdx.x < static_cast<uint32_t>(live)) {
+        const uint16_t *in = reinterpret_cast<const uint16_t *>(p.gate_up) + row * p.in_stride;
+        Vector8 gate, up;
+        if (p.interleaved != 0) {
+            const int64_t left = 2 * (columns - at);
+            const Vector8 low = load8(in + 2 * at, left, wide);
+            const Vector8 high = load8(in + 2 * at + WIDTH, left - WIDTH, wide);
+#pragma unroll
+            for (int j = 0; j < WIDTH / 2; ++j) {
+                gate.bits[j] = low.bits[2 * j];
+                up.bits[j] = low.bits[2 * j + 1];
+                gate.bits[WIDTH / 2 + j] = high.bits[2 * j];
+                up.bits[WIDTH / 2 + j] = high.bits[2 * j + 1];
+            }
+        } else {
+            gate = load8(in + at, columns - at, wide);
+            up = load8(in + columns + at, columns - at, wide);
+        }
+#pragma unroll
+        for (int j = 0; j < WIDTH; ++j) {
+            const float g = T::load(gate.bits[j]);
+            const float silu = __fdiv_rn(g, __fadd_rn(1.0f, host_exp(-g)));
+            v.bits[j] = T::store(__fmul_rn(silu, T::load(up.bits[j])));
+        }
+    }
+    store8(out, v, columns - at, wide);
+}
+
+}  // namespace specrs
+
+extern "C" __global__ void __launch_bounds__(256) gather_rows_v16(const __grid_constant__ specrs::GatherRowsParams p) {
+    specrs::gather_rows<uint4>(p);
+}
+extern "C" __global__ void __launch_bounds__(256) gather_rows_v2(const __grid_constant__ specrs::GatherRowsParams p) {
+    specrs::gather_rows<uint16_t>(p);
+}
+extern "C" __global__ void __launch_bounds__(1024)
+    add_rms_norm_bf16(const __grid_constant__ specrs::AddRmsNormParams p) {
+    specrs::add_rms_norm<specrs::Bf16>(p);
+}
+extern "C" __global__ void __launch_bounds__(1024)
+    add_rms_norm_f16(const __grid_constant__ specrs::AddRmsNormParams p) {
+    specrs::add_rms_norm<specrs::F16>(p);
+}
+extern "C" __global__ void __launch_bounds__(256) silu_up_bf16(const __grid_constant__ specrs::SiluUpParams p) {
+    specrs::silu_up<specrs::Bf16>(p);
+}
+extern "C" __global__ void __launch_bounds__(256) silu_up_f16(const __grid_constant__ specrs::SiluUpParams p) {
+    specrs::silu_up<specrs::F16>(p);
+}

@@ -1,0 +1,202 @@
+// The trees of a batch from the candidates of its draft steps: `DraftBeams::finish_above` of `src/host/select`, bit for
+// bit, and the ancestor bits of verification. One block a request.
+//
+// Request i gets its root and the best `max_nodes[i] - 1` candidates of its sound steps within `max_depths[i]`, by
+// cumulative log-probability, ties by lower index, none below the least score; in the order of their indices. Ranks are
+// counted, not sorted: keys are unique, so that a rank is the number of smaller keys.
+//
+// Trees lie behind one another, so a block needs the sizes of those before its own. A size follows from the limits alone
+// where there is no least score; else the block counts other requests' candidates too. No block waits for another.
+#include "block.cuh"
+#include "form.cuh"
+#include "rows.cuh"
+
+namespace specrs {
+
+constexpr int MAX_CANDIDATES = 4096;
+constexpr int MAX_TREE = 1024;  // `bounds::MAX_DRAFT_TOKENS`
+
+// Smaller keys are better scores, lower indices first: the host's `rank_key`.
+__device__ __forceinline__ uint64_t score_key(float score, uint32_t index) {
+    const uint32_t bits = __float_as_uint(__fadd_rn(score, 0.0f));
+    const uint32_t ascending = bits >> 31 ? ~bits : bits | 0x80000000u;
+    return static_cast<uint64_t>(~ascending) << 32 | index;
+}
+
+// A score that is NaN, which no draft step writes, counts as the least.
+__device__ __forceinline__ float score_at(const float *scores, uint64_t at) {
+    return fmaxf(scores[at], __uint_as_float(0xff800000u));
+}
+
+// The limits of a request, checked.
+struct Limits {
+    int32_t within;  // candidates of its sound steps within its depth
+    int32_t count;   // of them, at most, in the tree
+};
+
+__device__ __forceinline__ Limits limits_of(const TreeBuildParams &p, int32_t request, int32_t live, bool reporter) {
+    if (request >= live) {
+        return {0, -1};  // not even a root
+    }
+    int32_t sound = reinterpret_cast<const int32_t *>(p.sound)[request];
+    if (sound < 0 || sound > p.steps) {
+        if (reporter) {
+            record_fault(p.record, p.claim, KERNEL_TREE_BUILD, BUFFER_SOUND, request, -1, sound,
+                         static_cast<int64_t>(p.steps) + 1);
+        }
+        sound = 0;
+    }
+    int32_t nodes = reinterpret_cast<const int32_t *>(p.max_nodes)[request];
+    if (nodes < 1 || nodes > p.draft_tokens) {
+        if (reporter) {
+            record_fault(p.record, p.claim, KERNEL_TREE_BUILD, BUFFER_MAX_NODES, request, -1, nodes,
+                         static_cast<int64_t>(p.draft_tokens) + 1);
+        }
+        nodes = 1;
+    }
+    const int32_t levels = min(sound, max(reinterpret_cast<const int32_t *>(p.max_depths)[request], 0));
+    const int32_t within = levels == 0 ? 0 : p.topk + (levels - 1) * p.topk * p.topk;
+    return {within, min(nodes - 1, within)};
+}
+
+__device__ __forceinline__ void tree_build(const TreeBuildParams &p) {
+    __shared__ uint64_t keys[MAX_CANDIDATES];
+    __shared__ uint16_t node_of[MAX_CANDIDATES];
+    __shared__ int32_t parents[MAX_TREE];
+    __shared__ int32_t sums[33];
+    const int32_t request = blockIdx.x;
+    const bool reporter = threadIdx.x == 0;
+    const int32_t live =
+        live_rows(p.live, p.requests, p.record, p.claim, KERNEL_TREE_BUILD, reporter && blockIdx.x == 0);
+    const float least = p.min_score == 0 ? __uint_as_float(0xff800000u) : *reinterpret_cast<const float *>(p.min_score);
+    const float *all_scores = reinterpret_cast<const float *>(p.scores);
+    const bool counted = !(least <= __uint_as_float(0xff800000u));  // NaN too: no score reaches it
+
+    // Sizes of all trees.
+    int32_t mine = 0;
+    int32_t all = 0;
+    if (counted) {
+        const int32_t lane = threadIdx.x % 32;
+        for (int32_t other = threadIdx.x / 32; other < live; other += blockDim.x / 32) {
+            const Limits limits = limits_of(p, other, live, false);
+            const float *scores = all_scores + static_cast<uint64_t>(other) * p.candidates;
+            int32_t reach = 0;
+            for (int32_t c = lane; c < limits.within; c += 32) {
+                reach += score_at(scores, c) >= least;
+            }
+            reach = __reduce_add_sync(0xffffffffu, reach);
+            if (lane == 0) {
+                const int32_t size = 1 + min(limits.count, reach);
+                mine += other < request ? size : 0;
+                all += size;
+            }
+        }
+    } else {
+        for (int32_t other = threadIdx.x; other < live; other += blockDim.x) {
+            const int32_t size = 1 + limits_of(p, other, live, false).count;
+            mine += other < request ? size : 0;
+            all += size;
+        }
+    }
+    int32_t begin, total;
+    block_before(mine, sums, begin);
+    block_before(all, sums, total);
+
+    int32_t *tokens = reinterpret_cast<int32_t *>(p.tokens);
+    int32_t *depths = reinterpret_cast<int32_t *>(p.depths);
+    int32_t *out_parents = reinterpret_cast<int32_t *>(p.parents);
+    int32_t *next_child = reinterpret_cast<int32_t *>(p.next_child);
+    int32_t *next_sibling = reinterpret_cast<int32_t *>(p.next_sibling);
+    float *scores = reinterpret_cast<float *>(p.node_scores);
+    uint64_t *masks = reinterpret_cast<uint64_t *>(p.masks);
+    const uint32_t words = static_cast<uint32_t>(p.draft_tokens + 63) / 64;
+    if (reporter) {
+        int32_t *offsets = reinterpret_cast<int32_t *>(p.offsets);
+        offsets[request] = begin;
+        if (request == p.requests - 1) {
+            offsets[p.requests] = total;
+        }
+    }
+    // Dead lanes, behind the last tree.
+    const int32_t capacity = p.requests * p.draft_tokens;
+    for (int32_t i = total + request * blockDim.x + threadIdx.x; i < capacity; i += p.requests * blockDim.x) {
+        tokens[i] = 0;
+        depths[i] = 0;
+        out_parents[i] = -1;
+        next_child[i] = -1;
+        next_sibling[i] = -1;
+        scores[i] = 0.0f;
+        for (uint32_t w = 0; masks != nullptr && w < words; ++w) {
+            masks[static_cast<uint64_t>(i) * words + w] = 0;
+        }
+    }
+    const Limits limits = limits_of(p, request, live, reporter);
+    if (limits.count < 0) {
+        return;
+    }
+
+    const uint64_t base = static_cast<uint64_t>(request) * p.candidates;
+    for (int32_t c = threadIdx.x; c < limits.within; c += blockDim.x) {
+        keys[c] = score_key(score_at(all_scores, base + c), c);
+        node_of[c] = 0;
+    }
+    if (threadIdx.x == 0) {
+        parents[0] = -1;
+        tokens[begin] = reinterpret_cast<const int32_t *>(p.roots)[request];
+        scores[begin] = 0.0f;
+    }
+    __syncthreads();
+    // Nodes, numbered in the order of candidates, `blockDim.x` candidates at a time.
+    int32_t size = 1;
+    for (int32_t first = 0; first < limits.within; first += blockDim.x) {
+        const int32_t c = first + threadIdx.x;
+        bool chosen = false;
+        if (c < limits.within && score_at(all_scores, base + c) >= least) {
+            const uint64_t key = keys[c];
+            int32_t rank = 0;
+            for (int32_t other = 0; other < limits.within; ++other) {
+                rank += keys[other] < key;
+            }
+            chosen = rank < limits.count;
+        }
+        int32_t found;
+        const int32_t node = size + block_before(chosen, sums, found);
+        if (chosen) {
+            node_of[c] = static_cast<uint16_t>(node);
+        }
+        __syncthreads();
+        if (chosen) {
+            int32_t parent = reinterpret_cast<const int32_t *>(p.candidate_parents)[base + c];
+            if (parent >= c || parent < -1) {
+                record_fault(p.record, p.claim, KERNEL_TREE_BUILD, BUFFER_CANDIDATE_PARENTS, request, c, parent, c);
+                parent = -1;
+            }
+            parents[node] = parent < 0 ? 0 : node_of[parent];
+            tokens[begin + node] = reinterpret_cast<const int32_t *>(p.candidate_tokens)[base + c];
+            scores[begin + node] = all_scores[base + c];
+        }
+        size += found;
+    }
+    __syncthreads();
+    for (int32_t j = threadIdx.x; j < size; j += blockDim.x) {
+        int32_t child = -1;
+        int32_t sibling = -1;
+        for (int32_t k = size - 1; k > j; --k) {
+            child = parents[k] == j ? k : child;
+            sibling = parents[k] == parents[j] ? k : sibling;
+        }
+        out_parents[begin + j] = parents[j];
+        depths[begin + j] = static_cast<int32_t>(form::node_depth(parents, j));
+        next_child[begin + j] = child;
+        next_sibling[begin + j] = sibling;
+        for (uint32_t w = 0; masks != nullptr && w < words; ++w) {
+            masks[static_cast<uint64_t>(begin + j) * words + w] = form::node_word(parents, j, w);
+        }
+    }
+}
+
+}  // namespace specrs
+
+extern "C" __global__ void __launch_bounds__(256) tree_build(const __grid_constant__ specrs::TreeBuildParams p) {
+    specrs::tree_build(p);
+}

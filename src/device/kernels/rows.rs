@@ -1,0 +1,263 @@
+//! The launches of `cuda/rows.cu`: gathers of rows, RMSNorm with the residual sum, SiLU(gate) * up.
+//!
+//! A row's bits depend on that row and its length alone. `live` is an array whose last element counts the rows of a
+//! static batch that are live (so the `offsets` of a ragged batch serve as they are); rows from there on are written as
+//! zeros. Without it all are live.
+
+use std::sync::Arc;
+
+use super::check::{epsilon, half, live_address, on_device, rows_on_device};
+use crate::device::context::Context;
+use crate::device::driver::{Function, Module, Stream};
+use crate::device::params::{AddRmsNormParams, BUFFERS, GatherRowsParams, KERNELS, SiluUpParams};
+use crate::device::ptx;
+use crate::device::rows::Rows;
+use crate::device::view::DeviceSlice;
+use crate::error::{Error, Result, in_range};
+
+/// Elements of a vector.
+const WIDTH: usize = 8;
+/// Vectors that a thread of the norm keeps in registers.
+const NORM_VECTORS: usize = 4;
+/// Longest row of the norm: what 1024 threads keep in registers.
+pub const MAX_NORM_COLUMNS: usize = 1024 * NORM_VECTORS * WIDTH;
+
+/// The kernels of `cuda/rows.cu` on one device. Functions are valid while `_module` is loaded.
+#[derive(Debug)]
+pub struct RowOps {
+    gather: [Function; 2],
+    norm: [Function; 2],
+    silu: [Function; 2],
+    _module: Module,
+    context: Arc<Context>,
+}
+
+/// The operands of [`RowOps::add_rms_norm`].
+#[derive(Debug, Clone, Copy)]
+pub struct AddRmsNorm<'a> {
+    /// The residual stream `[rows, columns]`; with `x` it is written.
+    pub residual: &'a Rows,
+    /// Added to it, `[rows, columns]`.
+    pub x: Option<&'a Rows>,
+    /// One factor a column, `[1, columns]`.
+    pub weight: &'a Rows,
+    /// Added to the mean square.
+    pub eps: f32,
+    /// The norm of the sum, `[rows, columns]`; may be `x`.
+    pub out: Option<&'a Rows>,
+    /// The sum once more, `[rows, columns]`: features of a layer for a draft head.
+    pub copy: Option<&'a Rows>,
+    /// See the module.
+    pub live: Option<&'a DeviceSlice<i32>>,
+}
+
+impl RowOps {
+    /// Load them into `context`, which is current.
+    pub(super) fn load(context: Arc<Context>) -> Result<Self> {
+        let module = Module::load(ptx::select("rows", context.capability())?.text)?;
+        let gather = [module.function("gather_rows_v16")?, module.function("gather_rows_v2")?];
+        let norm = [module.function("add_rms_norm_bf16")?, module.function("add_rms_norm_f16")?];
+        let silu = [module.function("silu_up_bf16")?, module.function("silu_up_f16")?];
+        Ok(Self { gather, norm, silu, _module: module, context })
+    }
+
+    /// `out[i] = table[tokens[i]]`. A token of -1 is a lane without a token: its row is zeros. A token outside the table is
+    /// recorded (`embedding table`), and its row is zeros.
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`] for operands that do not fit each other.
+    pub fn embed(
+        &self,
+        stream: Stream,
+        table: &Rows,
+        tokens: &DeviceSlice<i32>,
+        live: Option<&DeviceSlice<i32>>,
+        out: &Rows,
+    ) -> Result<()> {
+        self.gather_as(stream, ("embed", "embedding table"), table, (tokens, 0), live, out)
+    }
+
+    /// `out[i] = from[indices[i] + shift]`: accepted rows by their indices, or with `shift` -1 the last row of each request
+    /// by the second to last entries of its `offsets`. -1 and what lies outside `from` as in [`RowOps::embed`] (`rows`).
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`] for operands that do not fit each other.
+    pub fn gather(
+        &self,
+        stream: Stream,
+        from: &Rows,
+        indices: &DeviceSlice<i32>,
+        shift: i32,
+        live: Option<&DeviceSlice<i32>>,
+        out: &Rows,
+    ) -> Result<()> {
+        self.gather_as(stream, ("gather_rows", "rows"), from, (indices, shift), live, out)
+    }
+
+    fn gather_as(
+        &self,
+        stream: Stream,
+        (kernel, buffer): (&str, &str),
+        table: &Rows,
+        (indices, shift): (&DeviceSlice<i32>, i32),
+        live: Option<&DeviceSlice<i32>>,
+        out: &Rows,
+    ) -> Result<()> {
+        let context = &self.context;
+        rows_on_device(context, &[table, out])?;
+        on_device(context, &[("indices", indices.device())])?;
+        out.expect(indices.len(), table.columns(), table.float())?;
+        let live = live_address(context, live)?;
+        if out.rows() == 0 {
+            return Ok(());
+        }
+        let bytes = table.columns() as u64 * table.float().bytes();
+        let wide = table.in_vectors() && out.in_vectors();
+        let width = if wide { 16 } else { 2 };
+        let (record, claim) = context.fault_addresses();
+        let params = GatherRowsParams {
+            table: table.address(),
+            out: out.address(),
+            indices: indices.address(),
+            live,
+            record,
+            claim,
+            table_stride: table.stride_bytes(),
+            out_stride: out.stride_bytes(),
+            table_rows: table.rows() as i32, // `Rows` checked that sizes fit
+            rows: out.rows() as i32,
+            columns: in_range("bytes of a row", bytes / width, 1, i128::from(u32::MAX))? as u32,
+            shift,
+            kernel: id(KERNELS, kernel)?,
+            buffer: id(BUFFERS, buffer)?,
+        };
+        let _current = context.enter()?;
+        // SAFETY: the module is loaded for the process and its context is current. Addresses and sizes come from views,
+        // whose constructors' callers promised them; the fault record lives as long as the process.
+        unsafe { self.gather[usize::from(!wide)].launch((out.rows() as u32, 1, 1), 256, stream, &params) }
+    }
+
+    /// `residual += x`, rounded to the element type; `copy = residual`; `out = residual / sqrt(mean(residual^2) + eps) *
+    /// weight`. Sums in f32 in one order that the row's length decides.
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`] for operands that do not fit each other; [`Error::OutOfRange`] for rows longer than
+    /// [`MAX_NORM_COLUMNS`]; [`Error::Invalid`] for an epsilon that is none.
+    pub fn add_rms_norm(&self, stream: Stream, operands: &AddRmsNorm<'_>) -> Result<()> {
+        let AddRmsNorm { residual, x, weight, eps, out, copy, live } = *operands;
+        let context = &self.context;
+        let (rows, columns, float) = (residual.rows(), residual.columns(), residual.float());
+        let function = half(residual, self.norm[0], self.norm[1])?;
+        in_range("columns of a norm", columns as u64, 1, MAX_NORM_COLUMNS as i128)?;
+        weight.expect(1, columns, float)?;
+        let given = [x, out, copy].into_iter().flatten();
+        given.clone().try_for_each(|r| r.expect(rows, columns, float))?;
+        rows_on_device(context, &[residual, weight])?;
+        given.clone().try_for_each(|r| rows_on_device(context, &[r]))?;
+        let (live, eps_bits) = (live_address(context, live)?, epsilon(eps)?);
+        if rows == 0 {
+            return Ok(());
+        }
+        let address = |r: Option<&Rows>| r.map_or(0, Rows::address);
+        let stride = |r: Option<&Rows>| r.map_or(0, |r| r.stride() as u64);
+        let (record, claim) = context.fault_addresses();
+        let params = AddRmsNormParams {
+            residual: residual.address(),
+            x: address(x),
+            weight: weight.address(),
+            out: address(out),
+            copy: address(copy),
+            live,
+            record,
+            claim,
+            residual_stride: residual.stride() as u64,
+            x_stride: stride(x),
+            out_stride: stride(out),
+            copy_stride: stride(copy),
+            rows: rows as i32, // `Rows` checked that sizes fit
+            columns: columns as i32,
+            eps_bits,
+            wide: u32::from(given.clone().chain([residual, weight]).all(Rows::in_vectors)),
+        };
+        let _current = context.enter()?;
+        // SAFETY: as in `gather_as`.
+        unsafe { function.launch((rows as u32, 1, 1), norm_threads(columns), stream, &params) }
+    }
+
+    /// `out = silu(gate) * up` of `gate_up` `[rows, 2 * columns]`: all gates before all ups, or, `interleaved`, pairs gate,
+    /// up, gate, up, ...; `out` is `[rows, columns]`. In f32, with the host's exponential, rounded once.
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`] for operands that do not fit each other.
+    pub fn silu_up(
+        &self,
+        stream: Stream,
+        gate_up: &Rows,
+        interleaved: bool,
+        live: Option<&DeviceSlice<i32>>,
+        out: &Rows,
+    ) -> Result<()> {
+        let context = &self.context;
+        let function = half(out, self.silu[0], self.silu[1])?;
+        gate_up.expect(out.rows(), out.columns() * 2, out.float())?;
+        rows_on_device(context, &[gate_up, out])?;
+        let live = live_address(context, live)?;
+        if out.rows() == 0 {
+            return Ok(());
+        }
+        let blocks = out.columns().div_ceil(256 * WIDTH);
+        in_range("columns of silu_up", out.columns() as u64, 1, 65_535 * 256 * WIDTH as i128)?;
+        let (record, claim) = context.fault_addresses();
+        let params = SiluUpParams {
+            gate_up: gate_up.address(),
+            out: out.address(),
+            live,
+            record,
+            claim,
+            in_stride: gate_up.stride() as u64,
+            out_stride: out.stride() as u64,
+            rows: out.rows() as i32, // `Rows` checked that sizes fit
+            columns: out.columns() as i32,
+            interleaved: u32::from(interleaved),
+            wide: u32::from(gate_up.in_vectors() && out.in_vectors()),
+        };
+        let _current = context.enter()?;
+        // SAFETY: as in `gather_as`.
+        unsafe { function.launch((out.rows() as u32, blocks as u32, 1), 256, stream, &params) }
+    }
+}
+
+/// Threads of the norm's block: a function of the row's length alone, since the order of sums depends on it.
+fn norm_threads(columns: usize) -> u32 {
+    (columns.div_ceil(WIDTH).next_multiple_of(32)).min(1024) as u32
+}
+
+/// The id of a name of a table.
+fn id(table: &[(i32, &str)], name: &str) -> Result<i32> {
+    let found = table.iter().find(|(_, n)| *n == name).map(|(id, _)| *id);
+    found.ok_or_else(|| Error::Invalid { what: "fault name", got: name.into(), why: "not in params.rs".into() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_norm_has_threads_for_every_vector_of_its_row() {
+        assert_eq!(
+            [1, 8, 256, 257, 4096, 14_336, MAX_NORM_COLUMNS].map(norm_threads),
+            [32, 32, 32, 64, 512, 1024, 1024]
+        );
+        for columns in 1..=MAX_NORM_COLUMNS {
+            assert!(norm_threads(columns) as usize * NORM_VECTORS * WIDTH >= columns);
+        }
+    }
+
+    #[test]
+    fn the_names_of_the_faults_are_there() {
+        for (kernel, buffer) in [("embed", "embedding table"), ("gather_rows", "rows")] {
+            assert!(id(KERNELS, kernel).unwrap() > 0 && id(BUFFERS, buffer).unwrap() > 0);
+        }
+        assert!(id(KERNELS, "absent").is_err());
+    }
+}
