@@ -1,4 +1,4 @@
-"""What waits for the head, and what it drafts from: the accounts of the head's passes, which an executor runs.
+"""The accounts of the head's passes, which an executor runs: features that wait, and roots to draft from.
 
 The head's entry at position p pairs the target's features of p with the token at p + 1. Features wait on their request
 until the head runs over them. A head that gives NaN costs its request the drafts, nothing else.
@@ -20,7 +20,7 @@ _MAX_LAG = 256  # features that a request may hold before its draft KV is brough
 
 
 class Drafter:
-    """Who has to be brought up to date, and with what.
+    """Brings requests' drafts up to date, and drafts from there.
 
     Args:
         executor: runs the head.
@@ -68,7 +68,7 @@ class Drafter:
             _extended(r, start, root)
 
     def reach(self, r: Request) -> int:
-        """Of a request's last `LOOK_BACK` tokens, those of the head's vocabulary."""
+        """Count the tokens of the head's vocabulary among a request's last `LOOK_BACK`."""
         return sum(token in self._executor.vocabulary for token in r.tokens[-LOOK_BACK:])
 
     def look_back(self, r: Request) -> int:
@@ -100,7 +100,7 @@ class Drafter:
         return drafted if least is None else drafted.cut(least)
 
     def _entries(self, reqs: Sequence[Request], keep: int = 0) -> Entries:
-        """What waits, but each request's last ``keep`` positions."""
+        """All positions that wait, but each request's last ``keep``."""
         starts, counts = [r.draft_valid for r in reqs], [r.lag - keep for r in reqs]
         entries = Entries(reqs, [r.seq for r in reqs], starts, counts)
         for o in self._observers:

@@ -1,12 +1,12 @@
-"""What a device does of a step, behind two protocols: the round's logic (`runner`, `drafter`) knows no tensor.
+"""The device's part of a step, behind two protocols: the round's logic (`runner`, `drafter`) knows no tensor.
 
-The logic decides who runs, takes pages, tells an `Executor` what to run, and commits what came of it to the requests.
-An executor is one device: models, caches, the planner, and all memory that passes need. `host` has the CPU's.
+The logic picks requests, takes pages, has an `Executor` run passes, and commits their results to the requests. An
+executor is one device: models, caches, the planner, and all memory that passes need. `host` has the CPU's.
 
 A call may return before its device is done. Reading a result may wait for it, so the logic reads as late as it can:
 nothing from the first pass of a round until the target has been told to verify, unless a cost model goes by the drafts'
-scores or an observer looks on. What a device notices late may be told late: NaN of the head by `Drafted.faults` of the
-next round, not by the pass that met it.
+scores or an observer looks on. A device may also tell late that the head gave NaN: by `Drafted.faults` of the next
+round, not by the pass that met it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ would reach: whether to go on."""
 
 
 class Clock(Protocol):
-    """Whoever wants to know what passes take (`GivenTree.timed`); an executor that cannot tell runs them without."""
+    """Times passes (`GivenTree.timed`). An executor whose passes outlast the call does not use it."""
 
     def __call__(self, kind: PassKind, rows: int, run: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Run a pass over so many rows."""
@@ -54,11 +54,11 @@ class Pass(Protocol):
     """A pass of the target."""
 
     def features(self, request: int, rows: Sequence[int]) -> Features:
-        """The target's features of some of a request's rows in the pass, in order; of a pass that was to keep them."""
+        """The target's features of some of a request's rows in the pass, in order. The pass must have kept them."""
 
 
 class Prefilled(Pass, Protocol):
-    """What a chunk of prefill gave."""
+    """The results of a chunk of prefill."""
 
     @property
     def drawn(self) -> Sequence[tuple[list[int], NonFiniteError | None]]:
@@ -66,15 +66,15 @@ class Prefilled(Pass, Protocol):
 
 
 class Verified(Pass, Protocol):
-    """What the target accepted; rows of its pass are nodes."""
+    """Trees after verification; rows of the pass are nodes."""
 
     @property
     def trees(self) -> TreeBatch:
-        """What was verified."""
+        """The trees that were verified."""
 
     @property
     def accepts(self) -> Accepts:
-        """What was accepted of it."""
+        """The accepted paths and tokens."""
 
 
 class Drafted(Protocol):
@@ -98,7 +98,7 @@ class Drafted(Protocol):
 
 
 class DraftExecutor(Protocol):
-    """The head's passes. What a pass gives for a request's root stays with the executor: `Request.root` is its name."""
+    """The head's passes. `Request.root` is the executor's own value: the head's result for the request's last token."""
 
     @property
     def vocabulary(self) -> frozenset[int]:
@@ -126,7 +126,7 @@ class Executor(Protocol):
 
     @property
     def planner(self) -> Planner:
-        """Who plans passes here, and in which format."""
+        """Plans passes, in the format that this device's attention reads."""
 
     @property
     def drafts(self) -> DraftExecutor | None:

@@ -59,7 +59,7 @@ class HostDrafted:
 
 @dataclass(eq=False)
 class Root:
-    """What the head gave for a request's root: logits and hidden state, rows of its memory until `keep`."""
+    """The head's result for a request's root: logits and hidden state, rows of its memory until `keep`."""
 
     logits: torch.Tensor
     hidden: torch.Tensor
@@ -212,7 +212,7 @@ class HostDrafts:
         for error, _ in faults:
             depths[error.request] = 0
         if self._geometry.layout == "holey":
-            # What whole pages bring along before a branch.
+            # Whole pages bring the prefix's tail along before a branch.
             core.kv_move(cache, self._planner.tail_copies(batch.seqs, batch.lens))
         steps = 0
         while steps < min(shape.steps, max(depths)) - 1 and deepen(beams, depths, steps + 1):

@@ -2,7 +2,7 @@
 
 A pass takes pages by a lease before it writes anything, commits the lease, and only then changes its requests: where
 it fails, every request is as it was. Where one request cannot go on (NaN scores), the pass goes on without it: that
-request ends with its error. What a device does of it stands behind `Executor`.
+request ends with its error. The device's part stands behind `Executor`.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class Reads(Protocol):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What plans have to be made in."""
+        """The format of the plans that it reads."""
 
     def __call__(self, kv: KvCache, layer: int, plan: Plan, q: torch.Tensor, out: torch.Tensor, scale: float) -> None:
         """out = attention of q, both [Q, H, D]."""

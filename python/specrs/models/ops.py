@@ -1,4 +1,4 @@
-"""What models are written over: the operations of a device (`Dense`), and an attention over paged KV (`Attention`).
+"""Models are written over the operations of a device (`Dense`) and an attention over paged KV (`Attention`).
 
 Each is a protocol, and `Ops` is a pair of both. A pair is composed, never inherited: any device's operations go with
 any attention that reads its memory, as the Rust kernels with their own attention or with a backend's
@@ -55,7 +55,7 @@ class Embedding(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Heads:
-    """What attention is told of a layer, beside its rows.
+    """A layer's heads, as attention is told of them beside its rows.
 
     Attributes:
         count: query heads, H. The cache knows the KV heads, Hkv, and the head's dimension, D.
@@ -114,7 +114,7 @@ class Attention(Protocol):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What plans have to be made in, and whether for lengths that the host knows."""
+        """The format of the plans that it reads, and whether they need lengths that the host knows."""
 
     def rope(self, cos: torch.Tensor, sin: torch.Tensor) -> Any:
         """Prepares rotary tables, f32 [positions, head_dim / 2] each."""
@@ -126,12 +126,12 @@ class Attention(Protocol):
         and v to its slots, and attends as it says: out [Q, H D]."""
 
     def write(self, kv: KvCache, layer: int, plan: Plan, rows: torch.Tensor, rope: Any, heads: Heads) -> None:
-        """Of `attend` what later rows need: k and v of `rows` [Q, 2 Hkv D], without queries."""
+        """Writes as `attend` does, for rows [Q, 2 Hkv D] without queries: later rows will attend to them."""
 
 
 @dataclass(frozen=True)
 class Ops:
-    """What a model runs over."""
+    """The pair that a model runs over."""
 
     dense: Dense
     attention: Attention

@@ -1,4 +1,4 @@
-"""Where a model's memory lies, and in which precision it computes: the one place that says so."""
+"""The device that a model's memory lies on, and the precision that it computes in: named here and nowhere else."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class Placement:
-    """What a model is built for. Its `Dense` has one; weights, activations, features and caches follow it.
+    """Device and dtypes of a model. Its `Dense` has one; weights, activations, features and caches follow it.
 
     Attributes:
         device: of all of them.
@@ -31,4 +31,4 @@ class Placement:
 
 
 HOST = Placement(torch.device("cpu"), torch.float32)
-"""What the Rust kernels compute in."""
+"""The CPU, as the Rust kernels compute."""
