@@ -211,7 +211,8 @@ pub struct View<'a> {
     spec: &'static Spec,
     store: Option<&'a mut Store>,
     elements: usize,
-    poison: bool,
+    /// By reference, as a flag among words is moved in pieces, for which the next reader waits.
+    poison: &'a bool,
     /// Distance of two rows of a table, in elements; 1 for a line.
     pub width: usize,
     /// `marks[row]` of a table in fixed memory, for each row of its capacity: how many leading columns an earlier write
@@ -222,6 +223,13 @@ pub struct View<'a> {
 }
 
 impl<'a> View<'a> {
+    /// An array that the phase does not have.
+    #[inline]
+    fn absent() -> Self {
+        static ABSENT: Spec = Spec::optional("absent", DType::U8);
+        Self { spec: &ABSENT, store: None, elements: 0, poison: &false, width: 1, marks: &mut [] }
+    }
+
     /// Whether the array is there (an optional one may have been left out by the caller).
     pub fn is_present(&self) -> bool {
         self.store.is_some()
@@ -251,7 +259,7 @@ impl<'a> View<'a> {
             _ if data.is_empty() => data,
             n => data.get_mut(..n).ok_or_else(|| mismatch(format!("{have} elements")))?,
         };
-        if poison {
+        if *poison {
             data.fill(T::POISON);
         }
         Ok(data)
@@ -341,20 +349,18 @@ impl Arrays {
             self.check(need, &hint)?;
         }
         self.generation += 1;
-        let poison = self.poison;
-        let mut views = [const { None }; N];
+        let poison = &self.poison;
+        let mut views = std::array::from_fn(|_| View::absent());
         for (i, column) in self.columns.iter_mut().enumerate() {
             column.used = None;
             let wanted = |need: &Option<Need>| need.as_ref().is_some_and(|need| need.array == i);
             if let Some(n) = needs.iter().position(wanted)
-                && let Some(need) = needs[n]
+                && let Some(need) = &needs[n]
             {
-                views[n] = Some(column.view(need, poison)?);
+                views[n] = column.view(need, poison)?;
             }
         }
-        static ABSENT: Spec = Spec::optional("absent", DType::U8);
-        let absent = || View { spec: &ABSENT, store: None, elements: 0, poison: false, width: 1, marks: &mut [] };
-        Ok(views.map(|v| v.unwrap_or_else(absent)))
+        Ok(views)
     }
 
     /// Whether memory of fixed size takes the arrays.
@@ -451,7 +457,8 @@ fn span(extent: Extent, width: u64) -> u64 {
 }
 
 impl Column {
-    fn view(&mut self, need: Need, poison: bool) -> Result<View<'_>> {
+    #[inline]
+    fn view<'a>(&'a mut self, need: &Need, poison: &'a bool) -> Result<View<'a>> {
         if !matches!(self.store, Some(Store::Given(_))) {
             self.width = match need.used {
                 Extent::Line(_) => 1,
@@ -470,7 +477,7 @@ impl Column {
             Some(Store::U8(data)) => grow(self.spec.name, data, used).map(|()| used)?,
         };
         self.used = self.store.as_ref().map(|_| need.used);
-        if poison {
+        if *poison {
             self.marks.fill(self.width as u32); // nothing holds the dead value now
         }
         let Self { spec, store, marks, width, .. } = self;

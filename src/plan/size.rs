@@ -174,20 +174,25 @@ impl Columns {
 }
 
 impl Size {
+    /// For an array that is there if `there`.
+    pub(super) const fn only(self, there: bool) -> Option<Self> {
+        if there { Some(self) } else { None }
+    }
+
     /// The size that `load` has of the array `spec`.
     ///
     /// # Errors
     /// [`Error::Overflow`] where int32, which indexes the array, does not hold it.
     #[inline]
-    pub(super) fn extent(self, geometry: &Geometry, load: &Load, spec: &Spec) -> Result<Extent> {
+    pub(super) fn extent(&self, geometry: &Geometry, load: &Load, spec: &Spec) -> Result<Extent> {
         let extent = self.unchecked(geometry, load);
         if self.is_over(extent) { Err(overflow(spec, load)) } else { Ok(extent) }
     }
 
     /// The size that `load` has, which int32 may not index.
-    #[inline(always)]
-    pub(super) fn unchecked(self, geometry: &Geometry, load: &Load) -> Extent {
-        match self {
+    #[inline]
+    pub(super) fn unchecked(&self, geometry: &Geometry, load: &Load) -> Extent {
+        match *self {
             Size::Line(count, plus) => Extent::Line(load.get(count) + plus),
             Size::Long(count) => Extent::Line(load.get(count)),
             Size::Table(count, columns) => Extent::Table { rows: load.get(count), cols: columns.of(geometry, load) },
@@ -195,8 +200,8 @@ impl Size {
     }
 
     /// Whether int32, which indexes the array, does not hold `extent`.
-    #[inline(always)]
-    pub(super) fn is_over(self, extent: Extent) -> bool {
+    #[inline]
+    pub(super) fn is_over(&self, extent: Extent) -> bool {
         matches!((self, extent), (Size::Line(..), Extent::Line(n)) if n > i32::MAX as u64)
     }
 
@@ -241,6 +246,6 @@ pub(super) fn indexable(
 }
 
 /// Index and size of the arrays that there are.
-pub(super) fn present<const N: usize>(sizes: [Option<Size>; N]) -> Vec<(usize, Size)> {
-    (0..).zip(sizes).filter_map(|(array, size)| Some((array, size?))).collect()
+pub(super) fn present(sizes: &[Option<Size>]) -> Vec<(usize, Size)> {
+    (0..).zip(sizes).filter_map(|(array, &size)| Some((array, size?))).collect()
 }

@@ -66,17 +66,20 @@ impl FlashAttention {
 }
 
 /// Size of each array; `None` where the phase has no such array.
-#[inline(always)]
-pub(in crate::plan) fn sizes(geometry: &Geometry, phase: Phase) -> [Option<Size>; 6] {
-    let expand = FlashAttention::expand_page_size(geometry, phase).is_some();
-    [
-        Some(Size::Line(Count::Requests, 0)),
-        Some(Size::Table(Count::Requests, Columns::Pages)),
-        Some(Size::Line(Count::Requests, 1)),
-        expand.then_some(Size::Line(Count::Queries, 0)),
-        expand.then_some(Size::Table(Count::Queries, Columns::Own)),
-        expand.then_some(Size::Line(Count::Queries, 1)),
-    ]
+pub(in crate::plan) fn sizes(geometry: &Geometry, phase: Phase) -> &'static [Option<Size>; 6] {
+    const fn sizes(expand: bool) -> [Option<Size>; 6] {
+        [
+            Some(Size::Line(Count::Requests, 0)),
+            Some(Size::Table(Count::Requests, Columns::Pages)),
+            Some(Size::Line(Count::Requests, 1)),
+            Size::Line(Count::Queries, 0).only(expand),
+            Size::Table(Count::Queries, Columns::Own).only(expand),
+            Size::Line(Count::Queries, 1).only(expand),
+        ]
+    }
+    static ONE: [Option<Size>; 6] = sizes(false);
+    static TWO: [Option<Size>; 6] = sizes(true);
+    if tables::passes(Step::new(geometry, phase)) == tables::ONE { &ONE } else { &TWO }
 }
 
 impl Format for FlashAttention {

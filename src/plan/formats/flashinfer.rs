@@ -60,26 +60,34 @@ pub(in crate::plan) const ARRAYS: [Spec; 8] = [
 
 impl FlashInfer {
     /// Size of each array of [`ARRAYS`]; `None` where the phase has no such array.
-    #[inline(always)]
-    pub(in crate::plan) fn sizes_of(self, phase: Phase) -> [Option<Size>; 8] {
-        let (lists, keys) = match phase {
-            Phase::Draft { .. } => (Count::Queries, Count::QueryKeys),
-            Phase::Decode => (Count::Queries, Count::Keys),
-            Phase::Extend | Phase::Verify => (Count::Requests, Count::Keys),
-        };
-        let starts = Size::Line(Count::Requests, 1);
-        let has = |form| phase == Phase::Verify && (self.mask == MaskForm::Both || self.mask == form);
-        let (bytes, bits) = (has(MaskForm::Bool), has(MaskForm::Packed));
-        [
-            Some(Size::Line(lists, 1)),
-            Some(Size::Line(keys, 0)),
-            Some(Size::Line(lists, 0)),
-            (lists == Count::Requests).then_some(starts),
-            bytes.then_some(starts),
-            bytes.then_some(Size::Line(Count::Mask, 0)),
-            bits.then_some(starts),
-            bits.then_some(Size::Line(Count::MaskBytes, 0)),
-        ]
+    pub(in crate::plan) fn sizes_of(self, phase: Phase) -> &'static [Option<Size>; 8] {
+        const STARTS: Size = Size::Line(Count::Requests, 1);
+        const fn sizes(lists: Count, keys: Count, qo: bool, bytes: bool, bits: bool) -> [Option<Size>; 8] {
+            [
+                Some(Size::Line(lists, 1)),
+                Some(Size::Line(keys, 0)),
+                Some(Size::Line(lists, 0)),
+                STARTS.only(qo),
+                STARTS.only(bytes),
+                Size::Line(Count::Mask, 0).only(bytes),
+                STARTS.only(bits),
+                Size::Line(Count::MaskBytes, 0).only(bits),
+            ]
+        }
+        static DRAFT: [Option<Size>; 8] = sizes(Count::Queries, Count::QueryKeys, false, false, false);
+        static DECODE: [Option<Size>; 8] = sizes(Count::Queries, Count::Keys, false, false, false);
+        static EXTEND: [Option<Size>; 8] = sizes(Count::Requests, Count::Keys, true, false, false);
+        static BOTH: [Option<Size>; 8] = sizes(Count::Requests, Count::Keys, true, true, true);
+        static BYTES: [Option<Size>; 8] = sizes(Count::Requests, Count::Keys, true, true, false);
+        static BITS: [Option<Size>; 8] = sizes(Count::Requests, Count::Keys, true, false, true);
+        match (phase, self.mask) {
+            (Phase::Draft { .. }, _) => &DRAFT,
+            (Phase::Decode, _) => &DECODE,
+            (Phase::Extend, _) => &EXTEND,
+            (Phase::Verify, MaskForm::Both) => &BOTH,
+            (Phase::Verify, MaskForm::Bool) => &BYTES,
+            (Phase::Verify, MaskForm::Packed) => &BITS,
+        }
     }
 }
 

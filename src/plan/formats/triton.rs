@@ -39,23 +39,28 @@ pub(in crate::plan) const ARRAYS: [Spec; 6] = [
 
 impl Triton {
     /// Size of each array of [`ARRAYS`]; `None` where the phase has no such array.
-    #[inline(always)]
-    pub(in crate::plan) fn sizes_of(phase: Phase) -> [Option<Size>; 6] {
-        let (lists, keys) = match phase {
-            Phase::Draft { .. } => (Count::Queries, Count::QueryKeys),
-            Phase::Decode => (Count::Queries, Count::Keys),
-            Phase::Extend | Phase::Verify => (Count::Requests, Count::Prefix),
-        };
-        let (extend, verify) = (lists == Count::Requests, phase == Phase::Verify);
-        let starts = Size::Line(Count::Requests, 1);
-        [
-            Some(Size::Line(lists, 1)),
-            Some(Size::Line(keys, 0)),
-            extend.then_some(starts),
-            extend.then_some(Size::Line(Count::Queries, 0)),
-            verify.then_some(starts),
-            verify.then_some(Size::Long(Count::Mask)),
-        ]
+    pub(in crate::plan) fn sizes_of(phase: Phase) -> &'static [Option<Size>; 6] {
+        const STARTS: Size = Size::Line(Count::Requests, 1);
+        const fn sizes(lists: Count, keys: Count, extend: bool, verify: bool) -> [Option<Size>; 6] {
+            [
+                Some(Size::Line(lists, 1)),
+                Some(Size::Line(keys, 0)),
+                STARTS.only(extend),
+                Size::Line(Count::Queries, 0).only(extend),
+                STARTS.only(verify),
+                Size::Long(Count::Mask).only(verify),
+            ]
+        }
+        static DRAFT: [Option<Size>; 6] = sizes(Count::Queries, Count::QueryKeys, false, false);
+        static DECODE: [Option<Size>; 6] = sizes(Count::Queries, Count::Keys, false, false);
+        static EXTEND: [Option<Size>; 6] = sizes(Count::Requests, Count::Prefix, true, false);
+        static VERIFY: [Option<Size>; 6] = sizes(Count::Requests, Count::Prefix, true, true);
+        match phase {
+            Phase::Draft { .. } => &DRAFT,
+            Phase::Decode => &DECODE,
+            Phase::Extend => &EXTEND,
+            Phase::Verify => &VERIFY,
+        }
     }
 }
 

@@ -23,30 +23,26 @@ impl Lower for Native {}
 impl Lower for WritesOnly {}
 
 /// The arrays to open for `plan`: the sizes that its load has, and those of the largest batch as their limits.
-#[inline(always)]
 pub(super) fn needs<const N: usize>(
     plan: &Plan,
     geometry: &Geometry,
     specs: &[Spec; N],
-    sizes: [Option<Size>; N],
+    sizes: &[Option<Size>; N],
 ) -> Result<[Option<Need>; N]> {
     let load = Load::of(plan);
     let most = Load::limit(geometry, plan.phase(), geometry.limits().max_batch)?;
-    let mut over = false;
-    // Without a way out, so that the compiler unrolls it: each size is known where it is called.
-    let needs = std::array::from_fn(
-        #[inline(always)]
-        |array| {
-            let size: Size = sizes[array]?;
+    let (mut needs, mut over) = ([None; N], false);
+    for (array, (need, size)) in needs.iter_mut().zip(sizes).enumerate() {
+        if let Some(size) = size {
             let (used, limit) = (size.unchecked(geometry, &load), size.unchecked(geometry, &most));
             over |= size.is_over(used) | size.is_over(limit);
-            Some(Need { array, used, limit })
-        },
-    );
+            *need = Some(Need { array, used, limit });
+        }
+    }
     if over {
-        for (spec, size) in specs.iter().zip(sizes) {
+        for (size, spec) in sizes.iter().zip(specs) {
             for load in [&load, &most] {
-                size.map(|size| size.extent(geometry, load, spec)).transpose()?;
+                size.as_ref().map(|size| size.extent(geometry, load, spec)).transpose()?;
             }
         }
     }
