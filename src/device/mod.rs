@@ -9,7 +9,7 @@
 //! 4. A safe launch per kernel ([`KvMove::launch`]; one file each in `kernels/`, which owns its functions) takes typed
 //!    views ([`view`]), checks everything the host can know before the launch, and launches on a [`Stream`] that the
 //!    caller owns. It allocates nothing and waits for nothing, so that it can be captured into a graph.
-//! 5. What only the device can know (an index in a tensor) the kernel checks; it skips the access and leaves a record in
+//! 5. The kernel checks what only the device can know (an index in a tensor); it skips the access and leaves a record in
 //!    mapped memory, which [`Device::check`] turns into [`Error::OutOfBounds`] at the next boundary. Scores from which
 //!    nothing can be chosen come back the same way, as [`Error::NonFinite`].
 //!

@@ -98,11 +98,6 @@ impl Tree {
         &self.next_sibling
     }
 
-    /// Depth of the deepest node.
-    pub fn max_depth(&self) -> u32 {
-        self.depths.iter().copied().max().unwrap_or(0)
-    }
-
     /// Ancestor bits, each node its own ancestor.
     pub fn ancestor_bits(&self) -> MaskWords {
         let words = words_for(self.len());

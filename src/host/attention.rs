@@ -1,8 +1,8 @@
 //! Paged attention, one form for every phase: prefill in chunks, plain decode, draft steps and tree verification.
 //!
 //! Query j of a request attends row positions `[0, prefix)` and then, causally, `prefix ..= prefix + j`, or the
-//! positions `prefix + bit` of its mask. What it attends is therefore a *list of logical keys*, and the arithmetic is
-//! a function of that list alone: keys in order, in blocks of 32 counted from logical key 0, an online softmax over
+//! positions `prefix + bit` of its mask. Its keys are therefore a *list of logical keys*, and the arithmetic is a
+//! function of that list alone: keys in order, in blocks of 32 counted from logical key 0, an online softmax over
 //! the blocks of a span of 128 keys, spans merged in order. Paging, the other queries of the batch, the phase and the
 //! number of threads change nothing, not even the last bit. So a node of a verified tree gets exactly the output that
 //! plain decoding gives the same token later.

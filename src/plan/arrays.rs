@@ -248,7 +248,7 @@ impl<'a> View<'a> {
         };
         let data: &mut [T] = match store {
             None => &mut [],
-            // Of a caller's memory the bytes do not say what they are.
+            // A caller's bytes do not say what they are.
             Some(_) if !T::is(spec.dtype) => return Err(mismatch(format!("an array of {}", spec.dtype.name()))),
             Some(Store::Given(given)) => bytemuck::try_cast_slice_mut(given.memory.bytes_mut())
                 .map_err(|e| mismatch(format!("memory that does not fit: {e}")))?,

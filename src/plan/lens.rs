@@ -5,14 +5,14 @@ use crate::error::{Error, Result};
 /// The committed lengths of a batch, in tokens.
 ///
 /// A function that must know the lengths on the CPU takes them by [`Lens::host`], which refuses device lengths by a
-/// typed error instead of reading a host mirror that is absent or stale (sglang pull request 26738). A function that
-/// only needs to size something uses [`Lens::upper_bound`], which both kinds answer.
+/// typed error instead of reading a host mirror that is absent or stale (sglang pull request 26738). A bound on
+/// them is enough to size something.
 ///
 /// ```
 /// use specrs::plan::Lens;
 /// assert_eq!(Lens::Host(&[3, 5]).host("verify")?, &[3, 5]);
 /// let on_device = Lens::Device { batch: 2, at_most: 4096 };
-/// assert_eq!((on_device.batch(), on_device.upper_bound()), (2, 4096));
+/// assert_eq!(on_device.batch(), 2);
 /// assert!(on_device.host("verify").is_err());
 /// # Ok::<(), specrs::Error>(())
 /// ```
@@ -35,14 +35,6 @@ impl<'a> Lens<'a> {
         match *self {
             Lens::Host(lens) => lens.len(),
             Lens::Device { batch, .. } => batch as usize,
-        }
-    }
-
-    /// A value that no length exceeds; 0 for an empty batch on the host.
-    pub fn upper_bound(&self) -> u32 {
-        match *self {
-            Lens::Host(lens) => lens.iter().copied().max().unwrap_or(0),
-            Lens::Device { at_most, .. } => at_most,
         }
     }
 

@@ -161,7 +161,7 @@ impl Load {
             Phase::Draft { step } => len.min(context.saturating_sub(step + 1)),
             _ => len.min(context - 1),
         };
-        // Of a prefix and a chunk together the sum counts, and the mask is none.
+        // The sum of a prefix and its chunk counts; there is no mask.
         let queries = most_queries(geometry, phase, longest) as u64;
         load.add(b, longest as u64, queries);
         load.longest_prefix = load.longest_prefix.max(longest as u64);

@@ -1,5 +1,5 @@
-//! Who owns each page now, and which free pages come next: what a recorder keeps of a pool, and what a replay needs
-//! to make the same page tables again.
+//! The owners of each page now, and which free pages come next: a recorder keeps them, and a replay makes the same page
+//! tables from them.
 
 use crate::bounds::PageId;
 use crate::error::{Error, Result, in_range};
@@ -18,8 +18,8 @@ impl Pool {
         Ok(self.read()?.owners())
     }
 
-    /// Put these free pages before all others: the next calls that need pages take them, in this order. Who owns
-    /// what does not change, so the ledger has nothing to tell. Linear in the pool.
+    /// Put these free pages before all others: the next calls that need pages take them, in this order. No page
+    /// changes its owner, so the ledger has nothing to tell. Linear in the pool.
     ///
     /// # Errors
     /// [`Error::OutOfRange`] for a page outside the pool or the sink, [`Error::Invalid`] for one that has an owner

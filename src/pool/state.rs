@@ -22,7 +22,7 @@ pub(super) struct State {
     /// `max_seqs x row_pages` page ids, row-major. Columns from a row's `pages` on are 0, the sink.
     pub(super) table: Vec<i32>,
     pub(super) rows: Vec<Row>,
-    /// Where the table changed. What writes live columns notes it.
+    /// Where the table changed. Whatever writes live columns notes it.
     pub(super) changes: ChangeLog,
     /// Rows that are not live, the next one to be used last.
     pub(super) free_rows: Vec<u32>,

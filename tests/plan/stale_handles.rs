@@ -135,7 +135,7 @@ fn moves_go_stale_with_each_row() {
     }
 }
 
-/// Who commits under a lease has one of the pool, and of every sequence.
+/// A commit's lease is one of the same pool, and covers every sequence.
 #[test]
 fn a_lease_covers_its_sequences() {
     let (c, other) = (Case::new(&small(), &[8, 9], 3), Case::new(&small(), &[8, 9], 3));

@@ -191,7 +191,7 @@ fn changes_are_the_columns_that_changed() {
     lease.renew(&[8, 1]).unwrap();
     let (second, two) = changes(&p, one);
     assert_eq!(second, [(0, 6, vec![8, 9], Pages), (0, 3, vec![5, 4], Order)]);
-    // Who looked before sees both, with what the columns hold now.
+    // A mirror that looked before sees both, with what the columns hold now.
     lease.commit(&[4, 1]).unwrap();
     let (third, _) = changes(&p, two);
     assert_eq!(third, [(0, 4, vec![0; 4], Pages)]);

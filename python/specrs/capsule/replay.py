@@ -265,7 +265,7 @@ class _Replay:
             except SpecrsError as e:
                 refused = e
             copies.append(static.bytes(byte))
-        # Of a plan that was refused, too: what was written until then is part of the story.
+        # Arrays of a refused plan, too: they were written until then.
         self._log_arrays(static.images(copies), plans[-1] if plans else None, who)
         if refused is not None:
             raise refused

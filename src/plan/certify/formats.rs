@@ -110,7 +110,7 @@ fn layout(format: AnyFormat, g: &Geometry) -> Result<FormatLayout> {
     })
 }
 
-/// Every array of every phase at its largest. Of the native format: what the geometry lists.
+/// Every array of every phase at its largest; for the native format, those that the geometry lists.
 fn capacities(format: &AnyFormat, g: &Geometry) -> Result<Vec<FormatArray>> {
     if let AnyFormat::Native(_) = format {
         return Ok(g.buffers().iter().flat_map(|b| native(b, g.shape().steps())).collect());

@@ -90,8 +90,8 @@ impl Certificate {
 /// a few lists of a row's context.
 ///
 /// # Errors
-/// A configuration that cannot be constructed, as [`Geometry::new`]. What breaks a limit is not an error of this
-/// function but a [`Failure`] in the certificate.
+/// A configuration that cannot be constructed, as [`Geometry::new`]. A broken limit is no error of this function
+/// but a [`Failure`] in the certificate.
 pub fn certify(limits: Limits, shape: TreeShape, formats: &[AnyFormat]) -> Result<Certificate> {
     certify_with(limits, shape, formats, Reverts::from_env()?)
 }

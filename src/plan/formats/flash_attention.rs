@@ -28,8 +28,8 @@ pub(in crate::plan) static SPECS: [Spec; 6] = [
 /// Page tables of FlashAttention 3 and 4.
 ///
 /// A kernel of this kind reads, for each row of a page table, the first `cache_seqlens` tokens of the row's pages, and
-/// knows of no mask but the causal one. What the queries of a request attend to in common, the prefix, is one row; what
-/// each query attends to by itself is a row of the **expand** table, one query a row. The outputs of the two passes are
+/// knows of no mask but the causal one. The prefix, which all queries of a request attend to, is one row; the keys of
+/// each query's own are a row of the **expand** table, one query a row. The outputs of the two passes are
 /// merged by their log-sum-exp.
 ///
 /// | phase | passes | `cache_seqlens[i]` | `expand_cache_seqlens[q]` | expand table of a query |
@@ -49,7 +49,7 @@ pub(in crate::plan) static SPECS: [Spec; 6] = [
 /// tokens, `cu_seqlens_q` `[B + 1]`; the arrays of the expand pass are `[Q]`, `[Q, columns]` and `[Q + 1]`, with `t + 1`
 /// columns in a draft step and as many in a verification as its deepest node has ancestors, V at most. All are int32.
 /// Every cell of these shapes is written each time: entries behind a row's end are 0, the sink, and a dead request or
-/// query has length 0 and a row of 0. Of a larger table nothing else is stated; specrs clears what it wrote there before.
+/// query has length 0 and a row of 0. Nothing is stated of the rest of a larger table; specrs clears what it wrote there before.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct FlashAttention;
 

@@ -26,8 +26,8 @@ impl Format for Native {
     }
 }
 
-/// Placement alone: slots to write, in either layout, and nothing for attention. What `certify` and a KV writer
-/// without an attention backend need.
+/// Placement alone: slots to write, in either layout, and nothing for attention: enough for `certify` and for a
+/// KV writer without an attention backend.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct WritesOnly;
 

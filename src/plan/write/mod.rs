@@ -1,5 +1,5 @@
 //! The host planner: how a CPU writes plans, commits and the arrays of formats, in fused loops, with each check beside the
-//! writing. What the elements are is said by [`form`](crate::plan::form), and tested against it.
+//! writing. [`form`](crate::plan::form) defines the elements; tests compare the two.
 //!
 //! Only the host's own code, [`certify`](crate::plan::certify()) and users import it; nothing else in
 //! [`plan`](crate::plan) does, so that a device may plan by other code.

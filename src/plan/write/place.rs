@@ -137,7 +137,7 @@ fn twice(seq: SeqId, request: usize) -> Error {
     }
 }
 
-/// Who asks, for messages.
+/// The caller of a write, for messages.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct WriteSite<'a> {
     pub(super) kernel: &'static str,

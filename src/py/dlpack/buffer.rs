@@ -107,7 +107,7 @@ impl Buffer {
         &self.shape
     }
 
-    /// A copy of the elements in C order. Of static memory only while no call writes to it.
+    /// A copy of the elements in C order. No call may be writing to static memory meanwhile.
     pub(in crate::py) fn bytes(&self) -> Vec<u8> {
         let elements = if self.shape.contains(&0) { 0 } else { self.shape.iter().product::<i64>() as usize };
         if elements == 0 {

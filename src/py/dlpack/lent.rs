@@ -44,8 +44,8 @@ impl fmt::Debug for Lent {
 }
 
 impl Lent {
-    /// Zeroed memory of ours. What was never touched costs no memory, so static buffers may be as large as the
-    /// configuration's worst case.
+    /// Zeroed memory of ours. The system backs pages when they are first touched, so static buffers may be as large as
+    /// the configuration's worst case.
     ///
     /// # Errors
     /// [`Error::Invalid`] where the system has not that much.

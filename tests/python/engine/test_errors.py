@@ -353,7 +353,7 @@ def test_others_draft_beside_a_request_whose_drafts_broke(half_broken: Pair, opt
 
 
 def test_bad_draft_kv_is_not_shared(half_broken: Pair) -> None:
-    """Of a prompt with the head's bad token, later requests get the pages before it, and go on drafting from there."""
+    """Later requests get the pages of a prompt before the head's bad token, and go on drafting from there."""
     llm = LLM(half_broken.target, half_broken.draft, page_size=4, prefill_chunk=8, **TREES["tree"])
     stem = [1, 2, 3, 4, 5, 6] * 5
     params = SamplingParams(max_tokens=20, logit_bias={BAD: -math.inf}, temperature=1.0, seed=4)

@@ -124,7 +124,7 @@ def test_a_debug_planner_poisons_what_it_is_lent(debug: bool) -> None:
     seen = {name: int(torch.count_nonzero(tensor == poison)) for name, tensor in t.items()}
     assert seen["cache_seqlens"] == seen["page_table"] == 0  # the first pass is whole
     assert (seen["expand_cache_seqlens"] > 0) == (seen["expand_page_table"] > 0) == debug
-    # Of a line nothing beyond what the plan asked for is touched; of a table every row is.
+    # A line is touched as far as the plan asked for; a table in every row.
     assert not torch.any(t["expand_cache_seqlens"][4:] == poison)
     caller.check_canaries()
 
