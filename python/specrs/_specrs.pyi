@@ -725,7 +725,7 @@ class Planner:
         tensors: Mapping[str, _Tensor] | None = None,
     ) -> FormatBuffers:
         """Static memory for the arrays of `phase` (`"extend"`, `"decode"`, `"draft"`, `"verify"`), at the size that
-        `capacities` says, for plans made with `out=`. Of a draft, `step` makes it that step's alone.
+        `capacities` says, for plans made with `out=`. `step` makes it that of one draft step alone.
 
         With `tensors`, name to tensor, the arrays are written into these: on the CPU, contiguous, of the array's dtype
         (`custom_mask`: bool or uint8), apart from each other and from those of other buffers; a table may have more
@@ -751,8 +751,8 @@ class Planner:
         step: SupportsIndex | None = None,
     ) -> dict[str, dict[str, Any]]:
         """The size of each array of a phase for requests of these lengths (a list, or `DeviceLens`, whose bound
-        counts): name to `shape`, `dtype`, `bytes`. Of `"extend"`, with tokens up to the context limit; of `"draft"`
-        without `step`, of the first.
+        counts): name to `shape`, `dtype`, `bytes`. `"extend"` counts tokens up to the context limit; `"draft"`
+        without `step` is the first step.
         """
 
 @final
