@@ -18,7 +18,7 @@ namespace specrs {
 constexpr int TILE = 512;       // columns whose sum is one partial: part of the numbers, so a constant
 constexpr int LIST = 32;        // largest K: a list lies in the lanes of a warp
 constexpr int PAIRS = LIST * LIST;
-constexpr int THREADS = 128;
+constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
 
 // The K best keys seen, best first, in lanes 0..K; 0 where there is none.
@@ -27,23 +27,87 @@ struct TopList {
     uint64_t least;  // key of lane K - 1, the one to beat
 };
 
-// Put each lane's key, if it beats the list, into it. Keys are unique.
-__device__ __forceinline__ void offer(TopList &list, uint64_t key, int32_t k) {
+// Put each lane's key, if it beats the list, into it, one after the other. Keys are unique.
+__device__ __forceinline__ void insert(TopList &list, uint64_t key, int32_t k) {
     const uint32_t lane = threadIdx.x % 32;
-    uint32_t better = __ballot_sync(0xffffffffu, key > list.least);
-    while (better != 0) {
-        const int from = __ffs(better) - 1;
-        better &= better - 1;
+    bool pending = key > list.least;
+    for (uint32_t mask = __ballot_sync(0xffffffffu, pending); mask != 0;
+         mask = __ballot_sync(0xffffffffu, pending && key > list.least)) {
+        const int from = __ffs(mask) - 1;
         const uint64_t next = __shfl_sync(0xffffffffu, key, from);
-        if (next <= list.least) {
-            continue;  // the list has risen since the ballot
-        }
+        pending = pending && lane != static_cast<uint32_t>(from);
         const uint64_t above = __shfl_up_sync(0xffffffffu, list.mine, 1);
         if (list.mine < next) {
             list.mine = lane > 0 && above < next ? above : next;
         }
         list.least = __shfl_sync(0xffffffffu, list.mine, k - 1);
     }
+}
+
+// Merge R keys a lane into the list; 0 is no key. Few keys can be among the K best: those at or above the K-th of the
+// lanes' largest, or, once the list is full, above its least. They are gathered in `room` (32 places of the warp's own) and
+// ranked by counting, where they fit; else inserted.
+template <int R>
+__device__ __forceinline__ void merge(TopList &list, const uint64_t (&keys)[R], int32_t k, uint64_t *room) {
+    const int32_t lane = threadIdx.x % 32;
+    uint64_t below = list.least;
+    if (list.least == 0) {
+        uint64_t top = keys[0];
+#pragma unroll
+        for (int r = 1; r < R; ++r) {
+            top = larger(top, keys[r]);
+        }
+        int32_t rank = 0;
+#pragma unroll
+        for (int other = 0; other < 32; ++other) {
+            rank += __shfl_sync(0xffffffffu, top, other) > top;
+        }
+        const uint32_t at = __ballot_sync(0xffffffffu, rank == k - 1 && top != 0);
+        below = at == 0 ? 0 : __shfl_sync(0xffffffffu, top, __ffs(at) - 1) - 1;
+    }
+    int32_t found = 0;
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+        found += __popc(__ballot_sync(0xffffffffu, keys[r] > below));
+    }
+    if (found == 0) {
+        return;
+    }
+    const bool holds = lane < k && list.mine != 0;
+    const int32_t held = __popc(__ballot_sync(0xffffffffu, holds));
+    if (held + found > 32) {
+#pragma unroll
+        for (int r = 0; r < R; ++r) {
+            insert(list, keys[r] > below ? keys[r] : 0, k);
+        }
+        return;
+    }
+    if (holds) {
+        room[lane] = list.mine;
+    }
+    int32_t next = held;
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+        const uint32_t mask = __ballot_sync(0xffffffffu, keys[r] > below);
+        if (keys[r] > below) {
+            room[next + __popc(mask & ((1u << lane) - 1))] = keys[r];
+        }
+        next += __popc(mask);
+    }
+    __syncwarp();
+    const uint64_t own = lane < next ? room[lane] : 0;
+    int32_t rank = 0;
+    for (int32_t other = 0; other < next; ++other) {
+        rank += room[other] > own;
+    }
+    __syncwarp();
+    if (lane < next) {
+        room[rank] = own;
+    }
+    __syncwarp();
+    list.mine = lane < min(next, k) ? room[lane] : 0;
+    list.least = next >= k ? room[k - 1] : 0;
+    __syncwarp();
 }
 
 __device__ __forceinline__ float warp_max_float(float x) {
@@ -57,7 +121,7 @@ __device__ __forceinline__ float warp_max_float(float x) {
 // One tile of a row, by a warp: its best keys into `list`, its maximum and its sum of exponentials below it to `partial`.
 template <typename L>
 __device__ __forceinline__ void tile_of_row(const typename L::Storage *row, int32_t begin, int32_t end, bool wide,
-                                            int32_t k, TopList &list, float2 *partial) {
+                                            int32_t k, TopList &list, uint64_t *room, float2 *partial) {
     constexpr int EACH = TILE / 32;
     const int32_t lane = threadIdx.x % 32;
     float value[EACH];
@@ -81,27 +145,19 @@ __device__ __forceinline__ void tile_of_row(const typename L::Storage *row, int3
     float top = value[0];
 #pragma unroll
     for (int i = 1; i < EACH; ++i) {
-        top = fmaxf(top, value[i]);  // passes over NaN, which the keys find
+        top = max_nan(top, value[i]);
     }
-    // What the K-th best of the lanes' maxima beats is not among the K best of the tile.
-    float bound = __uint_as_float(0xff800000u);
-    if (list.least == 0 && k < 32) {
-        int32_t above = 0;
-        for (int other = 0; other < 32; ++other) {
-            const float x = __shfl_sync(0xffffffffu, top, other);
-            above += x > top || (x == top && other < lane);
+    // Tiles come in ascending order, so that a tie with the list's least does not beat it. NaN beats everything.
+    if (__any_sync(0xffffffffu, list.least == 0 || !(top <= key_logit(list.least)))) {
+        uint64_t keys[EACH];
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            const int32_t at = begin + (i / L::WIDE * 32 + lane) * L::WIDE + i % L::WIDE;
+            keys[i] = at < end ? rank_key(value[i], at) : 0;
         }
-        const uint32_t at = __ballot_sync(0xffffffffu, above == k - 1);
-        bound = __shfl_sync(0xffffffffu, top, at == 0 ? 0 : __ffs(at) - 1);
+        merge(list, keys, k, room);
     }
     const float tile_max = warp_max_float(top);
-#pragma unroll
-    for (int i = 0; i < EACH; ++i) {
-        const int32_t at = begin + (i / L::WIDE * 32 + lane) * L::WIDE + i % L::WIDE;
-        const bool live = at < end && !(value[i] < bound);
-        const uint64_t key = live ? rank_key(value[i], at) : 0;
-        offer(list, key, k);
-    }
     const float shift = tile_max == __uint_as_float(0xff800000u) ? 0.0f : tile_max;
     float sum = 0.0f;
 #pragma unroll
@@ -117,13 +173,29 @@ __device__ __forceinline__ void tile_of_row(const typename L::Storage *row, int3
 // Merge the lists of a row, fold its tiles, and write its K children: log-probabilities and draft ids. Returns the row's
 // largest key. By a warp.
 __device__ __forceinline__ uint64_t finish_row(const DraftSelectParams &p, int32_t row, int32_t b, float *log_probs,
-                                               int32_t *ids) {
+                                               int32_t *ids, uint64_t *room) {
+    constexpr int EACH = 4;
     const int32_t lane = threadIdx.x % 32;
     const int32_t k = p.topk;
-    const uint64_t *lists = reinterpret_cast<const uint64_t *>(p.lists) + static_cast<uint64_t>(row) * p.chunks * k;
+    const int32_t entries = p.chunks * k;
+    const uint64_t *lists = reinterpret_cast<const uint64_t *>(p.lists) + static_cast<uint64_t>(row) * entries;
+    const float2 *partials = reinterpret_cast<const float2 *>(p.partials) + static_cast<uint64_t>(row) * p.tiles;
+    const float2 nothing = make_float2(__uint_as_float(0xff800000u), 0.0f);
+    // The first of both are on their way before anything is done with either.
+    float2 early[EACH];
+#pragma unroll
+    for (int t = 0; t < EACH; ++t) {
+        early[t] = t * 32 + lane < p.tiles ? __ldcg(partials + t * 32 + lane) : nothing;
+    }
     TopList list = {0, 0};
-    for (int32_t first = 0; first < p.chunks * k; first += 32) {
-        offer(list, first + lane < p.chunks * k ? __ldcg(lists + first + lane) : 0, k);
+    for (int32_t first = 0; first < entries; first += 32 * EACH) {
+        uint64_t keys[EACH];
+#pragma unroll
+        for (int r = 0; r < EACH; ++r) {
+            const int32_t i = first + r * 32 + lane;
+            keys[r] = i < entries ? __ldcg(lists + i) : 0;
+        }
+        merge(list, keys, k, room);
     }
     const uint64_t best = __shfl_sync(0xffffffffu, list.mine, 0);
     if (key_probe(best) != PROBE_NONE) {
@@ -133,10 +205,13 @@ __device__ __forceinline__ uint64_t finish_row(const DraftSelectParams &p, int32
         }
         return best;
     }
-    const float2 *partials = reinterpret_cast<const float2 *>(p.partials) + static_cast<uint64_t>(row) * p.tiles;
     const float top = key_logit(best);
     float sum = 0.0f;
-    for (int32_t t = lane; t < p.tiles; t += 32) {
+#pragma unroll
+    for (int t = 0; t < EACH; ++t) {
+        sum = __fmaf_rn(early[t].y, __expf(__fsub_rn(early[t].x, top)), sum);
+    }
+    for (int32_t t = 32 * EACH + lane; t < p.tiles; t += 32) {
         const float2 partial = __ldcg(partials + t);
         sum = __fmaf_rn(partial.y, __expf(__fsub_rn(partial.x, top)), sum);
     }
@@ -150,36 +225,42 @@ __device__ __forceinline__ uint64_t finish_row(const DraftSelectParams &p, int32
 }
 
 // The beams of a request from the children of its rows. By a block.
-__device__ __forceinline__ void finish_request(const DraftSelectParams &p, int32_t request) {
+__device__ __forceinline__ void finish_request(const DraftSelectParams &p, int32_t request, uint64_t (*rooms)[LIST]) {
     __shared__ float scores[PAIRS];
     __shared__ int32_t tokens[PAIRS];
     __shared__ int32_t beams[LIST];
+    __shared__ int32_t parents[LIST];
+    __shared__ float parent_scores[LIST];
     __shared__ uint64_t best[LIST];
     const int32_t k = p.topk;
     const int32_t rows = p.step == 0 ? 1 : k;
     const int32_t children = rows * k;
-    for (int32_t b = threadIdx.x / 32; b < rows; b += WARPS) {
-        const uint64_t key = finish_row(p, request * rows + b, b, scores, tokens);
-        if (threadIdx.x % 32 == 0) {
-            best[b] = key;
-        }
-    }
-    __syncthreads();
     const uint64_t base = static_cast<uint64_t>(request) * p.candidates;
     const int32_t first = p.step == 0 ? 0 : k + (p.step - 1) * k * k;
     float *all_scores = reinterpret_cast<float *>(p.scores) + base;
     int32_t *all_beams = reinterpret_cast<int32_t *>(p.beams) + static_cast<uint64_t>(request) * k;
-    for (int32_t c = threadIdx.x; c < children; c += THREADS) {
-        float score = scores[c];
-        int32_t parent = -1;
-        if (p.step > 0) {
-            parent = all_beams[c / k];
-            if (!in_bounds(parent, first)) {
-                record_fault(p.record, p.claim, KERNEL_DRAFT_SELECT, BUFFER_BEAMS, request, c / k, parent, first);
-                parent = 0;
-            }
-            score = __fadd_rn(all_scores[parent], score);
+    // The last warp has the parents on their way while the others merge lists.
+    const int32_t b = threadIdx.x - (THREADS - LIST);
+    if (b >= 0 && b < rows) {
+        int32_t parent = p.step == 0 ? -1 : all_beams[b];
+        if (p.step > 0 && !in_bounds(parent, first)) {
+            record_fault(p.record, p.claim, KERNEL_DRAFT_SELECT, BUFFER_BEAMS, request, b, parent, first);
+            parent = 0;
         }
+        parents[b] = parent;
+        parent_scores[b] = p.step == 0 ? 0.0f : all_scores[parent];
+    }
+    __syncwarp();
+    for (int32_t row = threadIdx.x / 32; row < rows; row += WARPS) {
+        const uint64_t key = finish_row(p, request * rows + row, row, scores, tokens, rooms[threadIdx.x / 32]);
+        if (threadIdx.x % 32 == 0) {
+            best[row] = key;
+        }
+    }
+    __syncthreads();
+    for (int32_t c = threadIdx.x; c < children; c += THREADS) {
+        const int32_t parent = parents[c / k];
+        const float score = p.step == 0 ? scores[c] : __fadd_rn(parent_scores[c / k], scores[c]);
         int32_t token = tokens[c];
         if (p.to_target != 0) {
             token = reinterpret_cast<const int32_t *>(p.to_target)[token];
@@ -240,15 +321,15 @@ __device__ __forceinline__ void finish_request(const DraftSelectParams &p, int32
     if (threadIdx.x == 0) {
         int32_t *sound = reinterpret_cast<int32_t *>(p.sound) + request;
         const int32_t before = p.step == 0 ? 0 : *sound;
-        int32_t b = 0;
-        while (b < rows && key_probe(best[b]) == PROBE_NONE) {
-            ++b;
+        int32_t row = 0;
+        while (row < rows && key_probe(best[row]) == PROBE_NONE) {
+            ++row;
         }
-        *sound = before == p.step && b == rows ? p.step + 1 : before;
-        if (before == p.step && b < rows) {  // the request's first fault, and of its rows the first
-            const Probe probe = key_probe(best[b]);
+        *sound = before == p.step && row == rows ? p.step + 1 : before;
+        if (before == p.step && row < rows) {  // the request's first fault, and of its rows the first
+            const Probe probe = key_probe(best[row]);
             record_probe(p.record, p.claim, KERNEL_DRAFT_SELECT, BUFFER_DRAFT_LOGITS, probe, request,
-                         request * rows + b, probe_column(best[b], probe), -1);
+                         request * rows + row, probe_column(best[row], probe), -1);
         }
     }
 }
@@ -274,6 +355,7 @@ __device__ __forceinline__ void dead_request(const DraftSelectParams &p, int32_t
 template <typename L>
 __device__ __forceinline__ void draft_select(const DraftSelectParams &p) {
     __shared__ uint64_t lists[WARPS][LIST];
+    __shared__ uint64_t rooms[WARPS][LIST];
     const int32_t chunk = blockIdx.x;
     const int32_t row = blockIdx.y;
     const int32_t k = p.topk;
@@ -297,32 +379,36 @@ __device__ __forceinline__ void draft_select(const DraftSelectParams &p) {
     const int32_t lane = threadIdx.x % 32;
     TopList list = {0, 0};
     for (int32_t tile = chunk * each + warp; tile < end; tile += WARPS) {
-        tile_of_row<L>(logits, tile * TILE, min((tile + 1) * TILE, p.draft_vocab), wide, k, list, partials + tile);
+        tile_of_row<L>(logits, tile * TILE, min((tile + 1) * TILE, p.draft_vocab), wide, k, list, rooms[warp],
+                       partials + tile);
     }
     lists[warp][lane] = lane < k ? list.mine : 0;
     __syncthreads();
     if (warp == 0) {
+        uint64_t others[WARPS - 1];
+#pragma unroll
         for (int w = 1; w < WARPS; ++w) {
-            offer(list, lists[w][lane], k);
+            others[w - 1] = lists[w][lane];
         }
+        merge(list, others, k, rooms[0]);
         if (lane < k) {
             reinterpret_cast<uint64_t *>(p.lists)[(static_cast<uint64_t>(row) * p.chunks + chunk) * k + lane] =
                 list.mine;
         }
     }
     if (last_block(p.counters + request * sizeof(uint32_t), p.chunks * rows)) {
-        finish_request(p, request);
+        finish_request(p, request, rooms);
     }
 }
 
 }  // namespace specrs
 
-extern "C" __global__ void __launch_bounds__(128) draft_select_f32(const __grid_constant__ specrs::DraftSelectParams p) {
+extern "C" __global__ void __launch_bounds__(256) draft_select_f32(const __grid_constant__ specrs::DraftSelectParams p) {
     specrs::draft_select<specrs::LogitF32>(p);
 }
-extern "C" __global__ void __launch_bounds__(128) draft_select_bf16(const __grid_constant__ specrs::DraftSelectParams p) {
+extern "C" __global__ void __launch_bounds__(256) draft_select_bf16(const __grid_constant__ specrs::DraftSelectParams p) {
     specrs::draft_select<specrs::LogitBf16>(p);
 }
-extern "C" __global__ void __launch_bounds__(128) draft_select_f16(const __grid_constant__ specrs::DraftSelectParams p) {
+extern "C" __global__ void __launch_bounds__(256) draft_select_f16(const __grid_constant__ specrs::DraftSelectParams p) {
     specrs::draft_select<specrs::LogitF16>(p);
 }

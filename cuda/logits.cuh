@@ -83,7 +83,7 @@ union LogitVector {
 // results is the same for any number of threads, any alignment and any cut of the row.
 template <typename L>
 __device__ __forceinline__ uint64_t best_key(const typename L::Storage *row, int32_t begin, int32_t end) {
-    constexpr int GROUP = 4;  // vectors in flight
+    constexpr int GROUP = 8;  // vectors in flight
     const int32_t thread = threadIdx.x;
     const int32_t threads = blockDim.x;
     const uint32_t misaligned = reinterpret_cast<uint64_t>(row + begin) % 16 / sizeof(typename L::Storage);
@@ -99,9 +99,13 @@ __device__ __forceinline__ uint64_t best_key(const typename L::Storage *row, int
     for (int32_t i = tail + thread; i < end; i += threads) {
         best = larger(best, rank_key(L::load(row[i]), i));
     }
+    // A thread meets its vectors in ascending order and keeps the first that holds its largest value, or its first NaN;
+    // keys are made of that one alone. Selections instead of branches: some lane of a warp nearly always has a new maximum.
     const uint4 *wide = reinterpret_cast<const uint4 *>(row + first);
-    float top = __uint_as_float(0xff800000u);  // of the vectors seen: what is not above it need not be looked at
-    bool none = true;
+    LogitVector<L> kept;
+    kept.vector = make_uint4(0, 0, 0, 0);
+    int32_t at = -1;
+    float top = __uint_as_float(0xff800000u);
     for (int32_t v = thread; v < vectors; v += threads * GROUP) {
         LogitVector<L> group[GROUP];
 #pragma unroll
@@ -112,23 +116,23 @@ __device__ __forceinline__ uint64_t best_key(const typename L::Storage *row, int
         }
 #pragma unroll
         for (int g = 0; g < GROUP; ++g) {
-            if (v + g * threads >= vectors) {
-                continue;
-            }
             float m = L::load(group[g].bits[0]);
 #pragma unroll
             for (int j = 1; j < L::WIDE; ++j) {
                 m = max_nan(m, L::load(group[g].bits[j]));
             }
-            if (none || !(m <= top)) {  // rare after the first; a thread meets its columns in ascending order
-                none = false;
+            const bool better = !(m <= top) && top == top;  // larger, or the first NaN
+            if (v + g * threads < vectors && (better || at < 0)) {
                 top = m;
-                const int32_t at = first + (v + g * threads) * L::WIDE;
-#pragma unroll
-                for (int j = 0; j < L::WIDE; ++j) {
-                    best = larger(best, rank_key(L::load(group[g].bits[j]), at + j));
-                }
+                at = v + g * threads;
+                kept.vector = group[g].vector;
             }
+        }
+    }
+    if (at >= 0) {
+#pragma unroll
+        for (int j = 0; j < L::WIDE; ++j) {
+            best = larger(best, rank_key(L::load(kept.bits[j]), first + at * L::WIDE + j));
         }
     }
     return best;

@@ -16,8 +16,52 @@
 
 namespace specrs {
 
-constexpr int MAX_PAIRS = 8;  // (i, i + half) of a lane: rotary dimensions up to 512
-constexpr int MAX_REST = 16;  // of a lane behind the rotated part: up to 512
+constexpr int MAX_PAIRS = 4;  // pairs of neighbours of a lane in each half: rotary dimensions up to 512
+constexpr int MAX_REST = 16;  // elements of a lane behind the rotated part: up to 512
+
+// Elements i and i + 1, the second only where it is one of `count`: one access where `wide`.
+template <typename T>
+__device__ __forceinline__ float2 load_pair(const uint16_t *at, int32_t i, int32_t count, bool wide) {
+    if (wide) {
+        const uint32_t both = *reinterpret_cast<const uint32_t *>(at + i);
+        return make_float2(T::load(static_cast<uint16_t>(both)), T::load(static_cast<uint16_t>(both >> 16)));
+    }
+    return make_float2(T::load(at[i]), i + 1 < count ? T::load(at[i + 1]) : 0.0f);
+}
+
+template <typename T>
+__device__ __forceinline__ void store_pair(uint16_t *at, int32_t i, int32_t count, bool wide, float2 x) {
+    const uint16_t first = T::store(x.x);
+    const uint16_t second = T::store(x.y);
+    if (wide) {
+        *reinterpret_cast<uint32_t *>(at + i) = first | static_cast<uint32_t>(second) << 16;
+    } else {
+        at[i] = first;
+        if (i + 1 < count) {
+            at[i + 1] = second;
+        }
+    }
+}
+
+__device__ __forceinline__ float2 load_angles(const float *at, int32_t i, int32_t count, bool wide) {
+    if (wide) {
+        return *reinterpret_cast<const float2 *>(at + i);
+    }
+    return make_float2(at[i], i + 1 < count ? at[i + 1] : 0.0f);
+}
+
+template <typename T>
+__device__ __forceinline__ float2 add_pair(float2 x, const uint16_t *at, int32_t i, int32_t count, bool wide) {
+    const float2 y = load_pair<T>(at, i, count, wide);
+    return make_float2(__fadd_rn(x.x, y.x), __fadd_rn(x.y, y.y));
+}
+
+template <typename T>
+__device__ __forceinline__ float2 scale_pair(float2 x, float scale, const uint16_t *at, int32_t i, int32_t count,
+                                             bool wide) {
+    const float2 w = load_pair<T>(at, i, count, wide);
+    return make_float2(__fmul_rn(__fmul_rn(x.x, scale), w.x), __fmul_rn(__fmul_rn(x.y, scale), w.y));
+}
 
 template <typename T>
 __device__ __forceinline__ float with_bias(const uint16_t *x, const uint16_t *bias, int32_t i) {
@@ -64,9 +108,14 @@ __device__ __forceinline__ void rope_kv(const RopeKvParams &p) {
         out = reinterpret_cast<uint16_t *>(value ? p.cache_v : p.cache_k) +
               (static_cast<uint64_t>(slot) * p.kv_heads + kv_head) * d;
     }
+    const bool wide = p.wide != 0;
     if (value) {
-        for (int32_t i = lane; i < d; i += 32) {
-            out[i] = bias == nullptr ? x[i] : T::store(with_bias<T>(x, bias, i));
+        for (int32_t i = 2 * lane; i < d; i += 64) {
+            float2 v = load_pair<T>(x, i, d, wide);
+            if (bias != nullptr) {
+                v = add_pair<T>(v, bias, i, d, wide);
+            }
+            store_pair<T>(out, i, d, wide, v);
         }
         return;
     }
@@ -78,16 +127,23 @@ __device__ __forceinline__ void rope_kv(const RopeKvParams &p) {
     }
 
     const int32_t half = p.half;
-    float low[MAX_PAIRS], high[MAX_PAIRS], rest[MAX_REST];
+    float2 low[MAX_PAIRS], high[MAX_PAIRS];
+    float rest[MAX_REST];
     float sum = 0.0f;
 #pragma unroll
     for (int k = 0; k < MAX_PAIRS; ++k) {
-        const int32_t i = (k / 2) * 64 + 2 * lane + k % 2;
+        const int32_t i = k * 64 + 2 * lane;
         if (i < half) {
-            low[k] = with_bias<T>(x, bias, i);
-            high[k] = with_bias<T>(x, bias, i + half);
-            sum = __fmaf_rn(low[k], low[k], sum);
-            sum = __fmaf_rn(high[k], high[k], sum);
+            low[k] = load_pair<T>(x, i, half, wide);
+            high[k] = load_pair<T>(x + half, i, half, wide);
+            if (bias != nullptr) {
+                low[k] = add_pair<T>(low[k], bias, i, half, wide);
+                high[k] = add_pair<T>(high[k], bias + half, i, half, wide);
+            }
+            sum = __fmaf_rn(low[k].x, low[k].x, sum);
+            sum = __fmaf_rn(high[k].x, high[k].x, sum);
+            sum = i + 1 < half ? __fmaf_rn(low[k].y, low[k].y, sum) : sum;
+            sum = i + 1 < half ? __fmaf_rn(high[k].y, high[k].y, sum) : sum;
         }
     }
 #pragma unroll
@@ -105,10 +161,10 @@ __device__ __forceinline__ void rope_kv(const RopeKvParams &p) {
         const float scale = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(mean, __uint_as_float(p.eps_bits))));
 #pragma unroll
         for (int k = 0; k < MAX_PAIRS; ++k) {
-            const int32_t i = (k / 2) * 64 + 2 * lane + k % 2;
+            const int32_t i = k * 64 + 2 * lane;
             if (i < half) {
-                low[k] = __fmul_rn(__fmul_rn(low[k], scale), T::load(weight[i]));
-                high[k] = __fmul_rn(__fmul_rn(high[k], scale), T::load(weight[i + half]));
+                low[k] = scale_pair<T>(low[k], scale, weight, i, half, wide);
+                high[k] = scale_pair<T>(high[k], scale, weight + half, i, half, wide);
             }
         }
 #pragma unroll
@@ -123,12 +179,18 @@ __device__ __forceinline__ void rope_kv(const RopeKvParams &p) {
     const float *sin = reinterpret_cast<const float *>(p.sin) + static_cast<uint64_t>(position) * half;
 #pragma unroll
     for (int k = 0; k < MAX_PAIRS; ++k) {
-        const int32_t i = (k / 2) * 64 + 2 * lane + k % 2;
+        const int32_t i = k * 64 + 2 * lane;
         if (i < half) {
-            const float c = __ldg(cos + i);
-            const float s = __ldg(sin + i);
-            out[i] = T::store(__fsub_rn(__fmul_rn(low[k], c), __fmul_rn(high[k], s)));
-            out[i + half] = T::store(__fadd_rn(__fmul_rn(high[k], c), __fmul_rn(low[k], s)));
+            const float2 c = load_angles(cos, i, half, wide);
+            const float2 s = load_angles(sin, i, half, wide);
+            const float2 a = low[k];
+            const float2 b = high[k];
+            store_pair<T>(out, i, half, wide,
+                          make_float2(__fsub_rn(__fmul_rn(a.x, c.x), __fmul_rn(b.x, s.x)),
+                                      __fsub_rn(__fmul_rn(a.y, c.y), __fmul_rn(b.y, s.y))));
+            store_pair<T>(out + half, i, half, wide,
+                          make_float2(__fadd_rn(__fmul_rn(b.x, c.x), __fmul_rn(a.x, s.x)),
+                                      __fadd_rn(__fmul_rn(b.y, c.y), __fmul_rn(a.y, s.y))));
         }
     }
 #pragma unroll

@@ -3,7 +3,7 @@
 //
 // Request i gets its root and the best `max_nodes[i] - 1` candidates of its sound steps within `max_depths[i]`, by
 // cumulative log-probability, ties by lower index, none below the least score; in the order of their indices. Ranks are
-// counted, not sorted: keys are unique, so that a rank is the number of smaller keys.
+// counted, not sorted: a rank is the number of candidates that come before.
 //
 // Trees lie behind one another, so a block needs the sizes of those before its own. A size follows from the limits alone
 // where there is no least score; else the block counts other requests' candidates too. No block waits for another.
@@ -16,16 +16,30 @@ namespace specrs {
 constexpr int MAX_CANDIDATES = 4096;
 constexpr int MAX_TREE = 1024;  // `bounds::MAX_DRAFT_TOKENS`
 
-// Smaller keys are better scores, lower indices first: the host's `rank_key`.
-__device__ __forceinline__ uint64_t score_key(float score, uint32_t index) {
-    const uint32_t bits = __float_as_uint(__fadd_rn(score, 0.0f));
-    const uint32_t ascending = bits >> 31 ? ~bits : bits | 0x80000000u;
-    return static_cast<uint64_t>(~ascending) << 32 | index;
-}
-
 // A score that is NaN, which no draft step writes, counts as the least.
 __device__ __forceinline__ float score_at(const float *scores, uint64_t at) {
     return fmaxf(scores[at], __uint_as_float(0xff800000u));
+}
+
+// How many of `count` scores from `first` on come before candidate c: larger ones, and as good ones of a lower index. The
+// candidates of a warp are `c - lane` and the 31 behind it, so that most blocks of 32 need one comparison a score.
+__device__ __forceinline__ int32_t rank_of(const float *scores, int32_t count, int32_t c) {
+    const float own = scores[c];
+    const int32_t own_block = c / 32 * 32;
+    int32_t rank = 0;
+    int32_t other = 0;
+#pragma unroll 8
+    for (; other < own_block; ++other) {
+        rank += scores[other] >= own;
+    }
+    for (; other < min(own_block + 32, count); ++other) {
+        rank += scores[other] > own || (scores[other] == own && other < c);
+    }
+#pragma unroll 8
+    for (; other < count; ++other) {
+        rank += scores[other] > own;
+    }
+    return rank;
 }
 
 // The limits of a request, checked.
@@ -60,7 +74,7 @@ __device__ __forceinline__ Limits limits_of(const TreeBuildParams &p, int32_t re
 }
 
 __device__ __forceinline__ void tree_build(const TreeBuildParams &p) {
-    __shared__ uint64_t keys[MAX_CANDIDATES];
+    __shared__ float near_scores[MAX_CANDIDATES];
     __shared__ uint16_t node_of[MAX_CANDIDATES];
     __shared__ int32_t parents[MAX_TREE];
     __shared__ int32_t sums[33];
@@ -71,6 +85,13 @@ __device__ __forceinline__ void tree_build(const TreeBuildParams &p) {
     const float least = p.min_score == 0 ? __uint_as_float(0xff800000u) : *reinterpret_cast<const float *>(p.min_score);
     const float *all_scores = reinterpret_cast<const float *>(p.scores);
     const bool counted = !(least <= __uint_as_float(0xff800000u));  // NaN too: no score reaches it
+
+    // Loaded before it is known how many count: one trip to memory less.
+    const uint64_t base = static_cast<uint64_t>(request) * p.candidates;
+    for (int32_t c = threadIdx.x; c < p.candidates; c += blockDim.x) {
+        near_scores[c] = score_at(all_scores, base + c);
+        node_of[c] = 0;
+    }
 
     // Sizes of all trees.
     int32_t mine = 0;
@@ -135,11 +156,6 @@ __device__ __forceinline__ void tree_build(const TreeBuildParams &p) {
         return;
     }
 
-    const uint64_t base = static_cast<uint64_t>(request) * p.candidates;
-    for (int32_t c = threadIdx.x; c < limits.within; c += blockDim.x) {
-        keys[c] = score_key(score_at(all_scores, base + c), c);
-        node_of[c] = 0;
-    }
     if (threadIdx.x == 0) {
         parents[0] = -1;
         tokens[begin] = reinterpret_cast<const int32_t *>(p.roots)[request];
@@ -151,13 +167,8 @@ __device__ __forceinline__ void tree_build(const TreeBuildParams &p) {
     for (int32_t first = 0; first < limits.within; first += blockDim.x) {
         const int32_t c = first + threadIdx.x;
         bool chosen = false;
-        if (c < limits.within && score_at(all_scores, base + c) >= least) {
-            const uint64_t key = keys[c];
-            int32_t rank = 0;
-            for (int32_t other = 0; other < limits.within; ++other) {
-                rank += keys[other] < key;
-            }
-            chosen = rank < limits.count;
+        if (c < limits.within && near_scores[c] >= least) {
+            chosen = rank_of(near_scores, limits.within, c) < limits.count;
         }
         int32_t found;
         const int32_t node = size + block_before(chosen, sums, found);
@@ -173,7 +184,7 @@ __device__ __forceinline__ void tree_build(const TreeBuildParams &p) {
             }
             parents[node] = parent < 0 ? 0 : node_of[parent];
             tokens[begin + node] = reinterpret_cast<const int32_t *>(p.candidate_tokens)[base + c];
-            scores[begin + node] = all_scores[base + c];
+            scores[begin + node] = near_scores[c];
         }
         size += found;
     }
@@ -197,6 +208,6 @@ __device__ __forceinline__ void tree_build(const TreeBuildParams &p) {
 
 }  // namespace specrs
 
-extern "C" __global__ void __launch_bounds__(256) tree_build(const __grid_constant__ specrs::TreeBuildParams p) {
+extern "C" __global__ void __launch_bounds__(512) tree_build(const __grid_constant__ specrs::TreeBuildParams p) {
     specrs::tree_build(p);
 }

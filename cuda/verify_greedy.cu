@@ -205,6 +205,23 @@ __device__ __forceinline__ void verify_full(const VerifyParams &p) {
     if (!last_block(p.counter, gridDim.x * gridDim.y)) {
         return;
     }
+    // Trees and keys of the few requests that this mode is for lie in shared memory: a walk is a chain of loads.
+    __shared__ uint64_t near_keys[MAX_TREE];
+    __shared__ int32_t near_parents[MAX_TREE];
+    __shared__ int32_t near_tokens[MAX_TREE];
+    const int32_t *parents = reinterpret_cast<const int32_t *>(p.tree_parents);
+    const int32_t *tokens = reinterpret_cast<const int32_t *>(p.tree_tokens);
+    const bool near = p.nodes <= MAX_TREE;
+    for (int32_t i = threadIdx.x; near && i < p.nodes; i += blockDim.x) {
+        near_keys[i] = __ldcg(keys + i);
+        near_parents[i] = parents[i];
+        near_tokens[i] = tokens[i];
+    }
+    __syncthreads();
+    if (near) {
+        parents = near_parents;
+        tokens = near_tokens;
+    }
     for (int32_t request = threadIdx.x / 32; request < p.requests; request += blockDim.x / 32) {
         const bool writer = threadIdx.x % 32 == 0;
         Range range = nodes_of(p, request, live, writer);
@@ -222,9 +239,9 @@ __device__ __forceinline__ void verify_full(const VerifyParams &p) {
         Walk walk = {0, 0};
         bool more = range.size > 0;
         while (more) {
-            const uint64_t key = __ldcg(keys + range.begin + walk.node);
-            more = step(p, request, range, reinterpret_cast<const int32_t *>(p.tree_parents) + range.begin,
-                        reinterpret_cast<const int32_t *>(p.tree_tokens) + range.begin, key, walk, writer);
+            const int32_t row = range.begin + walk.node;
+            const uint64_t key = near ? near_keys[row] : __ldcg(keys + row);
+            more = step(p, request, range, parents + range.begin, tokens + range.begin, key, walk, writer);
         }
         if (writer) {
             reinterpret_cast<int32_t *>(p.walk_lengths)[request] = walk.length;

@@ -332,6 +332,10 @@ declare! {
             num_slots: i32,
             /// Bits of the f32 added to a head's mean square.
             eps_bits: u32,
+            /// 1 where two neighbours of every operand can be read at once.
+            wide: u32,
+            /// Zero; keeps the size a multiple of 8.
+            reserved: u32,
         }
 
         /// Parameters of `cuda/verify_greedy.cu`, passed by value.

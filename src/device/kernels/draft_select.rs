@@ -19,7 +19,7 @@ pub const MAX_DEVICE_TOPK: u32 = 32;
 /// Columns of a tile: `TILE` of the kernel.
 const TILE: usize = 512;
 /// Threads of a block: `THREADS` of the kernel; a warp takes a tile.
-const BLOCK: u32 = 128;
+const BLOCK: u32 = 256;
 /// Blocks that a small batch is cut into, for each multiprocessor.
 const BLOCKS_PER_MULTIPROCESSOR: usize = 4;
 /// Largest `gridDim.y`.
@@ -221,9 +221,9 @@ mod tests {
 
     #[test]
     fn chunks_fill_a_gpu_and_have_tiles_for_their_warps() {
-        assert_eq!([1, 8, 64, 512].map(|rows| chunks(rows, 32_000, 132)), [16, 16, 9, 2]);
-        assert_eq!([1, 8, 512, 4096].map(|rows| chunks(rows, 128_256, 132)), [63, 63, 2, 1]);
-        assert_eq!([1, 2048, 2049].map(|vocab| chunks(1, vocab, 132)), [1, 1, 2]);
+        assert_eq!([1, 8, 64, 512].map(|rows| chunks(rows, 32_000, 132)), [8, 8, 8, 2]);
+        assert_eq!([1, 8, 512, 4096].map(|rows| chunks(rows, 128_256, 132)), [32, 32, 2, 1]);
+        assert_eq!([1, 4096, 4097].map(|vocab| chunks(1, vocab, 132)), [1, 1, 2]);
         assert_eq!(chunks(0, 5, 1), 1);
     }
 }

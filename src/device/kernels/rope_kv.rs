@@ -58,6 +58,17 @@ pub struct RopeKvOperands<'a> {
     pub layer: usize,
 }
 
+impl RopeKvOperands<'_> {
+    /// Whether two neighbours with an even index can be read at once in every operand.
+    fn in_pairs(&self) -> bool {
+        let half = self.cos.columns();
+        let rows = [Some(self.qkv), self.q, self.bias, self.q_norm, self.k_norm];
+        let halves = rows.into_iter().flatten().all(|r| (r.address() | r.stride_bytes()).is_multiple_of(4));
+        let tables = [self.cos, self.sin].iter().all(|t| t.address().is_multiple_of(8));
+        half.is_multiple_of(2) && halves && tables && self.cache.address().is_multiple_of(4)
+    }
+}
+
 impl RopeKv {
     /// Load them into `context`, which is current.
     pub(super) fn load(context: Arc<Context>) -> Result<Self> {
@@ -157,6 +168,8 @@ impl RopeKv {
             positions_in_table: o.cos.rows() as i32,
             num_slots: o.cache.num_slots(),
             eps_bits,
+            wide: u32::from(o.in_pairs()),
+            reserved: 0,
         };
         let blocks = (all_heads as u32).div_ceil(BLOCK / 32);
         let _current = context.enter()?;

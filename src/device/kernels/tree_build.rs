@@ -137,6 +137,6 @@ impl TreeBuild {
         let _current = context.enter()?;
         // SAFETY: the module is loaded for the process and its context is current. Addresses and sizes come from views,
         // whose constructors' callers promised them; the fault record lives as long as the process.
-        unsafe { self.function.launch((requests as u32, 1, 1), 256, stream, &params) }
+        unsafe { self.function.launch((requests as u32, 1, 1), 512, stream, &params) }
     }
 }

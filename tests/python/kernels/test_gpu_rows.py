@@ -364,9 +364,12 @@ def test_rope_and_cache(canaries, dtype, heads, kv_heads, d, rotary, extra):
     on = [None if t is None else canaries.of(t) for t in (bias, q_norm, k_norm)]
     table = tuple(canaries.of(t) for t in tables)
     args = (table, canaries.of(positions), canaries.of(targets))
-    core._device_rope_kv(canaries.of(qkv), heads, kv_heads, *on, 1e-6, *args, out, cache, layer, handle())
-    assert same(out.view(rows, heads, d), q)
-    assert same(cache, want)
+    for offset in (0, 2):  # pairs at once, or element by element: the same bits
+        x = canaries.of(qkv, offset=offset)
+        core._device_rope_kv(x, heads, kv_heads, *on, 1e-6, *args, out, cache, layer, handle())
+        assert same(out.view(rows, heads, d), q)
+        assert same(cache, want)
+        out.fill_(float("nan"))
     # Keys and values alone, as a draft head's prefill wants them.
     alone = canaries.empty(layers, 2, slots, kv_heads, d, dtype=dtype)
     on[0] = None if bias is None else canaries.of(bias[heads * d :].contiguous())
