@@ -541,6 +541,10 @@ class Plan:
         """Row of the pool's page table of each request, int32 [B]."""
 
     @property
+    def versions(self) -> Array:
+        """Version of each row when the plan was made, int64 [B]; 0 for a dead request."""
+
+    @property
     def qo_indptr(self) -> Array:
         """First query of each request, and Q: int32 [B + 1]."""
 
@@ -702,6 +706,18 @@ class Planner:
     ) -> Plan:
         """The target's pass over one tree a request: node j at row position `lens[i] + j`, attending the prefix and
         its ancestors.
+        """
+
+    def audit(
+        self,
+        phase: Literal["extend", "decode", "draft", "verify"],
+        arrays: tuple[_Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor],
+        step: SupportsIndex | None = None,
+    ) -> Plan:
+        """Check a plan that was made elsewhere, such as on a device, from its arrays alone: each query, each page,
+        each dead value. `arrays` are rows, versions, qo_indptr, prefix_lens, positions, out_slots and mask as `Plan`
+        has them; `step` is that of a `"draft"`. The plan's own format derives its arrays, which are read back and
+        checked, too.
         """
 
     def tail_copies(self, seqs: _List[Sequence], lens: _List[SupportsIndex] | DeviceLens) -> Moves:
@@ -1290,6 +1306,60 @@ def _device_draft_scratch(
 ) -> int:
     """64-bit words of scratch that `_device_draft_select` needs on CUDA device `ordinal` for rounds of up to `batch`
     requests.
+    """
+
+def _device_samplers(samplers: _List[Sampler]) -> list[Array]:
+    """Sampling parameters and histories of a batch as the device reads them: rows (int64 [B, 6]), edit_begins and
+    edit_counts (int32 [B]), edit_tokens (int32 [E]), edit_biases (float32 [E]), edit_outputs (int32 [E]).
+    """
+
+def _device_sample_verify(
+    logits: _Tensor,
+    trees: tuple[_Tensor, _Tensor, _Tensor],
+    lens: _Tensor,
+    live: _Tensor | None,
+    max_nodes: SupportsIndex,
+    max_path: SupportsIndex,
+    samplers: tuple[_Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor],
+    accepts: tuple[_Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor],
+    scratch: _Tensor,
+    full: bool,
+    stream: SupportsIndex,
+) -> None:
+    """Sampling verification of trees (tokens, parents, offsets) by logits [nodes, vocab]. `samplers` are the arrays
+    of `_device_samplers`, `accepts`, `scratch` and `full` as for greedy verification.
+    """
+
+def _device_plan(
+    geometry: Geometry,
+    phase: Literal["extend", "decode", "draft", "verify"],
+    draft_step: SupportsIndex | None,
+    table: _Tensor,
+    num_pages: SupportsIndex,
+    batch: tuple[_Tensor, _Tensor, _Tensor, _Tensor | None],
+    step: tuple[_Tensor | None, _Tensor | None, _Tensor | None],
+    plan: tuple[_Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor],
+    format: str,
+    masks: str,
+    arrays: dict[str, _Tensor],
+    stream: SupportsIndex,
+) -> None:
+    """Plan a step on the device, and the arrays of `format` if one is given. `batch` are rows, versions (int64),
+    lens and live (or `None`); `step` are offsets, parents and ancestors, each a tensor or `None`; `table` is int32
+    [rows, columns]; `plan` are rows, versions, qo_indptr, prefix_lens, positions, out_slots and mask, whose sizes
+    are the bucket; `arrays` name to tensor.
+    """
+
+def _device_tail_copies(
+    geometry: Geometry,
+    table: _Tensor,
+    num_pages: SupportsIndex,
+    batch: tuple[_Tensor, _Tensor, _Tensor | None],
+    moves: tuple[_Tensor, _Tensor, _Tensor],
+    stream: SupportsIndex,
+) -> None:
+    """Copies of each prefix's tail into the holes of the holey layout, into `moves` (src, dst, offsets). `batch` are
+    rows, lens and live (or `None`).
     """
 
 def _device_verify_scratch(nodes: SupportsIndex, batch: SupportsIndex, max_path: SupportsIndex) -> int:

@@ -36,6 +36,7 @@ mod fault;
 mod kernels;
 mod libcuda;
 pub mod params;
+pub mod plan;
 mod ptx;
 pub mod rows;
 pub mod view;
@@ -43,9 +44,13 @@ pub mod view;
 pub use devices::{Device, available};
 pub use driver::Stream;
 pub use kernels::{
-    AddRmsNorm, CommitOperands, DeviceAccepts, DeviceBeams, DeviceTrees, DraftSelect, DraftSelectOperands, Kernels,
-    KvCommit, KvMove, MAX_DEVICE_CANDIDATES, MAX_DEVICE_TOPK, MAX_HEAD_DIM, MAX_NORM_COLUMNS, RopeKv, RopeKvOperands,
-    RowOps, TreeBuild, TreeBuildOperands, VerifyGreedy, VerifyMode, VerifyOperands, verify_scratch,
+    AddRmsNorm, CommitOperands, DeviceAccepts, DeviceBeams, DeviceSamplers, DeviceTrees, DraftSelect,
+    DraftSelectOperands, Kernels, KvCommit, KvMove, MAX_DEVICE_CANDIDATES, MAX_DEVICE_TOPK, MAX_HEAD_DIM,
+    MAX_NORM_COLUMNS, MAX_SAMPLED_VOCAB, PlanKernels, RopeKv, RopeKvOperands, RowOps, SAMPLER_ROW_WORDS, SampleVerify,
+    TreeBuild, TreeBuildOperands, VerifyGreedy, VerifyMode, VerifyOperands, verify_scratch,
+};
+pub use plan::{
+    DeviceArray, DeviceBatch, DeviceElements, DevicePlan, DevicePlanner, DeviceStep, DeviceTable, PlanMemory,
 };
 pub use rows::{FloatType, Rows};
 pub use view::{DeviceSlice, KvCacheView, MovesView};

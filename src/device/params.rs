@@ -96,6 +96,11 @@ declare! {
             KERNEL_KV_COMMIT = 22: "kv_commit",
             KERNEL_DRAFT_SELECT = 23: "draft_select",
             KERNEL_TREE_BUILD = 24: "tree_build",
+            KERNEL_SAMPLE_VERIFY = 30: "sample_verify",
+            KERNEL_PLAN = 31: "plan",
+            KERNEL_PLAN_LISTS = 32: "plan_lists",
+            KERNEL_PLAN_TABLES = 33: "plan_tables",
+            KERNEL_TAIL_COPIES = 34: "tail_copies",
         }
 
         /// Values of [`FaultRecord::buffer`], and the names that errors carry.
@@ -124,6 +129,23 @@ declare! {
             BUFFER_MAX_NODES = 49: "max_nodes",
             BUFFER_TARGET_LOGITS = 50: "target logits",
             BUFFER_DRAFT_LOGITS = 51: "draft logits",
+            BUFFER_EDITED_LOGITS = 60: "target logits after logit_bias and penalties",
+            BUFFER_EDITS = 61: "edits",
+            BUFFER_EDIT_TOKENS = 62: "edits (tokens)",
+            BUFFER_LENGTHS = 64: "committed lengths",
+            BUFFER_COUNTS = 65: "tokens of a request",
+            BUFFER_CONTEXT = 67: "context",
+            BUFFER_QUERIES = 68: "queries",
+            BUFFER_TREE_PARENTS = 69: "tree parents",
+            BUFFER_ANCESTORS = 70: "ancestor bits",
+            BUFFER_ALLOCATED = 71: "allocated positions",
+            BUFFER_POOL_PAGES = 72: "pool pages",
+            BUFFER_COPIES = 73: "src and dst (tail copies)",
+            BUFFER_KV_INDICES = 74: "kv_indices",
+            BUFFER_CUSTOM_MASK = 75: "custom_mask",
+            BUFFER_PACKED_MASK = 76: "packed_custom_mask",
+            BUFFER_PREFIX_TABLE = 77: "page_table",
+            BUFFER_EXPAND_TABLE = 78: "expand_page_table",
         }
 
         /// Values of [`FaultRecord::probe`], and the values that errors name.
@@ -546,6 +568,350 @@ declare! {
             draft_tokens: i32,
             /// Candidates of a request; at most 4096.
             candidates: i32,
+            /// Zero; keeps the size a multiple of 8.
+            reserved: i32,
+        }
+
+        /// Sampling parameters of a request, as `cuda/sample.cu` reads them: `SamplerConfig`, prepared.
+        SamplerRow {
+            /// Key of the random numbers.
+            seed: u64,
+            /// Smallest weight that min-p keeps.
+            min_weight: u64,
+            /// Bits of the float64 top-p.
+            top_p: u64,
+            /// Keep the k largest logits; 0 keeps all.
+            top_k: u32,
+            /// Bits of the float32 inverse of the temperature; 0 for temperature 0, greedy.
+            inv_t: u32,
+            /// Bits of the float32 repetition penalty.
+            repetition: u32,
+            /// Bits of the float32 presence penalty.
+            presence: u32,
+            /// Bits of the float32 frequency penalty.
+            frequency: u32,
+            /// 1 where a penalty does anything, else 0.
+            penalises: u32,
+        }
+
+        /// Parameters of `cuda/sample.cu`, passed by value. The trees and the walks are as in `VerifyParams`.
+        SampleParams {
+            /// `[nodes]` rows of `vocab` logits, float32, bfloat16 or float16, `logits_stride` elements apart.
+            logits: u64,
+            /// `int32[requests + 1]`: the nodes of each request.
+            offsets: u64,
+            /// `int32[nodes]`: parent of each node, within its tree; -1 for a root.
+            tree_parents: u64,
+            /// `int32[nodes]`: token of each node.
+            tree_tokens: u64,
+            /// `int32[requests]`: committed lengths.
+            lens: u64,
+            /// `int32`: live requests; 0: all are.
+            live: u64,
+            /// [`SamplerRow`] of each request.
+            samplers: u64,
+            /// `int32[requests]`: first entry of each request's edits.
+            edit_begins: u64,
+            /// `int32[requests]`: entries of each request's edits.
+            edit_counts: u64,
+            /// `int32[edits]`: tokens, ascending within a request.
+            edit_tokens: u64,
+            /// `float32[edits]`: bias of the token, 0 for none.
+            edit_biases: u64,
+            /// `int32[edits]`: times that the token is in the output; 0 where it is in the prompt alone, -1 where in neither.
+            edit_outputs: u64,
+            /// `uint64[nodes]`: what was drawn at each node (mode full); 0 between launches.
+            row_keys: u64,
+            /// `int32[requests * max_path]`: nodes of each walk.
+            walk_paths: u64,
+            /// `int32[requests * max_path]`: token drawn at each node of a walk.
+            walk_tokens: u64,
+            /// `int32[requests]`: nodes of each walk.
+            walk_lengths: u64,
+            /// `uint32`: 0 between launches.
+            counter: u64,
+            /// `int32[requests + 1]`: where each request's entries start in the three arrays that follow.
+            out_offsets: u64,
+            /// `int32[requests * max_path]`: accepted nodes; 0 behind the last.
+            paths: u64,
+            /// `int32[requests * max_path]`: tokens drawn at them; -1 where none could be, and behind the last.
+            tokens: u64,
+            /// `int32[requests * max_path]`: their rows of the logits; 0 behind the last.
+            rows: u64,
+            /// `int32[requests]`: last token of each walk, the next root; 0 for a dead request.
+            roots: u64,
+            /// `int32[requests]`: length plus nodes of the walk; 0 for a dead request.
+            new_lens: u64,
+            /// `int32[requests]`: why a walk ended without a token ([`PROBES`]).
+            faults: u64,
+            /// [`FaultRecord`] in mapped host memory.
+            record: u64,
+            /// `uint32` in device memory: the last epoch whose record was claimed.
+            claim: u64,
+            /// Elements from a row of logits to the next.
+            logits_stride: u64,
+            /// Columns of a row of logits.
+            vocab: i32,
+            /// Capacity of the arrays of nodes.
+            nodes: i32,
+            /// Rows of the batch.
+            requests: i32,
+            /// Most nodes of a tree.
+            max_nodes: i32,
+            /// Entries that a walk has room for.
+            max_path: i32,
+            /// Capacity of the arrays of edits.
+            edits: i32,
+        }
+
+        /// Parameters of `plan_native` in `cuda/plan.cu`, passed by value.
+        PlanParams {
+            /// `int32[batch]`: row of each request in the page table; negative for a dead one.
+            rows: u64,
+            /// `uint64[batch]`: version of each row.
+            versions: u64,
+            /// `int32[batch]`: committed length of each request; where its tokens start.
+            lens: u64,
+            /// `int32[batch + 1]`: differences are the tokens of each request (extend) or the nodes of its tree (verify), which
+            /// lie in `parents` from there; 0 in other phases.
+            offsets: u64,
+            /// `int32[parents_len]`: parent of each node within its tree (verify); 0 in other phases.
+            parents: u64,
+            /// `uint64[batch * topk * words]`: draft slots that each branch attends to (draft); 0: its lane.
+            ancestors: u64,
+            /// `int32[table_rows * row_pages]`: the pool's page table.
+            table: u64,
+            /// `int32`: live requests; 0: all are that have a row.
+            live: u64,
+            /// `int32[batch]`: rows of the plan.
+            out_rows: u64,
+            /// `uint64[batch]`: versions of the plan.
+            out_versions: u64,
+            /// `int32[batch + 1]`.
+            qo_indptr: u64,
+            /// `int32[batch]`.
+            prefix_lens: u64,
+            /// `int32[queries]`.
+            positions: u64,
+            /// `int32[queries]`.
+            out_slots: u64,
+            /// `uint64[queries * words]`.
+            mask: u64,
+            /// [`FaultRecord`] in mapped host memory.
+            record: u64,
+            /// `uint32` in device memory: the last epoch whose record was claimed.
+            claim: u64,
+            /// Entries of `parents`.
+            parents_len: i64,
+            /// The step, field by field: `plan::form::Step`.
+            phase: u32,
+            /// t of a draft step.
+            step: u32,
+            /// log2 of P.
+            shift: u32,
+            /// K.
+            topk: u32,
+            /// S.
+            steps: u32,
+            /// V.
+            nodes: u32,
+            /// `max_context_len`.
+            context: u32,
+            /// 1 in the holey layout.
+            holey: u32,
+            /// Requests of the bucket.
+            batch: i32,
+            /// Queries of the bucket.
+            queries: i32,
+            /// Rows of the page table.
+            table_rows: i32,
+            /// Columns of the page table.
+            row_pages: i32,
+            /// Pages of the pool, the sink included.
+            num_pages: i32,
+            /// Zero; keeps the size a multiple of 8.
+            reserved: i32,
+        }
+
+        /// Parameters of `plan_tail_copies` in `cuda/plan.cu`, passed by value.
+        TailCopyParams {
+            /// `int32[batch]`: row of each request in the page table; negative for a dead one.
+            rows: u64,
+            /// `int32[batch]`: committed length of each request.
+            lens: u64,
+            /// `int32[table_rows * row_pages]`: the pool's page table.
+            table: u64,
+            /// `int32`: live requests; 0: all are that have a row.
+            live: u64,
+            /// `int32[copies]`: source slots; 0 behind the last.
+            src: u64,
+            /// `int32[copies]`: destination slots; 0, the sink, behind the last.
+            dst: u64,
+            /// `int32[batch + 1]`: the copies of each request.
+            offsets: u64,
+            /// [`FaultRecord`] in mapped host memory.
+            record: u64,
+            /// `uint32` in device memory: the last epoch whose record was claimed.
+            claim: u64,
+            /// log2 of P.
+            shift: u32,
+            /// K.
+            topk: u32,
+            /// S.
+            steps: u32,
+            /// `max_context_len`.
+            context: u32,
+            /// 1 in the holey layout.
+            holey: u32,
+            /// Requests of the bucket.
+            batch: i32,
+            /// Rows of the page table.
+            table_rows: i32,
+            /// Columns of the page table.
+            row_pages: i32,
+            /// Pages of the pool, the sink included.
+            num_pages: i32,
+            /// Capacity of `src` and of `dst`.
+            copies: i32,
+        }
+
+        /// Parameters of `cuda/plan_lists.cu`, passed by value. Optional arrays have address 0 where they are not wanted.
+        PlanListParams {
+            /// `int32[batch]`: rows of the plan.
+            rows: u64,
+            /// `int32[batch + 1]`.
+            qo_indptr: u64,
+            /// `int32[batch]`.
+            prefix_lens: u64,
+            /// `int32[queries]`.
+            out_slots: u64,
+            /// `uint64[queries * words]`.
+            mask: u64,
+            /// `int32[table_rows * row_pages]`: the pool's page table.
+            table: u64,
+            /// `int32[lists + 1]`.
+            kv_indptr: u64,
+            /// `[indices]`, int32 or int64.
+            kv_indices: u64,
+            /// `int32[lists]`; optional.
+            last_page_len: u64,
+            /// `[batch + 1]`, int32 or int64; optional.
+            qo_out: u64,
+            /// `int64[queries]`; optional.
+            extend_slots: u64,
+            /// `[batch + 1]`, int32 or int64; with `custom_mask`.
+            mask_indptr: u64,
+            /// `uint8[mask_elements]`; optional.
+            custom_mask: u64,
+            /// `int32[batch + 1]`; with `packed_mask`.
+            packed_indptr: u64,
+            /// `uint8[packed_bytes]`; optional.
+            packed_mask: u64,
+            /// [`FaultRecord`] in mapped host memory.
+            record: u64,
+            /// `uint32` in device memory: the last epoch whose record was claimed.
+            claim: u64,
+            /// Capacity of `kv_indices`.
+            indices: i64,
+            /// Capacity of `custom_mask`.
+            mask_elements: i64,
+            /// Capacity of `packed_mask`.
+            packed_bytes: i64,
+            /// The step, field by field: `plan::form::Step`.
+            phase: u32,
+            /// t of a draft step.
+            step: u32,
+            /// log2 of P.
+            shift: u32,
+            /// K.
+            topk: u32,
+            /// S.
+            steps: u32,
+            /// V.
+            nodes: u32,
+            /// `max_context_len`.
+            context: u32,
+            /// 1 in the holey layout.
+            holey: u32,
+            /// Requests of the plan.
+            batch: i32,
+            /// Queries of the plan.
+            queries: i32,
+            /// Rows of the page table.
+            table_rows: i32,
+            /// Columns of the page table.
+            row_pages: i32,
+            /// Pages of the pool, the sink included.
+            num_pages: i32,
+            /// 1 for int64 where the two formats differ, 0 for int32.
+            wide: u32,
+            /// 1 where the list of a request names its own tokens, too.
+            own: u32,
+            /// Zero; keeps the size a multiple of 8.
+            reserved: u32,
+        }
+
+        /// Parameters of `cuda/plan_tables.cu`, passed by value. The arrays of the expand pass have address 0 where the phase has
+        /// none.
+        PlanTableParams {
+            /// `int32[batch]`: rows of the plan.
+            rows: u64,
+            /// `int32[batch + 1]`.
+            qo_indptr: u64,
+            /// `int32[batch]`.
+            prefix_lens: u64,
+            /// `int32[queries]`.
+            out_slots: u64,
+            /// `uint64[queries * words]`.
+            mask: u64,
+            /// `int32[table_rows * row_pages]`: the pool's page table.
+            table: u64,
+            /// `int32[batch]`.
+            cache_seqlens: u64,
+            /// `int32[batch * page_columns]`.
+            page_table: u64,
+            /// `int32[batch + 1]`.
+            cu_seqlens_q: u64,
+            /// `int32[queries]`.
+            expand_cache_seqlens: u64,
+            /// `int32[queries * expand_columns]`.
+            expand_page_table: u64,
+            /// `int32[queries + 1]`.
+            expand_cu_seqlens_q: u64,
+            /// [`FaultRecord`] in mapped host memory.
+            record: u64,
+            /// `uint32` in device memory: the last epoch whose record was claimed.
+            claim: u64,
+            /// The step, field by field: `plan::form::Step`.
+            phase: u32,
+            /// t of a draft step.
+            step: u32,
+            /// log2 of P.
+            shift: u32,
+            /// K.
+            topk: u32,
+            /// S.
+            steps: u32,
+            /// V.
+            nodes: u32,
+            /// `max_context_len`.
+            context: u32,
+            /// 1 in the holey layout.
+            holey: u32,
+            /// Requests of the plan.
+            batch: i32,
+            /// Queries of the plan.
+            queries: i32,
+            /// Rows of the page table.
+            table_rows: i32,
+            /// Columns of the page table.
+            row_pages: i32,
+            /// Pages of the pool, the sink included.
+            num_pages: i32,
+            /// Columns of `page_table`.
+            page_columns: i32,
+            /// Columns of `expand_page_table`.
+            expand_columns: i32,
             /// Zero; keeps the size a multiple of 8.
             reserved: i32,
         }

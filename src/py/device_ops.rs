@@ -21,16 +21,16 @@ use operands::{Operands, import};
 type Arg<'a, 'py> = &'a Bound<'py, PyAny>;
 
 #[cfg(not(feature = "cuda"))]
-fn absent(py: Python<'_>) -> PyResult<()> {
+pub(super) fn absent(py: Python<'_>) -> PyResult<()> {
     let why = || Err(crate::error::Error::CudaUnavailable("built without the feature `cuda`".into()));
     super::arg::detached(py, why)
 }
 
 #[cfg(feature = "cuda")]
-mod operands {
+pub(super) mod operands {
     use pyo3::prelude::*;
 
-    use crate::device::{Device, DeviceSlice, Kernels, KvCacheView, Rows, Stream};
+    use crate::device::{Device, DeviceArray, DeviceSlice, Kernels, KvCacheView, Rows, Stream};
     use crate::error::{Error, Result};
     use crate::py::arg::{Int, detached};
     use crate::py::dlpack::cuda::{self, DeviceElement};
@@ -40,7 +40,7 @@ mod operands {
     const CALLERS: Option<isize> = Some(-1);
 
     /// The tensors of a call, by their place in the lists that were imported: inputs first, then outputs.
-    pub(super) struct Operands {
+    pub(in crate::py) struct Operands {
         inputs: Vec<Option<Tensor>>,
         outputs: Vec<Option<Output>>,
     }
@@ -49,7 +49,7 @@ mod operands {
     type Named<'a, 'py> = &'a [(&'static str, Option<&'a Bound<'py, PyAny>>)];
 
     /// Import the tensors of a call, and check that outputs may be written and lie apart from every other operand.
-    pub(super) fn import(inputs: Named<'_, '_>, outputs: Named<'_, '_>) -> PyResult<Operands> {
+    pub(in crate::py) fn import(inputs: Named<'_, '_>, outputs: Named<'_, '_>) -> PyResult<Operands> {
         let read = |&(name, tensor): &(&'static str, Option<&Bound<'_, PyAny>>)| {
             tensor.map(|t| Tensor::import(t, name, CALLERS)).transpose()
         };
@@ -75,39 +75,44 @@ mod operands {
         }
 
         /// Operand `n`, where it is there.
-        pub(super) fn maybe_rows(&self, n: usize, ordinal: i32) -> Result<Option<Rows>> {
+        pub(in crate::py) fn maybe_rows(&self, n: usize, ordinal: i32) -> Result<Option<Rows>> {
             self.tensor(n).map(|t| t.device_rows(ordinal)).transpose()
         }
 
         /// Operand `n`, where it is there.
-        pub(super) fn maybe<T: DeviceElement>(&self, n: usize, ordinal: i32) -> Result<Option<DeviceSlice<T>>> {
+        pub(in crate::py) fn maybe<T: DeviceElement>(&self, n: usize, ordinal: i32) -> Result<Option<DeviceSlice<T>>> {
             self.tensor(n).map(|t| t.device_slice(ordinal)).transpose()
         }
 
+        /// Operand `n` as an array of a format, where it is there.
+        pub(in crate::py) fn maybe_array(&self, n: usize, ordinal: i32) -> Result<Option<DeviceArray>> {
+            self.tensor(n).map(|t| t.device_array(ordinal)).transpose()
+        }
+
         /// Operand `n`.
-        pub(super) fn rows(&self, n: usize, ordinal: i32) -> Result<Rows> {
+        pub(in crate::py) fn rows(&self, n: usize, ordinal: i32) -> Result<Rows> {
             self.maybe_rows(n, ordinal)?.ok_or_else(|| absent(n))
         }
 
         /// Operand `n`.
-        pub(super) fn slice<T: DeviceElement>(&self, n: usize, ordinal: i32) -> Result<DeviceSlice<T>> {
+        pub(in crate::py) fn slice<T: DeviceElement>(&self, n: usize, ordinal: i32) -> Result<DeviceSlice<T>> {
             self.maybe(n, ordinal)?.ok_or_else(|| absent(n))
         }
 
         /// Columns of operand `n`, a matrix.
-        pub(super) fn columns(&self, n: usize) -> Result<usize> {
+        pub(in crate::py) fn columns(&self, n: usize) -> Result<usize> {
             let [_, columns] = self.tensor(n).ok_or_else(|| absent(n))?.dims("[rows, columns]")?;
             Ok(columns)
         }
 
         /// Output `n` of the outputs, a KV cache. `import` saw that it lies apart.
-        pub(super) fn cache(&self, n: usize, ordinal: i32) -> Result<KvCacheView> {
+        pub(in crate::py) fn cache(&self, n: usize, ordinal: i32) -> Result<KvCacheView> {
             let cache = self.outputs[n].as_ref().ok_or_else(|| absent(n))?;
             cache.device_kv_cache(ordinal, &[])
         }
 
         /// Launch without the GIL on the device of the first output.
-        pub(super) fn launch(
+        pub(in crate::py) fn launch(
             &self,
             py: Python<'_>,
             stream: Int,

@@ -6,7 +6,7 @@
 //! | `arg` | integers of any size with named errors; work without the GIL |
 //! | `dlpack` | tensors in and out (`Array` is what specrs returns), memory that callers lend; the only place with `unsafe` |
 //! | `device` | CUDA launches; there in every build |
-//! | `device_ops` | launches of a round's kernels, for tests |
+//! | `device_ops`, `device_sample`, `device_plan` | launches of a round's kernels, for tests |
 //! | `geometry` | tree shapes, sizes, draft layouts, token trees |
 //! | `kv`, `attention` | the KV cache, its writes and moves, attention, RoPE |
 //! | `linear` | packed matrix products, RMSNorm |
@@ -26,6 +26,8 @@ mod attention;
 mod certify;
 mod device;
 mod device_ops;
+mod device_plan;
+mod device_sample;
 mod dlpack;
 mod errors;
 mod geometry;
@@ -57,6 +59,10 @@ mod _specrs {
         _device_kv_commit, _device_rope_kv, _device_silu_up, _device_tree_build, _device_verify_greedy,
         _device_verify_scratch,
     };
+    #[pymodule_export]
+    use super::device_plan::{_device_plan, _device_tail_copies};
+    #[pymodule_export]
+    use super::device_sample::{_device_sample_verify, _device_samplers};
     #[pymodule_export]
     use super::dlpack::{Array, as_array};
     #[pymodule_export]

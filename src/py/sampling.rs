@@ -107,6 +107,12 @@ impl Sampler {
     }
 }
 
+/// Call `f` with each sampler.
+#[cfg(feature = "cuda")]
+pub(super) fn with_samplers(samplers: &[Bound<'_, Sampler>], mut f: impl FnMut(&sample::Sampler)) -> Result<()> {
+    samplers.iter().try_for_each(|s| s.get().state.try_read().map_err(busy).map(|s| f(&s)))
+}
+
 /// A pair of `logit_bias` in the core's types.
 fn bias(token: Int, value: f64) -> Result<(i32, f32)> {
     if value.is_finite() && value.abs() > round::MAX_BIAS.into() {

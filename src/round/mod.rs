@@ -7,6 +7,7 @@
 //! |---|---|---|---|
 //! | [`DraftMask`] | which earlier draft tokens a branch sees | the draft's beams | `plan` |
 //! | [`TreeBatch`] | the token tree of each request | the draft's selection, or any drafter | `plan`, verification |
+//! | [`TokenEdits`] | bias and history of a request, by token | its sampler | verification on a device |
 //! | [`SamplerConfig`] | sampling parameters of a request, and their limits | the caller | verification, plain decoding |
 //! | [`philox`] | the random number of a position | | every draw |
 //! | `weight` | the integer weight of a token, and what top-p, min-p and a draw make of it | | every draw |
@@ -30,10 +31,12 @@ pub(crate) mod accepts;
 mod draft_mask;
 pub mod philox;
 mod sampler_config;
+mod token_edits;
 mod tree_batch;
 pub(crate) mod weight;
 
 pub use accepts::Accepts;
 pub use draft_mask::DraftMask;
 pub use sampler_config::{MAX_BIAS, MAX_PENALTY, MAX_REPETITION, MAX_VOCAB, SamplerConfig};
+pub use token_edits::TokenEdits;
 pub use tree_batch::TreeBatch;

@@ -49,6 +49,18 @@ impl Softmax {
         Self { max, inv_t: inv_t as f32 }
     }
 
+    /// The same from `inv_t`, as a device has it.
+    #[cfg(test)]
+    pub(crate) fn of(max: f32, inv_t: f32) -> Self {
+        Self { max, inv_t }
+    }
+
+    /// `1 / T` in f32; never 0. With a maximum it makes [`Softmax`] on a device.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn inv_t(self) -> f32 {
+        self.inv_t
+    }
+
     /// Log-weight of a logit, `(x - max) / T <= 0`; monotone in x.
     #[inline(always)]
     pub(crate) fn log_weight(self, x: f32) -> f32 {

@@ -60,6 +60,8 @@ def zeros(*shape: int) -> Any:
 def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     """A good call of each function of `_specrs.pyi` that takes a number, made afresh: what it writes is thrown away."""
     w, native = World(), World("native")
+    plan = w.planner.draft(w.seqs, w.lens, 0, None, "lane")
+    elsewhere = (plan.rows, plan.versions, plan.qo_indptr, plan.prefix_lens, plan.positions, plan.out_slots, plan.mask)
     region, sampler, buffers = w.geometry.draft_region(5), w.samplers[0], core.Planner.buffers
     one_page = World("native", page_size=1)
     WORLDS[:] = [w, native, one_page]
@@ -109,6 +111,7 @@ def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "Planner.decode": (w.planner.decode, {**alone, "pad": (2, 2)}),
         "Planner.draft": (w.planner.draft, {**alone, "step": 0, "beams": None, "mode": "lane", "pad": (2, 4)}),
         "Planner.verify": (w.planner.verify, {**alone, "trees": w.trees, "pad": (2, 6)}),
+        "Planner.audit": (lambda **k: w.planner.audit("draft", elsewhere, **k), {"step": 0}),
         "Planner.tail_copies": (w.planner.tail_copies, alone),
         "Planner.commit": (w.planner.commit, {"lease": w.lease, **alone, "accepts": w.accepts()}),
         "Planner.buffers": (lambda **k: buffers(w.planner, "draft", **k), {"step": 0, "max_batch": 2}),

@@ -4,16 +4,20 @@ mod check;
 mod draft_select;
 mod kv_commit;
 mod kv_move;
+mod plan;
 mod rope_kv;
 mod rows;
+mod sample;
 mod tree_build;
 mod verify_greedy;
 
 pub use draft_select::{DeviceBeams, DraftSelect, DraftSelectOperands, MAX_DEVICE_TOPK};
 pub use kv_commit::{CommitOperands, KvCommit};
 pub use kv_move::KvMove;
+pub use plan::PlanKernels;
 pub use rope_kv::{MAX_HEAD_DIM, RopeKv, RopeKvOperands};
 pub use rows::{AddRmsNorm, MAX_NORM_COLUMNS, RowOps};
+pub use sample::{DeviceSamplers, MAX_SAMPLED_VOCAB, SAMPLER_ROW_WORDS, SampleVerify};
 pub use tree_build::{DeviceTrees, MAX_DEVICE_CANDIDATES, TreeBuild, TreeBuildOperands};
 pub use verify_greedy::{DeviceAccepts, VerifyGreedy, VerifyMode, VerifyOperands, verify_scratch};
 
@@ -33,12 +37,16 @@ pub struct Kernels {
     pub rope_kv: RopeKv,
     /// Accepted paths by argmax.
     pub verify_greedy: VerifyGreedy,
+    /// Accepted paths by drawn tokens.
+    pub sample_verify: SampleVerify,
     /// Accepted paths into rows of the page table, or moves.
     pub kv_commit: KvCommit,
     /// Draft logits to beams.
     pub draft_select: DraftSelect,
     /// Candidates to trees.
     pub tree_build: TreeBuild,
+    /// Plans, for [`DevicePlanner`](super::plan::DevicePlanner).
+    pub plan: PlanKernels,
 }
 
 impl Kernels {
@@ -49,9 +57,11 @@ impl Kernels {
             rows: RowOps::load(context.clone())?,
             rope_kv: RopeKv::load(context.clone())?,
             verify_greedy: VerifyGreedy::load(context.clone())?,
+            sample_verify: SampleVerify::load(context.clone())?,
             kv_commit: KvCommit::load(context.clone())?,
             draft_select: DraftSelect::load(context.clone())?,
             tree_build: TreeBuild::load(context.clone())?,
+            plan: PlanKernels::load(context.clone())?,
         })
     }
 }

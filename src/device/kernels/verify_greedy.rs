@@ -95,6 +95,30 @@ pub fn verify_scratch(nodes: usize, requests: usize, max_path: usize) -> usize {
     nodes + 1 + (requests * (2 * max_path + 1)).div_ceil(2)
 }
 
+impl VerifyOperands<'_> {
+    /// Check that the operands fit each other and lie on the device of `context`; the address of the live count.
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`] and [`Error::OutOfRange`], as the launches of verification.
+    pub(super) fn check(&self, context: &Context) -> Result<u64> {
+        let o = self;
+        let (nodes, requests) = (o.logits.rows(), o.lens.len());
+        in_range("requests", requests as u64, 0, i128::from(crate::bounds::MAX_BATCH))?;
+        in_range("max_nodes", o.max_nodes as u64, 1, i128::from(MAX_DRAFT_TOKENS))?;
+        in_range("max_path", o.max_path as u64, 1, i128::from(MAX_DRAFT_TOKENS))?;
+        let (entries, out) = (requests * o.max_path, o.out);
+        arrays(context, nodes, &[("tree tokens", o.tree_tokens), ("tree parents", o.tree_parents)])?;
+        arrays(context, requests + 1, &[("offsets", o.offsets), ("accepted offsets", &out.offsets)])?;
+        arrays(context, entries, &[("paths", &out.paths), ("tokens", &out.tokens), ("rows", &out.rows)])?;
+        arrays(context, requests, &[("lens", o.lens), ("new_lens", &out.new_lens)])?;
+        arrays(context, requests, &[("roots", &out.roots), ("faults", &out.faults)])?;
+        rows_on_device(context, &[o.logits])?;
+        length("scratch", o.scratch.len(), verify_scratch(nodes, requests, o.max_path), false)?;
+        on_device(context, &[("scratch", o.scratch.device())])?;
+        live_address(context, o.live)
+    }
+}
+
 impl VerifyGreedy {
     /// Load them into `context`, which is current.
     pub(super) fn load(context: Arc<Context>) -> Result<Self> {
@@ -123,19 +147,8 @@ impl VerifyGreedy {
         let o = operands;
         let context = &self.context;
         let (nodes, requests) = (o.logits.rows(), o.lens.len());
-        in_range("requests", requests as u64, 0, i128::from(crate::bounds::MAX_BATCH))?;
-        in_range("max_nodes", o.max_nodes as u64, 1, i128::from(MAX_DRAFT_TOKENS))?;
-        in_range("max_path", o.max_path as u64, 1, i128::from(MAX_DRAFT_TOKENS))?;
+        let live = o.check(context)?;
         let (entries, out) = (requests * o.max_path, o.out);
-        arrays(context, nodes, &[("tree tokens", o.tree_tokens), ("tree parents", o.tree_parents)])?;
-        arrays(context, requests + 1, &[("offsets", o.offsets), ("accepted offsets", &out.offsets)])?;
-        arrays(context, entries, &[("paths", &out.paths), ("tokens", &out.tokens), ("rows", &out.rows)])?;
-        arrays(context, requests, &[("lens", o.lens), ("new_lens", &out.new_lens)])?;
-        arrays(context, requests, &[("roots", &out.roots), ("faults", &out.faults)])?;
-        rows_on_device(context, &[o.logits])?;
-        length("scratch", o.scratch.len(), verify_scratch(nodes, requests, o.max_path), false)?;
-        on_device(context, &[("scratch", o.scratch.device())])?;
-        let live = live_address(context, o.live)?;
         if requests == 0 {
             return Ok(());
         }

@@ -1,6 +1,6 @@
 //! Token history of a request, and the processors that read it: bias and penalties.
 
-use crate::round::SamplerConfig;
+use crate::round::{SamplerConfig, TokenEdits};
 use std::collections::HashMap;
 
 /// A token that occurred.
@@ -39,6 +39,23 @@ impl History {
             seen.len() - 1
         });
         &mut seen[i]
+    }
+
+    /// Bias and history together, by token.
+    pub(super) fn edits(&self, config: &SamplerConfig) -> TokenEdits {
+        let mut tokens: Vec<i32> = config.logit_bias.iter().map(|&(token, _)| token).collect();
+        tokens.extend(self.seen.iter().map(|s| s.token));
+        tokens.sort_unstable();
+        tokens.dedup();
+        let bias = |&token: &i32| {
+            let at = config.logit_bias.binary_search_by_key(&token, |&(t, _)| t);
+            at.map_or(0.0, |i| config.logit_bias[i].1)
+        };
+        let outputs = |token: &i32| {
+            let count = |&i: &usize| self.seen[i].outputs.min(i32::MAX as u32) as i32;
+            self.index.get(token).map_or(-1, count)
+        };
+        TokenEdits { biases: tokens.iter().map(bias).collect(), outputs: tokens.iter().map(outputs).collect(), tokens }
     }
 
     /// Apply bias and penalties to `row`, a copy of `logits`, as if `path` were already in the output.

@@ -28,11 +28,13 @@ mod draw;
 mod history;
 pub mod reference;
 pub(crate) mod scan;
+#[cfg(test)]
+mod twin;
 
 pub use draw::Scratch;
 
 use crate::error::{Error, Result, in_range};
-use crate::round::SamplerConfig;
+use crate::round::{SamplerConfig, TokenEdits};
 use history::History;
 use scan::RowFault;
 
@@ -86,6 +88,11 @@ impl Sampler {
             self.history.add_output(tokens);
         }
         Ok(())
+    }
+
+    /// Bias and history by token, for a device that draws by this sampler.
+    pub fn edits(&self) -> TokenEdits {
+        self.history.edits(&self.config)
     }
 
     /// The token at absolute `position`, given its `logits` (`[vocab]`, f32) and the `path`: the tokens between the

@@ -8,7 +8,7 @@
 use super::abi::{DType, Device};
 use super::output::Output;
 use super::tensor::Tensor;
-use crate::device::{DeviceSlice, FloatType, KvCacheView, Rows, Stream};
+use crate::device::{DeviceArray, DeviceElements, DeviceSlice, FloatType, KvCacheView, Rows, Stream};
 use crate::error::Result;
 
 /// DLPack's device type of CUDA.
@@ -33,7 +33,34 @@ impl DeviceElement for u64 {
     const DTYPE: DType = DType::I64;
 }
 
+impl DeviceElement for i64 {
+    const DTYPE: DType = DType::I64;
+}
+
 impl Tensor {
+    /// A contiguous tensor of integers or bytes on CUDA device `ordinal` as an array of a format: one of two dimensions is a
+    /// table.
+    pub(in crate::py) fn device_array(&self, ordinal: i32) -> Result<DeviceArray> {
+        let elements = match self.dtype {
+            DType::I32 => DeviceElements::I32(self.device_slice(ordinal)?),
+            DType::I64 => DeviceElements::I64(self.device_slice(ordinal)?),
+            DType::U8 | DType::BOOL => {
+                self.check(Device::cuda(ordinal), self.dtype, self.shape())?;
+                // SAFETY: as in `device_slice`.
+                let bytes =
+                    unsafe { DeviceSlice::from_raw(self.operand, self.address() as u64, self.elements, ordinal) };
+                DeviceElements::U8(bytes?)
+            }
+            other => return Err(self.mismatch(other, "int32, int64, uint8 or bool")),
+        };
+        let columns = match *self.shape() {
+            [_] => None,
+            [_, columns] => Some(columns),
+            ref other => return Err(self.mismatch(format_args!("shape {other:?}"), "a line or a table")),
+        };
+        Ok(DeviceArray { elements, columns })
+    }
+
     /// The elements of a contiguous tensor of any shape on CUDA device `ordinal`.
     pub(in crate::py) fn device_slice<T: DeviceElement>(&self, ordinal: i32) -> Result<DeviceSlice<T>> {
         self.check(Device::cuda(ordinal), T::DTYPE, self.shape())?;

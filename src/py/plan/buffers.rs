@@ -39,7 +39,7 @@ pub(super) fn view(a: &ArrayRef<'_>, dtype: Option<DType>) -> View {
 }
 
 /// A phase as users name it: `step` belongs to `"draft"` alone.
-pub(super) fn phase(name: &str, step: Option<u32>) -> Result<Phase> {
+pub(in crate::py) fn phase(name: &str, step: Option<u32>) -> Result<Phase> {
     let phase = match (name, step) {
         ("extend", _) => Phase::Extend,
         ("decode", _) => Phase::Decode,

@@ -21,6 +21,8 @@ use crate::plan::{AnyFormat, AuditedPlan, Format, Phase};
 use crate::pool;
 
 pub(super) use self::buffers::FormatBuffers;
+#[cfg(feature = "cuda")]
+pub(super) use self::buffers::phase;
 use self::buffers::{Written, view};
 pub(super) use self::moves::Moves;
 pub(super) use self::planner::{DeviceLens, Planner};
@@ -129,6 +131,12 @@ impl Plan {
     #[getter]
     fn rows(&self) -> PyResult<Array> {
         Ok(Array::line(self.plan.rows())?)
+    }
+
+    /// Version of each row when the plan was made, int64 [B]; 0 for a dead request.
+    #[getter]
+    fn versions(&self) -> PyResult<Array> {
+        Ok(Array::line(bytemuck::cast_slice::<u64, i64>(self.plan.versions()))?)
     }
 
     /// First query of each request, and Q: int32 [B + 1].

@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::geometry;
 use crate::plan::{
     self, AnyFormat, AuditedPlan, Batch, Bucket, DraftMask, Extent, FlashAttention, Format, Lens, Load, Paths, Phase,
-    Trees,
+    PlanParts, Trees,
 };
 use crate::pool;
 use crate::py::arg::{Int, detached, same_len, u32s};
@@ -332,6 +332,41 @@ impl Planner {
         self.plan(py, &seqs, &lens, &call, |p, t, batch| {
             p.verify(t, batch, Trees { sizes: &sizes, parents: trees.parents() })
         })
+    }
+
+    /// Check a plan that was made elsewhere, such as on a device, from its arrays alone: each query, each page, each dead
+    /// value. `arrays` are rows, versions, qo_indptr, prefix_lens, positions, out_slots and mask as `Plan` has them; `step` is
+    /// that of a `"draft"`. The plan's own format derives its arrays, which are read back and checked, too.
+    #[pyo3(signature = (phase, arrays, step=None))]
+    fn audit(&self, py: Python<'_>, phase: &str, arrays: [Bound<'_, PyAny>; 7], step: Option<Int>) -> PyResult<Plan> {
+        const NAMES: [&str; 7] = ["rows", "versions", "qo_indptr", "prefix_lens", "positions", "out_slots", "mask"];
+        let phase = self.parse(phase, step, None)?.phase;
+        let import = |i: usize| Tensor::import(&arrays[i], NAMES[i], None);
+        let tensors = (0..NAMES.len()).map(import).collect::<PyResult<Vec<_>>>()?;
+        let line = |i: usize| -> Result<Vec<i32>> { Ok(tensors[i].input::<i32>(tensors[i].shape())?.to_vec()) };
+        let words = |i: usize| -> Result<Vec<u64>> {
+            Ok(bytemuck::cast_slice(tensors[i].input::<i64>(tensors[i].shape())?).to_vec())
+        };
+        let [_, mask_words] = tensors[6].dims("[queries, words]")?;
+        let parts = PlanParts {
+            rows: line(0)?,
+            versions: words(1)?,
+            qo_indptr: line(2)?,
+            prefix_lens: line(3)?,
+            positions: line(4)?,
+            out_slots: line(5)?,
+            mask: words(6)?,
+            mask_words: mask_words as u32,
+        };
+        let plan = detached(py, || {
+            let plan = plan::Plan::from_parts(phase, self.geometry.page(), parts);
+            self.pool.with_tables(|t| AuditedPlan::audit(plan, &t, &self.geometry, &self.format))?
+        })?;
+        let expand_page_size = match self.format {
+            AnyFormat::FlashAttention(_) => FlashAttention::expand_page_size(&self.geometry, phase),
+            _ => None,
+        };
+        Ok(Plan { plan, pool: self.pool.clone(), format: self.format, expand_page_size, out: None })
     }
 
     /// Copies of each prefix's tail into the holes before its draft branches, to be run on the draft model's cache

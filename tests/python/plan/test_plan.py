@@ -179,6 +179,40 @@ def test_plans_go_stale_with_their_rows() -> None:
     assert plan.positions.tolist() == [3, 4]  # its own arrays stay readable
 
 
+ARRAYS = ["rows", "versions", "qo_indptr", "prefix_lens", "positions", "out_slots", "mask"]
+
+
+@pytest.mark.parametrize("format", ["native", "flashinfer", "flash_attention", "triton"])
+@pytest.mark.parametrize("phase", ["extend", "draft", "verify"])
+def test_a_plan_made_elsewhere_is_audited(format: str, phase: str) -> None:
+    pool, native, a = world(4)
+    planner = core.Planner(native.geometry, pool, format)
+    trees = core.TreeBatch.from_parents([[-1, 0, 0]], [[1, 2, 3]])
+    with pool.reserve([(a, 24)]):
+        plan = {
+            "extend": lambda: planner.extend([a], [3], [2], pad=(2, 3)),
+            "draft": lambda: planner.draft([a], [3], 1, None, "lane", pad=(2, 4)),
+            "verify": lambda: planner.verify([a], [3], trees, pad=(2, 4)),
+        }[phase]()
+        arrays = [torch.from_dlpack(getattr(plan, name)).clone() for name in ARRAYS]
+        audited = planner.audit(phase, tuple(arrays), plan.step)
+        for name in ARRAYS:
+            assert getattr(audited, name).tolist() == getattr(plan, name).tolist()
+        assert {n: x.tolist() for n, x in audited.arrays().items()} == {n: x.tolist() for n, x in plan.arrays().items()}
+        for name, at, error in [
+            ("rows", 0, core.StaleHandleError),
+            ("versions", 0, core.StaleHandleError),
+            ("qo_indptr", 1, core.ConfigError),
+            ("prefix_lens", 0, core.SpecrsError),
+            ("positions", -1, core.ConfigError),
+            ("out_slots", 0, core.ConfigError),
+        ]:
+            bad = [x.clone() for x in arrays]
+            bad[ARRAYS.index(name)][at] += 1
+            with pytest.raises(error):
+                planner.audit(phase, tuple(bad), plan.step)
+
+
 def test_empty_batch() -> None:
     pool, planner, _ = world(4)
     plan = planner.extend([], [], [])

@@ -1,0 +1,233 @@
+//! The launch of `cuda/sample.cu`: the accepted path of each tree by tokens drawn from its rows of logits.
+
+use std::sync::Arc;
+
+use super::check::{length, on_device};
+use super::verify_greedy::{VerifyMode, VerifyOperands};
+use crate::device::context::Context;
+use crate::device::driver::{Function, Module, Stream};
+use crate::device::params::{SampleParams, SamplerRow};
+use crate::device::ptx;
+use crate::device::rows::FloatType;
+use crate::device::view::DeviceSlice;
+use crate::error::{Result, in_range};
+use crate::round::SamplerConfig;
+use crate::round::weight::{Softmax, min_weight};
+
+/// Largest vocabulary that the kernel draws from: its bitmap of edited tokens lies in shared memory.
+pub const MAX_SAMPLED_VOCAB: usize = 1 << 18;
+/// Longest path of mode full: `FULL_PATH` of the kernel.
+const FULL_PATH: usize = 256;
+/// 64-bit words of a [`SamplerRow`].
+pub const SAMPLER_ROW_WORDS: usize = size_of::<SamplerRow>() / 8;
+
+impl SamplerRow {
+    /// The row of a request with this configuration, which was checked.
+    pub fn of(config: &SamplerConfig) -> Self {
+        let greedy = config.temperature == 0.0;
+        Self {
+            seed: config.seed,
+            min_weight: min_weight(config.min_p),
+            top_p: config.top_p.to_bits(),
+            top_k: config.top_k.clamp(0, u32::MAX.into()) as u32,
+            inv_t: if greedy { 0 } else { Softmax::new(0.0, config.temperature).inv_t().to_bits() },
+            repetition: (config.repetition_penalty as f32).to_bits(),
+            presence: (config.presence_penalty as f32).to_bits(),
+            frequency: (config.frequency_penalty as f32).to_bits(),
+            penalises: config.penalises().into(),
+        }
+    }
+
+    /// The row as the words that a device reads.
+    pub fn words(&self) -> [u64; SAMPLER_ROW_WORDS] {
+        let pair = |low: u32, high: u32| u64::from(low) | u64::from(high) << 32; // CUDA is little-endian
+        [
+            self.seed,
+            self.min_weight,
+            self.top_p,
+            pair(self.top_k, self.inv_t),
+            pair(self.repetition, self.presence),
+            pair(self.frequency, self.penalises),
+        ]
+    }
+}
+
+/// What the requests of a batch are drawn by, in device memory: B requests, E edits
+/// ([`TokenEdits`](crate::round::TokenEdits)).
+#[derive(Debug, Clone, Copy)]
+pub struct DeviceSamplers {
+    /// A [`SamplerRow`] a request, B * [`SAMPLER_ROW_WORDS`] words.
+    pub rows: DeviceSlice<u64>,
+    /// First edit of each request, B entries.
+    pub edit_begins: DeviceSlice<i32>,
+    /// Edits of each request, B entries.
+    pub edit_counts: DeviceSlice<i32>,
+    /// Tokens of the edits, ascending within a request, E entries.
+    pub edit_tokens: DeviceSlice<i32>,
+    /// Bias of each, 0 for none.
+    pub edit_biases: DeviceSlice<f32>,
+    /// Times that each is in the output; 0 where it is in the prompt alone, -1 where in neither.
+    pub edit_outputs: DeviceSlice<i32>,
+}
+
+/// The kernels of `cuda/sample.cu` on one device, by element type: f32, bf16, f16. Functions are valid while `_module`
+/// is loaded.
+#[derive(Debug)]
+pub struct SampleVerify {
+    walk: [Function; 3],
+    full: [Function; 3],
+    _module: Module,
+    context: Arc<Context>,
+}
+
+impl SampleVerify {
+    /// Load them into `context`, which is current.
+    pub(super) fn load(context: Arc<Context>) -> Result<Self> {
+        let module = Module::load(ptx::select("sample", context.capability())?.text)?;
+        let [f32, bf16, f16] = ["sample_walk_f32", "sample_walk_bf16", "sample_walk_f16"].map(|n| module.function(n));
+        let walk = [f32?, bf16?, f16?];
+        let [f32, bf16, f16] = ["sample_full_f32", "sample_full_bf16", "sample_full_f16"].map(|n| module.function(n));
+        let full = [f32?, bf16?, f16?];
+        Ok(Self { walk, full, _module: module, context })
+    }
+
+    /// The faster mode for a batch with `nodes` rows of logits: all at once where each has a multiprocessor.
+    pub fn mode(&self, nodes: usize) -> VerifyMode {
+        if nodes <= self.context.multiprocessors() as usize { VerifyMode::Full } else { VerifyMode::Walk }
+    }
+
+    /// For each tree: from the root, draw the token of the node's row of logits as
+    /// [`Sampler::draw`](crate::host::sample::Sampler::draw) does, go on at the first child that carries it, end where
+    /// none does. The result is that of [`Verifier::verify`](crate::host::verify::Verifier::verify), token for token;
+    /// temperature 0 is the argmax. Rows that no walk reaches decide nothing; in mode walk they are not read. Paths of more
+    /// than 256 nodes are walked in either mode.
+    ///
+    /// A row on a walk from which nothing can be drawn ends its request's walk: recorded for
+    /// [`Device::check`](crate::device::Device::check) as [`Error::NonFinite`](crate::Error::NonFinite) (`target logits`, or
+    /// `target logits after logit_bias and penalties` where only those made it so), and noted in `out.faults`. Offsets
+    /// and edits outside their arrays leave their request without a path, a path longer than `max_path` ends early;
+    /// either is recorded.
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`](crate::Error::Mismatch) for operands that do not fit each other;
+    /// [`Error::OutOfRange`](crate::Error::OutOfRange) for a limit that the kernel does not have, such as a vocabulary of
+    /// more than [`MAX_SAMPLED_VOCAB`].
+    pub fn launch(
+        &self,
+        stream: Stream,
+        operands: &VerifyOperands<'_>,
+        samplers: &DeviceSamplers,
+        mode: VerifyMode,
+    ) -> Result<()> {
+        let (o, s, context) = (operands, samplers, &self.context);
+        let live = o.check(context)?;
+        let (nodes, requests) = (o.logits.rows(), o.lens.len());
+        in_range("vocabulary", o.logits.columns() as u64, 1, MAX_SAMPLED_VOCAB as i128)?;
+        length("sampler rows", s.rows.len(), requests * SAMPLER_ROW_WORDS, true)?;
+        length("edit begins", s.edit_begins.len(), requests, true)?;
+        length("edit counts", s.edit_counts.len(), requests, true)?;
+        length("edit biases", s.edit_biases.len(), s.edit_tokens.len(), true)?;
+        length("edit outputs", s.edit_outputs.len(), s.edit_tokens.len(), true)?;
+        in_range("edits", s.edit_tokens.len() as u64, 0, i128::from(i32::MAX))?;
+        on_device(
+            context,
+            &[
+                ("sampler rows", s.rows.device()),
+                ("edit begins", s.edit_begins.device()),
+                ("edit counts", s.edit_counts.device()),
+                ("edit tokens", s.edit_tokens.device()),
+                ("edit biases", s.edit_biases.device()),
+                ("edit outputs", s.edit_outputs.device()),
+            ],
+        )?;
+        if requests == 0 {
+            return Ok(());
+        }
+        // Scratch as greedy verification divides it: the walks lie behind the keys of the rows.
+        let entries = (requests * o.max_path) as u64;
+        let counter = o.scratch.address() + 8 * nodes as u64;
+        let walk_paths = counter + 8;
+        let walk_tokens = walk_paths + 4 * entries;
+        let (record, claim) = context.fault_addresses();
+        let out = o.out;
+        let params = SampleParams {
+            logits: o.logits.address(),
+            offsets: o.offsets.address(),
+            tree_parents: o.tree_parents.address(),
+            tree_tokens: o.tree_tokens.address(),
+            lens: o.lens.address(),
+            live,
+            samplers: s.rows.address(),
+            edit_begins: s.edit_begins.address(),
+            edit_counts: s.edit_counts.address(),
+            edit_tokens: s.edit_tokens.address(),
+            edit_biases: s.edit_biases.address(),
+            edit_outputs: s.edit_outputs.address(),
+            row_keys: o.scratch.address(),
+            walk_paths,
+            walk_tokens,
+            walk_lengths: walk_tokens + 4 * entries,
+            counter,
+            out_offsets: out.offsets.address(),
+            paths: out.paths.address(),
+            tokens: out.tokens.address(),
+            rows: out.rows.address(),
+            roots: out.roots.address(),
+            new_lens: out.new_lens.address(),
+            faults: out.faults.address(),
+            record,
+            claim,
+            logits_stride: o.logits.stride() as u64,
+            vocab: o.logits.columns() as i32,
+            nodes: nodes as i32, // `Rows` checked that it fits
+            requests: requests as i32,
+            max_nodes: o.max_nodes as i32,
+            max_path: o.max_path as i32,
+            edits: s.edit_tokens.len() as i32,
+        };
+        let float = match o.logits.float() {
+            FloatType::F32 => 0,
+            FloatType::Bf16 => 1,
+            FloatType::F16 => 2,
+        };
+        let full = mode == VerifyMode::Full && nodes > 0 && o.max_path <= FULL_PATH;
+        let (function, grid) = if full { (self.full[float], nodes) } else { (self.walk[float], requests) };
+        let _current = context.enter()?;
+        // SAFETY: the module is loaded for the process and its context is current. Addresses and sizes come from views,
+        // whose constructors' callers promised them; the fault record lives as long as the process.
+        unsafe { function.launch((grid as u32, 1, 1), 1024, stream, &params) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_row_holds_what_the_host_draws_by() {
+        let config = SamplerConfig {
+            temperature: 0.5,
+            top_k: i64::MAX,
+            top_p: 0.25,
+            min_p: 0.5,
+            seed: u64::MAX - 1,
+            repetition_penalty: 1.5,
+            presence_penalty: -2.0,
+            frequency_penalty: 3.0,
+            logit_bias: vec![],
+        };
+        let row = SamplerRow::of(&config);
+        let f = |bits: u32| f32::from_bits(bits);
+        assert_eq!((row.seed, row.min_weight, f64::from_bits(row.top_p)), (u64::MAX - 1, 1 << 39, 0.25));
+        assert_eq!((row.top_k, f(row.inv_t), row.penalises), (u32::MAX, 2.0, 1));
+        assert_eq!((f(row.repetition), f(row.presence), f(row.frequency)), (1.5, -2.0, 3.0));
+        let words = row.words();
+        assert_eq!(words[3], u64::from(u32::MAX) | u64::from(2.0f32.to_bits()) << 32);
+        assert_eq!(words[5], u64::from(3.0f32.to_bits()) | 1 << 32);
+        let greedy = SamplerRow::of(&SamplerConfig::default());
+        assert_eq!((greedy.inv_t, greedy.penalises, f64::from_bits(greedy.top_p)), (0, 0, 1.0));
+        // A temperature whose inverse rounds to nothing is still no greedy one.
+        let hot = SamplerRow::of(&SamplerConfig { temperature: 1e300, ..SamplerConfig::default() });
+        assert!(f(hot.inv_t) > 0.0);
+    }
+}
