@@ -33,6 +33,8 @@ const KERNELS: &[(&str, &[&str])] = &[
     ("kv_commit", &["80"]),
     ("draft_select", &["80"]),
     ("tree_build", &["80"]),
+    ("fingerprint", &["80"]),
+    ("table_update", &["80"]),
 ];
 
 /// Newest PTX ISA that the oldest supported driver (580, CUDA 13.0) loads; the toolkit that writes it.

@@ -157,12 +157,26 @@ pub enum Error {
         /// Generation of the memory now.
         current: u64,
     },
-    /// The CUDA driver refused a call.
+    /// A device has too little free memory; nothing was allocated.
+    #[error("device memory of cuda:{device}: {what} needs {need} bytes, {have} are free; {hint}")]
+    DeviceMemory {
+        /// What was to be allocated.
+        what: String,
+        /// Ordinal of the device.
+        device: i32,
+        /// Bytes needed.
+        need: u64,
+        /// Bytes free.
+        have: u64,
+        /// What would fit.
+        hint: String,
+    },
+    /// The CUDA driver, or a library of CUDA, refused a call.
     #[error("CUDA: {call} failed: {message}")]
     Cuda {
-        /// Driver call.
+        /// Call.
         call: &'static str,
-        /// Driver's message, with its code.
+        /// Its message, with its code.
         message: String,
     },
     /// CUDA is asked for and not there.

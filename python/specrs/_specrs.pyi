@@ -88,6 +88,15 @@ class CudaError(SpecrsError, RuntimeError):
     message: str
     reason: str
 
+class DeviceMemoryError(SpecrsError, MemoryError):
+    """A device has too little free memory; nothing was allocated."""
+
+    what: str
+    device: int
+    need: int
+    have: int
+    hint: str
+
 class StaleOutputError(SpecrsError):
     """A view of static buffers, or a graph's output, was read after a later write."""
 
@@ -1364,6 +1373,169 @@ def _device_tail_copies(
 
 def _device_verify_scratch(nodes: SupportsIndex, batch: SupportsIndex, max_path: SupportsIndex) -> int:
     """64-bit words of scratch that `_device_verify_greedy` needs."""
+
+@final
+class _DeviceArray:
+    """A region of device memory of specrs. `torch.from_dlpack(a)` shares it: torch's current stream waits for what
+    the region's own stream has then, and the memory stays until the work on that stream, as it is when torch drops
+    the tensor, has finished. Nothing waits on the host.
+    """
+
+    def __dlpack__(
+        self,
+        *,
+        stream: int | None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        """x"""
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """x"""
+
+@final
+class _DeviceArena:
+    """One allocation on CUDA device `ordinal` with regions `(name, dtype, shape)`, each on 256 bytes; with `guards`
+    a gap of known bytes around each. Raises `ConfigError` for what cannot be declared, `DeviceMemoryError` for what
+    does not fit, before anything is allocated.
+    """
+
+    def __new__(
+        cls, ordinal: SupportsIndex, regions: _List[tuple[str, str, _List[int]]], guards: bool = False
+    ) -> _DeviceArena: ...
+    @property
+    def bytes(self) -> int:
+        """Bytes of the allocation."""
+
+    def tensor(self, name: str, stream: SupportsIndex) -> _DeviceArray:
+        """The region as a tensor that torch can share; work that writes it is on the raw stream `stream`."""
+
+    def poison(self, stream: SupportsIndex) -> None:
+        """Fill every region with bytes that are NaN and -1."""
+
+    def check_guards(self, stream: SupportsIndex) -> None:
+        """Raise `OutOfBoundsError`, with the region and the byte, where something was written outside every region."""
+
+@final
+class _DeviceTable:
+    """A copy of a pool's page table on CUDA device `ordinal`, which follows it on the raw stream `stream`."""
+
+    def __new__(cls, pool: Pool, ordinal: SupportsIndex, stream: SupportsIndex) -> _DeviceTable: ...
+    def upload(self, stream: SupportsIndex, permutes: _List[int] = ...) -> tuple[int, int, int, bool]:
+        """Store what changed since the last upload. `permutes`: rows that a round in flight permutes itself. Returns
+        `(columns stored, launches, waits, rounds_first)`.
+        """
+
+    def read(self, stream: SupportsIndex) -> list[int]:
+        """The device's table, row by row, once the work on `stream` has finished."""
+
+    def host(self) -> tuple[list[int], list[int]]:
+        """The pool's own table, and the version of each of its rows."""
+
+    def versions(self) -> list[int]:
+        """The version of each row at the last upload."""
+
+@final
+class _DeviceProducts:
+    """cublasLt on CUDA device `ordinal`. The library is looked for in the process, in `folders`, then by the loader.
+    Choices are kept in the file `cache`; `None` keeps none, and `""` means the user's cache folder (`SPECRS_CACHE`,
+    `XDG_CACHE_HOME`, `~/.cache`).
+
+    Raises `CudaError` where there is no CUDA or no cublasLt, with every place that was looked at.
+    """
+
+    def __new__(cls, ordinal: SupportsIndex, folders: _List[str], cache: str | None = None) -> _DeviceProducts: ...
+    def linear(
+        self,
+        weight: _Tensor,
+        max_rows: SupportsIndex,
+        *,
+        bias: _Tensor | None = None,
+        f32_output: bool = False,
+        split: SupportsIndex | None = None,
+    ) -> _DeviceLinear:
+        """The product with `weight`, `[outputs, inputs]` of bfloat16 or float16 on the device: up to `max_rows` rows
+        of x give rows of the same type, or of float32 with `f32_output`, plus `bias` (`[outputs]`). `split` asks for
+        one split of K instead of the fastest class of bits. Measures, or checks what an earlier process measured.
+        The weight and the bias are kept, and must not be changed in shape.
+        """
+
+    def numerics(self) -> str:
+        """What the bits of products depend on, as JSON: device, driver, library; of each shape that was asked for
+        its split of K, the fingerprint of its class, and the algorithm of each bucket of rows with its microseconds.
+        """
+
+@final
+class _DeviceLinear:
+    """One weight's product, from `_DeviceProducts.linear`."""
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of workspace that a launch of up to `max_rows` rows needs at most."""
+
+    @property
+    def split(self) -> int:
+        """Parts that K is split into."""
+
+    @property
+    def fingerprint(self) -> int:
+        """The class of bits by a number."""
+
+    def launch(self, rows: SupportsIndex, x: _Tensor, y: _Tensor, workspace: _Tensor, stream: SupportsIndex) -> None:
+        """Put the product of the first `rows` rows of `x` into those of `y`, on the raw stream `stream`.
+        `workspace`: `uint8[>= workspace_bytes]`. Raises `ConfigError`, before anything is launched, for operands
+        that do not fit.
+        """
+
+def _device_memory(ordinal: SupportsIndex) -> tuple[int, int, int, int]:
+    """Free and total bytes of device `ordinal`; of specrs's own buffers the bytes that were dropped and wait for
+    work in flight, and all.
+    """
+
+def _device_collect(ordinal: SupportsIndex) -> int:
+    """Free memory of device `ordinal` that was dropped and is no longer in use; returns the bytes."""
+
+def _device_collect_captured(ordinal: SupportsIndex) -> int:
+    """Free memory of device `ordinal` that was dropped and that captured graphs use; returns the bytes. The caller
+    says by it that no launch of such a graph is in flight or follows.
+    """
+
+def _device_budget(
+    lines: _List[tuple[str, int]],
+    scaled: tuple[str, str, int, int, int] | None = None,
+    *,
+    have: SupportsIndex | None = None,
+    ordinal: SupportsIndex = ...,
+) -> str:
+    """The table of a budget: `lines` are `(name, bytes)`, `scaled` is `(name, unit, bytes, count, least)`, a line
+    that may be made smaller down to `least` units. Raises `DeviceMemoryError` where it does not fit into `have`
+    bytes of device `ordinal`.
+    """
+
+def _device_table_update(
+    table: _Tensor,
+    rows: SupportsIndex,
+    width: SupportsIndex,
+    num_pages: SupportsIndex,
+    staged: _Tensor,
+    changes: SupportsIndex,
+    stream: SupportsIndex,
+) -> None:
+    """Launch the update of a page table `table` (int32 `[rows * width]`) by `changes` changes in `staged` (int32),
+    on the raw stream `stream`.
+    """
+
+def _device_fill(
+    out: _Tensor, seed: SupportsIndex, exponent: SupportsIndex, mirror: SupportsIndex, stream: SupportsIndex
+) -> None:
+    """Write reproducible values to `out` (bfloat16 or float16), on the raw stream `stream`, of magnitudes around
+    2^`exponent`. `mirror`: 0 for rows as they come, 1 for rows that read the same from both ends, 2 for rows whose
+    second half is the first from its end, negated.
+    """
+
+def _device_fingerprint(matrix: _Tensor, rows: SupportsIndex, out: _Tensor, stream: SupportsIndex) -> None:
+    """Write the fingerprints of the first `rows` rows of `matrix` to `out` (int64), on the raw stream `stream`."""
 
 def _error_examples() -> list[SpecrsError]:
     """One exception for each kind of core error, for tests and documentation."""

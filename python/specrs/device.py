@@ -16,6 +16,8 @@ Importing this module needs neither a GPU nor torch.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specrs._specrs import (
@@ -23,6 +25,7 @@ from specrs._specrs import (
     _device_check,
     _device_init,
     _device_kv_move,
+    _DeviceProducts,
     cuda_available,
     cuda_unavailable_reason,
 )
@@ -30,7 +33,7 @@ from specrs._specrs import (
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["check", "cuda_available", "cuda_unavailable_reason", "init", "kv_move"]
+__all__ = ["check", "cublaslt_folders", "cuda_available", "cuda_unavailable_reason", "init", "kv_move", "products"]
 
 
 def init(device: torch.device | int | None = None) -> int:
@@ -89,6 +92,25 @@ def kv_move(
 
         handle = torch.cuda.current_stream(cache.device).cuda_stream
     _device_kv_move(cache, src, dst, offsets, handle)
+
+
+def cublaslt_folders() -> list[str]:
+    """Folders of ``sys.path`` where the wheels that torch needs put cublasLt, those of CUDA 13 first."""
+    places = [Path("nvidia", "cu13", "lib"), Path("nvidia", "cublas", "lib")]
+    found = [Path(site) / place for place in places for site in sys.path]
+    return [str(folder) for folder in found if folder.is_dir()]
+
+
+def products(device: torch.device | int | None = None, *, cache: str | None = "") -> _DeviceProducts:
+    """cublasLt on a CUDA device (torch's current one if ``None``): products whose rows' bits depend on the row alone.
+
+    Args:
+        cache: file that keeps what was measured; ``""`` is ``cublaslt.json`` in the user's cache folder
+            (``SPECRS_CACHE``, or ``specrs`` in ``XDG_CACHE_HOME`` or ``~/.cache``), ``None`` keeps nothing.
+
+    Raises ``CudaError`` where there is no CUDA or no cublasLt, with every place that was looked at.
+    """
+    return _DeviceProducts(_ordinal(device), cublaslt_folders(), cache)
 
 
 def _ordinal(device: torch.device | int | None) -> int:

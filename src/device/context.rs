@@ -2,6 +2,7 @@
 
 use super::driver::{Entered, Primary};
 use super::fault::{Faults, to_error};
+use super::memory::Retired;
 use crate::error::Result;
 
 /// The retained primary context of one GPU, with the fault record that its kernels share.
@@ -9,8 +10,11 @@ use crate::error::Result;
 pub(super) struct Context {
     // Dropped before `primary`: it lives in the context.
     faults: Faults,
+    /// Memory that was let go of and may be in use.
+    retired: Retired,
     primary: Primary,
     ordinal: i32,
+    name: String,
     capability: i32,
     multiprocessors: u32,
 }
@@ -18,13 +22,26 @@ pub(super) struct Context {
 impl Context {
     /// The context `primary` of device `ordinal`, which is current; allocates the fault record.
     pub(super) fn new(primary: Primary, ordinal: i32) -> Result<Self> {
-        let (capability, multiprocessors) = (primary.capability()?, primary.multiprocessors()?);
-        Ok(Self { faults: Faults::new()?, primary, ordinal, capability, multiprocessors })
+        let (capability, multiprocessors, name) = (primary.capability()?, primary.multiprocessors()?, primary.name()?);
+        Ok(Self {
+            faults: Faults::new()?,
+            retired: Retired::default(),
+            primary,
+            ordinal,
+            name,
+            capability,
+            multiprocessors,
+        })
     }
 
     /// The driver's number of the device.
     pub(super) fn ordinal(&self) -> i32 {
         self.ordinal
+    }
+
+    /// The driver's name of the device, such as `NVIDIA H200`.
+    pub(super) fn name(&self) -> &str {
+        &self.name
     }
 
     /// Compute capability, major * 10 + minor.
@@ -35,6 +52,11 @@ impl Context {
     /// Multiprocessors: what a grid is sized by.
     pub(super) fn multiprocessors(&self) -> u32 {
         self.multiprocessors
+    }
+
+    /// Memory that was let go of.
+    pub(super) fn retired(&self) -> &Retired {
+        &self.retired
     }
 
     /// Make the context current for a launch.

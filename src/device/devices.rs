@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use super::context::Context;
 use super::driver::{Primary, Relaxed};
 use super::kernels::Kernels;
-use super::{driver, libcuda, ptx};
+use super::{driver, memory, ptx};
 use crate::error::{Error, Result, in_range};
 
 /// Largest number of GPUs in a process that are told apart.
@@ -25,16 +25,37 @@ pub struct Device {
     context: Arc<Context>,
 }
 
-/// Whether kernels can run in this process at all: `Ok`, or why not (no kernels in this build, no driver, no GPU).
+/// Least compute capability that the kernels run on, major * 10 + minor: Ampere.
+const LEAST_CAPABILITY: i32 = 80;
+
+/// Whether kernels can run in this process at all: `Ok`, or why not (no kernels in this build, no driver or one that is too
+/// old, no GPU, none that is new enough), with what was found and what is needed.
 pub fn available() -> Result<()> {
     if let Some(why) = ptx::ABSENT {
         return Err(Error::CudaUnavailable(format!("no CUDA kernels in this build: {why}")));
     }
-    libcuda::start()?;
-    match driver::named("cuDeviceGetCount", cudarc::driver::result::device::get_count())? {
-        count if count > 0 => Ok(()),
-        _ => Err(Error::CudaUnavailable("the driver sees no GPU".into())),
+    let gpus = driver::gpus()?;
+    if gpus.is_empty() {
+        return Err(Error::CudaUnavailable("the driver sees no GPU".into()));
     }
+    if gpus.iter().any(|(_, capability)| *capability >= LEAST_CAPABILITY) {
+        return Ok(());
+    }
+    let found: Vec<String> = gpus
+        .iter()
+        .enumerate()
+        .map(|(i, (name, capability))| format!("cuda:{i} is {}", described(name, *capability)))
+        .collect();
+    Err(too_old(&found.join(", ")))
+}
+
+fn described(name: &str, capability: i32) -> String {
+    format!("{name}, of compute capability {}.{}", capability / 10, capability % 10)
+}
+
+fn too_old(found: &str) -> Error {
+    let (major, minor) = (LEAST_CAPABILITY / 10, LEAST_CAPABILITY % 10);
+    Error::CudaUnavailable(format!("a GPU of compute capability {major}.{minor} (Ampere) or later is needed; {found}"))
 }
 
 impl Device {
@@ -62,6 +83,10 @@ impl Device {
         let relaxed = Relaxed::enter()?;
         let primary = Primary::retain(ordinal)?;
         let current = primary.enter()?;
+        let capability = primary.capability()?;
+        if capability < LEAST_CAPABILITY {
+            return Err(too_old(&format!("cuda:{ordinal} is {}", described(&primary.name()?, capability))));
+        }
         let context = Arc::new(Context::new(primary, ordinal)?);
         let kernels = Kernels::load(&context)?;
         drop(current);
@@ -69,9 +94,50 @@ impl Device {
         Ok(Device { kernels, context })
     }
 
+    /// The driver's name of the device, such as `NVIDIA H200`.
+    pub fn name(&self) -> &str {
+        self.context.name()
+    }
+
     /// Compute capability, major * 10 + minor: 90 for Hopper.
     pub fn capability(&self) -> i32 {
         self.context.capability()
+    }
+
+    /// Its context.
+    pub(super) fn context(&self) -> &Arc<Context> {
+        &self.context
+    }
+
+    /// Free and total bytes of its memory, as the driver has them now: what torch caches is not free.
+    pub fn memory(&self) -> Result<(u64, u64)> {
+        memory::free_and_total(&self.context)
+    }
+
+    /// Free memory that was dropped and is no longer in use. Allocations do so by themselves. Returns the bytes freed.
+    pub fn collect(&self) -> Result<u64> {
+        let _current = self.context.enter()?;
+        Ok(self.context.retired().collect(false))
+    }
+
+    /// Free memory that was dropped and that captured graphs use.
+    ///
+    /// # Safety
+    /// No launch of such a graph is in flight or follows.
+    pub unsafe fn collect_captured(&self) -> Result<u64> {
+        let _current = self.context.enter()?;
+        Ok(self.context.retired().collect_captured())
+    }
+
+    /// Bytes of this crate's buffers, on the device and pinned for it: live ones, and those that were dropped and not
+    /// freed yet.
+    pub fn owned_bytes(&self) -> u64 {
+        self.context.retired().owned()
+    }
+
+    /// Bytes that were dropped and not freed yet.
+    pub fn retired_bytes(&self) -> u64 {
+        self.context.retired().bytes()
     }
 
     /// The kernels that were loaded for this device.

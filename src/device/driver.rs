@@ -26,6 +26,11 @@ pub(super) fn named<T>(call: &'static str, outcome: std::result::Result<T, resul
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stream(sys::CUstream);
 
+// SAFETY: a handle; the driver's calls on a stream may come from any thread.
+unsafe impl Send for Stream {}
+// SAFETY: as above; the handle never changes.
+unsafe impl Sync for Stream {}
+
 impl Stream {
     /// Adopt a raw `cudaStream_t` / `CUstream`; 0 is the legacy default stream.
     ///
@@ -40,6 +45,29 @@ impl Stream {
     pub fn raw(self) -> usize {
         self.0 as usize
     }
+}
+
+/// Name and compute capability (major * 10 + minor) of every GPU that the driver sees.
+pub(super) fn gpus() -> Result<Vec<(String, i32)>> {
+    libcuda::start()?;
+    let count = named("cuDeviceGetCount", result::device::get_count())?;
+    let gpu = |ordinal| {
+        let device = named("cuDeviceGet", result::device::get(ordinal))?;
+        Ok((named("cuDeviceGetName", result::device::get_name(device))?, capability(device)?))
+    };
+    (0..count).map(gpu).collect()
+}
+
+fn capability(device: sys::CUdevice) -> Result<i32> {
+    use sys::CUdevice_attribute::{
+        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR as MAJOR, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR as MINOR,
+    };
+    Ok(attribute(device, MAJOR)? * 10 + attribute(device, MINOR)?)
+}
+
+fn attribute(device: sys::CUdevice, attribute: sys::CUdevice_attribute) -> Result<i32> {
+    // SAFETY: `device` comes from cuDeviceGet.
+    named("cuDeviceGetAttribute", unsafe { result::device::get_attribute(device, attribute) })
 }
 
 /// A device's primary context, retained. It is the context that the CUDA runtime, and so torch, uses.
@@ -74,22 +102,18 @@ impl Primary {
 
     /// Compute capability, major * 10 + minor.
     pub(super) fn capability(&self) -> Result<i32> {
-        use sys::CUdevice_attribute::{
-            CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR as MAJOR,
-            CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR as MINOR,
-        };
-        Ok(self.attribute(MAJOR)? * 10 + self.attribute(MINOR)?)
+        capability(self.device)
+    }
+
+    /// The device's name.
+    pub(super) fn name(&self) -> Result<String> {
+        named("cuDeviceGetName", result::device::get_name(self.device))
     }
 
     /// Multiprocessors; at least 1.
     pub(super) fn multiprocessors(&self) -> Result<u32> {
         use sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT as COUNT;
-        Ok(self.attribute(COUNT)?.max(1) as u32)
-    }
-
-    fn attribute(&self, attribute: sys::CUdevice_attribute) -> Result<i32> {
-        // SAFETY: `device` comes from cuDeviceGet.
-        named("cuDeviceGetAttribute", unsafe { result::device::get_attribute(self.device, attribute) })
+        Ok(attribute(self.device, COUNT)?.max(1) as u32)
     }
 
     /// Make this context the thread's current one until the guard is dropped. Costs one query where it is already.

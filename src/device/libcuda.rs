@@ -13,7 +13,7 @@ use super::ptx;
 use crate::error::{Error, Result};
 
 /// The driver functions that this crate calls, by the names that libcuda has for them.
-pub(super) const CALLS: [&str; 22] = [
+pub(super) const CALLS: &[&str] = &[
     "cuInit",
     "cuDriverGetVersion",
     "cuGetErrorName",
@@ -36,6 +36,28 @@ pub(super) const CALLS: [&str; 22] = [
     "cuMemAlloc_v2",
     "cuMemFree_v2",
     "cuMemsetD8_v2",
+    "cuDeviceGetName",
+    "cuStreamCreate",
+    "cuStreamDestroy_v2",
+    "cuStreamSynchronize",
+    "cuStreamWaitEvent",
+    "cuStreamIsCapturing",
+    "cuStreamBeginCapture_v2",
+    "cuStreamEndCapture",
+    "cuGraphInstantiateWithFlags",
+    "cuGraphLaunch",
+    "cuGraphExecDestroy",
+    "cuGraphDestroy",
+    "cuEventCreate",
+    "cuEventRecord",
+    "cuEventQuery",
+    "cuEventSynchronize",
+    "cuEventElapsedTime_v2",
+    "cuEventDestroy_v2",
+    "cuMemGetInfo_v2",
+    "cuMemsetD8Async",
+    "cuMemcpyHtoDAsync_v2",
+    "cuMemcpyDtoHAsync_v2",
 ];
 
 /// Load libcuda and start the driver, once for the process; the reason where that is not possible.
@@ -61,7 +83,7 @@ fn load() -> std::result::Result<(), String> {
             Version(needed)
         ));
     }
-    let lacking: Vec<&str> = CALLS.into_iter().filter(|name| !has(name)).collect();
+    let lacking: Vec<&str> = CALLS.iter().copied().filter(|name| !has(name)).collect();
     if !lacking.is_empty() {
         let version = found.map_or("its version unknown".into(), |v| format!("of CUDA {}", Version(v)));
         return Err(format!(
@@ -77,6 +99,11 @@ fn load() -> std::result::Result<(), String> {
         0 => Ok(()),
         code => Err(format!("cuInit failed with code {code}{}", name_of(code))),
     }
+}
+
+/// The newest CUDA that the driver knows, 1000 * major + 10 * minor; 0 where it does not say, or is not loaded.
+pub(super) fn driver_version() -> i32 {
+    start().ok().and_then(|()| version()).unwrap_or(0)
 }
 
 /// A CUDA version as the driver numbers it: 1000 * major + 10 * minor.
@@ -133,7 +160,14 @@ mod tests {
     #[test]
     fn calls_are_all_looked_for() {
         let mut seen = 0;
-        for source in [include_str!("driver.rs"), include_str!("context.rs"), include_str!("fault.rs")] {
+        let sources = [
+            include_str!("driver.rs"),
+            include_str!("context.rs"),
+            include_str!("fault.rs"),
+            include_str!("stream.rs"),
+            include_str!("memory/raw.rs"),
+        ];
+        for source in sources {
             for at in source.split("named(\"").skip(1) {
                 let name = at.split('"').next().unwrap();
                 let known = |call: &&str| call.trim_end_matches("_v2") == name;
@@ -141,7 +175,7 @@ mod tests {
                 seen += 1;
             }
         }
-        assert!(seen >= 14, "{seen}");
+        assert!(seen >= 35, "{seen}");
     }
 
     #[test]

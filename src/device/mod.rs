@@ -30,29 +30,36 @@
 #![allow(unsafe_code)]
 
 mod context;
+pub mod cublaslt;
 mod devices;
 mod driver;
 mod fault;
 mod kernels;
 mod libcuda;
+pub mod memory;
 pub mod params;
 pub mod plan;
 mod ptx;
 pub mod rows;
+mod stream;
+mod table;
 pub mod view;
 
+pub use cublaslt::{Choice, Linear, LinearShape, Products};
 pub use devices::{Device, available};
 pub use driver::Stream;
 pub use kernels::{
     AddRmsNorm, CommitOperands, DeviceAccepts, DeviceBeams, DeviceSamplers, DeviceTrees, DraftSelect,
-    DraftSelectOperands, Kernels, KvCommit, KvMove, MAX_DEVICE_CANDIDATES, MAX_DEVICE_TOPK, MAX_HEAD_DIM,
-    MAX_NORM_COLUMNS, MAX_SAMPLED_VOCAB, PlanKernels, RopeKv, RopeKvOperands, RowOps, SAMPLER_ROW_WORDS, SampleVerify,
-    TreeBuild, TreeBuildOperands, VerifyGreedy, VerifyMode, VerifyOperands, verify_scratch,
+    DraftSelectOperands, Fingerprint, Kernels, KvCommit, KvMove, MAX_DEVICE_CANDIDATES, MAX_DEVICE_TOPK, MAX_HEAD_DIM,
+    MAX_NORM_COLUMNS, MAX_SAMPLED_VOCAB, Mirror, PlanKernels, RopeKv, RopeKvOperands, RowOps, SAMPLER_ROW_WORDS,
+    SampleVerify, TableUpdate, TreeBuild, TreeBuildOperands, VerifyGreedy, VerifyMode, VerifyOperands, verify_scratch,
 };
+pub use memory::{Arena, ArenaPlan, Budget, DeviceBuffer, Guards, Loan, PinnedBuffer, REGION_ALIGN, Region};
 pub use plan::{
     DeviceArray, DeviceBatch, DeviceElements, DevicePlan, DevicePlanner, DeviceStep, DeviceTable, PlanMemory,
 };
 pub use rows::{FloatType, Rows};
+pub use table::{TableMirror, TableShape, Uploaded};
 pub use view::{DeviceSlice, KvCacheView, MovesView};
 
 #[cfg(doc)]

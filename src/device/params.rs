@@ -87,6 +87,7 @@ declare! {
         /// Values of [`FaultRecord::kernel`], and the names that errors carry.
         KERNELS as Kernel {
             KERNEL_KV_MOVE = 1: "kv_move",
+            KERNEL_TABLE_UPDATE = 2: "table_update",
             KERNEL_EMBED = 16: "embed",
             KERNEL_GATHER_ROWS = 17: "gather_rows",
             KERNEL_RMS_NORM = 18: "add_rms_norm",
@@ -109,6 +110,7 @@ declare! {
             BUFFER_CACHE_DST = 2: "cache (destination slot)",
             BUFFER_MOVES = 3: "src and dst",
             BUFFER_OFFSETS_ORDER = 4: "src and dst (offsets decrease)",
+            BUFFER_TABLE_STAGED = 5: "staged page ids",
             BUFFER_LIVE = 32: "live",
             BUFFER_EMBEDDING = 33: "embedding table",
             BUFFER_ROWS = 34: "rows",
@@ -154,6 +156,13 @@ declare! {
             PROBE_NAN = 1: "NaN",
             PROBE_POSITIVE_INFINITY = 2: "+inf",
             PROBE_ALL_NEGATIVE_INFINITY = 3: "all -inf",
+        }
+
+        /// Values of [`FillParams::mirror`].
+        MIRRORS as Mirror {
+            MIRROR_NONE = 0: "rows as they come",
+            MIRROR_EQUAL = 1: "rows that read the same from both ends",
+            MIRROR_NEGATED = 2: "rows whose second half is the first from its end, negated",
         }
     }
     structs {
@@ -915,6 +924,56 @@ declare! {
             /// Zero; keeps the size a multiple of 8.
             reserved: i32,
         }
+
+        /// Parameters of `cuda/table_update.cu`, passed by value; a block a change.
+        TableUpdateParams {
+            /// `int32[rows][width]`.
+            table: u64,
+            /// `int32[staged_words]`: heads of four words, then page ids.
+            staged: u64,
+            /// [`FaultRecord`] in mapped host memory.
+            record: u64,
+            /// `uint32` in device memory: the last epoch whose record was claimed.
+            claim: u64,
+            /// Rows of the table.
+            rows: i32,
+            /// Columns of the table.
+            width: i32,
+            /// One past the largest page id.
+            num_pages: i32,
+            /// Words of the staging slot.
+            staged_words: i32,
+        }
+
+        /// Parameters of `fill_random` in `cuda/fingerprint.cu`, passed by value.
+        FillParams {
+            /// `bf16[count]` or `f16[count]`.
+            out: u64,
+            /// Elements, whole rows.
+            count: u64,
+            /// Elements of a row.
+            cols: u32,
+            /// Chooses the values.
+            seed: u32,
+            /// Added to the exponents, which are -8 to 7; -32 to 8.
+            exponent: i32,
+            /// 1 for f16, 0 for bf16.
+            f16: u32,
+            /// Mirror id ([`MIRRORS`]).
+            mirror: i32,
+            /// Zero; keeps the size a multiple of 8.
+            reserved: u32,
+        }
+
+        /// Parameters of `row_fingerprint` in `cuda/fingerprint.cu`, passed by value; a block a row.
+        FingerprintParams {
+            /// Rows of `row_units` units of 16 bits.
+            data: u64,
+            /// `uint64[rows]`.
+            out: u64,
+            /// Units of a row.
+            row_units: u64,
+        }
     }
 }
 
@@ -954,11 +1013,18 @@ mod tests {
             cache @ 0 src @ 8 dst @ 16 offsets @ 24 record @ 32 claim @ 40 plane_bytes @ 48 num_slots @ 56 moves @ 60
             requests @ 64 planes @ 68 columns @ 72 reserved @ 76
         } 80);
+        assert_same_layout!(TableUpdateParams {
+            table @ 0 staged @ 8 record @ 16 claim @ 24 rows @ 32 width @ 36 num_pages @ 40 staged_words @ 44
+        } 48);
+        assert_same_layout!(FillParams {
+            out @ 0 count @ 8 cols @ 16 seed @ 20 exponent @ 24 f16 @ 28 mirror @ 32 reserved @ 36
+        } 40);
+        assert_same_layout!(FingerprintParams { data @ 0 out @ 8 row_units @ 16 } 24);
     }
 
     #[test]
     fn ids_are_those_of_the_header() {
-        for (name, table) in [("Kernel", KERNELS), ("Buffer", BUFFERS), ("Probe", PROBES)] {
+        for (name, table) in [("Kernel", KERNELS), ("Buffer", BUFFERS), ("Probe", PROBES), ("Mirror", MIRRORS)] {
             let body = HEADER.split(&format!("enum {name} : int32_t {{\n")).nth(1).unwrap().split("};").next().unwrap();
             let values = body.lines().map(|l| l.split_once(" = ").unwrap().1.split_once(",  // ").unwrap());
             let values: Vec<(i32, &str)> = values.map(|(v, text)| (v.parse().unwrap(), text)).collect();

@@ -26,12 +26,15 @@
 //! | `output` | tensors that a call writes |
 //! | `lent`, `lender` | tensors that a caller lends for many calls |
 //! | `cuda` | tensors that a kernel takes |
+//! | `device_array` | regions of an arena, lent to consumers on the device |
 
 mod abi;
 mod array;
 mod buffer;
 #[cfg(feature = "cuda")]
 pub(super) mod cuda;
+#[cfg(feature = "cuda")]
+mod device_array;
 mod lender;
 mod lent;
 mod output;
@@ -42,6 +45,8 @@ mod tensor;
 pub(super) use self::abi::DType;
 pub(super) use self::array::{Array, ViewGuard};
 pub(super) use self::buffer::{Buffer, View};
+#[cfg(feature = "cuda")]
+pub(super) use self::device_array::{DeviceArray, element};
 pub(super) use self::lender::Lender;
 pub(super) use self::lent::Lent;
 pub(super) use self::output::Output;

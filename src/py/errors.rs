@@ -4,7 +4,7 @@
 //! variant is an attribute of the exception, `kind` is the variant's name, and `str()` is the core's message. The
 //! match that the table expands to is exhaustive: a new variant does not compile until it has a row.
 
-use pyo3::exceptions::{PyException, PyIndexError, PyRuntimeError, PyValueError};
+use pyo3::exceptions::{PyException, PyIndexError, PyMemoryError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyTuple, PyType};
@@ -21,6 +21,7 @@ struct Classes {
     out_of_bounds: Py<PyType>,
     non_finite: Py<PyType>,
     cuda: Py<PyType>,
+    device_memory: Py<PyType>,
     stale_output: Py<PyType>,
 }
 
@@ -65,6 +66,11 @@ fn classes(py: Python<'_>) -> PyResult<&Classes> {
             )?,
             non_finite: sub("NonFiniteError", value(), "NaN, or a row without a finite score.")?,
             cuda: sub("CudaError", runtime(), "CUDA is missing, or its driver refused a call.")?,
+            device_memory: sub(
+                "DeviceMemoryError",
+                Some(py.get_type::<PyMemoryError>()),
+                "A device has too little free memory; nothing was allocated.",
+            )?,
             stale_output: sub("StaleOutputError", None, "A view of static buffers, or a graph's output, was read after a later write.")?,
             base: base_py,
         })
@@ -83,6 +89,7 @@ pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
         &c.out_of_bounds,
         &c.non_finite,
         &c.cuda,
+        &c.device_memory,
         &c.stale_output,
     ] {
         let class = class.bind(module.py());
@@ -130,6 +137,8 @@ table! {
     NonFinite { what: what = "target logits", value: value = "NaN", request: request = 0, row: row = 2,
         position: position = 7, index: index = 5 } => non_finite,
     StaleOutput { what: what = "kv_indices".into(), held: held = 1, current: current = 2 } => stale_output,
+    DeviceMemory { what: what = "the engine".into(), device: device = 0, need: need = 9, have: have = 8,
+        hint: hint = "num_pages = 3 fits".into() } => device_memory,
     Cuda { call: call = "cuLaunchKernel", message: message = "CUDA_ERROR_INVALID_VALUE (1)".into() } => cuda,
     CudaUnavailable { 0: reason = "no libcuda".into() } => cuda,
 }

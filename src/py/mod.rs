@@ -12,6 +12,8 @@
 //! | `linear` | packed matrix products, RMSNorm |
 //! | `threads` | how many threads the kernels use |
 //! | `pool` | the paged pool, sequences, leases |
+//! | `memory` | budgets, arenas, the page table's mirror; there in builds with CUDA |
+//! | `products` | products of the GPU by cublasLt |
 //! | `plan` | planner, plans, the arrays of their formats, moves |
 //! | `revert` | the registry of historical faults |
 //! | `certify` | proofs of a configuration, as dictionaries |
@@ -33,8 +35,11 @@ mod errors;
 mod geometry;
 mod kv;
 mod linear;
+#[cfg(feature = "cuda")]
+mod memory;
 mod plan;
 mod pool;
+mod products;
 mod revert;
 mod sampling;
 mod threads;
@@ -63,6 +68,9 @@ mod _specrs {
     use super::device_plan::{_device_plan, _device_tail_copies};
     #[pymodule_export]
     use super::device_sample::{_device_sample_verify, _device_samplers};
+    #[cfg(feature = "cuda")]
+    #[pymodule_export]
+    use super::dlpack::DeviceArray;
     #[pymodule_export]
     use super::dlpack::{Array, as_array};
     #[pymodule_export]
@@ -73,10 +81,18 @@ mod _specrs {
     use super::kv::{KvCache, kv_move, kv_write};
     #[pymodule_export]
     use super::linear::{PackedLinear, rms_norm};
+    #[cfg(feature = "cuda")]
+    #[pymodule_export]
+    use super::memory::{
+        _device_budget, _device_collect, _device_collect_captured, _device_memory, _device_table_update, DeviceArena,
+        DeviceTable,
+    };
     #[pymodule_export]
     use super::plan::{DeviceLens, FormatBuffers, Moves, Plan, Planner};
     #[pymodule_export]
     use super::pool::{Lease, Pool, Sequence};
+    #[pymodule_export]
+    use super::products::{_device_fill, _device_fingerprint, DeviceLinear, DeviceProducts};
     #[pymodule_export]
     use super::revert::{faults, reverts_warning};
     #[pymodule_export]

@@ -159,6 +159,10 @@ def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "rms_norm": (core.rms_norm, {"x": zeros(2, 8), "weight": zeros(8), "eps": 1e-5, "out": zeros(2, 8)}),
         "set_num_threads": (core.set_num_threads, {"n": 1}),
         "_follow_torch": (core._follow_torch, {"torch_threads": 1, "machine_cpus": 1}),
+        "_device_budget": (
+            core._device_budget,
+            {"lines": [("weights", 5)], "scaled": ("KV pool", "num_pages", 2, 3, 1), "have": 100, "ordinal": 0},
+        ),
         "certify": (core.certify, {"max_batch": 2, "max_context_len": 64, "page_size": 4, "shape": SHAPE}),
     }
 

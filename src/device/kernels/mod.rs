@@ -2,22 +2,27 @@
 
 mod check;
 mod draft_select;
+mod fingerprint;
 mod kv_commit;
 mod kv_move;
 mod plan;
 mod rope_kv;
 mod rows;
 mod sample;
+mod table_update;
 mod tree_build;
 mod verify_greedy;
 
 pub use draft_select::{DeviceBeams, DraftSelect, DraftSelectOperands, MAX_DEVICE_TOPK};
+pub use fingerprint::{Fingerprint, Mirror};
 pub use kv_commit::{CommitOperands, KvCommit};
 pub use kv_move::KvMove;
 pub use plan::PlanKernels;
 pub use rope_kv::{MAX_HEAD_DIM, RopeKv, RopeKvOperands};
 pub use rows::{AddRmsNorm, MAX_NORM_COLUMNS, RowOps};
 pub use sample::{DeviceSamplers, MAX_SAMPLED_VOCAB, SAMPLER_ROW_WORDS, SampleVerify};
+pub(super) use table_update::CHANGE_WORDS;
+pub use table_update::TableUpdate;
 pub use tree_build::{DeviceTrees, MAX_DEVICE_CANDIDATES, TreeBuild, TreeBuildOperands};
 pub use verify_greedy::{DeviceAccepts, VerifyGreedy, VerifyMode, VerifyOperands, verify_scratch};
 
@@ -45,6 +50,10 @@ pub struct Kernels {
     pub draft_select: DraftSelect,
     /// Candidates to trees.
     pub tree_build: TreeBuild,
+    /// Reproducible operands, fingerprints of rows.
+    pub fingerprint: Fingerprint,
+    /// Changed columns of the page table.
+    pub table_update: TableUpdate,
     /// Plans, for [`DevicePlanner`](super::plan::DevicePlanner).
     pub plan: PlanKernels,
 }
@@ -61,6 +70,8 @@ impl Kernels {
             kv_commit: KvCommit::load(context.clone())?,
             draft_select: DraftSelect::load(context.clone())?,
             tree_build: TreeBuild::load(context.clone())?,
+            fingerprint: Fingerprint::load(context.clone())?,
+            table_update: TableUpdate::load(context.clone())?,
             plan: PlanKernels::load(context.clone())?,
         })
     }

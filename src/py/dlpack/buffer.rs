@@ -22,6 +22,9 @@ enum Storage {
     Own(#[allow(dead_code, reason = "held for its memory")] Box<[UnsafeCell<u64>]>),
     /// A plan's arrays, or whatever else lends a shared slice: read-only to consumers.
     Shared(#[allow(dead_code, reason = "held for its memory")] Arc<dyn Send + Sync>),
+    /// Memory of a device, which work in flight may write. The host never reads it.
+    #[cfg(feature = "cuda")]
+    Loan(#[allow(dead_code, reason = "held for its memory")] crate::device::Loan),
     /// Static memory, which calls write again later.
     Static(#[allow(dead_code, reason = "held for its memory")] Arc<Place>),
 }
@@ -30,6 +33,7 @@ enum Storage {
 pub(in crate::py) struct Buffer {
     storage: Storage,
     data: *const u8, // what `storage` keeps; every element lies within it, see the constructors
+    device: Device,
     dtype: DType,
     shape: Box<[i64]>,
     strides: Box<[i64]>, // elements; the last dimension's is 1
@@ -66,7 +70,14 @@ impl Buffer {
         for d in (1..shape.len()).rev() {
             strides[d - 1] = strides[d].saturating_mul(shape[d].max(1));
         }
-        Self { data: words.as_ptr().cast(), storage: Storage::Own(words), dtype, shape, strides: strides.into() }
+        Self {
+            data: words.as_ptr().cast(),
+            storage: Storage::Own(words),
+            device: Device::CPU,
+            dtype,
+            shape,
+            strides: strides.into(),
+        }
     }
 
     /// The slice that `of` finds in `owner` as a tensor, without a copy. Whoever consumes it keeps `owner` alive, from
@@ -97,6 +108,24 @@ impl Buffer {
         Ok(view.of(Storage::Static(place), data))
     }
 
+    /// A loan of a device's memory as a tensor in C order, without a copy.
+    ///
+    /// # Errors
+    /// [`Error::Capacity`] for a loan that is too small for `shape`.
+    #[cfg(feature = "cuda")]
+    pub(in crate::py) fn of_loan(
+        name: &'static str,
+        loan: crate::device::Loan,
+        device: Device,
+        dtype: DType,
+        shape: &[usize],
+    ) -> Result<Self> {
+        let n = shape.iter().try_fold(1usize, |n, &d| n.checked_mul(d));
+        View::Line { name, dtype, n: n.unwrap_or(usize::MAX / dtype.size().max(1)) }.fits(loan.bytes())?;
+        let empty = Self::own(&[], dtype, shape.iter().map(|&n| n as i64).collect());
+        Ok(Self { data: loan.address() as *const u8, storage: Storage::Loan(loan), device, ..empty })
+    }
+
     /// Element type.
     pub(in crate::py) fn dtype(&self) -> DType {
         self.dtype
@@ -107,7 +136,7 @@ impl Buffer {
         &self.shape
     }
 
-    /// A copy of the elements in C order. No call may be writing to static memory meanwhile.
+    /// A copy of the elements of memory of the CPU, in C order. No call may be writing to static memory meanwhile.
     pub(in crate::py) fn bytes(&self) -> Vec<u8> {
         let elements = if self.shape.contains(&0) { 0 } else { self.shape.iter().product::<i64>() as usize };
         if elements == 0 {
@@ -134,7 +163,7 @@ impl Buffer {
         let data = if self.shape.contains(&0) { std::ptr::null_mut() } else { self.data.cast_mut().cast() };
         DlTensor {
             data, // own and static memory may be written: it is cells, or memory that was lent to be written
-            device: Device::CPU,
+            device: self.device,
             ndim: self.shape.len() as i32,
             dtype: self.dtype,
             shape: self.shape.as_ptr().cast_mut(), // consumers do not write to these
@@ -214,7 +243,7 @@ impl View {
                 (dtype, [rows as i64, cols as i64].into(), [stride as i64, 1].into())
             }
         };
-        Buffer { storage, data, dtype, shape, strides }
+        Buffer { storage, data, device: Device::CPU, dtype, shape, strides }
     }
 }
 

@@ -5,10 +5,14 @@
 //! `Tensor.record_stream`, and a captured graph's tensors are kept by whoever replays it.
 #![allow(unsafe_code)]
 
+use std::sync::Arc;
+
 use super::abi::{DType, Device};
 use super::output::Output;
 use super::tensor::Tensor;
-use crate::device::{DeviceArray, DeviceElements, DeviceSlice, FloatType, KvCacheView, Rows, Stream};
+use crate::device::{
+    Choice, DeviceArray, DeviceElements, DeviceSlice, FloatType, KvCacheView, Linear, Products, Rows, Stream,
+};
 use crate::error::Result;
 
 /// DLPack's device type of CUDA.
@@ -22,6 +26,10 @@ pub(in crate::py) trait DeviceElement {
 
 impl DeviceElement for i32 {
     const DTYPE: DType = DType::I32;
+}
+
+impl DeviceElement for u8 {
+    const DTYPE: DType = DType::U8;
 }
 
 impl DeviceElement for f32 {
@@ -105,6 +113,36 @@ impl Tensor {
     }
 }
 
+/// A weight's product over a caller's tensors, which it keeps.
+pub(in crate::py) struct LentLinear {
+    linear: Linear,
+    /// The weight and the bias: held for their memory.
+    _tensors: (Tensor, Option<Tensor>),
+}
+
+impl LentLinear {
+    /// The product with `weight`; `None` for a bias where the choice has none.
+    pub(in crate::py) fn new(
+        products: &Arc<Products>,
+        choice: &Arc<Choice>,
+        weight: Tensor,
+        bias: Option<Tensor>,
+    ) -> Result<Self> {
+        let ordinal = weight.cuda_ordinal()?;
+        let view = weight.device_rows(ordinal)?;
+        let bias_view = bias.as_ref().map(|b| b.device_rows(ordinal)).transpose()?;
+        // SAFETY: the tensors are kept beside the product; the module's contract with the caller covers work in flight
+        // and captured graphs.
+        let linear = unsafe { products.linear(choice, &view, bias_view.as_ref()) }?;
+        Ok(Self { linear, _tensors: (weight, bias) })
+    }
+
+    /// The product.
+    pub(in crate::py) fn linear(&self) -> &Linear {
+        &self.linear
+    }
+}
+
 impl Output {
     /// Check that the tensor may be written and lies apart from the others of the call.
     pub(in crate::py) fn apart(&self, beside: &[&Tensor]) -> Result<()> {
@@ -122,6 +160,12 @@ impl Output {
         // module's contract with the caller keeps it there.
         unsafe { KvCacheView::from_raw(self.address() as u64, shape.map(|n| n as u64), element, ordinal) }
     }
+}
+
+/// [`crate::device::Device::collect_captured`] for a caller in Python.
+pub(in crate::py) fn collect_captured(device: &crate::device::Device) -> Result<u64> {
+    // SAFETY: the caller's promise, as the function's text in Python asks for it.
+    unsafe { device.collect_captured() }
 }
 
 /// The stream behind `torch.cuda.Stream.cuda_stream`, which the caller holds.

@@ -22,6 +22,7 @@ CLASSES = {
     "OutOfBounds": (core.OutOfBoundsError, {"kernel", "buffer", "request", "step", "index", "bound"}),
     "StaleOutput": (core.StaleOutputError, {"what", "held", "current"}),
     "NonFinite": (core.NonFiniteError, {"what", "value", "request", "row", "position", "index"}),
+    "DeviceMemory": (core.DeviceMemoryError, {"what", "device", "need", "have", "hint"}),
     "Cuda": (core.CudaError, {"call", "message"}),
     "CudaUnavailable": (core.CudaError, {"reason"}),
 }
@@ -48,6 +49,7 @@ def test_each_kind_has_its_class_and_fields() -> None:
         (core.OutOfBoundsError, (core.SpecrsError, IndexError)),
         (core.NonFiniteError, (core.SpecrsError, ValueError)),
         (core.CudaError, (core.SpecrsError, RuntimeError)),
+        (core.DeviceMemoryError, (core.SpecrsError, MemoryError)),
         (core.StaleOutputError, (core.SpecrsError,)),
     ],
 )

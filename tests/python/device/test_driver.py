@@ -24,6 +24,13 @@ FAKE = r"""
 #ifndef LOAD
 #define LOAD 0
 #endif
+#ifndef MAJOR
+#define MAJOR 9
+#define MINOR 0
+#endif
+#ifndef GPUS
+#define GPUS 1
+#endif
 typedef unsigned long long u64;
 int cuInit(unsigned flags) { return INIT; }
 #ifndef INIT_ALONE
@@ -32,9 +39,9 @@ int cuDriverGetVersion(int *v) { *v = VERSION; return 0; }
 static char context, module, function, memory[4096];
 int cuGetErrorName(int code, const char **s) { *s = "CUDA_ERROR_OF_THE_FAKE"; return 0; }
 int cuGetErrorString(int code, const char **s) { *s = "the fake says no"; return 0; }
-int cuDeviceGetCount(int *n) { *n = 1; return 0; }
+int cuDeviceGetCount(int *n) { *n = GPUS; return 0; }
 int cuDeviceGet(int *d, int ordinal) { *d = ordinal; return 0; }
-int cuDeviceGetAttribute(int *v, int what, int d) { *v = what == 75 ? 9 : what == 76 ? 0 : 132; return 0; }
+int cuDeviceGetAttribute(int *v, int what, int d) { *v = what == 75 ? MAJOR : what == 76 ? MINOR : 132; return 0; }
 int cuDevicePrimaryCtxRetain(void **c, int d) { *c = &context; return 0; }
 int cuDevicePrimaryCtxRelease_v2(int d) { return 0; }
 static void *current;
@@ -50,10 +57,23 @@ int cuMemHostGetDevicePointer_v2(u64 *d, void *p, unsigned flags) { *d = (u64)p;
 int cuMemFreeHost(void *p) { free(p); return 0; }
 int cuMemAlloc_v2(u64 *d, size_t n) { *d = (u64)memory; return 0; }
 int cuMemFree_v2(u64 d) { return 0; }
+int cuDeviceGetName(char *s, int n, int d) { strcpy(s, "a fake"); return 0; }
 int cuMemsetD8_v2(u64 d, unsigned char c, size_t n) { memset((void *)d, c, n); return 0; }
 #endif
 #endif
 """
+
+CALLS = re.findall(
+    r'"(\w+)"',
+    (Path(__file__).parents[3] / "src/device/libcuda.rs").read_text().split("CALLS: &[&str] = &[")[1].split("]")[0],
+)
+NEEDED = len(CALLS)  # functions that are looked for before anything is called
+# Those that setting up does not call do nothing.
+FAKE = FAKE.replace(
+    "#endif\n#endif\n",
+    "".join(f"int {name}() {{ return 0; }}\n" for name in CALLS if not re.search(rf"\b{name}\(", FAKE))
+    + "#endif\n#endif\n",
+)
 
 SAY = """
 import specrs
@@ -103,17 +123,17 @@ def unavailable(lines: list[str]) -> str:
         (
             "int nothing;",
             (),
-            r"libcuda .* version unknown\) is no NVIDIA driver's: it lacks 22 of the 22 .*, cuInit first",
+            rf"libcuda .* version unknown\) is no NVIDIA driver's: it lacks {NEEDED} of the {NEEDED} .*, cuInit first",
         ),
         (
             FAKE,
             ("-DINIT_ALONE",),
-            r"version unknown\) .* lacks 21 of the 22 functions needed, cuDriverGetVersion first",
+            rf"version unknown\) .* lacks {NEEDED - 1} of the {NEEDED} functions needed, cuDriverGetVersion first",
         ),
         (
             FAKE,
             ("-DOLD", "-DVERSION=13000"),
-            r"\(of CUDA 13.0\) .* lacks 20 of the 22 functions needed, cuGetErrorName",
+            rf"\(of CUDA 13.0\) .* lacks {NEEDED - 2} of the {NEEDED} functions needed, cuGetErrorName",
         ),
         (
             FAKE,
@@ -121,6 +141,12 @@ def unavailable(lines: list[str]) -> str:
             r"driver is too old: its libcuda is of CUDA 11.8, .* need CUDA 13.0 or later",
         ),
         (FAKE, ("-DVERSION=12090",), "driver is too old: its libcuda is of CUDA 12.9, .* need CUDA 13.0 or later"),
+        (FAKE, ("-DGPUS=0",), "the driver sees no GPU"),
+        (
+            FAKE,
+            ("-DMAJOR=7", "-DMINOR=5", "-DGPUS=2"),
+            r"capability 8.0 \(Ampere\) or later is needed; cuda:0 is a fake, of compute capability 7.5, cuda:1 is a",
+        ),
         (FAKE, ("-DINIT=100",), r"cuInit failed with code 100 \(CUDA_ERROR_OF_THE_FAKE\)"),
         (FAKE, ("-DINIT=12345",), r"cuInit failed with code 12345 \(CUDA_ERROR_OF_THE_FAKE\)"),
     ],

@@ -1,0 +1,253 @@
+//! The products of one device, and a weight's product: which algorithm, checked operands, one call.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use serde_json::{Value, json};
+
+use super::api::{ALIGN, Handle, Operands, Operation};
+use super::cache;
+use super::choice::Choice;
+use super::library::Library;
+use super::shape::LinearShape;
+use super::tune;
+use crate::device::devices::Device;
+use crate::device::driver::Stream;
+use crate::device::libcuda;
+use crate::device::rows::{FloatType, Rows};
+use crate::device::view::{DeviceSlice, device_mismatch};
+use crate::error::{Error, Result, in_range};
+
+/// Bytes that the workspace's address is a multiple of.
+const WORKSPACE_ALIGN: u64 = 256;
+
+/// cublasLt on one device, and what was chosen for the shapes that were asked for.
+#[derive(Debug)]
+pub struct Products {
+    handle: Handle,
+    device: &'static Device,
+    file: Option<PathBuf>,
+    chosen: Mutex<Vec<(Option<u32>, Arc<Choice>)>>,
+}
+
+impl Products {
+    /// Load cublasLt and open it on `device`. The library is looked for in the process (torch's own, once torch has
+    /// used a GPU), in `folders`, then by the loader. Choices are kept in the user's cache folder: `SPECRS_CACHE`, or
+    /// `specrs` under `XDG_CACHE_HOME` or `~/.cache`.
+    ///
+    /// # Errors
+    /// [`Error::CudaUnavailable`] with every place that was looked at, where there is no library.
+    pub fn open(device: &'static Device, folders: &[PathBuf]) -> Result<Self> {
+        Self::with_file(device, folders, cache::path().as_deref())
+    }
+
+    /// As [`Self::open`], with choices kept in `file`, or nowhere.
+    pub fn with_file(device: &'static Device, folders: &[PathBuf], file: Option<&Path>) -> Result<Self> {
+        let library = Library::load(folders)?;
+        let _current = device.context().enter()?;
+        let handle = Handle::new(library)?;
+        Ok(Self { handle, device, file: file.map(Path::to_owned), chosen: Mutex::default() })
+    }
+
+    /// The class of bits and the algorithms for `shape`, chosen once for a process. `split` asks for one split of K,
+    /// such as another machine's; else the class with the least time over all numbers of rows is taken.
+    ///
+    /// The algorithms are run against each other on this device before they are taken: every row of the product of
+    /// reproducible operands, whose sums cancel so that rounding alone is left, must have the same bits at the ends and in
+    /// the middle of every bucket of rows, at several places among the rows. A choice that an earlier process measured is checked in the same way and then
+    /// taken; where it fails, or its file cannot be read, all is measured anew (one to six seconds a shape on an H200).
+    ///
+    /// Allocates up to eight weights of the shape and `max_rows` rows of operands and results while it runs.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`], [`Error::Mismatch`] for a shape that cannot be; [`Error::Invalid`] where no class covers
+    /// every number of rows, with what would work; [`Error::DeviceMemory`].
+    pub fn choice(&self, shape: LinearShape, split: Option<u32>) -> Result<Arc<Choice>> {
+        shape.check()?;
+        if let Some(split) = split {
+            in_range("linear split", split, 1, 64)?;
+        }
+        // Held while a choice is made: two at once would time each other.
+        let mut chosen = self.chosen.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, choice)) = chosen.iter().find(|(s, c)| *s == split && c.shape == shape) {
+            return Ok(choice.clone());
+        }
+        let made = tune::choose(&self.handle, self.device, shape, split, self.file.as_deref());
+        let _ = self.device.collect()?; // what was tried with
+        let choice = Arc::new(made?);
+        chosen.push((split, choice.clone()));
+        Ok(choice)
+    }
+
+    /// What the bits of products depend on, as JSON: device, driver, library and, for each shape that was chosen, the
+    /// split of K, the fingerprint of the class, and the algorithm of each bucket with its time.
+    pub fn numerics(&self) -> String {
+        let chosen = self.chosen.lock().unwrap_or_else(PoisonError::into_inner);
+        let weights: Vec<Value> = chosen
+            .iter()
+            .map(|(pinned, choice)| {
+                let mut entry = cache::of(choice);
+                if let Value::Object(entry) = &mut entry {
+                    entry.insert("shape".into(), json!(choice.shape.to_string()));
+                    entry.insert("pinned".into(), json!(pinned.is_some()));
+                    entry.insert("measured".into(), json!(choice.measured));
+                }
+                entry
+            })
+            .collect();
+        let capability = self.device.capability();
+        json!({
+            "device": self.device.name(),
+            "capability": format!("{}.{}", capability / 10, capability % 10),
+            "driver_cuda": libcuda::driver_version(),
+            "cublaslt": self.handle.library.version,
+            "cublaslt_path": self.handle.library.path,
+            "cache": self.file.as_ref().map(|f| f.display().to_string()),
+            "weights": weights,
+        })
+        .to_string()
+    }
+
+    /// The product with `weight`, `[outputs, inputs]` row-major, by the algorithms of `choice`.
+    ///
+    /// # Safety
+    /// Weight and bias stay where and as they are until the last launch, and the last replay of a graph that captured
+    /// one, has finished.
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`] for a weight or bias that is not as the choice's shape has it, on another device, or not
+    /// aligned to 16 bytes.
+    pub unsafe fn linear(self: &Arc<Self>, choice: &Arc<Choice>, weight: &Rows, bias: Option<&Rows>) -> Result<Linear> {
+        let shape = choice.shape;
+        let (n, k) = (shape.outputs as usize, shape.inputs as usize);
+        self.fits(weight, [n, k], shape.element)?;
+        if let Some(bias) = bias {
+            self.fits(bias, [1, n], shape.output())?;
+        }
+        if bias.is_some() != shape.bias {
+            let (got, want) = (bias.map_or("none", |_| "one"), if shape.bias { "one" } else { "none" });
+            return Err(Error::Mismatch { operand: "bias", got: got.into(), want: want.into() });
+        }
+        let operation = Operation::new(self.handle.library, shape, bias.map(Rows::address))?;
+        Ok(Linear { operation, weight: *weight, choice: choice.clone(), products: self.clone() })
+    }
+
+    /// Contiguous rows of these sizes on the device, aligned.
+    fn fits(&self, rows: &Rows, [count, columns]: [usize; 2], float: FloatType) -> Result<()> {
+        self.on_device(rows.what(), rows.device())?;
+        rows.expect(count, columns, float)?;
+        if rows.stride() != columns {
+            let (got, want) = (format!("{} elements from row to row", rows.stride()), format!("{columns}: no gaps"));
+            return Err(Error::Mismatch { operand: rows.what(), got, want });
+        }
+        aligned(rows.what(), rows.address(), ALIGN)
+    }
+
+    fn on_device(&self, operand: &'static str, on: i32) -> Result<()> {
+        let ordinal = self.device.context().ordinal();
+        if on == ordinal { Ok(()) } else { Err(device_mismatch(operand, on, ordinal, "the product is launched")) }
+    }
+}
+
+impl Drop for Products {
+    fn drop(&mut self) {
+        // The handle is destroyed, right after this, where it was made.
+        if let Ok(current) = self.device.context().enter() {
+            self.handle.destroy();
+            drop(current);
+        }
+    }
+}
+
+fn aligned(operand: &'static str, address: u64, to: u64) -> Result<()> {
+    if address.is_multiple_of(to) {
+        return Ok(());
+    }
+    let (got, want) = (format!("device address {address:#x}"), format!("an address aligned to {to} bytes"));
+    Err(Error::Mismatch { operand, got, want })
+}
+
+/// One weight's product, `y = x W^T (+ bias)`: a row's bits depend on the row and the weight alone, not on how many
+/// rows there are, nor on the row's place among them.
+#[derive(Debug)]
+pub struct Linear {
+    operation: Operation,
+    weight: Rows,
+    choice: Arc<Choice>,
+    products: Arc<Products>,
+}
+
+impl Linear {
+    /// What was chosen for it.
+    pub fn choice(&self) -> &Arc<Choice> {
+        &self.choice
+    }
+
+    /// Put the product of the first `rows` rows of `x` on `stream`, into the first `rows` rows of `y`. `workspace` is
+    /// shared by all products of a stream. Allocates nothing on the device and waits for nothing: it can be captured.
+    ///
+    /// # Errors
+    /// Before anything is launched: [`Error::OutOfRange`] for more rows than the choice covers; [`Error::Capacity`] for an
+    /// operand with fewer rows, or too small a workspace; [`Error::Mismatch`] for one of another width or type, on another
+    /// device, not aligned (x and y to 16 bytes, workspace to 256), or a y that overlaps another operand.
+    pub fn launch(&self, stream: Stream, rows: u32, x: &Rows, y: &Rows, workspace: &DeviceSlice<u8>) -> Result<()> {
+        let (shape, products) = (&self.choice.shape, &self.products);
+        in_range("linear rows", rows, 0, shape.max_rows.into())?;
+        for (view, columns, element) in [(x, shape.inputs, shape.element), (y, shape.outputs, shape.output())] {
+            products.fits(view, [view.rows(), columns as usize], element)?;
+            if view.rows() < rows as usize {
+                let (need, have) = (rows.into(), view.rows() as u64);
+                return Err(Error::Capacity { what: view.what(), need, have, hint: "in rows".into() });
+            }
+        }
+        products.on_device("workspace", workspace.device())?;
+        aligned("workspace", workspace.address(), WORKSPACE_ALIGN)?;
+        let Some(bucket) = self.choice.bucket(rows) else {
+            return Err(Error::OutOfRange {
+                what: "linear rows",
+                got: rows.into(),
+                min: 0,
+                max: shape.max_rows.into(),
+            });
+        };
+        if workspace.len() < bucket.workspace {
+            let hint = format!("bytes for {rows} rows; `workspace_bytes` of the choice is enough for any");
+            let (need, have) = (bucket.workspace as u64, workspace.len() as u64);
+            return Err(Error::Capacity { what: "workspace", need, have, hint });
+        }
+        let range = |of: &Rows, rows: usize| (of.address(), of.address() + rows as u64 * of.stride_bytes());
+        let written = range(y, rows as usize);
+        let space = (workspace.address(), workspace.address() + workspace.len() as u64);
+        let others =
+            [("x", range(x, rows as usize)), ("weight", range(&self.weight, self.weight.rows())), ("workspace", space)];
+        for (operand, range) in others {
+            overlap("y", written, operand, range)?;
+        }
+        overlap("workspace", space, "x", range(x, rows as usize))?;
+        if rows == 0 {
+            return Ok(());
+        }
+        let operands = Operands {
+            weight: self.weight.address(),
+            x: x.address(),
+            y: y.address(),
+            workspace: workspace.address(),
+            workspace_bytes: workspace.len(),
+        };
+        let _current = products.device.context().enter()?;
+        // SAFETY: the context is current; sizes, devices and overlaps were checked just now, and the makers of the views
+        // (`Products::linear` for the weight) promised that the memory stays.
+        unsafe { self.operation.launch(&products.handle, &bucket.algo, rows, &operands, stream) }
+    }
+}
+
+fn overlap(operand: &'static str, a: (u64, u64), other: &str, b: (u64, u64)) -> Result<()> {
+    if a.0 < b.1 && b.0 < a.1 {
+        return Err(Error::Mismatch {
+            operand,
+            got: format!("memory that {other} uses too"),
+            want: "memory of its own".into(),
+        });
+    }
+    Ok(())
+}

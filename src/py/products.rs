@@ -1,0 +1,210 @@
+//! Products by cublasLt for Python: choices, launches on torch's tensors, the report. `python/specrs/device.py` opens them.
+
+use std::path::PathBuf;
+#[cfg(feature = "cuda")]
+use std::sync::Arc;
+
+use pyo3::prelude::*;
+
+use super::arg::{Int, detached};
+#[cfg(feature = "cuda")]
+use super::dlpack::{Output, Tensor, cuda};
+#[cfg(feature = "cuda")]
+use crate::device::{Device, FloatType, LinearShape, Mirror, Products};
+#[cfg(not(feature = "cuda"))]
+use crate::error::{Error, Result};
+
+#[cfg(feature = "cuda")]
+type Opened = Arc<Products>;
+#[cfg(feature = "cuda")]
+type Lent = cuda::LentLinear;
+/// There is none in a build without CUDA.
+#[cfg(not(feature = "cuda"))]
+type Opened = std::convert::Infallible;
+#[cfg(not(feature = "cuda"))]
+type Lent = std::convert::Infallible;
+
+/// cublasLt on CUDA device `ordinal`. The library is looked for in the process, in `folders`, then by the loader.
+/// Choices are kept in the file `cache`; `None` keeps none, and `""` means the user's cache folder (`SPECRS_CACHE`,
+/// `XDG_CACHE_HOME`, `~/.cache`).
+///
+/// Raises `CudaError` where there is no CUDA or no cublasLt, with every place that was looked at.
+#[pyclass(frozen, name = "_DeviceProducts", module = "specrs._specrs")]
+pub(super) struct DeviceProducts(Opened);
+
+/// One weight's product, from `_DeviceProducts.linear`.
+#[pyclass(frozen, name = "_DeviceLinear", module = "specrs._specrs")]
+pub(super) struct DeviceLinear(Lent);
+
+#[cfg(feature = "cuda")]
+#[pymethods]
+impl DeviceProducts {
+    #[new]
+    #[pyo3(signature = (ordinal, folders, cache=None))]
+    fn new(py: Python<'_>, ordinal: Int, folders: Vec<PathBuf>, cache: Option<PathBuf>) -> PyResult<Self> {
+        let ordinal = ordinal.i32("CUDA device")?;
+        detached(py, move || {
+            let device = Device::get(ordinal)?;
+            let opened = match cache {
+                Some(file) if file.as_os_str().is_empty() => Products::open(device, &folders),
+                file => Products::with_file(device, &folders, file.as_deref()),
+            };
+            Ok(Self(Arc::new(opened?)))
+        })
+    }
+
+    /// The product with `weight`, `[outputs, inputs]` of bfloat16 or float16 on the device: up to `max_rows` rows of x
+    /// give rows of the same type, or of float32 with `f32_output`, plus `bias` (`[outputs]`). `split` asks for one split of K
+    /// instead of the fastest class of bits. Measures, or checks what an earlier process measured. The weight and the
+    /// bias are kept, and must not be changed in shape.
+    #[pyo3(signature = (weight, max_rows, *, bias=None, f32_output=false, split=None))]
+    fn linear(
+        &self,
+        weight: &Bound<'_, PyAny>,
+        max_rows: Int,
+        bias: Option<&Bound<'_, PyAny>>,
+        f32_output: bool,
+        split: Option<Int>,
+    ) -> PyResult<DeviceLinear> {
+        let py = weight.py();
+        let (max_rows, split) = (max_rows.u32("linear max_rows")?, split.map(|s| s.u32("linear split")).transpose()?);
+        let weight = Tensor::import(weight, "weight", Some(-1))?;
+        let bias = bias.map(|b| Tensor::import(b, "bias", Some(-1))).transpose()?;
+        detached(py, || {
+            let view = weight.device_rows(weight.cuda_ordinal()?)?;
+            let side = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+            let shape = LinearShape {
+                outputs: side(view.rows()),
+                inputs: side(view.columns()),
+                element: view.float(),
+                f32_output,
+                bias: bias.is_some(),
+                max_rows,
+            };
+            if view.float() == FloatType::F32 {
+                return Err(weight.mismatch("float32", "bfloat16 or float16"));
+            }
+            let choice = self.0.choice(shape, split)?;
+            Ok(DeviceLinear(cuda::LentLinear::new(&self.0, &choice, weight, bias)?))
+        })
+    }
+
+    /// What the bits of products depend on, as JSON: device, driver, library; of each shape that was asked for its split
+    /// of K, the fingerprint of its class, and the algorithm of each bucket of rows with its microseconds.
+    fn numerics(&self, py: Python<'_>) -> PyResult<String> {
+        detached(py, || Ok(self.0.numerics()))
+    }
+}
+
+#[cfg(feature = "cuda")]
+#[pymethods]
+impl DeviceLinear {
+    /// Bytes of workspace that a launch of up to `max_rows` rows needs at most.
+    #[getter]
+    fn workspace_bytes(&self) -> usize {
+        self.0.linear().choice().workspace_bytes()
+    }
+
+    /// Parts that K is split into.
+    #[getter]
+    fn split(&self) -> u32 {
+        self.0.linear().choice().split()
+    }
+
+    /// The class of bits by a number.
+    #[getter]
+    fn fingerprint(&self) -> u64 {
+        self.0.linear().choice().fingerprint()
+    }
+
+    /// Put the product of the first `rows` rows of `x` into those of `y`, on the raw stream `stream`. `workspace`:
+    /// `uint8[>= workspace_bytes]`. Raises `ConfigError`, before anything is launched, for operands that do not fit.
+    fn launch(
+        &self,
+        rows: Int,
+        x: &Bound<'_, PyAny>,
+        y: &Bound<'_, PyAny>,
+        workspace: &Bound<'_, PyAny>,
+        stream: Int,
+    ) -> PyResult<()> {
+        let py = x.py();
+        let (rows, handle) = (rows.u32("linear rows")?, stream.usize("stream")?);
+        let x = Tensor::import(x, "x", Some(-1))?;
+        let y = Output::import(y, "y", Some(-1))?;
+        let workspace = Output::import(workspace, "workspace", Some(-1))?;
+        detached(py, || {
+            let ordinal = x.cuda_ordinal()?;
+            let (xs, ys, ws) =
+                (x.device_rows(ordinal)?, y.device_rows(ordinal)?, workspace.device_slice::<u8>(ordinal)?);
+            y.apart(&[&x, &workspace])?;
+            self.0.linear().launch(cuda::stream(handle), rows, &xs, &ys, &ws)
+        })
+    }
+}
+
+#[cfg(not(feature = "cuda"))]
+#[pymethods]
+impl DeviceProducts {
+    #[new]
+    #[pyo3(signature = (ordinal, folders, cache=None))]
+    fn new(py: Python<'_>, ordinal: Int, folders: Vec<PathBuf>, cache: Option<PathBuf>) -> PyResult<Self> {
+        _ = (ordinal.i32("CUDA device")?, folders, cache);
+        detached(py, || unavailable().map(Self))
+    }
+}
+
+/// Write reproducible values to `out` (bfloat16 or float16), on the raw stream `stream`, of magnitudes around
+/// 2^`exponent`. `mirror`: 0 for rows as they come, 1 for rows that read the same from both ends, 2 for rows whose second
+/// half is the first from its end, negated.
+#[pyfunction]
+pub(super) fn _device_fill(out: &Bound<'_, PyAny>, seed: Int, exponent: Int, mirror: Int, stream: Int) -> PyResult<()> {
+    let (seed, handle, exponent) = (seed.u32("seed")?, stream.usize("stream")?, exponent.i32("exponent")?);
+    let mirror = mirror.within("mirror", 0, 2)?;
+    #[cfg(feature = "cuda")]
+    {
+        let out_tensor = Output::import(out, "out", Some(-1))?;
+        detached(out.py(), || {
+            let ordinal = out_tensor.cuda_ordinal()?;
+            out_tensor.apart(&[])?;
+            let view = out_tensor.device_rows(ordinal)?;
+            let mirror = [Mirror::None, Mirror::Equal, Mirror::Negated][mirror as usize];
+            Device::get(ordinal)?.kernels().fingerprint.fill(cuda::stream(handle), &view, seed, exponent, mirror)
+        })
+    }
+    #[cfg(not(feature = "cuda"))]
+    {
+        _ = (seed, exponent, mirror, handle);
+        detached(out.py(), unavailable)
+    }
+}
+
+/// Write the fingerprints of the first `rows` rows of `matrix` to `out` (int64), on the raw stream `stream`.
+#[pyfunction]
+pub(super) fn _device_fingerprint(
+    matrix: &Bound<'_, PyAny>,
+    rows: Int,
+    out: &Bound<'_, PyAny>,
+    stream: Int,
+) -> PyResult<()> {
+    let (rows, handle) = (rows.u32("rows")?, stream.usize("stream")?);
+    #[cfg(feature = "cuda")]
+    {
+        let (tensor, prints) = (Tensor::import(matrix, "matrix", Some(-1))?, Output::import(out, "out", Some(-1))?);
+        detached(out.py(), || {
+            let ordinal = tensor.cuda_ordinal()?;
+            prints.apart(&[&tensor])?;
+            let (view, words) = (tensor.device_rows(ordinal)?, prints.device_slice::<u64>(ordinal)?);
+            Device::get(ordinal)?.kernels().fingerprint.rows(cuda::stream(handle), &view, rows, &words)
+        })
+    }
+    #[cfg(not(feature = "cuda"))]
+    {
+        _ = (matrix, rows, handle);
+        detached(out.py(), unavailable)
+    }
+}
+
+#[cfg(not(feature = "cuda"))]
+fn unavailable<T>() -> Result<T> {
+    Err(Error::CudaUnavailable("built without the feature `cuda`".into()))
+}
