@@ -77,9 +77,8 @@ def main() -> None:
     p.add_argument("old", type=Path, help="checkout of the earlier commit")
     p.add_argument("--pairs", type=int, default=24)
     args = p.parse_args()
-    head = subprocess.run(
-        ["git", "rev-parse", "--short=12", "HEAD"], cwd=args.old, capture_output=True, text=True, check=True
-    )
+    rev = ["git", "rev-parse", "--short=12", "HEAD"]
+    head = subprocess.run(rev, cwd=args.old, capture_output=True, text=True, check=True).stdout.strip()
     rows: dict[str, list[dict[str, Any]]] = {}
     for name, questions in (("allocator", ALLOCATOR), ("planner", PLANNER)):
         old, new = (binary(checkout, f"{name}_driver") for checkout in (args.old, ROOT))
