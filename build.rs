@@ -35,6 +35,23 @@ const KERNELS: &[(&str, &[&str])] = &[
     ("tree_build", &["80"]),
     ("fingerprint", &["80"]),
     ("table_update", &["80"]),
+    ("attention_bf16_64", &["80", "90a"]),
+    ("attention_bf16_96", &["80"]),
+    ("attention_bf16_128", &["80", "90a"]),
+    ("attention_f16_64", &["80", "90a"]),
+    ("attention_f16_96", &["80"]),
+    ("attention_f16_128", &["80", "90a"]),
+];
+
+/// Images that are one file each under other macros: image, file, macros. The driver compiles an image when it is loaded,
+/// so each holds no more than a model needs.
+const VARIANTS: &[(&str, &str, &[&str])] = &[
+    ("attention_bf16_64", "attention", &["SPECRS_ELEMENT=Bf16", "SPECRS_HEAD_DIM=64"]),
+    ("attention_bf16_96", "attention", &["SPECRS_ELEMENT=Bf16", "SPECRS_HEAD_DIM=96"]),
+    ("attention_bf16_128", "attention", &["SPECRS_ELEMENT=Bf16", "SPECRS_HEAD_DIM=128"]),
+    ("attention_f16_64", "attention", &["SPECRS_ELEMENT=F16", "SPECRS_HEAD_DIM=64"]),
+    ("attention_f16_96", "attention", &["SPECRS_ELEMENT=F16", "SPECRS_HEAD_DIM=96"]),
+    ("attention_f16_128", "attention", &["SPECRS_ELEMENT=F16", "SPECRS_HEAD_DIM=128"]),
 ];
 
 /// Newest PTX ISA that the oldest supported driver (580, CUDA 13.0) loads; the toolkit that writes it.
@@ -247,17 +264,20 @@ fn parse_version(text: &str) -> Option<Version> {
     Some(Version(major.parse().ok()?, minor.parse().ok()?))
 }
 
-/// Compile `cuda/<name>.cu` for `arch` to `out/<file>`, beside the `params.cuh` that it includes.
+/// Compile image `name` for `arch` to `out/<file>`, beside the `params.cuh` that it includes.
 fn compile(nvcc: &Path, name: &str, arch: &str, out: &Path, file: &str) -> Result<(), Failure> {
     let ptx = &out.join(file);
     let root = env::var_os("CARGO_MANIFEST_DIR")
         .ok_or_else(|| "CARGO_MANIFEST_DIR is not set: run through cargo".to_owned())?;
-    let source = format!("cuda/{name}.cu");
+    let variant = VARIANTS.iter().find(|(image, ..)| *image == name);
+    let (file_name, macros) = variant.map_or((name, &[][..]), |(_, file_name, macros)| (*file_name, *macros));
+    let source = format!("cuda/{file_name}.cu");
     // Relative source path: what the compiler writes about its input does not depend on where the checkout lies.
     let output = Command::new(nvcc)
         .current_dir(&root)
         .args(["-ptx", "-O3", "-std=c++17", "--Werror", "all-warnings"])
         .arg(format!("-arch=compute_{arch}"))
+        .args(macros.iter().map(|m| format!("-D{m}")))
         .arg("-I")
         .arg(out)
         .arg("-o")

@@ -1537,5 +1537,46 @@ def _device_fill(
 def _device_fingerprint(matrix: _Tensor, rows: SupportsIndex, out: _Tensor, stream: SupportsIndex) -> None:
     """Write the fingerprints of the first `rows` rows of `matrix` to `out` (int64), on the raw stream `stream`."""
 
+def _device_attention_workspace(
+    ordinal: SupportsIndex,
+    *,
+    requests: SupportsIndex,
+    max_queries: SupportsIndex,
+    kv_heads: SupportsIndex,
+    group: SupportsIndex,
+    head_dim: SupportsIndex,
+    max_keys: SupportsIndex,
+) -> int:
+    """Bytes of workspace with which `_device_attention` keeps CUDA device `ordinal` busy: for `requests` of up to
+    `max_queries` queries and `max_keys` keys each, `kv_heads` heads with `group` query heads each, of `head_dim`
+    elements.
+    """
+
+def _device_attention(
+    cache: _Tensor,
+    layer: SupportsIndex,
+    q: _Tensor,
+    out: _Tensor,
+    *,
+    table: _Tensor,
+    page_size: SupportsIndex,
+    rows: _Tensor | None,
+    lens: _Tensor,
+    starts: _Tensor,
+    mask: _Tensor | None,
+    draft: tuple[SupportsIndex, SupportsIndex] | None,
+    max_queries: SupportsIndex,
+    scale: float,
+    workspace: _Tensor,
+    stream: SupportsIndex,
+) -> None:
+    """Launch paged attention over layer `layer` of `cache` on the raw stream `stream` of the cache's device.
+
+    Query j of request i is row `starts[i] + j` of `q` [queries, heads, head_dim]. It attends to positions `[0,
+    lens[i])` of row `rows[i]` (i without `rows`) of `table` [rows, width], whose pages hold `page_size` tokens, and
+    then causally to `lens[i] ..= lens[i] + j`, or, with a `mask`, to `lens[i] + b` of each bit b of its word. `draft =
+    (K, S)`: bits are `branch * S + step`. `out` is of `q`'s type or `float32`.
+    """
+
 def _error_examples() -> list[SpecrsError]:
     """One exception for each kind of core error, for tests and documentation."""

@@ -59,6 +59,11 @@ impl Context {
         &self.retired
     }
 
+    /// Bytes of shared memory that one block may have, and that all blocks of a multiprocessor share.
+    pub(super) fn shared_memory(&self) -> Result<(u32, u32)> {
+        self.primary.shared_memory()
+    }
+
     /// Make the context current for a launch.
     pub(super) fn enter(&self) -> Result<Entered> {
         self.primary.enter()

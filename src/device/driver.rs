@@ -116,6 +116,15 @@ impl Primary {
         Ok(attribute(self.device, COUNT)?.max(1) as u32)
     }
 
+    /// Bytes of shared memory that one block may have, and that all blocks of a multiprocessor share.
+    pub(super) fn shared_memory(&self) -> Result<(u32, u32)> {
+        use sys::CUdevice_attribute::{
+            CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN as BLOCK,
+            CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR as MULTIPROCESSOR,
+        };
+        Ok((attribute(self.device, BLOCK)?.max(0) as u32, attribute(self.device, MULTIPROCESSOR)?.max(0) as u32))
+    }
+
     /// Make this context the thread's current one until the guard is dropped. Costs one query where it is already.
     pub(super) fn enter(&self) -> Result<Entered> {
         let before = named("cuCtxGetCurrent", result::ctx::get_current())?;
@@ -235,10 +244,70 @@ impl Function {
         stream: Stream,
         params: &P,
     ) -> Result<()> {
+        // SAFETY: the caller's promise, for a kernel without dynamic shared memory.
+        unsafe { self.launch_with_shared(grid, block, 0, stream, params) }
+    }
+
+    /// Allow launches with up to `bytes` of dynamic shared memory, which more than 48 KiB need.
+    pub(super) fn allow_shared(self, bytes: u32) -> Result<()> {
+        use sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES as SHARED;
+        // SAFETY: the function's module is loaded for as long as its owner lives.
+        named("cuFuncSetAttribute", unsafe { result::function::set_function_attribute(self.0, SHARED, bytes as i32) })
+    }
+
+    /// [`launch`](Self::launch), which may begin before the work in front of it on the stream has ended: the kernel itself
+    /// waits for that (`griddepcontrol.wait`, compute capability 9.0) before it touches anything that it makes.
+    ///
+    /// # Safety
+    /// As there; every thread block of the kernel waits so, and the work in front began after all before it had ended.
+    pub(super) unsafe fn launch_early<P: Copy>(
+        self,
+        blocks: u32,
+        block: u32,
+        stream: Stream,
+        params: &P,
+    ) -> Result<()> {
+        use sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION as EARLY;
+        let mut attribute = sys::CUlaunchAttribute {
+            id: EARLY,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        };
+        let config = sys::CUlaunchConfig {
+            gridDimX: blocks,
+            gridDimY: 1,
+            gridDimZ: 1,
+            blockDimX: block,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: 0,
+            hStream: stream.0,
+            attrs: &raw mut attribute,
+            numAttrs: 1,
+        };
+        let mut arguments = [std::ptr::from_ref(params).cast_mut().cast::<c_void>()];
+        // SAFETY: the driver copies configuration and parameters during the call; the rest is the caller's promise.
+        named("cuLaunchKernelEx", unsafe {
+            sys::cuLaunchKernelEx(&raw const config, self.0, arguments.as_mut_ptr(), std::ptr::null_mut()).result()
+        })
+    }
+
+    /// [`launch`](Self::launch) with `shared` bytes of dynamic shared memory for each block.
+    ///
+    /// # Safety
+    /// As there; the kernel stays within `shared` bytes.
+    pub(super) unsafe fn launch_with_shared<P: Copy>(
+        self,
+        grid: (u32, u32, u32),
+        block: u32,
+        shared: u32,
+        stream: Stream,
+        params: &P,
+    ) -> Result<()> {
         let mut arguments = [std::ptr::from_ref(params).cast_mut().cast::<c_void>()];
         // SAFETY: the driver copies the parameters during the call and does not write to them; the rest is the caller's
         // promise.
-        let outcome = unsafe { result::launch_kernel(self.0, grid, (block, 1, 1), 0, stream.0, &mut arguments) };
+        let outcome = unsafe { result::launch_kernel(self.0, grid, (block, 1, 1), shared, stream.0, &mut arguments) };
         named("cuLaunchKernel", outcome)
     }
 }

@@ -29,6 +29,7 @@
 //! to adopt a stream. Ordering is the caller's stream's.
 #![allow(unsafe_code)]
 
+mod attention_view;
 mod context;
 pub mod cublaslt;
 mod devices;
@@ -45,14 +46,16 @@ mod stream;
 mod table;
 pub mod view;
 
+pub use attention_view::{AttentionBatch, AttentionOut, HalfType, KvLayerView};
 pub use cublaslt::{Choice, Linear, LinearShape, Products};
 pub use devices::{Device, available};
 pub use driver::Stream;
 pub use kernels::{
-    AddRmsNorm, CommitOperands, DeviceAccepts, DeviceBeams, DeviceSamplers, DeviceTrees, DraftSelect,
-    DraftSelectOperands, Fingerprint, Kernels, KvCommit, KvMove, MAX_DEVICE_CANDIDATES, MAX_DEVICE_TOPK, MAX_HEAD_DIM,
-    MAX_NORM_COLUMNS, MAX_SAMPLED_VOCAB, Mirror, PlanKernels, RopeKv, RopeKvOperands, RowOps, SAMPLER_ROW_WORDS,
-    SampleVerify, TableUpdate, TreeBuild, TreeBuildOperands, VerifyGreedy, VerifyMode, VerifyOperands, verify_scratch,
+    AddRmsNorm, Attention, AttentionCall, AttentionSize, CommitOperands, DeviceAccepts, DeviceBeams, DeviceSamplers,
+    DeviceTrees, DraftSelect, DraftSelectOperands, Fingerprint, Kernels, KvCommit, KvMove, MAX_DEVICE_CANDIDATES,
+    MAX_DEVICE_TOPK, MAX_HEAD_DIM, MAX_NORM_COLUMNS, MAX_SAMPLED_VOCAB, Mirror, PlanKernels, RopeKv, RopeKvOperands,
+    RowOps, SAMPLER_ROW_WORDS, SampleVerify, TableUpdate, TreeBuild, TreeBuildOperands, VerifyGreedy, VerifyMode,
+    VerifyOperands, verify_scratch,
 };
 pub use memory::{Arena, ArenaPlan, Budget, DeviceBuffer, Guards, Loan, PinnedBuffer, REGION_ALIGN, Region};
 pub use plan::{

@@ -18,7 +18,7 @@ fn available() -> Result<()> {
 }
 
 #[cfg(not(feature = "cuda"))]
-fn available() -> Result<()> {
+pub(super) fn available() -> Result<()> {
     Err(Error::CudaUnavailable("built without the feature `cuda`".into()))
 }
 

@@ -27,6 +27,7 @@ mod arg;
 mod attention;
 mod certify;
 mod device;
+mod device_attention;
 mod device_ops;
 mod device_plan;
 mod device_sample;
@@ -58,6 +59,8 @@ mod _specrs {
     use super::certify::certify;
     #[pymodule_export]
     use super::device::{_device_check, _device_init, _device_kv_move, cuda_available, cuda_unavailable_reason};
+    #[pymodule_export]
+    use super::device_attention::{_device_attention, _device_attention_workspace};
     #[pymodule_export]
     use super::device_ops::{
         _device_add_rms_norm, _device_draft_scratch, _device_draft_select, _device_embed, _device_gather_rows,

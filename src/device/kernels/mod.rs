@@ -1,5 +1,6 @@
 //! One file a kernel: its functions, loaded when a device is set up, and their safe launch.
 
+mod attention;
 mod check;
 mod draft_select;
 mod fingerprint;
@@ -13,6 +14,7 @@ mod table_update;
 mod tree_build;
 mod verify_greedy;
 
+pub use attention::{Attention, AttentionCall, AttentionSize};
 pub use draft_select::{DeviceBeams, DraftSelect, DraftSelectOperands, MAX_DEVICE_TOPK};
 pub use fingerprint::{Fingerprint, Mirror};
 pub use kv_commit::{CommitOperands, KvCommit};
@@ -34,6 +36,8 @@ use crate::error::Result;
 /// The kernels of one device.
 #[derive(Debug)]
 pub struct Kernels {
+    /// Paged attention of every phase.
+    pub attention: Attention,
     /// Moves of KV rows between slots.
     pub kv_move: KvMove,
     /// Gathers, norms and activations of rows.
@@ -62,6 +66,7 @@ impl Kernels {
     /// Load every kernel into `context`, which is current.
     pub(super) fn load(context: &Arc<Context>) -> Result<Self> {
         Ok(Self {
+            attention: Attention::new(context.clone())?,
             kv_move: KvMove::load(context.clone())?,
             rows: RowOps::load(context.clone())?,
             rope_kv: RopeKv::load(context.clone())?,

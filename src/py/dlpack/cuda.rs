@@ -11,9 +11,10 @@ use super::abi::{DType, Device};
 use super::output::Output;
 use super::tensor::Tensor;
 use crate::device::{
-    Choice, DeviceArray, DeviceElements, DeviceSlice, FloatType, KvCacheView, Linear, Products, Rows, Stream,
+    AttentionOut, Choice, DeviceArray, DeviceElements, DeviceSlice, FloatType, HalfType, KvCacheView, KvLayerView,
+    Linear, Products, Rows, Stream,
 };
-use crate::error::Result;
+use crate::error::{Result, in_range};
 
 /// DLPack's device type of CUDA.
 const CUDA: i32 = 2;
@@ -67,6 +68,59 @@ impl Tensor {
             ref other => return Err(self.mismatch(format_args!("shape {other:?}"), "a line or a table")),
         };
         Ok(DeviceArray { elements, columns })
+    }
+
+    /// A contiguous `int32` tensor of two dimensions, and the length of its rows.
+    pub(in crate::py) fn device_table(&self, ordinal: i32) -> Result<(DeviceSlice<i32>, usize)> {
+        let shape: [usize; 2] = self.dims("[rows, width]")?;
+        self.check(Device::cuda(ordinal), DType::I32, &shape)?;
+        // SAFETY: as in `device_slice`.
+        let slice = unsafe { DeviceSlice::from_raw(self.operand, self.address() as u64, shape[0] * shape[1], ordinal) };
+        Ok((slice?, shape[1]))
+    }
+
+    /// The 16-bit floating-point type of the elements.
+    fn half_type(&self) -> Result<HalfType> {
+        match self.dtype {
+            DType::BF16 => Ok(HalfType::Bf16),
+            DType::F16 => Ok(HalfType::F16),
+            other => Err(self.mismatch(other, "bfloat16 or float16")),
+        }
+    }
+
+    /// Layer `layer` of a contiguous KV cache `[layers, 2, num_slots, kv_heads, head_dim]` of `bfloat16` or `float16`.
+    pub(in crate::py) fn device_kv_layer(&self, ordinal: i32, layer: usize) -> Result<KvLayerView> {
+        let shape: [usize; 5] = self.dims("[layers, 2, num_slots, kv_heads, head_dim]")?;
+        let element = self.half_type()?;
+        self.check(Device::cuda(ordinal), self.dtype, &shape)?;
+        if shape[1] != 2 {
+            let want = "[layers, 2, num_slots, kv_heads, head_dim]";
+            return Err(self.mismatch(format_args!("shape {shape:?}"), want));
+        }
+        in_range("layer", layer as u64, 0, shape[0] as i128 - 1)?;
+        let plane = (shape[2] * shape[3] * shape[4] * self.dtype.size()) as u64; // the tensor's bytes fit isize
+        let k = self.address() as u64 + 2 * layer as u64 * plane;
+        // SAFETY: `check` saw the whole array contiguous on this device, and `layer` is in it; the module's contract with the
+        // caller keeps it there.
+        unsafe {
+            KvLayerView::from_raw(k, k + plane, [shape[2], shape[3], shape[4]].map(|n| n as u64), element, ordinal)
+        }
+    }
+
+    /// Contiguous queries `[queries, heads, head_dim]` of the cache's element type and head_dim; and the heads.
+    pub(in crate::py) fn device_queries(&self, cache: &KvLayerView) -> Result<(DeviceSlice<u16>, usize)> {
+        let [queries, heads, head_dim] = self.dims("[queries, heads, head_dim]")?;
+        let dtype = match cache.element() {
+            HalfType::Bf16 => DType::BF16,
+            HalfType::F16 => DType::F16,
+        };
+        let shape = [queries, heads, cache.head_dim() as usize];
+        self.check(Device::cuda(cache.device()), dtype, &shape)?;
+        // SAFETY: as in `device_slice`.
+        let slice = unsafe {
+            DeviceSlice::from_raw(self.operand, self.address() as u64, queries * heads * head_dim, cache.device())
+        };
+        Ok((slice?, heads))
     }
 
     /// The elements of a contiguous tensor of any shape on CUDA device `ordinal`.
@@ -144,6 +198,36 @@ impl LentLinear {
 }
 
 impl Output {
+    /// A contiguous, writable tensor of the shape and type of `q`, or of `float32`.
+    pub(in crate::py) fn device_attention_out(
+        &self,
+        ordinal: i32,
+        q: &Tensor,
+        beside: &[&Tensor],
+    ) -> Result<AttentionOut> {
+        let dtype = if self.dtype == DType::F32 { DType::F32 } else { q.dtype() };
+        self.check(Device::cuda(ordinal), dtype, q.shape())?;
+        self.writable(beside)?;
+        let (address, len) = (self.address() as u64, self.elements);
+        // SAFETY: `check` saw the elements contiguous on this device and `writable` that they may be written; the module's
+        // contract with the caller keeps them there.
+        Ok(unsafe {
+            match dtype {
+                DType::F32 => AttentionOut::F32(DeviceSlice::from_raw(self.operand, address, len, ordinal)?),
+                _ => AttentionOut::Half(DeviceSlice::from_raw(self.operand, address, len, ordinal)?),
+            }
+        })
+    }
+
+    /// Contiguous, writable bytes.
+    pub(in crate::py) fn device_bytes(&self, ordinal: i32, beside: &[&Tensor]) -> Result<DeviceSlice<u8>> {
+        let [len] = self.dims("one dimension")?;
+        self.check(Device::cuda(ordinal), DType::U8, &[len])?;
+        self.writable(beside)?;
+        // SAFETY: as in `device_attention_out`.
+        unsafe { DeviceSlice::from_raw(self.operand, self.address() as u64, len, ordinal) }
+    }
+
     /// Check that the tensor may be written and lies apart from the others of the call.
     pub(in crate::py) fn apart(&self, beside: &[&Tensor]) -> Result<()> {
         self.writable(beside)

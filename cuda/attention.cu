@@ -1,0 +1,1196 @@
+// Paged attention, one family for every phase: plain decode, prefill in chunks, draft steps and tree verification.
+//
+// A row is one query of one head. It attends to a list of logical keys: positions 0..p of its own sequence, of which a
+// tree's node has the last ones among the stored nodes that are its ancestors. The bits of a row's output are a function
+// of that list alone: not of the batch, of where keys are stored, of the other rows, or of how a prompt was cut into
+// chunks. The rule that all phases keep (the constants are ATTENTION_* in params.cuh, and `ATTENTION_NUMERICS_ID`
+// names them together):
+//
+//   * c = max(0, p + 1 - TAIL). Keys below c are taken in blocks of BLOCK at absolute positions, in order, with an online
+//     softmax over blocks; a block's products in its absolute groups of 16 keys, in order. The group that holds c is cut
+//     by the mask. Blocks form splits of SPLIT keys at absolute positions; each split starts fresh.
+//   * Keys c..p are a split of their own, merged last. Its products take one key in each step of 16, in logical order: in
+//     a tree, for each group of stored keys and each depth in it, ascending, the group with all other depths masked out.
+//   * Splits are merged in index order by one formula (`Folded::add`).
+//
+// This holds for a tree whose ancestors below c are stored at their logical positions: the deepest path numbered first, and
+// no node farther off it than TAIL nodes. The kernel checks that for each row.
+//
+// Why the bits hold (measured on an H200 and an H100): a tensor-core step's result depends on which products share
+// it, never on their lanes, on other rows, or on steps of zero products before or after (but a sum of -0 becomes +0, which
+// the last addition of +0 hides). The maximum is order-free. The row sum is taken in integers. The factor of the old
+// sums comes from the difference of raw maxima, so that a block that a row does not reach multiplies by exactly 1.
+//
+// Sources: online softmax, Milakov and Gimelshein 2018; splitting over keys, Flash-Decoding (Dao et al. 2023); rows of a
+// kv head's group packed into one tile, Ainslie et al. 2023 (GQA) and FlashAttention-3's packing.
+//
+// Work: a tile is M rows of one request and kv head. Its items are its splits and its last TAIL keys (the tail). The grid is
+// fixed at launch and each CTA takes items gridDim.x apart, so that lengths are needed on the device alone. Where tiles
+// alone fill the GPU, or the workspace has too few slots, a CTA takes a whole tile and folds its splits as it goes
+// ("serial"); else every item leaves its sums in a slot of the workspace and `merge` folds them. Both fold the same
+// numbers in the same order.
+//
+// Four warps share a tile. Warp w scores keys 32w..32w+31 of a block and owns a quarter of the output's columns, so that one
+// warp takes all keys of its columns in order. On Hopper a tile of 64 rows is a warpgroup's: a warp owns 16 rows, scores all
+// keys of a block for them, and keeps their weights in registers. K and V come through a ring of blocks in shared memory, loaded by
+// cp.async in 16-byte pieces; a key that no row reaches is zeros there, never read.
+//
+// build.rs compiles this file once for each element type (SPECRS_ELEMENT) and head_dim (SPECRS_HEAD_DIM).
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define SPECRS_WARPGROUPS 1
+#else
+#define SPECRS_WARPGROUPS 0
+#endif
+
+#include "common.cuh"
+#include "mma.cuh"
+#if SPECRS_WARPGROUPS
+#include "wgmma.cuh"
+#endif
+
+namespace specrs {
+namespace attention {
+
+constexpr int BLOCK = ATTENTION_BLOCK;
+constexpr int SPLIT = ATTENTION_SPLIT;
+constexpr int TAIL = ATTENTION_TAIL;
+constexpr int GROUP = 16;  // keys of a tensor-core step
+constexpr int WARPS = 4;
+constexpr int THREADS = 32 * WARPS;
+constexpr int SPLIT_BLOCKS = SPLIT / BLOCK;
+static_assert(BLOCK == 32 * WARPS, "a lane looks up one key of a block, and a warp scores 32");
+static_assert(SPLIT % BLOCK == 0 && BLOCK % GROUP == 0, "splits are whole blocks, blocks whole groups");
+
+// A call in a kernel makes the compiler wait after each of a warpgroup's products; elsewhere it is the smaller code.
+template <bool INLINE>
+__device__ __forceinline__ void fault(const AttentionParams &p, Buffer buffer, int32_t request, int32_t step,
+                                      int64_t index, int64_t bound) {
+    if (INLINE) {
+        write_record_inline(p.record, p.claim, KERNEL_ATTENTION, buffer, request, step, index, bound, PROBE_NONE, -1);
+    } else {
+        record_fault(p.record, p.claim, KERNEL_ATTENTION, buffer, request, step, index, bound);
+    }
+}
+
+__device__ __forceinline__ float none() { return __int_as_float(0xff800000); }  // -inf: the maximum of no keys
+
+// The live part of a request: `queries` is 0 where it is dead, or was refused by a check.
+struct Request {
+    int32_t first;    // first query
+    int32_t queries;  // n
+    int32_t len;      // L: keys before the queries' own
+    int32_t row;      // of the page table
+    bool refused;     // its queries are there, but nothing may be read for them
+};
+
+// Check request `i`. `report` is true in one thread of the grid.
+template <bool INLINE>
+__device__ __forceinline__ Request request_at(const AttentionParams &p, int32_t i, bool report) {
+    const int32_t *starts = reinterpret_cast<const int32_t *>(p.starts);
+    Request r;
+    r.first = __ldg(starts + i);
+    const int32_t end = __ldg(starts + i + 1);
+    r.len = __ldg(reinterpret_cast<const int32_t *>(p.lens) + i);
+    r.row = p.rows != 0 ? __ldg(reinterpret_cast<const int32_t *>(p.rows) + i) : i;
+    r.queries = 0;
+    r.refused = false;
+    if (r.first == end) {
+        return r;
+    }
+    Buffer buffer = BUFFER_ATTENTION_QUERIES;
+    int64_t index = 0;
+    int64_t bound = p.queries;
+    bool good = true;
+    const int32_t n = end - r.first;
+    if (r.first < 0 || end < r.first || end > p.queries) {
+        const bool order = r.first >= 0 && end < r.first;
+        buffer = order ? BUFFER_ATTENTION_QUERIES_ORDER : BUFFER_ATTENTION_QUERIES;
+        index = r.first < 0 ? r.first : (order ? end : end - 1);
+        good = false;
+    } else {
+        const int32_t span = p.draft_slots != 0 ? p.draft_slots : n;
+        if (n > p.max_queries) {
+            buffer = BUFFER_ATTENTION_REQUEST_QUERIES;
+            index = n - 1;
+            bound = p.max_queries;
+            good = false;
+        } else if (r.len < 0 || r.len > p.capacity - span) {
+            buffer = BUFFER_ATTENTION_TABLE_TOKENS;
+            index = r.len < 0 ? static_cast<int64_t>(r.len) : static_cast<int64_t>(r.len) + span - 1;
+            bound = p.capacity;
+            good = false;
+        } else if (!in_bounds(r.row, p.table_rows)) {
+            buffer = BUFFER_ATTENTION_TABLE_ROWS;
+            index = r.row;
+            bound = p.table_rows;
+            good = false;
+        }
+        r.refused = !good;
+    }
+    if (good) {
+        r.queries = n;
+    } else if (report) {
+        fault<INLINE>(p, buffer, i, -1, index, bound);
+    }
+    return r;
+}
+
+// What a query attends to.
+struct Row {
+    int32_t cut;    // c: logical keys below it go by blocks
+    int32_t last;   // p: logical position of its last key; -1: it attends to nothing
+    uint64_t bits;  // of a tree: its keys at L + bit
+};
+
+// Query `j` of request `i`. A mask that the rule cannot serve is recorded, and its row attends to nothing.
+template <bool INLINE>
+__device__ __forceinline__ Row row_at(const AttentionParams &p, const Request &r, int32_t i, int32_t j, bool report) {
+    Row row = {0, r.len + j, 0};
+    if (p.mask != 0) {
+        row.bits = __ldg(reinterpret_cast<const unsigned long long *>(p.mask) + r.first + j);
+        const int32_t span = p.draft_slots != 0 ? p.draft_slots : r.queries;
+        const int32_t count = __popcll(row.bits);
+        row.last = r.len + count - 1;
+        const bool outside = span < 64 && (row.bits >> span) != 0;
+        int32_t off = 0;
+        if (!outside && p.draft_slots == 0 && count > TAIL) {
+            off = count - (__ffsll(static_cast<long long>(~row.bits)) - 1);  // ancestors that are not on the spine
+            if (row.bits == ~0ull) {
+                off = 0;
+            }
+        }
+        if (outside || off > TAIL) {
+            if (report) {
+                fault<INLINE>(p, outside ? BUFFER_ATTENTION_MASK_BITS : BUFFER_ATTENTION_MASK_BRANCH, i, j,
+                              outside ? 63 - __clzll(static_cast<long long>(row.bits)) : off,
+                              outside ? span : TAIL + 1);
+            }
+            row = Row{0, -1, 0};
+            return row;
+        }
+    }
+    row.cut = max(0, row.last + 1 - TAIL);
+    if (p.draft_slots != 0) {
+        row.cut = min(row.cut, r.len);  // draft slots lie by branch and step, never at their logical position
+    }
+    return row;
+}
+
+template <int M>
+__device__ __forceinline__ int32_t tiles_of(const AttentionParams &p, const Request &r) {
+    return (r.queries * p.group + M - 1) / M;
+}
+
+// Splits that an item is made for: the rows of a tile may reach fewer.
+__device__ __forceinline__ int32_t splits_of(const AttentionParams &p, const Request &r) {
+    const int32_t most = p.draft_slots != 0 ? r.len : max(0, r.len + r.queries - TAIL);
+    return (most + SPLIT - 1) / SPLIT;
+}
+
+// The last i with table[i] <= index; table[0] = 0 and index < table[n].
+__device__ __forceinline__ int32_t search(const int32_t *table, int32_t n, int32_t index) {
+    int32_t low = 0;
+    int32_t high = n;
+    while (high - low > 1) {
+        const int32_t middle = (low + high) >> 1;
+        if (table[middle] <= index) {
+            low = middle;
+        } else {
+            high = middle;
+        }
+    }
+    return low;
+}
+
+// Byte offset of 16-byte piece `piece` of row `row` in a tile of rows of HD elements: eight rows at one piece, or eight
+// pieces of a row, lie in different banks.
+template <int HD>
+__device__ __forceinline__ uint32_t swizzled(int row, int piece) {
+    const int key = HD == 96 ? (row >> 1) & 3 : row & 7;
+    return static_cast<uint32_t>(row * HD * 2 + ((piece ^ key) << 4));
+}
+
+// Where piece `piece` of key `row` lies in an entry of the ring: as above, or in panels of 64 columns.
+template <int HD, bool PANELS>
+__device__ __forceinline__ uint32_t in_entry(int row, int piece) {
+    return PANELS ? static_cast<uint32_t>((piece >> 3) * BLOCK * 128) + swizzled<64>(row, piece & 7)
+                  : swizzled<HD>(row, piece);
+}
+
+// Maximum and row sum of the splits so far.
+struct Folded {
+    float m;
+    float l;
+
+    // (m, l) of the next split joins. Sums become fold(old, u, new, w); where there was nothing before, the new ones.
+    __device__ __forceinline__ void add(float mj, float lj, float c, float &u, float &w) {
+        const float top = fmaxf(m, mj);
+        u = exp2_approx(__fmul_rn(__fsub_rn(m, top), c));
+        w = exp2_approx(__fmul_rn(__fsub_rn(mj, top), c));
+        l = __fmaf_rn(lj, w, __fmul_rn(l, u));
+        m = top;
+    }
+
+    // The same for (m, l) alone; a split that the row does not reach leaves it.
+    __device__ __forceinline__ void join(float mj, float lj, float c) {
+        if (mj == none()) {
+            return;
+        }
+        if (m == none()) {
+            m = mj;
+            l = lj;
+            return;
+        }
+        float u;
+        float w;
+        add(mj, lj, c, u, w);
+    }
+};
+
+// A block's part of the row sum: `count` steps of 2^-23 of `unit`.
+__device__ __forceinline__ float row_sum_of(uint32_t count, float unit) {
+    return __fmul_rn(__fmul_rn(__int2float_rn(static_cast<int32_t>(count)), 1.0f / 8388608.0f), unit);
+}
+
+__device__ __forceinline__ float fold(float sum, float u, float part, float w) {
+    return __fmaf_rn(part, w, __fmul_rn(sum, u));
+}
+
+// The output of sums `o` over a row sum `l`; 0 for a row without keys. -0 becomes +0 (see the top).
+__device__ __forceinline__ float normalised(float o, const Folded &f) {
+    return f.m == none() ? 0.0f : __fadd_rn(__fdiv_rn(o, f.l), 0.0f);
+}
+
+template <typename T>
+__device__ __forceinline__ void store_pair(const AttentionParams &p, uint64_t element, float low, float high) {
+    if (p.out_f32 != 0) {
+        *reinterpret_cast<float2 *>(p.out + element * 4) = make_float2(low, high);
+    } else {
+        *reinterpret_cast<uint32_t *>(p.out + element * 2) = T::pack(low, high);
+    }
+}
+
+// Zeros for queries first..end, by threads `thread`, `thread + threads`, ...
+template <int HD>
+__device__ __forceinline__ void clear_queries(const AttentionParams &p, int64_t first, int64_t end, int64_t thread,
+                                              int64_t threads) {
+    const int64_t bytes = static_cast<int64_t>(p.kv_heads) * p.group * HD * (p.out_f32 != 0 ? 4 : 2);
+    for (int64_t at = first * bytes + thread * 16; at < end * bytes; at += threads * 16) {
+        *reinterpret_cast<uint4 *>(p.out + at) = make_uint4(0, 0, 0, 0);
+    }
+}
+
+// Where the launcher lets `merge` begin before `attend` has ended (Hopper's own image): wait for its end and its writes.
+__device__ __forceinline__ void wait_for_attend() {
+#if SPECRS_WARPGROUPS
+    asm volatile("griddepcontrol.wait;\n" ::: "memory");
+#endif
+}
+
+// And where `attend` says that it may.
+__device__ __forceinline__ void let_merge_begin() {
+#if SPECRS_WARPGROUPS
+    asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
+#endif
+}
+
+// What a CTA keeps in shared memory beside the tiles.
+template <int M>
+struct Shared {
+    unsigned long long bits[M];
+    int32_t cut[M];
+    int32_t last[M];
+    float maxima[WARPS][M];
+    uint32_t sums[WARPS][M];
+    float alpha[M];        // of the block under way
+    float unit[M];         // power of two above the block's largest weight: the row sum counts 2^-23 of it
+    float top[M];          // m of the split under way
+    float row_sum[M];      // l of the split under way
+    Folded folded[M];      // of the splits before
+    int32_t key_position[BLOCK];    // of the tail's block: logical position of a stored key; -1: not a key of this tile
+    uint32_t groups_at[BLOCK];      // bit g: the tail's group g holds a key at logical position cut_min + index
+    int32_t row_tile_first[M / 16];  // smallest cut, largest last of 16 rows
+    int32_t row_tile_last[M / 16];
+    unsigned long long any_bits;  // keys at L + bit that some row of the tile attends to
+    int32_t cut_min;              // over rows that attend to something
+    int32_t cut_max;
+    int32_t last_max;
+    int32_t tail_keys;      // stored keys of the tail's block, up to the last
+    int32_t tail_last;      // largest logical position among them
+    int32_t scan[2][WARPS];
+};
+
+// WARPGROUP: a warp owns 16 of 64 rows, their scores against all keys of a block and all their columns, and products
+// are Hopper's; weights never leave registers.
+template <typename T, int HD, int M, bool WARPGROUP>
+__device__ __forceinline__ void attend(const AttentionParams &p) {
+    static_assert(!WARPGROUP || (M == 64 && HD % 64 == 0), "a warpgroup's product has 64 rows, a panel 64 columns");
+    constexpr int ROW_TILES = WARPGROUP ? 1 : M / 16;
+    constexpr int KEY_TILES = WARPGROUP ? BLOCK / 8 : 4;         // of 8 keys, which a warp scores
+    constexpr int COLUMN_TILES = WARPGROUP ? HD / 8 : HD / 32;  // of 8 columns, which a warp owns
+    constexpr int DIM_STEPS = HD / 16;
+    constexpr int PIECES = HD / 8;       // of 16 bytes, in a row of K, V or Q
+    constexpr int TURNS = PIECES * 8 / 32;  // of a warp, for eight rows
+    constexpr uint32_t NO_SLOT = 0xffffffffu;
+    constexpr uint32_t ENTRY = BLOCK * HD * 2;
+    // What the launcher takes for it.
+    static_assert(sizeof(Shared<M>) <= M * 76 + BLOCK * 8 + M / 16 * 8 + 80, "shared_bytes in kernels/attention.rs");
+    constexpr bool KEEP_Q = WARPGROUP || M <= 32;  // Q's fragments stay in registers, and its place becomes another's
+
+    extern __shared__ __align__(1024) uint8_t shared_memory[];
+    uint8_t *const ring = shared_memory;
+    uint8_t *const p_tile = ring + p.stages * ENTRY;
+    // Q's place: the ring's last entry, which is loaded last; that of the weights; or its own.
+    uint8_t *const q_tile = WARPGROUP ? p_tile - ENTRY : (KEEP_Q ? p_tile : p_tile + M * BLOCK * 2);
+    constexpr int TILES = WARPGROUP ? 0 : M * BLOCK * 2 + (KEEP_Q ? 0 : M * HD * 2);
+    Shared<M> &sh = *reinterpret_cast<Shared<M> *>(p_tile + TILES);
+    int32_t *const mains = reinterpret_cast<int32_t *>(&sh + 1);
+    int32_t *const pairs = mains + p.requests + 1;
+    const uint32_t ring_at = shared_address(ring);
+    const uint32_t p_at = shared_address(p_tile);
+    const uint32_t q_at = shared_address(q_tile);
+
+    const int thread = threadIdx.x;
+    const int warp = thread >> 5;
+    const int lane = thread & 31;
+    const int quad = lane >> 2;  // "g": row of a fragment
+    const int pair = lane & 3;   // "t": columns 2t, 2t + 1
+    const int row_first = WARPGROUP ? warp * 16 : 0;
+    const int key_first = WARPGROUP ? 0 : warp * 32;
+    const int column_first = WARPGROUP ? 0 : warp * (HD / 4);
+    const float c = __uint_as_float(p.scale_bits);
+    const int32_t heads = p.kv_heads * p.group;
+
+    let_merge_begin();
+
+    // First item of each request: of splits (mains), and of tiles (pairs).
+    int32_t main_items = 0;
+    int32_t pair_items = 0;
+    for (int32_t base = 0; base < p.requests; base += THREADS) {
+        const int32_t i = base + thread;
+        int32_t a = 0;
+        int32_t b = 0;
+        if (i < p.requests) {
+            const Request r = request_at<WARPGROUP>(p, i, blockIdx.x == 0);
+            b = tiles_of<M>(p, r) * p.kv_heads;
+            a = b * splits_of(p, r);
+            if (r.refused && blockIdx.x == i % gridDim.x) {
+                const int32_t end = __ldg(reinterpret_cast<const int32_t *>(p.starts) + i + 1);
+                clear_queries<HD>(p, r.first, end, 0, 1);
+            }
+        }
+        const int32_t own_a = a;
+        const int32_t own_b = b;
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            const int32_t up_a = __shfl_up_sync(~0u, a, step);
+            const int32_t up_b = __shfl_up_sync(~0u, b, step);
+            a += lane >= step ? up_a : 0;
+            b += lane >= step ? up_b : 0;
+        }
+        if (lane == 31) {
+            sh.scan[0][warp] = a;
+            sh.scan[1][warp] = b;
+        }
+        __syncthreads();
+        int32_t before_a = main_items;
+        int32_t before_b = pair_items;
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) {
+            before_a += w < warp ? sh.scan[0][w] : 0;
+            before_b += w < warp ? sh.scan[1][w] : 0;
+            main_items += sh.scan[0][w];
+            pair_items += sh.scan[1][w];
+        }
+        if (i < p.requests) {
+            mains[i] = before_a + a - own_a;
+            pairs[i] = before_b + b - own_b;
+        }
+        __syncthreads();
+    }
+    if (thread == 0) {
+        mains[p.requests] = main_items;
+        pairs[p.requests] = pair_items;
+    }
+    // Serial where whole tiles keep at least 7 of 8 CTAs busy to the end, or where slots are too few.
+    const int32_t waves = (pair_items + gridDim.x - 1) / gridDim.x;
+    const bool serial = main_items + pair_items > p.slots ||
+                        static_cast<int64_t>(pair_items) * 8 >= static_cast<int64_t>(waves) * gridDim.x * 7;
+    __syncthreads();
+    if (blockIdx.x == 0) {  // for `merge`
+        int32_t *header = reinterpret_cast<int32_t *>(p.schedule);
+        if (thread == 0) {
+            header[0] = serial ? 1 : 0;
+            header[1] = main_items;
+        }
+        for (int32_t i = thread; i < p.requests; i += THREADS) {
+            header[2 + i] = mains[i];
+            header[2 + p.requests + i] = pairs[i];
+        }
+    }
+    {  // dead lanes behind the last request
+        const int32_t end = __ldg(reinterpret_cast<const int32_t *>(p.starts) + p.requests);
+        clear_queries<HD>(p, min(max(end, 0), p.queries), p.queries, blockIdx.x * THREADS + thread,
+                          static_cast<int64_t>(gridDim.x) * THREADS);
+    }
+
+    const int32_t items = serial ? pair_items : main_items + pair_items;
+    for (int32_t item = blockIdx.x; item < items; item += gridDim.x) {
+        const bool with_tail = serial || item >= main_items;
+        const int32_t index = with_tail && !serial ? item - main_items : item;
+        const int32_t i = search(with_tail ? pairs : mains, p.requests, index);
+        const int32_t local = index - (with_tail ? pairs : mains)[i];
+        const Request r = request_at<false>(p, i, false);
+        const int32_t tiles = tiles_of<M>(p, r);
+        const int32_t tile = tiles - 1 - local % tiles;  // the longest first
+        const int32_t head = local / tiles % p.kv_heads;
+        const int32_t split = local / tiles / p.kv_heads;
+        const int32_t rows = r.queries * p.group - tile * M;  // of this tile; more than M: all
+        const int32_t *table =
+            reinterpret_cast<const int32_t *>(p.table) + static_cast<int64_t>(r.row) * p.table_width;
+        const int32_t block_first = with_tail ? 0 : split * SPLIT_BLOCKS;
+        // Under way while the rows are: pages of the first block, which may turn out to have fewer keys.
+        const int32_t first_column = (block_first * BLOCK + thread) >> p.page_shift;
+        const int32_t first_page = first_column < p.table_width ? __ldg(table + first_column) : 0;
+
+        __syncthreads();  // the item before has left shared memory
+        if (thread == 0) {
+            sh.any_bits = 0;
+            sh.cut_min = 0x7fffffff;
+            sh.cut_max = 0;
+            sh.last_max = -1;
+            sh.tail_keys = 0;
+            sh.tail_last = -1;
+        }
+        if (thread < ROW_TILES) {
+            sh.row_tile_first[thread] = 0x7fffffff;
+            sh.row_tile_last[thread] = -1;
+        }
+        sh.groups_at[thread] = 0;
+        // Q, past the end zeros.
+        for (int at = thread; at < M * PIECES; at += THREADS) {
+            const int row = at / PIECES;
+            const int piece = at % PIECES;
+            const bool live = row < rows;
+            const int32_t packed = live ? tile * M + row : 0;
+            const uint64_t line =
+                static_cast<uint64_t>(r.first + packed / p.group) * heads + head * p.group + packed % p.group;
+            copy_async(q_at + swizzled<HD>(row, piece),
+                       reinterpret_cast<const uint8_t *>(p.q) + line * (HD * 2) + piece * 16, live);
+        }
+        copy_commit();
+        __syncthreads();
+        if (thread < M) {
+            Row row = {0, -1, 0};
+            if (thread < rows) {
+                row = row_at<WARPGROUP>(p, r, i, (tile * M + thread) / p.group, head == 0);
+            }
+            sh.cut[thread] = row.cut;
+            sh.last[thread] = row.last;
+            sh.bits[thread] = row.bits;
+            if (row.last >= 0) {
+                atomicMin(&sh.cut_min, row.cut);
+                atomicMax(&sh.cut_max, row.cut);
+                atomicMax(&sh.last_max, row.last);
+                atomicOr(&sh.any_bits, row.bits);
+                atomicMin(&sh.row_tile_first[thread >> 4], row.cut);
+                // A draft's mask may name any slots: no row of it is left out.
+                atomicMax(&sh.row_tile_last[thread >> 4], p.draft_slots != 0 ? 0x7fffffff : row.last);
+            }
+        }
+        __syncthreads();
+        const int32_t cut_min = sh.cut_min;
+        const int32_t cut_max = sh.cut_max;
+        const int32_t tail_first = sh.last_max < 0 ? 0 : cut_min & ~(GROUP - 1);  // row position of the tail's block
+        const int32_t all_blocks = (cut_max + BLOCK - 1) / BLOCK;
+        const int32_t block_end = serial ? all_blocks : (with_tail ? 0 : min(all_blocks, block_first + SPLIT_BLOCKS));
+        const int32_t plain_blocks = max(0, block_end - block_first);
+        const int32_t blocks = plain_blocks + (with_tail ? 1 : 0);
+        if (with_tail) {
+            const int32_t position = tail_first + thread;
+            int32_t logical = -1;
+            if (sh.last_max >= 0) {
+                if (p.mask == 0) {
+                    logical = position <= sh.last_max ? position : -1;
+                } else if (position < r.len) {
+                    logical = position;
+                } else if (position - r.len < 64 && ((sh.any_bits >> (position - r.len)) & 1) != 0) {
+                    const int32_t bit = position - r.len;
+                    if (p.draft_slots != 0) {
+                        logical = r.len + bit % p.draft_steps;
+                    } else {
+                        const unsigned long long own =
+                            __ldg(reinterpret_cast<const unsigned long long *>(p.mask) + r.first + bit);
+                        logical = r.len + max(__popcll(own), 1) - 1;
+                    }
+                }
+            }
+            sh.key_position[thread] = logical;
+            if (logical >= 0) {
+                atomicMax(&sh.tail_keys, thread + 1);
+                atomicMax(&sh.tail_last, logical);
+                if (logical >= cut_min && logical - cut_min < BLOCK) {
+                    atomicOr(&sh.groups_at[logical - cut_min], 1u << (thread / GROUP));
+                }
+            }
+            __syncthreads();
+        }
+
+        // K and V of block b are entries 2b and 2b + 1 of a stream through the ring.
+        const uint64_t head_offset = static_cast<uint64_t>(head) * (HD * 2);
+        uint32_t slot = NO_SLOT;      // of this lane's key in the block under way, in pieces from the plane's first
+        int32_t ahead_position = -1;  // row position of this lane's key in the block after it, and its page
+        int32_t ahead_page = 0;
+        auto look_up = [&](int32_t block) {
+            ahead_position = -1;
+            if (block < plain_blocks) {
+                const int32_t position = (block_first + block) * BLOCK + thread;
+                ahead_position = position < cut_max ? position : -1;
+            } else if (block < blocks) {
+                ahead_position = sh.key_position[thread] >= 0 ? tail_first + thread : -1;
+            }
+            if (ahead_position >= 0) {
+                ahead_page = block == 0 && plain_blocks != 0 ? first_page
+                                                             : __ldg(table + (ahead_position >> p.page_shift));
+            }
+        };
+        int32_t issued = 0;
+        int32_t write_stage = 0;
+        auto issue = [&]() {
+            if (issued < 2 * blocks) {
+                if ((issued & 1) == 0) {
+                    slot = NO_SLOT;
+                    if (ahead_position >= 0) {
+                        if (in_bounds(ahead_page, p.pages)) {
+                            const int32_t index =
+                                (ahead_page << p.page_shift) | (ahead_position & ((1 << p.page_shift) - 1));
+                            slot = static_cast<uint32_t>(index) * p.slot_pieces;
+                        } else {
+                            fault<WARPGROUP>(p, BUFFER_ATTENTION_CACHE_PAGE, i, ahead_position >> p.page_shift,
+                                             ahead_page, p.pages);
+                        }
+                    }
+                    look_up((issued >> 1) + 1);
+                }
+                // Rows of 8 keys repeat the pattern of pieces and banks.
+                const uint8_t *plane = reinterpret_cast<const uint8_t *>((issued & 1) == 0 ? p.k : p.v) + head_offset;
+                const uint32_t entry = ring_at + write_stage * ENTRY;
+                const uint32_t live = __ballot_sync(~0u, slot != NO_SLOT);
+                const uint32_t own_slot = slot != NO_SLOT ? slot : 0;
+#pragma unroll
+                for (int turn = 0; turn < TURNS; ++turn) {
+                    const int key = (turn * 32 + lane) / PIECES;
+                    const int piece = (turn * 32 + lane) % PIECES;
+                    const uint8_t *from = plane + piece * 16;
+                    const uint32_t to = entry + in_entry<HD, WARPGROUP>(warp * 32 + key, piece);
+                    const uint32_t mine = live >> key;
+#pragma unroll
+                    for (int eight = 0; eight < 4; ++eight) {
+                        const uint32_t at = __shfl_sync(~0u, own_slot, eight * 8 + key);
+                        copy_async(to + eight * (8 * (WARPGROUP ? 64 : HD) * 2), from + static_cast<uint64_t>(at) * 16,
+                                   (mine & (1u << (eight * 8))) != 0);
+                    }
+                }
+                ++issued;
+                write_stage = write_stage + 1 == p.stages ? 0 : write_stage + 1;
+            }
+            copy_commit();  // an empty group too: waits count groups
+        };
+        // Wait until all groups but the newest `stages - less` are there.
+        auto wait = [&](int less) {
+            switch (p.stages - less) {
+                case 0:
+                    copy_wait<0>();
+                    break;
+                case 1:
+                    copy_wait<1>();
+                    break;
+                case 2:
+                    copy_wait<2>();
+                    break;
+                default:
+                    copy_wait<3>();
+                    break;
+            }
+        };
+        look_up(0);
+#pragma unroll 1
+        for (int k = 0; k + 1 < p.stages; ++k) {
+            issue();
+        }
+
+        float o[ROW_TILES][COLUMN_TILES][4];
+        float m[ROW_TILES][2];
+        float l[2] = {0.0f, 0.0f};  // where a warp owns its rows; else in `sh`
+        uint32_t q[KEEP_Q ? DIM_STEPS : 1][KEEP_Q ? ROW_TILES : 1][4];
+        auto start_split = [&]() {
+            l[0] = 0.0f;
+            l[1] = 0.0f;
+            if (thread < M) {
+                sh.row_sum[thread] = 0.0f;
+            }
+#pragma unroll
+            for (int rt = 0; rt < ROW_TILES; ++rt) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    m[rt][e] = none();
+                }
+#pragma unroll
+                for (int ct = 0; ct < COLUMN_TILES; ++ct) {
+#pragma unroll
+                    for (int x = 0; x < 4; ++x) {
+                        o[rt][ct][x] = 0.0f;
+                    }
+                }
+            }
+        };
+        start_split();
+        if (thread < M) {
+            sh.folded[thread] = Folded{none(), 0.0f};
+        }
+
+        int32_t read_stage = 0;
+        for (int32_t block = 0; block < blocks; ++block) {
+            const bool tail = block == plain_blocks;
+            const int32_t base = tail ? tail_first : (block_first + block) * BLOCK;  // row position of the block's first key
+            const int32_t keys = tail ? sh.tail_keys : min(BLOCK, cut_max - base);   // stored keys that some row attends to
+            const uint32_t k_at = ring_at + read_stage * ENTRY;
+            read_stage = read_stage + 1 == p.stages ? 0 : read_stage + 1;
+            const uint32_t v_at = ring_at + read_stage * ENTRY;
+            read_stage = read_stage + 1 == p.stages ? 0 : read_stage + 1;
+
+            wait(2);
+#if SPECRS_WARPGROUPS
+            if (WARPGROUP) {
+                publish_to_products();
+            }
+#endif
+            __syncthreads();  // K is there; every warp has left V of the block before, whose place is next
+            if (!WARPGROUP || block != 0) {
+                issue();
+            }
+            if (KEEP_Q && block == 0) {
+#pragma unroll
+                for (int d = 0; d < DIM_STEPS; ++d) {
+#pragma unroll
+                    for (int rt = 0; rt < ROW_TILES; ++rt) {
+                        load_matrices(q[KEEP_Q ? d : 0][KEEP_Q ? rt : 0],
+                                      q_at + swizzled<HD>(row_first + rt * 16 + (lane & 15), d * 2 + (lane >> 4)));
+                    }
+                }
+                if (WARPGROUP) {
+                    __syncthreads();  // every warp has its part of Q, whose place is next
+                    issue();
+                }
+            }
+
+            // Scores of this warp's keys.
+            float s[ROW_TILES][KEY_TILES][4];
+#pragma unroll
+            for (int rt = 0; rt < ROW_TILES; ++rt) {
+#pragma unroll
+                for (int kt = 0; kt < KEY_TILES; ++kt) {
+#pragma unroll
+                    for (int x = 0; x < 4; ++x) {
+                        s[rt][kt][x] = 0.0f;
+                    }
+                }
+            }
+#if SPECRS_WARPGROUPS
+            if constexpr (WARPGROUP) {
+                warpgroup_arrive();
+#pragma unroll
+                for (int d = 0; d < DIM_STEPS; ++d) {
+                    Warpgroup<T, BLOCK, 0>::mma(s[0], q[d][0],
+                                                matrix_descriptor(k_at + (d >> 2) * (BLOCK * 128) + (d & 3) * 32, 0));
+                }
+                warpgroup_commit();
+                warpgroup_wait();
+            }
+#endif
+            if (!WARPGROUP && warp * 32 < keys) {
+#pragma unroll(KEEP_Q ? DIM_STEPS : 4)
+                for (int d = 0; d < DIM_STEPS; ++d) {
+                    uint32_t b[2][4];
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        load_matrices(b[half], k_at + swizzled<HD>(warp * 32 + half * 16 + ((lane >> 4) << 3) + (lane & 7),
+                                                                   d * 2 + ((lane >> 3) & 1)));
+                    }
+#pragma unroll
+                    for (int rt = 0; rt < ROW_TILES; ++rt) {
+                        uint32_t a[4];
+                        if (KEEP_Q) {
+#pragma unroll
+                            for (int x = 0; x < 4; ++x) {
+                                a[x] = q[KEEP_Q ? d : 0][KEEP_Q ? rt : 0][x];
+                            }
+                        } else {
+                            load_matrices(a, q_at + swizzled<HD>(rt * 16 + (lane & 15), d * 2 + (lane >> 4)));
+                        }
+#pragma unroll
+                        for (int kt = 0; kt < 4; ++kt) {
+                            T::mma(s[rt][kt], a, b[kt >> 1][(kt & 1) * 2], b[kt >> 1][(kt & 1) * 2 + 1]);
+                        }
+                    }
+                }
+            }
+            // A key that a row does not attend to scores -inf: its weight is exactly 0.
+            if (tail) {
+#pragma unroll
+                for (int kt = 0; kt < KEY_TILES; ++kt) {
+#pragma unroll
+                    for (int x = 0; x < 2; ++x) {
+                        const int key = key_first + kt * 8 + pair * 2 + x;
+                        const int32_t logical = sh.key_position[key];
+                        const int32_t bit = base + key - r.len;
+#pragma unroll
+                        for (int rt = 0; rt < ROW_TILES; ++rt) {
+#pragma unroll
+                            for (int e = 0; e < 2; ++e) {
+                                const int row = row_first + rt * 16 + quad + 8 * e;
+                                const bool listed = p.mask == 0 ? logical <= sh.last[row]
+                                                                : bit < 0 || ((sh.bits[row] >> (bit & 63)) & 1) != 0;
+                                if (!(listed && sh.last[row] >= 0 && logical >= sh.cut[row])) {
+                                    s[rt][kt][e * 2 + x] = none();
+                                }
+                            }
+                        }
+                    }
+                }
+            } else if (base + BLOCK > cut_min) {
+#pragma unroll
+                for (int rt = 0; rt < ROW_TILES; ++rt) {
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        const int32_t left = sh.cut[row_first + rt * 16 + quad + 8 * e] - base - key_first - pair * 2;
+#pragma unroll
+                        for (int kt = 0; kt < KEY_TILES; ++kt) {
+#pragma unroll
+                            for (int x = 0; x < 2; ++x) {
+                                if (kt * 8 + x >= left) {
+                                    s[rt][kt][e * 2 + x] = none();
+                                }
+                            }
+                        }
+                    }
+                }
+            }
+
+            // The block's maximum of each row; over the four warps where they share it.
+            float tops[ROW_TILES][2];
+#pragma unroll
+            for (int rt = 0; rt < ROW_TILES; ++rt) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    float top = none();
+#pragma unroll
+                    for (int kt = 0; kt < KEY_TILES; ++kt) {
+                        top = fmaxf(top, fmaxf(s[rt][kt][e * 2], s[rt][kt][e * 2 + 1]));
+                    }
+                    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+                    top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+                    tops[rt][e] = top;
+                    if (!WARPGROUP && pair == 0) {
+                        sh.maxima[warp][rt * 16 + quad + 8 * e] = top;
+                    }
+                }
+            }
+            __syncthreads();  // every warp has left K, whose place is next
+            issue();
+
+            float alpha[ROW_TILES][2];
+            bool kept = true;
+            uint32_t own[WARPGROUP ? BLOCK / GROUP : 1][4];  // weights, where they stay in registers
+#pragma unroll
+            for (int rt = 0; rt < ROW_TILES; ++rt) {
+                float shift[2];  // maximum * c
+                float unit[2];
+                uint32_t sum[2] = {0, 0};
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const int row = rt * 16 + quad + 8 * e;
+                    const float top = WARPGROUP ? tops[rt][e]
+                                                : fmaxf(fmaxf(sh.maxima[0][row], sh.maxima[1][row]),
+                                                        fmaxf(sh.maxima[2][row], sh.maxima[3][row]));
+                    const float both = fmaxf(m[rt][e], top);
+                    const float finite = both == none() ? 0.0f : both;
+                    shift[e] = __fmul_rn(finite, c);
+                    alpha[rt][e] = exp2_approx(__fmul_rn(__fsub_rn(m[rt][e], finite), c));
+                    const int largest = __float_as_int(exp2_approx(__fmaf_rn(top, c, -shift[e])));
+                    unit[e] = __int_as_float(top == none() ? 0x00800000 : (largest & 0x7f800000) + 0x00800000);
+                    m[rt][e] = both;
+                    kept = kept && alpha[rt][e] == 1.0f;
+                    if (!WARPGROUP && warp == 0 && pair == 0) {
+                        sh.alpha[row] = alpha[rt][e];
+                        sh.unit[row] = unit[e];
+                        sh.top[row] = both;
+                    }
+                }
+#pragma unroll
+                for (int kt = 0; kt < KEY_TILES; ++kt) {
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        const float low = exp2_approx(__fmaf_rn(s[rt][kt][e * 2], c, -shift[e]));
+                        const float high = exp2_approx(__fmaf_rn(s[rt][kt][e * 2 + 1], c, -shift[e]));
+                        const uint32_t weights = T::pack(low, high);
+                        sum[e] += __float_as_uint(__fadd_rn(T::low(weights), unit[e]));
+                        sum[e] += __float_as_uint(__fadd_rn(T::high(weights), unit[e]));
+                        const int row = rt * 16 + quad + 8 * e;
+                        if (WARPGROUP) {
+                            own[WARPGROUP ? kt >> 1 : 0][(kt & 1) * 2 + e] = weights;
+                        } else {
+                            *reinterpret_cast<uint32_t *>(p_tile + swizzled<BLOCK>(row, warp * 4 + kt) + pair * 4) =
+                                weights;
+                        }
+                    }
+                }
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    // Modulo 2^32, in any order.
+                    uint32_t part = sum[e] - static_cast<uint32_t>(2 * KEY_TILES) * __float_as_uint(unit[e]);
+                    part += __shfl_xor_sync(~0u, part, 1);
+                    part += __shfl_xor_sync(~0u, part, 2);
+                    if (WARPGROUP) {
+                        l[e] = __fmaf_rn(l[e], alpha[rt][e], row_sum_of(part, unit[e]));
+                    } else if (pair == 0) {
+                        sh.sums[warp][rt * 16 + quad + 8 * e] = part;
+                    }
+                }
+            }
+            if (!__all_sync(~0u, kept)) {  // a factor of 1 changes nothing
+#pragma unroll
+                for (int rt = 0; rt < ROW_TILES; ++rt) {
+#pragma unroll
+                    for (int ct = 0; ct < COLUMN_TILES; ++ct) {
+#pragma unroll
+                        for (int x = 0; x < 4; ++x) {
+                            o[rt][ct][x] = __fmul_rn(o[rt][ct][x], alpha[rt][x >> 1]);
+                        }
+                    }
+                }
+            }
+            wait(1);
+#if SPECRS_WARPGROUPS
+            if (WARPGROUP) {
+                publish_to_products();
+            }
+#endif
+            __syncthreads();  // V and all weights are there
+            if (!WARPGROUP && thread < M) {
+                const uint32_t sum = sh.sums[0][thread] + sh.sums[1][thread] + sh.sums[2][thread] + sh.sums[3][thread];
+                sh.row_sum[thread] =
+                    __fmaf_rn(sh.row_sum[thread], sh.alpha[thread], row_sum_of(sum, sh.unit[thread]));
+            }
+
+            // Weights times V: this warp's columns, keys in groups of 16.
+            auto values = [&](int group, uint32_t (&b)[COLUMN_TILES][2]) {
+                const int row = group * 16 + (lane & 15);
+#pragma unroll
+                for (int ct = 0; ct + 1 < COLUMN_TILES; ct += 2) {
+                    uint32_t d[4];
+                    load_matrices_transposed(
+                        d, v_at + in_entry<HD, WARPGROUP>(row, column_first / 8 + ct + (lane >> 4)));
+                    b[ct][0] = d[0];
+                    b[ct][1] = d[1];
+                    b[ct + 1][0] = d[2];
+                    b[ct + 1][1] = d[3];
+                }
+                if (COLUMN_TILES % 2 != 0) {
+                    load_two_matrices_transposed(
+                        b[COLUMN_TILES - 1], v_at + in_entry<HD, WARPGROUP>(row, column_first / 8 + COLUMN_TILES - 1));
+                }
+            };
+            auto weights_of = [&](int rt, int group, uint32_t (&a)[4]) {
+                load_matrices(a, p_at + swizzled<BLOCK>(rt * 16 + (lane & 15), group * 2 + (lane >> 4)));
+            };
+#if SPECRS_WARPGROUPS
+            if constexpr (WARPGROUP) {
+                if (!tail) {
+                    warpgroup_arrive();
+#pragma unroll
+                    for (int group = 0; group < BLOCK / GROUP; ++group) {  // behind the last key zeros times zeros
+                        Warpgroup<T, HD, 1>::mma(o[0], own[group],
+                                                 matrix_descriptor(v_at + group * (GROUP * 128), BLOCK * 128));
+                    }
+                    warpgroup_commit();
+                    warpgroup_wait();
+                }
+            }
+#endif
+            if (WARPGROUP && !tail) {
+                // done
+            } else if (!tail) {
+#pragma unroll 4
+                for (int group = 0; group < BLOCK / GROUP; ++group) {
+                    if (group * GROUP < keys) {
+                        uint32_t b[COLUMN_TILES][2];
+                        values(group, b);
+#pragma unroll
+                        for (int rt = 0; rt < ROW_TILES; ++rt) {
+                            uint32_t a[4];
+                            weights_of(rt, group, a);
+#pragma unroll
+                            for (int ct = 0; ct < COLUMN_TILES; ++ct) {
+                                T::mma(o[rt][ct], a, b[ct][0], b[ct][1]);
+                            }
+                        }
+                    }
+                }
+            } else {
+                // One logical position in a step.
+                const int32_t positions = sh.tail_last < cut_min ? 0 : min(sh.tail_last - cut_min + 1, BLOCK);
+                for (int32_t x = 0; x < positions; ++x) {
+                    const int32_t logical = cut_min + x;
+                    auto step = [&](int group, auto weights) {
+                        const int32_t *at = sh.key_position + group * GROUP + pair * 2;
+                        const uint32_t low = (at[0] == logical ? 0xffffu : 0u) | (at[1] == logical ? 0xffff0000u : 0u);
+                        const uint32_t high = (at[8] == logical ? 0xffffu : 0u) | (at[9] == logical ? 0xffff0000u : 0u);
+                        uint32_t b[COLUMN_TILES][2];
+                        values(group, b);
+#pragma unroll
+                        for (int rt = 0; rt < ROW_TILES; ++rt) {
+                            const int row_tile = WARPGROUP ? warp : rt;
+                            if (logical < sh.row_tile_first[row_tile] || logical > sh.row_tile_last[row_tile]) {
+                                continue;  // all weights are 0
+                            }
+                            uint32_t a[4];
+                            weights(rt, group, a);
+                            a[0] &= low;
+                            a[1] &= low;
+                            a[2] &= high;
+                            a[3] &= high;
+#pragma unroll
+                            for (int ct = 0; ct < COLUMN_TILES; ++ct) {
+                                T::mma(o[rt][ct], a, b[ct][0], b[ct][1]);
+                            }
+                        }
+                    };
+                    const uint32_t groups = sh.groups_at[x];
+                    if (WARPGROUP) {
+#pragma unroll
+                        for (int group = 0; group < BLOCK / GROUP; ++group) {
+                            if ((groups >> group & 1) != 0) {
+                                step(group, [&](int, int, uint32_t (&a)[4]) {
+#pragma unroll
+                                    for (int y = 0; y < 4; ++y) {
+                                        a[y] = own[WARPGROUP ? group : 0][y];
+                                    }
+                                });
+                            }
+                        }
+                    } else {
+                        for (uint32_t left = groups; left != 0; left &= left - 1) {
+                            step(__ffs(static_cast<int>(left)) - 1, weights_of);
+                        }
+                    }
+                }
+            }
+
+            const int32_t absolute = block_first + block;
+            if (!tail && block + 1 != plain_blocks && (absolute + 1) % SPLIT_BLOCKS != 0) {
+                continue;
+            }
+            // The end of a split: to the workspace, into the sums so far, or, after the last, out.
+            if (WARPGROUP && pair == 0) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    sh.top[row_first + quad + 8 * e] = m[0][e];
+                    sh.row_sum[row_first + quad + 8 * e] = l[e];
+                }
+            }
+            __syncthreads();  // row_sum
+            const int64_t at_slot = static_cast<int64_t>(serial ? blockIdx.x : item) * p.slot_rows;
+            float *const slot_sums = reinterpret_cast<float *>(p.partials) + at_slot * HD + column_first + pair * 2;
+            if (!serial) {
+#pragma unroll
+                for (int rt = 0; rt < ROW_TILES; ++rt) {
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        const int row = row_first + rt * 16 + quad + 8 * e;
+                        if (row >= rows || !(tail || sh.cut[row] > split * SPLIT)) {
+                            continue;
+                        }
+                        if ((WARPGROUP || warp == 0) && pair == 0) {
+                            reinterpret_cast<float2 *>(p.states)[at_slot + row] = make_float2(m[rt][e], sh.row_sum[row]);
+                        }
+#pragma unroll
+                        for (int ct = 0; ct < COLUMN_TILES; ++ct) {
+                            *reinterpret_cast<float2 *>(slot_sums + row * HD + ct * 8) =
+                                make_float2(o[rt][ct][e * 2], o[rt][ct][e * 2 + 1]);
+                        }
+                    }
+                }
+            } else {
+                // All loads first: a store between them would make each wait for the one before.
+                float2 old[ROW_TILES][2][COLUMN_TILES];
+#pragma unroll
+                for (int rt = 0; rt < ROW_TILES; ++rt) {
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        const int row = row_first + rt * 16 + quad + 8 * e;
+                        const bool before = row < rows && sh.folded[row].m != none();
+#pragma unroll
+                        for (int ct = 0; ct < COLUMN_TILES; ++ct) {
+                            old[rt][e][ct] = before ? *reinterpret_cast<const float2 *>(slot_sums + row * HD + ct * 8)
+                                                    : make_float2(0.0f, 0.0f);
+                        }
+                    }
+                }
+#pragma unroll
+                for (int rt = 0; rt < ROW_TILES; ++rt) {
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        const int row = row_first + rt * 16 + quad + 8 * e;
+                        if (row >= rows) {
+                            continue;
+                        }
+                        Folded f = sh.folded[row];
+                        const bool before = f.m != none();
+                        const bool reached = m[rt][e] != none();
+                        float u = 1.0f;
+                        float w = 1.0f;
+                        if (reached) {
+                            if (before) {
+                                f.add(m[rt][e], sh.row_sum[row], c, u, w);
+                            } else {
+                                f.m = m[rt][e];
+                                f.l = sh.row_sum[row];
+                            }
+                        }
+                        const int32_t packed = tile * M + row;
+                        const uint64_t line = static_cast<uint64_t>(r.first + packed / p.group) * heads +
+                                              head * p.group + packed % p.group;
+#pragma unroll
+                        for (int ct = 0; ct < COLUMN_TILES; ++ct) {
+                            float2 sum = make_float2(o[rt][ct][e * 2], o[rt][ct][e * 2 + 1]);
+                            if (before) {
+                                sum.x = reached ? fold(old[rt][e][ct].x, u, sum.x, w) : old[rt][e][ct].x;
+                                sum.y = reached ? fold(old[rt][e][ct].y, u, sum.y, w) : old[rt][e][ct].y;
+                            }
+                            if (tail) {
+                                store_pair<T>(p, line * HD + column_first + ct * 8 + pair * 2, normalised(sum.x, f),
+                                              normalised(sum.y, f));
+                            } else if (reached) {
+                                *reinterpret_cast<float2 *>(slot_sums + row * HD + ct * 8) = sum;
+                            }
+                        }
+                    }
+                }
+            }
+            __syncthreads();  // every warp has read the state of the splits before
+            if (thread < M) {
+                sh.folded[thread].join(sh.top[thread], sh.row_sum[thread], c);
+            }
+            start_split();
+        }
+        copy_wait<0>();  // only empty groups are left
+    }
+}
+
+// Fold the slots of each row: splits in index order, then the tail. One warp a row. What it reads before it waits was
+// written before `attend` began.
+template <typename T, int HD>
+__device__ __forceinline__ void merge(const AttentionParams &p) {
+    const int32_t *header = reinterpret_cast<const int32_t *>(p.schedule);
+    bool waited = false;
+    const int lane = threadIdx.x & 31;
+    const int32_t heads = p.kv_heads * p.group;
+    const int64_t per_request = static_cast<int64_t>(p.max_queries) * heads;
+    const int64_t step = static_cast<int64_t>(gridDim.x) * WARPS;
+    const float c = __uint_as_float(p.scale_bits);
+    const float4 *partials = reinterpret_cast<const float4 *>(p.partials);
+    const float2 *states = reinterpret_cast<const float2 *>(p.states);
+    for (int64_t at = blockIdx.x * WARPS + (threadIdx.x >> 5); at < per_request * p.requests; at += step) {
+        const int32_t i = static_cast<int32_t>(at / per_request);
+        const int32_t rest = static_cast<int32_t>(at % per_request);
+        const int32_t j = rest / heads;
+        const Request r = request_at<false>(p, i, false);
+        if (j >= r.queries) {
+            continue;
+        }
+        const int32_t query_head = rest % heads;
+        const int32_t head = query_head / p.group;
+        const int32_t packed = j * p.group + query_head % p.group;
+        const int32_t tiles = (r.queries * p.group + p.tile_rows - 1) / p.tile_rows;
+        const int32_t place = head * tiles + tiles - 1 - packed / p.tile_rows;  // as `attend` numbers items
+        const Row row = row_at<false>(p, r, i, j, false);
+        const int32_t splits = (row.cut + SPLIT - 1) / SPLIT;
+        if (!waited) {
+            wait_for_attend();
+            waited = true;
+            if (header[0] != 0) {
+                return;  // serial: the sums were folded on the way
+            }
+        }
+        const int32_t first = __ldg(header + 2 + i) + place;
+        const int32_t tail = __ldg(header + 1) + __ldg(header + 2 + p.requests + i) + place;
+        Folded f = {none(), 0.0f};
+        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        constexpr int AHEAD = 4;
+        for (int32_t split = 0; split <= splits; split += AHEAD) {
+            float2 state[AHEAD];
+            float4 part[AHEAD];
+#pragma unroll
+            for (int k = 0; k < AHEAD; ++k) {
+                if (split + k <= splits) {
+                    const int32_t slot = split + k == splits ? tail : first + (split + k) * p.kv_heads * tiles;
+                    const int64_t line = static_cast<int64_t>(slot) * p.slot_rows + packed % p.tile_rows;
+                    state[k] = __ldg(states + line);
+                    if (lane < HD / 4) {
+                        part[k] = __ldg(partials + line * (HD / 4) + lane);
+                    }
+                }
+            }
+#pragma unroll
+            for (int k = 0; k < AHEAD; ++k) {
+                if (split + k > splits || state[k].x == none()) {
+                    continue;
+                }
+                if (f.m == none()) {
+                    f.m = state[k].x;
+                    f.l = state[k].y;
+                    sum = part[k];
+                } else {
+                    float u;
+                    float w;
+                    f.add(state[k].x, state[k].y, c, u, w);
+                    sum.x = fold(sum.x, u, part[k].x, w);
+                    sum.y = fold(sum.y, u, part[k].y, w);
+                    sum.z = fold(sum.z, u, part[k].z, w);
+                    sum.w = fold(sum.w, u, part[k].w, w);
+                }
+            }
+        }
+        if (lane < HD / 4) {
+            const uint64_t element = (static_cast<uint64_t>(r.first + j) * heads + query_head) * HD + lane * 4;
+            store_pair<T>(p, element, normalised(sum.x, f), normalised(sum.y, f));
+            store_pair<T>(p, element + 2, normalised(sum.z, f), normalised(sum.w, f));
+        }
+    }
+    if (!waited) {
+        wait_for_attend();  // what follows `merge` in the stream waits for it alone
+    }
+}
+
+}  // namespace attention
+}  // namespace specrs
+
+// Three heights of a tile: a request's rows (queries times group) choose among them, and no bit depends on it.
+extern "C" __global__ void __launch_bounds__(specrs::attention::THREADS, 2)
+    attention_16(const __grid_constant__ specrs::AttentionParams p) {
+    specrs::attention::attend<specrs::SPECRS_ELEMENT, SPECRS_HEAD_DIM, 16, false>(p);
+}
+extern "C" __global__ void __launch_bounds__(specrs::attention::THREADS, 2)
+    attention_32(const __grid_constant__ specrs::AttentionParams p) {
+    specrs::attention::attend<specrs::SPECRS_ELEMENT, SPECRS_HEAD_DIM, 32, false>(p);
+}
+extern "C" __global__ void __launch_bounds__(specrs::attention::THREADS, 2)
+    attention_64(const __grid_constant__ specrs::AttentionParams p) {
+    specrs::attention::attend<specrs::SPECRS_ELEMENT, SPECRS_HEAD_DIM, 64,
+                              SPECRS_WARPGROUPS != 0 && SPECRS_HEAD_DIM % 64 == 0>(p);
+}
+extern "C" __global__ void __launch_bounds__(specrs::attention::THREADS)
+    attention_merge(const __grid_constant__ specrs::AttentionParams p) {
+    specrs::attention::merge<specrs::SPECRS_ELEMENT, SPECRS_HEAD_DIM>(p);
+}

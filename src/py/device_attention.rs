@@ -1,0 +1,131 @@
+//! The launch of paged attention for Python's tests and benches.
+
+use pyo3::prelude::*;
+
+use super::arg::{Int, detached};
+#[cfg(not(feature = "cuda"))]
+use super::device::available;
+#[cfg(feature = "cuda")]
+use super::dlpack::{Output, Tensor, cuda};
+#[cfg(feature = "cuda")]
+use crate::bounds::PageSize;
+#[cfg(feature = "cuda")]
+use crate::device::{AttentionBatch, AttentionCall, AttentionSize, Device};
+use crate::error::Error;
+
+/// Bytes of workspace with which `_device_attention` keeps CUDA device `ordinal` busy: for `requests` of up to `max_queries`
+/// queries and `max_keys` keys each, `kv_heads` heads with `group` query heads each, of `head_dim` elements.
+#[pyfunction]
+#[allow(clippy::too_many_arguments, reason = "sizes, passed by name")]
+#[pyo3(signature = (ordinal, *, requests, max_queries, kv_heads, group, head_dim, max_keys))]
+pub(super) fn _device_attention_workspace(
+    py: Python<'_>,
+    ordinal: Int,
+    requests: Int,
+    max_queries: Int,
+    kv_heads: Int,
+    group: Int,
+    head_dim: Int,
+    max_keys: Int,
+) -> PyResult<u64> {
+    let ordinal = ordinal.i32("CUDA device")?;
+    let sizes = [
+        requests.u32("requests")?,
+        max_queries.u32("max_queries")?,
+        kv_heads.u32("kv_heads")?,
+        group.u32("group")?,
+        head_dim.u32("head_dim")?,
+        max_keys.u32("max_keys")?,
+    ];
+    #[cfg(feature = "cuda")]
+    return detached(py, move || {
+        let [requests, max_queries, kv_heads, group, head_dim, max_keys] = sizes;
+        let size = AttentionSize { requests, max_queries, kv_heads, group, head_dim, max_keys };
+        Device::get(ordinal)?.kernels().attention.workspace_bytes(&size)
+    });
+    #[cfg(not(feature = "cuda"))]
+    detached(py, move || available().map(|()| u64::from(sizes[0]) + ordinal as u64))
+}
+
+/// Launch paged attention over layer `layer` of `cache` on the raw stream `stream` of the cache's device.
+///
+/// Query j of request i is row `starts[i] + j` of `q` [queries, heads, head_dim]. It attends to positions `[0, lens[i])` of
+/// row `rows[i]` (i without `rows`) of `table` [rows, width], whose pages hold `page_size` tokens, and then causally to
+/// `lens[i] ..= lens[i] + j`, or, with a `mask`, to `lens[i] + b` of each bit b of its word. `draft = (K, S)`: bits are
+/// `branch * S + step`. `out` is of `q`'s type or `float32`.
+#[pyfunction]
+#[allow(clippy::too_many_arguments, reason = "the operands of one launch, passed by name")]
+#[pyo3(signature = (
+    cache, layer, q, out, *, table, page_size, rows, lens, starts, mask, draft, max_queries, scale, workspace, stream
+))]
+pub(super) fn _device_attention(
+    cache: &Bound<'_, PyAny>,
+    layer: Int,
+    q: &Bound<'_, PyAny>,
+    out: &Bound<'_, PyAny>,
+    table: &Bound<'_, PyAny>,
+    page_size: Int,
+    rows: Option<&Bound<'_, PyAny>>,
+    lens: &Bound<'_, PyAny>,
+    starts: &Bound<'_, PyAny>,
+    mask: Option<&Bound<'_, PyAny>>,
+    draft: Option<(Int, Int)>,
+    max_queries: Int,
+    scale: f64,
+    workspace: &Bound<'_, PyAny>,
+    stream: Int,
+) -> PyResult<()> {
+    let (layer, page_size) = (layer.usize("layer")?, page_size.u32("page_size")?);
+    let (max_queries, handle) = (max_queries.u32("max_queries")?, stream.usize("stream")?);
+    let draft = draft.map(|(k, s)| Ok::<_, Error>((k.u32("draft branches")?, s.u32("draft steps")?))).transpose()?;
+    #[cfg(feature = "cuda")]
+    {
+        let import = |tensor, operand| Tensor::import(tensor, operand, Some(-1));
+        let optional = |tensor: Option<&Bound<'_, PyAny>>, operand| {
+            tensor.map(|t| Tensor::import(t, operand, Some(-1))).transpose()
+        };
+        let inputs = [import(q, "q")?, import(table, "table")?, import(lens, "lens")?, import(starts, "starts")?];
+        let cache_tensor = import(cache, "cache")?;
+        let (rows, mask) = (optional(rows, "rows")?, optional(mask, "mask")?);
+        let out = Output::import(out, "out", Some(-1))?;
+        let workspace = Output::import(workspace, "workspace", Some(-1))?;
+        detached(cache.py(), || {
+            let [q, table, lens, starts] = &inputs;
+            let ordinal = cache_tensor.cuda_ordinal()?;
+            let layer = cache_tensor.device_kv_layer(ordinal, layer)?;
+            let (queries, heads) = q.device_queries(&layer)?;
+            let (table_slice, width) = table.device_table(ordinal)?;
+            let mut beside = vec![q, table, lens, starts, &cache_tensor];
+            beside.extend(rows.iter().chain(mask.iter()));
+            let target = out.device_attention_out(ordinal, q, &beside)?;
+            beside.push(&out);
+            let bytes = workspace.device_bytes(ordinal, &beside)?;
+            let batch = AttentionBatch::new(
+                table_slice,
+                u32::try_from(width).unwrap_or(u32::MAX),
+                PageSize::new(page_size)?,
+                rows.as_ref().map(|r| r.device_slice(ordinal)).transpose()?,
+                lens.device_slice(ordinal)?,
+                starts.device_slice(ordinal)?,
+                mask.as_ref().map(|m| m.device_slice(ordinal)).transpose()?,
+                draft,
+            )?;
+            let call = AttentionCall {
+                cache: layer,
+                batch,
+                q: queries,
+                out: target,
+                heads: u32::try_from(heads).unwrap_or(u32::MAX),
+                max_queries,
+                scale,
+                workspace: bytes,
+            };
+            Device::get(ordinal)?.kernels().attention.launch(cuda::stream(handle), &call)
+        })
+    }
+    #[cfg(not(feature = "cuda"))]
+    {
+        _ = (layer, q, out, table, page_size, rows, lens, starts, mask, draft, max_queries, scale, workspace, handle);
+        detached(cache.py(), available)
+    }
+}
