@@ -45,8 +45,9 @@ sanitize() {
         --log-file "$out/$tool-$caching.log" "${tests[@]}" -k "$select" --junitxml="$work/$tool-$caching.xml" 2>&1 | tail -n 3
     tail -n 2 "$out/$tool-$caching.log"
 }
-# A sanitizer makes launches wait, which is what the stream tests are about.
-left_out="four_gigabytes or largest_batch or first_use or stream"
+# A sanitizer makes launches wait, which is what the stream tests and those of lifetimes are about; products are
+# cublasLt's kernels, tried by the thousand.
+left_out="four_gigabytes or largest_batch or first_use or stream or last_use or ring_is_full or gpu_products"
 # Whether memcheck sees the kernel at all, by a move that it must complain about.
 control() {
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout "$limit" compute-sanitizer --tool memcheck "${filter[@]}" \
