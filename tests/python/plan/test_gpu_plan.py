@@ -575,7 +575,7 @@ def test_a_mask_that_whole_lanes_cannot_express_is_refused_by_the_kernel() -> No
     assert call.arrays["cache_seqlens"].tensor[:3].tolist() == [0, 8, 17]
 
 
-def test_a_captured_launch_plans_what_the_lengths_are_then() -> None:
+def test_a_graph_plans_what_the_lengths_are_at_its_replay() -> None:
     w = small(lens=[3, 8, 5])
     planner = core.Planner(w.geometry, w.pool, "flashinfer")
     s = Step("decode")
