@@ -31,7 +31,6 @@ pub(super) const CALLS: &[&str] = &[
     "cuModuleUnload",
     "cuFuncSetAttribute",
     "cuLaunchKernel",
-    "cuLaunchKernelEx",
     "cuMemHostAlloc",
     "cuMemHostGetDevicePointer_v2",
     "cuMemFreeHost",

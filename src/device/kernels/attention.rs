@@ -97,8 +97,6 @@ struct Gpu {
     multiprocessors: u32,
     /// Shared memory of a block, and of a multiprocessor.
     shared: (u32, u32),
-    /// Whether the image that is loaded computes the highest tiles by a warpgroup's products.
-    warpgroups: bool,
 }
 
 /// Kernels of one element type and head_dim.
@@ -123,9 +121,7 @@ pub struct Attention {
 impl Attention {
     /// For `context`, which is current.
     pub(super) fn new(context: Arc<Context>) -> Result<Self> {
-        // An image of Hopper's own is the one with a warpgroup's products.
-        let warpgroups = ptx::select("attention_bf16_128", context.capability()).is_ok_and(|image| image.exact);
-        let gpu = Gpu { multiprocessors: context.multiprocessors(), shared: context.shared_memory()?, warpgroups };
+        let gpu = Gpu { multiprocessors: context.multiprocessors(), shared: context.shared_memory()? };
         Ok(Self { images: Default::default(), loading: Mutex::new(()), gpu, context })
     }
 
@@ -230,15 +226,6 @@ impl Attention {
             });
         }
         let slots = slots.min(i32::MAX as u64); // more than there can be items
-        let slot_pieces = size.kv_heads * size.head_dim / 8; // of 16 bytes; both factors are below 2^16
-        if u64::from(slot_pieces) * cache.num_slots() as u64 >= u32::MAX.into() {
-            return Err(Error::Overflow {
-                what: "pieces of 16 bytes of a cache's plane",
-                expr: format!("{} slots * {slot_pieces}", cache.num_slots()),
-                ty: "uint32",
-                limit: u32::MAX.into(),
-            });
-        }
         let (record, claim) = context.fault_addresses();
         let partials = call.workspace.address() + tiling.header;
         let (k, v) = cache.addresses();
@@ -259,6 +246,7 @@ impl Attention {
             states: partials + slots * u64::from(tiling.slot_rows * size.head_dim) * 4,
             record,
             claim,
+            slot_bytes: u64::from(size.kv_heads * size.head_dim) * 2,
             requests: size.requests as i32,
             queries: queries as i32,
             max_queries: size.max_queries as i32,
@@ -277,8 +265,6 @@ impl Attention {
             tile_rows: tiling.rows as i32,
             stages: tiling.stages as i32,
             scale_bits: scale.to_bits(),
-            slot_pieces,
-            reserved: 0,
         };
         let image = self.image(cache.element(), cache.head_dim())?;
         let attend = TILE_ROWS.iter().zip(image.attend).find(|(rows, _)| **rows == tiling.rows);
@@ -294,14 +280,8 @@ impl Attention {
         // whose constructors' callers promised them; `slots` slots lie within the workspace. The fault record lives as
         // long as the process.
         unsafe { attend.launch_with_shared((tiling.grid, 1, 1), THREADS, tiling.shared, stream, &params)? };
-        if self.gpu.warpgroups {
-            // SAFETY: as above. Hopper's image of `merge` waits in every block; `attend` was launched without this, so
-            // that it began after all before it had ended.
-            unsafe { image.merge.launch_early(tiling.merge_grid, THREADS, stream, &params) }
-        } else {
-            // SAFETY: as above.
-            unsafe { image.merge.launch((tiling.merge_grid, 1, 1), THREADS, stream, &params) }
-        }
+        // SAFETY: as above.
+        unsafe { image.merge.launch((tiling.merge_grid, 1, 1), THREADS, stream, &params) }
     }
 
     fn image(&self, element: HalfType, head_dim: u32) -> Result<&Image> {
@@ -343,15 +323,10 @@ impl Attention {
 
 /// Bytes of shared memory of a block of `attend`: the ring, the weights' tile, the queries' where it does not share that, and
 /// the lists.
-fn shared_bytes(rows: u32, stages: u32, head_dim: u32, requests: u32, warpgroups: bool) -> u32 {
+fn shared_bytes(rows: u32, stages: u32, head_dim: u32, requests: u32) -> u32 {
     let block = ATTENTION_BLOCK as u32;
     let ring = stages * block * head_dim * 2;
-    // A warpgroup keeps weights in registers, and its queries begin in the ring.
-    let tiles = match rows {
-        64 if warpgroups && head_dim.is_multiple_of(64) => 0,
-        64 => rows * block * 2 + rows * head_dim * 2,
-        _ => rows * block * 2,
-    };
+    let tiles = rows * block * 2 + if rows > 32 { rows * head_dim * 2 } else { 0 };
     // `Shared` of the kernel: 76 bytes a row (16 of bits, cut and last, 32 of four warps' maxima and sums, 28 of the row's
     // state), 8 a key of a block, 8 for each 16 rows, at most 80 besides.
     let lists = rows * 76 + block * 8 + rows / 16 * 8 + 80;
@@ -367,7 +342,7 @@ fn tiling(size: &AttentionSize, gpu: Gpu) -> Result<Tiling> {
     let wanted = TILE_ROWS.into_iter().find(|&rows| u64::from(rows) >= request_rows).unwrap_or(64);
     let fits = |rows: u32| {
         let resident = gpu.shared.1 / RESIDENT - RESERVED_SHARED.min(gpu.shared.1 / RESIDENT);
-        let bytes = |stages| shared_bytes(rows, stages, size.head_dim, size.requests, gpu.warpgroups);
+        let bytes = |stages| shared_bytes(rows, stages, size.head_dim, size.requests);
         let best = [4, 3, 2].into_iter().find(|&stages| bytes(stages) <= resident.min(gpu.shared.0));
         best.or(Some(2)).filter(|&stages| bytes(stages) <= gpu.shared.0).map(|stages| (stages, bytes(stages)))
     };
@@ -376,7 +351,7 @@ fn tiling(size: &AttentionSize, gpu: Gpu) -> Result<Tiling> {
         return Err(Error::Invalid {
             what: "shared memory of a block",
             got: format!("{} bytes", gpu.shared.0),
-            why: format!("attention needs {}", shared_bytes(16, 2, size.head_dim, size.requests, gpu.warpgroups)),
+            why: format!("attention needs {}", shared_bytes(16, 2, size.head_dim, size.requests)),
         });
     };
     let splits = u64::from(size.max_keys).div_ceil(ATTENTION_SPLIT as u64) + 1; // and the tail
@@ -418,8 +393,8 @@ fn tiling(size: &AttentionSize, gpu: Gpu) -> Result<Tiling> {
 mod tests {
     use super::*;
 
-    const H200: Gpu = Gpu { multiprocessors: 132, shared: (232_448, 233_472), warpgroups: true };
-    const ADA: Gpu = Gpu { multiprocessors: 142, shared: (101_376, 102_400), warpgroups: false };
+    const H200: Gpu = Gpu { multiprocessors: 132, shared: (232_448, 233_472) };
+    const ADA: Gpu = Gpu { multiprocessors: 142, shared: (101_376, 102_400) };
 
     fn llama(requests: u32, max_queries: u32, max_keys: u32) -> AttentionSize {
         AttentionSize { requests, max_queries, kv_heads: 8, group: 4, head_dim: 128, max_keys }
@@ -427,7 +402,7 @@ mod tests {
 
     #[test]
     fn tiles_are_as_high_as_a_request_needs_and_two_blocks_share_a_multiprocessor() {
-        for (queries, rows, stages) in [(1, 16, 3), (4, 16, 3), (5, 32, 3), (8, 32, 3), (9, 64, 3), (2048, 64, 3)] {
+        for (queries, rows, stages) in [(1, 16, 3), (4, 16, 3), (5, 32, 3), (8, 32, 3), (9, 64, 2), (2048, 64, 2)] {
             let t = tiling(&llama(16, queries, 32768), H200).unwrap();
             assert_eq!((t.rows, t.stages), (rows, stages), "{queries} queries");
             assert!(2 * (t.shared + RESERVED_SHARED) <= H200.shared.1);
@@ -445,7 +420,7 @@ mod tests {
                 assert!(t.shared <= ADA.shared.0 && t.stages >= 2, "{t:?}");
             }
         }
-        let tiny = Gpu { multiprocessors: 1, shared: (49_152, 65_536), warpgroups: false };
+        let tiny = Gpu { multiprocessors: 1, shared: (49_152, 65_536) };
         assert!(tiling(&llama(1, 1, 1024), tiny).unwrap_err().to_string().contains("49152 bytes"));
     }
 
