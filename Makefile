@@ -6,7 +6,7 @@ NVCC_ENV := .venv-nvcc
 PROMPT ?= class TestReadFile(unittest.TestCase):
 SOURCES := $(shell find src cuda python/specrs -type f \( -name '*.rs' -o -name '*.cu' -o -name '*.cuh' \)) Cargo.toml Cargo.lock build.rs pyproject.toml
 
-.PHONY: demo test test-long bench lint stubs backends-table figures wheel clean
+.PHONY: demo test test-long gpu-test bench lint stubs backends-table figures wheel clean
 
 demo: $(VENV)/.built
 	@if [ -t 1 ]; then mark=color; else mark=brackets; fi; \
@@ -20,6 +20,10 @@ test-long: $(VENV)/.built
 	SPECRS_TEST_LONG=1 cargo test --no-default-features
 	$(BIN)/python -m pytest -q tests/python
 	$(BIN)/python tests/mutants.py
+
+# On a machine with a GPU; the build is the checkout's own. `tests/gpu/run.sh WHEEL` needs neither cargo nor a network.
+gpu-test: $(VENV)/.built
+	PYTHON=$(CURDIR)/$(BIN)/python tests/gpu/run.sh
 
 bench: $(VENV)/.built
 	cargo bench

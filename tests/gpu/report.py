@@ -12,28 +12,28 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 import zipfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 
-def tests(path: Path) -> dict[str, Any] | None:
-    """Counts of a junit file and the names of what failed; ``None`` where the run left no file."""
-    if not path.exists():
+def tests(*paths: Path) -> dict[str, Any] | None:
+    """Counts of junit files, by file of tests, and the names of what failed; ``None`` where a run left no file."""
+    if not paths or not all(path.exists() for path in paths):
         return None
-    suites = list(ET.parse(path).getroot().iter("testsuite"))
+    suites = [suite for path in paths for suite in ET.parse(path).getroot().iter("testsuite")]
     count = {k: sum(int(s.get(k, 0)) for s in suites) for k in ("tests", "failures", "errors", "skipped")}
+    cases = [case for s in suites for case in s.iter("testcase")]
     failed = [
-        case.get("name", "?")
-        for s in suites
-        for case in s.iter("testcase")
-        if case.find("failure") is not None or case.find("error") is not None
+        case.get("name", "?") for case in cases if case.find("failure") is not None or case.find("error") is not None
     ]
-    passed = count["tests"] - count["failures"] - count["errors"] - count["skipped"]
+    files = Counter(case.get("classname", "?").rpartition(".")[2] for case in cases)
     return {
-        "passed": passed,
+        "passed": count["tests"] - count["failures"] - count["errors"] - count["skipped"],
         "failed": count["failures"] + count["errors"],
         "skipped": count["skipped"],
         "names": failed,
+        "files": dict(sorted(files.items())),
     }
 
 
@@ -96,7 +96,7 @@ def main() -> int:
             "ptx": ptx_version(a.wheel),
         },
         "machine": machine(),
-        "tests": tests(a.work / "tests.xml"),
+        "tests": tests(*sorted(a.work.glob("tests-*.xml"))),
         "sanitizers": {r: sanitizer(a.logs / f"{r}.log", a.work / f"{r}.xml") for r in runs},
         "measurements": json.loads(bench.read_text()) if bench.exists() else None,
     }

@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
-# Every GPU test, the sanitizers and the measurements of the KV move in one command, from a built wheel:
+# Every GPU test, the sanitizers and the measurements of the KV move in one command:
 #
-#   tests/gpu/run.sh WHEEL [OUT]
+#   tests/gpu/run.sh [WHEEL [OUT]]     or     make gpu-test
 #
-# Installs WHEEL (and nothing else, from nowhere else) beside the torch of python3, or of PYTHON; WHEEL may be the built
-# extension alone (_specrs.abi3.so), which the checkout's Python files then join. Writes
-# OUT/kv_move.json (default: tests/gpu/results) and the logs beside it. Exits with 1 where a test or a sanitizer found
-# something. Set SPECRS_COMMIT where the checkout has no git; STEP_LIMIT bounds each step, in seconds.
+# Installs WHEEL (and nothing else, from nowhere else) beside the torch of python3, or of PYTHON. WHEEL may be the built
+# extension alone (_specrs.abi3.so), which the checkout's Python files then join; without it, the checkout's own is taken.
+# Writes OUT/gpu.json (default: tests/gpu/results) and the logs beside it. Exits with 1 where a test or a sanitizer found
+# something. Set SPECRS_COMMIT where the checkout has no git; STEP_LIMIT bounds each step, in seconds; JOBS files run at
+# once (1), where time is short.
 set -uo pipefail
 
 root=$(cd "$(dirname "$0")/../.." && pwd)
-wheel=$(realpath "${1:?usage: tests/gpu/run.sh WHEEL|EXTENSION [OUT]}")
+wheel=$(realpath "${1:-$root/python/specrs/_specrs.abi3.so}")
 out=${2:-$root/tests/gpu/results}
 python=${PYTHON:-python3}
 limit=${STEP_LIMIT:-300}
@@ -28,45 +29,67 @@ cd "$work" # so that the checkout's python/ is not what is imported
 
 # --noconftest: the fixtures there are for the engine's tests.
 mapfile -t files < <(find "$root/tests/python" -name 'test_gpu_*.py' | sort)
-tests=("$python" -m pytest -q --noconftest -p no:cacheprovider -rs "${files[@]}")
+pytest=("$python" -m pytest -q --noconftest -p no:cacheprovider -rs)
+tests=("${pytest[@]}" "${files[@]}")
 
-echo "== tests"
-timeout "$limit" "${tests[@]}" --junitxml="$work/tests.xml" 2>&1 | tee "$out/tests.log" | tail -n 15
+run_file() {
+    local name
+    name=$(basename "$1" .py)
+    timeout "$limit" "${pytest[@]}" --junitxml="$work/tests-$name.xml" "$1" >"$out/$name.log" 2>&1
+    echo "$name: $(tail -n 1 "$out/$name.log")"
+}
+run_files() {
+    local running=0
+    for file in "${files[@]}"; do
+        run_file "$file" &
+        running=$((running + 1))
+        [ "$running" -lt "${JOBS:-1}" ] || { wait -n; running=$((running - 1)); }
+    done
+    wait
+}
+# In turn, or beside the rest where time is short.
+turn() {
+    if [ "${JOBS:-1}" -gt 1 ]; then "$@" & else "$@"; fi
+}
+echo "== tests, a process for each file, ${JOBS:-1} at once"
+turn run_files
 
 # Under a sanitizer: without torch's caching allocator each tensor is an allocation of its own, so that an access
-# beyond it is seen. Graphs need that allocator, and size matters only for time.
-filter=(--kernel-regex kns=kv_move)
+# beyond it is seen. Graphs need that allocator, and size matters only for time: small cases of every kernel.
 sanitize() {
     local tool=$1 caching=$2 select=$3
     echo "== $tool (caching allocator: $caching)"
     local no_cache=()
     [ "$caching" = off ] && no_cache=(env PYTORCH_NO_CUDA_MEMORY_CACHING=1)
-    timeout "$limit" "${no_cache[@]}" compute-sanitizer --tool "$tool" "${filter[@]}" --error-exitcode 97 \
+    timeout "$limit" "${no_cache[@]}" compute-sanitizer --tool "$tool" --error-exitcode 97 \
         --log-file "$out/$tool-$caching.log" "${tests[@]}" -k "$select" --junitxml="$work/$tool-$caching.xml" 2>&1 | tail -n 3
     tail -n 2 "$out/$tool-$caching.log"
 }
-# A sanitizer makes launches wait, which is what the stream tests and those of lifetimes are about; products are
-# cublasLt's kernels, tried by the thousand.
-left_out="four_gigabytes or largest_batch or first_use or stream or last_use or ring_is_full or gpu_products"
+small="ties or bad or limits or dead or outside or remap or recorded or skipped or capacities or padding or 64-dtype0"
+# A sanitizer makes launches wait, which is what the stream tests and those of lifetimes are about; engines and products
+# run torch's and cublasLt's kernels, tried by the thousand.
+left_out="four_gigabytes or largest or first_use or stream or last_use or ring_is_full or gpu_engine or gpu_products"
+left_out="$left_out or every_array"
 # Whether memcheck sees the kernel at all, by a move that it must complain about.
 control() {
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout "$limit" compute-sanitizer --tool memcheck "${filter[@]}" \
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout "$limit" compute-sanitizer --tool memcheck --kernel-regex kns=kv_move \
         --log-file "$out/control.log" "$python" "$root/tests/gpu/control.py" 2>&1 | tail -n 1
     grep -q 'Invalid __global__' "$out/control.log"
 }
 if command -v compute-sanitizer >/dev/null; then
     echo "== memcheck, control: must find errors"
-    control || { echo "nothing found with ${filter[*]}: without it" && filter=() && control; }
+    control
     grep -m 1 -A 2 Invalid "$out/control.log"
     tail -n 1 "$out/control.log"
-    sanitize memcheck off "not ($left_out or graph)"
-    sanitize memcheck on "graph and not ($left_out)"
-    sanitize racecheck on "not ($left_out)" # of shared memory, which a kernel may come to use
+    turn sanitize memcheck off "($small) and not ($left_out or graph)"
+    turn sanitize memcheck on "graph and not ($left_out)"
+    turn sanitize racecheck on "($small) and not ($left_out)" # of shared memory
 else
     echo "== compute-sanitizer is not installed: skipped"
 fi
+wait
 
 echo "== measurements"
 timeout "$limit" "$python" "$root/benches/gpu/kv_move.py" --json "$work/bench.json"
 
-"$python" "$root/tests/gpu/report.py" --work "$work" --logs "$out" --wheel "$wheel" --root "$root" --json "$out/kv_move.json"
+"$python" "$root/tests/gpu/report.py" --work "$work" --logs "$out" --wheel "$wheel" --root "$root" --json "$out/gpu.json"

@@ -16,7 +16,7 @@ from specrs._specrs import ConfigError
 from specrs.backends.base import FORMATS, AttentionBackend, Capabilities, Step
 from specrs.backends.flash_attention import FlashAttention
 from specrs.backends.flashinfer import FlashInfer
-from specrs.backends.native import Native
+from specrs.backends.native import Native, NativeCuda
 from specrs.backends.routing import (
     Alternative,
     Combination,
@@ -42,6 +42,7 @@ __all__ = [
     "FlashAttention",
     "FlashInfer",
     "Native",
+    "NativeCuda",
     "PlanAttention",
     "Resolved",
     "Step",
@@ -70,7 +71,7 @@ def find(backend: str | AttentionBackend | None) -> AttentionBackend:
     if isinstance(backend, type):
         raise ConfigError(f"attention_backend = {backend.__name__}: a class; give an instance, {backend.__name__}()")
     capabilities = Capabilities.of(backend)
-    if capabilities.format == "native" and not isinstance(backend, Native):
+    if capabilities.format == "native" and not isinstance(backend, (Native, NativeCuda)):
         others = ", ".join(repr(name) for name in FORMATS if name != "native")
         raise ConfigError(
             f"attention backend {capabilities.name!r}: format = 'native': specrs's own kernels alone read it, it "

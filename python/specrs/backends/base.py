@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # capabilities are read without torch
 Format = Literal["native", "flashinfer", "flash_attention", "triton"]
 Layout = Literal["dense", "holey"]
 DraftAttention = Literal["ancestors", "lane"]
-KvDtype = Literal["float32", "bfloat16"]
+KvDtype = Literal["float32", "bfloat16", "float16"]
 Phase = Literal["extend", "decode", "draft", "verify"]
 MaskForm = Literal["both", "bool", "packed"]
 

@@ -20,3 +20,15 @@ class Native(AttentionBackend):
     draft_attention = MappingProxyType({"dense": ("ancestors", "lane")})
     kv_dtypes = ("float32", "bfloat16")
     needs_cpu_seq_lens = False
+
+
+class NativeCuda(AttentionBackend):
+    """The same on a CUDA device (`specrs.models.CudaAttention`), over KV of two bytes an element."""
+
+    name = Native.name
+    format = Native.format
+    reads = Native.reads
+    topk_above_1 = True
+    page_size_above_1 = True
+    draft_attention = Native.draft_attention
+    kv_dtypes = ("bfloat16", "float16")

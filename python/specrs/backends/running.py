@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from specrs import _specrs as core
-from specrs._specrs import ConfigError, KvCache, Plan
+from specrs._specrs import ConfigError, Plan
 from specrs.backends.base import AttentionBackend, Capabilities, Step
 from specrs.backends.native import Native
 
@@ -28,7 +28,7 @@ class PlanAttention:
         self.capabilities = Capabilities.of(backend)  # some of which a backend that is no `AttentionBackend` may lack
         self._prepared: tuple[Plan, Any] | None = None  # of the pass at hand, for all of its layers
 
-    def __call__(self, kv: KvCache, layer: int, plan: Plan, q: torch.Tensor, out: torch.Tensor, scale: float) -> None:
+    def __call__(self, kv: Any, layer: int, plan: Plan, q: torch.Tensor, out: torch.Tensor, scale: float) -> None:
         """out = attention of q, both f32 [Q, heads, head_dim].
 
         Raises:

@@ -14,6 +14,7 @@ from specrs.engine.pages import Pages
 from specrs.engine.policy import TreePolicy
 from specrs.models.eagle3 import Eagle3Head
 from specrs.models.llama import LlamaModel
+from specrs.models.ops import KvMemory
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64)
 _RUNS = 7
@@ -22,9 +23,9 @@ _CONTEXT = 256  # tokens before the rows: attention has its share in what a row 
 
 def calibrated(
     target: LlamaModel,
-    cache: core.KvCache,
+    cache: KvMemory,
     head: Eagle3Head,
-    draft_cache: core.KvCache,
+    draft_cache: KvMemory,
     planner: core.Planner,
     pages: Pages,
 ) -> TreePolicy:
@@ -33,19 +34,20 @@ def calibrated(
     most = min(_ROWS[-1], room)
     table = [n for n in _ROWS if n <= most]
     context = min(_CONTEXT, room - most)
-    aux = torch.zeros(len(head.aux_layers), most, target.config.hidden_size)
-    hidden = torch.zeros(most, head.config.hidden_size)
+    at, host = target.ops.placement, target.ops.dense.host
+    aux = at.empty(len(head.aux_layers), most, target.config.hidden_size).zero_()
+    hidden = at.empty(most, head.config.hidden_size).zero_()
     seq = pages.pool.create()
     last = torch.zeros(1, dtype=torch.int64)
 
     def verify(n: int, plan: core.Plan) -> None:
-        target.forward(torch.arange(n) % target.config.vocab_size, plan, cache, True, None)
+        host(target.forward(torch.arange(n) % target.config.vocab_size, plan, cache, True, None)[0])
 
     def step(n: int, plan: core.Plan) -> None:
-        head.step(torch.zeros(n, dtype=torch.int64), hidden[:n], plan, draft_cache)
+        host(head.step(torch.zeros(n, dtype=torch.int64), hidden[:n], plan, draft_cache)[0])
 
     def extend(n: int, plan: core.Plan) -> None:
-        head.extend(torch.zeros(n, dtype=torch.int64), [a[:n] for a in aux], plan, draft_cache, last)
+        host(head.extend(torch.zeros(n, dtype=torch.int64), [a[:n] for a in aux], plan, draft_cache, last)[0])
 
     pace = Pace()  # one machine
 

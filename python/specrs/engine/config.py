@@ -5,11 +5,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, cast
 
 from specrs import backends
 from specrs._specrs import ConfigError, Geometry, TreeShape
 from specrs.backends.base import DraftAttention, KvDtype, Layout
+from specrs.models.placement import Placement
 
 AUTO_TREE = TreeShape(1, 8, 9)  # what the cost model picks from: chains of up to 8 tokens
 _INTEGERS = ("max_batch", "max_context_len", "page_size", "num_pages", "prefill_chunk")
@@ -35,7 +36,8 @@ class EngineConfig:
         attention_backend: a name of `specrs.backends.BACKENDS`, or a backend; ``None`` is ``"native"``.
         prefix_cache: share the KV pages of equal prompt prefixes between requests.
         prefill_chunk: most prompt tokens of one step.
-        kv_dtype: element type of the KV caches.
+        kv_dtype: element type of the KV caches; ``None`` is float32 on the CPU, and on a GPU the model's own 16 bits.
+        device: ``"cpu"`` (also ``None``), ``"cuda"`` or ``"cuda:N"``.
     """
 
     max_batch: int = 8
@@ -48,7 +50,8 @@ class EngineConfig:
     attention_backend: str | backends.AttentionBackend | None = "native"
     prefix_cache: bool = True
     prefill_chunk: int = 512
-    kv_dtype: KvDtype = "float32"
+    kv_dtype: KvDtype | None = None
+    device: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse what is not of its field's type, before a model is read."""
@@ -109,6 +112,26 @@ class EngineConfig:
         """What a draft branch attends to, of a configuration that `route` gave."""
         return self.draft_attention or "ancestors"
 
+    def on(self, place: Placement) -> EngineConfig:
+        """The configuration with what follows from where the model computes.
+
+        Raises:
+            ConfigError: an attention backend that a GPU does not have.
+        """
+        device = str(place.device)
+        if place.is_host:
+            return replace(self, device=device, kv_dtype=self.kv_dtype or "float32")
+        if not isinstance(self.backend, backends.Native):
+            name = backends.Capabilities.of(self.backend).name
+            raise ConfigError(
+                f"attention_backend = {name!r}: runs on the CPU; device = {device!r} has 'native', device='cpu' has "
+                f"{name!r}"
+            )
+        half = place.dtype_name
+        if self.kv_dtype not in (None, half):
+            raise ConfigError(f"kv_dtype = {self.kv_dtype!r}: this model has {half!r} on {device!r}")
+        return replace(self, device=device, kv_dtype=cast(KvDtype, half), attention_backend=backends.NativeCuda())
+
     def route(self, recurrent_state: bool) -> tuple[EngineConfig, bool]:
         """Fill what depends on the attention backend, before a model is read.
 
@@ -129,7 +152,7 @@ class EngineConfig:
             layout=self.draft_layout,
             draft_attention=self.draft_attention,
             recurrent_state=recurrent_state,
-            kv_dtype=self.kv_dtype,
+            kv_dtype=self.kv_dtype or "float32",
         )
         found = backends.resolve(backend, asked)
         config = replace(

@@ -1,4 +1,8 @@
-"""The CPU's executor: the Rust kernels' planner, caches, beams and verification, over models on the host."""
+"""The executor that plans, picks drafts and accepts on the host; models compute wherever their memory lies.
+
+Plans, trees, samplers and beams are the Rust core's. Of a pass on another device, logits come back to the host before
+anything is decided by them.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +26,7 @@ from specrs.engine.request import Request
 from specrs.models.eagle3 import Eagle3Head
 from specrs.models.features import FeatureRows, Features, gather
 from specrs.models.llama import LlamaModel
+from specrs.models.ops import KvMemory
 
 
 @dataclass(eq=False)
@@ -70,7 +75,7 @@ class Root:
 
 
 class HostExecutor:
-    """One target and perhaps a head on the host.
+    """One target and perhaps a head.
 
     Attributes:
         target: the model, whose attention says which format passes are planned in.
@@ -87,6 +92,7 @@ class HostExecutor:
         pool: core.Pool,
     ) -> None:
         self.target, self.placement = target, target.ops.placement
+        assert config.kv_dtype is not None
         capabilities, dtype = target.ops.attention.capabilities, getattr(torch, config.kv_dtype)
         self.planner = core.Planner(geometry, pool, format=capabilities.format, mask=capabilities.mask)
         self.cache = target.new_cache(pool.num_pages, pool.page_size, dtype)
@@ -100,9 +106,10 @@ class HostExecutor:
         return calibrated(self.target, self.cache, self.drafts.head, self.drafts.cache, self.planner, pages)
 
     def copy(self, moves: core.Moves) -> None:
-        core.kv_move(self.cache, moves)
+        move = self.target.ops.dense.kv_move
+        move(self.cache, moves)
         if self.drafts is not None:
-            core.kv_move(self.drafts.cache, moves)
+            move(self.drafts.cache, moves)
 
     def prefill(self, batch: Batch, counts: Sequence[int], drawing: Sequence[int], follow: bool) -> HostPrefilled:
         each = zip(batch, batch.lens, counts, strict=True)
@@ -111,7 +118,7 @@ class HostExecutor:
         plan = self.planner.extend(batch.seqs, batch.lens, counts)
         rows = torch.tensor([ends[i] - 1 for i in drawing], dtype=torch.int64)
         aux = self._features(follow, len(tokens))
-        logits, _ = self.target.forward(torch.tensor(tokens), plan, self.cache, aux, rows)
+        logits = self._logits(torch.tensor(tokens), plan, aux, rows)
         drawn = [_draw(batch.requests[i], logits[j]) for j, i in enumerate(drawing)]
         return HostPrefilled(aux, [end - n for end, n in zip(ends, counts, strict=True)], drawn)
 
@@ -136,12 +143,19 @@ class HostExecutor:
     ) -> HostVerified:
         tokens = from_dlpack(trees.tokens)
         aux = self._features(follow, len(tokens))
-        logits, _ = clock("target", len(tokens), self.target.forward, tokens, plan, self.cache, aux, None)
+        logits = clock("target", len(tokens), self._logits, tokens, plan, aux, None)
         accepts = core.verify(trees, logits, [r.sampler for r in batch], batch.lens)
         return HostVerified(aux, starts, trees, accepts)
 
     def commit(self, batch: Batch, lease: core.Lease, verified: Verified) -> None:
-        core.kv_move(self.cache, self.planner.commit(lease, batch.seqs, batch.lens, verified.accepts))
+        moves = self.planner.commit(lease, batch.seqs, batch.lens, verified.accepts)
+        self.target.ops.dense.kv_move(self.cache, moves)
+
+    def _logits(
+        self, tokens: torch.Tensor, plan: core.Plan, aux: FeatureRows | None, rows: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Logits of a pass, on the host."""
+        return self.target.ops.dense.host(self.target.forward(tokens, plan, self.cache, aux, rows)[0])
 
     def _features(self, follow: bool, rows: int) -> FeatureRows | None:
         """Memory for the features of a pass."""
@@ -149,7 +163,7 @@ class HostExecutor:
 
 
 class HostDrafts:
-    """The head's passes on the host.
+    """The head's passes.
 
     Attributes:
         head: the model.
@@ -160,7 +174,7 @@ class HostDrafts:
     def __init__(
         self,
         head: Eagle3Head,
-        cache: core.KvCache,
+        cache: KvMemory,
         planner: core.Planner,
         config: EngineConfig,
         vocab_size: int,
@@ -171,8 +185,8 @@ class HostDrafts:
         self.vocabulary = frozenset(head.target_ids.tolist())
         self._planner, self._geometry, self._mode = planner, geometry, config.branches_attend
         self._lent: list[tuple[Request, Root]] = []  # roots that are the head's own memory
-        zeros = [head.placement.empty(n).zero_() for n in (self.beams.draft_vocab, head.config.hidden_size)]
-        self._no_root = Root(*zeros)  # of a request that does not draft
+        # Of a request that does not draft.
+        self._no_root = Root(torch.zeros(self.beams.draft_vocab), head.placement.empty(head.config.hidden_size).zero_())
 
     def write(self, entries: Entries) -> list[core.NonFiniteError | None]:
         written = self.head.write(*self._inputs(entries), self.cache)
@@ -184,7 +198,7 @@ class HostDrafts:
         self._keep_lent()
         inputs = self._inputs(entries)
         rows = torch.tensor([end - 1 for end in accumulate(entries.counts)])
-        logits, hidden = clock("draft_extend", len(inputs[0]), self.head.extend, *inputs, self.cache, rows)
+        logits, hidden = clock("draft_extend", len(inputs[0]), self._extend, *inputs, rows)
         # Hidden states attend to all draft KV before them: a sound one shows that all of that is sound.
         sound = math.isfinite(hidden.sum().item())
         found = []
@@ -196,14 +210,14 @@ class HostDrafts:
     def look_back(self, entries: Entries) -> tuple[Root, int] | core.NonFiniteError:
         self._keep_lent()
         inputs, [request] = self._inputs(entries), entries.requests
-        logits, hidden = self.head.extend(*inputs, self.cache)
+        logits, hidden = self._extend(*inputs)
         if (error := _non_finite("draft hidden state", hidden.flatten())) is not None:
             return error
         choices = self.head.target_ids[logits[:-1].argmax(1)]
         return self._lend(request, logits[-1], hidden[-1]), int((choices == inputs[0][1:]).sum())
 
     def draft(self, batch: Batch, depths: Sequence[int], deepen: Deepen, clock: Clock) -> HostDrafted:
-        head, cache, beams, shape = self.head, self.cache, self.beams, self._geometry.shape
+        beams, shape = self.beams, self._geometry.shape
         roots = [r.root if isinstance(r.root, Root) else self._no_root for r in batch]
         beams.start(_stack([root.logits for root in roots]))
         hidden = _stack([root.hidden for root in roots])
@@ -213,18 +227,28 @@ class HostDrafts:
             depths[error.request] = 0
         if self._geometry.layout == "holey":
             # Whole pages bring the prefix's tail along before a branch.
-            core.kv_move(cache, self._planner.tail_copies(batch.seqs, batch.lens))
+            self.head.dense.kv_move(self.cache, self._planner.tail_copies(batch.seqs, batch.lens))
         steps = 0
         while steps < min(shape.steps, max(depths)) - 1 and deepen(beams, depths, steps + 1):
             plan = self._planner.draft(batch.seqs, batch.lens, steps, beams, self._mode)
             tokens = from_dlpack(beams.tokens)
             # The only beam of a request continues itself.
-            inputs = hidden if shape.topk == 1 else hidden.index_select(0, from_dlpack(beams.parents))
-            logits, hidden = clock("draft_step", len(tokens), head.step, tokens, inputs, plan, cache)
+            inputs = hidden if shape.topk == 1 else hidden.index_select(0, from_dlpack(beams.parents).to(hidden.device))
+            logits, hidden = clock("draft_step", len(tokens), self._step, tokens, inputs, plan)
             beams.advance(logits)
             steps += 1
         finish = partial(beams.finish, [r.tokens[-1] for r in batch], depths, [shape.draft_tokens] * len(batch))
         return HostDrafted(finish(), steps, faults, finish)
+
+    def _extend(
+        self, tokens: torch.Tensor, aux: Sequence[torch.Tensor], plan: core.Plan, rows: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, hidden = self.head.extend(tokens, aux, plan, self.cache, rows)
+        return self.head.dense.host(logits), hidden
+
+    def _step(self, tokens: torch.Tensor, hidden: torch.Tensor, plan: core.Plan) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, hidden = self.head.step(tokens, hidden, plan, self.cache)
+        return self.head.dense.host(logits), hidden
 
     def _inputs(self, entries: Entries) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], core.Plan]:
         """Tokens, features and plan of a pass over entries: the token of an entry is the one after its position."""

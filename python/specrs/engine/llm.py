@@ -23,8 +23,10 @@ from specrs.engine.request import Request, RequestOutput, StreamEvent
 from specrs.engine.runner import Runner
 from specrs.engine.scheduler import Scheduler
 from specrs.models import (
+    HOST,
     ModelConfig,
     check_memory,
+    cuda_ops,
     default_sampling,
     follow_torch,
     has_recurrent_state,
@@ -32,6 +34,7 @@ from specrs.models import (
     load_target,
     locate,
     ops_for,
+    placed,
 )
 from specrs.sampling_params import ResolvedSampling, SamplingParams
 
@@ -42,7 +45,7 @@ Prompt = str | Sequence[int]
 
 
 class LLM:
-    """A model, its draft head and the engine that runs them on the CPU.
+    """A model, its draft head and the engine that runs them on the CPU or a GPU.
 
     One thread at a time may use an engine (EngineBusyError otherwise); several engines may run in as many threads.
     ``close``, or a ``with`` block, frees weights and caches.
@@ -56,7 +59,7 @@ class LLM:
         speculative: ``False`` decodes plainly even where a draft head is there.
         options: fields of `EngineConfig`: ``max_batch``, ``max_context_len``, ``page_size``, ``num_pages``,
             ``tree``, ``draft_attention``, ``draft_layout``, ``attention_backend``, ``prefix_cache``,
-            ``prefill_chunk``, ``kv_dtype``.
+            ``prefill_chunk``, ``kv_dtype``, ``device``.
 
     Raises:
         ConfigError: an option or a file that does not fit, with the value and the limit.
@@ -84,17 +87,23 @@ class LLM:
                 raise ConfigError(f"{name} = {path!r}: must be the path of a directory")
         model = locate(model, "model")
         draft = None if draft is None else locate(draft, "draft")
-        config, drafts = config.route(speculative and has_recurrent_state(model))
         # What cannot run is refused before weights are read: options and sizes first, then files.
+        recurrent = has_recurrent_state(model)
+        if recurrent:
+            config.route(speculative)  # what its options cannot have, before what no options help
         shapes = ModelConfig.from_directory(model)
+        place = placed(config.device, model, shapes)
+        config, drafts = config.on(place).route(speculative and recurrent)
         #: What requests get where their own parameters are unset: of the model's generation_config.json, else greedy.
         self.default_sampling = default_sampling(model).resolved()
         context = config.max_context_len or shapes.max_context_len
         shapes.check_context(context)
         self.config, geometry = config.resolve(context)
         assert self.config.num_pages is not None
-        ops, pages = ops_for(config.backend), self.config.num_pages + 1  # page 0 is the sink
-        check_memory(shapes, shapes.num_layers, pages, config.page_size, ops.placement, config.kv_dtype)
+        pages = self.config.num_pages + 1  # page 0 is the sink
+        assert config.kv_dtype is not None
+        check_memory(shapes, shapes.num_layers, pages, config.page_size, place, config.kv_dtype)
+        ops = ops_for(config.backend) if place is HOST else cuda_ops(place, geometry.shape)
         follow_torch()
         target = load_target(model, ops, max_context_len=context)
         head = load_draft(draft, target) if draft is not None and speculative and drafts else None

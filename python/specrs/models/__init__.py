@@ -4,6 +4,7 @@ torch."""
 from specrs.models.attention import HostAttention, ReadAttention, TorchAttention
 from specrs.models.cache import check_memory, new_cache
 from specrs.models.config import Eagle3Config, LayerConfig, ModelConfig, RopeConfig, has_recurrent_state
+from specrs.models.cuda import CudaAttention, CudaDense, placed
 from specrs.models.dense import HostDense, TorchDense, follow_torch
 from specrs.models.eagle3 import Eagle3Head
 from specrs.models.errors import DraftMismatchError, ModelFileError, UnsupportedModelError
@@ -13,13 +14,15 @@ from specrs.models.load import load_draft, load_target
 from specrs.models.loader import Checkpoint
 from specrs.models.locate import locate
 from specrs.models.ops import Attention, Dense, Embedding, Heads, Linear, Ops
-from specrs.models.pairs import ops_for, torch_ops
+from specrs.models.pairs import cuda_ops, ops_for, torch_ops
 from specrs.models.placement import HOST, Placement
 
 __all__ = [
     "HOST",
     "Attention",
     "Checkpoint",
+    "CudaAttention",
+    "CudaDense",
     "Dense",
     "DraftMismatchError",
     "Eagle3Config",
@@ -41,6 +44,7 @@ __all__ = [
     "TorchDense",
     "UnsupportedModelError",
     "check_memory",
+    "cuda_ops",
     "default_sampling",
     "follow_torch",
     "has_recurrent_state",
@@ -49,5 +53,6 @@ __all__ = [
     "locate",
     "new_cache",
     "ops_for",
+    "placed",
     "torch_ops",
 ]

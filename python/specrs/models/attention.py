@@ -9,9 +9,9 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from specrs import _specrs as core
-from specrs._specrs import KvCache, Plan
+from specrs._specrs import Plan
 from specrs.backends import Capabilities, Native
-from specrs.models.ops import Dense, Heads
+from specrs.models.ops import Dense, Heads, KvMemory
 
 
 class Reads(Protocol):
@@ -21,7 +21,7 @@ class Reads(Protocol):
     def capabilities(self) -> Capabilities:
         """The format of the plans that it reads."""
 
-    def __call__(self, kv: KvCache, layer: int, plan: Plan, q: torch.Tensor, out: torch.Tensor, scale: float) -> None:
+    def __call__(self, kv: KvMemory, layer: int, plan: Plan, q: torch.Tensor, out: torch.Tensor, scale: float) -> None:
         """out = attention of q, both [Q, H, D]."""
 
 
@@ -37,13 +37,13 @@ class HostAttention:
         return core.RopeTable(cos, sin)
 
     def attend(
-        self, kv: KvCache, layer: int, plan: Plan, qkv: torch.Tensor, rope: Any, heads: Heads, out: torch.Tensor
+        self, kv: Any, layer: int, plan: Plan, qkv: torch.Tensor, rope: Any, heads: Heads, out: torch.Tensor
     ) -> None:
         core.rope_attention(
             kv, layer, plan, qkv, rope, heads.count, out, heads.scale, heads.q_norm, heads.k_norm, heads.eps
         )
 
-    def write(self, kv: KvCache, layer: int, plan: Plan, rows: torch.Tensor, rope: Any, heads: Heads) -> None:
+    def write(self, kv: Any, layer: int, plan: Plan, rows: torch.Tensor, rope: Any, heads: Heads) -> None:
         core.rope_write(kv, layer, plan, rows, rope, heads.k_norm, heads.eps)
 
 
@@ -62,12 +62,12 @@ class ReadAttention:
         return self.dense.rope(cos, sin)
 
     def attend(
-        self, kv: KvCache, layer: int, plan: Plan, qkv: torch.Tensor, rope: Any, heads: Heads, out: torch.Tensor
+        self, kv: KvMemory, layer: int, plan: Plan, qkv: torch.Tensor, rope: Any, heads: Heads, out: torch.Tensor
     ) -> None:
         q = self.dense.rope_write(kv, layer, plan, qkv, rope, heads)
         self.reads(kv, layer, plan, q, out.view_as(q), heads.scale)
 
-    def write(self, kv: KvCache, layer: int, plan: Plan, rows: torch.Tensor, rope: Any, heads: Heads) -> None:
+    def write(self, kv: KvMemory, layer: int, plan: Plan, rows: torch.Tensor, rope: Any, heads: Heads) -> None:
         self.dense.rope_write(kv, layer, plan, rows, rope, replace(heads, count=0))
 
 
@@ -76,7 +76,7 @@ class TorchAttention:
 
     capabilities = Capabilities.of(Native())
 
-    def __call__(self, kv: KvCache, layer: int, plan: Plan, q: torch.Tensor, out: torch.Tensor, scale: float) -> None:
+    def __call__(self, kv: KvMemory, layer: int, plan: Plan, q: torch.Tensor, out: torch.Tensor, scale: float) -> None:
         indptr = from_dlpack(plan.qo_indptr).tolist()
         prefixes = from_dlpack(plan.prefix_lens).tolist()
         table = from_dlpack(plan.page_table()).long().to(q.device)

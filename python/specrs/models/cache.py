@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 
@@ -14,6 +15,14 @@ from specrs.models.placement import Placement
 _DTYPES = tuple(getattr(torch, name) for name in KV_DTYPES)
 
 
+@dataclass(frozen=True, eq=False)
+class DeviceKvCache:
+    """Keys and values on a device: a tensor [layers, 2, num_slots, kv_heads, head_dim], as a `KvCache` has it."""
+
+    tensor: torch.Tensor
+    page_size: int
+
+
 def new_cache(
     config: LayerConfig,
     layers: int,
@@ -21,17 +30,18 @@ def new_cache(
     page_size: int,
     placement: Placement,
     dtype: torch.dtype | None = None,
-) -> KvCache:
+) -> KvCache | DeviceKvCache:
     """Zeroed memory for `num_pages` pages, the sink included, of `page_size` tokens.
 
     Its tensor is [layers, 2, num_slots, kv_heads, head_dim], keys at index 0 and values at 1. Slot s is position
     s % page_size of page s // page_size; page 0 is the sink of padded queries. dtype: that of activations unless given.
-    ConfigError: dtype not f32 or bf16, or no memory for it.
+    ConfigError: dtype not f32, bf16 or f16, or no memory for it.
     """
     dtype = dtype or placement.activations
     if dtype not in _DTYPES:
         raise ConfigError(f"KV dtype = {dtype}: must be {' or '.join(map(str, _DTYPES))}")
-    return KvCache(_memory(config, layers, num_pages, page_size, placement, dtype).zero_(), page_size)
+    memory = _memory(config, layers, num_pages, page_size, placement, dtype).zero_()
+    return KvCache(memory, page_size) if placement.is_host else DeviceKvCache(memory, page_size)
 
 
 def check_memory(

@@ -15,8 +15,8 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from specrs import _specrs as core
-from specrs._specrs import ConfigError, KvCache, Plan
-from specrs.models.ops import Embedding, Heads, Linear
+from specrs._specrs import ConfigError, Moves, Plan
+from specrs.models.ops import Embedding, Heads, KvMemory, Linear
 from specrs.models.placement import HOST, Placement
 
 _KEPT: dict[torch.dtype, Literal["bf16", "f32"]] = {
@@ -36,7 +36,9 @@ class TorchDense:
     def __init__(self, placement: Placement = HOST) -> None:
         self.placement = placement
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False) -> Linear:
+    def linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False, scores: bool = False
+    ) -> Linear:
         at = self.placement
         weight = at.vector(weight.to(at.weights or weight.dtype))
         return _TorchLinear(weight, None if bias is None else at.vector(bias))
@@ -57,13 +59,20 @@ class TorchDense:
         return cos.to(self.placement.device), sin.to(self.placement.device)
 
     def rope_write(
-        self, kv: KvCache, layer: int, plan: Plan, qkv: torch.Tensor, rope: Any, heads: Heads
+        self, kv: KvMemory, layer: int, plan: Plan, qkv: torch.Tensor, rope: Any, heads: Heads
     ) -> torch.Tensor:
         q, k, v = _rotated(kv, plan, qkv, rope, heads)
         slots = from_dlpack(plan.out_slots).long().to(qkv.device)
         kv.tensor[layer, 0, slots] = k.to(kv.tensor.dtype)
         kv.tensor[layer, 1, slots] = v.to(kv.tensor.dtype)
         return q
+
+    def host(self, scores: torch.Tensor) -> torch.Tensor:
+        return scores.to(HOST.device, HOST.activations)
+
+    def kv_move(self, kv: KvMemory, moves: Moves) -> None:
+        for src, dst in zip(from_dlpack(moves.src).tolist(), from_dlpack(moves.dst).tolist(), strict=True):
+            kv.tensor[:, :, dst] = kv.tensor[:, :, src]
 
 
 class HostDense:
@@ -85,20 +94,23 @@ class HostDense:
             raise ConfigError(f"weights = {placement.weights}: the host's kernels keep {kept}")
         self.placement = placement
         plain = TorchDense(placement)
-        self.embedding, self.gather, self.beside = plain.embedding, plain.gather, plain.beside
+        self.embedding, self.gather, self.beside, self.host = plain.embedding, plain.gather, plain.beside, plain.host
         self.rope, self.rms_norm = plain.rope, core.rms_norm
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False) -> Linear:
+    def linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False, scores: bool = False
+    ) -> Linear:
         storage = _KEPT.get(self.placement.weights or weight.dtype, "f32")
         bias = None if bias is None else self.placement.vector(bias)
         return core.PackedLinear(weight.contiguous(), bias, storage, gated)
 
-    def rope_write(
-        self, kv: KvCache, layer: int, plan: Plan, qkv: torch.Tensor, rope: Any, heads: Heads
-    ) -> torch.Tensor:
+    def rope_write(self, kv: Any, layer: int, plan: Plan, qkv: torch.Tensor, rope: Any, heads: Heads) -> torch.Tensor:
         q, k, v = _rotated(kv, plan, qkv, rope, heads)
         core.kv_write(kv, layer, plan, k.contiguous(), v.contiguous())
         return q
+
+    def kv_move(self, kv: Any, moves: Moves) -> None:
+        core.kv_move(kv, moves)
 
 
 class _Table:
@@ -162,7 +174,7 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
 
 
 def _rotated(
-    kv: KvCache, plan: Plan, qkv: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], heads: Heads
+    kv: KvMemory, plan: Plan, qkv: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], heads: Heads
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q [Q, H, D], k and v [Q, Hkv, D] of fused rows, q and k normalised and rotated at the plan's positions."""
     kv_heads, head_dim = kv.tensor.shape[3:]

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import torch
 
-from specrs._specrs import ConfigError, KvCache, Plan
+from specrs._specrs import ConfigError, Plan
 from specrs.models.cache import new_cache
 from specrs.models.config import Eagle3Config
 from specrs.models.errors import DraftMismatchError, ModelFileError
 from specrs.models.layer import LayerKind, LayerTail, Workspace, layer_shapes, qkv_names
 from specrs.models.llama import ROPE_SLACK, LlamaModel, check_rows
 from specrs.models.loader import Checkpoint
-from specrs.models.ops import Linear, Ops
+from specrs.models.ops import KvMemory, Linear, Ops
 from specrs.models.placement import HOST
 from specrs.models.rope import rope_tables
 
@@ -39,7 +39,7 @@ class Eagle3Head:
         self.aux_layers = aux_layers
         self.d2t, self.target_ids = _vocabulary_map(config, weights, target)
         self.placement = at = ops.placement
-        self._dense = dense = ops.dense
+        self.dense = dense = ops.dense
         self._eps = config.rms_norm_eps
         h = config.hidden_size
         self.embedding = (
@@ -65,16 +65,17 @@ class Eagle3Head:
         self._tail = LayerTail(ops, config, _kind(weights), weights, _LAYER)
         self._norm = at.vector(weights.load("norm.weight"))
         self.lm_head: Linear = (
-            dense.linear(weights.load("lm_head.weight")) if "lm_head.weight" in weights else target.lm_head
+            dense.linear(weights.load("lm_head.weight"), scores=True) if "lm_head.weight" in weights else target.lm_head
         )
         self._rope = ops.attention.rope(*rope_tables(config.rope, config.head_dim, target.max_context_len + ROPE_SLACK))
-        qkv_wide, logits_wide = config.qkv_size, config.draft_vocab_size
+        qkv_wide = config.qkv_size
         wide = {"attended": config.q_size, "act": config.intermediate_size}
         self._extend_work = Workspace(at, x=h, e=h, n=h, y=h, part=qkv_wide, qkv=qkv_wide, **wide)
         self._write_work = Workspace(at, x=h, e=h, n=h, part=2 * config.kv_size, kv=2 * config.kv_size)
-        self._extend_tail = Workspace(at, x=h, y=h, hidden=h, logits=logits_wide, **wide)
-        self._step_work = Workspace(
-            at, e=h, n=h, y=h, part=qkv_wide, qkv=qkv_wide, hidden=h, logits=logits_wide, **wide
+        self._extend_tail = Workspace(at, x=h, y=h, hidden=h, **wide)
+        self._step_work = Workspace(at, e=h, n=h, y=h, part=qkv_wide, qkv=qkv_wide, hidden=h, **wide)
+        self._extend_logits, self._step_logits = (
+            Workspace(at.for_logits(), logits=config.draft_vocab_size) for _ in range(2)
         )
         target.set_aux_layers(aux_layers)
 
@@ -93,7 +94,7 @@ class Eagle3Head:
         """Columns of the head's logits."""
         return self.config.draft_vocab_size
 
-    def new_cache(self, num_pages: int, page_size: int, dtype: torch.dtype | None = None) -> KvCache:
+    def new_cache(self, num_pages: int, page_size: int, dtype: torch.dtype | None = None) -> KvMemory:
         """Memory for the head's own KV, of one layer; slots are those of the target's cache."""
         return new_cache(self.config, 1, num_pages, page_size, self.placement, dtype)
 
@@ -102,7 +103,7 @@ class Eagle3Head:
         tokens: torch.Tensor,
         aux: Sequence[torch.Tensor],
         plan: Plan,
-        kv: KvCache,
+        kv: KvMemory,
         logit_rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows whose features are the target's.
@@ -114,19 +115,20 @@ class Eagle3Head:
         features = self._features(tokens, aux, plan)
         rows = len(features)
         w = self._extend_work.rows(rows)
-        tail = self._extend_tail.rows(rows if logit_rows is None else logit_rows.numel())
+        wanted = rows if logit_rows is None else logit_rows.numel()
+        tail, logits = self._extend_tail.rows(wanted), self._extend_logits.rows(wanted)["logits"]
         if not rows:
-            return tail["logits"], tail["hidden"]
+            return logits, tail["hidden"]
         self._fc.forward(features, w["x"])
         residual = self._attend(tokens, w["x"], plan, kv, w)
         attended = w["attended"]
         if logit_rows is not None:
-            self._dense.gather(residual, logit_rows, tail["x"])
-            self._dense.gather(attended, logit_rows, tail["attended"])
+            self.dense.gather(residual, logit_rows, tail["x"])
+            self.dense.gather(attended, logit_rows, tail["attended"])
             residual, attended = tail["x"], tail["attended"]
-        return self._predict(residual, attended, tail)
+        return self._predict(residual, attended, tail, logits)
 
-    def write(self, tokens: torch.Tensor, aux: Sequence[torch.Tensor], plan: Plan, kv: KvCache) -> torch.Tensor:
+    def write(self, tokens: torch.Tensor, aux: Sequence[torch.Tensor], plan: Plan, kv: KvMemory) -> torch.Tensor:
         """Rows of `extend` whose logits nobody wants: keys and values alone, to the same bits, at less than half of
         the cost. Returns them, [Q, 2 Hkv D] before the rotation, a view that the next `write` overwrites.
         """
@@ -139,7 +141,7 @@ class Eagle3Head:
         return w["kv"]
 
     def step(
-        self, tokens: torch.Tensor, hidden: torch.Tensor, plan: Plan, kv: KvCache
+        self, tokens: torch.Tensor, hidden: torch.Tensor, plan: Plan, kv: KvMemory
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Draft rows, whose features are the hidden states of the rows that they continue.
 
@@ -147,16 +149,16 @@ class Eagle3Head:
         vocabulary], hidden [Q, h]), views that the next `step` overwrites (passing that very view back is fine).
         """
         rows = check_rows(tokens, plan)
-        w = self._step_work.rows(rows)
+        w, logits = self._step_work.rows(rows), self._step_logits.rows(rows)["logits"]
         if hidden.shape != (rows, self.config.hidden_size):
             got, want = list(hidden.shape), [rows, self.config.hidden_size]
             raise ConfigError(f"hidden = {got}: must be {want}, a row for each query of the plan")
         if not rows:
-            return w["logits"], w["hidden"]
-        return self._predict(self._attend(tokens, hidden.contiguous(), plan, kv, w), w["attended"], w)
+            return logits, w["hidden"]
+        return self._predict(self._attend(tokens, hidden.contiguous(), plan, kv, w), w["attended"], w, logits)
 
     def _attend(
-        self, tokens: torch.Tensor, feature: torch.Tensor, plan: Plan, kv: KvCache, w: dict[str, torch.Tensor]
+        self, tokens: torch.Tensor, feature: torch.Tensor, plan: Plan, kv: KvMemory, w: dict[str, torch.Tensor]
     ) -> torch.Tensor:
         """Fills `attended` of w; returns the residual stream that it adds to."""
         residual = self._project(tokens, feature, w, self._qkv_hidden, self._qkv_embed, w["qkv"])
@@ -175,7 +177,7 @@ class Eagle3Head:
         """out = the projection of [embedding, feature], both normalised; returns the residual stream."""
         self.embedding.lookup(tokens, w["e"])
         if self.config.norm_before_residual:
-            self._dense.rms_norm(feature, self._hidden_norm, self._eps, w["n"])
+            self.dense.rms_norm(feature, self._hidden_norm, self._eps, w["n"])
             feature = w["n"]
             of_hidden.forward(feature, w["part"])
         else:
@@ -190,15 +192,15 @@ class Eagle3Head:
         got = [tuple(a.shape) for a in aux]
         if got != want:
             raise ConfigError(f"aux = {got}: must be {want}, features of each query of the plan for each aux layer")
-        return self._dense.beside(aux)
+        return self.dense.beside(aux)
 
     def _predict(
-        self, residual: torch.Tensor, attended: torch.Tensor, w: dict[str, torch.Tensor]
+        self, residual: torch.Tensor, attended: torch.Tensor, w: dict[str, torch.Tensor], logits: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if residual.shape[0]:
             self._tail.mix(residual, attended, w, w["hidden"])
-            self.lm_head.forward(w["hidden"], w["logits"], None, self._norm, self._eps)
-        return w["logits"], w["hidden"]
+            self.lm_head.forward(w["hidden"], logits, None, self._norm, self._eps)
+        return logits, w["hidden"]
 
 
 def _plain_name(name: str) -> str:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from specrs._specrs import KvCache, Plan
+from specrs._specrs import Plan
 from specrs.models.config import LayerConfig
 from specrs.models.loader import Checkpoint
-from specrs.models.ops import Dense, Heads, Linear, Ops
+from specrs.models.ops import Dense, Heads, KvMemory, Linear, Ops
 from specrs.models.placement import Placement
 
 # Row counts repeat from round to round; this many sets of views are kept before starting over.
@@ -96,11 +96,11 @@ class LayerTail:
         )
         self._heads = Heads(config.num_heads, config.head_dim**-0.5, q_norm, k_norm, config.rms_norm_eps)
 
-    def attend(self, kv: KvCache, index: int, plan: Plan, qkv: torch.Tensor, rope: Any, out: torch.Tensor) -> None:
+    def attend(self, kv: KvMemory, index: int, plan: Plan, qkv: torch.Tensor, rope: Any, out: torch.Tensor) -> None:
         """Layer `index` of `kv` gets the rows' keys and values; out [Q, H D] is what the queries read."""
         self._attention.attend(kv, index, plan, qkv, rope, self._heads, out)
 
-    def write(self, kv: KvCache, index: int, plan: Plan, rows: torch.Tensor, rope: Any) -> None:
+    def write(self, kv: KvMemory, index: int, plan: Plan, rows: torch.Tensor, rope: Any) -> None:
         """Layer `index` of `kv` gets the keys and values of `rows` [Q, 2 Hkv D]."""
         self._attention.write(kv, index, plan, rows, rope, self._heads)
 

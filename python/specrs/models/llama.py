@@ -15,14 +15,14 @@ from pathlib import Path
 
 import torch
 
-from specrs._specrs import ConfigError, KvCache, Plan
+from specrs._specrs import ConfigError, Plan
 from specrs.models.cache import new_cache
 from specrs.models.config import ModelConfig
 from specrs.models.errors import UnsupportedModelError
 from specrs.models.features import FeatureMemory, FeatureRows
 from specrs.models.layer import LayerKind, LayerTail, Workspace, layer_shapes, qkv_names, stacked
 from specrs.models.loader import Checkpoint
-from specrs.models.ops import Linear, Ops
+from specrs.models.ops import KvMemory, Linear, Ops
 from specrs.models.rope import rope_tables
 
 # Draft rows of a request at the context wall are computed before the tree is clamped to it, and may lie past it.
@@ -45,7 +45,8 @@ class LlamaModel:
         at, h = ops.placement, config.hidden_size
         table = weights.load("model.embed_tokens.weight")
         self.embedding = dense.embedding(table)
-        self.lm_head: Linear = dense.linear(table if config.tie_word_embeddings else weights.load("lm_head.weight"))
+        head = table if config.tie_word_embeddings else weights.load("lm_head.weight")
+        self.lm_head: Linear = dense.linear(head, scores=True)
         self._norm = at.vector(weights.load("model.norm.weight"))
         prefixes = [f"model.layers.{i}." for i in range(config.num_layers)]
         self._input_norms = [at.vector(weights.load(f"{prefix}input_layernorm.weight")) for prefix in prefixes]
@@ -55,7 +56,7 @@ class LlamaModel:
         wide = {"attended": config.q_size, "act": config.intermediate_size}
         self._work = Workspace(at, x=h, y=h, qkv=config.qkv_size, **wide)
         self._tail_work = Workspace(at, x=h, y=h, **wide)
-        self._logits = Workspace(at, logits=config.vocab_size)
+        self._logits = Workspace(at.for_logits(), logits=config.vocab_size)
 
     @classmethod
     def load(cls, directory: str | Path, ops: Ops, max_context_len: int | None = None) -> LlamaModel:
@@ -85,7 +86,7 @@ class LlamaModel:
             shapes.update(layer_shapes(config, kind, prefix, h))
         return shapes
 
-    def new_cache(self, num_pages: int, page_size: int, dtype: torch.dtype | None = None) -> KvCache:
+    def new_cache(self, num_pages: int, page_size: int, dtype: torch.dtype | None = None) -> KvMemory:
         """Memory for the KV of `num_pages` pages (page 0, the sink, included) of `page_size` tokens."""
         return new_cache(self.config, self.config.num_layers, num_pages, page_size, self.ops.placement, dtype)
 
@@ -104,7 +105,7 @@ class LlamaModel:
         self,
         tokens: torch.Tensor,
         plan: Plan,
-        kv: KvCache,
+        kv: KvMemory,
         aux: FeatureRows | bool | None = None,
         logit_rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, FeatureRows | None]:

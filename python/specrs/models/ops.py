@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from specrs._specrs import KvCache, Plan
+from specrs._specrs import Moves, Plan
 from specrs.backends import Capabilities
 from specrs.models.placement import Placement
 
@@ -53,6 +53,18 @@ class Embedding(Protocol):
         """out [Q, hidden] = rows of `tokens` (int32 or int64 [Q]). ConfigError: a token outside the vocabulary."""
 
 
+class KvMemory(Protocol):
+    """Keys and values of all layers: `KvCache` on the host, `DeviceKvCache` elsewhere."""
+
+    @property
+    def tensor(self) -> Any:
+        """[layers, 2, num_slots, kv_heads, head_dim], keys at index 0 and values at 1."""
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page."""
+
+
 @dataclass(frozen=True, eq=False)
 class Heads:
     """A layer's heads, as attention is told of them beside its rows.
@@ -78,10 +90,13 @@ class Dense(Protocol):
     def placement(self) -> Placement:
         """The device, and the dtypes of weights and activations."""
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False) -> Linear:
+    def linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False, scores: bool = False
+    ) -> Linear:
         """Prepares a weight [N, K] (f32, f16 or bf16) and bias [N]; may repack it, so the originals can go.
 
-        gated: the first N / 2 rows are a gate and the others an up projection, for `forward_swiglu` alone.
+        gated: the first N / 2 rows are a gate and the others an up projection, for `forward_swiglu` alone. scores: its
+        outputs are logits (`Placement.logits_dtype`).
         """
 
     def embedding(self, table: torch.Tensor) -> Embedding:
@@ -100,13 +115,19 @@ class Dense(Protocol):
         """Prepares rotary tables, f32 [positions, head_dim / 2] each, for `rope_write`."""
 
     def rope_write(
-        self, kv: KvCache, layer: int, plan: Plan, qkv: torch.Tensor, rope: Any, heads: Heads
+        self, kv: KvMemory, layer: int, plan: Plan, qkv: torch.Tensor, rope: Any, heads: Heads
     ) -> torch.Tensor:
         """Normalises (optionally) and rotates q and k of `qkv` [Q, (H + 2 Hkv) D] at the plan's positions, and writes k
         and v to its slots. Returns q [Q, H, D]. With H = 0 the rows have no queries.
 
         For attentions that only read; one that rotates and writes itself never asks for it.
         """
+
+    def host(self, scores: torch.Tensor) -> torch.Tensor:
+        """The same on the host, in f32, once the device has them. Raises what the device has noticed until then."""
+
+    def kv_move(self, kv: KvMemory, moves: Moves) -> None:
+        """Copy KV from slot to slot, in all layers and in order."""
 
 
 class Attention(Protocol):
@@ -120,12 +141,12 @@ class Attention(Protocol):
         """Prepares rotary tables, f32 [positions, head_dim / 2] each."""
 
     def attend(
-        self, kv: KvCache, layer: int, plan: Plan, qkv: torch.Tensor, rope: Any, heads: Heads, out: torch.Tensor
+        self, kv: KvMemory, layer: int, plan: Plan, qkv: torch.Tensor, rope: Any, heads: Heads, out: torch.Tensor
     ) -> None:
         """Normalises (optionally) and rotates q and k of `qkv` [Q, (H + 2 Hkv) D] at the plan's positions, writes k
         and v to its slots, and attends as it says: out [Q, H D]."""
 
-    def write(self, kv: KvCache, layer: int, plan: Plan, rows: torch.Tensor, rope: Any, heads: Heads) -> None:
+    def write(self, kv: KvMemory, layer: int, plan: Plan, rows: torch.Tensor, rope: Any, heads: Heads) -> None:
         """Writes as `attend` does, for rows [Q, 2 Hkv D] without queries: later rows will attend to them."""
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from specrs._specrs import TreeShape
 from specrs.backends import AttentionBackend, Native, PlanAttention
 from specrs.models.attention import HostAttention, ReadAttention, TorchAttention
+from specrs.models.cuda import CudaAttention, CudaDense
 from specrs.models.dense import HostDense, TorchDense
 from specrs.models.ops import Dense, Ops
 from specrs.models.placement import HOST, Placement
@@ -15,6 +17,16 @@ def ops_for(backend: AttentionBackend | None = None, dense: Dense | None = None)
     if backend is None or isinstance(backend, Native):
         return Ops(dense, HostAttention())
     return Ops(dense, ReadAttention(dense, PlanAttention(backend)))
+
+
+def cuda_ops(placement: Placement, tree: TreeShape) -> Ops:
+    """A GPU's operations with specrs's own attention, for an engine's tree.
+
+    Raises ``CudaError`` where there are no kernels, driver, GPU or cublasLt, ``ConfigError`` for a tree that the
+    attention does not take.
+    """
+    dense = CudaDense(placement)
+    return Ops(dense, CudaAttention(dense, tree))
 
 
 def torch_ops(placement: Placement = HOST) -> Ops:

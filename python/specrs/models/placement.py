@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -13,13 +13,34 @@ class Placement:
 
     Attributes:
         device: of all of them.
-        activations: dtype of what passes between operations, logits included.
+        activations: dtype of what passes between operations.
         weights: dtype that products keep their weights in; ``None``: as the checkpoint has them, never rounded.
+        logits: dtype of logits; ``None``: that of activations.
     """
 
     device: torch.device
     activations: torch.dtype
     weights: torch.dtype | None = None
+    logits: torch.dtype | None = None
+
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """Of logits."""
+        return self.logits or self.activations
+
+    @property
+    def is_host(self) -> bool:
+        """Whether the host's kernels reach it."""
+        return self.device == HOST.device
+
+    @property
+    def dtype_name(self) -> str:
+        """Of activations, as options name it."""
+        return str(self.activations).removeprefix("torch.")
+
+    def for_logits(self) -> Placement:
+        """Where logits lie: activations of their dtype."""
+        return replace(self, activations=self.logits_dtype)
 
     def empty(self, *shape: int) -> torch.Tensor:
         """Memory for activations; the contents are whatever was there."""

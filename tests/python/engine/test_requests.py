@@ -14,7 +14,16 @@ import torch
 from safetensors.torch import save_file
 
 from modelzoo import VOCAB, Pair, edit_config, read_weights
-from specrs import LLM, ConfigError, NonFiniteError, PoolExhaustedError, SamplingParams, TreeShape
+from specrs import (
+    LLM,
+    ConfigError,
+    CudaError,
+    NonFiniteError,
+    PoolExhaustedError,
+    SamplingParams,
+    TreeShape,
+    cuda_available,
+)
 from specrs.engine import FinishReason
 from specrs.engine.config import EngineConfig
 
@@ -436,3 +445,14 @@ def test_scalars_for_matrices_and_bottomless_json(tiny: Pair, tmp_path: Path) ->
     (draft / "config.json").write_text("[" * 100_000)
     with pytest.raises(ConfigError, match=r"config\.json: not readable as JSON"):
         LLM(tiny.target, draft, **TREE)
+
+
+def test_a_device_is_named_and_there(tiny: Pair) -> None:
+    for asked in ("gpu", "cuda:", "cuda:-1", "cuda:0:1", "CUDA", "", 0, True):
+        with pytest.raises(ConfigError, match="must be 'cpu', 'cuda' or 'cuda:N'"):
+            LLM(tiny.target, device=asked)
+    with LLM(tiny.target, device="cpu") as llm:
+        assert "device='cpu'" in repr(llm)
+    if not cuda_available():
+        with pytest.raises(CudaError, match="device = 'cuda:1': "):
+            LLM(tiny.target, device="cuda:1")

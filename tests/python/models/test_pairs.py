@@ -48,7 +48,9 @@ class Foreign:
     def __init__(self) -> None:
         self.asked: Counter[str] = Counter()
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False) -> Linear:
+    def linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False, scores: bool = False
+    ) -> Linear:
         return ForeignLinear(self, weight, bias, gated)
 
     def embedding(self, table: torch.Tensor) -> Embedding:
@@ -64,6 +66,13 @@ class Foreign:
 
     def beside(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.hstack(tuple(parts))
+
+    def host(self, scores: torch.Tensor) -> torch.Tensor:
+        return scores
+
+    def kv_move(self, kv: Any, moves: Any) -> None:
+        for src, dst in zip(*(torch.from_dlpack(a).tolist() for a in (moves.src, moves.dst)), strict=True):
+            kv.tensor[:, :, dst] = kv.tensor[:, :, src].clone()
 
     def rope(self, cos: torch.Tensor, sin: torch.Tensor) -> Any:
         return torch.complex(cos, sin)
@@ -241,6 +250,7 @@ def test_models_and_engine_name_no_device_and_no_dtype() -> None:
         path.name
         for folder in ("models", "engine")
         for path in (PACKAGE / folder).glob("*.py")
-        if re.search(r"torch\.(float|bfloat)\d+|[\"'](cpu|cuda)|\.(cpu|cuda)\(", path.read_text())
+        if re.search(r"torch\.(float|bfloat)\d+|[\"'](cpu|cuda)[\"':]|\.(cpu|cuda)\(", path.read_text())
     }
-    assert named == {"placement.py", "loader.py", "rope.py", "dense.py"}
+    # cuda.py: what a GPU is; config.py: the option by which a user names one.
+    assert named == {"placement.py", "loader.py", "rope.py", "dense.py", "cuda.py", "config.py"}

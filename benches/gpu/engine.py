@@ -1,0 +1,151 @@
+"""The engine on a GPU with an 8B-shaped model of random weights and a one-layer EAGLE-3 head: seconds of a round.
+
+Only config.json exists: weights are drawn on the device. Random drafts are never accepted, so a round yields one token,
+and what it yields per second says nothing; what is measured is how long a plain round and a speculative one take, their
+ratio (the tokens a round that would pay), whether both give the same tokens, and whether memory grows.
+
+    python benches/gpu/engine.py [--json FILE] [--layers 32] [--rounds 8] [--cases 1x1024,16x8192,...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import specrs.models.eagle3 as eagle3
+import specrs.models.llama as llama
+from common import versions
+from specrs import LLM, SamplingParams, models
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 14336, "vocab_size": 128256,
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu",
+    "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+DRAFT_VOCAB = 32000
+TREE = (8, 6, 64)
+
+
+class Random:
+    """A checkpoint whose tensors are drawn when they are asked for."""
+
+    def __init__(self, directory: Path, rename: Any = None, device: torch.device | None = None) -> None:
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.draft = Path(directory).name == "draft"
+        self.generator = torch.Generator("cuda").manual_seed(1)
+
+    def check(self, expected: dict[str, tuple[int, ...]], **_: Any) -> None:
+        self.shapes = dict(expected)
+
+    def __contains__(self, name: str) -> bool:
+        return name in ("lm_head.weight", "fc.weight", "d2t") and self.draft
+
+    def path(self, name: str) -> Path:
+        return Path(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return {"fc.weight": (4096, 3 * 4096), "lm_head.weight": (DRAFT_VOCAB, 4096)}[name]
+
+    def dtype(self, name: str) -> str:
+        return "BF16"
+
+    def load(self, name: str) -> torch.Tensor:
+        if name == "d2t":
+            return torch.zeros(DRAFT_VOCAB, dtype=torch.int64)
+        shape = self.shapes[name]
+        if name.endswith("norm.weight"):
+            return torch.ones(shape, dtype=torch.bfloat16, device="cuda")
+        noise = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+        return noise.normal_(0.0, 1.0 if "embed" in name else shape[-1] ** -0.5, generator=self.generator)
+
+
+def directories(root: Path, layers: int) -> tuple[Path, Path]:
+    """config.json of the target and of the head."""
+    target, draft = root / "target", root / "draft"
+    head = {
+        **LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": DRAFT_VOCAB,
+        "eagle_aux_hidden_state_layer_ids": [1, layers // 2, layers - 1],
+    }  # fmt: skip
+    for path, config in ((target, {**LLAMA, "num_hidden_layers": layers}), (draft, head)):
+        path.mkdir()
+        (path / "config.json").write_text(json.dumps(config))
+        (path / "tokenizer.json").write_text(
+            json.dumps({"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}})
+        )
+    return target, draft
+
+
+def rounds(llm: LLM, prompts: list[list[int]], count: int) -> tuple[list[list[int]], float]:
+    """Tokens of each request, and the median seconds of a step once all prompts are written."""
+    ids = [llm.add(p, SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)) for p in prompts]
+    tokens: dict[int, list[int]] = {}
+    seconds = []
+    while llm.unfinished:
+        whole = not llm._scheduler._waiting and all(r.committed >= len(r.tokens) - 1 for r in llm._scheduler._admitted)
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for event in llm.step():
+            if event.output is not None:
+                tokens[event.request_id] = event.output.token_ids
+        torch.cuda.synchronize()
+        if whole:
+            seconds.append(time.perf_counter() - started)
+    return [tokens[i] for i in ids], statistics.median(seconds[1:-1] or seconds)
+
+
+def main() -> None:
+    """Measure every case, print and write them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--cases", default="1x1024,1x8192,1x32768,4x8192,16x1024,16x8192,64x1024")
+    args = parser.parse_args()
+    llama.Checkpoint = eagle3.Checkpoint = models.cuda.Checkpoint = Random  # type: ignore[misc, assignment]
+    cases: list[dict[str, Any]] = []
+    result: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(), "versions": versions(), "tree": TREE, "layers": args.layers,
+        "cases": cases,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        target, draft = directories(Path(folder), args.layers)
+        for case in args.cases.split(","):
+            batch, context = (int(n) for n in case.split("x"))
+            prompts = [
+                torch.randint(1, 128000, (context,), generator=torch.Generator().manual_seed(i)).tolist()
+                for i in range(batch)
+            ]
+            options: dict[str, Any] = {
+                "device": "cuda", "max_batch": batch, "max_context_len": context + args.rounds + 64,
+                "prefill_chunk": 2048, "prefix_cache": False, "page_size": 16,
+            }  # fmt: skip
+            row: dict[str, Any] = {"batch": batch, "context": context}
+            outputs = []
+            for name, extra in (("plain", {"speculative": False}), ("speculative", {"tree": TREE})):
+                torch.cuda.empty_cache()
+                with LLM(target, draft, **options, **extra) as llm:
+                    tokens, seconds = rounds(llm, prompts, args.rounds)
+                    before = torch.cuda.memory_reserved()
+                    rounds(llm, [p[:64] for p in prompts], args.rounds)
+                    row[f"{name}_ms"] = round(seconds * 1e3, 3)
+                    row[f"{name}_grown_bytes"] = torch.cuda.memory_reserved() - before
+                outputs.append(tokens)
+            row |= {"same_tokens": outputs[0] == outputs[1], "ratio": round(row["speculative_ms"] / row["plain_ms"], 2)}
+            cases.append(row)
+            print(json.dumps(row), flush=True)
+            if args.json:
+                args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,364 @@
+"""The operations of a CUDA device and its attention: specrs's kernels and cublasLt, launched on torch's current stream.
+
+A row's bits depend on that row, its position and its keys alone: products keep one split of K for each weight,
+reductions one order for each width, and attention takes keys by their logical position. So a token's logits are the
+same bits whether it is decoded alone, prefilled in a chunk or verified in a tree.
+
+What a kernel skips because an index is out of bounds is raised where the host waits anyway (`CudaDense.host`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from specrs import _specrs as core
+from specrs import device
+from specrs._specrs import (
+    ConfigError,
+    CudaError,
+    Moves,
+    Plan,
+    TreeShape,
+    cuda_unavailable_reason,
+)
+from specrs.backends import Capabilities, NativeCuda
+from specrs.models.config import ModelConfig
+from specrs.models.loader import Checkpoint
+from specrs.models.ops import Embedding, Heads, KvMemory, Linear
+from specrs.models.placement import HOST, Placement
+
+_MOST_ROWS = 2048  # of one launch of a product; longer passes take several
+HEAD_DIMS = (64, 96, 128)
+_MOST_GROUP = 64
+_MASK_BITS = 64
+_MOST_STEPS = 7  # of a branch: as many keys as a row takes one by one, in logical order, beside its own
+
+
+def placed(asked: str | None, model: Path, sizes: ModelConfig) -> Placement:
+    """Where a model computes.
+
+    Args:
+        asked: ``None`` or ``"cpu"``, ``"cuda"`` or ``"cuda:1"``.
+        model: its directory, whose first weight says in which type a GPU computes: bf16 and f16 checkpoints in their
+            own, f32 ones in bf16.
+        sizes: of the model.
+
+    Raises:
+        ConfigError: no such device, or a model that a GPU does not run.
+        CudaError: a GPU is asked for, and there are no kernels in this build, no driver, no GPU, or torch has no CUDA.
+    """
+    if asked in (None, "cpu"):
+        return HOST
+    found = re.fullmatch(r"cuda(?::(\d{1,4}))?", asked) if isinstance(asked, str) else None
+    if found is None:
+        raise ConfigError(f"device = {asked!r}: must be 'cpu', 'cuda' or 'cuda:N'")
+    if (why := cuda_unavailable_reason()) is not None:
+        raise CudaError(f"device = {asked!r}: {why}")
+    if not torch.cuda.is_available():
+        raise CudaError(f"device = {asked!r}: torch {torch.__version__} cannot use a GPU; install one built for CUDA")
+    ordinal, count = int(found[1]) if found[1] else torch.cuda.current_device(), torch.cuda.device_count()
+    if ordinal >= count:
+        raise ConfigError(f"device = {asked!r}: there are {count} CUDA devices, cuda:0 to cuda:{count - 1}")
+    if (why := _why_not(sizes)) is not None:
+        raise ConfigError(f"device = {asked!r}: {why}; device='cpu' runs this model")
+    cuda = torch.device("cuda", ordinal)
+    half = torch.float16 if Checkpoint(model).dtype("model.embed_tokens.weight") == "F16" else torch.bfloat16
+    return Placement(cuda, half, half, torch.float32)
+
+
+def _why_not(sizes: ModelConfig) -> str | None:
+    """Why a GPU does not run a model; ``None`` where it does."""
+    if sizes.head_dim not in HEAD_DIMS:
+        return f"head_dim = {sizes.head_dim}: attention on a GPU takes {', '.join(map(str, HEAD_DIMS))}"
+    if sizes.num_heads // sizes.num_kv_heads > _MOST_GROUP:
+        return f"{sizes.num_heads} heads over {sizes.num_kv_heads} key heads: a group has at most {_MOST_GROUP}"
+    widths = (sizes.hidden_size, sizes.qkv_size, sizes.q_size, sizes.intermediate_size, sizes.vocab_size)
+    odd = next((n for n in widths if n % 8), None)
+    return None if odd is None else f"a matrix of {odd} rows or columns: products on a GPU take multiples of 8"
+
+
+class _Memory:
+    """Scratch tensors by name, grown as needed and kept."""
+
+    def __init__(self, cuda: torch.device) -> None:
+        self._cuda = cuda
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def __call__(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        key, count = f"{name} {dtype}", rows * columns
+        memory = self._kept.get(key)
+        if memory is None or memory.numel() < count:
+            memory = self._kept[key] = torch.empty(count, dtype=dtype, device=self._cuda)
+        return memory[:count].view(rows, columns)
+
+
+class CudaDense:
+    """Products and row operations of one GPU.
+
+    placement: of a CUDA device, bf16 or f16. Raises ``CudaError`` where there are no kernels, driver, GPU or cublasLt.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        if placement.device.type != "cuda" or placement.activations not in (torch.bfloat16, torch.float16):
+            raise ConfigError(
+                f"placement = {placement.device}, {placement.activations}: must be a CUDA device, bfloat16 or float16"
+            )
+        self.placement = placement
+        device.init(placement.device)
+        self.products = device.products(placement.device)
+        self.memory = _Memory(placement.device)
+
+    @property
+    def stream(self) -> int:
+        """Where operations are launched."""
+        return torch.cuda.current_stream(self.placement.device).cuda_stream
+
+    def linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False, scores: bool = False
+    ) -> Linear:
+        return _CudaLinear(self, weight, bias, scores)
+
+    def embedding(self, table: torch.Tensor) -> Embedding:
+        return _CudaTable(self, self.placement.vector(table))
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
+        core._device_add_rms_norm(x, None, weight, eps, None, 0, None, out, self.stream)
+
+    def gather(self, x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
+        core._device_gather_rows(x, self.upload(rows), 0, None, out, self.stream)
+
+    def beside(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(tuple(parts), 1)
+
+    def rope(self, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        cuda = self.placement.device
+        return cos.to(cuda).contiguous(), sin.to(cuda).contiguous()
+
+    def rope_write(
+        self, kv: KvMemory, layer: int, plan: Plan, qkv: torch.Tensor, rope: Any, heads: Heads
+    ) -> torch.Tensor:
+        return self.rotated(kv, layer, DevicePlan(self, plan), qkv, rope, heads)
+
+    def rotated(
+        self, kv: KvMemory, layer: int, plan: DevicePlan, qkv: torch.Tensor, rope: Any, heads: Heads
+    ) -> torch.Tensor:
+        """As `rope_write`, of a plan that is on the device."""
+        kv_heads, head_dim = kv.tensor.shape[3:]
+        rows = qkv.shape[0]
+        q = self.memory("q", rows, heads.count * head_dim, qkv.dtype) if heads.count else None
+        core._device_rope_kv(
+            qkv,
+            heads.count,
+            kv_heads,
+            None,
+            heads.q_norm if heads.count else None,
+            heads.k_norm,
+            heads.eps,
+            rope,
+            plan.positions,
+            plan.out_slots,
+            q,
+            kv.tensor,
+            layer,
+            self.stream,
+        )
+        return qkv.new_empty(rows, 0, head_dim) if q is None else q.view(rows, heads.count, head_dim)
+
+    def host(self, scores: torch.Tensor) -> torch.Tensor:
+        scores = scores.to("cpu", torch.float32)  # waits for all that was launched
+        device.check(self.placement.device)
+        return scores
+
+    def kv_move(self, kv: KvMemory, moves: Moves) -> None:
+        if len(moves):
+            # One request: a move may depend on the one before.
+            pairs = self.upload(
+                torch.cat((from_dlpack(moves.src), from_dlpack(moves.dst), torch.tensor([0, len(moves)])))
+            )
+            n = len(moves)
+            device.kv_move(kv.tensor, pairs[:n], pairs[n : 2 * n], pairs[2 * n :])
+
+    def upload(self, values: torch.Tensor) -> torch.Tensor:
+        """Integers of the host, as int32 on the device, in stream order."""
+        if values.is_cuda:
+            return values.to(torch.int32)
+        return values.to(torch.int32).pin_memory().to(self.placement.device, non_blocking=True)
+
+
+class _CudaTable:
+    """An embedding."""
+
+    def __init__(self, dense: CudaDense, table: torch.Tensor) -> None:
+        self.table, self._dense = table.contiguous(), dense
+
+    def lookup(self, tokens: torch.Tensor, out: torch.Tensor) -> None:
+        vocab = self.table.shape[0]
+        if not tokens.is_cuda and tokens.numel():
+            low, high = (int(v) for v in torch.aminmax(tokens))
+            if low < 0 or high >= vocab:
+                raise ConfigError(f"token = {low if low < 0 else high} is outside 0..{vocab} (the vocabulary)")
+        core._device_embed(self.table, self._dense.upload(tokens), None, out, self._dense.stream)
+
+
+class _CudaLinear:
+    """A product of cublasLt, with a norm before and a residual behind."""
+
+    def __init__(self, dense: CudaDense, weight: torch.Tensor, bias: torch.Tensor | None, scores: bool) -> None:
+        at = dense.placement
+        self.weight = at.vector(weight).contiguous()
+        finite = torch.isfinite(self.weight).all()
+        if not finite:
+            raise ConfigError(f"a weight of {list(weight.shape)} holds NaN or an infinity")
+        bias = None if bias is None else at.vector(bias).contiguous()
+        self._dense, self._dtype = dense, at.logits_dtype if scores else at.activations
+        self._product = dense.products.linear(
+            self.weight, _MOST_ROWS, bias=bias, f32_output=self._dtype == torch.float32
+        )
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        norm: torch.Tensor | None = None,
+        eps: float = 0.0,
+    ) -> None:
+        if residual is None:
+            self._multiply(x, norm, eps, out)
+            return
+        y = self._dense.memory("product", x.shape[0], self.out_features, self._dtype)
+        self._multiply(x, norm, eps, y)
+        torch.add(residual, y, out=out)
+
+    def forward_swiglu(self, x: torch.Tensor, out: torch.Tensor, norm: torch.Tensor, eps: float) -> None:
+        y = self._dense.memory("product", x.shape[0], self.out_features, self._dtype)
+        self._multiply(x, norm, eps, y)
+        core._device_silu_up(y, False, None, out, self._dense.stream)
+
+    def _multiply(self, x: torch.Tensor, norm: torch.Tensor | None, eps: float, y: torch.Tensor) -> None:
+        dense = self._dense
+        if norm is not None:
+            normed = dense.memory("normed", x.shape[0], x.shape[1], x.dtype)
+            dense.rms_norm(x, norm, eps, normed)
+            x = normed
+        space, stream = (
+            dense.memory("workspace", 1, max(self._product.workspace_bytes, 16), torch.uint8)[0],
+            dense.stream,
+        )
+        for first in range(0, x.shape[0], _MOST_ROWS):
+            part, to = x[first : first + _MOST_ROWS], y[first : first + _MOST_ROWS]
+            self._product.launch(part.shape[0], part, to, space, stream)
+
+
+class DevicePlan:
+    """A plan's arrays on the device, copied at once.
+
+    Attributes:
+        positions, out_slots: int32 [Q].
+        lens, starts: positions before a request's queries and its first query, int32 [B] and [B + 1].
+        table: pages of each request, int32 [B, columns].
+        mask: int64 [Q], or ``None`` of a causal plan.
+        most_queries: of one request.
+        most_keys: of one request, at most.
+    """
+
+    def __init__(self, dense: CudaDense, plan: Plan) -> None:
+        starts, mask = from_dlpack(plan.qo_indptr), from_dlpack(plan.mask)
+        table, lens = from_dlpack(plan.page_table()), from_dlpack(plan.prefix_lens)
+        if mask.shape[1] > 1:
+            raise ConfigError(f"mask of {mask.shape[1]} words: attention on a GPU takes one, 64 nodes or draft slots")
+        arrays = [from_dlpack(plan.positions), from_dlpack(plan.out_slots), lens, starts, table.reshape(-1)]
+        words = mask.reshape(-1).view(torch.int32)  # first: their 8 bytes are aligned there
+        buffer = dense.upload(torch.cat((words, *arrays)))
+        parts = list(torch.split(buffer, [words.numel(), *(a.numel() for a in arrays)]))
+        self.mask = parts[0].view(torch.int64) if words.numel() else None
+        self.positions, self.out_slots, self.lens, self.starts = parts[1:5]
+        self.table = parts[5].view(table.shape)
+        self.batch = lens.numel()
+        self.most_queries = int(starts.diff().max()) if self.batch else 0
+        self.most_keys = int(lens.max()) + 64 + self.most_queries if self.batch else 0
+        self.phase = plan.phase
+
+
+class CudaAttention:
+    """specrs's attention over paged KV, behind its rotation.
+
+    tree: of the engine, by which a draft step's mask counts its bits. Raises ConfigError for one that does not fit into
+    a word of 64 bits, or whose branches are longer than the keys that a row takes in logical order.
+    """
+
+    capabilities = Capabilities.of(NativeCuda())
+
+    def __init__(self, dense: CudaDense, tree: TreeShape) -> None:
+        slots = tree.topk * tree.steps
+        why = ""
+        if slots > _MASK_BITS:
+            why = f"{slots} draft slots (K * S); attention on a GPU takes at most {_MASK_BITS}"
+        elif tree.draft_tokens > _MASK_BITS:
+            why = f"{tree.draft_tokens} tokens (V); attention on a GPU takes at most {_MASK_BITS}"
+        elif tree.topk > 1 and tree.steps > _MOST_STEPS:
+            why = f"{tree.steps} steps of {tree.topk} branches; a GPU takes at most {_MOST_STEPS} steps, or K = 1"
+        if why:
+            raise ConfigError(f"tree = ({tree.topk}, {tree.steps}, {tree.draft_tokens}): {why}")
+        self._dense, self._draft = dense, (tree.topk, tree.steps)
+        self._plan: tuple[Plan, DevicePlan] | None = None  # of the pass at hand, for all of its layers
+
+    def rope(self, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        return self._dense.rope(cos, sin)
+
+    def attend(
+        self, kv: KvMemory, layer: int, plan: Plan, qkv: torch.Tensor, rope: Any, heads: Heads, out: torch.Tensor
+    ) -> None:
+        at = self._on_device(plan)
+        q = self._dense.rotated(kv, layer, at, qkv, rope, heads)
+        kv_heads, head_dim = kv.tensor.shape[3:]
+        device_index = q.device.index
+        size = core._device_attention_workspace(
+            device_index,
+            requests=at.batch,
+            max_queries=at.most_queries,
+            kv_heads=kv_heads,
+            group=heads.count // kv_heads,
+            head_dim=head_dim,
+            max_keys=at.most_keys,
+        )
+        core._device_attention(
+            kv.tensor,
+            layer,
+            q,
+            out.view_as(q),
+            table=at.table,
+            page_size=kv.page_size,
+            rows=None,
+            lens=at.lens,
+            starts=at.starts,
+            mask=at.mask,
+            draft=self._draft if at.phase == "draft" else None,
+            max_queries=at.most_queries,
+            scale=heads.scale,
+            workspace=self._dense.memory("attention", 1, size, torch.uint8)[0],
+            stream=self._dense.stream,
+        )
+
+    def write(self, kv: KvMemory, layer: int, plan: Plan, rows: torch.Tensor, rope: Any, heads: Heads) -> None:
+        self._dense.rotated(kv, layer, self._on_device(plan), rows, rope, replace(heads, count=0))
+
+    def _on_device(self, plan: Plan) -> DevicePlan:
+        if self._plan is None or self._plan[0] is not plan:
+            self._plan = plan, DevicePlan(self._dense, plan)
+        return self._plan[1]

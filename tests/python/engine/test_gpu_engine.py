@@ -1,0 +1,251 @@
+"""The engine on a GPU: the bits of every logit that decides a token depend on the request's tokens alone.
+
+Plain decoding of one request is the reference. Speculation of any tree, batches, chunks of any size, the prefix cache,
+preemption and page sizes must give the same tokens and, at every position, the same logits bit for bit.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from modelzoo import Pair, write_eagle3, write_target
+from specrs import LLM, SamplingParams, SpecrsError, assets, device
+from specrs import _specrs as core
+from specrs.engine.batch import Batch
+from specrs.models import Placement, load_target, torch_ops
+
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA GPU in this machine", allow_module_level=True)
+if not device.cuda_available():
+    pytest.skip(f"no CUDA kernels: {device.cuda_unavailable_reason()}", allow_module_level=True)
+
+# architecture, heads, kv heads, head_dim, dtype
+SHAPES = [
+    pytest.param(("LlamaForCausalLM", 4, 4, 64, torch.bfloat16), id="llama-group1-64-bf16"),
+    pytest.param(("Qwen2ForCausalLM", 4, 2, 64, torch.bfloat16), id="qwen2-group2-64-bf16"),
+    pytest.param(("Qwen3ForCausalLM", 4, 1, 128, torch.bfloat16), id="qwen3-group4-128-bf16"),
+    pytest.param(("MistralForCausalLM", 7, 1, 64, torch.float16), id="mistral-group7-64-f16"),
+    pytest.param(("LlamaForCausalLM", 8, 1, 64, torch.float16), id="llama-group8-64-f16"),
+    pytest.param(("LlamaForCausalLM", 2, 1, 96, torch.bfloat16), id="llama-group2-96-bf16"),
+]
+TREES = [(1, 1, 2), (1, 6, 7), (2, 3, 8), (3, 6, 33), (4, 2, 16), (8, 6, 64), (8, 3, 5), (5, 4, 40)]
+SAMPLED: dict[str, Any] = {
+    "temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.1,
+}  # fmt: skip
+Bits = dict[tuple[int, int], bytes]
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """8 tokens only, so that an untrained head is right often enough."""
+    architecture, heads, kv_heads, head_dim, dtype = request.param
+    root = tmp_path_factory.mktemp("gpu")
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    target = write_target(
+        root / "target", architecture, dtype=dtype, vocab_size=8, eos_token_id=None, bos_token_id=None,
+        max_position_embeddings=4096, **sizes,
+    )  # fmt: skip
+    draft = write_eagle3(root / "draft", target, draft_vocab_size=8, dtype=dtype, head_dim=64)
+    return Pair(target, draft)
+
+
+@pytest.fixture(autouse=True)
+def no_fault_is_left() -> Any:
+    yield
+    torch.cuda.synchronize()
+    device.check()
+
+
+def requests(seed: int, sampled: bool, long: int = 70) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts of mixed lengths, of which some share prefixes."""
+    rng = random.Random(seed)
+    stem = [rng.randrange(8) for _ in range(long)]
+    prompts = [stem[: rng.choice([0, 5, 33, long])] + [rng.randrange(8) for _ in range(rng.randrange(1, 20))]
+               for _ in range(5)]  # fmt: skip
+    common = SAMPLED if sampled else {"temperature": 0.0}
+    return prompts, [SamplingParams(max_tokens=rng.choice([2, 17, 40]), seed=i, **common) for i in range(5)]
+
+
+def recorded(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> tuple[list[list[int]], Bits, int]:
+    """Tokens, the logits that decided each of them by request and position, and the longest accepted path."""
+    executor: Any = llm._runner.executor
+    seen: Bits = {}
+    last: list[torch.Tensor] = []
+    longest = 0
+    logits_of, prefill, decode, verify = executor._logits, executor.prefill, executor.decode, executor.verify
+    base = llm._next_id
+
+    def note(request: int, position: int, row: torch.Tensor) -> None:
+        bits = row.numpy().tobytes()
+        assert seen.setdefault((request - base, position), bits) == bits, "a position decided twice, by other bits"
+
+    def logits(*args: Any) -> torch.Tensor:
+        last[:] = [logits_of(*args)]
+        return last[0]
+
+    def prefilled(batch: Batch, counts: Any, drawing: Any, follow: bool) -> Any:
+        done = prefill(batch, counts, drawing, follow)
+        for j, i in enumerate(drawing):
+            r = batch.requests[i]
+            note(r.request_id, len(r.tokens) - 1, last[0][j])
+        return done
+
+    def accepted(run: Any) -> Any:
+        def passed(batch: Batch, *args: Any) -> Any:
+            nonlocal longest
+            done = run(batch, *args)
+            for r, start, first, path in zip(batch, batch.lens, done.starts, done.accepts.paths, strict=False):
+                longest = max(longest, len(path) - 1)
+                for k, node in enumerate(path):
+                    note(r.request_id, start + k, last[0][first + node])
+            return done
+
+        return passed
+
+    executor._logits, executor.prefill = logits, prefilled
+    executor.decode, executor.verify = accepted(decode), accepted(verify)
+    try:
+        outputs = llm.generate(prompts, params)
+    finally:
+        executor._logits, executor.prefill, executor.decode, executor.verify = logits_of, prefill, decode, verify
+    llm.audit()
+    ends = {i: len(p) + len(o.token_ids) - 1 for i, (p, o) in enumerate(zip(prompts, outputs, strict=True))}
+    # Of an accepted path that runs past the end of its request, the rest decided nothing.
+    return [o.token_ids for o in outputs], {k: v for k, v in seen.items() if k[1] < ends[k[0]]}, longest
+
+
+def plain(pair: Pair, prompts: list[list[int]], params: list[SamplingParams], **options: Any) -> tuple[Any, Bits]:
+    """One by one, without draft, prefix cache or chunks."""
+    tokens, bits = [], {}
+    with LLM(pair.target, device="cuda", max_batch=1, prefix_cache=False, prefill_chunk=4096, **options) as llm:
+        for i, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+            [out], seen, _ = recorded(llm, [prompt], [one])
+            tokens.append(out)
+            bits |= {(i, position): row for (_, position), row in seen.items()}
+    return tokens, bits
+
+
+def check(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], want: tuple[Any, Bits]) -> int:
+    tokens, bits, longest = recorded(llm, prompts, params)
+    assert tokens == want[0]
+    assert bits.keys() == want[1].keys()
+    differ = [key for key in bits if bits[key] != want[1][key]]
+    assert not differ, f"{len(differ)} of {len(bits)} rows of logits differ, first (request, position) {min(differ)}"
+    return longest
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_every_tree_page_and_chunk_gives_the_bits_of_plain_decoding(pair: Pair, sampled: bool) -> None:
+    prompts, params = requests(1, sampled)
+    want, longest = plain(pair, prompts, params), 0
+    for tree, page, batch, chunk in zip(
+        TREES, itertools.cycle([1, 4, 16, 64]), itertools.cycle([5, 1, 3]), itertools.cycle([7, 512, 32, 1])
+    ):
+        with LLM(pair.target, pair.draft, device="cuda", tree=tree, page_size=page, max_batch=batch,
+                 prefill_chunk=chunk) as llm:  # fmt: skip
+            longest = max(longest, check(llm, prompts, params, want))
+    assert longest >= 3, "trees must have been accepted for this to mean anything"
+
+
+def test_long_contexts_give_the_bits_of_plain_decoding(pair: Pair) -> None:
+    """Over the borders of blocks and splits."""
+    prompts, params = requests(2, False, long=1100)
+    prompts = [[*p, *prompts[-1]] * 3 for p in prompts[:3]]
+    params = params[:3]
+    want = plain(pair, prompts, params)
+    for tree, page, chunk in (((8, 6, 64), 16, 100), ((2, 5, 12), 1, 512), ((1, 6, 7), 64, 1000)):
+        with LLM(pair.target, pair.draft, device="cuda", tree=tree, page_size=page, max_batch=3,
+                 prefill_chunk=chunk) as llm:  # fmt: skip
+            check(llm, prompts, params, want)
+
+
+def test_prefix_cache_and_preemption_change_no_bit(pair: Pair) -> None:
+    prompts, params = requests(3, True)
+    want = plain(pair, prompts, params)
+    with LLM(pair.target, pair.draft, device="cuda", tree=(4, 3, 16), page_size=4, max_batch=2) as llm:
+        check(llm, prompts, params, want)
+        check(llm, prompts, params, want)  # from the cache
+    most = max(len(p) + s.max_tokens for p, s in zip(prompts, params, strict=True))
+    with LLM(pair.target, pair.draft, device="cuda", tree=(4, 3, 16), page_size=4, max_batch=5,
+             num_pages=-(-most // 4) + 30) as llm:  # fmt: skip
+        check(llm, prompts, params, want)
+
+
+def test_without_a_tree_the_cost_model_picks_and_nothing_changes(pair: Pair) -> None:
+    prompts, params = requests(4, True)
+    want = plain(pair, prompts, params)
+    with LLM(pair.target, pair.draft, device="cuda") as llm:
+        check(llm, prompts, params, want)
+
+
+def test_logits_are_as_exact_as_a_bf16_forward_in_torch(pair: Pair, tmp_path: Path) -> None:
+    """Against the same weights in f32 on the host."""
+    prompt = [random.Random(5).randrange(8) for _ in range(300)]
+    greedy = SamplingParams(max_tokens=2, temperature=0.0)
+    with LLM(pair.target, device="cuda", max_batch=1) as gpu, LLM(pair.target, device="cpu", max_batch=1) as cpu:
+        got, want = recorded(gpu, [prompt], [greedy])[1], recorded(cpu, [prompt], [greedy])[1]
+        runner = cpu._runner
+        half = gpu._runner.executor.placement.activations
+        model = load_target(pair.target, torch_ops(Placement(torch.device("cuda"), half)), 4096)
+        cache = model.new_cache(600, 16)
+        seq = runner.pages.pool.create()
+        with runner.pages.pool.reserve([(seq, len(prompt))]):
+            plan = runner.executor.planner.extend([seq], [0], [len(prompt)])
+            tokens, last = (torch.tensor(v, device="cuda") for v in (prompt, [len(prompt) - 1]))
+            torch_bf16 = model.forward(tokens, plan, cache, None, last)[0]
+        runner.pages.pool.release([seq])
+    row = (0, len(prompt) - 1)
+    exact, ours = (torch.frombuffer(bytearray(b[row]), dtype=torch.float32) for b in (want, got))
+    error, reference = (ours - exact).abs().max(), (torch_bf16.float().cpu()[0] - exact).abs().max()
+    assert error <= 2 * reference + 1e-2, (error, reference)
+
+
+def test_the_model_in_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = assets.heldout_prompts()[:6]
+    params = SamplingParams(max_tokens=48, temperature=0.0)
+    with LLM(device="cuda", speculative=False, max_batch=1) as llm:
+        want = [llm.generate([p], params)[0].token_ids for p in prompts]
+    for options in ({}, {"tree": (4, 4, 16), "page_size": 4}, {"tree": (8, 6, 64)}):
+        with LLM(device="cuda", max_batch=6, **options) as llm:
+            outputs = llm.generate(prompts, params)
+        assert [o.token_ids for o in outputs] == want
+    assert sum(len(o.token_ids) for o in outputs) / sum(o.rounds for o in outputs) > 3
+
+
+def test_an_engine_leaves_no_memory_behind(pair: Pair) -> None:
+    def used() -> int:
+        gc.collect()
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated() + core._device_memory(torch.cuda.current_device())[3]
+
+    def run() -> None:
+        with LLM(pair.target, pair.draft, device="cuda", tree=(4, 3, 16)) as llm:
+            llm.generate([[1, 2, 3]] * 3, SamplingParams(max_tokens=20, temperature=0.0))
+
+    run()
+    before = used()
+    for _ in range(3):
+        run()
+    assert used() <= before
+
+
+def test_what_cannot_run_here_is_refused(pair: Pair, tmp_path: Path) -> None:
+    odd = write_target(tmp_path / "odd", vocab_size=300)
+    for options, model, words in (
+        ({"device": "cuda:99"}, pair.target, "there are"),
+        ({"device": "cuda"}, odd, "head_dim = 32"),
+        ({"device": "cuda", "kv_dtype": "float32"}, pair.target, "kv_dtype = 'float32'"),
+        ({"device": "cuda", "attention_backend": "flashinfer"}, pair.target, "attention_backend = 'flashinfer'"),
+    ):
+        with pytest.raises(SpecrsError, match=words):
+            LLM(model, **options)
+    for tree, words in (((9, 8, 64), "72 draft slots"), ((4, 8, 32), "at most 7 steps"), ((8, 6, 65), "65 tokens")):
+        with pytest.raises(SpecrsError, match=words):
+            LLM(pair.target, pair.draft, device="cuda", tree=tree)
