@@ -62,7 +62,8 @@ impl Device {
     /// The device with the driver's (and torch's) number `ordinal`. The first call sets it up: retains the primary
     /// context, loads the kernels and allocates the fault record (48 bytes); later calls cost one atomic load.
     ///
-    /// Safe to call for the first time while a stream is captured, though better before: loading takes milliseconds.
+    /// Safe to call for the first time while a stream is captured, though better before: loading takes milliseconds where
+    /// the driver has compiled these kernels for this GPU before, and tens of seconds where it has not.
     pub fn get(ordinal: i32) -> Result<&'static Device> {
         in_range("CUDA device", ordinal, 0, MAX_DEVICES as i128 - 1)?;
         let cell = &DEVICES[ordinal as usize]; // in range: just checked
