@@ -44,6 +44,10 @@ class Counter:
         head, step, extend = runner.executor.drafts.head, self.costs.draft_step, self.costs.draft_extend
         self._price(head, "step", lambda n, _: step.at(n))
         self._price(head, "write", lambda n, _: extend.at(n))
+        # What Python spends beside the passes of a round.
+        speculation = runner.speculation
+        for name, ms in (("plain_round", BESIDE[0]), ("spec_round", BESIDE[1])):
+            self._charge(speculation, name, ms / 1e3)
         # Logits of all rows, where none are named: what a look back asks for.
         self._price(head, "extend", lambda n, rows: extend.at(n) + (step.at(n) - step.at(1) if rows is None else 0.0))
 
@@ -55,6 +59,15 @@ class Counter:
             return run(tokens, *args)
 
         setattr(owner, name, counted)
+
+    def _charge(self, owner: Any, name: str, seconds: float) -> None:
+        run = getattr(owner, name)
+
+        def charged(*args: Any) -> Any:
+            self.seconds += seconds
+            return run(*args)
+
+        setattr(owner, name, charged)
 
     def perf_counter(self) -> float:
         """The engine's clock."""
@@ -79,9 +92,7 @@ def counted(lengths: list[int], temperatures: list[float]) -> dict[str, Any]:
                         )
                         started = counter.seconds
                         [out] = llm.generate([prompt], params)
-                        drafted = min(out.rounds, length - out.rounds)  # at most: each yielded a token more
-                        beside = BESIDE[0] * out.rounds + (BESIDE[1] - BESIDE[0]) * drafted
-                        seconds = counter.seconds - started + beside / 1e3
+                        seconds = counter.seconds - started
                         alone = counter.costs.target.at(out.usage.prompt_tokens) + (length - 1) * counter.costs.plain(1)
                         took, plain = took + seconds, plain + alone
                         each.append(round(alone / seconds, 3))

@@ -52,7 +52,9 @@ def decode(p: TreePolicy, gate: SpeculationGate, tokens: int, chance: float, rng
     lag: int | None = 1  # features that wait; none where the head is ready to draft
     while done.tokens < tokens:
         stake, drafts = p.stake(1, 1), False
-        gate.follows = gate.follows and gate.account >= (stake if lag is None else p.needed(gate, 1, lag))
+        ready = lag is None and not gate.refused
+        gate.follows = gate.follows and gate.account >= (stake if ready else p.needed(gate, 1, lag or 0))
+        gate.follows = gate.follows and (ready or not p.too_late(gate, lag or 0, tokens - done.tokens))
         if gate.follows and lag is not None and lag > gate.patience:
             before = gate.account
             gate.pay(p.looked_back(1, lag, p.look_back(1) * p.costs.plain(1)))
@@ -61,12 +63,14 @@ def decode(p: TreePolicy, gate: SpeculationGate, tokens: int, chance: float, rng
             done.deceived += drafts
             lag = None
         elif gate.follows:
-            drafts = lag is None or (gate.kind.trusted() and gate.would_open(LOOK_BACK, stake))
+            drafts = (lag is None and not gate.refused) or (
+                lag is not None and p.early(gate, lag) and gate.would_open(LOOK_BACK, stake)
+            )
         if not (drafts and gate.follows and p.drafting([gate.account])[0]):
             done.took, done.tokens = done.took + 1.0, done.tokens + 1
             if gate.follows:
-                gate.pay(p.waiting(1))
-                done.took, lag = done.took + p.waiting(1), (lag or 0) + 1
+                gate.pay(p.waiting(1, 1))
+                done.took, lag = done.took + p.waiting(1, 1), (lag or 0) + 1
             continue
         lag = None
         limit, levels = p.limit(1, [gate.account]), 1
@@ -86,7 +90,7 @@ def request(p: TreePolicy, tokens: int, chance: float, rng: random.Random) -> De
     """One request from its gate's opening to what the engine learns of it."""
     gate = p.gate(1.0, tokens, 0)
     done = decode(p, gate, tokens, chance, rng)
-    gate.kind.ended(done.tokens, gate.net)
+    gate.kind.ended(done.tokens, gate.net, gate.loan)
     return done
 
 

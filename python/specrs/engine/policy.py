@@ -18,7 +18,8 @@ _ALLOWANCE = 0.009  # plain rounds, for each token that a request is expected to
 _RATE = 0.005  # plain rounds, for each token, that the engine may lose in the long run
 _ENDOWMENT = 0.3  # plain rounds that a new engine may lose beside that
 _CAP = 4.0  # of a bank
-_BORROWED = 1.0  # plain rounds that even a short request may take from it
+_LONGEST_WAIT = 128  # tokens; features that have waited for longer are written
+_SHORTEST = LOOK_BACK  # tokens that must be left after a look back
 _WON = 8.0  # of an account: what a request has won it may lose again, up to this
 _CREDIT = 2.0  # smallest rounds that an account pays after a look back at text that the head would have foretold
 _DOUBT = 1.5  # a look back is taken to cost so much more than its passes, until one has been measured
@@ -55,10 +56,14 @@ class Kind:
         """Whether requests have won so much by drafts that one may draft without a look back."""
         return self.worth is not None and self.worth > 1.0
 
-    def ended(self, tokens: int, net: float) -> None:
-        """A request ended after so many tokens; the head won it ``net`` plain rounds, or lost them (negative)."""
-        self.bank = min(self.bank + _RATE * tokens + net, _CAP)
-        self.length += 0.2 * (tokens - self.length)
+    def ended(self, tokens: int, net: float, loan: float = 0.0) -> None:
+        """A request ended after so many tokens; the head won it ``net`` plain rounds, or lost them (negative).
+
+        loan: what it had taken from the bank.
+        """
+        self.bank = min(self.bank + loan + _RATE * tokens + net, _CAP)
+        # Requests that end early are what an allowance by length is too large for.
+        self.length += (0.5 if tokens < self.length else 0.1) * (tokens - self.length)
         if net:  # the head had a say
             before = 0.0 if self.worth is None else self.worth
             self.worth = before + 0.15 * (min(net, 8.0) - before)
@@ -96,7 +101,7 @@ class SpeculationGate:
     back: in one pass, which costs less than most rounds that draft, the head shows how many of the last `LOOK_BACK`
     tokens it would have foretold. If they are enough, the request drafts, on credit if need be, else it waits twice as
     long and looks again; if none, the head follows it no further. No round is drafted that could lose more than the
-    account holds (`TreePolicy.limit`).
+    account holds by modelled times (`TreePolicy.limit`).
     """
 
     kind: Kind
@@ -104,6 +109,8 @@ class SpeculationGate:
     follows: bool = True  # the head follows the request
     net: float = 0.0  # plain rounds that the head has won
     patience: int = _SETTLED  # tokens to wait before it looks back
+    refused: bool = False  # the last look back opened nothing
+    loan: float = 0.0  # from the bank of its kind
 
     def pay(self, rounds: float) -> None:
         """Something that drafts need took so many plain rounds."""
@@ -125,7 +132,8 @@ class SpeculationGate:
         self.follows = hits > 0
         if opens:
             self.account = max(self.account, _CREDIT * stake)
-        self.patience = _SETTLED if opens else 2 * self.patience
+        self.refused = not opens
+        self.patience = _SETTLED if opens else min(2 * self.patience, _LONGEST_WAIT)
         return opens
 
     def spec_round(self, net: float) -> None:
@@ -138,7 +146,8 @@ class SpeculationGate:
 class TreePolicy:
     """Picks depth and size of the trees of a batch round by round.
 
-    Only modelled times enter, never the time of the round at hand, so that a stall of the machine decides nothing.
+    Only modelled times pick a tree, never the time of the round at hand: a stall of the machine decides nothing.
+    Accounts are charged the time that a round took, between half and twice what is modelled.
 
     Attributes:
         dearer: smoothed seconds of looks back over those of their passes.
@@ -165,24 +174,34 @@ class TreePolicy:
         """
         kind = self.kind(temperature)
         own = _ALLOWANCE * min(tokens, kind.length)
-        gate = SpeculationGate(kind, own + min(kind.bank, max(_BORROWED, own / 2)))
-        gate.pay(self.waiting(prompt))
-        if gate.account < self.needed(gate, 1, 0):
+        loan = min(kind.bank, own)
+        gate = SpeculationGate(kind, own + loan, loan=max(loan, 0.0))
+        gate.pay(self.waiting(prompt, 1))
+        if gate.account < self.needed(gate, 1, 0) or self.too_late(gate, 0, tokens):
             return SpeculationGate(kind, 0.0, follows=False)
+        kind.bank -= gate.loan  # requests that run at once do not take the same rounds
         return gate
+
+    def early(self, gate: SpeculationGate, lag: int) -> bool:
+        """Whether a request whose features of ``lag`` tokens wait may draft without a look back."""
+        return gate.kind.trusted() and not gate.refused and lag <= gate.patience
+
+    def too_late(self, gate: SpeculationGate, lag: int, remaining: int) -> bool:
+        """Whether a request with so many tokens to come would look back too late for drafts to win anything."""
+        return not self.early(gate, lag) and remaining < max(gate.patience - lag, 0) + _SHORTEST
 
     def needed(self, gate: SpeculationGate, batch: int, lag: int) -> float:
         """What an account must hold so that the head goes on following its request, which decodes plainly and whose
         features of ``lag`` tokens wait."""
         stake = self.stake(1, 1)
-        if gate.kind.trusted() and lag <= gate.patience:
+        if self.early(gate, lag):
             return stake
-        return stake + self.look_back(batch) + self.waiting(max(gate.patience - lag, 0))
+        return stake + self.look_back(batch) + self.waiting(max(gate.patience - lag, 0), batch)
 
-    def waiting(self, tokens: int) -> float:
-        """Plain rounds that the draft KV of so many tokens takes."""
+    def waiting(self, tokens: int, batch: int) -> float:
+        """Plain rounds that the draft KV of so many tokens takes of a batch, which waits for it."""
         extend, (few, many) = self.costs.draft_extend, (8, 64)
-        return (extend.at(many) - extend.at(few)) / (many - few) / self.costs.plain(1) * tokens
+        return (extend.at(many) - extend.at(few)) / (many - few) * tokens / self.costs.plain(batch) * batch
 
     def look_back(self, batch: int) -> float:
         """Plain rounds that a look back takes of a batch, which waits for it."""
@@ -190,7 +209,7 @@ class TreePolicy:
 
     def looked_back(self, batch: int, lag: int, seconds: float) -> float:
         """A look back took so long, the draft KV of ``lag`` tokens included; the plain rounds that it took."""
-        passes = seconds - self.waiting(lag) * self.costs.plain(1)
+        passes = seconds - self.waiting(lag, 1) * self.costs.plain(1)
         self.dearer += 0.3 * (min(max(passes / self._look_back_passes(), 1.0), 4.0) - self.dearer)
         return self.look_back(batch)
 

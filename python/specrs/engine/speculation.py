@@ -106,15 +106,18 @@ class AdaptiveTree(GivenTree):
         if not r.followed:
             return None
         gate, policy = self._gate(r), self.policy
-        stake, ready = policy.stake(1, 1), r.root is not None
-        if gate.account < (stake if ready else policy.needed(gate, batch, r.lag)):
+        stake, ready = policy.stake(1, 1), r.root is not None and not gate.refused
+        lag = 0 if r.root is not None else r.lag
+        if gate.account < (stake if ready else policy.needed(gate, batch, lag)) or (
+            not ready and policy.too_late(gate, lag, r.remaining)
+        ):
             r.give_up_drafts(r.draft_valid)
             return None
         if ready:
             return gate.account
-        if r.lag <= gate.patience:  # there is little to look back at
-            return gate.account if gate.kind.trusted() and gate.would_open(drafter.reach(r), stake) else None
-        lag, hits = r.lag, drafter.reach(r)
+        if lag <= gate.patience:  # there is little to look back at
+            return gate.account if policy.early(gate, lag) and gate.would_open(drafter.reach(r), stake) else None
+        hits = drafter.reach(r)
         if gate.would_open(hits, stake):  # else: whatever the head would choose, it lacks these tokens
             started = time.perf_counter()
             hits = drafter.look_back(r)
@@ -162,7 +165,7 @@ class AdaptiveTree(GivenTree):
             self._observe_overhead(PLAIN)
         for r in batch:
             if r.followed:
-                self._gate(r).pay(self.policy.waiting(1))
+                self._gate(r).pay(self.policy.waiting(1, len(batch)))
 
     def spec_round(self, passed: Sequence[Passed], trees: TreeBatch, drafting: Sequence[bool], steps: int) -> None:
         self._observe_overhead(SPECULATIVE)
@@ -178,9 +181,9 @@ class AdaptiveTree(GivenTree):
             gate = self._gate(p.request)
             if drafts:
                 gate.kind.learn(scores, len(p.tokens) - 1, drawn / batch / cost)
-                gate.spec_round(len(p.tokens) - 1 - extra)
+                gate.spec_round(p.committed.kept - 1 - extra)  # what came after a stop won nothing
             elif p.request.followed:
-                gate.pay(self.policy.waiting(1))
+                gate.pay(self.policy.waiting(1, batch))
 
     def _observe_overhead(self, kind: int) -> None:
         self.policy.costs.overhead.observe(kind, time.perf_counter() - self._started - self._in_passes)
@@ -188,7 +191,7 @@ class AdaptiveTree(GivenTree):
     def forget(self, request: Request) -> None:
         gate = self._gates.pop(request.request_id, None)
         if gate is not None:
-            gate.kind.ended(len(request.tokens) - request.prompt_len, gate.net)
+            gate.kind.ended(len(request.tokens) - request.prompt_len, gate.net, gate.loan)
 
 
 def _draft_scores(trees: TreeBatch) -> list[list[float]]:
