@@ -17,6 +17,7 @@ Importing this module needs neither a GPU nor torch.
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -111,7 +112,13 @@ def products(device: torch.device | int | None = None, *, cache: str | None = ""
 
     Raises ``CudaError`` where there is no CUDA or no cublasLt, with every place that was looked at.
     """
-    return _DeviceProducts(_ordinal(device), cublaslt_folders(), cache)
+    return _products(_ordinal(device), cache)
+
+
+@functools.cache
+def _products(ordinal: int, cache: str | None) -> _DeviceProducts:
+    """One for the process: what has been chosen for a shape holds for every engine."""
+    return _DeviceProducts(ordinal, cublaslt_folders(), cache)
 
 
 def _ordinal(device: torch.device | int | None) -> int:

@@ -96,7 +96,7 @@ def main() -> int:
             "ptx": ptx_version(a.wheel),
         },
         "machine": machine(),
-        "tests": tests(*sorted(a.work.glob("tests-*.xml"))),
+        "tests": tests(*(rc.with_suffix(".xml") for rc in sorted(a.work.glob("tests-*.rc")))),
         "sanitizers": {r: sanitizer(a.logs / f"{r}.log", a.work / f"{r}.xml") for r in runs},
         "measurements": json.loads(bench.read_text()) if bench.exists() else None,
     }
@@ -105,6 +105,7 @@ def main() -> int:
     main_run = report["tests"]
     ok = (
         main_run is not None
+        and all(rc.read_text().strip() == "0" for rc in a.work.glob("tests-*.rc"))
         and main_run["failed"] == 0
         and main_run["passed"] > 0
         and report["measurements"] is not None

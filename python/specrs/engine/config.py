@@ -14,6 +14,7 @@ from specrs.models.placement import Placement
 
 AUTO_TREE = TreeShape(1, 8, 9)  # what the cost model picks from: chains of up to 8 tokens
 _INTEGERS = ("max_batch", "max_context_len", "page_size", "num_pages", "prefill_chunk")
+_MOST_REQUESTS = 1024  # of a pass on a GPU
 _FORMER = ("topk", "steps", "draft_tokens")  # of `tree`
 
 
@@ -121,7 +122,9 @@ class EngineConfig:
         device = str(place.device)
         if place.is_host:
             return replace(self, device=device, kv_dtype=self.kv_dtype or "float32")
-        if not isinstance(self.backend, backends.Native):
+        if self.max_batch > _MOST_REQUESTS:
+            raise ConfigError(f"max_batch = {self.max_batch}: at most {_MOST_REQUESTS} on {device!r}")
+        if not isinstance(self.backend, (backends.Native, backends.NativeCuda)):
             name = backends.Capabilities.of(self.backend).name
             raise ConfigError(
                 f"attention_backend = {name!r}: runs on the CPU; device = {device!r} has 'native', device='cpu' has "

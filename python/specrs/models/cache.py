@@ -51,13 +51,29 @@ def check_memory(
 
     ConfigError: the bytes, and what takes fewer.
     """
-    _memory(config, layers, num_pages, page_size, placement, getattr(torch, kv_dtype))
+    dtype = getattr(torch, kv_dtype)
+    if placement.is_host:
+        _memory(config, layers, num_pages, page_size, placement, dtype)
+        return
+    # Asked of the device, not tried: what torch's allocator had kept of a trial, the weights would have to do without.
+    need = math.prod(_shape(config, layers, num_pages, page_size)) * dtype.itemsize
+    have = torch.cuda.mem_get_info(placement.device)[0]
+    if need > have:
+        page = need // num_pages
+        raise ConfigError(
+            f"KV cache: num_pages = {num_pages} (sink included) of {page_size} tokens take {need} bytes, {have} are free "
+            f"on {placement.device}, and the weights are still to come; {have // page} pages would fit alone"
+        )
+
+
+def _shape(config: LayerConfig, layers: int, num_pages: int, page_size: int) -> tuple[int, ...]:
+    return (layers, 2, num_pages * page_size, config.num_kv_heads, config.head_dim)
 
 
 def _memory(
     config: LayerConfig, layers: int, num_pages: int, page_size: int, placement: Placement, dtype: torch.dtype
 ) -> torch.Tensor:
-    shape = (layers, 2, num_pages * page_size, config.num_kv_heads, config.head_dim)
+    shape = _shape(config, layers, num_pages, page_size)
     try:
         return torch.empty(shape, dtype=dtype, device=placement.device)
     except RuntimeError as error:  # torch's allocator has no type of its own for this

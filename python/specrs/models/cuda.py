@@ -95,7 +95,8 @@ class _Memory:
         key, count = f"{name} {dtype}", rows * columns
         memory = self._kept.get(key)
         if memory is None or memory.numel() < count:
-            memory = self._kept[key] = torch.empty(count, dtype=dtype, device=self._cuda)
+            # A block that is let go of is too small for the next: in steps, so that few are.
+            memory = self._kept[key] = torch.empty(count + count // 2, dtype=dtype, device=self._cuda)
         return memory[:count].view(rows, columns)
 
 
@@ -277,7 +278,7 @@ class DevicePlan:
         most_keys: of one request, at most.
     """
 
-    def __init__(self, dense: CudaDense, plan: Plan) -> None:
+    def __init__(self, dense: CudaDense, plan: Plan, page_size: int = 1) -> None:
         starts, mask = from_dlpack(plan.qo_indptr), from_dlpack(plan.mask)
         table, lens = from_dlpack(plan.page_table()), from_dlpack(plan.prefix_lens)
         if mask.shape[1] > 1:
@@ -291,7 +292,7 @@ class DevicePlan:
         self.table = parts[5].view(table.shape)
         self.batch = lens.numel()
         self.most_queries = int(starts.diff().max()) if self.batch else 0
-        self.most_keys = int(lens.max()) + 64 + self.most_queries if self.batch else 0
+        self.most_keys = table.shape[1] * page_size
         self.phase = plan.phase
 
 
@@ -324,7 +325,7 @@ class CudaAttention:
     def attend(
         self, kv: KvMemory, layer: int, plan: Plan, qkv: torch.Tensor, rope: Any, heads: Heads, out: torch.Tensor
     ) -> None:
-        at = self._on_device(plan)
+        at = self._on_device(plan, kv.page_size)
         q = self._dense.rotated(kv, layer, at, qkv, rope, heads)
         kv_heads, head_dim = kv.tensor.shape[3:]
         device_index = q.device.index
@@ -356,9 +357,9 @@ class CudaAttention:
         )
 
     def write(self, kv: KvMemory, layer: int, plan: Plan, rows: torch.Tensor, rope: Any, heads: Heads) -> None:
-        self._dense.rotated(kv, layer, self._on_device(plan), rows, rope, replace(heads, count=0))
+        self._dense.rotated(kv, layer, self._on_device(plan, kv.page_size), rows, rope, replace(heads, count=0))
 
-    def _on_device(self, plan: Plan) -> DevicePlan:
+    def _on_device(self, plan: Plan, page_size: int) -> DevicePlan:
         if self._plan is None or self._plan[0] is not plan:
-            self._plan = plan, DevicePlan(self._dense, plan)
+            self._plan = plan, DevicePlan(self._dense, plan, page_size)
         return self._plan[1]

@@ -129,8 +129,8 @@ class Eagle3Head:
         return self._predict(residual, attended, tail, logits)
 
     def write(self, tokens: torch.Tensor, aux: Sequence[torch.Tensor], plan: Plan, kv: KvMemory) -> torch.Tensor:
-        """Rows of `extend` whose logits nobody wants: keys and values alone, to the same bits, at less than half of
-        the cost. Returns them, [Q, 2 Hkv D] before the rotation, a view that the next `write` overwrites.
+        """Rows of `extend` whose logits nobody wants: keys and values alone, at less than half of the cost, and to the
+        same bits on the host. Returns them, [Q, 2 Hkv D] before the rotation, a view that the next `write` overwrites.
         """
         features = self._features(tokens, aux, plan)
         w = self._write_work.rows(len(features))

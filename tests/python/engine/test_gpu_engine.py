@@ -50,7 +50,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
     target = write_target(
         root / "target", architecture, dtype=dtype, vocab_size=8, eos_token_id=None, bos_token_id=None,
-        max_position_embeddings=4096, **sizes,
+        max_position_embeddings=8192, **sizes,
     )  # fmt: skip
     draft = write_eagle3(root / "draft", target, draft_vocab_size=8, dtype=dtype, head_dim=64)
     return Pair(target, draft)
@@ -114,7 +114,8 @@ def recorded(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -
     try:
         outputs = llm.generate(prompts, params)
     finally:
-        executor._logits, executor.prefill, executor.decode, executor.verify = logits_of, prefill, decode, verify
+        for name in ("_logits", "prefill", "decode", "verify"):
+            delattr(executor, name)  # the class's own are back, and nothing refers to itself
     llm.audit()
     ends = {i: len(p) + len(o.token_ids) - 1 for i, (p, o) in enumerate(zip(prompts, outputs, strict=True))}
     # Of an accepted path that runs past the end of its request, the rest decided nothing.
@@ -124,7 +125,7 @@ def recorded(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -
 def plain(pair: Pair, prompts: list[list[int]], params: list[SamplingParams], **options: Any) -> tuple[Any, Bits]:
     """One by one, without draft, prefix cache or chunks."""
     tokens, bits = [], {}
-    with LLM(pair.target, device="cuda", max_batch=1, prefix_cache=False, prefill_chunk=4096, **options) as llm:
+    with LLM(pair.target, device="cuda", max_batch=1, prefix_cache=False, prefill_chunk=8192, **options) as llm:
         for i, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
             [out], seen, _ = recorded(llm, [prompt], [one])
             tokens.append(out)
@@ -172,6 +173,7 @@ def test_prefix_cache_and_preemption_change_no_bit(pair: Pair) -> None:
     with LLM(pair.target, pair.draft, device="cuda", tree=(4, 3, 16), page_size=4, max_batch=2) as llm:
         check(llm, prompts, params, want)
         check(llm, prompts, params, want)  # from the cache
+        assert sum(o.usage.cached_tokens for o in llm.generate(prompts, params)) > 0
     most = max(len(p) + s.max_tokens for p, s in zip(prompts, params, strict=True))
     with LLM(pair.target, pair.draft, device="cuda", tree=(4, 3, 16), page_size=4, max_batch=5,
              num_pages=-(-most // 4) + 30) as llm:  # fmt: skip
@@ -193,7 +195,7 @@ def test_logits_are_as_exact_as_a_bf16_forward_in_torch(pair: Pair, tmp_path: Pa
         got, want = recorded(gpu, [prompt], [greedy])[1], recorded(cpu, [prompt], [greedy])[1]
         runner = cpu._runner
         half = gpu._runner.executor.placement.activations
-        model = load_target(pair.target, torch_ops(Placement(torch.device("cuda"), half)), 4096)
+        model = load_target(pair.target, torch_ops(Placement(torch.device("cuda"), half)), 8192)
         cache = model.new_cache(600, 16)
         seq = runner.pages.pool.create()
         with runner.pages.pool.reserve([(seq, len(prompt))]):
