@@ -61,8 +61,8 @@ def check_memory(
     if need > have:
         page = need // num_pages
         raise ConfigError(
-            f"KV cache: num_pages = {num_pages} (sink included) of {page_size} tokens take {need} bytes, {have} are free "
-            f"on {placement.device}, and the weights are still to come; {have // page} pages would fit alone"
+            f"KV cache: num_pages = {num_pages} (sink included) of {page_size} tokens take {need} bytes, {have} are "
+            f"free on {placement.device}, and the weights are still to come; {have // page} pages would fit alone"
         )
 
 
