@@ -9,7 +9,8 @@ are of the thread's CPU time: all work is on one thread, and neighbours on a sha
 the same requests are counted instead of timed (`gate_counted`), which a noisy machine does not change, and the gate's
 arithmetic is simulated over a grid of costs and acceptance.
 
-    python benches/bench_gate.py [--lengths 64,128,256,512] [--temperatures 0,1] [--repeats 5] [--fresh 1] [--name gate]
+    python benches/bench_gate.py [--lengths 64,128,256,512] [--temperatures 0,1] [--timed 64,256] [--repeats 5]
+        [--fresh 1] [--name gate]
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--fresh", type=int, default=1, help="0 leaves the fresh engines out")
     parser.add_argument("--name", default="gate", help="of the file in benches/results")
-    parser.add_argument("--timed", type=int, default=1, help="0 counts and simulates only")
+    parser.add_argument("--timed", help="lengths to time as well (default: all; empty: none)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     core.set_num_threads(1)
@@ -93,8 +94,9 @@ def main() -> None:
     simulated = min(grid, key=lambda r: r["mean"])
     result |= {"simulated": {"worst": simulated, "grid": grid}}
     print(f"worst: counted {result['counted']['worst']}; simulated {simulated}")
-    if args.timed:
-        result |= in_turns(lengths, temperatures, args.repeats, bool(args.fresh))
+    timed = lengths if args.timed is None else [int(n) for n in args.timed.split(",") if n]
+    if timed:
+        result |= in_turns(timed, temperatures, args.repeats, bool(args.fresh))
     write_result(args.name, result)
 
 
