@@ -214,8 +214,7 @@ class _CudaLinear:
     def __init__(self, dense: CudaDense, weight: torch.Tensor, bias: torch.Tensor | None, scores: bool) -> None:
         at = dense.placement
         self.weight = at.vector(weight).contiguous()
-        finite = torch.isfinite(self.weight).all()
-        if not finite:
+        if not torch.isfinite(self.weight).all():
             raise ConfigError(f"a weight of {list(weight.shape)} holds NaN or an infinity")
         bias = None if bias is None else at.vector(bias).contiguous()
         self._dense, self._dtype = dense, at.logits_dtype if scores else at.activations
@@ -257,10 +256,8 @@ class _CudaLinear:
             normed = dense.memory("normed", x.shape[0], x.shape[1], x.dtype)
             dense.rms_norm(x, norm, eps, normed)
             x = normed
-        space, stream = (
-            dense.memory("workspace", 1, max(self._product.workspace_bytes, 16), torch.uint8)[0],
-            dense.stream,
-        )
+        space = dense.memory("workspace", 1, max(self._product.workspace_bytes, 16), torch.uint8)[0]
+        stream = dense.stream
         for first in range(0, x.shape[0], _MOST_ROWS):
             part, to = x[first : first + _MOST_ROWS], y[first : first + _MOST_ROWS]
             self._product.launch(part.shape[0], part, to, space, stream)
@@ -294,6 +291,22 @@ class DevicePlan:
         self.most_queries = int(starts.diff().max()) if self.batch else 0
         self.most_keys = table.shape[1] * page_size
         self.phase = plan.phase
+        self._workspace: dict[tuple[int, int, int], int] = {}
+
+    def workspace(self, ordinal: int, kv_heads: int, group: int, head_dim: int) -> int:
+        """Bytes that attention wants for these heads, the same in all layers."""
+        heads = (kv_heads, group, head_dim)
+        if heads not in self._workspace:
+            self._workspace[heads] = core._device_attention_workspace(
+                ordinal,
+                requests=self.batch,
+                max_queries=self.most_queries,
+                kv_heads=kv_heads,
+                group=group,
+                head_dim=head_dim,
+                max_keys=self.most_keys,
+            )
+        return self._workspace[heads]
 
 
 class CudaAttention:
@@ -328,16 +341,7 @@ class CudaAttention:
         at = self._on_device(plan, kv.page_size)
         q = self._dense.rotated(kv, layer, at, qkv, rope, heads)
         kv_heads, head_dim = kv.tensor.shape[3:]
-        device_index = q.device.index
-        size = core._device_attention_workspace(
-            device_index,
-            requests=at.batch,
-            max_queries=at.most_queries,
-            kv_heads=kv_heads,
-            group=heads.count // kv_heads,
-            head_dim=head_dim,
-            max_keys=at.most_keys,
-        )
+        size = at.workspace(q.device.index, kv_heads, heads.count // kv_heads, head_dim)
         core._device_attention(
             kv.tensor,
             layer,
