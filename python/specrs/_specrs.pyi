@@ -1388,11 +1388,8 @@ class _DeviceArray:
         max_version: tuple[int, int] | None = None,
         dl_device: tuple[int, int] | None = None,
         copy: bool | None = None,
-    ) -> Any:
-        """x"""
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        """x"""
+    ) -> Any: ...
+    def __dlpack_device__(self) -> tuple[int, int]: ...
 
 @final
 class _DeviceArena:
