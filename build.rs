@@ -1,4 +1,5 @@
-//! Compiles `cuda/*.cu` to PTX with nvcc and writes the table that `src/device/ptx.rs` embeds (feature `cuda` only).
+//! Compiles `cuda/*.cu` with nvcc to images of PTX and machine code, and writes the table that `src/device/images.rs`
+//! embeds (feature `cuda` only).
 //! `params.cuh`, which the kernels include, comes from the declarations of `src/device/params.rs`.
 //!
 //! nvcc is searched in this order, and the first one whose PTX the oldest supported driver loads is used:
@@ -14,6 +15,7 @@ use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 #[allow(dead_code, unreachable_pub, reason = "a file of the crate, of which the header is read here")]
 #[path = "src/device/params.rs"]
@@ -53,6 +55,10 @@ const VARIANTS: &[(&str, &str, &[&str])] = &[
     ("attention_f16_96", "attention", &["SPECRS_ELEMENT=F16", "SPECRS_HEAD_DIM=96"]),
     ("attention_f16_128", "attention", &["SPECRS_ELEMENT=F16", "SPECRS_HEAD_DIM=128"]),
 ];
+
+/// What an image holds of an architecture: PTX for GPUs to come, which their driver compiles when it loads an image
+/// (seconds), and machine code for those of today: `sm_80` runs on every 8.x.
+const CODE: &[(&str, &str)] = &[("80", "[compute_80,sm_80,sm_90]"), ("90a", "sm_90a")];
 
 /// Newest PTX ISA that the oldest supported driver (580, CUDA 13.0) loads; the toolkit that writes it.
 const MAX_PTX: Version = Version(9, 0);
@@ -141,10 +147,10 @@ fn build() -> Result<(), String> {
     };
     let text = format!(
         "/// Why there are no kernels in this build, if there are none.\npub(super) const ABSENT: Option<&str> = {absent:?};\n\
-         /// The embedded PTX, one image for each kernel file and architecture.\n\
+         /// The embedded code, one image for each kernel file and architecture.\n\
          pub(super) static IMAGES: &[Image] = &[\n{images}];\n"
     );
-    let table = out.join("ptx.rs");
+    let table = out.join("images.rs");
     fs::write(&table, text).map_err(|e| format!("cannot write {}: {e}", table.display()))
 }
 
@@ -152,24 +158,32 @@ fn is_set(name: &str) -> bool {
     env::var(name).is_ok_and(|v| !matches!(v.as_str(), "" | "0"))
 }
 
-/// Compile every kernel for each of its architectures; the entries of the table.
+/// Compile every kernel for each of its architectures, as many at once as there are processors; the entries of the table.
 fn compile_all(out: &Path) -> Result<String, Failure> {
     let nvcc = find_nvcc()?;
     let header = out.join("params.cuh");
     fs::write(&header, params::HEADER).map_err(|e| format!("cannot write {}: {e}", header.display()))?;
-    let mut images = String::new();
-    for (name, archs) in KERNELS {
-        for arch in *archs {
-            let file = format!("{name}.compute_{arch}.ptx");
-            compile(&nvcc, name, arch, out, &file)?;
-            let (number, exact) = (arch.trim_end_matches('a'), arch.ends_with('a'));
-            images.push_str(&format!(
-                "    Image {{ name: {name:?}, arch: {number}, exact: {exact}, \
-                 text: concat!(include_str!(concat!(env!(\"OUT_DIR\"), \"/{file}\")), \"\\0\") }},\n"
-            ));
+    let jobs: Vec<(&str, &str)> =
+        KERNELS.iter().flat_map(|(name, archs)| archs.iter().map(move |arch| (*name, *arch))).collect();
+    let next = AtomicUsize::new(0);
+    let work = || {
+        let mut done = Vec::new();
+        while let Some(&(name, arch)) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {
+            done.push(compile(&nvcc, name, arch, out)?);
         }
-    }
-    Ok(images)
+        Ok::<_, Failure>(done)
+    };
+    let threads = std::thread::available_parallelism().map_or(1, usize::from).min(jobs.len());
+    let mut images = std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
+        let mut images = Vec::new();
+        for worker in workers {
+            images.extend(worker.join().map_err(|_| "a thread of the build panicked".to_owned())??);
+        }
+        Ok::<_, Failure>(images)
+    })?;
+    images.sort();
+    Ok(images.concat())
 }
 
 /// The first nvcc of the search order that is there and not too new; else what was looked at, and what to do.
@@ -264,9 +278,9 @@ fn parse_version(text: &str) -> Option<Version> {
     Some(Version(major.parse().ok()?, minor.parse().ok()?))
 }
 
-/// Compile image `name` for `arch` to `out/<file>`, beside the `params.cuh` that it includes.
-fn compile(nvcc: &Path, name: &str, arch: &str, out: &Path, file: &str) -> Result<(), Failure> {
-    let ptx = &out.join(file);
+/// Compile image `name` for `arch` to PTX, and that to the image; its entry of the table.
+fn compile(nvcc: &Path, name: &str, arch: &str, out: &Path) -> Result<String, Failure> {
+    let ptx = &out.join(format!("{name}.compute_{arch}.ptx"));
     let root = env::var_os("CARGO_MANIFEST_DIR")
         .ok_or_else(|| "CARGO_MANIFEST_DIR is not set: run through cargo".to_owned())?;
     let variant = VARIANTS.iter().find(|(image, ..)| *image == name);
@@ -306,5 +320,26 @@ fn compile(nvcc: &Path, name: &str, arch: &str, out: &Path, file: &str) -> Resul
             nvcc.display()
         )));
     }
-    Ok(())
+    let file = format!("{name}.{arch}.fatbin");
+    let code = CODE.iter().find(|(a, _)| *a == arch).map_or(arch, |(_, code)| *code);
+    let output = Command::new(nvcc)
+        .args(["-fatbin", "-O3", "--fatbin-options", "-compress-all"]) // a quarter of the bytes
+        .args(["-gencode", &format!("arch=compute_{arch},code={code}"), "-o"])
+        .arg(out.join(&file))
+        .arg(ptx)
+        .output()
+        .map_err(|e| format!("{} does not run: {e}\n{ADVICE}", nvcc.display()))?;
+    if !output.status.success() {
+        let said = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        return Err(Failure::Broken(format!(
+            "{} cannot assemble {name} for {code} ({}):\n{said}",
+            nvcc.display(),
+            output.status
+        )));
+    }
+    let (number, exact, Version(major, minor)) = (arch.trim_end_matches('a'), arch.ends_with('a'), version);
+    Ok(format!(
+        "    Image {{ name: {name:?}, arch: {number}, exact: {exact}, isa: ({major}, {minor}), \
+         code: &Aligned(*include_bytes!(concat!(env!(\"OUT_DIR\"), \"/{file}\"))) }},\n"
+    ))
 }

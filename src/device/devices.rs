@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use super::context::Context;
 use super::driver::{Primary, Relaxed};
 use super::kernels::Kernels;
-use super::{driver, memory, ptx};
+use super::{driver, images, memory};
 use crate::error::{Error, Result, in_range};
 
 /// Largest number of GPUs in a process that are told apart.
@@ -31,7 +31,7 @@ const LEAST_CAPABILITY: i32 = 80;
 /// Whether kernels can run in this process at all: `Ok`, or why not (no kernels in this build, no driver or one that is too
 /// old, no GPU, none that is new enough), with what was found and what is needed.
 pub fn available() -> Result<()> {
-    if let Some(why) = ptx::ABSENT {
+    if let Some(why) = images::ABSENT {
         return Err(Error::CudaUnavailable(format!("no CUDA kernels in this build: {why}")));
     }
     let gpus = driver::gpus()?;
@@ -63,7 +63,8 @@ impl Device {
     /// context, loads the kernels and allocates the fault record (48 bytes); later calls cost one atomic load.
     ///
     /// Safe to call for the first time while a stream is captured, though better before: loading takes milliseconds where
-    /// the driver has compiled these kernels for this GPU before, and tens of seconds where it has not.
+    /// this build holds code for this GPU (8.x and 9.x), or where the driver has compiled its PTX before, and tens of
+    /// seconds where it has not.
     pub fn get(ordinal: i32) -> Result<&'static Device> {
         in_range("CUDA device", ordinal, 0, MAX_DEVICES as i128 - 1)?;
         let cell = &DEVICES[ordinal as usize]; // in range: just checked

@@ -8,6 +8,7 @@ use std::ptr::NonNull;
 
 use cudarc::driver::{result, sys};
 
+use super::images::Image;
 use super::libcuda;
 use crate::error::{Error, Result};
 
@@ -182,7 +183,7 @@ impl Drop for Relaxed {
     }
 }
 
-/// A loaded PTX module.
+/// A loaded image.
 #[derive(Debug)]
 pub(super) struct Module(sys::CUmodule);
 
@@ -192,15 +193,11 @@ unsafe impl Send for Module {}
 unsafe impl Sync for Module {}
 
 impl Module {
-    /// Compile and load NUL-terminated PTX into the current context.
-    pub(super) fn load(ptx: &'static str) -> Result<Self> {
-        let text = CStr::from_bytes_with_nul(ptx.as_bytes()).map_err(|e| Error::Invalid {
-            what: "PTX image",
-            got: format!("{} bytes", ptx.len()),
-            why: e.to_string(),
-        })?;
-        // SAFETY: `text` is NUL-terminated, as the loader needs, and lives for the process.
-        named("cuModuleLoadData", unsafe { result::module::load_data(text.as_ptr().cast::<c_void>()) }).map(Module)
+    /// Load an image into the current context; the driver compiles its PTX where it holds no code for this GPU.
+    pub(super) fn load(image: &Image) -> Result<Self> {
+        // SAFETY: a whole fat binary, whose header says where it ends; it lives for the process.
+        named("cuModuleLoadData", unsafe { result::module::load_data(image.code.0.as_ptr().cast::<c_void>()) })
+            .map(Module)
     }
 
     /// A kernel of the module. The handle is valid while the module is loaded, so keep it beside the module.

@@ -9,7 +9,7 @@ use std::sync::OnceLock;
 
 use cudarc::driver::sys;
 
-use super::ptx;
+use super::images;
 use crate::error::{Error, Result};
 
 /// The driver functions that this crate calls, by the names that libcuda has for them.
@@ -74,7 +74,7 @@ fn load() -> std::result::Result<(), String> {
     }
     // First, since a driver that is too old lacks functions, too.
     let found = version();
-    let needed = ptx::cuda_needed();
+    let needed = images::cuda_needed();
     if let Some(found) = found
         && found < needed
     {

@@ -2,10 +2,10 @@
 //!
 //! The way from `cuda/<job>.cu` to a launch, the same for every kernel:
 //!
-//! 1. `build.rs` compiles the file to PTX and embeds it.
+//! 1. `build.rs` compiles the file to PTX and machine code, and embeds both.
 //! 2. [`params`] declares the kernel's parameter struct, once for Rust and C++.
 //! 3. [`Device`] retains the device's *primary* context, which is torch's: raw pointers and stream handles
-//!    interoperate. It loads each PTX image once and lives as long as the process.
+//!    interoperate. It loads each image once and lives as long as the process.
 //! 4. A safe launch per kernel ([`KvMove::launch`]; one file each in `kernels/`, which owns its functions) takes typed
 //!    views ([`view`]), checks everything the host can know before the launch, and launches on a [`Stream`] that the
 //!    caller owns. It allocates nothing and waits for nothing, so that it can be captured into a graph.
@@ -35,12 +35,12 @@ pub mod cublaslt;
 mod devices;
 mod driver;
 mod fault;
+mod images;
 mod kernels;
 mod libcuda;
 pub mod memory;
 pub mod params;
 pub mod plan;
-mod ptx;
 pub mod rows;
 mod stream;
 mod table;

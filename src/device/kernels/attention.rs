@@ -9,8 +9,8 @@ use std::sync::{Arc, Mutex, OnceLock};
 use crate::device::attention_view::{AttentionBatch, AttentionOut, HalfType, KvLayerView, MAX_GROUP};
 use crate::device::context::Context;
 use crate::device::driver::{Function, Module, Relaxed, Stream};
+use crate::device::images;
 use crate::device::params::{ATTENTION_BLOCK, ATTENTION_SPLIT, AttentionParams};
-use crate::device::ptx;
 use crate::device::view::{DeviceSlice, device_mismatch};
 use crate::error::{Error, Result, in_range};
 
@@ -310,7 +310,7 @@ impl Attention {
         }
         let _relaxed = Relaxed::enter()?;
         let _current = self.context.enter()?;
-        let module = Module::load(ptx::select(name, self.context.capability())?.text)?;
+        let module = Module::load(images::select(name, self.context.capability())?)?;
         let attend =
             [module.function("attention_16")?, module.function("attention_32")?, module.function("attention_64")?];
         for function in attend {

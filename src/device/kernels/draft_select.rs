@@ -6,8 +6,8 @@ use super::check::{arrays, length, live_address, on_device, rows_on_device};
 use crate::bounds::{MAX_BATCH, fits_i32};
 use crate::device::context::Context;
 use crate::device::driver::{Function, Module, Stream};
+use crate::device::images;
 use crate::device::params::DraftSelectParams;
-use crate::device::ptx;
 use crate::device::rows::{FloatType, Rows};
 use crate::device::view::DeviceSlice;
 use crate::error::{Error, Result, in_range};
@@ -108,7 +108,7 @@ pub struct DraftSelectOperands<'a> {
 impl DraftSelect {
     /// Load them into `context`, which is current.
     pub(super) fn load(context: Arc<Context>) -> Result<Self> {
-        let module = Module::load(ptx::select("draft_select", context.capability())?.text)?;
+        let module = Module::load(images::select("draft_select", context.capability())?)?;
         let [f32, bf16, f16] =
             ["draft_select_f32", "draft_select_bf16", "draft_select_f16"].map(|n| module.function(n));
         Ok(Self { functions: [f32?, bf16?, f16?], _module: module, context })

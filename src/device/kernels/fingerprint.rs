@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use crate::device::context::Context;
 use crate::device::driver::{Function, Module, Stream};
+use crate::device::images;
 use crate::device::params::{FillParams, FingerprintParams};
-use crate::device::ptx;
 use crate::device::rows::{FloatType, Rows};
 use crate::device::view::{DeviceSlice, device_mismatch};
 use crate::error::{Error, Result, in_range};
@@ -38,7 +38,7 @@ pub struct Fingerprint {
 impl Fingerprint {
     /// Load them into `context`, which is current.
     pub(super) fn load(context: Arc<Context>) -> Result<Self> {
-        let module = Module::load(ptx::select("fingerprint", context.capability())?.text)?;
+        let module = Module::load(images::select("fingerprint", context.capability())?)?;
         let (fill, rows) = (module.function("fill_random")?, module.function("row_fingerprint")?);
         Ok(Self { fill, rows, _module: module, context })
     }

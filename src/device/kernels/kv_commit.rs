@@ -6,8 +6,8 @@ use super::check::{arrays, length, live_address, on_device};
 use crate::bounds::{MAX_BATCH, MAX_DRAFT_TOKENS, PageSize};
 use crate::device::context::Context;
 use crate::device::driver::{Function, Module, Stream};
+use crate::device::images;
 use crate::device::params::KvCommitParams;
-use crate::device::ptx;
 use crate::device::view::{DeviceSlice, MAX_MOVES, MovesView};
 use crate::error::{Error, Result, in_range};
 
@@ -48,7 +48,7 @@ pub struct CommitOperands<'a> {
 impl KvCommit {
     /// Load them into `context`, which is current.
     pub(super) fn load(context: Arc<Context>) -> Result<Self> {
-        let module = Module::load(ptx::select("kv_commit", context.capability())?.text)?;
+        let module = Module::load(images::select("kv_commit", context.capability())?)?;
         let (remap, moves) = (module.function("kv_commit_remap")?, module.function("kv_commit_moves")?);
         Ok(Self { remap, moves, _module: module, context })
     }

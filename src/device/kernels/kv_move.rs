@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use crate::device::context::Context;
 use crate::device::driver::{Function, Module, Stream};
+use crate::device::images;
 use crate::device::params::KvMoveParams;
-use crate::device::ptx;
 use crate::device::view::{KvCacheView, MovesView, device_mismatch};
 use crate::error::{Error, Result};
 
@@ -28,7 +28,7 @@ pub struct KvMove {
 impl KvMove {
     /// Load them into `context`, which is current.
     pub(super) fn load(context: Arc<Context>) -> Result<Self> {
-        let module = Module::load(ptx::select("kv_move", context.capability())?.text)?;
+        let module = Module::load(images::select("kv_move", context.capability())?)?;
         let by_width = [
             (16, module.function("kv_move_v16")?),
             (8, module.function("kv_move_v8")?),

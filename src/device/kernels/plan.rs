@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use crate::device::context::Context;
 use crate::device::driver::{Function, Module, Stream};
+use crate::device::images;
 use crate::device::params::{PlanListParams, PlanParams, PlanTableParams, TailCopyParams};
-use crate::device::ptx;
 use crate::error::Result;
 
 /// Largest `gridDim.y`; kernels stride over more requests than that.
@@ -29,7 +29,7 @@ pub struct PlanKernels {
 impl PlanKernels {
     /// Load them into `context`, which is current.
     pub(super) fn load(context: Arc<Context>) -> Result<Self> {
-        let load = |name| Module::load(ptx::select(name, context.capability())?.text);
+        let load = |name| Module::load(images::select(name, context.capability())?);
         let (plan, lists, tables) = (load("plan")?, load("plan_lists")?, load("plan_tables")?);
         Ok(Self {
             native: plan.function("plan_native")?,

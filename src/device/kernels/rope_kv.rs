@@ -5,8 +5,8 @@ use std::sync::Arc;
 use super::check::{arrays, epsilon, half, on_device, rows_on_device};
 use crate::device::context::Context;
 use crate::device::driver::{Function, Module, Stream};
+use crate::device::images;
 use crate::device::params::RopeKvParams;
-use crate::device::ptx;
 use crate::device::rows::{FloatType, Rows};
 use crate::device::view::{DeviceSlice, KvCacheView};
 use crate::error::{Error, Result, in_range};
@@ -72,7 +72,7 @@ impl RopeKvOperands<'_> {
 impl RopeKv {
     /// Load them into `context`, which is current.
     pub(super) fn load(context: Arc<Context>) -> Result<Self> {
-        let module = Module::load(ptx::select("rope_kv", context.capability())?.text)?;
+        let module = Module::load(images::select("rope_kv", context.capability())?)?;
         let functions = [module.function("rope_kv_bf16")?, module.function("rope_kv_f16")?];
         Ok(Self { functions, _module: module, context })
     }

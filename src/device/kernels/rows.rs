@@ -9,8 +9,8 @@ use std::sync::Arc;
 use super::check::{epsilon, half, live_address, on_device, rows_on_device};
 use crate::device::context::Context;
 use crate::device::driver::{Function, Module, Stream};
+use crate::device::images;
 use crate::device::params::{AddRmsNormParams, BUFFERS, GatherRowsParams, KERNELS, SiluUpParams};
-use crate::device::ptx;
 use crate::device::rows::Rows;
 use crate::device::view::DeviceSlice;
 use crate::error::{Error, Result, in_range};
@@ -54,7 +54,7 @@ pub struct AddRmsNorm<'a> {
 impl RowOps {
     /// Load them into `context`, which is current.
     pub(super) fn load(context: Arc<Context>) -> Result<Self> {
-        let module = Module::load(ptx::select("rows", context.capability())?.text)?;
+        let module = Module::load(images::select("rows", context.capability())?)?;
         let gather = [module.function("gather_rows_v16")?, module.function("gather_rows_v2")?];
         let norm = [module.function("add_rms_norm_bf16")?, module.function("add_rms_norm_f16")?];
         let silu = [module.function("silu_up_bf16")?, module.function("silu_up_f16")?];

@@ -6,8 +6,8 @@ use super::check::{length, on_device};
 use super::verify_greedy::{VerifyMode, VerifyOperands};
 use crate::device::context::Context;
 use crate::device::driver::{Function, Module, Stream};
+use crate::device::images;
 use crate::device::params::{SampleParams, SamplerRow};
-use crate::device::ptx;
 use crate::device::rows::FloatType;
 use crate::device::view::DeviceSlice;
 use crate::error::{Result, in_range};
@@ -83,7 +83,7 @@ pub struct SampleVerify {
 impl SampleVerify {
     /// Load them into `context`, which is current.
     pub(super) fn load(context: Arc<Context>) -> Result<Self> {
-        let module = Module::load(ptx::select("sample", context.capability())?.text)?;
+        let module = Module::load(images::select("sample", context.capability())?)?;
         let [f32, bf16, f16] = ["sample_walk_f32", "sample_walk_bf16", "sample_walk_f16"].map(|n| module.function(n));
         let walk = [f32?, bf16?, f16?];
         let [f32, bf16, f16] = ["sample_full_f32", "sample_full_bf16", "sample_full_f16"].map(|n| module.function(n));

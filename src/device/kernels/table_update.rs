@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use crate::device::context::Context;
 use crate::device::driver::{Function, Module, Stream};
+use crate::device::images;
 use crate::device::params::TableUpdateParams;
-use crate::device::ptx;
 use crate::device::view::{DeviceSlice, device_mismatch};
 use crate::error::{Error, Result, in_range};
 
@@ -25,7 +25,7 @@ pub struct TableUpdate {
 impl TableUpdate {
     /// Load it into `context`, which is current.
     pub(super) fn load(context: Arc<Context>) -> Result<Self> {
-        let module = Module::load(ptx::select("table_update", context.capability())?.text)?;
+        let module = Module::load(images::select("table_update", context.capability())?)?;
         Ok(Self { function: module.function("table_update")?, _module: module, context })
     }
 

@@ -7,8 +7,8 @@ use super::draft_select::DeviceBeams;
 use crate::bounds::fits_i32;
 use crate::device::context::Context;
 use crate::device::driver::{Function, Module, Stream};
+use crate::device::images;
 use crate::device::params::TreeBuildParams;
-use crate::device::ptx;
 use crate::device::view::DeviceSlice;
 use crate::error::{Result, in_range};
 use crate::geometry::words_for;
@@ -68,7 +68,7 @@ pub struct TreeBuildOperands<'a> {
 impl TreeBuild {
     /// Load it into `context`, which is current.
     pub(super) fn load(context: Arc<Context>) -> Result<Self> {
-        let module = Module::load(ptx::select("tree_build", context.capability())?.text)?;
+        let module = Module::load(images::select("tree_build", context.capability())?)?;
         Ok(Self { function: module.function("tree_build")?, _module: module, context })
     }
 

@@ -6,8 +6,8 @@ use super::check::{arrays, length, live_address, on_device, rows_on_device};
 use crate::bounds::MAX_DRAFT_TOKENS;
 use crate::device::context::Context;
 use crate::device::driver::{Function, Module, Stream};
+use crate::device::images;
 use crate::device::params::VerifyParams;
-use crate::device::ptx;
 use crate::device::rows::{FloatType, Rows};
 use crate::device::view::DeviceSlice;
 use crate::error::{Result, in_range};
@@ -122,7 +122,7 @@ impl VerifyOperands<'_> {
 impl VerifyGreedy {
     /// Load them into `context`, which is current.
     pub(super) fn load(context: Arc<Context>) -> Result<Self> {
-        let module = Module::load(ptx::select("verify_greedy", context.capability())?.text)?;
+        let module = Module::load(images::select("verify_greedy", context.capability())?)?;
         let [f32, bf16, f16] = ["verify_walk_f32", "verify_walk_bf16", "verify_walk_f16"].map(|n| module.function(n));
         let walk = [f32?, bf16?, f16?];
         let [f32, bf16, f16] = ["verify_full_f32", "verify_full_bf16", "verify_full_f16"].map(|n| module.function(n));

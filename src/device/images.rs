@@ -1,4 +1,4 @@
-//! The embedded PTX: what `build.rs` compiled, and which image a device takes.
+//! The embedded code: what `build.rs` compiled, and which image a device takes.
 
 use crate::error::{Error, Result};
 
@@ -10,11 +10,17 @@ pub(super) struct Image {
     pub(super) arch: i32,
     /// True for an `a` architecture (`90a`): it runs on exactly that capability, not on later ones.
     pub(super) exact: bool,
-    /// PTX; always ends with NUL, as the driver's loader needs.
-    pub(super) text: &'static str,
+    /// Version of the PTX ISA that its PTX is written in.
+    pub(super) isa: (i32, i32),
+    /// A fat binary of nvcc: PTX, and machine code for the GPUs of today.
+    pub(super) code: &'static Aligned<[u8]>,
 }
 
-include!(concat!(env!("OUT_DIR"), "/ptx.rs"));
+/// Bytes that the driver reads in place as words.
+#[repr(C, align(16))]
+pub(super) struct Aligned<T: ?Sized>(pub(super) T);
+
+include!(concat!(env!("OUT_DIR"), "/images.rs"));
 
 impl Image {
     fn runs_on(&self, capability: i32) -> bool {
@@ -35,18 +41,9 @@ pub(super) fn select(name: &'static str, capability: i32) -> Result<&'static Ima
     })
 }
 
-impl Image {
-    /// Version of the PTX ISA that the image is written in.
-    fn isa(&self) -> Option<(i32, i32)> {
-        let version = self.text.lines().find_map(|line| line.strip_prefix(".version "))?;
-        let (major, minor) = version.trim().split_once('.')?;
-        Some((major.parse().ok()?, minor.parse().ok()?))
-    }
-}
-
 /// The first CUDA whose driver loads every image of this build, 1000 * major + 10 * minor; 0 without images.
 pub(super) fn cuda_needed() -> i32 {
-    IMAGES.iter().filter_map(Image::isa).map(cuda_of).max().unwrap_or(0)
+    IMAGES.iter().map(|image| cuda_of(image.isa)).max().unwrap_or(0)
 }
 
 /// The CUDA release that a version of the PTX ISA (7.0 or later) came with: the release notes of the PTX ISA.
@@ -60,11 +57,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn images_end_with_nul_and_hold_a_ptx_version_that_driver_580_loads() {
+    fn images_are_fat_binaries_whose_ptx_driver_580_loads() {
         assert_eq!(ABSENT.is_none(), !IMAGES.is_empty());
-        for image in IMAGES {
-            assert!(image.text.ends_with('\0'), "{}", image.name);
-            assert!(image.isa().unwrap() <= (9, 0), "{:?}", image.isa());
+        for Image { name, isa, code, .. } in IMAGES {
+            assert!(*isa <= (9, 0), "{name}: {isa:?}");
+            // Magic number, version, size of the header and of what follows it.
+            let word = |at: usize, bytes: usize| {
+                code.0[at..at + bytes].iter().rev().fold(0u64, |sum, byte| sum << 8 | u64::from(*byte))
+            };
+            assert_eq!(word(0, 4), 0xba55_ed50, "{name}");
+            assert_eq!(word(6, 2) + word(8, 8), code.0.len() as u64, "{name}");
         }
     }
 
@@ -77,8 +79,8 @@ mod tests {
 
     #[test]
     fn a_device_gets_the_latest_image_that_it_runs() {
-        let special = Image { name: "k", arch: 90, exact: true, text: "\0" };
-        let baseline = Image { name: "k", arch: 80, exact: false, text: "\0" };
+        let special = Image { name: "k", arch: 90, exact: true, isa: (9, 0), code: &Aligned([]) };
+        let baseline = Image { name: "k", arch: 80, exact: false, isa: (9, 0), code: &Aligned([]) };
         assert!(special.runs_on(90) && !special.runs_on(100) && !special.runs_on(89));
         assert!(baseline.runs_on(80) && baseline.runs_on(120) && !baseline.runs_on(75));
         if ABSENT.is_none() {
