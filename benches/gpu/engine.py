@@ -4,7 +4,7 @@ Only config.json exists: weights are drawn on the device. Random drafts are neve
 and what it yields per second says nothing; what is measured is how long a plain round and a speculative one take, their
 ratio (the tokens a round that would pay), whether both give the same tokens, and whether memory grows.
 
-    python benches/gpu/engine.py [--json FILE] [--layers 32] [--rounds 8] [--cases 1x1024,16x8192,...]
+    python benches/gpu/engine.py [--json FILE] [--layers 32] [--rounds 24] [--graphs off] [--cases 1x1024,16x8192,...]
 """
 
 from __future__ import annotations
@@ -108,13 +108,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=24)
+    parser.add_argument("--graphs", default="round")
     parser.add_argument("--cases", default="1x1024,1x8192,1x32768,4x8192,16x1024,16x8192,64x1024")
     args = parser.parse_args()
     llama.Checkpoint = eagle3.Checkpoint = models.cuda.Checkpoint = Random  # type: ignore[misc, assignment]
     cases: list[dict[str, Any]] = []
     result: dict[str, Any] = {
         "device": torch.cuda.get_device_name(), "versions": versions(), "tree": TREE, "layers": args.layers,
+        "graphs": args.graphs,
         "cases": cases,
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
@@ -127,7 +129,7 @@ def main() -> None:
             ]
             options: dict[str, Any] = {
                 "device": "cuda", "max_batch": batch, "max_context_len": context + args.rounds + 64,
-                "prefill_chunk": 2048, "prefix_cache": False, "page_size": 16,
+                "prefill_chunk": 2048, "prefix_cache": False, "page_size": 16, "graphs": args.graphs,
             }  # fmt: skip
             row: dict[str, Any] = {"batch": batch, "context": context}
             outputs = []

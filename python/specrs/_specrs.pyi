@@ -972,6 +972,23 @@ class TreeBatch:
         classmethod builtin.
         """
 
+    @staticmethod
+    def from_arrays(offsets: _Tensor, tokens: _Tensor, parents: _Tensor, scores: _Tensor) -> TreeBatch:
+        """staticmethod(function) -> method
+
+        Convert a function to be a static method.
+
+        A static method does not receive an implicit first argument. To declare a static method, use this idiom:
+
+        class C: @staticmethod def f(arg1, arg2, argN): ...
+
+        It can be called either on the class (e.g. C.f()) or on an instance (e.g. C().f()). Both the class and the
+        instance are ignored, and neither is passed implicitly as the first argument to the method.
+
+        Static methods in Python are similar to those found in Java or C++. For a more advanced concept, see the
+        classmethod builtin.
+        """
+
     @property
     def sizes(self) -> list[int]:
         """Nodes of each tree."""
@@ -1039,6 +1056,23 @@ class Sampler:
 @final
 class Accepts:
     """What a round accepted."""
+
+    @staticmethod
+    def from_arrays(offsets: _Tensor, paths: _Tensor, tokens: _Tensor) -> Accepts:
+        """staticmethod(function) -> method
+
+        Convert a function to be a static method.
+
+        A static method does not receive an implicit first argument. To declare a static method, use this idiom:
+
+        class C: @staticmethod def f(arg1, arg2, argN): ...
+
+        It can be called either on the class (e.g. C.f()) or on an instance (e.g. C().f()). Both the class and the
+        instance are ignored, and neither is passed implicitly as the first argument to the method.
+
+        Static methods in Python are similar to those found in Java or C++. For a more advanced concept, see the
+        classmethod builtin.
+        """
 
     @property
     def paths(self) -> list[list[int]]:
@@ -1419,6 +1453,9 @@ class _DeviceTable:
     """A copy of a pool's page table on CUDA device `ordinal`, which follows it on the raw stream `stream`."""
 
     def __new__(cls, pool: Pool, ordinal: SupportsIndex, stream: SupportsIndex) -> _DeviceTable: ...
+    def tensor(self, stream: SupportsIndex) -> _DeviceArray:
+        """The table, int32 [rows, columns], whose writers are on the raw stream `stream`; its address stays."""
+
     def upload(self, stream: SupportsIndex, permutes: _List[int] = ...) -> tuple[int, int, int, bool]:
         """Store what changed since the last upload. `permutes`: rows that a round in flight permutes itself. Returns
         `(columns stored, launches, waits, rounds_first)`.

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use pyo3::prelude::*;
 
 use super::arg::{Int, detached};
-use super::dlpack::{DeviceArray, Output, Tensor, cuda, element};
+use super::dlpack::{DType, DeviceArray, Output, Tensor, cuda, element};
 use super::pool::Pool;
 use crate::device::{Arena, ArenaPlan, Budget, Device, Guards, Region, TableMirror, TableShape};
 use crate::error::{Error, Result};
@@ -163,6 +163,8 @@ pub(super) fn _device_budget(
 pub(super) struct DeviceTable {
     mirror: Mutex<TableMirror>,
     pool: crate::pool::Pool,
+    arena: Arc<Arena>,
+    region: Region<i32>,
 }
 
 #[pymethods]
@@ -175,9 +177,17 @@ impl DeviceTable {
             let mut plan = ArenaPlan::new(Guards::On);
             let region = shape.declare(&mut plan)?;
             let arena = Arc::new(plan.allocate(device)?);
-            let mirror = TableMirror::new(device, arena, region, shape, cuda::stream(stream))?;
-            Ok(Self { mirror: Mutex::new(mirror), pool })
+            let mirror = TableMirror::new(device, arena.clone(), region, shape, cuda::stream(stream))?;
+            Ok(Self { mirror: Mutex::new(mirror), pool, arena, region })
         })
+    }
+
+    /// The table, int32 [rows, columns], whose writers are on the raw stream `stream`; its address stays.
+    fn tensor(&self, stream: Int) -> PyResult<DeviceArray> {
+        let home = cuda::stream(stream.usize("stream")?);
+        let config = self.pool.config();
+        let shape = vec![config.max_seqs as usize, config.row_pages as usize];
+        Ok(DeviceArray::new(self.arena.clone(), self.region.bytes(), "page table", (DType::I32, shape), home))
     }
 
     /// Store what changed since the last upload. `permutes`: rows that a round in flight permutes itself. Returns

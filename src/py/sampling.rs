@@ -128,6 +128,24 @@ pub(super) struct Accepts(pub(super) round::Accepts);
 
 #[pymethods]
 impl Accepts {
+    /// Accepted paths from the arrays of a device, on the host: int32 `offsets` [B + 1], int32 `paths` and `tokens` of at
+    /// least as many entries; what lies behind the last is not read. No request of them has an error.
+    #[staticmethod]
+    fn from_arrays(
+        py: Python<'_>,
+        offsets: &Bound<'_, PyAny>,
+        paths: &Bound<'_, PyAny>,
+        tokens: &Bound<'_, PyAny>,
+    ) -> PyResult<Self> {
+        let line = |tensor: &Bound<'_, PyAny>, name| -> PyResult<Vec<i32>> {
+            let tensor = Tensor::import(tensor, name, None)?;
+            let [n] = tensor.dims("shape [n]")?;
+            Ok(tensor.input::<i32>(&[n])?.to_vec())
+        };
+        let (offsets, paths, tokens) = (line(offsets, "offsets")?, line(paths, "paths")?, line(tokens, "tokens")?);
+        detached(py, || round::Accepts::from_arrays(&offsets, &paths, &tokens)).map(Self)
+    }
+
     /// Accepted nodes of each request, the root (0) first.
     #[getter]
     fn paths(&self) -> Vec<Vec<u32>> {

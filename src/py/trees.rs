@@ -29,6 +29,30 @@ impl TreeBatch {
         detached(py, || round::TreeBatch::from_parents(&parents, &tokens)).map(Self)
     }
 
+    /// Trees from the arrays of a device, on the host: int32 `offsets` [B + 1], int32 `tokens` and `parents` and float32
+    /// `scores` of at least as many nodes; what lies behind the last is not read.
+    #[staticmethod]
+    fn from_arrays(
+        py: Python<'_>,
+        offsets: &Bound<'_, PyAny>,
+        tokens: &Bound<'_, PyAny>,
+        parents: &Bound<'_, PyAny>,
+        scores: &Bound<'_, PyAny>,
+    ) -> PyResult<Self> {
+        let line = |tensor: &Bound<'_, PyAny>, name| Tensor::import(tensor, name, None);
+        let [offsets, tokens, parents] =
+            [line(offsets, "offsets")?, line(tokens, "tree tokens")?, line(parents, "tree parents")?];
+        let scores = line(scores, "tree scores")?;
+        let i32s = |t: &Tensor| -> Result<Vec<i32>> {
+            let [n] = t.dims("shape [n]")?;
+            Ok(t.input::<i32>(&[n])?.to_vec())
+        };
+        let (offsets, tokens, parents) = (i32s(&offsets)?, i32s(&tokens)?, i32s(&parents)?);
+        let [n] = scores.dims("shape [n]")?;
+        let scores = scores.input::<f32>(&[n])?;
+        detached(py, || round::TreeBatch::from_arrays(&offsets, &tokens, &parents, scores)).map(Self)
+    }
+
     /// Nodes of each tree.
     #[getter]
     fn sizes(&self) -> Vec<u32> {

@@ -1,6 +1,7 @@
 //! The result of verification.
 
-use crate::error::Error;
+use super::tree_batch::ranges;
+use crate::error::{Error, Result, in_range};
 
 /// The accepted path of each request's tree, and the tokens that it emits.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -18,6 +19,27 @@ pub struct Accepts {
 pub(crate) const NO_TOKEN: i32 = -1;
 
 impl Accepts {
+    /// Accepted paths as a device holds them, without faults: `offsets` `[B + 1]`, nodes and tokens at least as many as its
+    /// last entry; what lies behind that is not read.
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`] for offsets that are none or leave an array; [`Error::OutOfRange`] for a path that is empty or
+    /// does not begin at its root, and for a negative token.
+    pub fn from_arrays(offsets: &[i32], paths: &[i32], tokens: &[i32]) -> Result<Self> {
+        let mut accepts = Self::default();
+        for range in ranges(offsets, paths.len().min(tokens.len()))? {
+            let (path, tokens) = (&paths[range.clone()], &tokens[range]);
+            in_range("accepted nodes", path.len() as u64, 1, i128::from(i32::MAX))?;
+            in_range("first node of a path", path[0], 0, 0)?;
+            for (&node, &token) in path.iter().zip(tokens) {
+                in_range("accepted node", node, 0, i128::from(i32::MAX))?;
+                in_range("accepted token", token, 0, i128::from(i32::MAX))?;
+            }
+            accepts.push(&path.iter().map(|&n| n as u32).collect::<Vec<_>>(), tokens);
+        }
+        Ok(accepts)
+    }
+
     /// Requests.
     pub fn len(&self) -> usize {
         self.offsets.len().saturating_sub(1)
@@ -73,5 +95,27 @@ impl Accepts {
     pub(crate) fn add_faults(&mut self, faults: impl Iterator<Item = (usize, Error)>) {
         self.faults.extend(faults);
         self.faults.sort_unstable_by_key(|&(request, _)| request);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn arrays_of_a_device_are_paths_with_tokens() {
+        let accepts = Accepts::from_arrays(&[0, 3, 4], &[0, 2, 5, 0, 9], &[7, 8, 9, 1, -3]).unwrap();
+        assert_eq!((accepts.len(), accepts.path(0), accepts.tokens(0)), (2, &[0, 2, 5][..], &[7, 8, 9][..]));
+        assert_eq!((accepts.path(1), accepts.tokens(1), accepts.fault(1)), (&[0][..], &[1][..], None));
+        assert!(Accepts::from_arrays(&[0], &[], &[]).unwrap().is_empty());
+        for (offsets, paths, tokens) in [
+            (&[0, 0][..], [0, 1], [5, 5]), // no path
+            (&[0, 3], [0, 1], [5, 5]),
+            (&[0, 2], [1, 2], [5, 5]),
+            (&[0, 2], [0, -1], [5, 5]),
+            (&[0, 2], [0, 1], [5, -1]),
+        ] {
+            assert!(Accepts::from_arrays(offsets, &paths, &tokens).is_err(), "{offsets:?} {paths:?} {tokens:?}");
+        }
     }
 }

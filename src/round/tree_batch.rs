@@ -59,6 +59,19 @@ impl TreeBatch {
         Ok(batch)
     }
 
+    /// Trees as a device holds them: nodes behind one another, `offsets` `[B + 1]`, the other arrays at least as long as
+    /// its last entry; what lies behind that is not read.
+    ///
+    /// # Errors
+    /// Those of [`TreeBatch::from_parents`]; [`Error::Mismatch`] for offsets that are none or leave an array.
+    pub fn from_arrays(offsets: &[i32], tokens: &[i32], parents: &[i32], scores: &[f32]) -> Result<Self> {
+        let ranges = ranges(offsets, tokens.len().min(parents.len()).min(scores.len()))?;
+        let each = |array: &[i32]| ranges.iter().map(|r| array[r.clone()].to_vec()).collect::<Vec<_>>();
+        let mut batch = Self::from_parents(&each(parents), &each(tokens))?;
+        batch.scores.copy_from_slice(&scores[..batch.tokens.len()]);
+        Ok(batch)
+    }
+
     /// Empty the batch; keeps the buffers.
     pub(crate) fn clear(&mut self) {
         self.tokens.clear();
@@ -159,5 +172,38 @@ impl TreeBatch {
             Some(&[start, end]) => start as usize..end as usize,
             _ => 0..0,
         }
+    }
+}
+
+/// The parts of an array of `len` entries that offsets divide it into, from its first entry on.
+pub(super) fn ranges(offsets: &[i32], len: usize) -> Result<Vec<std::ops::Range<usize>>> {
+    let part = |w: &[i32]| Some(usize::try_from(w[0]).ok()?..usize::try_from(w[1]).ok().filter(|_| w[0] <= w[1])?);
+    let ranges: Option<Vec<_>> = offsets.windows(2).map(part).collect();
+    let whole =
+        |r: &Vec<std::ops::Range<usize>>| offsets.first() == Some(&0) && r.last().is_none_or(|last| last.end <= len);
+    ranges.filter(whole).ok_or_else(|| Error::Mismatch {
+        operand: "offsets",
+        got: format!("{offsets:?}"),
+        want: format!("0, then ascending numbers up to {len}"),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn arrays_of_a_device_are_the_trees_that_parents_give() {
+        let made = TreeBatch::from_parents(&[vec![-1, 0, 0, 2], vec![-1]], &[vec![9, 1, 2, 3], vec![4]]).unwrap();
+        let (tokens, parents) = ([9, 1, 2, 3, 4, 77, -5], [-1, 0, 0, 2, -1, 0, 0]);
+        let scores = [0., -0.5, -1., -1.25, 0., 3., 3.];
+        let got = TreeBatch::from_arrays(&[0, 4, 5], &tokens, &parents, &scores).unwrap();
+        assert_eq!(got, TreeBatch { scores: scores[..5].to_vec(), ..made });
+        assert!(TreeBatch::from_arrays(&[0], &tokens, &parents, &scores).unwrap().is_empty());
+        for offsets in [&[][..], &[1, 4], &[0, 4, 3], &[0, 8], &[0, -1], &[-1, 2]] {
+            let error = TreeBatch::from_arrays(offsets, &tokens, &parents, &scores).unwrap_err();
+            assert!(matches!(error, Error::Mismatch { operand: "offsets", .. }), "{offsets:?}: {error:?}");
+        }
+        assert!(TreeBatch::from_arrays(&[0, 4, 7], &tokens, &parents, &scores).is_err(), "a tree without root");
     }
 }

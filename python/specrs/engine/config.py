@@ -5,13 +5,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from specrs import backends
 from specrs._specrs import ConfigError, Geometry, TreeShape
 from specrs.backends.base import DraftAttention, KvDtype, Layout
 from specrs.models.placement import Placement
 
+AUTO_GPU_TREE = TreeShape(4, 6, 32)  # on a GPU, where up to some 64 rows cost little more than one
 AUTO_TREE = TreeShape(1, 8, 9)  # what the cost model picks from: chains of up to 8 tokens
 _INTEGERS = ("max_batch", "max_context_len", "page_size", "num_pages", "prefill_chunk")
 _MOST_REQUESTS = 1024  # of a pass on a GPU
@@ -39,6 +40,8 @@ class EngineConfig:
         prefill_chunk: most prompt tokens of one step.
         kv_dtype: element type of the KV caches; ``None`` is float32 on the CPU, and on a GPU the model's own 16 bits.
         device: ``"cpu"`` (also ``None``), ``"cuda"`` or ``"cuda:N"``.
+        graphs: on a GPU, ``"round"`` replays the launches of a round as one CUDA graph, made for each size of batch;
+            ``"off"`` launches them one by one. Bits are the same.
     """
 
     max_batch: int = 8
@@ -53,6 +56,7 @@ class EngineConfig:
     prefill_chunk: int = 512
     kv_dtype: KvDtype | None = None
     device: str | None = None
+    graphs: Literal["off", "round"] = "round"
 
     def __post_init__(self) -> None:
         """Refuse what is not of its field's type, before a model is read."""
@@ -60,6 +64,8 @@ class EngineConfig:
             object.__setattr__(self, name, self._integer(name))
         if not isinstance(self.prefix_cache, bool):
             raise ConfigError(f"prefix_cache = {self.prefix_cache!r}: must be a bool")
+        if self.graphs not in ("off", "round"):
+            raise ConfigError(f"graphs = {self.graphs!r}: must be 'off' or 'round'")
         if self.max_context_len is not None and self.max_context_len < 2:
             raise ConfigError(f"max_context_len = {self.max_context_len}: must be at least 2, a prompt and a token")
         object.__setattr__(self, "tree", tree_shape(self.tree))
@@ -101,7 +107,9 @@ class EngineConfig:
     @property
     def shape(self) -> TreeShape:
         """The tree, or the largest that the cost model picks."""
-        return self.tree if isinstance(self.tree, TreeShape) else AUTO_TREE
+        if isinstance(self.tree, TreeShape):
+            return self.tree
+        return AUTO_TREE if self.device in (None, "cpu") else AUTO_GPU_TREE
 
     @property
     def backend(self) -> backends.AttentionBackend:

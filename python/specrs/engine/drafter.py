@@ -86,6 +86,9 @@ class Drafter:
     def draft(self, batch: Batch, drafting: Sequence[bool], speculation: GivenTree) -> Drafted:
         """Draft trees for those that are ``drafting``, whose draft KV is up to date; roots for the others."""
         depths = [r.max_depth if d and r.followed else 0 for r, d in zip(batch, drafting, strict=True)]
+        if speculation.given and not self._observers:
+            cap = speculation.cap(batch, drafting)
+            return self._executor.draft(batch, [min(n, cap) for n in depths], None, speculation.timed)
         limit = speculation.limit(batch, drafting)
 
         def deepen(beams: DraftBeams, depths: Sequence[int], levels: int) -> bool:

@@ -19,9 +19,8 @@ from specrs._specrs import Accepts, DraftBeams, Lease, Moves, NonFiniteError, Pl
 from specrs._specrs import Sequence as KvSequence
 from specrs.engine.batch import Batch
 from specrs.engine.pages import Pages
-from specrs.engine.policy import TreePolicy
 from specrs.engine.request import Request
-from specrs.engine.speculation import PassKind
+from specrs.engine.speculation import AdaptiveTree, PassKind
 from specrs.models import Placement
 from specrs.models.features import Features
 
@@ -113,8 +112,9 @@ class DraftExecutor(Protocol):
     def look_back(self, entries: Entries) -> tuple[object, int] | NonFiniteError:
         """`extend` for one request, and how many of its tokens the head would have chosen at the positions before."""
 
-    def draft(self, batch: Batch, depths: Sequence[int], deepen: Deepen, clock: Clock) -> Drafted:
-        """Draft a tree for each request of the batch, up to its depth; roots for those with depth 0 or no root."""
+    def draft(self, batch: Batch, depths: Sequence[int], deepen: Deepen | None, clock: Clock) -> Drafted:
+        """Draft a tree for each request of the batch, up to its depth; roots for those with depth 0 or no root.
+        Without ``deepen`` every step is taken that a depth needs, and nobody looks on between them."""
 
 
 class Executor(Protocol):
@@ -132,8 +132,8 @@ class Executor(Protocol):
     def drafts(self) -> DraftExecutor | None:
         """The head's passes; ``None`` without a head."""
 
-    def calibrated(self, pages: Pages) -> TreePolicy:
-        """A policy by what passes take on this device, of an engine with a head."""
+    def speculation(self, pages: Pages) -> AdaptiveTree:
+        """Picks trees by what passes take on this device, of an engine with a head; measures them."""
 
     def copy(self, moves: Moves) -> None:
         """Copy KV from slot to slot, in every cache."""

@@ -21,8 +21,8 @@ from specrs.engine.calibration import calibrated
 from specrs.engine.config import EngineConfig
 from specrs.engine.executor import Clock, Deepen, Drafted, Entries, Verified
 from specrs.engine.pages import Pages
-from specrs.engine.policy import TreePolicy
 from specrs.engine.request import Request
+from specrs.engine.speculation import AdaptiveTree
 from specrs.models.eagle3 import Eagle3Head
 from specrs.models.features import FeatureRows, Features, gather
 from specrs.models.llama import LlamaModel
@@ -98,12 +98,16 @@ class HostExecutor:
         self.cache = target.new_cache(pool.num_pages, pool.page_size, dtype)
         self.drafts: HostDrafts | None = None
         if head is not None:
-            cache = head.new_cache(pool.num_pages, pool.page_size, dtype)
-            self.drafts = HostDrafts(head, cache, self.planner, config, target.config.vocab_size)
+            self.drafts = self._drafts(head, head.new_cache(pool.num_pages, pool.page_size, dtype), config)
 
-    def calibrated(self, pages: Pages) -> TreePolicy:
+    def _drafts(self, head: Eagle3Head, cache: KvMemory, config: EngineConfig) -> HostDrafts:
+        """The head's passes."""
+        return HostDrafts(head, cache, self.planner, config, self.target.config.vocab_size)
+
+    def speculation(self, pages: Pages) -> AdaptiveTree:
         assert self.drafts is not None
-        return calibrated(self.target, self.cache, self.drafts.head, self.drafts.cache, self.planner, pages)
+        policy = calibrated(self.target, self.cache, self.drafts.head, self.drafts.cache, self.planner, pages)
+        return AdaptiveTree(policy, self.planner.geometry.shape.topk)
 
     def copy(self, moves: core.Moves) -> None:
         move = self.target.ops.dense.kv_move
@@ -122,12 +126,12 @@ class HostExecutor:
         drawn = [_draw(batch.requests[i], logits[j]) for j, i in enumerate(drawing)]
         return HostPrefilled(aux, [end - n for end, n in zip(ends, counts, strict=True)], drawn)
 
-    def decode(self, batch: Batch, follow: bool, clock: Clock) -> HostVerified:
+    def decode(self, batch: Batch, follow: bool, clock: Clock) -> Verified:
         trees = core.TreeBatch.from_parents([[-1]] * len(batch), [[r.tokens[-1]] for r in batch])
         plan = self.planner.decode(batch.seqs, batch.lens)
         return self._verify(batch, trees, plan, range(len(batch)), follow, clock)
 
-    def verify(self, batch: Batch, drafted: Drafted, follow: bool, clock: Clock) -> HostVerified:
+    def verify(self, batch: Batch, drafted: Drafted, follow: bool, clock: Clock) -> Verified:
         trees = drafted.trees
         plan = self.planner.verify(batch.seqs, batch.lens, trees)
         return self._verify(batch, trees, plan, list(accumulate(trees.sizes, initial=0)), follow, clock)
@@ -192,33 +196,33 @@ class HostDrafts:
         written = self.head.write(*self._inputs(entries), self.cache)
         if math.isfinite(written.sum().item()):
             return [None] * len(entries.counts)
-        return [_non_finite("draft KV", part.flatten()) for part in torch.split(written, entries.counts)]
+        return [non_finite("draft KV", part.flatten()) for part in torch.split(written, entries.counts)]
 
-    def extend(self, entries: Entries, clock: Clock) -> list[Root | core.NonFiniteError]:
+    def extend(self, entries: Entries, clock: Clock) -> Sequence[object]:
         self._keep_lent()
         inputs = self._inputs(entries)
         rows = torch.tensor([end - 1 for end in accumulate(entries.counts)])
         logits, hidden = clock("draft_extend", len(inputs[0]), self._extend, *inputs, rows)
         # Hidden states attend to all draft KV before them: a sound one shows that all of that is sound.
         sound = math.isfinite(hidden.sum().item())
-        found = []
+        found: list[object] = []
         for i, r in enumerate(entries.requests):
-            error = None if sound else _non_finite("draft hidden state", hidden[i])
+            error = None if sound else non_finite("draft hidden state", hidden[i])
             found.append(self._lend(r, logits[i], hidden[i]) if error is None else error)
         return found
 
-    def look_back(self, entries: Entries) -> tuple[Root, int] | core.NonFiniteError:
+    def look_back(self, entries: Entries) -> tuple[object, int] | core.NonFiniteError:
         self._keep_lent()
         inputs, [request] = self._inputs(entries), entries.requests
         logits, hidden = self._extend(*inputs)
-        if (error := _non_finite("draft hidden state", hidden.flatten())) is not None:
+        if (error := non_finite("draft hidden state", hidden.flatten())) is not None:
             return error
         choices = self.head.target_ids[logits[:-1].argmax(1)]
         return self._lend(request, logits[-1], hidden[-1]), int((choices == inputs[0][1:]).sum())
 
-    def draft(self, batch: Batch, depths: Sequence[int], deepen: Deepen, clock: Clock) -> HostDrafted:
+    def draft(self, batch: Batch, depths: Sequence[int], deepen: Deepen | None, clock: Clock) -> Drafted:
         beams, shape = self.beams, self._geometry.shape
-        roots = [r.root if isinstance(r.root, Root) else self._no_root for r in batch]
+        roots = [self._root(r) for r in batch]
         beams.start(_stack([root.logits for root in roots]))
         hidden = _stack([root.hidden for root in roots])
         # Their hidden states were sound, and so is their draft KV.
@@ -229,7 +233,7 @@ class HostDrafts:
             # Whole pages bring the prefix's tail along before a branch.
             self.head.dense.kv_move(self.cache, self._planner.tail_copies(batch.seqs, batch.lens))
         steps = 0
-        while steps < min(shape.steps, max(depths)) - 1 and deepen(beams, depths, steps + 1):
+        while steps < min(shape.steps, max(depths)) - 1 and (deepen is None or deepen(beams, depths, steps + 1)):
             plan = self._planner.draft(batch.seqs, batch.lens, steps, beams, self._mode)
             tokens = from_dlpack(beams.tokens)
             # The only beam of a request continues itself.
@@ -257,10 +261,13 @@ class HostDrafts:
         plan = self._planner.extend(entries.seqs, entries.starts, entries.counts)
         return tokens, gather(p for r, _, n in each for p in r.oldest(n)), plan
 
-    def _lend(self, request: Request, logits: torch.Tensor, hidden: torch.Tensor) -> Root:
+    def _lend(self, request: Request, logits: torch.Tensor, hidden: torch.Tensor) -> object:
         root = Root(logits, hidden)
         self._lent.append((request, root))
         return root
+
+    def _root(self, request: Request) -> Root:
+        return request.root if isinstance(request.root, Root) else self._no_root
 
     def _keep_lent(self) -> None:
         """Before a pass of the head: it overwrites what it has lent."""
@@ -282,7 +289,7 @@ def _draw(request: Request, logits: torch.Tensor) -> tuple[list[int], core.NonFi
         return [], error
 
 
-def _non_finite(what: str, row: torch.Tensor) -> core.NonFiniteError | None:
+def non_finite(what: str, row: torch.Tensor) -> core.NonFiniteError | None:
     """The error of a row that holds NaN or an infinity."""
     bad = (~row.isfinite()).nonzero()
     if not len(bad):

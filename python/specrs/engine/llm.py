@@ -16,6 +16,7 @@ from specrs._specrs import Accepts, ConfigError, Pool, PoolExhaustedError, TreeB
 from specrs.capsule.file import save
 from specrs.capsule.recorder import RoundRecorder
 from specrs.engine.config import EngineConfig
+from specrs.engine.cuda import CudaExecutor
 from specrs.engine.errors import EngineBusyError, EngineClosedError
 from specrs.engine.host import HostExecutor
 from specrs.engine.observer import RoundObserver, Watching
@@ -116,7 +117,8 @@ class LLM:
         self.vocab_size: int = target.config.vocab_size
         self.eos_ids = frozenset(target.config.eos_token_ids)
         pool = Pool(pages, config.page_size, config.max_batch, geometry.row_pages)
-        runner = Runner(HostExecutor(target, head, self.config, geometry, pool), pool, self.config, geometry)
+        executor = (HostExecutor if place is HOST else CudaExecutor)(target, head, self.config, geometry, pool)
+        runner = Runner(executor, pool, self.config, geometry)
         self._parts: tuple[Runner, Scheduler] | None = (runner, Scheduler(runner))  # None: closed
         draft = None if head is None else str(draft)
         self._name = f"model={str(model)!r}, draft={draft!r}, device={str(ops.placement.device)!r}"

@@ -18,7 +18,7 @@ from specrs.engine.executor import Executor, Verified
 from specrs.engine.observer import RoundObserver
 from specrs.engine.pages import Pages
 from specrs.engine.request import Request
-from specrs.engine.speculation import AdaptiveTree, GivenTree
+from specrs.engine.speculation import GivenTree
 
 
 class Runner:
@@ -35,7 +35,7 @@ class Runner:
     def __init__(self, executor: Executor, pool: core.Pool, config: EngineConfig, geometry: core.Geometry) -> None:
         self.executor, self.config, self.geometry = executor, config, geometry
         self.observers: list[RoundObserver] = []
-        self.speculation = GivenTree()
+        self.speculation: GivenTree = GivenTree()
         drafts = executor.drafts
         self.drafter = None if drafts is None else Drafter(drafts, self.observers)
         self.pages = Pages(pool, config, geometry, executor.copy, drafts is not None)
@@ -43,7 +43,7 @@ class Runner:
     def calibrate(self) -> None:
         """Measure the passes for the cost model, where it decides (some hundred milliseconds at worst)."""
         if self.drafter is not None and self.config.adaptive:
-            self.speculation = AdaptiveTree(self.executor.calibrated(self.pages), self.geometry.shape.topk)
+            self.speculation = self.executor.speculation(self.pages)
 
     def release(self, request: Request) -> None:
         """Take back the request's pages and what it may lose to drafts."""

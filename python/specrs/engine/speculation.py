@@ -6,6 +6,7 @@ The runner asks, and tells what came of it. Nothing decided here can change a to
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Literal, ParamSpec, Protocol, TypeVar
@@ -37,7 +38,13 @@ class LooksBack(Protocol):
 
 
 class GivenTree:
-    """Every request that the head follows drafts, and every node is verified."""
+    """Every request that the head follows drafts, and every node is verified.
+
+    Attributes:
+        given: whether depth and size of trees are known before a round, so that nobody asks during it.
+    """
+
+    given = True
 
     def follows(self, request: Request) -> bool:
         """Whether the head follows a request that was just admitted."""
@@ -46,6 +53,10 @@ class GivenTree:
     def drafting(self, batch: Batch, drafter: LooksBack) -> list[bool]:
         """Which requests' next round drafts."""
         return [r.followed for r in batch]
+
+    def cap(self, batch: Batch, drafting: Sequence[bool]) -> int:
+        """Levels that the round drafts at most, where trees are `given`."""
+        return sys.maxsize
 
     def limit(self, batch: Batch, drafting: Sequence[bool]) -> float:
         """Seconds that the round may take."""
@@ -78,6 +89,8 @@ class GivenTree:
 
 class AdaptiveTree(GivenTree):
     """What `TreePolicy` makes of measured passes and of each request's account."""
+
+    given = False
 
     def __init__(self, policy: TreePolicy, topk: int) -> None:
         self.policy = policy

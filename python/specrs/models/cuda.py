@@ -9,9 +9,10 @@ What a kernel skips because an index is out of bounds is raised where the host w
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +86,16 @@ def _why_not(sizes: ModelConfig) -> str | None:
 
 
 class _Memory:
-    """Scratch tensors by name, grown as needed and kept."""
+    """Scratch tensors by name, grown as needed and kept.
+
+    Attributes:
+        moves: how often a block gave way to a larger one: what was captured with the smaller one must not run again.
+    """
 
     def __init__(self, cuda: torch.device) -> None:
         self._cuda = cuda
         self._kept: dict[str, torch.Tensor] = {}
+        self.moves = 0
 
     def __call__(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
         key, count = f"{name} {dtype}", rows * columns
@@ -97,6 +103,7 @@ class _Memory:
         if memory is None or memory.numel() < count:
             # A block that is let go of is too small for the next: in steps, so that few are.
             memory = self._kept[key] = torch.empty(count + count // 2, dtype=dtype, device=self._cuda)
+            self.moves += 1
         return memory[:count].view(rows, columns)
 
 
@@ -145,7 +152,7 @@ class CudaDense:
     def rope_write(
         self, kv: KvMemory, layer: int, plan: Plan, qkv: torch.Tensor, rope: Any, heads: Heads
     ) -> torch.Tensor:
-        return self.rotated(kv, layer, DevicePlan(self, plan), qkv, rope, heads)
+        return self.rotated(kv, layer, DevicePlan.of(self, plan, kv.page_size), qkv, rope, heads)
 
     def rotated(
         self, kv: KvMemory, layer: int, plan: DevicePlan, qkv: torch.Tensor, rope: Any, heads: Heads
@@ -263,19 +270,35 @@ class _CudaLinear:
             self._product.launch(part.shape[0], part, to, space, stream)
 
 
+@dataclass(eq=False)
 class DevicePlan:
-    """A plan's arrays on the device, copied at once.
+    """A plan's arrays on the device.
 
     Attributes:
+        phase: of a round, as a `Plan` names it.
         positions, out_slots: int32 [Q].
         lens, starts: positions before a request's queries and its first query, int32 [B] and [B + 1].
-        table: pages of each request, int32 [B, columns].
+        table: pages of each request, int32 [rows, columns].
         mask: int64 [Q], or ``None`` of a causal plan.
+        rows: each request's row of the table, int32 [B]; ``None`` where they are in its order.
         most_queries: of one request.
-        most_keys: of one request, at most.
+        page_size: tokens of a page.
     """
 
-    def __init__(self, dense: CudaDense, plan: Plan, page_size: int = 1) -> None:
+    phase: str
+    positions: torch.Tensor
+    out_slots: torch.Tensor
+    lens: torch.Tensor
+    starts: torch.Tensor
+    table: torch.Tensor
+    mask: torch.Tensor | None
+    rows: torch.Tensor | None
+    most_queries: int
+    page_size: int
+
+    @classmethod
+    def of(cls, dense: CudaDense, plan: Plan, page_size: int) -> DevicePlan:
+        """A plan of the host, its arrays copied at once. Raises ConfigError for a mask of more than a word."""
         starts, mask = from_dlpack(plan.qo_indptr), from_dlpack(plan.mask)
         table, lens = from_dlpack(plan.page_table()), from_dlpack(plan.prefix_lens)
         if mask.shape[1] > 1:
@@ -284,29 +307,35 @@ class DevicePlan:
         words = mask.reshape(-1).view(torch.int32)  # first: their 8 bytes are aligned there
         buffer = dense.upload(torch.cat((words, *arrays)))
         parts = list(torch.split(buffer, [words.numel(), *(a.numel() for a in arrays)]))
-        self.mask = parts[0].view(torch.int64) if words.numel() else None
-        self.positions, self.out_slots, self.lens, self.starts = parts[1:5]
-        self.table = parts[5].view(table.shape)
-        self.batch = lens.numel()
-        self.most_queries = int(starts.diff().max()) if self.batch else 0
-        self.most_keys = table.shape[1] * page_size
-        self.phase = plan.phase
-        self._workspace: dict[tuple[int, int, int], int] = {}
+        masks = parts[0].view(torch.int64) if words.numel() else None
+        positions, out_slots, lens_there, starts_there = parts[1:5]
+        most = int(starts.diff().max()) if lens.numel() else 0
+        there = parts[5].view(table.shape)
+        return cls(plan.phase, positions, out_slots, lens_there, starts_there, there, masks, None, most, page_size)
+
+    @property
+    def queries(self) -> int:
+        """Q, dead ones of a bucket included."""
+        return self.positions.numel()
+
+    @functools.cached_property
+    def _workspaces(self) -> dict[tuple[int, int, int], int]:
+        return {}
 
     def workspace(self, ordinal: int, kv_heads: int, group: int, head_dim: int) -> int:
         """Bytes that attention wants for these heads, the same in all layers."""
         heads = (kv_heads, group, head_dim)
-        if heads not in self._workspace:
-            self._workspace[heads] = core._device_attention_workspace(
+        if heads not in self._workspaces:
+            self._workspaces[heads] = core._device_attention_workspace(
                 ordinal,
-                requests=self.batch,
+                requests=self.lens.numel(),
                 max_queries=self.most_queries,
                 kv_heads=kv_heads,
                 group=group,
                 head_dim=head_dim,
-                max_keys=self.most_keys,
+                max_keys=self.table.shape[1] * self.page_size,
             )
-        return self._workspace[heads]
+        return self._workspaces[heads]
 
 
 class CudaAttention:
@@ -349,7 +378,7 @@ class CudaAttention:
             out.view_as(q),
             table=at.table,
             page_size=kv.page_size,
-            rows=None,
+            rows=at.rows,
             lens=at.lens,
             starts=at.starts,
             mask=at.mask,
@@ -363,7 +392,9 @@ class CudaAttention:
     def write(self, kv: KvMemory, layer: int, plan: Plan, rows: torch.Tensor, rope: Any, heads: Heads) -> None:
         self._dense.rotated(kv, layer, self._on_device(plan, kv.page_size), rows, rope, replace(heads, count=0))
 
-    def _on_device(self, plan: Plan, page_size: int) -> DevicePlan:
+    def _on_device(self, plan: Plan | DevicePlan, page_size: int) -> DevicePlan:
+        if isinstance(plan, DevicePlan):
+            return plan
         if self._plan is None or self._plan[0] is not plan:
-            self._plan = plan, DevicePlan(self._dense, plan, page_size)
+            self._plan = plan, DevicePlan.of(self._dense, plan, page_size)
         return self._plan[1]

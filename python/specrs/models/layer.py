@@ -23,7 +23,12 @@ class Workspace:
     """Activations by name, [capacity, width] each, allocated once and cut to a call's row count.
 
     `rows(n)` returns the same views for the same n until the capacity grows, so that a warm call allocates nothing.
+
+    Attributes:
+        moves: how often any workspace grew: what was captured with its memory before must not run again.
     """
+
+    moves = 0
 
     def __init__(self, placement: Placement, **widths: int) -> None:
         self._placement, self._widths = placement, widths
@@ -40,6 +45,7 @@ class Workspace:
                 empty = self._placement.empty
                 self._memory = {name: empty(self._capacity, width) for name, width in self._widths.items()}
                 self._views.clear()
+                Workspace.moves += 1
             elif len(self._views) >= _MAX_ROW_COUNTS:
                 self._views.clear()
             views = {name: memory[:count] for name, memory in self._memory.items()}

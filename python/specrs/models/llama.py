@@ -86,6 +86,12 @@ class LlamaModel:
             shapes.update(layer_shapes(config, kind, prefix, h))
         return shapes
 
+    def reserve(self, rows: int, logit_rows: int) -> None:
+        """Memory for passes of so many rows, and of so many that logits are wanted of: memory that a graph was captured
+        with must not move."""
+        self._work.rows(rows)
+        self._logits.rows(logit_rows)
+
     def new_cache(self, num_pages: int, page_size: int, dtype: torch.dtype | None = None) -> KvMemory:
         """Memory for the KV of `num_pages` pages (page 0, the sink, included) of `page_size` tokens."""
         return new_cache(self.config, self.config.num_layers, num_pages, page_size, self.ops.placement, dtype)

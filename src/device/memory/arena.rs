@@ -70,6 +70,11 @@ impl<T> Region<T> {
         self.len
     }
 
+    /// The same region as bytes.
+    pub fn bytes(self) -> Region<u8> {
+        Region { plan: self.plan, index: self.index, len: self.len * size_of::<T>(), element: PhantomData }
+    }
+
     /// Whether there are no elements.
     pub fn is_empty(self) -> bool {
         self.len == 0

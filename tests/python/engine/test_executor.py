@@ -61,8 +61,8 @@ class Device:
     def drafts(self) -> Any:
         return None if self.host.drafts is None else DeviceDrafts(self.host.drafts, self.log)
 
-    def calibrated(self, pages: Any) -> Any:
-        return self.host.calibrated(pages)
+    def speculation(self, pages: Any) -> Any:
+        return self.host.speculation(pages)
 
     def copy(self, moves: core.Moves) -> None:
         self.host.copy(moves)

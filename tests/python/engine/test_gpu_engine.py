@@ -19,6 +19,7 @@ from modelzoo import Pair, write_eagle3, write_target
 from specrs import LLM, SamplingParams, SpecrsError, assets, device
 from specrs import _specrs as core
 from specrs.engine.batch import Batch
+from specrs.engine.cuda import LaunchedRound
 from specrs.models import Placement, load_target, torch_ops
 
 if not torch.cuda.is_available():
@@ -101,6 +102,9 @@ def recorded(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -
         def passed(batch: Batch, *args: Any) -> Any:
             nonlocal longest
             done = run(batch, *args)
+            if isinstance(done, LaunchedRound):
+                assert done.lanes is not None
+                last[:] = [done.lanes.logits[: done.starts[-1]].cpu()]
             for r, start, first, path in zip(batch, batch.lens, done.starts, done.accepts.paths, strict=False):
                 longest = max(longest, len(path) - 1)
                 for k, node in enumerate(path):
@@ -146,11 +150,12 @@ def check(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], want
 def test_every_tree_page_and_chunk_gives_the_bits_of_plain_decoding(pair: Pair, sampled: bool) -> None:
     prompts, params = requests(1, sampled)
     want, longest = plain(pair, prompts, params), 0
-    for tree, page, batch, chunk in zip(
-        TREES, itertools.cycle([1, 4, 16, 64]), itertools.cycle([5, 1, 3]), itertools.cycle([7, 512, 32, 1])
-    ):
+    for tree, page, batch, chunk, graphs in zip(
+        TREES, itertools.cycle([1, 4, 16, 64]), itertools.cycle([5, 1, 3]), itertools.cycle([7, 512, 32, 1]),
+        itertools.cycle(["round", "round", "off"]),
+    ):  # fmt: skip
         with LLM(pair.target, pair.draft, device="cuda", tree=tree, page_size=page, max_batch=batch,
-                 prefill_chunk=chunk) as llm:  # fmt: skip
+                 prefill_chunk=chunk, graphs=graphs) as llm:  # fmt: skip
             longest = max(longest, check(llm, prompts, params, want))
     assert longest >= 3, "trees must have been accepted for this to mean anything"
 
@@ -165,6 +170,29 @@ def test_long_contexts_give_the_bits_of_plain_decoding(pair: Pair) -> None:
         with LLM(pair.target, pair.draft, device="cuda", tree=tree, page_size=page, max_batch=3,
                  prefill_chunk=chunk) as llm:  # fmt: skip
             check(llm, prompts, params, want)
+
+
+def test_up_to_the_wall_of_the_context(pair: Pair) -> None:
+    """Draft steps run past it, for requests that are closer to it than others."""
+    prompts = [[i % 8] * n for i, n in enumerate((40, 57, 61, 62))]
+    params = [SamplingParams(max_tokens=99, temperature=0.0)] * 4
+    want = plain(pair, prompts, params, max_context_len=64)
+    for tree, page in (((4, 4, 16), 1), ((3, 6, 20), 4), ((1, 6, 7), 16)):
+        with LLM(pair.target, pair.draft, device="cuda", tree=tree, page_size=page, max_batch=3,
+                 max_context_len=64) as llm:  # fmt: skip
+            check(llm, prompts, params, want)
+
+
+def test_rounds_that_somebody_looks_at_decide_the_same(pair: Pair) -> None:
+    """The host plans and decides those, step by step."""
+    prompts, params = requests(6, True)
+    with LLM(pair.target, pair.draft, device="cuda", tree=(3, 4, 12), page_size=4) as llm:
+        seen: list[Any] = []
+        want = [o.token_ids for o in llm.generate(prompts, params)]
+        with llm.watching(lambda trees, accepts: seen.append((trees.sizes, accepts.paths))):
+            assert [o.token_ids for o in llm.generate(prompts, params)] == want
+        assert any(max(sizes) > 1 for sizes, _ in seen)
+        assert [o.token_ids for o in llm.generate(prompts, params)] == want
 
 
 def test_prefix_cache_and_preemption_change_no_bit(pair: Pair) -> None:
@@ -214,7 +242,7 @@ def test_the_model_in_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(max_tokens=48, temperature=0.0)
     with LLM(device="cuda", speculative=False, max_batch=1) as llm:
         want = [llm.generate([p], params)[0].token_ids for p in prompts]
-    for options in ({}, {"tree": (4, 4, 16), "page_size": 4}, {"tree": (8, 6, 64)}):
+    for options in ({}, {"tree": (4, 4, 16), "page_size": 4}, {"tree": (8, 6, 64)}, {"tree": (1, 5, 6)}):
         with LLM(device="cuda", max_batch=6, **options) as llm:
             outputs = llm.generate(prompts, params)
         assert [o.token_ids for o in outputs] == want

@@ -1,0 +1,78 @@
+"""Trees that are decided before a round, for executors that launch its passes together.
+
+Nobody sees a round's scores before it has ended, so depth goes by how deep drafts have been accepted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
+
+from specrs._specrs import TreeBatch, TreeShape
+from specrs.engine.batch import Batch, Passed
+from specrs.engine.policy import Kind, TreePolicy
+from specrs.engine.speculation import AdaptiveTree, PassKind
+
+_KEEP = 0.6  # of drafts accepted so far, how many are taken to be accepted a level deeper, before any was tried
+_LEARN = 0.05
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def most_nodes(shape: TreeShape, levels: int) -> int:
+    """Nodes of a request's tree of so many levels of drafts at most, root included."""
+    k = shape.topk
+    return min(shape.draft_tokens, 1 + k + (levels - 1) * k * k) if levels else 1
+
+
+class AheadTree(AdaptiveTree):
+    """Gates as `AdaptiveTree` does; a batch drafts as deep as the yield of each level so far pays."""
+
+    given = True
+
+    def __init__(self, policy: TreePolicy, shape: TreeShape) -> None:
+        super().__init__(policy, shape.topk)
+        self._shape = shape
+        self._keeps: dict[int, list[float]] = {}  # by kind: of each level, the share that is accepted if its parent is
+        self._levels = 0
+
+    def cap(self, batch: Batch, drafting: Sequence[bool]) -> int:
+        kinds = [self._gate(r).kind for r, d in zip(batch, drafting, strict=True) if d]
+        costs, limit = self.policy.costs, self.limit(batch, drafting)
+        shape, size = self._shape, len(batch)
+        best, best_rate, expected = 1, 0.0, float(size)
+        reached = [1.0] * len(kinds)
+        for levels in range(1, shape.steps + 1):
+            reached = [p * self._keep(kind)[levels - 1] for p, kind in zip(reached, kinds, strict=True)]
+            expected += sum(reached)
+            seconds = costs.drafting(size, size * shape.topk, levels - 1)
+            seconds += costs.target.at(size * most_nodes(shape, levels))
+            if levels > 1 and seconds > limit:
+                break
+            if expected / seconds > best_rate:
+                best, best_rate = levels, expected / seconds
+        self._levels = best
+        return best
+
+    def _keep(self, kind: Kind) -> list[float]:
+        return self._keeps.setdefault(id(kind), [_KEEP] * self._shape.steps)
+
+    def timed(self, kind: PassKind, rows: int, run: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return run(*args, **kwargs)  # how long a launch takes says nothing of its pass
+
+    def begin(self, speculative: bool) -> None:
+        self._started = time.perf_counter()
+
+    def _observe_overhead(self, kind: int) -> None:
+        """What surrounds a round's passes is part of the measured rounds."""
+
+    def spec_round(self, passed: Sequence[Passed], trees: TreeBatch, drafting: Sequence[bool], steps: int) -> None:
+        super().spec_round(passed, trees, drafting, steps)
+        for p, drafts in zip(passed, drafting, strict=True):
+            accepted = len(p.tokens) - 1
+            if drafts and p.request.error is None:
+                keep = self._keep(self._gate(p.request).kind)
+                for level in range(min(self._levels, accepted + 1)):
+                    keep[level] += _LEARN * ((accepted > level) - keep[level])

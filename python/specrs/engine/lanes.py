@@ -1,0 +1,444 @@
+"""A round on a GPU, from the roots' logits to the head's pass over what was accepted, launched at once.
+
+    select, (plan, head, select) ..., build trees | plan, target, accept, commit | plan, head
+
+Lengths, beams, trees and accepted paths stay on the device: kernels read them there, and the host waits once, for the
+tokens. All memory of a bucket of requests is declared in one arena; a lane is a request's place in it. Lanes behind the
+live ones are dead: the kernels write their dead values into them.
+
+The same launches run as they are or from a CUDA graph of them; bits do not depend on which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, cast
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from specrs import _specrs as core
+from specrs import device
+from specrs._specrs import Geometry, Plan, TreeShape
+from specrs.engine.ahead import most_nodes
+from specrs.engine.config import EngineConfig
+from specrs.models.cuda import CudaDense, DevicePlan
+from specrs.models.eagle3 import Eagle3Head
+from specrs.models.features import FeatureRows
+from specrs.models.layer import Workspace
+from specrs.models.llama import LlamaModel
+from specrs.models.ops import KvMemory
+
+_FULL = 132  # rows of logits up to which all are looked at at once
+_LEAST_EDITS = 64
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a launch is made for: a graph each.
+
+    Attributes:
+        batch: lanes.
+        levels: of drafts, 0 for a round of roots alone.
+        follow: whether the target's features are kept.
+        edits: room for sampling's edits of tokens; ``None`` where all lanes are greedy and have none.
+    """
+
+    batch: int
+    levels: int
+    follow: bool
+    edits: int | None
+
+
+class Roots:
+    """The head's results for roots, a row for each row of the page table: where a round's drafts begin.
+
+    Two more rows: `nowhere` is written for dead lanes, `nothing` is read for lanes that do not draft, and stays 0.
+    """
+
+    def __init__(self, head: Eagle3Head, rows: int) -> None:
+        at = head.placement
+        self.nowhere, self.nothing = rows, rows + 1
+        self.logits = at.for_logits().empty(rows + 2, head.vocab_size).zero_()
+        self.hidden = at.empty(rows + 2, head.config.hidden_size).zero_()
+
+    def put(self, row: int, logits: torch.Tensor, hidden: torch.Tensor) -> None:
+        """Keep a root's logits and hidden state."""
+        self.logits[row].copy_(logits)
+        self.hidden[row].copy_(hidden)
+
+
+@dataclass(eq=False)
+class Models:
+    """What a round runs over: the target and its KV, the head and its own, and the pool's page table on the device."""
+
+    dense: CudaDense
+    target: LlamaModel
+    cache: KvMemory
+    head: Eagle3Head | None
+    draft_cache: KvMemory | None
+    roots: Roots | None
+    to_target: torch.Tensor | None  # int32: the target's token of each draft id
+    geometry: Geometry
+    config: EngineConfig
+    num_pages: int
+    table: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _Captured:
+    """A round's launches with the memory that they use, as it was then."""
+
+    graph: torch.cuda.CUDAGraph
+    epoch: tuple[int, int]
+    logits: torch.Tensor
+
+
+class _Fields:
+    """Arrays of int32 words behind one another in one array, which is copied at once. Names to first word and words."""
+
+    def __init__(self, **words: int) -> None:
+        ends = list(accumulate(words.values()))
+        self.places = {name: (end - n, n) for (name, n), end in zip(words.items(), ends, strict=True)}
+        self.words = ends[-1]
+
+    def of(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The arrays as views."""
+        return {name: memory[first : first + n] for name, (first, n) in self.places.items()}
+
+
+class Lanes:
+    """Memory and launches of a bucket of ``batch`` requests.
+
+    Attributes:
+        given: int32 arrays of the host that `launch` uploads, by name: rows, lens, roots (tokens), depths, nodes, live,
+            root_from, root_to, tree_offsets, sampling, edit_begins, edit_counts.
+        found: what the round found, on the host once `wait` has returned: offsets, paths, tokens, rows, roots,
+            new_lens, faults, sound, tree_offsets, tree_tokens, tree_parents, tree_scores.
+        features: of the target's pass, a row for each node; ``None`` without a head.
+        logits: of the last launch, a row for each node.
+    """
+
+    def __init__(self, models: Models, batch: int) -> None:
+        self.batch, self._m = batch, models
+        shape, g, cuda = models.geometry.shape, models.geometry, models.dense.placement.device
+        self._shape, self._cuda = shape, cuda
+        k, c, v = shape.topk, shape.candidates, shape.draft_tokens
+        path = self._path = shape.steps + 1
+        # 8-byte arrays first, so that they are aligned.
+        self._given = _Fields(
+            sampling=batch * 12, root_from=2 * batch, root_to=2 * batch, rows=batch, lens=batch, roots=batch,
+            depths=batch, nodes=batch, tree_offsets=batch + 1, edit_begins=batch, edit_counts=batch, live=1,
+        )  # fmt: skip
+        self._found = _Fields(
+            offsets=batch + 1, paths=batch * path, tokens=batch * path, rows=batch * path, roots=batch, new_lens=batch,
+            faults=batch, sound=batch, tree_offsets=batch + 1, tree_tokens=batch * v, tree_parents=batch * v,
+            tree_scores=batch * v,
+        )  # fmt: skip
+        regions: dict[str, tuple[str, list[int]]] = {
+            "given": ("int32", [self._given.words]),
+            "found": ("int32", [self._found.words]),
+            "versions": ("int64", [batch]),
+            "minus": ("int32", [batch]),
+            "last": ("int32", [batch]),
+        }
+        for name, queries, words in (("draft", batch * k, 1), ("verify", batch * v, 1), ("extend", batch * path, 0),
+                                     ("decode", batch, 0)):  # fmt: skip
+            regions |= {
+                f"{name} rows": ("int32", [batch]),
+                f"{name} versions": ("int64", [batch]),
+                f"{name} qo_indptr": ("int32", [batch + 1]),
+                f"{name} prefix_lens": ("int32", [batch]),
+                f"{name} positions": ("int32", [queries]),
+                f"{name} out_slots": ("int32", [queries]),
+            }
+            if words:
+                regions[f"{name} mask"] = "int64", [queries]
+        head = models.head
+        if head is not None:
+            regions |= {
+                "scores": ("float32", [batch * c]),
+                "candidate tokens": ("int32", [batch * c]),
+                "candidate parents": ("int32", [batch * c]),
+                "beams": ("int32", [batch * k]),
+                "beam tokens": ("int32", [batch * k]),
+                "beam parents": ("int32", [batch * k]),
+                "ancestors": ("int64", [batch * k]),
+                "select": ("int64", [core._device_draft_scratch(shape, batch, head.vocab_size, cuda.index)]),
+                "depths": ("int32", [batch * v]),
+                "next_child": ("int32", [batch * v]),
+                "next_sibling": ("int32", [batch * v]),
+            }
+        if g.page_size > 1 and k > 1:
+            moves = batch * path
+            regions |= {name: ("int32", [moves]) for name in ("move src", "move dst")}
+            regions["move offsets"] = ("int32", [batch + 1])
+        self._arena = core._DeviceArena(
+            cuda.index, [(name, dtype, cast(Any, size)) for name, (dtype, size) in regions.items()]
+        )
+        stream = models.dense.stream
+        self._a = a = {name: from_dlpack(self._arena.tensor(name, stream)) for name in regions}
+        for tensor in a.values():
+            tensor.zero_()
+        a["minus"].fill_(-1)
+        self._no_mask = a["versions"][:0]
+        self._in, self._out = self._given.of(a["given"]), self._found.of(a["found"])
+        self._given_host = torch.zeros(self._given.words, dtype=torch.int32, pin_memory=True)
+        self._found_host = torch.zeros(self._found.words, dtype=torch.int32, pin_memory=True)
+        self.given, self.found = self._given.of(self._given_host), self._found.of(self._found_host)
+        self._sampling = self._in["sampling"].view(torch.int64).view(batch, 6)
+        self._root_from, self._root_to = (self._in[name].view(torch.int64) for name in ("root_from", "root_to"))
+        self._edits: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._edits_host: dict[int, torch.Tensor] = {}
+        self._plans = {name: self._plan(name, 0) for name in ("draft", "extend", "decode")}
+        self._verifies = [self._plan("verify", most_nodes(shape, levels)) for levels in range(shape.steps + 1)]
+        # Each counts in its own place, which depends on its sizes; a launch leaves it ready for the next of the same.
+        self._scratch = {
+            (levels, sampled): torch.zeros(
+                core._device_verify_scratch(batch * most_nodes(shape, levels), batch, path if levels else 1),
+                dtype=torch.int64,
+                device=cuda,
+            )
+            for levels in range(shape.steps + 1)
+            for sampled in (False, True)
+        }
+        self.features: FeatureRows | None = None
+        if head is not None:
+            self._hold(head)
+        self.logits = a["given"]  # until the first launch
+        self._graphs: dict[Variant, _Captured] = {}
+        self._warm: dict[Variant, tuple[int, int]] = {}
+
+    def _hold(self, head: Eagle3Head) -> None:
+        """Activations that pass from one model to the other."""
+        models, b, at = self._m, self.batch, head.placement
+        v, k = self._shape.draft_tokens, self._shape.topk
+        layers, wide = len(head.aux_layers), models.target.config.hidden_size
+        aux, stacked = models.target.aux_layers, at.empty(layers, b * v, wide)
+        self.features = FeatureRows(aux, stacked)
+        nodes = [b * most_nodes(self._shape, levels) for levels in range(self._shape.steps + 1)]
+        self._features = [FeatureRows(aux, stacked[:, :n]) for n in nodes]
+        self._path_features = at.empty(layers, b * self._path, wide)
+        self._root_logits = at.for_logits().empty(b, head.vocab_size)
+        self._root_hidden = at.empty(b, head.config.hidden_size)
+        self._step_hidden = at.empty(b * k, head.config.hidden_size)
+        a, out = self._a, self._out
+        self._beams = (
+            a["scores"], a["candidate tokens"], a["candidate parents"], a["beams"], a["beam tokens"],
+            a["beam parents"], a["ancestors"], out["sound"],
+        )  # fmt: skip
+        self._trees = (
+            out["tree_offsets"], out["tree_tokens"], a["depths"], out["tree_parents"], a["next_child"],
+            a["next_sibling"], out["tree_scores"].view(torch.float32),
+        )  # fmt: skip
+
+    def _plan(self, name: str, nodes: int) -> DevicePlan:
+        """The plan of a phase; of verification, for so many nodes a request."""
+        arrays = self._arrays(name, nodes)
+        mask = arrays[6] if arrays[6].numel() else None
+        most = {"draft": self._shape.topk, "verify": nodes, "extend": self._path, "decode": 1}[name]
+        _, _, starts, lens, positions, out_slots, _ = arrays
+        return DevicePlan(
+            name, positions, out_slots, lens, starts, self._m.table, mask, arrays[0], most, self._m.geometry.page_size
+        )
+
+    def _arrays(self, name: str, nodes: int) -> tuple[torch.Tensor, ...]:
+        """Of a plan: rows, versions, qo_indptr, prefix_lens, positions, out_slots, mask."""
+        names = ("rows", "versions", "qo_indptr", "prefix_lens", "positions", "out_slots", "mask")
+        arrays = [self._a.get(f"{name} {array}", self._no_mask) for array in names]
+        if name == "verify":
+            arrays[4:] = [array[: self.batch * nodes] for array in arrays[4:]]
+        return tuple(arrays)
+
+    # -- the host's side ----------------------------------------------------------------------------------------
+
+    def sample_by(self, samplers: Sequence[core.Sampler]) -> int | None:
+        """Upload what tokens are drawn by; the variant's ``edits``."""
+        arrays = [from_dlpack(a) for a in core._device_samplers(list(samplers))]
+        rows, begins, counts, edits = arrays[0], arrays[1], arrays[2], arrays[3:]
+        words = rows.view(torch.int32)
+        used = edits[0].numel()
+        # Of a row, the words of 1 / temperature (0 for greedy) and of penalties.
+        if not used and not words[:, [7, 11]].any():
+            return None
+        live = len(samplers)
+        self.given["sampling"][: live * 12] = words.reshape(-1)
+        self.given["edit_begins"][:live] = begins
+        self.given["edit_counts"][:live] = counts
+        room = _LEAST_EDITS
+        while room < used:
+            room *= 2
+        if room not in self._edits:
+            self._edits_host[room] = torch.zeros(3 * room, dtype=torch.int32, pin_memory=True)
+            there = torch.zeros(3 * room, dtype=torch.int32, device=self._cuda)
+            tokens, biases, outputs = there.view(3, room)
+            self._edits[room] = there, tokens, biases.view(torch.float32), outputs
+        if used:
+            host = self._edits_host[room]
+            for i, part in enumerate(edits):
+                host[i * room : i * room + used] = part.view(torch.int32)
+            self._edits[room][0].copy_(host, non_blocking=True)
+        return room
+
+    def launch(self, variant: Variant, graphs: bool) -> None:
+        """Upload what was `given`, and run the round behind whatever the current stream has."""
+        self._a["given"].copy_(self._given_host, non_blocking=True)
+        kept = self._graphs.get(variant)
+        if kept is not None and kept.epoch == self._epoch:
+            kept.graph.replay()
+            self.logits = kept.logits
+        elif graphs and self._warm.get(variant) == self._epoch:
+            self._graphs.pop(variant, None)  # memory that it was captured with has moved
+            self._graphs[variant] = kept = self._captured(variant)
+            kept.graph.replay()
+        else:
+            # The first time loads kernels and grows memory, which a capture could not.
+            self._run(variant)
+            self._warm[variant] = self._epoch
+        self._found_host.copy_(self._a["found"], non_blocking=True)
+
+    @property
+    def _epoch(self) -> tuple[int, int]:
+        """Changes when scratch memory moves."""
+        return Workspace.moves, self._m.dense.memory.moves
+
+    def _captured(self, variant: Variant) -> _Captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self._cuda), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self._run(variant)
+        return _Captured(graph, self._epoch, self.logits)
+
+    def wait(self) -> None:
+        """Wait for the round. Raises what kernels skipped: OutOfBoundsError."""
+        torch.cuda.current_stream(self._cuda).synchronize()
+        with suppress(core.NonFiniteError):  # `faults` and `sound` say of whom
+            device.check(self._cuda)
+
+    # -- the device's -------------------------------------------------------------------------------------------
+
+    def _run(self, variant: Variant) -> None:
+        if variant.levels:
+            self._draft(variant.levels)
+        tokens, plan, features = self._to_verify(variant)
+        cache, target = self._m.cache, self._m.target
+        self.logits = target.forward(tokens, cast(Plan, plan), cache, features if variant.follow else None)[0]
+        self._accept(variant)
+        if variant.levels:
+            self._commit()
+            self._extend()
+
+    def _draft(self, levels: int) -> None:
+        m = self._m
+        head, roots = m.head, m.roots
+        assert head is not None and roots is not None and m.draft_cache is not None
+        torch.index_select(roots.logits, 0, self._root_from, out=self._root_logits)
+        torch.index_select(roots.hidden, 0, self._root_from, out=self._root_hidden)
+        self._select(0, self._root_logits)
+        hidden, plan, a = self._root_hidden, self._plans["draft"], self._a
+        ancestors = a["ancestors"] if m.config.branches_attend == "ancestors" else None
+        for step in range(levels - 1):
+            self._plan_step("draft", (None, None, ancestors), step)
+            core._device_gather_rows(hidden, a["beam parents"], 0, None, self._step_hidden, m.dense.stream)
+            logits, hidden = head.step(a["beam tokens"], self._step_hidden, cast(Plan, plan), m.draft_cache)
+            self._select(step + 1, logits)
+        limits = (self._in["roots"], self._in["depths"], self._in["nodes"])
+        core._device_tree_build(
+            self._shape, self._beams, limits, None, self._in["live"], self._trees, None, m.dense.stream
+        )
+
+    def _select(self, step: int, logits: torch.Tensor) -> None:
+        core._device_draft_select(
+            step, logits, self._m.to_target, self._m.target.config.vocab_size, self._in["live"], self._shape,
+            self._beams, self._a["select"], self._m.dense.stream,
+        )  # fmt: skip
+
+    def _to_verify(self, variant: Variant) -> tuple[torch.Tensor, DevicePlan, FeatureRows | None]:
+        levels, out = variant.levels, self._out
+        if not levels:
+            self._plan_step("decode", (None, None, None))
+            return self._in["roots"], self._plans["decode"], self._features[0] if variant.follow else None
+        nodes = most_nodes(self._shape, levels)
+        self._plan_step("verify", (out["tree_offsets"], out["tree_parents"], None), nodes=nodes)
+        features = self._features[levels] if variant.follow else None
+        return out["tree_tokens"][: self.batch * nodes], self._verifies[levels], features
+
+    def _plan_step(
+        self,
+        name: Any,
+        step: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+        number: int | None = None,
+        nodes: int = 0,
+    ) -> None:
+        given, m = self._in, self._m
+        batch = (given["rows"], self._a["versions"], given["lens"], given["live"])
+        arrays = cast(Any, self._arrays(name, nodes))
+        core._device_plan(
+            m.geometry, name, number, m.table, m.num_pages, batch, step, arrays, "native", "both", {}, m.dense.stream
+        )
+
+    def _accept(self, variant: Variant) -> None:
+        b, out, given, stream = self.batch, self._out, self._in, self._m.dense.stream
+        nodes = most_nodes(self._shape, variant.levels)
+        scratch = self._scratch[variant.levels, variant.edits is not None]
+        if variant.levels:
+            rows, path = b * nodes, self._path
+            trees = (out["tree_tokens"][:rows], out["tree_parents"][:rows], out["tree_offsets"])
+        else:
+            path = 1
+            trees = (given["roots"], self._a["minus"], given["tree_offsets"])
+        accepts = (
+            out["offsets"], out["paths"][: b * path], out["tokens"][: b * path], out["rows"][: b * path], out["roots"],
+            out["new_lens"], out["faults"],
+        )  # fmt: skip
+        full = b * nodes <= _FULL
+        common = (self.logits, trees, given["lens"], given["live"], nodes, path)
+        if variant.edits is None:
+            core._device_verify_greedy(*common, accepts, scratch, full, stream)
+            return
+        _, tokens, biases, outputs = self._edits[variant.edits]
+        samplers = (self._sampling, given["edit_begins"], given["edit_counts"], tokens, biases, outputs)
+        core._device_sample_verify(*common, samplers, accepts, scratch, full, stream)
+
+    def _commit(self) -> None:
+        """Make the KV of accepted paths the end of each prefix."""
+        m, out, given = self._m, self._out, self._in
+        if self._shape.topk == 1:
+            return  # a chain is where it belongs
+        moves = None
+        if m.geometry.page_size > 1:
+            moves = self._a["move src"], self._a["move dst"], self._a["move offsets"]
+        core._device_kv_commit(
+            (out["offsets"], out["paths"], out["new_lens"]), m.table, given["rows"], given["live"], m.num_pages,
+            m.geometry.page_size, self._shape.draft_tokens, moves, m.dense.stream,
+        )  # fmt: skip
+        if moves is not None:
+            core._device_kv_move(m.cache.tensor, *moves, m.dense.stream)
+
+    def _extend(self) -> None:
+        """The head's pass over the accepted path, up to the next root."""
+        m, out = self._m, self._out
+        assert m.head is not None and m.roots is not None and m.draft_cache is not None and self.features is not None
+        self._plan_step("extend", (out["offsets"], None, None))
+        for layer, features in zip(self.features.layers, self._path_features, strict=True):
+            core._device_gather_rows(layer, out["rows"], 0, None, features, m.dense.stream)
+        torch.sub(out["offsets"][1:], 1, out=self._a["last"])
+        plan = cast(Plan, self._plans["extend"])
+        logits, hidden = m.head.extend(
+            out["tokens"], self._path_features.unbind(0), plan, m.draft_cache, self._a["last"]
+        )
+        m.roots.logits.index_copy_(0, self._root_to, logits)
+        m.roots.hidden.index_copy_(0, self._root_to, hidden)
+
+
+def buckets(most: int) -> list[int]:
+    """Batch sizes that rounds are made for, the largest last: powers of two."""
+    sizes = [1 << i for i in range(most.bit_length()) if 1 << i < most]
+    return [*sizes, most]
+
+
+def runs(shape: TreeShape, geometry: Geometry) -> bool:
+    """Whether rounds of such trees run on the device; else the host plans and decides."""
+    return geometry.layout == "dense" and shape.draft_tokens <= 64
