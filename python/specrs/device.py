@@ -110,15 +110,18 @@ def products(device: torch.device | int | None = None, *, cache: str | None = ""
         cache: file that keeps what was measured; ``""`` is ``cublaslt.json`` in the user's cache folder
             (``SPECRS_CACHE``, or ``specrs`` in ``XDG_CACHE_HOME`` or ``~/.cache``), ``None`` keeps nothing.
 
+    What is chosen for a shape holds for the process, whatever files keep it: two engines give the same bits. A file is
+    asked for the shapes that the process has not met, and told the others.
+
     Raises ``CudaError`` where there is no CUDA or no cublasLt, with every place that was looked at.
     """
-    return _products(_ordinal(device), cache)
+    return _opened(_ordinal(device)).keeping(cache)
 
 
 @functools.cache
-def _products(ordinal: int, cache: str | None) -> _DeviceProducts:
-    """One for the process: what has been chosen for a shape holds for every engine."""
-    return _DeviceProducts(ordinal, cublaslt_folders(), cache)
+def _opened(ordinal: int) -> _DeviceProducts:
+    """One for the process, which keeps nothing itself."""
+    return _DeviceProducts(ordinal, cublaslt_folders())
 
 
 def _ordinal(device: torch.device | int | None) -> int:

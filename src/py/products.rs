@@ -53,6 +53,16 @@ impl DeviceProducts {
         })
     }
 
+    /// The same choices, kept in the file `cache` as well: a choice that is known is stored there too, where the file has
+    /// none for its shape. `None` keeps nothing, `""` means the user's cache folder as the environment names it now.
+    #[pyo3(signature = (cache=None))]
+    fn keeping(&self, cache: Option<PathBuf>) -> Self {
+        Self(Arc::new(match cache {
+            Some(file) if file.as_os_str().is_empty() => self.0.keeping(),
+            file => self.0.keeping_in(file.as_deref()),
+        }))
+    }
+
     /// The product with `weight`, `[outputs, inputs]` of bfloat16 or float16 on the device: up to `max_rows` rows of x
     /// give rows of the same type, or of float32 with `f32_output`, plus `bias` (`[outputs]`). `split` asks for one split of K
     /// instead of the fastest class of bits. Measures, or checks what an earlier process measured. The weight and the

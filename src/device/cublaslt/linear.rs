@@ -21,13 +21,28 @@ use crate::error::{Error, Result, in_range};
 /// Bytes that the workspace's address is a multiple of.
 const WORKSPACE_ALIGN: u64 = 256;
 
-/// cublasLt on one device, and what was chosen for the shapes that were asked for.
+/// cublasLt on one device, what was chosen for the shapes that were asked for, and the file that keeps it.
 #[derive(Debug)]
 pub struct Products {
+    opened: Arc<Opened>,
+    file: Option<PathBuf>,
+}
+
+/// A handle of the library, and the choices of all that share it.
+#[derive(Debug)]
+struct Opened {
     handle: Handle,
     device: &'static Device,
-    file: Option<PathBuf>,
-    chosen: Mutex<Vec<(Option<u32>, Arc<Choice>)>>,
+    chosen: Mutex<Vec<Chosen>>,
+}
+
+/// A choice that was made.
+#[derive(Debug)]
+struct Chosen {
+    split: Option<u32>,
+    choice: Arc<Choice>,
+    /// Files that have it, as far as this process knows.
+    files: Vec<PathBuf>,
 }
 
 impl Products {
@@ -46,11 +61,24 @@ impl Products {
         let library = Library::load(folders)?;
         let _current = device.context().enter()?;
         let handle = Handle::new(library)?;
-        Ok(Self { handle, device, file: file.map(Path::to_owned), chosen: Mutex::default() })
+        let opened = Arc::new(Opened { handle, device, chosen: Mutex::default() });
+        Ok(Self { opened, file: file.map(Path::to_owned) })
     }
 
-    /// The class of bits and the algorithms for `shape`, chosen once for a process. `split` asks for one split of K,
-    /// such as another machine's; else the class with the least time over all numbers of rows is taken.
+    /// The same choices, for an engine that keeps them in the user's cache folder as the environment names it now.
+    pub fn keeping(&self) -> Self {
+        self.keeping_in(cache::path().as_deref())
+    }
+
+    /// The same choices, kept in `file`, or nowhere.
+    pub fn keeping_in(&self, file: Option<&Path>) -> Self {
+        Self { opened: self.opened.clone(), file: file.map(Path::to_owned) }
+    }
+
+    /// The class of bits and the algorithms for `shape`, chosen once for all that share these choices, whatever file
+    /// each keeps them in: so two engines of a process give the same bits. A file that has no such choice is given it. `split`
+    /// asks for one split of K, such as another machine's; else the class with the least time over all numbers of rows is
+    /// taken.
     ///
     /// The algorithms are run against each other on this device before they are taken: every row of the product of
     /// reproducible operands, whose sums cancel so that rounding alone is left, must have the same bits at the ends and in
@@ -68,24 +96,30 @@ impl Products {
             in_range("linear split", split, 1, 64)?;
         }
         // Held while a choice is made: two at once would time each other.
-        let mut chosen = self.chosen.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((_, choice)) = chosen.iter().find(|(s, c)| *s == split && c.shape == shape) {
-            return Ok(choice.clone());
+        let Opened { handle, device, chosen } = &*self.opened;
+        let mut chosen = chosen.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(known) = chosen.iter_mut().find(|c| c.split == split && c.choice.shape == shape) {
+            if let Some(file) = self.file.as_ref().filter(|file| !known.files.contains(file)) {
+                tune::keep(handle, device, &known.choice, split, file);
+                known.files.push(file.clone());
+            }
+            return Ok(known.choice.clone());
         }
-        let made = tune::choose(&self.handle, self.device, shape, split, self.file.as_deref());
-        let _ = self.device.collect()?; // what was tried with
+        let made = tune::choose(handle, device, shape, split, self.file.as_deref());
+        let _ = device.collect()?; // what was tried with
         let choice = Arc::new(made?);
-        chosen.push((split, choice.clone()));
+        chosen.push(Chosen { split, choice: choice.clone(), files: self.file.iter().cloned().collect() });
         Ok(choice)
     }
 
     /// What the bits of products depend on, as JSON: device, driver, library and, for each shape that was chosen, the
     /// split of K, the fingerprint of the class, and the algorithm of each bucket with its time.
     pub fn numerics(&self) -> String {
-        let chosen = self.chosen.lock().unwrap_or_else(PoisonError::into_inner);
+        let Opened { handle, device, chosen } = &*self.opened;
+        let chosen = chosen.lock().unwrap_or_else(PoisonError::into_inner);
         let weights: Vec<Value> = chosen
             .iter()
-            .map(|(pinned, choice)| {
+            .map(|Chosen { split: pinned, choice, .. }| {
                 let mut entry = cache::of(choice);
                 if let Value::Object(entry) = &mut entry {
                     entry.insert("shape".into(), json!(choice.shape.to_string()));
@@ -95,13 +129,13 @@ impl Products {
                 entry
             })
             .collect();
-        let capability = self.device.capability();
+        let capability = device.capability();
         json!({
-            "device": self.device.name(),
+            "device": device.name(),
             "capability": format!("{}.{}", capability / 10, capability % 10),
             "driver_cuda": libcuda::driver_version(),
-            "cublaslt": self.handle.library.version,
-            "cublaslt_path": self.handle.library.path,
+            "cublaslt": handle.library.version,
+            "cublaslt_path": handle.library.path,
             "cache": self.file.as_ref().map(|f| f.display().to_string()),
             "weights": weights,
         })
@@ -128,7 +162,7 @@ impl Products {
             let (got, want) = (bias.map_or("none", |_| "one"), if shape.bias { "one" } else { "none" });
             return Err(Error::Mismatch { operand: "bias", got: got.into(), want: want.into() });
         }
-        let operation = Operation::new(self.handle.library, shape, bias.map(Rows::address))?;
+        let operation = Operation::new(self.opened.handle.library, shape, bias.map(Rows::address))?;
         Ok(Linear { operation, weight: *weight, choice: choice.clone(), products: self.clone() })
     }
 
@@ -144,12 +178,12 @@ impl Products {
     }
 
     fn on_device(&self, operand: &'static str, on: i32) -> Result<()> {
-        let ordinal = self.device.context().ordinal();
+        let ordinal = self.opened.device.context().ordinal();
         if on == ordinal { Ok(()) } else { Err(device_mismatch(operand, on, ordinal, "the product is launched")) }
     }
 }
 
-impl Drop for Products {
+impl Drop for Opened {
     fn drop(&mut self) {
         // The handle is destroyed, right after this, where it was made.
         if let Ok(current) = self.device.context().enter() {
@@ -234,10 +268,10 @@ impl Linear {
             workspace: workspace.address(),
             workspace_bytes: workspace.len(),
         };
-        let _current = products.device.context().enter()?;
+        let _current = products.opened.device.context().enter()?;
         // SAFETY: the context is current; sizes, devices and overlaps were checked just now, and the makers of the views
         // (`Products::linear` for the weight) promised that the memory stays.
-        unsafe { self.operation.launch(&products.handle, &bucket.algo, rows, &operands, stream) }
+        unsafe { self.operation.launch(&products.opened.handle, &bucket.algo, rows, &operands, stream) }
     }
 }
 

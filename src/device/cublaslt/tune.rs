@@ -39,8 +39,7 @@ pub(super) fn choose(
     split: Option<u32>,
     file: Option<&Path>,
 ) -> Result<Choice> {
-    let by = split.map_or(String::new(), |s| format!(", split {s}"));
-    let key = format!("{} | {shape}{by}", place(handle, device));
+    let key = key(handle, device, &shape, split);
     if let Some(saved) = file.and_then(|file| cache::load(file, &key))
         && let Some(choice) = check(handle, device, shape, &saved)?
     {
@@ -51,6 +50,20 @@ pub(super) fn choose(
         let _ = cache::store(file, &key, &choice); // without the file the next process measures again
     }
     Ok(choice)
+}
+
+/// Give the file a choice that was made before, unless it has one.
+pub(super) fn keep(handle: &Handle, device: &Device, choice: &Choice, split: Option<u32>, file: &Path) {
+    let key = key(handle, device, choice.shape(), split);
+    if cache::load(file, &key).is_none() {
+        let _ = cache::store(file, &key, choice); // as above
+    }
+}
+
+/// The name of a choice in the file.
+fn key(handle: &Handle, device: &Device, shape: &LinearShape, split: Option<u32>) -> String {
+    let by = split.map_or(String::new(), |s| format!(", split {s}"));
+    format!("{} | {shape}{by}", place(handle, device))
 }
 
 /// What a choice holds for: device, driver, library.

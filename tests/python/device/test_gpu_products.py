@@ -282,7 +282,8 @@ def test_choices_are_kept_checked_and_measured_anew_where_they_do_not_hold(tmp_p
     file = tmp_path / "deep" / "choices.json"
 
     def choice():
-        opened = device.products(cache=str(file))
+        # With choices of its own, as a new process has: those of `device.products` are known after the first call.
+        opened = core._DeviceProducts(CUDA.index, device.cublaslt_folders(), str(file))
         linear = opened.linear(weight, 64)
         [entry] = json.loads(opened.numerics())["weights"]
         return linear.fingerprint, entry
@@ -305,6 +306,25 @@ def test_choices_are_kept_checked_and_measured_anew_where_they_do_not_hold(tmp_p
         assert again == first and entry["measured"], text[:40]
         assert json.loads(file.read_text())["choices"][key]["fingerprint"] == f"{first:#018x}"
     assert [p.name for p in file.parent.iterdir()] == [file.name]
+
+
+def test_a_choice_holds_for_the_process_and_every_file_gets_it(tmp_path):
+    weight = torch.randn(72, 88, device=CUDA).to(torch.bfloat16)
+    files = [tmp_path / name for name in ("a.json", "b.json")]
+    first, second = (device.products(cache=str(file)).linear(weight, 24) for file in files)
+    assert first.fingerprint == second.fingerprint
+    assert json.loads(files[0].read_text()) == json.loads(files[1].read_text())
+    files[1].write_text("")
+    device.products(cache=str(files[1])).linear(weight, 24)
+    assert not files[1].read_text(), "asked once for each file"
+    # A file that has a choice keeps it: another process may live by it.
+    third = tmp_path / "c.json"
+    mine = json.loads(files[0].read_text())
+    [key] = mine["choices"]
+    mine["choices"][key]["candidates"] = 12345
+    third.write_text(json.dumps(mine))
+    assert device.products(cache=str(third)).linear(weight, 24).fingerprint == first.fingerprint
+    assert json.loads(third.read_text())["choices"][key]["candidates"] == 12345
 
 
 def test_the_users_folder_is_found_by_the_environment(tmp_path, monkeypatch):
