@@ -140,6 +140,30 @@ def write_eagle3(
     return directory
 
 
+def agree(target: str | Path, draft: str | Path, common: float = 1.0, slope: float = 0.4) -> None:
+    """Makes a random head draft what its target would choose, often and for several tokens, in trees and chains.
+
+    One direction is added to every embedding (`common`), and its score grows by `slope` from token to token, in a
+    random order; so all hidden states rank the tokens alike, but for what the context makes of them. The head passes
+    the target's features on, adds little, and scores by the target's weights. Its vocabulary is the target's.
+    """
+    big, small = read_weights(target), read_weights(draft)
+    table, scores, fc = big["model.embed_tokens.weight"], big["lm_head.weight"], small["fc.weight"]
+    (tokens, h), dtype = table.shape, table.dtype
+    generator = torch.Generator().manual_seed(9)
+    direction = torch.randn(h, generator=generator).sign()
+    bonus = slope * (1.0 + torch.randperm(tokens, generator=generator))
+    big["model.embed_tokens.weight"] = (table.float() + common * direction).to(dtype)
+    big["lm_head.weight"] = (scores.float() + bonus[:, None] * direction / h).to(dtype)
+    features = fc.shape[1] // h
+    small["fc.weight"] = (0.1 * fc.float() + torch.eye(h).repeat(1, features) / features).to(dtype)
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        small[f"midlayer.{name}.weight"] *= 0.3
+    small["lm_head.weight"] = big["lm_head.weight"].clone()
+    write_weights(Path(target), big)
+    write_weights(Path(draft), small)
+
+
 def eagle3_shapes(config: Eagle3Config, features: int) -> dict[str, tuple[int, ...]]:
     """Tensors of a head as published, without the vocabulary map."""
     h = config.hidden_size

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from modelzoo import Pair, write_eagle3, write_target
+from modelzoo import Pair, agree, write_eagle3, write_target
 from specrs import LLM, SamplingParams, SpecrsError, assets, device
 from specrs import _specrs as core
 from specrs.engine.batch import Batch
@@ -45,7 +45,7 @@ Bits = dict[tuple[int, int], bytes]
 
 @pytest.fixture(scope="module", params=SHAPES)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """8 tokens only, so that an untrained head is right often enough."""
+    """8 tokens only, and a head that is right often enough (`agree`)."""
     architecture, heads, kv_heads, head_dim, dtype = request.param
     root = tmp_path_factory.mktemp("gpu")
     sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
@@ -54,6 +54,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         max_position_embeddings=8192, **sizes,
     )  # fmt: skip
     draft = write_eagle3(root / "draft", target, draft_vocab_size=8, dtype=dtype, head_dim=64)
+    agree(target, draft)
     return Pair(target, draft)
 
 
@@ -74,12 +75,14 @@ def requests(seed: int, sampled: bool, long: int = 70) -> tuple[list[list[int]],
     return prompts, [SamplingParams(max_tokens=rng.choice([2, 17, 40]), seed=i, **common) for i in range(5)]
 
 
-def recorded(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> tuple[list[list[int]], Bits, int]:
-    """Tokens, the logits that decided each of them by request and position, and the longest accepted path."""
+def recorded(
+    llm: LLM, prompts: list[list[int]], params: list[SamplingParams]
+) -> tuple[list[list[int]], Bits, list[Any]]:
+    """Tokens, the logits that decided each of them by request and position, and the accepted paths."""
     executor: Any = llm._runner.executor
     seen: Bits = {}
     last: list[torch.Tensor] = []
-    longest = 0
+    paths: list[Any] = []
     logits_of, prefill, decode, verify = executor._logits, executor.prefill, executor.decode, executor.verify
     base = llm._next_id
 
@@ -100,13 +103,12 @@ def recorded(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -
 
     def accepted(run: Any) -> Any:
         def passed(batch: Batch, *args: Any) -> Any:
-            nonlocal longest
             done = run(batch, *args)
             if isinstance(done, LaunchedRound):
                 assert done.lanes is not None
                 last[:] = [done.lanes.logits[: done.starts[-1]].cpu()]
             for r, start, first, path in zip(batch, batch.lens, done.starts, done.accepts.paths, strict=False):
-                longest = max(longest, len(path) - 1)
+                paths.append(path)
                 for k, node in enumerate(path):
                     note(r.request_id, start + k, last[0][first + node])
             return done
@@ -123,7 +125,7 @@ def recorded(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -
     llm.audit()
     ends = {i: len(p) + len(o.token_ids) - 1 for i, (p, o) in enumerate(zip(prompts, outputs, strict=True))}
     # Of an accepted path that runs past the end of its request, the rest decided nothing.
-    return [o.token_ids for o in outputs], {k: v for k, v in seen.items() if k[1] < ends[k[0]]}, longest
+    return [o.token_ids for o in outputs], {k: v for k, v in seen.items() if k[1] < ends[k[0]]}, paths
 
 
 def plain(pair: Pair, prompts: list[list[int]], params: list[SamplingParams], **options: Any) -> tuple[Any, Bits]:
@@ -137,27 +139,30 @@ def plain(pair: Pair, prompts: list[list[int]], params: list[SamplingParams], **
     return tokens, bits
 
 
-def check(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], want: tuple[Any, Bits]) -> int:
-    tokens, bits, longest = recorded(llm, prompts, params)
+def check(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], want: tuple[Any, Bits]) -> list[Any]:
+    tokens, bits, paths = recorded(llm, prompts, params)
     assert tokens == want[0]
     assert bits.keys() == want[1].keys()
     differ = [key for key in bits if bits[key] != want[1][key]]
     assert not differ, f"{len(differ)} of {len(bits)} rows of logits differ, first (request, position) {min(differ)}"
-    return longest
+    return paths
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_every_tree_page_and_chunk_gives_the_bits_of_plain_decoding(pair: Pair, sampled: bool) -> None:
     prompts, params = requests(1, sampled)
-    want, longest = plain(pair, prompts, params), 0
+    want, paths = plain(pair, prompts, params), []
     for tree, page, batch, chunk, graphs in zip(
         TREES, itertools.cycle([1, 4, 16, 64]), itertools.cycle([5, 1, 3]), itertools.cycle([7, 512, 32, 1]),
         itertools.cycle(["round", "round", "off"]),
     ):  # fmt: skip
         with LLM(pair.target, pair.draft, device="cuda", tree=tree, page_size=page, max_batch=batch,
                  prefill_chunk=chunk, graphs=graphs) as llm:  # fmt: skip
-            longest = max(longest, check(llm, prompts, params, want))
-    assert longest >= 3, "trees must have been accepted for this to mean anything"
+            paths += check(llm, prompts, params, want)
+    # To mean anything: drafts were accepted, at depth and off the spine, whose nodes are numbered by their depth.
+    assert max(len(path) - 1 for path in paths) >= 3
+    assert sum(len(path) - 1 for path in paths) >= 100
+    assert sum(node != depth for path in paths for depth, node in enumerate(path)) >= 50
 
 
 def test_long_contexts_give_the_bits_of_plain_decoding(pair: Pair) -> None:
@@ -203,9 +208,17 @@ def test_prefix_cache_and_preemption_change_no_bit(pair: Pair) -> None:
         check(llm, prompts, params, want)  # from the cache
         assert sum(o.usage.cached_tokens for o in llm.generate(prompts, params)) > 0
     most = max(len(p) + s.max_tokens for p, s in zip(prompts, params, strict=True))
-    with LLM(pair.target, pair.draft, device="cuda", tree=(4, 3, 16), page_size=4, max_batch=5,
-             num_pages=-(-most // 4) + 30) as llm:  # fmt: skip
+    with LLM(pair.target, pair.draft, device="cuda", tree=(4, 3, 16), page_size=4, max_batch=5, prefix_cache=False,
+             num_pages=-(-most // 4) + 12) as llm:  # fmt: skip
+        preempted, preempt = [], llm._scheduler._preempt
+
+        def counted(request: Any) -> None:
+            preempted.append(request.request_id)
+            preempt(request)
+
+        llm._scheduler._preempt = counted  # type: ignore[method-assign]
         check(llm, prompts, params, want)
+        assert preempted, "the pool had room for all"
 
 
 def test_without_a_tree_the_cost_model_picks_and_nothing_changes(pair: Pair) -> None:
