@@ -53,3 +53,13 @@ pub(crate) fn width() -> usize {
     static WIDTH: OnceLock<usize> = OnceLock::new();
     *WIDTH.get_or_init(|| run(Width))
 }
+
+/// The instruction set in use, by its vectors.
+pub(crate) fn name() -> &'static str {
+    match width() {
+        16 => "avx512",
+        8 => "avx2",
+        4 => "neon",
+        _ => "scalar",
+    }
+}

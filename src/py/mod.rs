@@ -101,7 +101,7 @@ mod _specrs {
     #[pymodule_export]
     use super::sampling::{Accepts, Sampler, verify};
     #[pymodule_export]
-    use super::threads::{_follow_torch, num_threads, set_num_threads};
+    use super::threads::{_follow_torch, _numerics_ids, num_threads, set_num_threads};
     #[pymodule_export]
     use super::trees::{DraftBeams, TreeBatch};
     #[pymodule_export]

@@ -1,4 +1,4 @@
-//! How many threads the kernels use: [`crate::host::threads`].
+//! How the kernels run: on how many threads ([`crate::host::threads`]), by which instructions, under which rule.
 
 use pyo3::prelude::*;
 
@@ -33,4 +33,15 @@ pub(super) fn num_threads() -> usize {
 pub(super) fn _follow_torch(torch_threads: Int, machine_cpus: Int) -> PyResult<()> {
     threads::follow_torch(torch_threads.usize("torch_threads")?, machine_cpus.usize("machine_cpus")?);
     Ok(())
+}
+
+/// `(instruction set, rule)`: what the CPU kernels were dispatched to (`avx512`, `avx2`, `neon` or `scalar`), and the
+/// number of the rule that attention's bits on a GPU follow, which changes with them; `None` in a build without CUDA.
+#[pyfunction]
+pub(super) fn _numerics_ids() -> (&'static str, Option<i32>) {
+    #[cfg(feature = "cuda")]
+    let rule = Some(crate::device::params::ATTENTION_NUMERICS_ID);
+    #[cfg(not(feature = "cuda"))]
+    let rule = None;
+    (crate::simd::name(), rule)
 }
