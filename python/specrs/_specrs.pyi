@@ -1177,6 +1177,12 @@ def num_threads() -> int:
 def _follow_torch(torch_threads: SupportsIndex, machine_cpus: SupportsIndex) -> None:
     """Take over torch's number of threads if somebody must have changed it; `set_num_threads` has the rule."""
 
+def _numerics_ids() -> tuple[str, int | None]:
+    """`(instruction set, rule)`: what the CPU kernels were dispatched to (`avx512`, `avx2`, `neon` or `scalar`), and
+    the number of the rule that attention's bits on a GPU follow, which changes with them; `None` in a build without
+    CUDA.
+    """
+
 def faults() -> list[dict[str, Any]]:
     """Registry of the historical faults that `SPECRS_DEBUG_REVERT` or `Geometry(reverts=)` can put back, for
     debugging and tests: `id` (int), `title`, `report` (URL), `reverts` (what the switch puts back), `place` (where),
@@ -1480,6 +1486,12 @@ class _DeviceProducts:
     """
 
     def __new__(cls, ordinal: SupportsIndex, folders: _List[str], cache: str | None = None) -> _DeviceProducts: ...
+    def keeping(self, cache: str | None = None) -> _DeviceProducts:
+        """The same choices, kept in the file `cache` as well: a choice that is known is stored there too, where the
+        file has none for its shape. `None` keeps nothing, `""` means the user's cache folder as the environment names
+        it now.
+        """
+
     def linear(
         self,
         weight: _Tensor,
