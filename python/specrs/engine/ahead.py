@@ -11,7 +11,7 @@ from typing import ParamSpec, TypeVar
 
 from specrs._specrs import TreeBatch, TreeShape
 from specrs.engine.batch import Batch, Passed
-from specrs.engine.policy import Kind, TreePolicy
+from specrs.engine.policy import Kind, SpeculationGate, TreePolicy
 from specrs.engine.speculation import AdaptiveTree, PassKind
 
 _KEEP = 0.6  # of drafts accepted so far, how many are taken to be accepted a level deeper, before any was tried
@@ -25,6 +25,16 @@ def most_nodes(shape: TreeShape, levels: int) -> int:
     """Nodes of a request's tree of so many levels of drafts at most, root included."""
     k = shape.topk
     return min(shape.draft_tokens, 1 + k + (levels - 1) * k * k) if levels else 1
+
+
+class AheadPolicy(TreePolicy):
+    """Drafts from the first round on, without a look back: a round of one level costs less than asking the head would.
+
+    What that may lose is the account's to bound, as ever.
+    """
+
+    def early(self, gate: SpeculationGate, lag: int) -> bool:
+        return not gate.refused
 
 
 class AheadTree(AdaptiveTree):

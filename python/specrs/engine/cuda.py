@@ -16,7 +16,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from specrs import _specrs as core
-from specrs.engine.ahead import AheadTree, most_nodes
+from specrs.engine.ahead import AheadPolicy, AheadTree, most_nodes
 from specrs.engine.batch import Batch
 from specrs.engine.config import EngineConfig
 from specrs.engine.costs import PLAIN, SPECULATIVE, Costs, Pace, PassCost
@@ -24,7 +24,6 @@ from specrs.engine.executor import Clock, Deepen, Drafted, Entries, Verified
 from specrs.engine.host import HostDrafts, HostExecutor, Root, non_finite
 from specrs.engine.lanes import Lanes, Models, Roots, Variant, buckets, runs
 from specrs.engine.pages import Pages
-from specrs.engine.policy import TreePolicy
 from specrs.engine.request import Request
 from specrs.engine.speculation import AdaptiveTree
 from specrs.models.cuda import CudaDense
@@ -109,7 +108,7 @@ class LaunchedRound:
             return []
         sound: list[int] = self._ran.found["sound"][: len(self.batch)].tolist()
         bad = [i for i, (depth, n) in enumerate(zip(self.depths, sound, strict=True)) if depth > 0 and n == 0]
-        return [(self.executor.bad_root(self.batch, i), self.batch.lens[i]) for i in bad]
+        return [(_bad_root(i, self._ran.root_logits[i].cpu()), self.batch.lens[i]) for i in bad]
 
     def features(self, request: int, rows: Sequence[int]) -> Features:
         memory = self._ran.features
@@ -188,20 +187,18 @@ class CudaExecutor(HostExecutor):
             target[b * most_nodes(shape, shape.steps)] = t[2] - extend - (shape.steps - 1) * step
         rows = sorted(target)
         pace = Pace()
-        no_overhead = PassCost([PLAIN, SPECULATIVE], [0.0, 0.0], pace)
-        steps, extends = PassCost([1], [step], pace), PassCost([1, 64], [extend, extend], pace)
-        policy = TreePolicy(Costs(PassCost(rows, [target[n] for n in rows], pace), steps, extends, no_overhead))
-        return AheadTree(policy, shape)
+        costs = Costs(
+            PassCost(rows, [target[n] for n in rows], pace),
+            PassCost([1], [step], pace),
+            PassCost([1, 2 * self._buckets[-1]], [extend, extend], pace),
+            PassCost([PLAIN, SPECULATIVE], [0.0, 0.0], pace),
+        )
+        return AheadTree(AheadPolicy(costs), shape)
 
     def _seconds(self, size: int, levels: int) -> float:
         """Of a round of a bucket whose lanes are all dead: its passes run over as many rows."""
         lanes = self._of(size)
-        for array in lanes.given.values():
-            array.zero_()
-        lanes.given["rows"].fill_(-1)
-        if self._roots is not None:
-            lanes.given["root_from"].view(torch.int64).fill_(self._roots.nothing)
-            lanes.given["root_to"].view(torch.int64).fill_(self._roots.nowhere)
+        lanes.give([], [], [], [], 1)
         seconds = []
         for _ in range(_RUNS + 2):  # the first makes memory, the second a graph
             started = time.perf_counter()
@@ -231,41 +228,13 @@ class CudaExecutor(HostExecutor):
         else:
             super().commit(batch, lease, verified)
 
-    def bad_root(self, batch: Batch, request: int) -> core.NonFiniteError:
-        """What is wrong with a request's root."""
-        roots = self._roots
-        assert roots is not None
-        error = non_finite("draft logits", roots.logits[batch.seqs[request].row].cpu())
-        if error is None:
-            error = core.NonFiniteError("draft logits: all -inf")
-            error.kind, error.what, error.value, error.index = "NonFinite", "draft logits", "all -inf", 0
-        error.request = request
-        return error
-
     def _launched(self, round_: LaunchedRound, follow: bool) -> LaunchedRound:
         batch, depths, levels = round_.batch, round_.depths, round_.levels
         size = next(b for b in self._buckets if b >= len(batch))
         lanes = self._of(size)
-        given, live = lanes.given, len(batch)
-        rows = [seq.row for seq in batch.seqs]
-        given["rows"].fill_(-1)
-        for name in ("lens", "roots", "depths", "nodes", "edit_begins", "edit_counts"):
-            given[name].zero_()
-        given["rows"][:live] = torch.tensor(rows, dtype=torch.int32)
-        given["lens"][:live] = torch.tensor(batch.lens, dtype=torch.int32)
-        given["roots"][:live] = torch.tensor([r.tokens[-1] for r in batch], dtype=torch.int32)
-        given["depths"][:live] = torch.tensor(depths, dtype=torch.int32).clamp_(max=self.steps)
-        given["nodes"][:live] = most_nodes(self._models.geometry.shape, levels)
-        given["live"][0] = live
-        given["tree_offsets"][:] = torch.arange(size + 1, dtype=torch.int32).clamp_(max=live)
-        roots = self._roots
-        if roots is not None:
-            drafting = [i for i in range(live) if round_.drafted(i)]
-            reads, writes = given["root_from"].view(torch.int64), given["root_to"].view(torch.int64)
-            reads.fill_(roots.nothing)
-            writes.fill_(roots.nowhere)
-            for i in drafting:
-                reads[i] = writes[i] = rows[i]
+        able = [min(depth, self.steps) for depth in depths]
+        nodes = most_nodes(self.planner.geometry.shape, levels)
+        lanes.give([q.row for q in batch.seqs], batch.lens, [r.tokens[-1] for r in batch], able, nodes)
         edits = lanes.sample_by([r.sampler for r in batch])
         self._table.upload(self._dense.stream)
         lanes.launch(Variant(size, levels, follow, edits), self._graphs)
@@ -317,3 +286,13 @@ class CudaDrafts(HostDrafts):
         if not isinstance(root, DeviceRoot):
             return super()._root(request)
         return Root(self._roots.logits[root.row].to("cpu", torch.float32), self._roots.hidden[root.row])
+
+
+def _bad_root(request: int, logits: torch.Tensor) -> core.NonFiniteError:
+    """Why nothing can be drafted from a root's logits."""
+    error = None if bool(logits.isneginf().all()) else non_finite("draft logits", logits)
+    if error is None:
+        error = core.NonFiniteError("draft logits: all -inf at index 0")
+        error.kind, error.what, error.value, error.index = "NonFinite", "draft logits", "all -inf", 0
+    error.request = request
+    return error

@@ -114,12 +114,12 @@ class Lanes:
     """Memory and launches of a bucket of ``batch`` requests.
 
     Attributes:
-        given: int32 arrays of the host that `launch` uploads, by name: rows, lens, roots (tokens), depths, nodes, live,
-            root_from, root_to, tree_offsets, sampling, edit_begins, edit_counts.
+        given: int32 arrays of the host that `launch` uploads, by name; `give` and `sample_by` fill them.
         found: what the round found, on the host once `wait` has returned: offsets, paths, tokens, rows, roots,
             new_lens, faults, sound, tree_offsets, tree_tokens, tree_parents, tree_scores.
         features: of the target's pass, a row for each node; ``None`` without a head.
         logits: of the last launch, a row for each node.
+        root_logits: of the head, by which the last launch's drafts began, a row for each lane.
     """
 
     def __init__(self, models: Models, batch: int) -> None:
@@ -191,6 +191,11 @@ class Lanes:
         self.given, self.found = self._given.of(self._given_host), self._found.of(self._found_host)
         self._sampling = self._in["sampling"].view(torch.int64).view(batch, 6)
         self._root_from, self._root_to = (self._in[name].view(torch.int64) for name in ("root_from", "root_to"))
+        self._numbers = {name: array.numpy() for name, array in self.given.items()}
+        for name in ("root_from", "root_to"):
+            self._numbers[name] = self.given[name].view(torch.int64).numpy()
+        self._samplers: list[core.Sampler] = []  # those that `given` has, where they stay as they are
+        self._sampled_by: int | None = None
         self._edits: dict[int, tuple[torch.Tensor, ...]] = {}
         self._edits_host: dict[int, torch.Tensor] = {}
         self._plans = {name: self._plan(name, 0) for name in ("draft", "extend", "decode")}
@@ -222,7 +227,7 @@ class Lanes:
         nodes = [b * most_nodes(self._shape, levels) for levels in range(self._shape.steps + 1)]
         self._features = [FeatureRows(aux, stacked[:, :n]) for n in nodes]
         self._path_features = at.empty(layers, b * self._path, wide)
-        self._root_logits = at.for_logits().empty(b, head.vocab_size)
+        self.root_logits = at.for_logits().empty(b, head.vocab_size)
         self._root_hidden = at.empty(b, head.config.hidden_size)
         self._step_hidden = at.empty(b * k, head.config.hidden_size)
         a, out = self._a, self._out
@@ -255,32 +260,59 @@ class Lanes:
 
     # -- the host's side ----------------------------------------------------------------------------------------
 
+    def give(
+        self, rows: Sequence[int], lens: Sequence[int], tokens: Sequence[int], depths: Sequence[int], nodes: int
+    ) -> None:
+        """Say what the next launch is for.
+
+        Args:
+            rows, lens, tokens, depths: of each live request its row of the page table, its committed length, the root's
+                token, and how deep it drafts, 0 for not at all.
+            nodes: of a tree at most.
+        """
+        live, n = len(rows), self._numbers
+        for name, values, dead in (("rows", rows, -1), ("lens", lens, 0), ("roots", tokens, 0), ("depths", depths, 0)):
+            n[name][:live], n[name][live:] = values, dead
+        n["nodes"][:live], n["nodes"][live:] = nodes, 0
+        n["live"][0] = live
+        n["tree_offsets"][: live + 1], n["tree_offsets"][live + 1 :] = range(live + 1), live
+        roots = self._m.roots
+        if roots is not None:
+            drafting = [(row, depth > 0) for row, depth in zip(rows, depths, strict=True)]
+            n["root_from"][:live] = [row if drafts else roots.nothing for row, drafts in drafting]
+            n["root_to"][:live] = [row if drafts else roots.nowhere for row, drafts in drafting]
+            n["root_from"][live:], n["root_to"][live:] = roots.nothing, roots.nowhere
+
     def sample_by(self, samplers: Sequence[core.Sampler]) -> int | None:
-        """Upload what tokens are drawn by; the variant's ``edits``."""
+        """Say what tokens are drawn by; the variant's ``edits``."""
+        if samplers == self._samplers:
+            return self._sampled_by
         arrays = [from_dlpack(a) for a in core._device_samplers(list(samplers))]
         rows, begins, counts, edits = arrays[0], arrays[1], arrays[2], arrays[3:]
         words = rows.view(torch.int32)
-        used = edits[0].numel()
+        used, live = edits[0].numel(), len(samplers)
         # Of a row, the words of 1 / temperature (0 for greedy) and of penalties.
-        if not used and not words[:, [7, 11]].any():
-            return None
-        live = len(samplers)
-        self.given["sampling"][: live * 12] = words.reshape(-1)
-        self.given["edit_begins"][:live] = begins
-        self.given["edit_counts"][:live] = counts
-        room = _LEAST_EDITS
-        while room < used:
-            room *= 2
-        if room not in self._edits:
-            self._edits_host[room] = torch.zeros(3 * room, dtype=torch.int32, pin_memory=True)
-            there = torch.zeros(3 * room, dtype=torch.int32, device=self._cuda)
-            tokens, biases, outputs = there.view(3, room)
-            self._edits[room] = there, tokens, biases.view(torch.float32), outputs
-        if used:
-            host = self._edits_host[room]
-            for i, part in enumerate(edits):
-                host[i * room : i * room + used] = part.view(torch.int32)
-            self._edits[room][0].copy_(host, non_blocking=True)
+        sampled, penalised = (bool(words[:, column].any()) for column in (7, 11))
+        room = None
+        if used or sampled or penalised:
+            self.given["sampling"][: live * 12] = words.reshape(-1)
+            self.given["edit_begins"][:live] = begins
+            self.given["edit_counts"][:live] = counts
+            room = _LEAST_EDITS
+            while room < used:
+                room *= 2
+            if room not in self._edits:
+                self._edits_host[room] = torch.zeros(3 * room, dtype=torch.int32, pin_memory=True)
+                there = torch.zeros(3 * room, dtype=torch.int32, device=self._cuda)
+                tokens, biases, outputs = there.view(3, room)
+                self._edits[room] = there, tokens, biases.view(torch.float32), outputs
+            if used:
+                host = self._edits_host[room]
+                for i, part in enumerate(edits):
+                    host[i * room : i * room + used] = part.view(torch.int32)
+                self._edits[room][0].copy_(host, non_blocking=True)
+        # Without penalties and biases nothing changes from round to round.
+        self._samplers, self._sampled_by = [] if used or penalised else list(samplers), room
         return room
 
     def launch(self, variant: Variant, graphs: bool) -> None:
@@ -334,9 +366,9 @@ class Lanes:
         m = self._m
         head, roots = m.head, m.roots
         assert head is not None and roots is not None and m.draft_cache is not None
-        torch.index_select(roots.logits, 0, self._root_from, out=self._root_logits)
+        torch.index_select(roots.logits, 0, self._root_from, out=self.root_logits)
         torch.index_select(roots.hidden, 0, self._root_from, out=self._root_hidden)
-        self._select(0, self._root_logits)
+        self._select(0, self.root_logits)
         hidden, plan, a = self._root_hidden, self._plans["draft"], self._a
         ancestors = a["ancestors"] if m.config.branches_attend == "ancestors" else None
         for step in range(levels - 1):

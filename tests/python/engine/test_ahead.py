@@ -1,0 +1,122 @@
+"""Trees that are decided before a round: depth by yield, losses within the account."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from specrs import TreeShape
+from specrs._specrs import TreeBatch
+from specrs.engine.ahead import AheadPolicy, AheadTree, most_nodes
+from specrs.engine.costs import PLAIN, SPECULATIVE, Costs, Pace, PassCost
+
+SHAPE = TreeShape(4, 6, 32)
+PLAIN_SECONDS, STEP, EXTEND = 1.0, 0.1, 0.2
+
+
+def tree(rows: float = 0.0) -> AheadTree:
+    """rows: what a row to verify costs beside a pass."""
+    pace = Pace()
+    target = PassCost([1, 256], [PLAIN_SECONDS, PLAIN_SECONDS + 255 * rows], pace)
+    extend = PassCost([1, 16], [EXTEND, EXTEND], pace)
+    none = PassCost([PLAIN, SPECULATIVE], [0.0, 0.0], pace)
+    return AheadTree(AheadPolicy(Costs(target, PassCost([1], [STEP], pace), extend, none)), SHAPE)
+
+
+def request(i: int, tokens: int = 256) -> Any:
+    return SimpleNamespace(
+        request_id=i, tokens=[1] * 10, prompt_len=10, draft_valid=9, remaining=tokens, root=object(), lag=0, error=None,
+        followed=True, params=SimpleNamespace(temperature=0.0),
+    )  # fmt: skip
+
+
+def give_up(r: Any) -> Any:
+    def gave_up(_: int) -> None:
+        r.followed = False
+
+    return gave_up
+
+
+def run(speculation: AheadTree, r: Any, chance: float, rng: random.Random, clock: list[float]) -> tuple[int, float]:
+    """One round of a request alone whose every draft level is accepted with ``chance``: tokens, and the levels."""
+    r.give_up_drafts = give_up(r)
+    [drafts] = speculation.drafting([r], None)  # type: ignore[arg-type]
+    speculation.begin(drafts)
+    if not drafts:
+        clock[0] += PLAIN_SECONDS
+        r.tokens, r.remaining = [*r.tokens, 1], r.remaining - 1
+        speculation.plain_round([r])  # type: ignore[arg-type]
+        return 1, 0
+    levels = speculation.cap([r], [True])  # type: ignore[arg-type]
+    accepted = 0
+    while accepted < levels and rng.random() < chance:
+        accepted += 1
+    clock[0] += PLAIN_SECONDS + EXTEND + STEP * (levels - 1)
+    n = accepted + 1
+    r.tokens, r.remaining = [*r.tokens, *[1] * n], r.remaining - n
+    passed = SimpleNamespace(request=r, tokens=[1] * n, committed=SimpleNamespace(kept=n))
+    parents = [-1, *range(most_nodes(SHAPE, levels) - 1)]
+    trees = TreeBatch.from_parents([parents], [[0] * len(parents)])
+    speculation.spec_round([passed], trees, [True], levels - 1)  # type: ignore[list-item]
+    return n, levels
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Rounds take what their model says."""
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    return now
+
+
+def test_nodes_of_levels() -> None:
+    assert [most_nodes(SHAPE, n) for n in range(5)] == [1, 5, 21, 32, 32]
+    assert [most_nodes(TreeShape(1, 8, 9), n) for n in (0, 1, 8)] == [1, 2, 9]
+
+
+def test_accepted_levels_deepen_and_refused_ones_make_shallow(clock: list[float]) -> None:
+    rng, deep = random.Random(1), tree()
+    for i in range(6):
+        r = request(i, 600)
+        while r.remaining > 0 and r.followed:
+            _, levels = run(deep, r, 0.97, rng, clock)
+        assert r.followed
+        deep.forget(r)
+    assert levels == SHAPE.steps
+    r = request(9)
+    for _ in range(40):
+        _, levels = run(deep, r, 0.05, rng, clock)
+    assert levels <= 2
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.1, 0.2])
+@pytest.mark.parametrize("tokens", [64, 256])
+def test_text_that_the_head_does_not_know_loses_two_percent_at_most(
+    chance: float, tokens: int, clock: list[float]
+) -> None:
+    speculation, rng = tree(), random.Random(2)
+    for i in range(30):
+        r, begun = request(i, tokens), clock[0]
+        while r.remaining > 0:
+            run(speculation, r, chance, rng, clock)
+        drawn = len(r.tokens) - 10
+        took = clock[0] - begun
+        speculation.forget(r)
+        assert drawn * PLAIN_SECONDS / took > 0.975, (i, took, drawn)
+
+
+def test_text_that_the_head_knows_gains(clock: list[float]) -> None:
+    speculation, rng = tree(), random.Random(3)
+    r = request(0)
+    while r.remaining > 0:
+        run(speculation, r, 0.8, rng, clock)
+    assert (len(r.tokens) - 10) * PLAIN_SECONDS / clock[0] > 1.8
+
+
+def test_rows_that_cost_make_trees_shallow() -> None:
+    cheap, dear = tree(0.0), tree(0.1)
+    r = request(0)
+    assert cheap.cap([r], [True]) > dear.cap([r], [True]) == 1  # type: ignore[arg-type]
