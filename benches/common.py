@@ -101,7 +101,10 @@ def versions(*more: str) -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit that is checked out, with ``+`` where tracked files differ from it."""
+    """The commit that is checked out, with ``+`` where tracked files differ from it; ``SPECRS_COMMIT`` where it is set,
+    for a copy without git."""
+    if given := os.environ.get("SPECRS_COMMIT"):
+        return given
 
     def git(*args: str) -> str:
         return subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True, check=False).stdout

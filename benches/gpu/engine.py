@@ -10,6 +10,7 @@ ratio (the tokens a round that would pay), whether both give the same tokens, an
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -23,8 +24,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import specrs.models.eagle3 as eagle3
 import specrs.models.llama as llama
-from common import versions
+from common import commit, versions
 from specrs import LLM, SamplingParams, models
+from specrs import _specrs as core
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32,
@@ -33,11 +35,17 @@ LLAMA = {
     "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 0,
 }  # fmt: skip
 DRAFT_VOCAB = 32000
-TREE = (8, 6, 64)
+TREES = {1: (8, 6, 64), 4: (4, 5, 24), 16: (2, 4, 8), 64: (1, 2, 3)}  # by batch: some 64 to 192 rows to verify
 
 
 class Random:
-    """A checkpoint whose tensors are drawn when they are asked for."""
+    """A checkpoint whose tensors are drawn when they are asked for.
+
+    Attributes:
+        bytes: of all that were, of any checkpoint.
+    """
+
+    bytes = 0
 
     def __init__(self, directory: Path, rename: Any = None, device: torch.device | None = None) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -66,6 +74,7 @@ class Random:
         if name.endswith("norm.weight"):
             return torch.ones(shape, dtype=torch.bfloat16, device="cuda")
         noise = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+        Random.bytes += noise.nbytes
         return noise.normal_(0.0, 1.0 if "embed" in name else shape[-1] ** -0.5, generator=self.generator)
 
 
@@ -103,6 +112,14 @@ def rounds(llm: LLM, prompts: list[list[int]], count: int) -> tuple[list[list[in
     return [tokens[i] for i in ids], statistics.median(seconds[1:-1] or seconds)
 
 
+def beside(llm: LLM) -> int:
+    """Bytes of device memory that are neither weights nor KV."""
+    executor: Any = llm._runner.executor
+    caches = [executor.cache, *([executor.drafts.cache] if executor.drafts is not None else [])]
+    owned: int = core._device_memory(0)[3]
+    return torch.cuda.memory_reserved() + owned - Random.bytes - sum(c.tensor.nbytes for c in caches)
+
+
 def main() -> None:
     """Measure every case, print and write them."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -110,12 +127,14 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--graphs", default="round")
-    parser.add_argument("--cases", default="1x1024,1x8192,1x32768,4x8192,16x1024,16x8192,64x1024")
+    parser.add_argument("--cases", default="1x1024,1x8192,1x32768,4x8192,16x1024,16x8192,64x1024,64x8192")
     args = parser.parse_args()
     llama.Checkpoint = eagle3.Checkpoint = models.cuda.Checkpoint = Random  # type: ignore[misc, assignment]
     cases: list[dict[str, Any]] = []
     result: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(), "versions": versions(), "tree": TREE, "layers": args.layers,
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "device": torch.cuda.get_device_name(), "versions": versions(), "layers": args.layers,
         "graphs": args.graphs,
         "cases": cases,
     }  # fmt: skip
@@ -131,17 +150,24 @@ def main() -> None:
                 "device": "cuda", "max_batch": batch, "max_context_len": context + args.rounds + 64,
                 "prefill_chunk": 2048, "prefix_cache": False, "page_size": 16, "graphs": args.graphs,
             }  # fmt: skip
-            row: dict[str, Any] = {"batch": batch, "context": context}
+            tree = next(t for most, t in sorted(TREES.items()) if batch <= most)
+            row: dict[str, Any] = {"batch": batch, "context": context, "tree": tree}
             outputs = []
-            for name, extra in (("plain", {"speculative": False}), ("speculative", {"tree": TREE})):
+            for name, extra in (("plain", {"speculative": False}), ("speculative", {"tree": tree})):
+                gc.collect()
                 torch.cuda.empty_cache()
+                Random.bytes = 0
                 with LLM(target, draft, **options, **extra) as llm:
                     tokens, seconds = rounds(llm, prompts, args.rounds)
+                    rounds(llm, [p[:64] for p in prompts], args.rounds)
                     before = torch.cuda.memory_reserved()
                     rounds(llm, [p[:64] for p in prompts], args.rounds)
                     row[f"{name}_ms"] = round(seconds * 1e3, 3)
                     row[f"{name}_grown_bytes"] = torch.cuda.memory_reserved() - before
+                    row[f"{name}_beside_bytes"] = beside(llm)
                 outputs.append(tokens)
+            # What the round would yield with drafts that are accepted so far.
+            row["tokens_per_second_at_4"] = round(batch * 4e3 / row["speculative_ms"], 1)
             row |= {"same_tokens": outputs[0] == outputs[1], "ratio": round(row["speculative_ms"] / row["plain_ms"], 2)}
             cases.append(row)
             print(json.dumps(row), flush=True)

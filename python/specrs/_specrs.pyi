@@ -1488,8 +1488,8 @@ class _DeviceProducts:
     def __new__(cls, ordinal: SupportsIndex, folders: _List[str], cache: str | None = None) -> _DeviceProducts: ...
     def keeping(self, cache: str | None = None) -> _DeviceProducts:
         """The same choices, kept in the file `cache` as well: a choice that is known is stored there too, where the
-        file has none for its shape. `None` keeps nothing, `""` means the user's cache folder as the environment names
-        it now.
+        file has none for its shape. `None` keeps nothing, `""` means the user's cache folder as the environment
+        names it now.
         """
 
     def linear(

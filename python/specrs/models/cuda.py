@@ -122,6 +122,7 @@ class CudaDense:
         device.init(placement.device)
         self.products = device.products(placement.device)
         self.memory = _Memory(placement.device)
+        self._owed: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def stream(self) -> int:
@@ -136,13 +137,31 @@ class CudaDense:
     def embedding(self, table: torch.Tensor) -> Embedding:
         return _CudaTable(self, self.placement.vector(table))
 
+    def owe(self, total: torch.Tensor, residual: torch.Tensor) -> None:
+        """``total`` += ``residual``, by the norm that reads it next, or else before whatever comes next."""
+        self.settle()
+        self._owed = total, residual
+
+    def settle(self) -> None:
+        """Make the sum that is owed."""
+        if self._owed is not None:
+            total, residual = self._owed
+            self._owed = None
+            torch.add(total, residual, out=total)
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
-        core._device_add_rms_norm(x, None, weight, eps, None, 0, None, out, self.stream)
+        residual = None
+        if self._owed is not None and self._owed[0] is x:
+            residual, self._owed = self._owed[1], None
+        self.settle()
+        core._device_add_rms_norm(x, residual, weight, eps, None, 0, None, out, self.stream)
 
     def gather(self, x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
+        self.settle()
         core._device_gather_rows(x, self.upload(rows), 0, None, out, self.stream)
 
     def beside(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        self.settle()
         return torch.cat(tuple(parts), 1)
 
     def rope(self, cos: torch.Tensor, sin: torch.Tensor) -> Any:
@@ -158,6 +177,7 @@ class CudaDense:
         self, kv: KvMemory, layer: int, plan: DevicePlan, qkv: torch.Tensor, rope: Any, heads: Heads
     ) -> torch.Tensor:
         """As `rope_write`, of a plan that is on the device."""
+        self.settle()
         kv_heads, head_dim = kv.tensor.shape[3:]
         rows = qkv.shape[0]
         q = self.memory("q", rows, heads.count * head_dim, qkv.dtype) if heads.count else None
@@ -180,6 +200,7 @@ class CudaDense:
         return qkv.new_empty(rows, 0, head_dim) if q is None else q.view(rows, heads.count, head_dim)
 
     def host(self, scores: torch.Tensor) -> torch.Tensor:
+        self.settle()
         scores = scores.to("cpu", torch.float32)  # waits for all that was launched
         device.check(self.placement.device)
         return scores
@@ -212,6 +233,7 @@ class _CudaTable:
             low, high = (int(v) for v in torch.aminmax(tokens))
             if low < 0 or high >= vocab:
                 raise ConfigError(f"token = {low if low < 0 else high} is outside 0..{vocab} (the vocabulary)")
+        self._dense.settle()
         core._device_embed(self.table, self._dense.upload(tokens), None, out, self._dense.stream)
 
 
@@ -245,12 +267,9 @@ class _CudaLinear:
         norm: torch.Tensor | None = None,
         eps: float = 0.0,
     ) -> None:
-        if residual is None:
-            self._multiply(x, norm, eps, out)
-            return
-        y = self._dense.memory("product", x.shape[0], self.out_features, self._dtype)
-        self._multiply(x, norm, eps, y)
-        torch.add(residual, y, out=out)
+        self._multiply(x, norm, eps, out)
+        if residual is not None:
+            self._dense.owe(out, residual)
 
     def forward_swiglu(self, x: torch.Tensor, out: torch.Tensor, norm: torch.Tensor, eps: float) -> None:
         y = self._dense.memory("product", x.shape[0], self.out_features, self._dtype)
@@ -263,6 +282,8 @@ class _CudaLinear:
             normed = dense.memory("normed", x.shape[0], x.shape[1], x.dtype)
             dense.rms_norm(x, norm, eps, normed)
             x = normed
+        else:
+            dense.settle()
         space = dense.memory("workspace", 1, max(self._product.workspace_bytes, 16), torch.uint8)[0]
         stream = dense.stream
         for first in range(0, x.shape[0], _MOST_ROWS):

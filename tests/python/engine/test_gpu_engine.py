@@ -262,6 +262,36 @@ def test_the_model_in_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(len(o.token_ids) for o in outputs) / sum(o.rounds for o in outputs) > 3
 
 
+def test_engines_side_by_side_do_not_disturb_each_other(pair: Pair) -> None:
+    """Two on one device in turns, round by round; scratch memory that one grows is not the other's."""
+    prompts, params = requests(7, True)
+    want, _ = plain(pair, prompts, params)
+    first = LLM(pair.target, pair.draft, device="cuda", tree=(4, 3, 16), page_size=4, max_batch=2)
+    second = LLM(pair.target, pair.draft, device="cuda", tree=(2, 5, 12), page_size=1, max_batch=5, prefill_chunk=16)
+    with first, second:
+        assert interleaved([first, second], prompts, params) == [want, want]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_two_engines_on_two_gpus(pair: Pair) -> None:
+    prompts, params = requests(8, True)
+    want, _ = plain(pair, prompts, params)
+    engines = [LLM(pair.target, pair.draft, device=f"cuda:{i}", tree=(4, 3, 16), page_size=4) for i in (0, 1)]
+    with engines[0], engines[1]:
+        assert interleaved(engines, prompts, params) == [want, want]
+
+
+def interleaved(engines: list[LLM], prompts: list[list[int]], params: list[SamplingParams]) -> list[list[list[int]]]:
+    """Tokens of each engine, whose steps take turns."""
+    found: list[dict[int, list[int]]] = [{} for _ in engines]
+    ids = [[llm.add(p, one) for p, one in zip(prompts, params, strict=True)] for llm in engines]
+    while any(llm.unfinished for llm in engines):
+        for llm, tokens in zip(engines, found, strict=True):
+            if llm.unfinished:
+                tokens |= {e.request_id: e.output.token_ids for e in llm.step() if e.output is not None}
+    return [[tokens[i] for i in some] for tokens, some in zip(found, ids, strict=True)]
+
+
 def test_an_engine_leaves_no_memory_behind(pair: Pair) -> None:
     def used() -> int:
         gc.collect()

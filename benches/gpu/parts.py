@@ -1,0 +1,287 @@
+"""What a round launches beside the model, and what exactness costs its products: goals 3 to 6, 9 and 13.
+
+Each part is a CUDA graph of many launches, timed by events; the figure is the median over replays of the time of one.
+Where torch has the same work (argmax, topk over softmax, a linear with whatever algorithm cuBLAS likes best), it takes
+turns with ours in the same run, and results are compared first. Peers' own kernels are not on this machine; their
+figures stand in ``benches/README.md``.
+
+    python benches/gpu/parts.py [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from common import commit, versions
+from specrs import _specrs as core
+from specrs import device
+from specrs._specrs import Geometry, TreeShape
+
+SHAPE = TreeShape(8, 6, 64)
+CONTEXT, LENGTH = 8192 + 256, 8192
+VOCAB, DRAFT_VOCAB = 128256, 32000
+CUDA = torch.device("cuda")
+LAYER = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+
+
+def stream() -> int:
+    return torch.cuda.current_stream().cuda_stream
+
+
+def times(parts: dict[str, Callable[[], object]], launches: int = 20, repeats: int = 15) -> dict[str, float]:
+    """Microseconds of each; they take turns."""
+    graphs = {}
+    for name, part in parts.items():
+        part()
+        torch.cuda.synchronize()
+        graphs[name] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[name]):
+            for _ in range(launches):
+                part()
+    seen: dict[str, list[float]] = {name: [] for name in parts}
+    for i in range(repeats + 2):
+        for name, graph in graphs.items():
+            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(200_000)  # the host's part of the launch is over when the GPU gets there
+            start.record()
+            graph.replay()
+            stop.record()
+            stop.synchronize()
+            if i >= 2:
+                seen[name].append(start.elapsed_time(stop) * 1e3 / launches)
+    return {name: round(statistics.median(us), 2) for name, us in seen.items()}
+
+
+def i32(*shape: int, fill: int = 0) -> torch.Tensor:
+    return torch.full(shape, fill, dtype=torch.int32, device=CUDA)
+
+
+class Round:
+    """Arrays of a round of ``batch`` requests, all live, of `LENGTH` tokens each."""
+
+    def __init__(self, batch: int, page: int) -> None:
+        k, s, v, c = SHAPE.topk, SHAPE.steps, SHAPE.draft_tokens, SHAPE.candidates
+        self.batch, self.page, self.path = batch, page, s + 1
+        self.geometry = Geometry(batch, CONTEXT, page, SHAPE)
+        pages = self.geometry.row_pages
+        self.num_pages = 1 + batch * pages
+        self.table = (torch.randperm(batch * pages, device=CUDA, dtype=torch.int32) + 1).view(batch, pages)
+        self.rows = torch.arange(batch, dtype=torch.int32, device=CUDA)
+        self.versions = torch.zeros(batch, dtype=torch.int64, device=CUDA)
+        self.lens, self.live = i32(batch, fill=LENGTH), i32(1, fill=batch)
+        self.roots, self.depths, self.nodes = i32(batch), i32(batch, fill=s), i32(batch, fill=v)
+        self.beams = (
+            torch.zeros(batch * c, device=CUDA), i32(batch * c), i32(batch * c), i32(batch * k), i32(batch * k),
+            i32(batch * k), torch.zeros(batch * k, dtype=torch.int64, device=CUDA), i32(batch),
+        )  # fmt: skip
+        self.trees = (
+            i32(batch + 1), i32(batch * v), i32(batch * v), i32(batch * v), i32(batch * v), i32(batch * v),
+            torch.zeros(batch * v, device=CUDA),
+        )  # fmt: skip
+        self.accepts = (
+            i32(batch + 1), i32(batch * self.path), i32(batch * self.path), i32(batch * self.path), i32(batch),
+            i32(batch), i32(batch),
+        )  # fmt: skip
+        self.moves = (i32(batch * self.path), i32(batch * self.path), i32(batch + 1))
+        self.plans = {
+            name: (
+                i32(batch), torch.zeros(batch, dtype=torch.int64, device=CUDA), i32(batch + 1), i32(batch), i32(n),
+                i32(n), torch.zeros(n * words, dtype=torch.int64, device=CUDA),
+            )
+            for name, n, words in (("draft", batch * k, 1), ("verify", batch * v, 1), ("extend", batch * self.path, 0))
+        }  # fmt: skip
+        scratch = core._device_draft_scratch(SHAPE, batch, VOCAB, CUDA.index or 0)
+        self.selecting = torch.zeros(scratch, dtype=torch.int64, device=CUDA)
+
+    def select(self, step: int, logits: torch.Tensor, to_target: torch.Tensor | None = None) -> None:
+        core._device_draft_select(
+            step, logits, to_target, VOCAB, self.live, SHAPE, self.beams, self.selecting, stream()
+        )
+
+    def build(self) -> None:
+        limits = (self.roots, self.depths, self.nodes)
+        core._device_tree_build(SHAPE, self.beams, limits, None, self.live, self.trees, None, stream())
+
+    def plan(self, name: Any, step: tuple[Any, Any, Any], number: int | None = None) -> None:
+        core._device_plan(
+            self.geometry, name, number, self.table, self.num_pages, (self.rows, self.versions, self.lens, self.live),
+            step, self.plans[name], "native", "both", {}, stream(),
+        )  # fmt: skip
+
+    def commit(self) -> None:
+        accepts = (self.accepts[0], self.accepts[1], self.accepts[5])
+        moves = self.moves if self.page > 1 else None
+        core._device_kv_commit(
+            accepts, self.table, self.rows, self.live, self.num_pages, self.page, SHAPE.draft_tokens, moves, stream()
+        )
+
+    def draft(self, vocab: int) -> list[torch.Tensor]:
+        """Draft a tree; the logits of its steps."""
+        rows = [self.batch, *[self.batch * SHAPE.topk] * (SHAPE.steps - 1)]
+        logits = [torch.randn(n, vocab, device=CUDA) * 3 for n in rows]
+        for step, scores in enumerate(logits):
+            self.select(step, scores)
+        self.build()
+        return logits
+
+    def metadata(self) -> None:
+        """Everything of a round but models, scores and KV copies."""
+        for step in range(SHAPE.steps - 1):
+            self.plan("draft", (None, None, self.beams[6]), step)
+        self.build()
+        self.plan("verify", (self.trees[0], self.trees[3], None))
+        self.commit()
+        self.plan("extend", (self.accepts[0], None, None))
+
+
+def steered(trees: tuple[torch.Tensor, ...], batch: int) -> torch.Tensor:
+    """Logits [batch * V, VOCAB] under which three drafts of each tree are accepted."""
+    logits = torch.randn(batch * SHAPE.draft_tokens, VOCAB, device=CUDA)
+    offsets, tokens, _, parents = (t.tolist() for t in trees[:4])
+    for first in offsets[:batch]:
+        node = 0
+        for _ in range(3):
+            child = next((j for j in range(1, SHAPE.draft_tokens) if parents[first + j] == node), None)
+            if child is None:
+                break
+            logits[first + node, tokens[first + child]] = 50.0
+            node = child
+    return logits
+
+
+def verification(r: Round, logits: torch.Tensor) -> dict[str, Callable[[], object]]:
+    """Greedy and sampled, both modes, and torch's argmax over all rows."""
+    batch, path = r.batch, r.path
+    trees = (r.trees[1], r.trees[3], r.trees[0])
+    common = (logits, trees, r.lens, r.live, SHAPE.draft_tokens, path)
+    words = core._device_verify_scratch(logits.shape[0], batch, path)
+    scratch = {name: torch.zeros(words, dtype=torch.int64, device=CUDA) for name in ("w", "f", "sw", "sf")}
+    samplers = [core.Sampler(VOCAB, [1, 2, 3], temperature=0.8, top_p=0.9, seed=i) for i in range(batch)]
+    drawn = [from_dlpack(a).to(CUDA) for a in core._device_samplers(samplers)]
+    drawn = [a if a.numel() else torch.zeros(1, dtype=a.dtype, device=CUDA) for a in drawn]
+    by: Any = tuple(drawn)
+
+    def greedy(name: str, full: bool) -> None:
+        core._device_verify_greedy(*common, r.accepts, scratch[name], full, stream())
+
+    def sampled(name: str, full: bool) -> None:
+        core._device_sample_verify(*common, by, r.accepts, scratch[name], full, stream())
+
+    return {
+        "sampled_walk": lambda: sampled("sw", False),
+        "sampled_full": lambda: sampled("sf", True),
+        "greedy_full": lambda: greedy("f", True),
+        "greedy_walk": lambda: greedy("w", False),
+        "torch_argmax": lambda: logits.argmax(1),
+    }
+
+
+def products(rows: int) -> dict[str, float]:
+    """The products of one layer with our classes of bits, and torch's."""
+    opened = device.products()
+    weights = {n: torch.randn(shape, device=CUDA).mul_(shape[1] ** -0.5).bfloat16() for n, shape in LAYER.items()}
+    # Several layers' worth, so that no weight is found in the L2.
+    sets = [weights, {n: w.clone() for n, w in weights.items()}]
+    linears = [{n: opened.linear(w, 2048) for n, w in s.items()} for s in sets]
+    inputs = {n: torch.randn(rows, w.shape[1], device=CUDA).bfloat16() for n, w in weights.items()}
+    outputs = {n: torch.empty(rows, w.shape[0], device=CUDA, dtype=torch.bfloat16) for n, w in weights.items()}
+    space = torch.empty(
+        max(li.workspace_bytes for s in linears for li in s.values()) + 16, dtype=torch.uint8, device=CUDA
+    )
+
+    def ours() -> None:
+        for s in linears:
+            for n, linear in s.items():
+                linear.launch(rows, inputs[n], outputs[n], space, stream())
+
+    def torchs() -> None:
+        for s in sets:
+            for n, w in s.items():
+                torch.mm(inputs[n], w.t(), out=outputs[n])
+
+    ours()
+    want = {n: y.clone() for n, y in outputs.items()}
+    torchs()
+    for n, y in outputs.items():
+        torch.testing.assert_close(y, want[n], rtol=2e-2, atol=2e-2)
+    got = times({"ours": ours, "torch": torchs}, launches=4)
+    return {"ours_us": got["ours"] / 2, "torch_us": got["torch"] / 2, "ratio": round(got["ours"] / got["torch"], 4)}
+
+
+def batch_of(batch: int) -> dict[str, Any]:
+    """Goals 3 to 6 and 9 for a batch."""
+    r = Round(batch, 1)
+    out: dict[str, Any] = {}
+    for vocab in (DRAFT_VOCAB, VOCAB):
+        logits = r.draft(vocab)[: SHAPE.steps - 1]
+
+        def select(logits: list[torch.Tensor] = logits) -> None:
+            for step, scores in enumerate(logits):
+                r.select(step, scores)
+
+        def torchs(logits: list[torch.Tensor] = logits) -> None:
+            for scores in logits:
+                scores.softmax(1).topk(SHAPE.topk)
+
+        got = times({"specrs": select, "torch": torchs}, launches=4)
+        out[f"select_5_steps_{vocab}_us"] = got["specrs"]
+        out[f"softmax_topk_5_steps_{vocab}_us"] = got["torch"]
+    r.draft(DRAFT_VOCAB)
+    logits = steered(r.trees, batch)
+    parts = verification(r, logits)
+    for part in parts.values():
+        part()
+    tokens = logits.argmax(1)
+    last = r.accepts[0][1:] - 1
+    assert torch.equal(r.accepts[2][last.long()], tokens[r.accepts[3][last.long()].long()].int()), "argmax"
+    out["accepted_nodes"] = int(r.accepts[0][-1])
+    out |= {f"{name}_us": us for name, us in times(parts, launches=4).items()}
+    parts["greedy_walk"]()
+    out |= {f"{name}_us": us for name, us in times({"metadata_page_1": r.metadata, "tree_build": r.build}).items()}
+    out["commit_page_1_us"] = times({"commit": r.commit})["commit"]
+    paged = Round(batch, 64)
+    paged.draft(DRAFT_VOCAB)
+    for mine, theirs in zip(paged.accepts, r.accepts, strict=True):
+        mine.copy_(theirs)
+    out["metadata_page_64_us"] = times({"metadata": paged.metadata})["metadata"]
+    torch.cuda.synchronize()
+    device.check()
+    return out
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    random.seed(1)
+    torch.manual_seed(1)
+    device.init()
+    result: dict[str, Any] = {
+        "commit": commit(), "date": time.strftime("%Y-%m-%d", time.gmtime()), "device": torch.cuda.get_device_name(),
+        "versions": versions(), "tree": [SHAPE.topk, SHAPE.steps, SHAPE.draft_tokens], "length": LENGTH,
+        "vocabularies": [DRAFT_VOCAB, VOCAB], "metadata_launches": SHAPE.steps - 1 + 4, "batches": {}, "layer": {},
+    }  # fmt: skip
+    for name, run, cases in (("batches", batch_of, (1, 16, 64)), ("layer", products, (1, 16, 64, 128, 256))):
+        for case in cases:
+            result[name][case] = run(case)
+            print(name, case, json.dumps(result[name][case]), flush=True)
+            torch.cuda.empty_cache()
+            if args.json:
+                args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
