@@ -46,7 +46,6 @@ class AheadTree(AdaptiveTree):
         super().__init__(policy, shape.topk)
         self._shape = shape
         self._keeps: dict[int, list[float]] = {}  # by kind: of each level, the share that is accepted if its parent is
-        self._levels = 0
 
     def cap(self, batch: Batch, drafting: Sequence[bool]) -> int:
         kinds = [self._gate(r).kind for r, d in zip(batch, drafting, strict=True) if d]
@@ -63,7 +62,6 @@ class AheadTree(AdaptiveTree):
                 break
             if expected / seconds > best_rate:
                 best, best_rate = levels, expected / seconds
-        self._levels = best
         return best
 
     def _keep(self, kind: Kind) -> list[float]:
@@ -82,7 +80,8 @@ class AheadTree(AdaptiveTree):
         super().spec_round(passed, trees, drafting, steps)
         for p, drafts in zip(passed, drafting, strict=True):
             accepted = len(p.tokens) - 1
-            if drafts and p.request.error is None:
+            # One that has ended had less room than the others.
+            if drafts and p.request.finish_reason is None:
                 keep = self._keep(self._gate(p.request).kind)
-                for level in range(min(self._levels, accepted + 1)):
+                for level in range(min(steps + 1, accepted + 1)):
                     keep[level] += _LEARN * ((accepted > level) - keep[level])

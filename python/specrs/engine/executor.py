@@ -1,7 +1,8 @@
 """The device's part of a step, behind two protocols: the round's logic (`runner`, `drafter`) knows no tensor.
 
 The logic picks requests, takes pages, has an `Executor` run passes, and commits their results to the requests. An
-executor is one device: models, caches, the planner, and all memory that passes need. `host` has the CPU's.
+executor is one device: models, caches, the planner, and all memory that passes need. `host` has the CPU's, `cuda` a
+GPU's.
 
 A call may return before its device is done. Reading a result may wait for it, so the logic reads as late as it can:
 nothing from the first pass of a round until the target has been told to verify, unless a cost model goes by the drafts'
@@ -12,6 +13,7 @@ round, not by the pass that met it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import ParamSpec, Protocol, TypeVar
 
@@ -131,6 +133,9 @@ class Executor(Protocol):
     @property
     def drafts(self) -> DraftExecutor | None:
         """The head's passes; ``None`` without a head."""
+
+    def entered(self) -> AbstractContextManager[object]:
+        """Within the context, this thread's work is the executor's: on its device, and in its order."""
 
     def speculation(self, pages: Pages) -> AdaptiveTree:
         """Picks trees by what passes take on this device, of an engine with a head; measures them."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -103,6 +104,9 @@ class HostExecutor:
     def _drafts(self, head: Eagle3Head, cache: KvMemory, config: EngineConfig) -> HostDrafts:
         """The head's passes."""
         return HostDrafts(head, cache, self.planner, config, self.target.config.vocab_size)
+
+    def entered(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def speculation(self, pages: Pages) -> AdaptiveTree:
         assert self.drafts is not None

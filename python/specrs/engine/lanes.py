@@ -11,6 +11,10 @@ The same launches run as they are or from a CUDA graph of them; bits do not depe
 
 from __future__ import annotations
 
+import sys
+import threading
+import warnings
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,18 +26,18 @@ from torch.utils.dlpack import from_dlpack
 
 from specrs import _specrs as core
 from specrs import device
-from specrs._specrs import Geometry, Plan, TreeShape
+from specrs._specrs import Geometry, Plan
 from specrs.engine.ahead import most_nodes
 from specrs.engine.config import EngineConfig
 from specrs.models.cuda import CudaDense, DevicePlan
 from specrs.models.eagle3 import Eagle3Head
 from specrs.models.features import FeatureRows
-from specrs.models.layer import Workspace
 from specrs.models.llama import LlamaModel
 from specrs.models.ops import KvMemory
 
-_FULL = 132  # rows of logits up to which all are looked at at once
 _LEAST_EDITS = 64
+_COLD = 2  # runs of a variant before it is captured: the ends of requests make some that never come again
+_CAPTURING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,8 @@ class Variant:
 
 class Roots:
     """The head's results for roots, a row for each row of the page table: where a round's drafts begin.
+
+    A root is valid until the next round that drafts for its row.
 
     Two more rows: `nowhere` is written for dead lanes, `nothing` is read for lanes that do not draft, and stays 0.
     """
@@ -86,14 +92,33 @@ class Models:
     config: EngineConfig
     num_pages: int
     table: torch.Tensor
+    stream: torch.cuda.Stream  # of everything
+    activations: Activations | None
+
+
+class Activations:
+    """What passes from one model to the other in a round of the largest batch; every bucket uses its first rows.
+
+    Attributes:
+        features: of the target's pass, [layers, B * V, h].
+        path_features: of accepted nodes, [layers, B * path, h].
+        root_logits, root_hidden, step_hidden: the head's, B, B and B * K rows.
+    """
+
+    def __init__(self, target: LlamaModel, head: Eagle3Head, geometry: Geometry) -> None:
+        at, shape, b = head.placement, geometry.shape, geometry.max_batch
+        layers, wide, h = len(head.aux_layers), target.config.hidden_size, head.config.hidden_size
+        self.features = at.empty(layers, b * shape.draft_tokens, wide)
+        self.path_features = at.empty(layers, b * longest_path(geometry), wide)
+        self.root_logits = at.for_logits().empty(b, head.vocab_size)
+        self.root_hidden, self.step_hidden = at.empty(b, h), at.empty(b * shape.topk, h)
 
 
 @dataclass(frozen=True, eq=False)
 class _Captured:
-    """A round's launches with the memory that they use, as it was then."""
+    """A round's launches, and where its logits lie."""
 
     graph: torch.cuda.CUDAGraph
-    epoch: tuple[int, int]
     logits: torch.Tensor
 
 
@@ -120,14 +145,17 @@ class Lanes:
         features: of the target's pass, a row for each node; ``None`` without a head.
         logits: of the last launch, a row for each node.
         root_logits: of the head, by which the last launch's drafts began, a row for each lane.
+        launches: so far.
     """
 
     def __init__(self, models: Models, batch: int) -> None:
         self.batch, self._m = batch, models
         shape, g, cuda = models.geometry.shape, models.geometry, models.dense.placement.device
         self._shape, self._cuda = shape, cuda
+        # With a processor for each row of logits, all are looked at at once.
+        self._processors = torch.cuda.get_device_properties(cuda).multi_processor_count
         k, c, v = shape.topk, shape.candidates, shape.draft_tokens
-        path = self._path = shape.steps + 1
+        path = self._path = longest_path(g)
         # 8-byte arrays first, so that they are aligned.
         self._given = _Fields(
             sampling=batch * 12, root_from=2 * batch, root_to=2 * batch, rows=batch, lens=batch, roots=batch,
@@ -211,25 +239,23 @@ class Lanes:
             for sampled in (False, True)
         }
         self.features: FeatureRows | None = None
-        if head is not None:
-            self._hold(head)
+        if models.activations is not None:
+            self._hold(models.activations)
         self.logits = a["given"]  # until the first launch
+        self.launches = 0
         self._graphs: dict[Variant, _Captured] = {}
-        self._warm: dict[Variant, tuple[int, int]] = {}
+        self._runs: Counter[Variant] = Counter()  # without a graph, since scratch memory moved
+        self._captured_at = self._epoch
 
-    def _hold(self, head: Eagle3Head) -> None:
+    def _hold(self, act: Activations) -> None:
         """Activations that pass from one model to the other."""
-        models, b, at = self._m, self.batch, head.placement
-        v, k = self._shape.draft_tokens, self._shape.topk
-        layers, wide = len(head.aux_layers), models.target.config.hidden_size
-        aux, stacked = models.target.aux_layers, at.empty(layers, b * v, wide)
-        self.features = FeatureRows(aux, stacked)
-        nodes = [b * most_nodes(self._shape, levels) for levels in range(self._shape.steps + 1)]
-        self._features = [FeatureRows(aux, stacked[:, :n]) for n in nodes]
-        self._path_features = at.empty(layers, b * self._path, wide)
-        self.root_logits = at.for_logits().empty(b, head.vocab_size)
-        self._root_hidden = at.empty(b, head.config.hidden_size)
-        self._step_hidden = at.empty(b * k, head.config.hidden_size)
+        b, shape, aux = self.batch, self._shape, self._m.target.aux_layers
+        self.features = FeatureRows(aux, act.features[:, : b * shape.draft_tokens])
+        nodes = [b * most_nodes(shape, levels) for levels in range(shape.steps + 1)]
+        self._features = [FeatureRows(aux, act.features[:, :n]) for n in nodes]
+        self._path_features = act.path_features[:, : b * self._path]
+        self.root_logits, self._root_hidden = act.root_logits[:b], act.root_hidden[:b]
+        self._step_hidden = act.step_hidden[: b * shape.topk]
         a, out = self._a, self._out
         self._beams = (
             a["scores"], a["candidate tokens"], a["candidate parents"], a["beams"], a["beam tokens"],
@@ -318,34 +344,54 @@ class Lanes:
     def launch(self, variant: Variant, graphs: bool) -> None:
         """Upload what was `given`, and run the round behind whatever the current stream has."""
         self._a["given"].copy_(self._given_host, non_blocking=True)
+        self.launches += 1
+        if self._epoch != self._captured_at:  # scratch memory that graphs were captured with has moved
+            self._graphs.clear()
+            self._runs.clear()
+            self._captured_at = self._epoch
         kept = self._graphs.get(variant)
-        if kept is not None and kept.epoch == self._epoch:
+        if kept is None and graphs and self._runs[variant] >= _COLD:
+            kept = self._capture(variant)
+        if kept is not None:
             kept.graph.replay()
             self.logits = kept.logits
-        elif graphs and self._warm.get(variant) == self._epoch:
-            self._graphs.pop(variant, None)  # memory that it was captured with has moved
-            self._graphs[variant] = kept = self._captured(variant)
-            kept.graph.replay()
         else:
             # The first time loads kernels and grows memory, which a capture could not.
             self._run(variant)
-            self._warm[variant] = self._epoch
+            self._runs[variant] += 1
         self._found_host.copy_(self._a["found"], non_blocking=True)
 
     @property
-    def _epoch(self) -> tuple[int, int]:
-        """Changes when scratch memory moves."""
-        return Workspace.moves, self._m.dense.memory.moves
+    def _epoch(self) -> int:
+        """Counts moves of the scratch memory that a round's launches use: activations of both models, and what products
+        and attention work in. Everything else of a round stays where it is as long as these lanes do."""
+        m = self._m
+        return m.dense.memory.moves + m.target.moves + (0 if m.head is None else m.head.moves)
 
-    def _captured(self, variant: Variant) -> _Captured:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self._cuda), torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self._run(variant)
-        return _Captured(graph, self._epoch, self.logits)
+    def _capture(self, variant: Variant) -> _Captured | None:
+        """A graph of the variant's launches, which are not run; ``None`` where it cannot be captured."""
+        graph, stream, epoch = torch.cuda.CUDAGraph(), self._m.stream, self._epoch
+        with _CAPTURING:  # one at a time in the process
+            stream.synchronize()
+            try:
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    self._run(variant)
+                finally:
+                    graph.capture_end()
+                if self._epoch != epoch:
+                    raise RuntimeError("scratch memory moved within the capture")
+            except RuntimeError as error:
+                self._m.dense.forget()
+                self._runs[variant] = -sys.maxsize  # from now on without
+                warnings.warn(f"{variant} runs without a CUDA graph: {error}", RuntimeWarning, stacklevel=2)
+                return None
+        self._graphs[variant] = captured = _Captured(graph, self.logits)
+        return captured
 
     def wait(self) -> None:
         """Wait for the round. Raises what kernels skipped: OutOfBoundsError."""
-        torch.cuda.current_stream(self._cuda).synchronize()
+        self._m.stream.synchronize()
         with suppress(core.NonFiniteError):  # `faults` and `sound` say of whom
             device.check(self._cuda)
 
@@ -425,7 +471,7 @@ class Lanes:
             out["offsets"], out["paths"][: b * path], out["tokens"][: b * path], out["rows"][: b * path], out["roots"],
             out["new_lens"], out["faults"],
         )  # fmt: skip
-        full = b * nodes <= _FULL
+        full = b * nodes <= self._processors
         common = (self.logits, trees, given["lens"], given["live"], nodes, path)
         if variant.edits is None:
             core._device_verify_greedy(*common, accepts, scratch, full, stream)
@@ -465,12 +511,12 @@ class Lanes:
         m.roots.hidden.index_copy_(0, self._root_to, hidden)
 
 
+def longest_path(geometry: Geometry) -> int:
+    """Nodes of an accepted path at most."""
+    return min(geometry.shape.steps + 1, geometry.max_context_len)
+
+
 def buckets(most: int) -> list[int]:
     """Batch sizes that rounds are made for, the largest last: powers of two."""
     sizes = [1 << i for i in range(most.bit_length()) if 1 << i < most]
     return [*sizes, most]
-
-
-def runs(shape: TreeShape, geometry: Geometry) -> bool:
-    """Whether rounds of such trees run on the device; else the host plans and decides."""
-    return geometry.layout == "dense" and shape.draft_tokens <= 64

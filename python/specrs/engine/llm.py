@@ -127,7 +127,8 @@ class LLM:
         self._next_id = 0
         self._inboxes: dict[int, deque[StreamEvent]] = {}  # of requests that a stream waits for
         self._unclaimed: list[StreamEvent] = []  # of requests added by `add`, seen while a stream stepped
-        runner.calibrate()
+        with executor.entered():
+            runner.calibrate()
 
     def __repr__(self) -> str:
         c = self.config
@@ -176,8 +177,9 @@ class LLM:
         try:
             if self._parts is None:
                 raise EngineClosedError
-            self._drop_left()
-            yield
+            with self._parts[0].executor.entered():
+                self._drop_left()
+                yield
         finally:
             self._lock.release()
 

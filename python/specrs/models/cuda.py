@@ -39,6 +39,9 @@ _MOST_ROWS = 2048  # of one launch of a product; longer passes take several
 HEAD_DIMS = (64, 96, 128)
 _MOST_GROUP = 64
 _MASK_BITS = 64
+_LARGE = 1 << 25  # bytes of a block that is made no larger than it has to be
+_MOST_BRANCHES = 32  # of a draft step: a list of the best lies in the lanes of a warp
+_MOST_VOCABULARY = 1 << 18  # of logits that are sampled from: a bit for each token lies in shared memory
 _MOST_STEPS = 7  # of a branch: as many keys as a row takes one by one, in logical order, beside its own
 
 
@@ -80,6 +83,8 @@ def _why_not(sizes: ModelConfig) -> str | None:
         return f"head_dim = {sizes.head_dim}: attention on a GPU takes {', '.join(map(str, HEAD_DIMS))}"
     if sizes.num_heads // sizes.num_kv_heads > _MOST_GROUP:
         return f"{sizes.num_heads} heads over {sizes.num_kv_heads} key heads: a group has at most {_MOST_GROUP}"
+    if sizes.vocab_size > _MOST_VOCABULARY:
+        return f"vocab_size = {sizes.vocab_size}: sampling on a GPU takes at most {_MOST_VOCABULARY}"
     widths = (sizes.hidden_size, sizes.qkv_size, sizes.q_size, sizes.intermediate_size, sizes.vocab_size)
     odd = next((n for n in widths if n % 8), None)
     return None if odd is None else f"a matrix of {odd} rows or columns: products on a GPU take multiples of 8"
@@ -101,8 +106,9 @@ class _Memory:
         key, count = f"{name} {dtype}", rows * columns
         memory = self._kept.get(key)
         if memory is None or memory.numel() < count:
-            # A block that is let go of is too small for the next: in steps, so that few are.
-            memory = self._kept[key] = torch.empty(count + count // 2, dtype=dtype, device=self._cuda)
+            # A block that is let go of is too small for the next: in steps where it costs little, so that few are.
+            spare = count // 2 if count * dtype.itemsize < _LARGE else 0
+            memory = self._kept[key] = torch.empty(count + spare, dtype=dtype, device=self._cuda)
             self.moves += 1
         return memory[:count].view(rows, columns)
 
@@ -142,6 +148,10 @@ class CudaDense:
         self.settle()
         self._owed = total, residual
 
+    def forget(self) -> None:
+        """Of a pass that broke off, no sum is owed."""
+        self._owed = None
+
     def settle(self) -> None:
         """Make the sum that is owed."""
         if self._owed is not None:
@@ -162,7 +172,8 @@ class CudaDense:
 
     def beside(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         self.settle()
-        return torch.cat(tuple(parts), 1)
+        rows, wide = parts[0].shape[0], sum(p.shape[1] for p in parts)
+        return torch.cat(tuple(parts), 1, out=self.memory("beside", rows, wide, parts[0].dtype))
 
     def rope(self, cos: torch.Tensor, sin: torch.Tensor) -> Any:
         cuda = self.placement.device
@@ -371,7 +382,9 @@ class CudaAttention:
     def __init__(self, dense: CudaDense, tree: TreeShape) -> None:
         slots = tree.topk * tree.steps
         why = ""
-        if slots > _MASK_BITS:
+        if tree.topk > _MOST_BRANCHES:
+            why = f"{tree.topk} branches (K); selection on a GPU takes at most {_MOST_BRANCHES}"
+        elif slots > _MASK_BITS:
             why = f"{slots} draft slots (K * S); attention on a GPU takes at most {_MASK_BITS}"
         elif tree.draft_tokens > _MASK_BITS:
             why = f"{tree.draft_tokens} tokens (V); attention on a GPU takes at most {_MASK_BITS}"

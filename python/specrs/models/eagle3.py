@@ -98,6 +98,19 @@ class Eagle3Head:
         """Memory for the head's own KV, of one layer; slots are those of the target's cache."""
         return new_cache(self.config, 1, num_pages, page_size, self.placement, dtype)
 
+    def reserve(self, rows: int, logit_rows: int) -> None:
+        """Memory for `extend` and `write` over so many rows, of which so many give logits."""
+        self._extend_work.rows(rows)
+        self._write_work.rows(rows)
+        self._extend_tail.rows(logit_rows)
+        self._extend_logits.rows(logit_rows)
+
+    @property
+    def moves(self) -> int:
+        """How often the memory of `extend` and `step` moved."""
+        memory = (self._extend_work, self._extend_tail, self._extend_logits, self._step_work, self._step_logits)
+        return sum(m.moves for m in memory)
+
     def extend(
         self,
         tokens: torch.Tensor,

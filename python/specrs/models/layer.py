@@ -25,16 +25,14 @@ class Workspace:
     `rows(n)` returns the same views for the same n until the capacity grows, so that a warm call allocates nothing.
 
     Attributes:
-        moves: how often any workspace grew: what was captured with its memory before must not run again.
+        moves: how often it grew: what was captured with its memory before must not run again.
     """
-
-    moves = 0
 
     def __init__(self, placement: Placement, **widths: int) -> None:
         self._placement, self._widths = placement, widths
         self._memory = {name: placement.empty(0, width) for name, width in widths.items()}
         self._views: dict[int, dict[str, torch.Tensor]] = {}
-        self._capacity = 0
+        self._capacity = self.moves = 0
 
     def rows(self, count: int) -> dict[str, torch.Tensor]:
         """Views [count, width], contiguous; the contents are whatever the last use left."""
@@ -45,7 +43,7 @@ class Workspace:
                 empty = self._placement.empty
                 self._memory = {name: empty(self._capacity, width) for name, width in self._widths.items()}
                 self._views.clear()
-                Workspace.moves += 1
+                self.moves += 1
             elif len(self._views) >= _MAX_ROW_COUNTS:
                 self._views.clear()
             views = {name: memory[:count] for name, memory in self._memory.items()}

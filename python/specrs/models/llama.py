@@ -92,6 +92,11 @@ class LlamaModel:
         self._work.rows(rows)
         self._logits.rows(logit_rows)
 
+    @property
+    def moves(self) -> int:
+        """How often the memory of passes moved whose logits are all wanted."""
+        return self._work.moves + self._logits.moves
+
     def new_cache(self, num_pages: int, page_size: int, dtype: torch.dtype | None = None) -> KvMemory:
         """Memory for the KV of `num_pages` pages (page 0, the sink, included) of `page_size` tokens."""
         return new_cache(self.config, self.config.num_layers, num_pages, page_size, self.ops.placement, dtype)

@@ -29,7 +29,7 @@ def tree(rows: float = 0.0) -> AheadTree:
 def request(i: int, tokens: int = 256) -> Any:
     return SimpleNamespace(
         request_id=i, tokens=[1] * 10, prompt_len=10, draft_valid=9, remaining=tokens, root=object(), lag=0, error=None,
-        followed=True, params=SimpleNamespace(temperature=0.0),
+        finish_reason=None, followed=True, params=SimpleNamespace(temperature=0.0),
     )  # fmt: skip
 
 

@@ -61,6 +61,9 @@ class Device:
     def drafts(self) -> Any:
         return None if self.host.drafts is None else DeviceDrafts(self.host.drafts, self.log)
 
+    def entered(self) -> Any:
+        return self.host.entered()
+
     def speculation(self, pages: Any) -> Any:
         return self.host.speculation(pages)
 
