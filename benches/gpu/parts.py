@@ -133,13 +133,15 @@ class Round:
         logits = [torch.randn(n, vocab, device=CUDA) * 3 for n in rows]
         for step, scores in enumerate(logits):
             self.select(step, scores)
+            if step == 0:
+                self.ancestors = self.beams[6].clone()  # whose bits every later step has
         self.build()
         return logits
 
     def metadata(self) -> None:
         """Everything of a round but models, scores and KV copies."""
         for step in range(SHAPE.steps - 1):
-            self.plan("draft", (None, None, self.beams[6]), step)
+            self.plan("draft", (None, None, self.ancestors), step)
         self.build()
         self.plan("verify", (self.trees[0], self.trees[3], None))
         self.commit()

@@ -187,8 +187,7 @@ class AdaptiveTree(GivenTree):
         batch, drawn, costs = len(passed), sum(len(p.tokens) for p in passed), self.policy.costs
         seconds = costs.drafting(batch, batch * self._topk, steps) + costs.target.at(sum(trees.sizes))
         cost = seconds / costs.plain(batch)  # in rounds of plain decoding
-        # The account takes the time as it was: on a machine that throttles, passes cost half or twice what is modelled.
-        took = min(max(time.perf_counter() - self._started, seconds / 2), 2 * seconds) / costs.plain(batch)
+        took = self._charged(seconds) / costs.plain(batch)
         extra = (took - 1.0) * batch / sum(drafting)  # those who drafted share it
         for p, drafts, scores in zip(passed, drafting, _draft_scores(trees), strict=True):
             gate = self._gate(p.request)
@@ -197,6 +196,11 @@ class AdaptiveTree(GivenTree):
                 gate.spec_round(p.committed.kept - 1 - extra)  # what came after a stop won nothing
             elif p.request.followed:
                 gate.pay(self.policy.waiting(1, batch))
+
+    def _charged(self, seconds: float) -> float:
+        """What accounts pay for a round that is modelled to take so long: the time that it did take. On a machine that
+        throttles, passes cost half or twice what is modelled."""
+        return min(max(time.perf_counter() - self._started, seconds / 2), 2 * seconds)
 
     def _observe_overhead(self, kind: int) -> None:
         self.policy.costs.overhead.observe(kind, time.perf_counter() - self._started - self._in_passes)
