@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from collections.abc import Sequence as _List
 from types import TracebackType
-from typing import Any, Literal, Protocol, SupportsIndex, final, type_check_only
+from typing import Any, Literal, Protocol, SupportsIndex, TypeAlias, final, type_check_only
 
 from typing_extensions import Self
 
@@ -12,6 +12,8 @@ __version__: str
 @type_check_only
 class _Tensor(Protocol):
     def __dlpack__(self) -> Any: ...
+
+_Stream: TypeAlias = "SupportsIndex | _DeviceStream"
 
 class SpecrsError(Exception):
     """Base of every error of specrs. `kind` names the core's variant ("" for one raised in Python); the operands of
@@ -1236,14 +1238,29 @@ def _device_check(ordinal: SupportsIndex) -> None:
     `NonFiniteError` for scores that it could choose nothing from.
     """
 
-def _device_kv_move(cache: _Tensor, src: _Tensor, dst: _Tensor, offsets: _Tensor, stream: SupportsIndex) -> None:
+@final
+class _DeviceFaults:
+    """A fault record of its own on CUDA device `ordinal`, beside the device's: for an engine that shares the device."""
+
+    def __new__(cls, ordinal: SupportsIndex) -> _DeviceFaults: ...
+    def on(self, stream: SupportsIndex) -> _DeviceStream:
+        """The raw stream `stream` for launches that report here; every `stream` argument takes it."""
+
+    def check(self) -> None:
+        """As `_device_check`, of this record."""
+
+@final
+class _DeviceStream:
+    """A raw stream whose launches report to a fault record (`_DeviceFaults.on`)."""
+
+def _device_kv_move(cache: _Tensor, src: _Tensor, dst: _Tensor, offsets: _Tensor, stream: _Stream) -> None:
     """Launch the KV move on the raw stream `stream` of the cache's device."""
 
-def _device_embed(table: _Tensor, tokens: _Tensor, live: _Tensor | None, out: _Tensor, stream: SupportsIndex) -> None:
+def _device_embed(table: _Tensor, tokens: _Tensor, live: _Tensor | None, out: _Tensor, stream: _Stream) -> None:
     """out [rows, hidden] = table[tokens], int32 tokens; zeros for a token of -1, and behind the live rows."""
 
 def _device_gather_rows(
-    source: _Tensor, indices: _Tensor, shift: SupportsIndex, live: _Tensor | None, out: _Tensor, stream: SupportsIndex
+    source: _Tensor, indices: _Tensor, shift: SupportsIndex, live: _Tensor | None, out: _Tensor, stream: _Stream
 ) -> None:
     """out [rows, columns] = source[indices + shift], int32 indices; zeros for -1, and behind the live rows."""
 
@@ -1256,15 +1273,13 @@ def _device_add_rms_norm(
     column: SupportsIndex,
     live: _Tensor | None,
     out: _Tensor | None,
-    stream: SupportsIndex,
+    stream: _Stream,
 ) -> None:
     """residual += x (where x is given); copy[:, column:] = residual; out = RMSNorm(residual) * weight. All bf16 or
     f16 [rows, columns], `copy` [rows, at least column + columns].
     """
 
-def _device_silu_up(
-    gate_up: _Tensor, interleaved: bool, live: _Tensor | None, out: _Tensor, stream: SupportsIndex
-) -> None:
+def _device_silu_up(gate_up: _Tensor, interleaved: bool, live: _Tensor | None, out: _Tensor, stream: _Stream) -> None:
     """out [rows, columns] = silu(gate) * up of gate_up [rows, 2 * columns]: all gates first, or interleaved pairs."""
 
 def _device_rope_kv(
@@ -1281,7 +1296,7 @@ def _device_rope_kv(
     q: _Tensor | None,
     cache: _Tensor,
     layer: SupportsIndex,
-    stream: SupportsIndex,
+    stream: _Stream,
 ) -> None:
     """Bias, per-head RMSNorm and rotation of the rows of qkv: queries to q, keys and values to the slots of a layer
     of the cache. `table` is (cos, sin), float32 [positions, pairs].
@@ -1297,7 +1312,7 @@ def _device_verify_greedy(
     accepts: tuple[_Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor],
     scratch: _Tensor,
     full: bool,
-    stream: SupportsIndex,
+    stream: _Stream,
 ) -> None:
     """Greedy verification of trees (tokens, parents, offsets) by logits [nodes, vocab]. `accepts` are the arrays
     offsets, paths, tokens, rows, roots, new_lens and faults; `full` picks the mode that reads all rows. `scratch`
@@ -1313,7 +1328,7 @@ def _device_kv_commit(
     page_size: SupportsIndex,
     max_nodes: SupportsIndex,
     moves: tuple[_Tensor, _Tensor, _Tensor] | None,
-    stream: SupportsIndex,
+    stream: _Stream,
 ) -> None:
     """Accepted paths (offsets, paths, new_lens) into the rows of the page table [rows, columns]: reordered where
     `moves` is `None` (pages of one token), else as the moves src, dst, offsets of `_device_kv_move`.
@@ -1328,7 +1343,7 @@ def _device_draft_select(
     shape: TreeShape,
     beams: tuple[_Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor],
     scratch: _Tensor,
-    stream: SupportsIndex,
+    stream: _Stream,
 ) -> None:
     """One step of draft selection from logits [batch (* K), draft vocabulary]. `beams` are the arrays scores,
     candidate tokens and parents, beams, their tokens and parents, ancestors (int64) and sound steps. `scratch`
@@ -1343,7 +1358,7 @@ def _device_tree_build(
     live: _Tensor | None,
     trees: tuple[_Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor],
     masks: _Tensor | None,
-    stream: SupportsIndex,
+    stream: _Stream,
 ) -> None:
     """Trees of a round's candidates: roots, max_depths and max_nodes (int32 [batch]), min_score (float32 [1]).
     `beams` as for `_device_draft_select`; `trees` are the arrays offsets, tokens, depths, parents, next_child,
@@ -1373,7 +1388,7 @@ def _device_sample_verify(
     accepts: tuple[_Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor],
     scratch: _Tensor,
     full: bool,
-    stream: SupportsIndex,
+    stream: _Stream,
 ) -> None:
     """Sampling verification of trees (tokens, parents, offsets) by logits [nodes, vocab]. `samplers` are the arrays
     of `_device_samplers`, `accepts`, `scratch` and `full` as for greedy verification.
@@ -1390,8 +1405,8 @@ def _device_plan(
     plan: tuple[_Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor],
     format: str,
     masks: str,
-    arrays: dict[str, _Tensor],
-    stream: SupportsIndex,
+    arrays: dict[str, Any],
+    stream: _Stream,
 ) -> None:
     """Plan a step on the device, and the arrays of `format` if one is given. `batch` are rows, versions (int64),
     lens and live (or `None`); `step` are offsets, parents and ancestors, each a tensor or `None`; `table` is int32
@@ -1405,7 +1420,7 @@ def _device_tail_copies(
     num_pages: SupportsIndex,
     batch: tuple[_Tensor, _Tensor, _Tensor | None],
     moves: tuple[_Tensor, _Tensor, _Tensor],
-    stream: SupportsIndex,
+    stream: _Stream,
 ) -> None:
     """Copies of each prefix's tail into the holes of the holey layout, into `moves` (src, dst, offsets). `batch` are
     rows, lens and live (or `None`).
@@ -1445,29 +1460,29 @@ class _DeviceArena:
     def bytes(self) -> int:
         """Bytes of the allocation."""
 
-    def tensor(self, name: str, stream: SupportsIndex) -> _DeviceArray:
+    def tensor(self, name: str, stream: _Stream) -> _DeviceArray:
         """The region as a tensor that torch can share; work that writes it is on the raw stream `stream`."""
 
-    def poison(self, stream: SupportsIndex) -> None:
+    def poison(self, stream: _Stream) -> None:
         """Fill every region with bytes that are NaN and -1."""
 
-    def check_guards(self, stream: SupportsIndex) -> None:
+    def check_guards(self, stream: _Stream) -> None:
         """Raise `OutOfBoundsError`, with the region and the byte, where something was written outside every region."""
 
 @final
 class _DeviceTable:
     """A copy of a pool's page table on CUDA device `ordinal`, which follows it on the raw stream `stream`."""
 
-    def __new__(cls, pool: Pool, ordinal: SupportsIndex, stream: SupportsIndex) -> _DeviceTable: ...
-    def tensor(self, stream: SupportsIndex) -> _DeviceArray:
+    def __new__(cls, pool: Pool, ordinal: SupportsIndex, stream: _Stream) -> _DeviceTable: ...
+    def tensor(self, stream: _Stream) -> _DeviceArray:
         """The table, int32 [rows, columns], whose writers are on the raw stream `stream`; its address stays."""
 
-    def upload(self, stream: SupportsIndex, permutes: _List[int] = ...) -> tuple[int, int, int, bool]:
+    def upload(self, stream: _Stream, permutes: _List[int] = ...) -> tuple[int, int, int, bool]:
         """Store what changed since the last upload. `permutes`: rows that a round in flight permutes itself. Returns
         `(columns stored, launches, waits, rounds_first)`.
         """
 
-    def read(self, stream: SupportsIndex) -> list[int]:
+    def read(self, stream: _Stream) -> list[int]:
         """The device's table, row by row, once the work on `stream` has finished."""
 
     def host(self) -> tuple[list[int], list[int]]:
@@ -1528,7 +1543,7 @@ class _DeviceLinear:
     def fingerprint(self) -> int:
         """The class of bits by a number."""
 
-    def launch(self, rows: SupportsIndex, x: _Tensor, y: _Tensor, workspace: _Tensor, stream: SupportsIndex) -> None:
+    def launch(self, rows: SupportsIndex, x: _Tensor, y: _Tensor, workspace: _Tensor, stream: _Stream) -> None:
         """Put the product of the first `rows` rows of `x` into those of `y`, on the raw stream `stream`.
         `workspace`: `uint8[>= workspace_bytes]`. Raises `ConfigError`, before anything is launched, for operands
         that do not fit.
@@ -1566,21 +1581,21 @@ def _device_table_update(
     num_pages: SupportsIndex,
     staged: _Tensor,
     changes: SupportsIndex,
-    stream: SupportsIndex,
+    stream: _Stream,
 ) -> None:
     """Launch the update of a page table `table` (int32 `[rows * width]`) by `changes` changes in `staged` (int32),
     on the raw stream `stream`.
     """
 
 def _device_fill(
-    out: _Tensor, seed: SupportsIndex, exponent: SupportsIndex, mirror: SupportsIndex, stream: SupportsIndex
+    out: _Tensor, seed: SupportsIndex, exponent: SupportsIndex, mirror: SupportsIndex, stream: _Stream
 ) -> None:
     """Write reproducible values to `out` (bfloat16 or float16), on the raw stream `stream`, of magnitudes around
     2^`exponent`. `mirror`: 0 for rows as they come, 1 for rows that read the same from both ends, 2 for rows whose
     second half is the first from its end, negated.
     """
 
-def _device_fingerprint(matrix: _Tensor, rows: SupportsIndex, out: _Tensor, stream: SupportsIndex) -> None:
+def _device_fingerprint(matrix: _Tensor, rows: SupportsIndex, out: _Tensor, stream: _Stream) -> None:
     """Write the fingerprints of the first `rows` rows of `matrix` to `out` (int64), on the raw stream `stream`."""
 
 def _device_attention_workspace(
@@ -1614,7 +1629,7 @@ def _device_attention(
     max_queries: SupportsIndex,
     scale: float,
     workspace: _Tensor,
-    stream: SupportsIndex,
+    stream: _Stream,
 ) -> None:
     """Launch paged attention over layer `layer` of `cache` on the raw stream `stream` of the cache's device.
 

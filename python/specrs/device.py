@@ -10,7 +10,8 @@ contents that the tensors have then. Call :func:`init` before capturing: loading
 tens of seconds on the first use of a new version, when the driver compiles them.
 
 An index that only the GPU knows is checked by the kernel, always: it skips the access and leaves one record for
-each device, the first of those since the last :func:`check`.
+each device, the first of those since the last :func:`check`. Whoever shares a device has a record of its own by
+:func:`faults`.
 
 Importing this module needs neither a GPU nor torch.
 """
@@ -27,6 +28,7 @@ from specrs._specrs import (
     _device_check,
     _device_init,
     _device_kv_move,
+    _DeviceFaults,
     _DeviceProducts,
     cuda_available,
     cuda_unavailable_reason,
@@ -35,7 +37,16 @@ from specrs._specrs import (
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["check", "cublaslt_folders", "cuda_available", "cuda_unavailable_reason", "init", "kv_move", "products"]
+__all__ = [
+    "check",
+    "cublaslt_folders",
+    "cuda_available",
+    "cuda_unavailable_reason",
+    "faults",
+    "init",
+    "kv_move",
+    "products",
+]
 
 
 def init(device: torch.device | int | None = None) -> int:
@@ -56,6 +67,16 @@ def check(device: torch.device | int | None = None) -> None:
     ``index``). Reads host memory and waits for nothing: it sees the faults of work that has finished.
     """
     _device_check(_ordinal(device))
+
+
+def faults(device: torch.device | int | None = None) -> _DeviceFaults:
+    """A fault record of its own on a CUDA device (torch's current one if ``None``), for an engine beside others.
+
+    Kernels that are launched on ``faults.on(stream)`` leave what they skip there alone, and ``faults.check()`` raises
+    it as :func:`check` does. It stays for the life of the process, since a graph may report to it at any later time.
+    Raises ``CudaError`` as :func:`init` does.
+    """
+    return _DeviceFaults(_ordinal(device))
 
 
 def kv_move(

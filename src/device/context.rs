@@ -1,11 +1,11 @@
 //! A GPU's primary context and fault record: where kernels are loaded and launched.
 
-use super::driver::{Entered, Primary};
-use super::fault::{Faults, to_error};
+use super::driver::{Entered, Primary, Relaxed, Stream};
+use super::fault::Faults;
 use super::memory::Retired;
-use crate::error::Result;
+use crate::error::{Error, Result};
 
-/// The retained primary context of one GPU, with the fault record that its kernels share.
+/// The retained primary context of one GPU, with the fault record of launches that name no other.
 #[derive(Debug)]
 pub(super) struct Context {
     // Dropped before `primary`: it lives in the context.
@@ -24,7 +24,7 @@ impl Context {
     pub(super) fn new(primary: Primary, ordinal: i32) -> Result<Self> {
         let (capability, multiprocessors, name) = (primary.capability()?, primary.multiprocessors()?, primary.name()?);
         Ok(Self {
-            faults: Faults::new()?,
+            faults: Faults::new(ordinal)?,
             retired: Retired::default(),
             primary,
             ordinal,
@@ -69,13 +69,28 @@ impl Context {
         self.primary.enter()
     }
 
-    /// Addresses of the fault record and of its claim word, for a kernel's parameters.
-    pub(super) fn fault_addresses(&self) -> (u64, u64) {
-        (self.faults.record_address(), self.faults.claim_address())
+    /// Addresses of the fault record that launches on `stream` report to and of its claim word, for a kernel's parameters.
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`] for a record of another device.
+    pub(super) fn fault_addresses(&self, stream: Stream) -> Result<(u64, u64)> {
+        let faults = stream.faults().unwrap_or(&self.faults);
+        if faults.ordinal() != self.ordinal {
+            let (got, want) = (format!("one of cuda:{}", faults.ordinal()), format!("one of cuda:{}", self.ordinal));
+            return Err(Error::Mismatch { operand: "fault record", got, want });
+        }
+        Ok(faults.addresses())
     }
 
-    /// Raise the fault that was recorded since the last call, once.
-    pub(super) fn check(&self) -> Result<()> {
-        self.faults.take().map_or(Ok(()), |record| Err(to_error(&record)))
+    /// The record of launches that name no other.
+    pub(super) fn faults(&self) -> &Faults {
+        &self.faults
+    }
+
+    /// One more record.
+    pub(super) fn new_faults(&self) -> Result<Faults> {
+        let _relaxed = Relaxed::enter()?;
+        let _current = self.enter()?;
+        Faults::new(self.ordinal)
     }
 }

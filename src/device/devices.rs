@@ -4,6 +4,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use super::context::Context;
 use super::driver::{Primary, Relaxed};
+use super::fault::Faults;
 use super::kernels::Kernels;
 use super::{driver, images, memory};
 use crate::error::{Error, Result, in_range};
@@ -147,12 +148,16 @@ impl Device {
         &self.kernels
     }
 
-    /// Raise what a kernel of this device recorded since the last call, once: [`Error::OutOfBounds`] with kernel, buffer,
-    /// request, step, index and bound, or [`Error::NonFinite`] with what a probe of scores found. Reads host memory and waits for nothing: it sees the faults of work that has
-    /// finished, so call it where the stream is known to have got far enough (after a read-back or an event).
-    /// Of several faults in that time the first is kept.
+    /// As [`Faults::check`], of the device's own record: what was launched on streams that report nowhere else.
     pub fn check(&self) -> Result<()> {
-        self.context.check()
+        self.context.faults().check()
+    }
+
+    /// A fault record beside the device's own, so that engines that share a device do not see each other's faults. It
+    /// lives as long as the process: a kernel that reports to it may be in flight, or captured in a graph of torch's, at any
+    /// later time.
+    pub fn faults(&self) -> Result<&'static Faults> {
+        Ok(Box::leak(Box::new(self.context.new_faults()?)))
     }
 }
 

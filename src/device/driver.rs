@@ -8,6 +8,7 @@ use std::ptr::NonNull;
 
 use cudarc::driver::{result, sys};
 
+use super::fault::Faults;
 use super::images::Image;
 use super::libcuda;
 use crate::error::{Error, Result};
@@ -23,9 +24,13 @@ pub(super) fn named<T>(call: &'static str, outcome: std::result::Result<T, resul
     })
 }
 
-/// A stream that somebody else owns (torch's current stream); work is put on it and it is never waited for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Stream(sys::CUstream);
+/// A stream that somebody else owns (torch's current stream); work is put on it and it is never waited for. Kernels that
+/// are launched on it leave what they skip in the device's fault record, or in one of the caller's.
+#[derive(Debug, Clone, Copy)]
+pub struct Stream {
+    handle: sys::CUstream,
+    faults: Option<&'static Faults>,
+}
 
 // SAFETY: a handle; the driver's calls on a stream may come from any thread.
 unsafe impl Send for Stream {}
@@ -39,12 +44,22 @@ impl Stream {
     /// `handle` is 0 or a live stream of the primary context of the device it is used with, and stays live until the
     /// work put on it has finished.
     pub unsafe fn from_raw(handle: usize) -> Self {
-        Stream(handle as sys::CUstream)
+        Stream { handle: handle as sys::CUstream, faults: None }
+    }
+
+    /// The same stream; what kernels skip that are launched by this value goes to `faults`, of the same device.
+    pub fn reporting_to(self, faults: &'static Faults) -> Self {
+        Stream { faults: Some(faults), ..self }
     }
 
     /// The raw handle.
     pub fn raw(self) -> usize {
-        self.0 as usize
+        self.handle as usize
+    }
+
+    /// Where launches report to; the device's own record for `None`.
+    pub(super) fn faults(self) -> Option<&'static Faults> {
+        self.faults
     }
 }
 
@@ -267,7 +282,8 @@ impl Function {
         let mut arguments = [std::ptr::from_ref(params).cast_mut().cast::<c_void>()];
         // SAFETY: the driver copies the parameters during the call and does not write to them; the rest is the caller's
         // promise.
-        let outcome = unsafe { result::launch_kernel(self.0, grid, (block, 1, 1), shared, stream.0, &mut arguments) };
+        let outcome =
+            unsafe { result::launch_kernel(self.0, grid, (block, 1, 1), shared, stream.handle, &mut arguments) };
         named("cuLaunchKernel", outcome)
     }
 }

@@ -12,33 +12,46 @@ use super::driver::{DeviceWords, Mapped};
 use super::params::{BUFFERS, FaultRecord, KERNELS, PROBES};
 use crate::error::{Error, Result};
 
-/// One device's record and its claim word.
+/// A record and its claim word. Each device has one; whoever shares a device has one of its own by
+/// [`Device::faults`](super::Device::faults), and launches on streams that report there ([`Stream::reporting_to`]).
+///
+/// [`Stream::reporting_to`]: super::Stream::reporting_to
 #[derive(Debug)]
-pub(super) struct Faults {
+pub struct Faults {
     record: Mapped<FaultRecord>,
     claim: DeviceWords,
+    ordinal: i32,
     /// Serialises readers, so that one fault is reported once.
     reader: Mutex<()>,
 }
 
 impl Faults {
-    pub(super) fn new() -> Result<Self> {
+    /// A record of device `ordinal`, whose context is current.
+    pub(super) fn new(ordinal: i32) -> Result<Self> {
         let record = Mapped::new(FaultRecord { epoch: 1, ..FaultRecord::default() })?;
-        Ok(Self { record, claim: DeviceWords::zeroed(1)?, reader: Mutex::new(()) })
+        Ok(Self { record, claim: DeviceWords::zeroed(1)?, ordinal, reader: Mutex::new(()) })
     }
 
-    /// Address of the record for kernels.
-    pub(super) fn record_address(&self) -> u64 {
-        self.record.device_address()
+    /// The device.
+    pub fn ordinal(&self) -> i32 {
+        self.ordinal
     }
 
-    /// Address of the claim word for kernels.
-    pub(super) fn claim_address(&self) -> u64 {
-        self.claim.device_address()
+    /// Addresses of the record and of the claim word, for a kernel's parameters.
+    pub(super) fn addresses(&self) -> (u64, u64) {
+        (self.record.device_address(), self.claim.device_address())
+    }
+
+    /// Raise what was recorded here since the last call, once: [`Error::OutOfBounds`] with kernel, buffer, request, step,
+    /// index and bound, or [`Error::NonFinite`] with what a probe of scores found. Reads host memory and waits for
+    /// nothing: it sees the faults of work that has finished, so call it where the stream is known to have got far enough
+    /// (after a read-back or an event). Of several faults in that time the first is kept.
+    pub fn check(&self) -> Result<()> {
+        self.take().map_or(Ok(()), |record| Err(to_error(&record)))
     }
 
     /// The recorded fault, if there is a complete one, and open the next epoch.
-    pub(super) fn take(&self) -> Option<FaultRecord> {
+    fn take(&self) -> Option<FaultRecord> {
         // A panic of another reader cannot have left anything half done: the guarded value is ().
         let _one = self.reader.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let host = self.record.host().as_ptr();
@@ -59,7 +72,7 @@ impl Faults {
 }
 
 /// The error that a record stands for: [`Error::NonFinite`] of a probe, else [`Error::OutOfBounds`].
-pub(super) fn to_error(record: &FaultRecord) -> Error {
+fn to_error(record: &FaultRecord) -> Error {
     if record.probe != 0 {
         return Error::NonFinite {
             what: name(BUFFERS, record.buffer),

@@ -50,6 +50,7 @@ pub use attention_view::{AttentionBatch, AttentionOut, HalfType, KvLayerView};
 pub use cublaslt::{Choice, Linear, LinearShape, Products};
 pub use devices::{Device, available};
 pub use driver::Stream;
+pub use fault::Faults;
 pub use kernels::{
     AddRmsNorm, Attention, AttentionCall, AttentionSize, CommitOperands, DeviceAccepts, DeviceBeams, DeviceSamplers,
     DeviceTrees, DraftSelect, DraftSelectOperands, Fingerprint, Kernels, KvCommit, KvMove, MAX_DEVICE_CANDIDATES,

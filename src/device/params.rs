@@ -199,8 +199,9 @@ declare! {
         }
     }
     structs {
-        /// An access that a kernel skipped, or scores from which nothing can be chosen. One per device, in pinned host memory mapped into the device's address
-        /// space: the host reads it without a copy or a synchronisation. Protocol: `cuda/common.cuh`.
+        /// An access that a kernel skipped, or scores from which nothing can be chosen. In pinned host memory mapped
+        /// into the device's address space: the host reads it without a copy or a synchronisation. Protocol:
+        /// `cuda/common.cuh`.
         FaultRecord {
             /// Written by the host: number of the fault that may be recorded next, counted from 1.
             epoch: u32,

@@ -1,4 +1,5 @@
-//! CUDA for Python: whether it is there, kernel launches, the fault check. `python/specrs/device.py` is its face.
+//! CUDA for Python: whether it is there, streams and their fault records, the KV move. `python/specrs/device.py` is its
+//! face.
 //!
 //! These functions exist in every build, so that the package imports the same everywhere; without the feature `cuda`,
 //! or without kernels, driver or GPU, they raise `CudaError` with the reason.
@@ -9,8 +10,14 @@ use super::arg::{Int, detached};
 #[cfg(feature = "cuda")]
 use super::dlpack::{Output, Tensor, cuda};
 #[cfg(feature = "cuda")]
-use crate::device::{self, Device, MovesView};
+use crate::device::{self, Device, Faults, MovesView, Stream};
 use crate::error::{Error, Result};
+
+#[cfg(feature = "cuda")]
+type Recorded = &'static Faults;
+/// There is none in a build without CUDA.
+#[cfg(not(feature = "cuda"))]
+type Recorded = std::convert::Infallible;
 
 #[cfg(feature = "cuda")]
 fn available() -> Result<()> {
@@ -18,8 +25,13 @@ fn available() -> Result<()> {
 }
 
 #[cfg(not(feature = "cuda"))]
-pub(super) fn available() -> Result<()> {
+fn absent<T>() -> Result<T> {
     Err(Error::CudaUnavailable("built without the feature `cuda`".into()))
+}
+
+#[cfg(not(feature = "cuda"))]
+pub(super) fn available() -> Result<()> {
+    absent()
 }
 
 /// Whether CUDA kernels can run in this process: the build has them, and there are a driver and a GPU.
@@ -61,6 +73,80 @@ pub(super) fn _device_check(py: Python<'_>, ordinal: Int) -> PyResult<()> {
     detached(py, move || available().map(|()| _ = ordinal))
 }
 
+/// A fault record of its own on CUDA device `ordinal`, beside the device's: for an engine that shares the device.
+#[pyclass(frozen, name = "_DeviceFaults", module = "specrs._specrs")]
+pub(super) struct DeviceFaults(Recorded);
+
+#[pymethods]
+impl DeviceFaults {
+    #[new]
+    fn new(py: Python<'_>, ordinal: Int) -> PyResult<Self> {
+        let ordinal = ordinal.i32("CUDA device")?;
+        #[cfg(feature = "cuda")]
+        return detached(py, move || Device::get(ordinal)?.faults().map(Self));
+        #[cfg(not(feature = "cuda"))]
+        {
+            _ = ordinal;
+            detached(py, absent)
+        }
+    }
+
+    /// The raw stream `stream` for launches that report here; every `stream` argument takes it.
+    fn on(&self, stream: Int) -> PyResult<DeviceStream> {
+        stream.usize("stream")?;
+        Ok(DeviceStream { handle: stream, faults: self.0 })
+    }
+
+    /// As `_device_check`, of this record.
+    fn check(&self, py: Python<'_>) -> PyResult<()> {
+        #[cfg(feature = "cuda")]
+        return detached(py, || self.0.check());
+        #[cfg(not(feature = "cuda"))]
+        match (self.0, py) {}
+    }
+}
+
+/// A raw stream whose launches report to a fault record (`_DeviceFaults.on`).
+#[pyclass(frozen, name = "_DeviceStream", module = "specrs._specrs")]
+pub(super) struct DeviceStream {
+    handle: Int,
+    faults: Recorded,
+}
+
+/// Where a launch goes: a raw stream, whose launches report to the device's own record, or a `_DeviceStream`.
+pub(super) struct StreamArg {
+    handle: Int,
+    faults: Option<Recorded>,
+}
+
+impl<'a, 'py> FromPyObject<'a, 'py> for StreamArg {
+    type Error = PyErr;
+
+    fn extract(obj: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        if let Ok(stream) = obj.cast::<DeviceStream>() {
+            let stream = stream.get();
+            return Ok(Self { handle: stream.handle, faults: Some(stream.faults) });
+        }
+        Ok(Self { handle: obj.extract()?, faults: None })
+    }
+}
+
+impl StreamArg {
+    /// The stream.
+    #[cfg(feature = "cuda")]
+    pub(super) fn get(self) -> Result<Stream> {
+        let stream = cuda::stream(self.handle.usize("stream")?);
+        Ok(self.faults.map_or(stream, |faults| stream.reporting_to(faults)))
+    }
+
+    /// The raw handle, which nobody uses.
+    #[cfg(not(feature = "cuda"))]
+    pub(super) fn get(self) -> Result<usize> {
+        _ = self.faults;
+        self.handle.usize("stream")
+    }
+}
+
 /// Launch the KV move on the raw stream `stream` of the cache's device.
 #[pyfunction]
 #[pyo3(signature = (cache, src, dst, offsets, stream))]
@@ -69,9 +155,9 @@ pub(super) fn _device_kv_move(
     src: &Bound<'_, PyAny>,
     dst: &Bound<'_, PyAny>,
     offsets: &Bound<'_, PyAny>,
-    stream: Int,
+    stream: StreamArg,
 ) -> PyResult<()> {
-    let handle = stream.usize("stream")?;
+    let stream = stream.get()?;
     #[cfg(feature = "cuda")]
     {
         // -1: no ordering between streams is asked of the producer, the launch is on the caller's own.
@@ -84,12 +170,12 @@ pub(super) fn _device_kv_move(
             let view = cache.device_kv_cache(ordinal, &[src, dst, offsets])?;
             let slices = (src.device_i32(ordinal)?, dst.device_i32(ordinal)?, offsets.device_i32(ordinal)?);
             let moves = MovesView::new(slices.0, slices.1, slices.2)?;
-            Device::get(ordinal)?.kernels().kv_move.launch(cuda::stream(handle), &view, &moves)
+            Device::get(ordinal)?.kernels().kv_move.launch(stream, &view, &moves)
         })
     }
     #[cfg(not(feature = "cuda"))]
     {
-        _ = (src, dst, offsets, handle);
+        _ = (src, dst, offsets, stream);
         detached(cache.py(), available)
     }
 }

@@ -3,10 +3,11 @@
 use pyo3::prelude::*;
 
 use super::arg::{Int, detached};
+use super::device::StreamArg;
 #[cfg(not(feature = "cuda"))]
 use super::device::available;
 #[cfg(feature = "cuda")]
-use super::dlpack::{Output, Tensor, cuda};
+use super::dlpack::{Output, Tensor};
 #[cfg(feature = "cuda")]
 use crate::bounds::PageSize;
 #[cfg(feature = "cuda")]
@@ -73,10 +74,10 @@ pub(super) fn _device_attention(
     max_queries: Int,
     scale: f64,
     workspace: &Bound<'_, PyAny>,
-    stream: Int,
+    stream: StreamArg,
 ) -> PyResult<()> {
     let (layer, page_size) = (layer.usize("layer")?, page_size.u32("page_size")?);
-    let (max_queries, handle) = (max_queries.u32("max_queries")?, stream.usize("stream")?);
+    let (max_queries, stream) = (max_queries.u32("max_queries")?, stream.get()?);
     let draft = draft.map(|(k, s)| Ok::<_, Error>((k.u32("draft branches")?, s.u32("draft steps")?))).transpose()?;
     #[cfg(feature = "cuda")]
     {
@@ -120,12 +121,12 @@ pub(super) fn _device_attention(
                 scale,
                 workspace: bytes,
             };
-            Device::get(ordinal)?.kernels().attention.launch(cuda::stream(handle), &call)
+            Device::get(ordinal)?.kernels().attention.launch(stream, &call)
         })
     }
     #[cfg(not(feature = "cuda"))]
     {
-        _ = (layer, q, out, table, page_size, rows, lens, starts, mask, draft, max_queries, scale, workspace, handle);
+        _ = (layer, q, out, table, page_size, rows, lens, starts, mask, draft, max_queries, scale, workspace, stream);
         detached(cache.py(), available)
     }
 }

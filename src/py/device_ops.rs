@@ -7,6 +7,7 @@
 use pyo3::prelude::*;
 
 use super::arg::Int;
+use super::device::StreamArg;
 use super::geometry::TreeShape;
 
 #[cfg(feature = "cuda")]
@@ -32,8 +33,9 @@ pub(super) mod operands {
 
     use crate::device::{Device, DeviceArray, DeviceSlice, Kernels, KvCacheView, Rows, Stream};
     use crate::error::{Error, Result};
-    use crate::py::arg::{Int, detached};
-    use crate::py::dlpack::cuda::{self, DeviceElement};
+    use crate::py::arg::detached;
+    use crate::py::device::StreamArg;
+    use crate::py::dlpack::cuda::DeviceElement;
     use crate::py::dlpack::{Output, Tensor};
 
     /// -1: no ordering between streams is asked of the producer, the launch is on the caller's own.
@@ -115,14 +117,14 @@ pub(super) mod operands {
         pub(in crate::py) fn launch(
             &self,
             py: Python<'_>,
-            stream: Int,
+            stream: StreamArg,
             f: impl FnOnce(&Self, &Kernels, Stream, i32) -> Result<()> + Send,
         ) -> PyResult<()> {
-            let handle = stream.usize("stream")?;
+            let stream = stream.get()?;
             detached(py, || {
                 let first = self.outputs.iter().flatten().next().ok_or_else(|| absent(0))?;
                 let ordinal = first.cuda_ordinal()?;
-                f(self, Device::get(ordinal)?.kernels(), cuda::stream(handle), ordinal)
+                f(self, Device::get(ordinal)?.kernels(), stream, ordinal)
             })
         }
     }
@@ -157,7 +159,7 @@ pub(super) fn _device_embed(
     tokens: Arg<'_, '_>,
     live: Option<Arg<'_, '_>>,
     out: Arg<'_, '_>,
-    stream: Int,
+    stream: StreamArg,
 ) -> PyResult<()> {
     #[cfg(feature = "cuda")]
     {
@@ -185,7 +187,7 @@ pub(super) fn _device_gather_rows(
     shift: Int,
     live: Option<Arg<'_, '_>>,
     out: Arg<'_, '_>,
-    stream: Int,
+    stream: StreamArg,
 ) -> PyResult<()> {
     #[cfg(feature = "cuda")]
     {
@@ -218,7 +220,7 @@ pub(super) fn _device_add_rms_norm(
     column: Int,
     live: Option<Arg<'_, '_>>,
     out: Option<Arg<'_, '_>>,
-    stream: Int,
+    stream: StreamArg,
 ) -> PyResult<()> {
     #[cfg(feature = "cuda")]
     {
@@ -262,7 +264,7 @@ pub(super) fn _device_silu_up(
     interleaved: bool,
     live: Option<Arg<'_, '_>>,
     out: Arg<'_, '_>,
-    stream: Int,
+    stream: StreamArg,
 ) -> PyResult<()> {
     #[cfg(feature = "cuda")]
     {
@@ -298,7 +300,7 @@ pub(super) fn _device_rope_kv(
     q: Option<Arg<'_, '_>>,
     cache: Arg<'_, '_>,
     layer: Int,
-    stream: Int,
+    stream: StreamArg,
 ) -> PyResult<()> {
     #[cfg(feature = "cuda")]
     {
@@ -364,7 +366,7 @@ pub(super) fn _device_verify_greedy(
     accepts: [Bound<'_, PyAny>; 7],
     scratch: Arg<'_, '_>,
     full: bool,
-    stream: Int,
+    stream: StreamArg,
 ) -> PyResult<()> {
     #[cfg(feature = "cuda")]
     {
@@ -437,7 +439,7 @@ pub(super) fn _device_kv_commit(
     page_size: Int,
     max_nodes: Int,
     moves: Option<[Bound<'_, PyAny>; 3]>,
-    stream: Int,
+    stream: StreamArg,
 ) -> PyResult<()> {
     #[cfg(feature = "cuda")]
     {
@@ -502,7 +504,7 @@ pub(super) fn _device_draft_select(
     shape: &Bound<'_, TreeShape>,
     beams: [Bound<'_, PyAny>; 8],
     scratch: Arg<'_, '_>,
-    stream: Int,
+    stream: StreamArg,
 ) -> PyResult<()> {
     #[cfg(feature = "cuda")]
     {
@@ -559,7 +561,7 @@ pub(super) fn _device_tree_build(
     live: Option<Arg<'_, '_>>,
     trees: [Bound<'_, PyAny>; 7],
     masks: Option<Arg<'_, '_>>,
-    stream: Int,
+    stream: StreamArg,
 ) -> PyResult<()> {
     #[cfg(feature = "cuda")]
     {

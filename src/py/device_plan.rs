@@ -4,6 +4,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use super::arg::Int;
+use super::device::StreamArg;
 use super::geometry::Geometry;
 
 #[cfg(feature = "cuda")]
@@ -94,7 +95,7 @@ pub(super) fn _device_plan(
     format: &str,
     masks: &str,
     arrays: &Bound<'_, PyDict>,
-    stream: Int,
+    stream: StreamArg,
 ) -> PyResult<()> {
     #[cfg(feature = "cuda")]
     {
@@ -160,7 +161,7 @@ pub(super) fn _device_tail_copies(
     num_pages: Int,
     batch: [Option<Bound<'_, PyAny>>; 3],
     moves: [Bound<'_, PyAny>; 3],
-    stream: Int,
+    stream: StreamArg,
 ) -> PyResult<()> {
     #[cfg(feature = "cuda")]
     {

@@ -3,6 +3,7 @@
 use pyo3::prelude::*;
 
 use super::arg::Int;
+use super::device::StreamArg;
 use super::dlpack::Array;
 use super::sampling::Sampler;
 #[cfg(feature = "cuda")]
@@ -68,7 +69,7 @@ pub(super) fn _device_sample_verify(
     accepts: [Bound<'_, PyAny>; 7],
     scratch: Arg<'_, '_>,
     full: bool,
-    stream: Int,
+    stream: StreamArg,
 ) -> PyResult<()> {
     #[cfg(feature = "cuda")]
     {

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use pyo3::prelude::*;
 
 use super::arg::{Int, detached};
+use super::device::StreamArg;
 use super::dlpack::{DType, DeviceArray, Output, Tensor, cuda, element};
 use super::pool::Pool;
 use crate::device::{Arena, ArenaPlan, Budget, Device, Guards, Region, TableMirror, TableShape};
@@ -84,22 +85,22 @@ impl DeviceArena {
     }
 
     /// The region as a tensor that torch can share; work that writes it is on the raw stream `stream`.
-    fn tensor(&self, name: &str, stream: Int) -> PyResult<DeviceArray> {
-        let (found, home) = (self.find(name)?, cuda::stream(stream.usize("stream")?));
+    fn tensor(&self, name: &str, stream: StreamArg) -> PyResult<DeviceArray> {
+        let (found, home) = (self.find(name)?, stream.get()?);
         let of = (found.dtype, found.shape.clone());
         Ok(DeviceArray::new(self.arena.clone(), found.region, found.name, of, home))
     }
 
     /// Fill every region with bytes that are NaN and -1.
-    fn poison(&self, py: Python<'_>, stream: Int) -> PyResult<()> {
-        let stream = stream.usize("stream")?;
-        detached(py, || self.arena.poison_all(cuda::stream(stream)))
+    fn poison(&self, py: Python<'_>, stream: StreamArg) -> PyResult<()> {
+        let stream = stream.get()?;
+        detached(py, || self.arena.poison_all(stream))
     }
 
     /// Raise `OutOfBoundsError`, with the region and the byte, where something was written outside every region.
-    fn check_guards(&self, py: Python<'_>, stream: Int) -> PyResult<()> {
-        let stream = stream.usize("stream")?;
-        detached(py, || self.arena.check_guards(cuda::stream(stream)))
+    fn check_guards(&self, py: Python<'_>, stream: StreamArg) -> PyResult<()> {
+        let stream = stream.get()?;
+        detached(py, || self.arena.check_guards(stream))
     }
 }
 
@@ -170,21 +171,21 @@ pub(super) struct DeviceTable {
 #[pymethods]
 impl DeviceTable {
     #[new]
-    fn new(py: Python<'_>, pool: &Bound<'_, Pool>, ordinal: Int, stream: Int) -> PyResult<Self> {
-        let (ordinal, stream, pool) = (ordinal.i32("CUDA device")?, stream.usize("stream")?, pool.get().0.clone());
+    fn new(py: Python<'_>, pool: &Bound<'_, Pool>, ordinal: Int, stream: StreamArg) -> PyResult<Self> {
+        let (ordinal, stream, pool) = (ordinal.i32("CUDA device")?, stream.get()?, pool.get().0.clone());
         detached(py, move || {
             let (device, shape) = (Device::get(ordinal)?, TableShape::of(&pool.config()));
             let mut plan = ArenaPlan::new(Guards::On);
             let region = shape.declare(&mut plan)?;
             let arena = Arc::new(plan.allocate(device)?);
-            let mirror = TableMirror::new(device, arena.clone(), region, shape, cuda::stream(stream))?;
+            let mirror = TableMirror::new(device, arena.clone(), region, shape, stream)?;
             Ok(Self { mirror: Mutex::new(mirror), pool, arena, region })
         })
     }
 
     /// The table, int32 [rows, columns], whose writers are on the raw stream `stream`; its address stays.
-    fn tensor(&self, stream: Int) -> PyResult<DeviceArray> {
-        let home = cuda::stream(stream.usize("stream")?);
+    fn tensor(&self, stream: StreamArg) -> PyResult<DeviceArray> {
+        let home = stream.get()?;
         let config = self.pool.config();
         let shape = vec![config.max_seqs as usize, config.row_pages as usize];
         Ok(DeviceArray::new(self.arena.clone(), self.region.bytes(), "page table", (DType::I32, shape), home))
@@ -193,20 +194,20 @@ impl DeviceTable {
     /// Store what changed since the last upload. `permutes`: rows that a round in flight permutes itself. Returns
     /// `(columns stored, launches, waits, rounds_first)`.
     #[pyo3(signature = (stream, permutes=Vec::new()))]
-    fn upload(&self, py: Python<'_>, stream: Int, permutes: Vec<u32>) -> PyResult<(usize, usize, usize, bool)> {
-        let stream = stream.usize("stream")?;
+    fn upload(&self, py: Python<'_>, stream: StreamArg, permutes: Vec<u32>) -> PyResult<(usize, usize, usize, bool)> {
+        let stream = stream.get()?;
         detached(py, || {
             let mut mirror = self.mirror.lock().unwrap_or_else(PoisonError::into_inner);
             let rows = |row: u32| permutes.contains(&row);
-            let done = self.pool.with_tables(|tables| mirror.upload(&tables, cuda::stream(stream), rows))??;
+            let done = self.pool.with_tables(|tables| mirror.upload(&tables, stream, rows))??;
             Ok((done.columns, done.launches, done.waits, done.rounds_first))
         })
     }
 
     /// The device's table, row by row, once the work on `stream` has finished.
-    fn read(&self, py: Python<'_>, stream: Int) -> PyResult<Vec<i32>> {
-        let stream = stream.usize("stream")?;
-        detached(py, || self.mirror.lock().unwrap_or_else(PoisonError::into_inner).read(cuda::stream(stream)))
+    fn read(&self, py: Python<'_>, stream: StreamArg) -> PyResult<Vec<i32>> {
+        let stream = stream.get()?;
+        detached(py, || self.mirror.lock().unwrap_or_else(PoisonError::into_inner).read(stream))
     }
 
     /// The pool's own table, and the version of each of its rows.
@@ -239,17 +240,17 @@ pub(super) fn _device_table_update(
     num_pages: Int,
     staged: &Bound<'_, PyAny>,
     changes: Int,
-    stream: Int,
+    stream: StreamArg,
 ) -> PyResult<()> {
     let py = table.py();
     let [rows, width, pages] = [rows.u32("table rows")?, width.u32("table columns")?, num_pages.u32("num_pages")?];
-    let (changes, handle) = (changes.u32("changes")?, stream.usize("stream")?);
+    let (changes, stream) = (changes.u32("changes")?, stream.get()?);
     let (table, staged) = (Output::import(table, "table", Some(-1))?, Tensor::import(staged, "staged", Some(-1))?);
     detached(py, || {
         let ordinal = table.cuda_ordinal()?;
         table.apart(&[&staged])?;
         let (to, from) = (table.device_i32(ordinal)?, staged.device_i32(ordinal)?);
         let kernel = &Device::get(ordinal)?.kernels().table_update;
-        kernel.launch(cuda::stream(handle), &to, [rows, width], pages, &from, changes)
+        kernel.launch(stream, &to, [rows, width], pages, &from, changes)
     })
 }

@@ -58,7 +58,10 @@ mod _specrs {
     #[pymodule_export]
     use super::certify::certify;
     #[pymodule_export]
-    use super::device::{_device_check, _device_init, _device_kv_move, cuda_available, cuda_unavailable_reason};
+    use super::device::{
+        _device_check, _device_init, _device_kv_move, DeviceFaults, DeviceStream, cuda_available,
+        cuda_unavailable_reason,
+    };
     #[pymodule_export]
     use super::device_attention::{_device_attention, _device_attention_workspace};
     #[pymodule_export]

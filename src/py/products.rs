@@ -7,6 +7,7 @@ use std::sync::Arc;
 use pyo3::prelude::*;
 
 use super::arg::{Int, detached};
+use super::device::StreamArg;
 #[cfg(feature = "cuda")]
 use super::dlpack::{Output, Tensor, cuda};
 #[cfg(feature = "cuda")]
@@ -135,10 +136,10 @@ impl DeviceLinear {
         x: &Bound<'_, PyAny>,
         y: &Bound<'_, PyAny>,
         workspace: &Bound<'_, PyAny>,
-        stream: Int,
+        stream: StreamArg,
     ) -> PyResult<()> {
         let py = x.py();
-        let (rows, handle) = (rows.u32("linear rows")?, stream.usize("stream")?);
+        let (rows, stream) = (rows.u32("linear rows")?, stream.get()?);
         let x = Tensor::import(x, "x", Some(-1))?;
         let y = Output::import(y, "y", Some(-1))?;
         let workspace = Output::import(workspace, "workspace", Some(-1))?;
@@ -147,7 +148,7 @@ impl DeviceLinear {
             let (xs, ys, ws) =
                 (x.device_rows(ordinal)?, y.device_rows(ordinal)?, workspace.device_slice::<u8>(ordinal)?);
             y.apart(&[&x, &workspace])?;
-            self.0.linear().launch(cuda::stream(handle), rows, &xs, &ys, &ws)
+            self.0.linear().launch(stream, rows, &xs, &ys, &ws)
         })
     }
 }
@@ -167,8 +168,14 @@ impl DeviceProducts {
 /// 2^`exponent`. `mirror`: 0 for rows as they come, 1 for rows that read the same from both ends, 2 for rows whose second
 /// half is the first from its end, negated.
 #[pyfunction]
-pub(super) fn _device_fill(out: &Bound<'_, PyAny>, seed: Int, exponent: Int, mirror: Int, stream: Int) -> PyResult<()> {
-    let (seed, handle, exponent) = (seed.u32("seed")?, stream.usize("stream")?, exponent.i32("exponent")?);
+pub(super) fn _device_fill(
+    out: &Bound<'_, PyAny>,
+    seed: Int,
+    exponent: Int,
+    mirror: Int,
+    stream: StreamArg,
+) -> PyResult<()> {
+    let (seed, stream, exponent) = (seed.u32("seed")?, stream.get()?, exponent.i32("exponent")?);
     let mirror = mirror.within("mirror", 0, 2)?;
     #[cfg(feature = "cuda")]
     {
@@ -178,12 +185,12 @@ pub(super) fn _device_fill(out: &Bound<'_, PyAny>, seed: Int, exponent: Int, mir
             out_tensor.apart(&[])?;
             let view = out_tensor.device_rows(ordinal)?;
             let mirror = [Mirror::None, Mirror::Equal, Mirror::Negated][mirror as usize];
-            Device::get(ordinal)?.kernels().fingerprint.fill(cuda::stream(handle), &view, seed, exponent, mirror)
+            Device::get(ordinal)?.kernels().fingerprint.fill(stream, &view, seed, exponent, mirror)
         })
     }
     #[cfg(not(feature = "cuda"))]
     {
-        _ = (seed, exponent, mirror, handle);
+        _ = (seed, exponent, mirror, stream);
         detached(out.py(), unavailable)
     }
 }
@@ -194,9 +201,9 @@ pub(super) fn _device_fingerprint(
     matrix: &Bound<'_, PyAny>,
     rows: Int,
     out: &Bound<'_, PyAny>,
-    stream: Int,
+    stream: StreamArg,
 ) -> PyResult<()> {
-    let (rows, handle) = (rows.u32("rows")?, stream.usize("stream")?);
+    let (rows, stream) = (rows.u32("rows")?, stream.get()?);
     #[cfg(feature = "cuda")]
     {
         let (tensor, prints) = (Tensor::import(matrix, "matrix", Some(-1))?, Output::import(out, "out", Some(-1))?);
@@ -204,12 +211,12 @@ pub(super) fn _device_fingerprint(
             let ordinal = tensor.cuda_ordinal()?;
             prints.apart(&[&tensor])?;
             let (view, words) = (tensor.device_rows(ordinal)?, prints.device_slice::<u64>(ordinal)?);
-            Device::get(ordinal)?.kernels().fingerprint.rows(cuda::stream(handle), &view, rows, &words)
+            Device::get(ordinal)?.kernels().fingerprint.rows(stream, &view, rows, &words)
         })
     }
     #[cfg(not(feature = "cuda"))]
     {
-        _ = (matrix, rows, handle);
+        _ = (matrix, rows, stream);
         detached(out.py(), unavailable)
     }
 }

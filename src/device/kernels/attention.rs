@@ -226,7 +226,7 @@ impl Attention {
             });
         }
         let slots = slots.min(i32::MAX as u64); // more than there can be items
-        let (record, claim) = context.fault_addresses();
+        let (record, claim) = context.fault_addresses(stream)?;
         let partials = call.workspace.address() + tiling.header;
         let (k, v) = cache.addresses();
         let draft = batch.draft().unwrap_or((0, 0));

@@ -167,7 +167,7 @@ impl DraftSelect {
         }
         let chunks = chunks(rows, draft_vocab, context.multiprocessors());
         let lists = o.scratch.address() + 8 * requests.div_ceil(2) as u64;
-        let (record, claim) = context.fault_addresses();
+        let (record, claim) = context.fault_addresses(stream)?;
         let params = DraftSelectParams {
             logits: o.logits.address(),
             to_target: o.to_target.map_or(0, DeviceSlice::address),

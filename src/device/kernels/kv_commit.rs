@@ -106,7 +106,7 @@ impl KvCommit {
         if requests == 0 {
             return Ok(());
         }
-        let (record, claim) = context.fault_addresses();
+        let (record, claim) = context.fault_addresses(stream)?;
         let params = KvCommitParams {
             offsets: o.offsets.address(),
             paths: o.paths.address(),

@@ -57,7 +57,7 @@ impl KvMove {
             return Ok(());
         }
         let shape = launch_shape(cache, moves.requests(), context.multiprocessors())?;
-        let (record, claim) = context.fault_addresses();
+        let (record, claim) = context.fault_addresses(stream)?;
         let params = KvMoveParams {
             cache: cache.address(),
             src: moves.src().address(),

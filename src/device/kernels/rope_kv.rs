@@ -143,7 +143,7 @@ impl RopeKv {
         let address = |r: Option<&Rows>| r.map_or(0, Rows::address);
         let plane_bytes = o.cache.row_bytes() * o.cache.num_slots() as u64; // the view checked the product
         let cache_k = o.cache.address() + 2 * o.layer as u64 * plane_bytes;
-        let (record, claim) = context.fault_addresses();
+        let (record, claim) = context.fault_addresses(stream)?;
         let params = RopeKvParams {
             qkv: o.qkv.address(),
             q: address(o.q),

@@ -114,7 +114,7 @@ impl RowOps {
         let bytes = table.columns() as u64 * table.float().bytes();
         let wide = table.in_vectors() && out.in_vectors();
         let width = if wide { 16 } else { 2 };
-        let (record, claim) = context.fault_addresses();
+        let (record, claim) = context.fault_addresses(stream)?;
         let params = GatherRowsParams {
             table: table.address(),
             out: out.address(),
@@ -160,7 +160,7 @@ impl RowOps {
         }
         let address = |r: Option<&Rows>| r.map_or(0, Rows::address);
         let stride = |r: Option<&Rows>| r.map_or(0, |r| r.stride() as u64);
-        let (record, claim) = context.fault_addresses();
+        let (record, claim) = context.fault_addresses(stream)?;
         let params = AddRmsNormParams {
             residual: residual.address(),
             x: address(x),
@@ -207,7 +207,7 @@ impl RowOps {
         }
         let blocks = out.columns().div_ceil(256 * WIDTH);
         in_range("columns of silu_up", out.columns() as u64, 1, 65_535 * 256 * WIDTH as i128)?;
-        let (record, claim) = context.fault_addresses();
+        let (record, claim) = context.fault_addresses(stream)?;
         let params = SiluUpParams {
             gate_up: gate_up.address(),
             out: out.address(),

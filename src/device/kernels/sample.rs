@@ -148,7 +148,7 @@ impl SampleVerify {
         let counter = o.scratch.address() + 8 * nodes as u64;
         let walk_paths = counter + 8;
         let walk_tokens = walk_paths + 4 * entries;
-        let (record, claim) = context.fault_addresses();
+        let (record, claim) = context.fault_addresses(stream)?;
         let out = o.out;
         let params = SampleParams {
             logits: o.logits.address(),

@@ -62,7 +62,7 @@ impl TableUpdate {
         if changes == 0 {
             return Ok(());
         }
-        let (record, claim) = context.fault_addresses();
+        let (record, claim) = context.fault_addresses(stream)?;
         let params = TableUpdateParams {
             table: table.address(),
             staged: staged.address(),

@@ -106,7 +106,7 @@ impl TreeBuild {
         if requests == 0 {
             return Ok(());
         }
-        let (record, claim) = context.fault_addresses();
+        let (record, claim) = context.fault_addresses(stream)?;
         let params = TreeBuildParams {
             scores: beams.scores.address(),
             candidate_tokens: beams.candidate_tokens.address(),

@@ -156,7 +156,7 @@ impl VerifyGreedy {
         let counter = o.scratch.address() + 8 * nodes as u64;
         let walk_paths = counter + 8;
         let walk_tokens = walk_paths + 4 * entries as u64;
-        let (record, claim) = context.fault_addresses();
+        let (record, claim) = context.fault_addresses(stream)?;
         let params = VerifyParams {
             logits: o.logits.address(),
             tree_tokens: o.tree_tokens.address(),

@@ -159,7 +159,7 @@ impl DeviceBuffer {
 
     /// Let the later work of `to` wait for the present work of `from`.
     pub(super) fn follow(&self, from: Stream, to: Stream) -> Result<()> {
-        if from == to {
+        if from.raw() == to.raw() {
             return Ok(());
         }
         let _current = self.0.context.enter()?;

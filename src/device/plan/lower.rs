@@ -178,7 +178,7 @@ impl DevicePlanner {
             });
         }
         let kernels = &self.device.kernels().plan;
-        let (record, claim) = kernels.context().fault_addresses();
+        let (record, claim) = kernels.context().fault_addresses(stream)?;
         let params = PlanListParams {
             rows: m.rows.address(),
             qo_indptr: m.qo_indptr.address(),
@@ -229,7 +229,7 @@ impl DevicePlanner {
         };
         let ((page_table, page_columns), (expand_page_table, expand_columns)) = (table(1, b)?, table(4, q)?);
         let kernels = &self.device.kernels().plan;
-        let (record, claim) = kernels.context().fault_addresses();
+        let (record, claim) = kernels.context().fault_addresses(stream)?;
         let params = PlanTableParams {
             rows: m.rows.address(),
             qo_indptr: m.qo_indptr.address(),

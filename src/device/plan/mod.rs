@@ -270,7 +270,7 @@ impl DevicePlanner {
             DeviceStep::Draft { ancestors: None, .. } | DeviceStep::Decode => {}
         }
         let kernels = &self.device.kernels().plan;
-        let (record, claim) = kernels.context().fault_addresses();
+        let (record, claim) = kernels.context().fault_addresses(stream)?;
         let s = Step::new(geometry, phase);
         let params = PlanParams {
             rows: batch.rows.address(),
@@ -341,7 +341,7 @@ impl DevicePlanner {
             ],
         )?;
         let kernels = &self.device.kernels().plan;
-        let (record, claim) = kernels.context().fault_addresses();
+        let (record, claim) = kernels.context().fault_addresses(stream)?;
         let s = Step::new(&self.geometry, Phase::Draft { step: 0 });
         let params = TailCopyParams {
             rows: rows.address(),

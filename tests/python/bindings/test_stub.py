@@ -48,7 +48,7 @@ def test_names() -> None:
     live = {n for n in vars(core) if not (n.startswith("__") and n.endswith("__"))}
     assert set(NODES) == live
     variables = {ast.unparse(n.target) for n in TREE.body if isinstance(n, ast.AnnAssign)}
-    assert variables == {"__version__"}
+    assert variables == {"__version__", "_Stream"}
     assert core.__version__ == core.version()
 
 
