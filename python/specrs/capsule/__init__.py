@@ -20,6 +20,7 @@ first write in which two runs differ.
 | `synth` | keys, values and queries made up from who they belong to |
 | `static` | static buffers in memory whose every byte is known before a plan is written into it |
 | `replay` | one run of the round, every write logged |
+| `on_device` | the same where a GPU plans, builds trees, verifies and moves |
 | `names`, `owners` | whose an element of an array is: request, branch, step, position, a page's owner |
 | `log` | writes, and the first one in which two runs differ |
 | `compare` | two runs side by side, as text and as JSON |

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from dataclasses import replace as changed
 from typing import Any, TypedDict
 
 from specrs._specrs import ConfigError
@@ -82,7 +83,8 @@ class Result:
             within = f", attention within {TOLERANCE:g} (largest difference {f.largest:.1e})" if self.across else ""
             out.append(f"NO DIVERGENCE: {f.writes:,} writes of {f.arrays} arrays agree{within}")
             if f.skipped:
-                out.append(f"  not compared, of one format alone: {', '.join(f.skipped)}")
+                whose = "one format" if self.across else "the host"
+                out.append(f"  not compared, of {whose} alone: {', '.join(f.skipped)}")
         else:
             out.append(f"  before it {f.writes:,} writes of {f.arrays} arrays agree")
         return out
@@ -110,6 +112,26 @@ def replay_reverted(capsule: Capsule, reverts: Sequence[int], **options: Any) ->
         raise ConfigError("revert: no id given")
     runs = replay(capsule, **options), replay(capsule, reverts=reverts, **options)
     return Result(runs, compare(*runs), False)
+
+
+def replay_device(capsule: Capsule, name: str, **options: Any) -> Result:
+    """The host's run, and the run in which a GPU decides (`specrs.capsule.on_device`).
+
+    Args:
+        name: ``cuda`` or ``cuda:N``.
+
+    Raises:
+        CudaError: there is no such GPU, or no kernels for it, and why.
+    """
+    from specrs.capsule.on_device import find, replay_on
+
+    cuda = find(name)
+    run = replay(capsule, **options)
+    other, lacks = replay_on(capsule, cuda, **options)
+    left_out = [s for s in run.segments if s.array in lacks or s.phase in lacks]
+    run.segments = [s for s in run.segments if s not in left_out]
+    skipped = tuple(dict.fromkeys(s.phase if s.phase in lacks else s.array for s in left_out if s.writes))
+    return Result((run, other), changed(compare(run, other), skipped=skipped), False)
 
 
 def replay_against(capsule: Capsule, other: Capsule, **options: Any) -> Result:

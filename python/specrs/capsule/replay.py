@@ -12,6 +12,8 @@ format's backend from the arrays alone. Keys, values and queries are made up fro
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -39,6 +41,12 @@ MAX_TABLE = 1 << 26
 """Most entries of a page table (rows times columns); a capsule of a larger one is refused."""
 MAX_PADDED = 256
 """Most requests that plans are padded to, unless the round has more; the largest batch of the capsule bounds it too."""
+
+LOGGED = ("rows", "qo_indptr", "prefix_lens", "positions", "out_slots", "mask")
+"""Arrays of a plan that are compared."""
+
+Make = Callable[[core.FormatBuffers | None], Plan]
+"""Plans a pass on the host, into static buffers or the plan's own memory."""
 
 _Attention = Callable[[KvCache, int, Plan, torch.Tensor, torch.Tensor, float], None]
 _TARGET, _DRAFT = 0, 1  # caches, as numbers that tell tokens apart
@@ -68,10 +76,38 @@ def replay(
         ConfigError: a format that cannot run the round, with what would work; a pool too large to be made up.
         CapsuleError: page tables that cannot be made again.
     """
-    return _Replay(capsule, format or capsule.format, reverts, layout, mode, reference).run()
+    return Replay(capsule, format or capsule.format, reverts, layout, mode, reference).run()
 
 
-class _Replay:
+@dataclass(frozen=True)
+class Inputs:
+    """What a pass is planned from.
+
+    Attributes:
+        step: of a draft.
+        requests: of the capsule, in the order of the pass.
+        starts: positions before the pass's own, of each.
+        counts: queries of each.
+        parents: of verify, all trees' behind one another.
+        beams: of a draft step, ancestor bits int64 [requests * K, words]; None where it attends to lanes.
+        pad: requests and queries that the plan is padded to.
+    """
+
+    step: int | None
+    requests: Sequence[int]
+    starts: Sequence[int]
+    counts: Sequence[int]
+    pad: tuple[int, int]
+    parents: Sequence[int] = ()
+    beams: torch.Tensor | None = None
+
+
+class Replay:
+    """One replay on the host; `on_device` takes plans, trees and accepted paths from a GPU instead.
+
+    Args: as `replay`.
+    """
+
     def __init__(
         self,
         c: Capsule,
@@ -123,7 +159,7 @@ class _Replay:
         self.log.notes.append(f"page tables: {same} columns as recorded{more}")
         if self.pages_more:
             self.log.notes.append(f"the recorded pool is too small for this layout: {self.pages_more} pages were added")
-        self._log_tables("reserve", world.pages, self.as_recorded)
+        self._log_tables("reserve", self._tables(), self.as_recorded)
         self.planner = Planner(self.geometry, pool, format=self.format)
         self.attention: _Attention = core.attention_reference if self.reference else core.attention
         if self.format != "native":
@@ -136,12 +172,13 @@ class _Replay:
         with world.lease as lease:
             if c.steps:
                 self._drafts()
-            accepts, trees = _accepts(c, self.lens)
+            trees, logits = _verified(c)
             if c.kind == "plain":
                 self._decode()
             else:
+                self._trees()
                 self._verify(trees)
-            self._commit(lease, accepts)
+            self._commit(lease, self._accept(trees, logits))
         if c.extend:
             self._extend()
 
@@ -149,7 +186,7 @@ class _Replay:
 
     def _drafts(self) -> None:
         self.phase = "tail copies"
-        self._moves(_DRAFT, self.planner.tail_copies(self.seqs, self.lens), False)
+        self._moves(_DRAFT, *self._tail_copies(), False)
         for t, step in enumerate(self.c.steps):
             self._draft(t, step)
 
@@ -165,8 +202,9 @@ class _Replay:
         seen = [self.names.draft_slots(m) for m in (lane if self.mode == "lane" else step.ancestors)]
         who = ArrayNames(self.names, c, "draft", queries, requests, [k] * len(requests), seen)
         self._pass(
-            "draft", t, queries, who,
+            "draft", queries, who,
             lambda out: self.planner.draft(self.seqs, self.lens, t, bits, self.mode, out=out, pad=pad),
+            Inputs(t, requests, self.lens, [k] * len(requests), pad, beams=None if self.mode == "lane" else bits),
             _DRAFT, (_STEP, t, numbers // k, numbers % k), self.as_recorded,
         )  # fmt: skip
 
@@ -175,10 +213,12 @@ class _Replay:
         self.phase = "verify"
         pad = (self.padded, self.padded * c.shape.draft_tokens)
         queries = self.names.verify_queries(pad[1])
-        who = ArrayNames(self.names, c, "verify", queries, list(range(len(c.rows))), [len(t.parents) for t in c.trees])
+        requests, counts = list(range(len(c.rows))), [len(t.parents) for t in c.trees]
+        who = ArrayNames(self.names, c, "verify", queries, requests, counts)
         self._pass(
-            "verify", None, queries, who,
+            "verify", queries, who,
             lambda out: self.planner.verify(self.seqs, self.lens, trees, out=out, pad=pad),
+            Inputs(None, requests, self.lens, counts, pad, [p for t in c.trees for p in t.parents]),
             _TARGET, (_VERIFY, *_numbers(queries)), True,
         )  # fmt: skip
 
@@ -187,22 +227,23 @@ class _Replay:
         self.phase = "decode"
         pad = (self.padded, self.padded)
         queries = self.names.verify_queries(pad[1])  # a root each
-        who = ArrayNames(self.names, c, "decode", queries, list(range(len(c.rows))), [1] * len(c.rows))
+        requests, counts = list(range(len(c.rows))), [1] * len(c.rows)
+        who = ArrayNames(self.names, c, "decode", queries, requests, counts)
         self._pass(
-            "decode", None, queries, who,
+            "decode", queries, who,
             lambda out: self.planner.decode(self.seqs, self.lens, out=out, pad=pad),
+            Inputs(None, requests, self.lens, counts, pad),
             _TARGET, (_VERIFY, *_numbers(queries)), True,
         )  # fmt: skip
 
     def _commit(self, lease: core.Lease, accepts: core.Accepts) -> None:
         self.phase = "commit"
-        self._moves(_TARGET, self.planner.commit(lease, self.seqs, self.lens, accepts), True)
+        self._moves(_TARGET, *self._commit_moves(lease, accepts), True)
         committed = [n + kept for n, kept in zip(self.lens, self.c.kept, strict=True)]
         lease.commit(committed)
-        pages = [self.world.pool.pages(seq) for seq in self.seqs]
-        self._log_tables("commit", pages, True)
+        self._log_tables("commit", self._tables(), True)
         self._log("committed", np.array(committed), self.names.of_requests(range(len(committed))), across=True)
-        self.names = Names(self.c, pages)
+        self.names = Names(self.c, [self.world.pool.pages(seq) for seq in self.seqs])
 
     def _extend(self) -> None:
         c = self.c
@@ -214,27 +255,64 @@ class _Replay:
         who = ArrayNames(self.names, c, "extend", queries, requests, counts)
         seqs, starts = [self.seqs[i] for i in requests], [e.start for e in c.extend]
         self._pass(
-            "extend", None, queries, who,
+            "extend", queries, who,
             lambda out: self.planner.extend(seqs, starts, counts, out=out, pad=pad),
+            Inputs(None, requests, starts, counts, pad),
             _DRAFT, (_EXTEND, *_numbers(queries)), True,
         )  # fmt: skip
+
+    # -- what the host decides, and a device may decide instead -----------------------------------------------------
+
+    def _plan(self, phase: Phase, make: Make, who: ArrayNames, inputs: Inputs, across: bool) -> Plan:
+        """The plan of a pass, its arrays logged."""
+        plan = self._written(phase, make, who)
+        self._log_plan({name: getattr(plan, name) for name in LOGGED}, who, across)
+        return plan
+
+    def _tables(self) -> list[list[int]]:
+        """Pages of each request."""
+        return [self.world.pool.pages(seq) for seq in self.seqs]
+
+    def _tail_copies(self) -> tuple[list[int], list[int]]:
+        """Source and destination slots of the copies into holes."""
+        moves = self.planner.tail_copies(self.seqs, self.lens)
+        return moves.src.tolist(), moves.dst.tolist()
+
+    def _trees(self) -> None:
+        """The recorded trees, which a device builds again from their scores."""
+        self._log_trees([(list(t.tokens), list(t.parents), list(t.scores)) for t in self.c.trees])
+
+    def _accept(self, trees: core.TreeBatch, logits: torch.Tensor) -> core.Accepts:
+        """What greedy verification accepts by `logits`, which lead along the recorded paths."""
+        accepts = core.verify(trees, logits, [core.Sampler(logits.shape[1], [0]) for _ in self.c.rows], self.lens)
+        self._log_accepted(accepts.paths, accepts.tokens)
+        return accepts
+
+    def _commit_moves(self, lease: core.Lease, accepts: core.Accepts) -> tuple[list[int], list[int]]:
+        """Source and destination slots of the moves that make accepted paths dense; with pages of one token the rows
+        are reordered instead."""
+        moves = self.planner.commit(lease, self.seqs, self.lens, accepts)
+        return moves.src.tolist(), moves.dst.tolist()
+
+    def _move(self, cache: int, src: list[int], dst: list[int]) -> None:
+        """Copy from slot to slot, in order."""
+        core.kv_move(self.caches[cache], core.Moves(src, dst, self.pools[cache].shape[2]))
 
     # -- what every phase does ------------------------------------------------------------------------------------
 
     def _pass(
         self,
         phase: Phase,
-        step: int | None,
         queries: list[Query],
         who: ArrayNames,
-        make: Callable[[core.FormatBuffers | None], Plan],
+        make: Make,
+        inputs: Inputs,
         cache: int,
         numbers: tuple[int | np.ndarray[Any, Any], ...],
         across: bool,
     ) -> None:
-        plan = self._plan(phase, make, who)
-        self._log_plan(plan, who, across)
-        self._sizes(phase, step)
+        plan = self._plan(phase, make, who, inputs, across)
+        self._sizes(phase, inputs.step)
         keys, values = self.tokens.make([f"KV of {q.name}" for q in queries], *numbers)
         with self._writes(cache, across):
             core.kv_write(self.caches[cache], 0, plan, keys, values)
@@ -248,7 +326,7 @@ class _Replay:
         elements = np.array([int(np.prod(s["shape"])) for s in sizes.values()], dtype=np.int64)
         self._log("sizes for device lengths", elements, lambda at: f"elements of {rows[at]}, lengths up to {at_most}")
 
-    def _plan(self, phase: Phase, make: Callable[[core.FormatBuffers | None], Plan], who: ArrayNames) -> Plan:
+    def _written(self, phase: Phase, make: Make, who: ArrayNames) -> Plan:
         """Plan into static buffers, twice, over different bytes, and log the format's arrays."""
         static = self._static(phase)
         if static is None:
@@ -302,16 +380,14 @@ class _Replay:
         self._log("attention", out.reshape(-1).numpy().copy(), self.names.of_queries(queries, width),
                   shape=(len(queries), synth.HEADS, synth.HEAD_DIM), across=True, tolerance=TOLERANCE)  # fmt: skip
 
-    def _moves(self, cache: int, moves: core.Moves, across: bool) -> None:
-        src, dst = moves.src.tolist(), moves.dst.tolist()
-
+    def _moves(self, cache: int, src: list[int], dst: list[int], across: bool) -> None:
         def owner(at: int) -> str:
             return f"move {at} into {self.names.slot(dst[at])}"
 
         for name, slots in (("source slots", src), ("destination slots", dst)):
             self._log(name, np.array(slots, dtype=np.int32), owner, self.names.slot, across=across)
         with self._writes(cache, across):
-            core.kv_move(self.caches[cache], moves)
+            self._move(cache, src, dst)
 
     # -- the log ------------------------------------------------------------------------------------------------
 
@@ -337,14 +413,36 @@ class _Replay:
             owner, show = who.of(name, images, None if plan is None else plan.expand_page_size)
             self._log(name, image.values, owner, show, written=image.written, shape=image.shape)
 
-    def _log_plan(self, plan: Plan, who: ArrayNames, across: bool) -> None:
-        for name in ("rows", "qo_indptr", "prefix_lens", "positions", "out_slots"):
-            values = from_dlpack(getattr(plan, name)).numpy()
+    def _log_plan(self, arrays: Mapping[str, Any], who: ArrayNames, across: bool) -> None:
+        """arrays: by the names in `LOGGED`."""
+        for name in LOGGED[:-1]:
+            values = from_dlpack(arrays[name]).numpy()
             owner, show = who.of_plan(name)
             self._log(f"plan.{name}", values, owner, show, across=across or name != "out_slots")
-        mask = from_dlpack(plan.mask)
+        mask = from_dlpack(arrays["mask"])
         owner, _ = who.of_plan("mask", mask.shape[1])
         self._log("plan.mask", mask.reshape(-1).numpy(), owner, _hexadecimal, shape=tuple(mask.shape), across=True)
+
+    def _log_trees(self, trees: Sequence[tuple[list[int], list[int], list[float]]]) -> None:
+        """tokens, parents and scores of each tree."""
+        self.phase = "trees"
+        owner = self._each([len(parents) for _, parents, _ in trees], "node")
+        for n, (name, dtype) in enumerate((("tokens", np.int32), ("parents", np.int32), ("scores", np.float32))):
+            values = np.array([v for tree in trees for v in tree[n]], dtype=dtype)
+            self._log(name, values, owner, across=True)
+
+    def _log_accepted(self, paths: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]) -> None:
+        self.phase = "accept"
+        for name, lists in (("paths", paths), ("tokens", tokens)):
+            values = np.array([v for own in lists for v in own], dtype=np.int32)
+            self._log(name, values, self._each([len(own) for own in lists], "place"), across=True)
+        lengths = np.array([n + len(path) for n, path in zip(self.lens, paths, strict=True)], dtype=np.int32)
+        self._log("lengths", lengths, self.names.of_requests(range(len(lengths))), across=True)
+
+    def _each(self, counts: Sequence[int], what: str) -> Owner:
+        """Owners of lists of so many entries, one a request."""
+        rows = [self.names.request(i) for i in range(len(counts))]
+        return self.names.of_lists([0, *accumulate(counts)], rows, lambda _, entry: f"{what} {entry}")
 
     def _log_tables(self, phase: str, pages: Sequence[Sequence[int]], across: bool) -> None:
         self.phase = phase
@@ -389,7 +487,7 @@ class _Replay:
 class _KvWrites:
     """Logs the slots of a KV pool that change within the context; the sink's are nobody's."""
 
-    def __init__(self, replay: _Replay, cache: int, across: bool) -> None:
+    def __init__(self, replay: Replay, cache: int, across: bool) -> None:
         self._replay, self._cache, self._across = replay, cache, across
 
     def __enter__(self) -> None:
@@ -432,9 +530,9 @@ def _numbers(queries: Sequence[Query]) -> tuple[np.ndarray[Any, Any], np.ndarray
     return requests, np.arange(len(queries), dtype=np.int64)
 
 
-def _accepts(c: Capsule, lens: Sequence[int]) -> tuple[core.Accepts, core.TreeBatch]:
-    """The recorded paths as what verification accepted, and the trees; tokens are node numbers, which is all that
-    placement needs."""
+def _verified(c: Capsule) -> tuple[core.TreeBatch, torch.Tensor]:
+    """The recorded trees, and logits by which greedy verification accepts the recorded paths; tokens are node numbers,
+    which is all that placement needs."""
     most = max(len(t.parents) for t in c.trees)
     trees = core.TreeBatch.from_parents(
         [list(t.parents) for t in c.trees], [list(range(len(t.parents))) for t in c.trees]
@@ -445,5 +543,4 @@ def _accepts(c: Capsule, lens: Sequence[int]) -> tuple[core.Accepts, core.TreeBa
         for node, following in zip(path, [*path[1:], most], strict=True):
             logits[first + node, following] = 1.0  # greedy: this token, which at the end no node has
         first += len(tree.parents)
-    samplers = [core.Sampler(most + 1, [0]) for _ in c.rows]
-    return core.verify(trees, logits, samplers, list(lens)), trees
+    return trees, logits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -35,24 +36,28 @@ class Overrun(SpecrsError):
     """Bytes beside an array were written."""
 
 
-class Static:
-    """Tensors of the capacity that the planner states for a phase, lent to it."""
+class Memory:
+    """Arrays of given sizes, each between guards.
 
-    def __init__(self, planner: Planner, phase: Phase, max_batch: int) -> None:
-        capacities = planner.capacities(phase, max_batch=max_batch)
+    Args:
+        sizes: of each, its ``shape``, ``dtype`` and ``bytes``, as `Planner.capacities` has them.
+        device: where.
+    """
+
+    def __init__(self, sizes: Mapping[str, Mapping[str, Any]], device: torch.device | None = None) -> None:
         self._backing: dict[str, torch.Tensor] = {}
-        self._views: dict[str, torch.Tensor] = {}
-        for name, c in capacities.items():
-            backing = torch.zeros(c["bytes"] + 2 * _GUARD, dtype=torch.uint8)
+        self.views: dict[str, torch.Tensor] = {}
+        for name, size in sizes.items():
+            backing = torch.zeros(size["bytes"] + 2 * _GUARD, dtype=torch.uint8, device=device)
             self._backing[name] = backing
-            self._views[name] = backing[_GUARD : _GUARD + c["bytes"]].view(_DTYPES[c["dtype"]]).view(c["shape"])
-        self.out: FormatBuffers = planner.buffers(phase, max_batch=max_batch, tensors=self._views)
+            view = backing[_GUARD : _GUARD + size["bytes"]].view(_DTYPES[size["dtype"]])
+            self.views[name] = view.view(list(size["shape"]))
 
-    def fill(self, byte: int) -> None:
-        """Overwrite what a plan must write. A table is left as it is: behind the plan's own shape nothing is written
-        that was 0 before. Its cells count as written where they are not 0."""
+    def fill(self, byte: int, tables: bool = False) -> None:
+        """Overwrite what a plan must write. A table is left as it is but for `tables`: behind the plan's own shape
+        nothing is written that was 0 before. Its cells count as written where they are not 0."""
         for name, backing in self._backing.items():
-            if self._views[name].dim() == 1:
+            if tables or self.views[name].dim() == 1:
                 backing.fill_(byte)
             else:
                 backing[:_GUARD] = byte
@@ -68,12 +73,12 @@ class Static:
             for side, guard in (("before", backing[:_GUARD]), ("behind", backing[-_GUARD:])):
                 if bool((guard != byte).any()):
                     raise Overrun(f"{name}: bytes {side} the array were written")
-        return {name: view.numpy().reshape(-1).copy() for name, view in self._views.items()}
+        return {name: view.cpu().numpy().reshape(-1).copy() for name, view in self.views.items()}
 
     def images(self, copies: list[dict[str, npt.NDArray[Any]]]) -> dict[str, Image]:
         """What both writes made of each array, cut behind the last element written."""
         out = {}
-        for name, view in self._views.items():
+        for name, view in self.views.items():
             first, second = (c[name] for c in copies)
             if view.dim() == 1:
                 kept = [np.frombuffer(bytes([b]) * first.itemsize, first.dtype)[0] for b in FILLS]
@@ -83,6 +88,14 @@ class Static:
             n = int(written.nonzero()[0][-1]) + 1 if written.any() else 0
             out[name] = Image(second[:n], written[:n], tuple(view.shape))
         return out
+
+
+class Static(Memory):
+    """Tensors of the capacity that the planner states for a phase, lent to it."""
+
+    def __init__(self, planner: Planner, phase: Phase, max_batch: int) -> None:
+        super().__init__(planner.capacities(phase, max_batch=max_batch))
+        self.out: FormatBuffers = planner.buffers(phase, max_batch=max_batch, tensors=self.views)
 
 
 def static_bytes(planner: Planner, phase: Phase, max_batch: int) -> int:

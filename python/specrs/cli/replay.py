@@ -1,9 +1,10 @@
 """``specrs replay FILE``: run a recorded round again, without weights; find the first write in which two runs differ.
 
 The two runs are: the plain one and one with historical faults put back (``--revert``); or native and another format
-(``--format``); or two capsules (``--against``). Without any of these it is the recorded format against native, or of a
-native capsule the kernels against their plain references. Across formats the page tables, slots, KV pools and
-attention outputs are compared (these within 1e-5), else every write to every array, bit for bit.
+(``--format``); or two capsules (``--against``); or one where the host decides and one where a GPU does (``--device``:
+plans, trees, accepted paths, moves). Without any of these it is the recorded format against native, or of a native
+capsule the kernels against their plain references. Across formats the page tables, slots, KV pools and attention
+outputs are compared (these within 1e-5), else every write to every array, bit for bit.
 
 Exit status: 0 where the runs agree, 1 where they differ, 2 for a file or an option that is refused.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -33,6 +35,7 @@ def add_parser(commands: Any) -> None:
         "--revert", metavar="ID[,ID]", help="historical faults to put back in the second run; see specrs.faults()"
     )
     other.add_argument("--against", metavar="FILE", help="another capsule as the second run")
+    other.add_argument("--device", metavar="NAME", help="'cuda' or 'cuda:N', which decides in the second run")
     p.add_argument("--format", choices=["native", "flashinfer", "flash_attention", "triton"],
                    help="metadata format (default: the recorded one)")  # fmt: skip
     p.add_argument("--layout", choices=["dense", "holey"], help="another draft layout than the recorded one")
@@ -44,7 +47,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Replay."""
     from specrs.capsule import load
-    from specrs.capsule.compare import replay_against, replay_formats, replay_reverted
+    from specrs.capsule.compare import replay_against, replay_device, replay_formats, replay_reverted
 
     capsule = load(args.file)
     options = {"format": args.format, "layout": args.layout, "mode": args.draft_attention}
@@ -56,6 +59,10 @@ def run(args: argparse.Namespace) -> int:
         result = replay_reverted(capsule, ids, **options)
     elif args.against is not None:
         result = replay_against(capsule, load(args.against), **options)
+    elif args.device is not None:
+        if re.fullmatch(r"cuda(:\d{1,4})?", args.device) is None:
+            raise ConfigError(f"--device {args.device!r}: must be 'cuda' or 'cuda:N'")
+        result = replay_device(capsule, args.device, **options)
     else:
         result = replay_formats(capsule, **options)
     if args.json:

@@ -19,6 +19,7 @@ from specrs.capsule import Capsule, CapsuleError, dumps, load, loads, save, synt
 from specrs.capsule import replay as replaying
 from specrs.capsule.compare import replay_against, replay_formats, replay_reverted
 from specrs.capsule.log import Run, Segment, compare
+from specrs.capsule.on_device import Candidates
 from specrs.capsule.replay import replay
 from specrs.capsule.schema import DraftStep, Extend, PoolSize, Row, Shape, Tree
 from specrs.capsule.static import Overrun, Static
@@ -305,7 +306,8 @@ def test_padding_has_names() -> None:
 def test_every_element_has_an_owner(format: Any) -> None:
     run = replay(hand(shape=Shape(3, 16, 4, 2, 3, 4, "dense")), format=format)
     phases = list(dict.fromkeys(s.phase for s in run.segments))
-    assert phases == ["reserve", "tail copies", "draft step 0", "draft step 1", "verify", "commit", "draft extend"]
+    passes = ["tail copies", "draft step 0", "draft step 1", "trees", "verify", "accept"]
+    assert phases == ["reserve", *passes, "commit", "draft extend"]
     arrays = {s.array for s in run.segments}
     pool = core.Pool(20, 4, 4, 8)
     planner = core.Planner(hand().shape.geometry(), pool, format=format)
@@ -330,6 +332,46 @@ def test_buffers_too_large_to_be_static(monkeypatch: pytest.MonkeyPatch) -> None
     for name in ("kv_indptr", "kv_indices", "custom_mask"):
         a, b = (segment(r, "verify", name) for r in (run, static))
         assert a.values.tolist() == b.values.tolist()[: len(a.values)]
+
+
+# -- what a GPU builds trees from -----------------------------------------------------------------------------------
+
+
+def built(candidates: Candidates, shape: Shape, i: int, nodes: int) -> tuple[list[int], list[int], list[float]]:
+    """Tokens, parents and scores of the best candidates of a request, without the root, as selection takes them."""
+    scores, tokens, parents = (a[i].tolist() for a in (candidates.scores, candidates.tokens, candidates.parents))
+    levels = candidates.depths[i]
+    within = shape.topk + (levels - 1) * shape.topk**2 if levels else 0
+    chosen = sorted(sorted(range(within), key=lambda c: (-scores[c], c))[: nodes - 1])
+    node = {c: n + 1 for n, c in enumerate(chosen)}
+    return [tokens[c] for c in chosen], [node.get(parents[c], 0) for c in chosen], [scores[c] for c in chosen]
+
+
+@pytest.mark.parametrize(("k", "s", "v"), [(1, 3, 4), (2, 2, 4), (4, 3, 9), (3, 5, 20)])
+@pytest.mark.parametrize("round", [1, 2, 3])
+def test_a_capsule_tells_what_its_trees_were_chosen_from(tiny: Pair, k: int, s: int, v: int, round: int) -> None:
+    c = record(tiny, round=round, tree=(k, s, v))
+    candidates = Candidates.of(c)
+    for i, t in enumerate(c.trees):
+        want = (list(t.tokens[1:]), list(t.parents[1:]), list(t.scores[1:]))
+        assert built(candidates, c.shape, i, len(t.parents)) == want
+    assert max(candidates.depths) > 1 or s == 1
+
+
+def test_trees_of_no_candidates_are_named() -> None:
+    second = hand().trees[1]
+    for tree, why in (
+        (Tree((-1, 0, 1, 2), (9, 1, 2, 6), (0.0, -0.5, -1.0, -2.0)), "continues no beam of draft step 1"),
+        (Tree((-1, 0, 0), (9, 1, 1), (0.0, -0.5, -1.0)), "nodes 1 and 2 of request 0 are one"),
+        (Tree((-1, 0), (9, 1), (0.0, float("-inf"))), "node 1 of request 0 has the score -inf"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            Candidates.of(dataclasses.replace(hand(), trees=(tree, second)))
+    roots = hand(
+        steps=(), trees=(Tree((-1, 0), (9, 1), (0.0, -0.5)), Tree((-1,), (3,), (0.0,))), paths=((0,), (0,)),
+        kept=(1, 1), extend=(),
+    )  # fmt: skip
+    assert Candidates.of(roots).depths == [1, 0]
 
 
 def test_bytes_beside_an_array_are_watched() -> None:
@@ -558,7 +600,8 @@ def test_replay_says_what_differs(file: str, capsys: pytest.CaptureFixture[str])
     ("more", "message"),
     [(["--revert", "1"], "1"), (["--revert", "27338,x"], "'x' is no number"), (["--revert", "27460"], "MLA"),
      (["--revert", ""], "is no number"), (["--layout", "holey"], "dense layout"),
-     (["--format", "flash_attention", "--layout", "holey"], "lane")],
+     (["--format", "flash_attention", "--layout", "holey"], "lane"), (["--device", "tpu"], "must be 'cuda' or"),
+     (["--device", "cuda:9999"], "device = 'cuda:9999': ")],
 )  # fmt: skip
 def test_refused_options(file: str, more: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", file, *more]) == 2
