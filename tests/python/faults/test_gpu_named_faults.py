@@ -1,0 +1,305 @@
+"""23037 and 26738 on a GPU: what each would do to a graph that plans on the device, and which guard names it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.dlpack import from_dlpack
+
+import specrs
+from specrs import _specrs as core
+from specrs import device
+
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA GPU in this machine", allow_module_level=True)
+if not device.cuda_available():
+    pytest.skip(f"no CUDA kernels: {device.cuda_unavailable_reason()}", allow_module_level=True)
+
+from specrs.capsule.static import Memory
+
+CUDA = torch.device("cuda", torch.cuda.current_device())
+FORMATS = ["native", "flashinfer", "flash_attention", "triton"]
+PLAN = ("rows", "versions", "qo_indptr", "prefix_lens", "positions", "out_slots", "mask")
+BUCKET, BRANCHES, POISON = 3, 2, 0xFF
+
+
+@pytest.fixture(autouse=True)
+def no_fault_is_left() -> Any:
+    torch.cuda.synchronize()
+    yield
+    torch.cuda.synchronize()
+    device.check()
+
+
+class Captured:
+    """A graph that plans a draft step of up to three requests out of static inputs, whatever they hold then.
+
+    Attributes:
+        rows, lens, live: inputs, in device memory.
+        plan, arrays: what the graph writes, between guards.
+    """
+
+    def __init__(self, format: str, reverts: Sequence[int] = (), at_most: int | None = None) -> None:
+        self.lens_then = [5, 4, 3]
+        self.geometry = g = core.Geometry(BUCKET, 16, 2, core.TreeShape(BRANCHES, 2, 4), "dense", list(reverts))
+        self.pool = core.Pool(g.pages_for_full_load + 1, 2, BUCKET, g.row_pages)
+        self.seqs = [self.pool.create() for _ in self.lens_then]
+        self.planner = core.Planner(g, self.pool, format=format)  # type: ignore[arg-type]
+        self.format = format
+        # The one size there is: lengths are not known here, but for a bound.
+        bound = core.DeviceLens(BUCKET, g.max_context_len if at_most is None else at_most)
+        sizes = self.planner.sizes("draft", bound, 0)
+        self.arrays = Memory(sizes, CUDA)
+        queries = BUCKET * BRANCHES
+        shapes = ([BUCKET], [BUCKET], [BUCKET + 1], [BUCKET], [queries], [queries], [queries, 1])
+        own: dict[str, dict[str, Any]] = {}
+        for name, shape in zip(PLAN, shapes, strict=True):
+            wide = name in ("versions", "mask")
+            count = shape[0]
+            own[name] = {"shape": shape, "dtype": "int64" if wide else "int32", "bytes": count * (8 if wide else 4)}
+        self.plan = Memory(own, CUDA)
+        zeros = [torch.zeros(n, dtype=torch.int32, device=CUDA) for n in (BUCKET, BUCKET, 1)]
+        self.rows, self.lens, self.live = zeros
+        self.versions = torch.zeros(BUCKET, dtype=torch.int64, device=CUDA)
+        self.table = torch.zeros(BUCKET, g.row_pages, dtype=torch.int32, device=CUDA)
+        self.lease: core.Lease | None = None
+
+    def capture(self) -> None:
+        self.poison()
+        self.launch(BUCKET)
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.launch(BUCKET)
+
+    def launch(self, bucket: int) -> None:
+        """Plan the first `bucket` requests of the arrays."""
+        ends = {"qo_indptr": bucket + 1, "positions": bucket * BRANCHES, "out_slots": bucket * BRANCHES}
+        views: Any = tuple(
+            self.plan.views[n][: ends.get(n, bucket * BRANCHES if n == "mask" else bucket)] for n in PLAN
+        )
+        core._device_plan(
+            self.geometry, "draft", 0, self.table, self.pool.num_pages,
+            (self.rows[:bucket], self.versions[:bucket], self.lens[:bucket], self.live), (None, None, None), views,
+            self.format, "both", self.arrays.views, torch.cuda.current_stream().cuda_stream,
+        )  # fmt: skip
+
+    def reserve(self, seqs: Sequence[core.Sequence], lens: list[int]) -> None:
+        """Lengths and pages of a round, and the device's copy of the page table."""
+        for q, n in zip(seqs, lens, strict=True):
+            if (have := self.pool.committed(q)) < n:
+                self.pool.reserve([(q, n)]).commit([n])
+            assert self.pool.committed(q) == n, have
+        self.lease = self.pool.reserve([(q, self.geometry.alloc_target(n, 0)) for q, n in zip(seqs, lens, strict=True)])
+        self.table.zero_()
+        for q in seqs:
+            pages = torch.tensor(self.pool.pages(q), dtype=torch.int32)
+            self.table[q.row, : len(pages)] = pages
+
+    def hand_over(self, lens: list[int]) -> None:
+        """Overwrite the inputs of as many requests, and no more."""
+        n = len(lens)
+        seqs = self.seqs[:n]
+        host = self.host(lens)
+        self.rows[:n] = torch.tensor([q.row for q in seqs], dtype=torch.int32)
+        self.lens[:n] = torch.tensor(lens, dtype=torch.int32)
+        self.versions[:n] = from_dlpack(host.versions)[:n].to(CUDA)
+
+    def host(self, lens: list[int]) -> core.Plan:
+        """The host's plan, padded to the bucket."""
+        pad = (BUCKET, BUCKET * BRANCHES)
+        return self.planner.draft(self.seqs[: len(lens)], lens, 0, None, "lane", pad=pad)
+
+    def poison(self) -> None:
+        self.plan.fill(POISON, tables=True)
+        self.arrays.fill(POISON, tables=True)
+
+    def audit(self) -> core.Plan:
+        """What lies in the arrays, looked at as a plan that was made elsewhere."""
+        plan: Any = tuple(self.plan.views[name].cpu() for name in PLAN)
+        return self.planner.audit("draft", plan, 0)
+
+    def equals(self, host: core.Plan) -> None:
+        """Every array is the host's, dead queries included, and nothing beside one was written."""
+        self.plan.bytes(POISON)
+        self.arrays.bytes(POISON)
+        for name in PLAN:
+            want = from_dlpack(getattr(host, name))
+            assert torch.equal(self.plan.views[name].cpu().view(want.shape), want), name
+        for name, array in host.arrays().items():
+            want, got = from_dlpack(array), self.arrays.views[name].cpu()
+            got = got[: want.shape[0]] if want.dim() == 1 else got[: want.shape[0], : want.shape[1]]
+            assert torch.equal(got, want.to(got.dtype)), name
+
+
+def fault() -> specrs.OutOfBoundsError:
+    torch.cuda.synchronize()
+    with pytest.raises(specrs.OutOfBoundsError) as e:
+        device.check()
+    device.check()
+    return e.value
+
+
+def two_of_three(format: str) -> Captured:
+    """A replay of three requests, then the third ends: its row has no pages, and the inputs still name it."""
+    c = Captured(format)
+    c.reserve(c.seqs, [5, 4, 3])
+    c.hand_over([5, 4, 3])
+    c.live.fill_(3)
+    c.capture()
+    c.poison()
+    c.graph.replay()
+    torch.cuda.synchronize()
+    c.equals(c.host([5, 4, 3]))
+    assert c.lease is not None
+    c.lease.rollback()
+    c.pool.release([c.seqs[2]])
+    c.reserve(c.seqs[:2], [5, 4])
+    c.hand_over([5, 4])
+    assert int(c.rows[2]) >= 0 and int(c.lens[2]) == 3  # what the larger batch left
+    return c
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_23037_dead_lanes_are_written_whatever_the_last_replay_left(format: str) -> None:
+    c = two_of_three(format)
+    c.live.fill_(2)
+    c.graph.replay()  # over the arrays of the larger batch
+    torch.cuda.synchronize()
+    device.check()
+    host = c.host([5, 4])
+    for name in PLAN:
+        want = from_dlpack(getattr(host, name))
+        assert torch.equal(c.plan.views[name].cpu().view(want.shape), want), name
+    c.audit()
+    c.poison()
+    c.graph.replay()
+    torch.cuda.synchronize()
+    c.equals(host)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_23037_a_batch_that_still_counts_its_dead_is_named_by_the_kernel(format: str) -> None:
+    """The count is stale as well: the third request is planned, and has no pages any more."""
+    c = two_of_three(format)
+    c.poison()
+    c.graph.replay()
+    e = fault()
+    assert (e.kernel, e.buffer, e.request, e.bound) == ("plan", "allocated positions", 2, 0)
+    c.equals(c.host([5, 4]))  # its queries are dead ones, and the others are as they should be
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_23037_stale_lanes_are_refused_by_the_audit(format: str) -> None:
+    """The fault itself: only live lanes are overwritten, and what reads the arrays reads all of them."""
+    c = two_of_three(format)
+    c.live.fill_(2)
+    if format != "native":
+        c.format = "native"  # the plan alone; a format's arrays are of the bucket
+    c.launch(2)
+    torch.cuda.synchronize()
+    device.check()
+    with pytest.raises(specrs.StaleHandleError, match="the row's pages changed"):
+        c.audit()  # the request of the last batch
+    c.plan.views["rows"][2] = -1
+    c.plan.views["versions"][2] = 0
+    with pytest.raises(specrs.ConfigError, match=r"dead (request|query) = request 2"):
+        c.audit()  # its prefix, or its queries
+    # Poisoned before each write, a lane that nobody wrote is no number that anything accepts.
+    c.poison()
+    c.launch(2)
+    torch.cuda.synchronize()
+    with pytest.raises(specrs.ConfigError, match="qo_indptr = "):
+        c.audit()
+    device.check()
+
+
+def test_23037_attention_over_poisoned_lanes_is_skipped_and_recorded() -> None:
+    """The kernel that reads the plan checks every number by itself."""
+    c = two_of_three("native")
+    c.live.fill_(2)
+    c.poison()
+    c.launch(2)
+    heads, dim = 2, 64
+    cache = torch.zeros(1, 2, c.pool.num_pages * 2, 1, dim, dtype=torch.bfloat16, device=CUDA)
+    q = torch.ones(BUCKET * BRANCHES, heads, dim, dtype=torch.bfloat16, device=CUDA)
+    out = torch.full_like(q, 7.0)
+    size = core._device_attention_workspace(
+        CUDA.index, requests=BUCKET, max_queries=BRANCHES, kv_heads=1, group=heads, head_dim=dim, max_keys=64
+    )
+    views = c.plan.views
+    core._device_attention(
+        cache, 0, q, out, table=c.table, page_size=2, rows=views["rows"], lens=views["prefix_lens"],
+        starts=views["qo_indptr"], mask=views["mask"].view(-1), draft=(BRANCHES, 2), max_queries=BRANCHES, scale=0.1,
+        workspace=torch.empty(size, dtype=torch.uint8, device=CUDA), stream=torch.cuda.current_stream().cuda_stream,
+    )  # fmt: skip
+    e = fault()
+    assert (e.kernel, e.request) == ("attention", 2)
+    assert bool(out[:4].eq(0).all())  # keys of zeros
+
+
+# -- 26738 ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_26738_lengths_that_only_the_device_knows(format: str) -> None:
+    """Sized by the bound, planned from device memory, without the host waiting for anything."""
+    c = Captured(format)
+    c.reserve(c.seqs, [5, 4, 3])
+    c.hand_over([5, 4, 3])
+    c.live.fill_(3)
+    c.capture()
+    now = [14, 9, 3]
+    longer = torch.tensor(now, dtype=torch.int32, device=CUDA)
+    assert c.lease is not None
+    c.lease.rollback()
+    c.reserve(c.seqs, now)
+    versions = from_dlpack(c.host(now).versions).to(CUDA)
+    c.poison()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        c.lens.copy_(longer)  # as a kernel of the round before would
+        c.versions.copy_(versions)
+        c.graph.replay()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    c.equals(c.host(now))
+    c.audit()
+
+
+@pytest.mark.parametrize("format", ["flashinfer", "flash_attention", "triton"])
+def test_26738_put_back_is_refused_before_anything_is_allocated(format: str) -> None:
+    before = torch.cuda.memory_allocated()
+    with pytest.raises(specrs.ConfigError, match="sizing on the host reads lengths") as e:
+        Captured(format, reverts=[26738])
+    assert (e.value.what, e.value.got) == ("lens", "device lengths of 3 requests (<= 16)")
+    assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.parametrize("format", ["flashinfer", "flash_attention", "triton"])
+def test_26738_arrays_of_the_lengths_that_the_host_last_saw(format: str) -> None:
+    """A mirror that is there but stale: arrays too small for the lengths on the device, and the kernel says so."""
+    c = Captured(format, at_most=5)
+    c.reserve(c.seqs, [5, 4, 3])
+    c.hand_over([5, 4, 3])
+    c.live.fill_(3)
+    c.capture()
+    assert c.lease is not None
+    c.lease.rollback()
+    c.reserve(c.seqs, [14, 14, 14])
+    c.lens.fill_(14)
+    c.poison()
+    c.graph.replay()
+    e = fault()
+    if format == "flash_attention":
+        assert (e.kernel, e.buffer) == ("plan_tables", "page_table")
+    else:
+        assert (e.kernel, e.buffer) == ("plan_lists", "kv_indices")
+    assert e.index >= e.bound
+    c.arrays.bytes(POISON)  # the guards around each array are as they were
+    c.plan.bytes(POISON)
