@@ -41,38 +41,59 @@ run_file() {
     echo $? >"$work/tests-$name.rc"
     echo "$name: $(tail -n 1 "$out/$name.log")"
 }
-run_files() {
-    local running=0
-    for file in "${files[@]}"; do
-        run_file "$file" &
-        running=$((running + 1))
-        [ "$running" -lt "${JOBS:-1}" ] || { wait -n; running=$((running - 1)); }
-    done
-    wait
-}
-# In turn, or beside the rest where time is short.
-turn() {
-    if [ "${JOBS:-1}" -gt 1 ]; then "$@" & else "$@"; fi
+# Runs a command beside JOBS - 1 others.
+queued=0
+queue() {
+    "$@" &
+    queued=$((queued + 1))
+    [ "$queued" -lt "${JOBS:-1}" ] || { wait -n; queued=$((queued - 1)); }
 }
 echo "== tests, a process for each file, ${JOBS:-1} at once"
-turn run_files
+for file in "${files[@]}"; do
+    queue run_file "$file"
+done
 
 # Under a sanitizer: without torch's caching allocator each tensor is an allocation of its own, so that an access
 # beyond it is seen. Graphs need that allocator, and size matters only for time: small cases of every kernel.
 sanitize() {
-    local tool=$1 caching=$2 select=$3
-    echo "== $tool (caching allocator: $caching)"
+    local tool=$1 caching=$2 name=$3 select=$4
+    local run=$tool-$caching-$name
+    shift 4
     local no_cache=()
     [ "$caching" = off ] && no_cache=(env PYTORCH_NO_CUDA_MEMORY_CACHING=1)
-    timeout "$limit" "${no_cache[@]}" compute-sanitizer --tool "$tool" --error-exitcode 97 \
-        --log-file "$out/$tool-$caching.log" "${tests[@]}" -k "$select" --junitxml="$work/$tool-$caching.xml" 2>&1 | tail -n 3
-    tail -n 2 "$out/$tool-$caching.log"
+    timeout "$limit" "${no_cache[@]}" compute-sanitizer --tool "$tool" --error-exitcode 97 --log-file "$out/$run.log" \
+        "${pytest[@]}" "$@" -k "$select" --junitxml="$work/$run.xml" >"$work/$run.out" 2>&1
+    echo $? >"$work/$run.sanitized"
+    echo "$run: $(tail -n 1 "$work/$run.out"); $(tail -n 1 "$out/$run.log")"
 }
-small="ties or bad or limits or dead or outside or remap or recorded or skipped or capacities or padding or 64-dtype0"
 # A sanitizer makes launches wait, which is what the stream tests and those of lifetimes are about; engines and products
 # run torch's and cublasLt's kernels, tried by the thousand.
-left_out="four_gigabytes or largest or first_use or stream or last_use or ring_is_full or gpu_engine or gpu_products"
-left_out="$left_out or every_array"
+left_out="four_gigabytes or largest or first_use or stream or last_use or ring_is_full or threads or every_kind"
+small="ties or bad or limits or dead or outside or remap or recorded or skipped or capacities or padding or 64-dtype0"
+# The cases of a file of tests that a sanitizer gets through in a minute or two.
+cases() {
+    case $1 in
+    test_gpu_attention) echo "small or skipped or empty or refused or pages_and_their_order or rounded" ;;
+    test_gpu_plan)
+        echo "recorded or no_tree_has or do_not_fit or clamped or none_of_the_pool or whole_lanes or tail_copies[3]" \
+            "or every_phase[3] or every_phase[5]"
+        ;;
+    test_gpu_sample)
+        echo "dead or outside or leave_nothing or ends_early or cannot_be_sampled or empty or (half and 31)" \
+            "or test_trees[ties-31]"
+        ;;
+    test_gpu_faults) echo "record" ;;
+    *) echo "$small" ;;
+    esac
+}
+sanitize_files() {
+    local tool=$1 caching=$2 more=$3 name
+    for file in "${files[@]}"; do
+        name=$(basename "$file" .py)
+        case $name in test_gpu_engine* | test_gpu_products | test_gpu_replay | test_gpu_named_faults) continue ;; esac
+        queue sanitize "$tool" "$caching" "$name" "($(cases "$name")) and not ($left_out$more)" "$file"
+    done
+}
 # Whether memcheck sees the kernel at all, by a move that it must complain about.
 control() {
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout "$limit" compute-sanitizer --tool memcheck --kernel-regex kns=kv_move \
@@ -84,9 +105,16 @@ if command -v compute-sanitizer >/dev/null; then
     control
     grep -m 1 -A 2 Invalid "$out/control.log"
     tail -n 1 "$out/control.log"
-    turn sanitize memcheck off "($small) and not ($left_out or graph)"
-    turn sanitize memcheck on "graph and not ($left_out)"
-    turn sanitize racecheck on "($small) and not ($left_out)" # of shared memory
+    echo "== memcheck, each tensor an allocation of its own"
+    sanitize_files memcheck off " or graph"
+    echo "== memcheck, graphs"
+    kernels=()
+    for file in "${files[@]}"; do
+        case $file in *test_gpu_engine* | *test_gpu_products* | *test_gpu_replay*) ;; *) kernels+=("$file") ;; esac
+    done
+    queue sanitize memcheck on graphs "(graph or named_faults) and not ($left_out)" "${kernels[@]}"
+    echo "== racecheck, of shared memory"
+    sanitize_files racecheck on ""
 else
     echo "== compute-sanitizer is not installed: skipped"
 fi

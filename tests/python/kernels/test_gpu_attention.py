@@ -112,35 +112,47 @@ class Case:
 CASES = list(enumerate(LENGTHS))
 
 
+def check_tree(i, length, turn, rng, tree=None):
+    """Each node against decoding and prefill, of a random shape."""
+    shape = any_shape(rng, i + turn)
+    case = Case(shape, length, tree or any_tree(rng), i * 10 + turn, rng.choice(KINDS), leaves=4)
+    where = (length, shape, case.tree.parents)
+    [verified] = attend(case.cache, [case.verify])
+    nodes = case.decodes()
+    decoded = attend(case.cache, [r for _, r in nodes], dead=rng.randrange(3))
+    for (node, _), out in zip(nodes, decoded, strict=True):
+        assert same(out[0], verified[node]), ("decode", node, where)
+    seen: dict[int, torch.Tensor] = {}
+    for path, pages in case.paths[:2]:
+        end = length + len(path)
+        for size in rng.sample([1, 2, 3, 7, 16, 33, 64, 128, 500], 3):
+            start = max(0, length - rng.randrange(40)) // size * size
+            cuts = [(a, min(a + size, end)) for a in range(start, end, size)]
+            requests = [case.chunk(path, pages, a, b) for a, b in cuts]
+            # Together in one batch, which no engine would do: the chunks' KV is all there.
+            for (a, b), out in zip(cuts, attend(case.cache, requests), strict=True):
+                for position in range(a, b):
+                    row = out[position - a]
+                    if position >= length:
+                        assert same(row, verified[path[position - length]]), ("extend", size, position, where)
+                    else:
+                        earlier = seen.setdefault(position, row)  # whatever path follows
+                        assert same(row, earlier), ("prefix", size, position, where)
+
+
 @pytest.mark.parametrize("part", range(4))
 def test_a_tree_equals_plain_decoding_and_prefill_in_chunks(part):
     for i, length in CASES[part::4]:
         rng = random.Random(1000 + i)
         for turn in range(3 if length < 300 else 2):
-            shape = any_shape(rng, i + turn)
-            case = Case(shape, length, any_tree(rng), i * 10 + turn, rng.choice(KINDS), leaves=4)
-            where = (length, shape, case.tree.parents)
-            [tree] = attend(case.cache, [case.verify])
-            nodes = case.decodes()
-            decoded = attend(case.cache, [r for _, r in nodes], dead=rng.randrange(3))
-            for (node, _), out in zip(nodes, decoded, strict=True):
-                assert same(out[0], tree[node]), ("decode", node, where)
-            seen: dict[int, torch.Tensor] = {}
-            for path, pages in case.paths[:2]:
-                end = length + len(path)
-                for size in rng.sample([1, 2, 3, 7, 16, 33, 64, 128, 500], 3):
-                    start = max(0, length - rng.randrange(40)) // size * size
-                    cuts = [(a, min(a + size, end)) for a in range(start, end, size)]
-                    requests = [case.chunk(path, pages, a, b) for a, b in cuts]
-                    # Together in one batch, which no engine would do: the chunks' KV is all there.
-                    for (a, b), out in zip(cuts, attend(case.cache, requests), strict=True):
-                        for position in range(a, b):
-                            row = out[position - a]
-                            if position >= length:
-                                assert same(row, tree[path[position - length]]), ("extend", size, position, where)
-                            else:
-                                earlier = seen.setdefault(position, row)  # whatever path follows
-                                assert same(row, earlier), ("prefix", size, position, where)
+            check_tree(i, length, turn, rng)
+
+
+@pytest.mark.parametrize(("i", "length"), [(0, 0), (3, 17), (4, 130)])
+def test_small_trees(i, length):
+    """What a sanitizer gets through."""
+    rng = random.Random(i)
+    check_tree(i, length, 0, rng, random_tree(rng, 9, 4))
 
 
 def test_rounded_outputs_are_those_of_the_f32_values():
