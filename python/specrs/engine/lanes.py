@@ -25,7 +25,6 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from specrs import _specrs as core
-from specrs import device
 from specrs._specrs import Geometry, Plan
 from specrs.engine.ahead import most_nodes
 from specrs.engine.config import EngineConfig
@@ -393,7 +392,7 @@ class Lanes:
         """Wait for the round. Raises what kernels skipped: OutOfBoundsError."""
         self._m.stream.synchronize()
         with suppress(core.NonFiniteError):  # `faults` and `sound` say of whom
-            device.check(self._cuda)
+            self._m.dense.faults.check()
 
     # -- the device's -------------------------------------------------------------------------------------------
 

@@ -126,14 +126,15 @@ class CudaDense:
             )
         self.placement = placement
         device.init(placement.device)
+        self.faults = device.faults(placement.device)  # an engine's own, whoever else is on the device
         self.products = device.products(placement.device)
         self.memory = _Memory(placement.device)
         self._owed: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
-    def stream(self) -> int:
-        """Where operations are launched."""
-        return torch.cuda.current_stream(self.placement.device).cuda_stream
+    def stream(self) -> core._DeviceStream:
+        """Where operations are launched, and report to `faults`."""
+        return self.faults.on(torch.cuda.current_stream(self.placement.device).cuda_stream)
 
     def linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False, scores: bool = False
@@ -213,7 +214,7 @@ class CudaDense:
     def host(self, scores: torch.Tensor) -> torch.Tensor:
         self.settle()
         scores = scores.to("cpu", torch.float32)  # waits for all that was launched
-        device.check(self.placement.device)
+        self.faults.check()
         return scores
 
     def kv_move(self, kv: KvMemory, moves: Moves) -> None:
@@ -223,7 +224,7 @@ class CudaDense:
                 torch.cat((from_dlpack(moves.src), from_dlpack(moves.dst), torch.tensor([0, len(moves)])))
             )
             n = len(moves)
-            device.kv_move(kv.tensor, pairs[:n], pairs[n : 2 * n], pairs[2 * n :])
+            core._device_kv_move(kv.tensor, pairs[:n], pairs[n : 2 * n], pairs[2 * n :], self.stream)
 
     def upload(self, values: torch.Tensor) -> torch.Tensor:
         """Integers of the host, as int32 on the device, in stream order."""
