@@ -47,7 +47,7 @@ class Random:
 
     bytes = 0
 
-    def __init__(self, directory: Path, rename: Any = None, device: torch.device | None = None) -> None:
+    def __init__(self, directory: Path, rename: Any = None, placement: Any = None) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.draft = Path(directory).name == "draft"
         self.generator = torch.Generator("cuda").manual_seed(1)

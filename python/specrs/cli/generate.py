@@ -31,6 +31,7 @@ def add_parser(commands: Any) -> None:
     p = commands.add_parser("generate", help="continue a prompt", description=__doc__)
     p.add_argument("prompt", nargs="?", default="def fibonacci(n):", help="text to continue; '-' reads stdin")
     options.add_models(p)
+    options.add_device(p)
     options.add_threads(p)
     p.add_argument("--no-draft", action="store_true", help="decode plainly")
     p.add_argument("--mark", choices=["auto", "color", "brackets", "none"], default="auto",
@@ -70,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     if output.stop_reason is not None:
         line += f" {output.stop_reason!r}"
     line += f"; {output.params}" + (f", seed {output.seed}" if output.params.temperature else "")
-    print(f"[{line}]", file=sys.stderr)
+    print(f"[on {llm.device}]\n[{line}]", file=sys.stderr)
     if output.error is not None:
         print(f"specrs: {output.error}", file=sys.stderr)
         return 1

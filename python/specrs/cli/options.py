@@ -28,6 +28,13 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft", help="directory of an EAGLE-3 head for the model")
 
 
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Declare --device."""
+    parser.add_argument("--device", metavar="NAME",
+                        help="cpu, cuda or cuda:N (default: SPECRS_DEVICE, else a GPU where one is that runs the "
+                             "model and holds it, else the CPU)")  # fmt: skip
+
+
 def add_threads(parser: argparse.ArgumentParser) -> None:
     """Declare --threads."""
     parser.add_argument("--threads", type=int, metavar="N",
@@ -126,8 +133,9 @@ def add_attention(parser: Any) -> None:
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Of `add_tree` and `add_attention`, as `specrs.LLM` takes them."""
+    """Of `add_device`, `add_tree` and `add_attention`, as `specrs.LLM` takes them."""
     return {
+        "device": args.device,
         "tree": None if args.tree is None else tree_of(args.tree),
         "page_size": args.page_size,
         "attention_backend": args.attention_backend,

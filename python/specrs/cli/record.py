@@ -19,6 +19,7 @@ def add_parser(commands: Any) -> None:
     p.add_argument("-o", "--output", required=True, metavar="FILE", help="the capsule to write")
     p.add_argument("--round", type=int, default=1, metavar="N", help="which round, plain ones counted (default: 1)")
     options.add_models(p)
+    options.add_device(p)
     options.add_threads(p)
     p.add_argument("--max-batch", type=int, help="most requests at once (default: as many as prompts)")
     p.add_argument("--max-context", type=int, help="most tokens of a request (default: the model's limit)")

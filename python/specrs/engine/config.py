@@ -27,7 +27,8 @@ class EngineConfig:
         max_batch: most requests that run at once; more wait.
         max_context_len: most tokens of a request, prompt and output together; ``None`` is the model's limit.
         page_size: tokens per KV page, a power of two.
-        num_pages: KV pages besides the sink; ``None`` holds ``max_batch`` requests of full context.
+        num_pages: KV pages besides the sink; ``None`` holds ``max_batch`` requests of full context, or on a GPU as much
+            of that as 9 tenths of its free memory take beside the weights, at least one such request.
         tree: K branches per draft step, S steps and V verified tokens, as a `TreeShape` or as ``(K, S, V)``. ``None``:
             a cost model decides each round whether to draft and how deep (chains of up to 8 tokens; on a CPU, where
             every row costs, they beat the wider trees tried).
@@ -39,7 +40,9 @@ class EngineConfig:
         prefix_cache: share the KV pages of equal prompt prefixes between requests.
         prefill_chunk: most prompt tokens of one step.
         kv_dtype: element type of the KV caches; ``None`` is float32 on the CPU, and on a GPU the model's own 16 bits.
-        device: ``"cpu"`` (also ``None``), ``"cuda"`` or ``"cuda:N"``.
+        device: ``"cpu"``, ``"cuda"`` or ``"cuda:N"``, which is an error where it cannot be; ``None`` is what the
+            environment variable ``SPECRS_DEVICE`` says, else a GPU where one is that runs the model and holds it, else
+            the CPU.
         graphs: on a GPU, ``"round"`` replays the launches of a round as one CUDA graph, made for each size of batch;
             ``"off"`` launches them one by one. Bits are the same.
     """

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from specrs import assets
-from specrs._specrs import Accepts, ConfigError, Pool, PoolExhaustedError, TreeBatch
+from specrs._specrs import Accepts, ConfigError, Pool, PoolExhaustedError, TreeBatch, __version__
+from specrs.backends import Capabilities
 from specrs.capsule.file import save
 from specrs.capsule.recorder import RoundRecorder
 from specrs.engine.config import EngineConfig
@@ -20,22 +21,19 @@ from specrs.engine.cuda import CudaExecutor
 from specrs.engine.errors import EngineBusyError, EngineClosedError
 from specrs.engine.host import HostExecutor
 from specrs.engine.observer import RoundObserver, Watching
+from specrs.engine.placing import Wanted
 from specrs.engine.request import Request, RequestOutput, StreamEvent
 from specrs.engine.runner import Runner
 from specrs.engine.scheduler import Scheduler
 from specrs.models import (
-    HOST,
     ModelConfig,
-    check_memory,
-    cuda_ops,
     default_sampling,
     follow_torch,
     has_recurrent_state,
     load_draft,
     load_target,
     locate,
-    ops_for,
-    placed,
+    numerics,
 )
 from specrs.sampling_params import ResolvedSampling, SamplingParams
 
@@ -60,11 +58,15 @@ class LLM:
         speculative: ``False`` decodes plainly even where a draft head is there.
         options: fields of `EngineConfig`: ``max_batch``, ``max_context_len``, ``page_size``, ``num_pages``,
             ``tree``, ``draft_attention``, ``draft_layout``, ``attention_backend``, ``prefix_cache``,
-            ``prefill_chunk``, ``kv_dtype``, ``device``.
+            ``prefill_chunk``, ``kv_dtype``, ``device``, ``graphs``. Without ``device``, the engine runs on a GPU where
+            one is that runs the model and holds it, and else on the CPU; `LLM.device` says which, and why.
 
     Raises:
         ConfigError: an option or a file that does not fit, with the value and the limit.
         UnsupportedCombinationError: a `ConfigError`: what the attention backend cannot do, and what would work.
+        CudaError: a GPU was asked for and none can be used; what was found and what is needed.
+        DeviceMemoryError: a GPU was asked for and has too little free memory; raised before any of it is taken, with
+            `need`, `have`, and in `hint` every line and the numbers that would fit.
 
     Example:
         >>> llm = LLM()
@@ -93,35 +95,39 @@ class LLM:
         if recurrent:
             config.route(speculative)  # what its options cannot have, before what no options help
         shapes = ModelConfig.from_directory(model)
-        place = placed(config.device, model, shapes)
-        config, drafts = config.on(place).route(speculative and recurrent)
-        #: What requests get where their own parameters are unset: of the model's generation_config.json, else greedy.
-        self.default_sampling = default_sampling(model).resolved()
         context = config.max_context_len or shapes.max_context_len
         shapes.check_context(context)
-        self.config, geometry = config.resolve(context)
+        #: What requests get where their own parameters are unset: of the model's generation_config.json, else greedy.
+        self.default_sampling = default_sampling(model).resolved()
+        wanted = Wanted(config, model, shapes, draft if speculative else None, speculative and recurrent)
+        site = wanted.site()
+        self.config, geometry, ops = site.config, site.geometry, site.ops
         assert self.config.num_pages is not None
-        pages = self.config.num_pages + 1  # page 0 is the sink
-        assert config.kv_dtype is not None
-        check_memory(shapes, shapes.num_layers, pages, config.page_size, place, config.kv_dtype)
-        ops = ops_for(config.backend) if place is HOST else cuda_ops(place, geometry.shape)
         follow_torch()
         target = load_target(model, ops, max_context_len=context)
-        head = load_draft(draft, target) if draft is not None and speculative and drafts else None
-        if head is not None and geometry.shape.topk > head.vocab_size:
-            raise ConfigError(
-                f"tree = {self.config.shape}: {geometry.shape.topk} branches for a draft vocabulary of "
-                f"{head.vocab_size} tokens; at most {head.vocab_size} branches work"
-            )
+        head = load_draft(draft, target) if draft is not None and site.drafts else None
         self.tokenizer = _load_tokenizer(model)
         self.vocab_size: int = target.config.vocab_size
         self.eos_ids = frozenset(target.config.eos_token_ids)
-        pool = Pool(pages, config.page_size, config.max_batch, geometry.row_pages)
-        executor = (HostExecutor if place is HOST else CudaExecutor)(target, head, self.config, geometry, pool)
+        # Page 0 is the sink.
+        pool = Pool(self.config.num_pages + 1, config.page_size, config.max_batch, geometry.row_pages)
+        make = HostExecutor if site.place.is_host else CudaExecutor
+        executor = make(target, head, self.config, geometry, pool)
         runner = Runner(executor, pool, self.config, geometry)
         self._parts: tuple[Runner, Scheduler] | None = (runner, Scheduler(runner))  # None: closed
         draft = None if head is None else str(draft)
-        self._name = f"model={str(model)!r}, draft={draft!r}, device={str(ops.placement.device)!r}"
+        self._numerics = {
+            "specrs": __version__,
+            **numerics(ops.dense, target.products()),
+            "kv_dtype": self.config.kv_dtype,
+            "attention": Capabilities.of(self.config.backend).name,
+            "draft": None if head is None else numerics(ops.dense, head.products())["weights"],
+        }
+        #: Where it runs: ``cuda:0 (NVIDIA H200)``, or the CPU and why, as ``cpu (the driver sees no GPU)``.
+        self.device = site.name
+        #: What the engine takes of the GPU's memory, line by line; ``None`` on the CPU.
+        self.budget = site.budget
+        self._name = f"model={str(model)!r}, draft={draft!r}, device={str(site.place.device)!r}"
         self._lock = threading.Lock()  # held by whoever works; nobody waits for it
         self._left: deque[Request] = deque()  # requests of streams that were closed, still to be aborted
         self._next_id = 0
@@ -347,6 +353,18 @@ class LLM:
     def unfinished(self) -> int:
         """Requests that wait or run, or whose output ``step`` has not returned yet."""
         return self._scheduler.unfinished + sum(e.output is not None for e in self._unclaimed)
+
+    @property
+    def numerics(self) -> dict[str, Any]:
+        """What the bits of tokens and logits depend on, beside model, input and seed; plain values for JSON.
+
+        Two engines with equal values give equal bits, whatever their batches, trees, pages, chunks and threads. On a
+        GPU: its name and compute capability, the driver's CUDA, cublasLt's version and path, the number of the rule
+        that attention follows, and for each product its class of bits (`split` of K and `fingerprint`). On the CPU: the
+        dtype that each weight is kept in; `instructions` are told, and change nothing. Drafts change no token, so the
+        head's products (``draft``) stand apart.
+        """
+        return self._numerics
 
     @property
     def speculative(self) -> bool:

@@ -13,6 +13,7 @@ from specrs.models.llama import LlamaModel
 from specrs.models.load import load_draft, load_target
 from specrs.models.loader import Checkpoint
 from specrs.models.locate import locate
+from specrs.models.numerics import numerics
 from specrs.models.ops import Attention, Dense, Embedding, Heads, Linear, Ops
 from specrs.models.pairs import cuda_ops, ops_for, torch_ops
 from specrs.models.placement import HOST, Placement
@@ -52,6 +53,7 @@ __all__ = [
     "load_target",
     "locate",
     "new_cache",
+    "numerics",
     "ops_for",
     "placed",
     "torch_ops",

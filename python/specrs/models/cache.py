@@ -10,7 +10,7 @@ import torch
 from specrs._specrs import ConfigError, KvCache
 from specrs.backends.base import KV_DTYPES
 from specrs.models.config import LayerConfig
-from specrs.models.placement import Placement
+from specrs.models.placement import HOST, Placement
 
 _DTYPES = tuple(getattr(torch, name) for name in KV_DTYPES)
 
@@ -44,26 +44,12 @@ def new_cache(
     return KvCache(memory, page_size) if placement.is_host else DeviceKvCache(memory, page_size)
 
 
-def check_memory(
-    config: LayerConfig, layers: int, num_pages: int, page_size: int, placement: Placement, kv_dtype: str
-) -> None:
-    """Refuses a cache that `new_cache` would get no memory for, without touching any.
+def check_memory(config: LayerConfig, layers: int, num_pages: int, page_size: int, kv_dtype: str) -> None:
+    """Refuses a cache of the host's that `new_cache` would get no memory for, without touching any.
 
     ConfigError: the bytes, and what takes fewer.
     """
-    dtype = getattr(torch, kv_dtype)
-    if placement.is_host:
-        _memory(config, layers, num_pages, page_size, placement, dtype)
-        return
-    # Asked of the device, not tried: what torch's allocator had kept of a trial, the weights would have to do without.
-    need = math.prod(_shape(config, layers, num_pages, page_size)) * dtype.itemsize
-    have = torch.cuda.mem_get_info(placement.device)[0]
-    if need > have:
-        page = need // num_pages
-        raise ConfigError(
-            f"KV cache: num_pages = {num_pages} (sink included) of {page_size} tokens take {need} bytes, {have} are "
-            f"free on {placement.device}, and the weights are still to come; {have // page} pages would fit alone"
-        )
+    _memory(config, layers, num_pages, page_size, HOST, getattr(torch, kv_dtype))
 
 
 def _shape(config: LayerConfig, layers: int, num_pages: int, page_size: int) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ from specrs._specrs import (
     cuda_unavailable_reason,
 )
 from specrs.backends import Capabilities, NativeCuda
-from specrs.models.config import ModelConfig
+from specrs.models.config import Eagle3Config, ModelConfig
 from specrs.models.loader import Checkpoint
 from specrs.models.ops import Embedding, Heads, KvMemory, Linear
 from specrs.models.placement import HOST, Placement
@@ -45,47 +45,57 @@ _MOST_VOCABULARY = 1 << 18  # of logits that are sampled from: a bit for each to
 _MOST_STEPS = 7  # of a branch: as many keys as a row takes one by one, in logical order, beside its own
 
 
-def placed(asked: str | None, model: Path, sizes: ModelConfig) -> Placement:
+def unavailable() -> str | None:
+    """Why no GPU can be used in this process; ``None`` where one can."""
+    if (why := cuda_unavailable_reason()) is not None:
+        return why
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} cannot use a GPU; install one built for CUDA"
+    return None
+
+
+def placed(asked: str, model: Path, sizes: ModelConfig, head: Eagle3Config | None = None) -> Placement:
     """Where a model computes.
 
     Args:
-        asked: ``None`` or ``"cpu"``, ``"cuda"`` or ``"cuda:1"``.
+        asked: ``"cpu"``, ``"cuda"`` or ``"cuda:1"``.
         model: its directory, whose first weight says in which type a GPU computes: bf16 and f16 checkpoints in their
             own, f32 ones in bf16.
         sizes: of the model.
+        head: sizes of its draft head.
 
     Raises:
-        ConfigError: no such device, or a model that a GPU does not run.
+        ConfigError: no such device, or a model or head that a GPU does not run.
         CudaError: a GPU is asked for, and there are no kernels in this build, no driver, no GPU, or torch has no CUDA.
     """
-    if asked in (None, "cpu"):
+    if asked == "cpu":
         return HOST
     found = re.fullmatch(r"cuda(?::(\d{1,4}))?", asked) if isinstance(asked, str) else None
     if found is None:
         raise ConfigError(f"device = {asked!r}: must be 'cpu', 'cuda' or 'cuda:N'")
-    if (why := cuda_unavailable_reason()) is not None:
+    if (why := unavailable()) is not None:
         raise CudaError(f"device = {asked!r}: {why}")
-    if not torch.cuda.is_available():
-        raise CudaError(f"device = {asked!r}: torch {torch.__version__} cannot use a GPU; install one built for CUDA")
     ordinal, count = int(found[1]) if found[1] else torch.cuda.current_device(), torch.cuda.device_count()
     if ordinal >= count:
         raise ConfigError(f"device = {asked!r}: there are {count} CUDA devices, cuda:0 to cuda:{count - 1}")
-    if (why := _why_not(sizes)) is not None:
-        raise ConfigError(f"device = {asked!r}: {why}; device='cpu' runs this model")
+    for whose, part in (("", sizes), ("the draft head: ", head)):
+        if part is not None and (why := why_not(part)) is not None:
+            raise ConfigError(f"device = {asked!r}: {whose}{why}; device='cpu' runs this model")
     cuda = torch.device("cuda", ordinal)
     half = torch.float16 if Checkpoint(model).dtype("model.embed_tokens.weight") == "F16" else torch.bfloat16
     return Placement(cuda, half, half, torch.float32)
 
 
-def _why_not(sizes: ModelConfig) -> str | None:
-    """Why a GPU does not run a model; ``None`` where it does."""
+def why_not(sizes: ModelConfig | Eagle3Config) -> str | None:
+    """Why a GPU does not run a model, or a head; ``None`` where it does."""
     if sizes.head_dim not in HEAD_DIMS:
         return f"head_dim = {sizes.head_dim}: attention on a GPU takes {', '.join(map(str, HEAD_DIMS))}"
     if sizes.num_heads // sizes.num_kv_heads > _MOST_GROUP:
         return f"{sizes.num_heads} heads over {sizes.num_kv_heads} key heads: a group has at most {_MOST_GROUP}"
     if sizes.vocab_size > _MOST_VOCABULARY:
         return f"vocab_size = {sizes.vocab_size}: sampling on a GPU takes at most {_MOST_VOCABULARY}"
-    widths = (sizes.hidden_size, sizes.qkv_size, sizes.q_size, sizes.intermediate_size, sizes.vocab_size)
+    tokens = sizes.draft_vocab_size if isinstance(sizes, Eagle3Config) else sizes.vocab_size
+    widths = (sizes.hidden_size, sizes.qkv_size, sizes.q_size, sizes.intermediate_size, tokens)
     odd = next((n for n in widths if n % 8), None)
     return None if odd is None else f"a matrix of {odd} rows or columns: products on a GPU take multiples of 8"
 
@@ -139,7 +149,7 @@ class CudaDense:
     def linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False, scores: bool = False
     ) -> Linear:
-        return _CudaLinear(self, weight, bias, scores)
+        return CudaLinear(self, weight, bias, scores)
 
     def embedding(self, table: torch.Tensor) -> Embedding:
         return _CudaTable(self, self.placement.vector(table))
@@ -249,14 +259,16 @@ class _CudaTable:
         core._device_embed(self.table, self._dense.upload(tokens), None, out, self._dense.stream)
 
 
-class _CudaLinear:
-    """A product of cublasLt, with a norm before and a residual behind."""
+class CudaLinear:
+    """A product of cublasLt, with a norm before and a residual behind.
+
+    Attributes:
+        weight: [N, K].
+    """
 
     def __init__(self, dense: CudaDense, weight: torch.Tensor, bias: torch.Tensor | None, scores: bool) -> None:
         at = dense.placement
         self.weight = at.vector(weight).contiguous()
-        if not torch.isfinite(self.weight).all():
-            raise ConfigError(f"a weight of {list(weight.shape)} holds NaN or an infinity")
         bias = None if bias is None else at.vector(bias).contiguous()
         self._dense, self._dtype = dense, at.logits_dtype if scores else at.activations
         self._product = dense.products.linear(
@@ -270,6 +282,11 @@ class _CudaLinear:
     @property
     def out_features(self) -> int:
         return self.weight.shape[0]
+
+    @property
+    def product(self) -> core._DeviceLinear:
+        """Its algorithms, all of one class of bits."""
+        return self._product
 
     def forward(
         self,

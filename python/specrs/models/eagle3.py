@@ -9,14 +9,14 @@ and vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from specrs._specrs import ConfigError, Plan
 from specrs.models.cache import new_cache
-from specrs.models.config import Eagle3Config
+from specrs.models.config import Eagle3Config, ModelConfig
 from specrs.models.errors import DraftMismatchError, ModelFileError
 from specrs.models.layer import LayerKind, LayerTail, Workspace, layer_shapes, qkv_names
 from specrs.models.llama import ROPE_SLACK, LlamaModel, check_rows
@@ -32,9 +32,8 @@ class Eagle3Head:
     """Weights and scratch memory of a head, bound to its target, whose features it selects (`set_aux_layers`)."""
 
     def __init__(self, config: Eagle3Config, weights: Checkpoint, ops: Ops, target: LlamaModel) -> None:
-        config.check_target(target.config)
+        _check_files(config, weights, target.config)
         aux_layers = config.aux_layers_for(target.config)
-        _check_files(config, weights, target, len(aux_layers))
         self.config = config
         self.aux_layers = aux_layers
         self.d2t, self.target_ids = _vocabulary_map(config, weights, target)
@@ -87,7 +86,16 @@ class Eagle3Head:
         it was.
         """
         config = Eagle3Config.from_directory(directory)
-        return cls(config, Checkpoint(directory, _plain_name, ops.placement.device), ops, target)
+        return cls(config, Checkpoint(directory, _plain_name, ops.placement), ops, target)
+
+    @staticmethod
+    def check(directory: str | Path, target: ModelConfig) -> tuple[Eagle3Config, dict[str, tuple[int, ...]]]:
+        """The head's configuration and the shapes of its tensors, checked against a target of which nothing is loaded.
+
+        Raises as `load` does, but for the vocabulary map, which is in the weights.
+        """
+        config = Eagle3Config.from_directory(directory)
+        return config, _check_files(config, Checkpoint(directory, _plain_name), target)
 
     @property
     def vocab_size(self) -> int:
@@ -110,6 +118,16 @@ class Eagle3Head:
         """How often the memory of `extend` and `step` moved."""
         memory = (self._extend_work, self._extend_tail, self._extend_logits, self._step_work, self._step_logits)
         return sum(m.moves for m in memory)
+
+    def products(self) -> Iterator[tuple[str, Linear]]:
+        """Every product of the head, by what its weight is called; that of q, k and v is split by what it reads."""
+        yield "fc", self._fc
+        yield f"{_LAYER}self_attn.qkv_proj of embeddings", self._qkv_embed
+        yield f"{_LAYER}self_attn.qkv_proj of features", self._qkv_hidden
+        yield f"{_LAYER}self_attn.kv_proj of embeddings", self._kv_embed
+        yield f"{_LAYER}self_attn.kv_proj of features", self._kv_hidden
+        yield from self._tail.products(_LAYER)
+        yield "lm_head", self.lm_head
 
     def extend(
         self,
@@ -236,9 +254,11 @@ def _kind(weights: Checkpoint) -> LayerKind:
     )
 
 
-def _check_files(config: Eagle3Config, weights: Checkpoint, target: LlamaModel, features: int) -> None:
-    """Every tensor's name, shape and dtype, from headers; what the target must lend if the file lacks it."""
-    h = config.hidden_size
+def _check_files(config: Eagle3Config, weights: Checkpoint, target: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor's name, shape and dtype, from headers; what the target must lend if the file lacks it. Returns the
+    shapes."""
+    config.check_target(target)
+    h, features = config.hidden_size, len(config.aux_layers_for(target))
     expected: dict[str, tuple[int, ...]] = {
         "fc.weight": (h, features * config.target_hidden_size),
         f"{_LAYER}input_layernorm.weight": (h,),
@@ -256,14 +276,14 @@ def _check_files(config: Eagle3Config, weights: Checkpoint, target: LlamaModel, 
                 columns,
                 f"{features} aux layers x hidden_size {config.target_hidden_size}",
             )
-    lends = target.config.hidden_size == h
+    lends = target.hidden_size == h
     if "embed_tokens.weight" in weights:
         expected["embed_tokens.weight"] = (config.vocab_size, h)
     elif not lends:
         raise DraftMismatchError(
             "hidden_size",
             h,
-            f"embeddings of width {target.config.hidden_size}",
+            f"embeddings of width {target.hidden_size}",
             "the head has no embed_tokens.weight of its own",
         )
     if "lm_head.weight" in weights:
@@ -271,11 +291,12 @@ def _check_files(config: Eagle3Config, weights: Checkpoint, target: LlamaModel, 
         if rows != config.draft_vocab_size:
             raise DraftMismatchError("draft_vocab_size", config.draft_vocab_size, f"lm_head.weight with {rows} rows")
         expected["lm_head.weight"] = (config.draft_vocab_size, h)
-    elif not lends or config.draft_vocab_size != target.config.vocab_size:
+    elif not lends or config.draft_vocab_size != target.vocab_size:
         raise ModelFileError(weights.path("lm_head.weight"), "missing, and the target's does not fit", "lm_head.weight")
     integers = [name for name in ("d2t", "t2d") if name in weights]
     expected.update({name: (config.draft_vocab_size if name == "d2t" else config.vocab_size,) for name in integers})
     weights.check(expected, integers=integers)
+    return expected
 
 
 def _vocabulary_map(

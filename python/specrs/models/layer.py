@@ -100,6 +100,12 @@ class LayerTail:
         )
         self._heads = Heads(config.num_heads, config.head_dim**-0.5, q_norm, k_norm, config.rms_norm_eps)
 
+    def products(self, prefix: str) -> Iterator[tuple[str, Linear]]:
+        """Its products, by what their weights are called."""
+        yield f"{prefix}self_attn.o_proj", self.o
+        yield f"{prefix}mlp.gate_up_proj", self.gate_up
+        yield f"{prefix}mlp.down_proj", self.down
+
     def attend(self, kv: KvMemory, index: int, plan: Plan, qkv: torch.Tensor, rope: Any, out: torch.Tensor) -> None:
         """Layer `index` of `kv` gets the rows' keys and values; out [Q, H D] is what the queries read."""
         self._attention.attend(kv, index, plan, qkv, rope, self._heads, out)

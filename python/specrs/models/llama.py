@@ -10,7 +10,7 @@ One forward serves every phase, since the plan says where each row's KV goes and
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -65,9 +65,8 @@ class LlamaModel:
         Raises UnsupportedModelError or ModelFileError, both `ConfigError`s, before any weight is read.
         """
         config = ModelConfig.from_directory(directory)
-        return cls(
-            config, Checkpoint(directory, device=ops.placement.device), ops, max_context_len or config.max_context_len
-        )
+        weights = Checkpoint(directory, placement=ops.placement)
+        return cls(config, weights, ops, max_context_len or config.max_context_len)
 
     @staticmethod
     def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -100,6 +99,13 @@ class LlamaModel:
     def new_cache(self, num_pages: int, page_size: int, dtype: torch.dtype | None = None) -> KvMemory:
         """Memory for the KV of `num_pages` pages (page 0, the sink, included) of `page_size` tokens."""
         return new_cache(self.config, self.config.num_layers, num_pages, page_size, self.ops.placement, dtype)
+
+    def products(self) -> Iterator[tuple[str, Linear]]:
+        """Every product of the model, by what its weight is called; q, k and v are one, and gate and up."""
+        for i, (qkv, tail) in enumerate(zip(self._qkv, self._tails, strict=True)):
+            yield f"model.layers.{i}.self_attn.qkv_proj", qkv
+            yield from tail.products(f"model.layers.{i}.")
+        yield "lm_head", self.lm_head
 
     def set_aux_layers(self, layers: Sequence[int]) -> None:
         """Chooses the features of `forward(aux=...)`: the residual stream *entering* each of these decoder layers (so

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from specrs.models.errors import ModelFileError
-from specrs.models.placement import HOST
+from specrs.models.placement import HOST, Placement
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _INTEGERS = {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool}
@@ -28,32 +29,48 @@ _INDEX = "model.safetensors.index.json"
 _DERIVED = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$|.*\.self_attn\.bias$|.*\.masked_bias$")
 
 
+# Bytes read from a file before it is opened anew: what was read through one mapping counts as this process's memory.
+_RENEW = 256 << 20
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor as its file's header has it."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
 class Checkpoint:
     """The tensors of a model directory by name. Opening reads headers only.
 
     `rename` maps a tensor's name in the file to the name used here (heads are published under several). Tensors come
-    straight to `device`. Raises ModelFileError, which names the file, and the tensor where one is at fault.
+    one by one, straight to the placement's device: host memory stays near one tensor and `_RENEW` bytes, whatever the
+    model. On a GPU they come in the dtype of its weights, and one with NaN or an infinity is refused; on the host, such
+    a weight costs the requests that meet it. Raises ModelFileError, which names the file, and the tensor where one is
+    at fault.
     """
 
-    def __init__(
-        self, directory: str | Path, rename: Callable[[str], str] = str, device: torch.device = HOST.device
-    ) -> None:
+    def __init__(self, directory: str | Path, rename: Callable[[str], str] = str, placement: Placement = HOST) -> None:
         self.directory = Path(directory)
-        self._files: dict[Path, Any] = {}
-        self._where: dict[str, tuple[Path, str]] = {}
+        self._at = placement
+        self._where: dict[str, _Stored] = {}
+        self._open: tuple[Path, Any] | None = None  # at most one file, and the bytes that were read of it
+        self._read = 0
         if not self.directory.is_dir():
             raise ModelFileError(self.directory, "no such directory; a Hugging Face model directory is needed")
         for path, names in self._find().items():
-            file = _open(path, device)
-            self._files[path] = file
-            present = set(file.keys())
-            for name in names if names is not None else sorted(present):
-                if name not in present:
+            headers = _headers(path)
+            for name in names if names is not None else sorted(headers):
+                if name not in headers:
                     raise ModelFileError(path, f"not in the file, although {_INDEX} says so", name)
                 ours = rename(name)
                 if ours in self._where:
-                    raise ModelFileError(path, f"also in {self._where[ours][0].name} as {self._where[ours][1]}", name)
-                self._where[ours] = (path, name)
+                    other = self._where[ours]
+                    raise ModelFileError(path, f"also in {other.path.name} as {other.name}", name)
+                self._where[ours] = headers[name]
 
     def _find(self) -> Mapping[Path, list[str] | None]:
         """Files with the tensors to take from each; None: all."""
@@ -86,17 +103,15 @@ class Checkpoint:
 
     def path(self, name: str) -> Path:
         """The file that holds a tensor; the directory's usual file for one that is missing (for error messages)."""
-        return self._where[name][0] if name in self._where else self.directory / _SINGLE
+        return self._where[name].path if name in self._where else self.directory / _SINGLE
 
     def shape(self, name: str) -> tuple[int, ...]:
         """From the header."""
-        path, stored = self._locate(name)
-        return tuple(self._files[path].get_slice(stored).get_shape())
+        return self._locate(name).shape
 
     def dtype(self, name: str) -> str:
         """From the header, in safetensors' spelling, such as `BF16`."""
-        path, stored = self._locate(name)
-        return str(self._files[path].get_slice(stored).get_dtype())
+        return self._locate(name).dtype
 
     def check(
         self,
@@ -129,18 +144,45 @@ class Checkpoint:
                 )
 
     def load(self, name: str) -> torch.Tensor:
-        """One tensor in its stored dtype, on the checkpoint's device, contiguous."""
-        path, stored = self._locate(name)
+        """One tensor on the checkpoint's device, contiguous; on the host in its stored dtype."""
+        stored, at = self._locate(name), self._at
+        if self._open is None or self._open[0] != stored.path or self._read > _RENEW:
+            self._open, self._read = None, 0  # the file that was open is closed first
+            self._open = stored.path, _open(stored.path, at.device)
         try:
-            tensor: torch.Tensor = self._files[path].get_tensor(stored)
+            tensor: torch.Tensor = self._open[1].get_tensor(stored.name)
         except (SafetensorError, OSError, ValueError) as error:
-            raise ModelFileError(path, f"not readable: {error}", stored) from error
+            raise ModelFileError(stored.path, f"not readable: {error}", stored.name) from error
+        self._read += tensor.nbytes
+        if not at.is_host and tensor.is_floating_point():
+            tensor = tensor if at.weights is None else tensor.to(at.weights)
+            _check_finite(tensor, stored)
         return tensor.contiguous()
 
-    def _locate(self, name: str) -> tuple[Path, str]:
+    def _locate(self, name: str) -> _Stored:
         if name not in self._where:
             raise ModelFileError(self.path(name), "missing", name)
         return self._where[name]
+
+
+def _check_finite(tensor: torch.Tensor, stored: _Stored) -> None:
+    """Refuses a tensor with NaN or an infinity; it may be one by its dtype alone."""
+    if not tensor.numel() or all(bool(torch.isfinite(bound)) for bound in torch.aminmax(tensor)):
+        return
+    bad = (~torch.isfinite(tensor)).nonzero()
+    at = bad[0].tolist()
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    first = tensor[tuple(at)].item()
+    why = f"{len(bad)} of {tensor.numel()} values are NaN or infinite as {dtype}, first {first} at {at}"
+    raise ModelFileError(stored.path, why, stored.name)
+
+
+def _headers(path: Path) -> dict[str, _Stored]:
+    """Every tensor of a file, which is closed again."""
+    file = _open(path, HOST.device)
+    names: list[str] = file.keys()
+    slices = {name: file.get_slice(name) for name in names}
+    return {name: _Stored(path, name, tuple(s.get_shape()), str(s.get_dtype())) for name, s in slices.items()}
 
 
 def _open(path: Path, device: torch.device) -> Any:

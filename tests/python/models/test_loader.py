@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from safetensors.torch import save_file
 
 import modelzoo
 from specrs.models import Checkpoint, LlamaModel, ModelConfig, ModelFileError
+from specrs.models.loader import _check_finite, _Stored
 
 
 def check(directory: Path) -> None:
@@ -135,3 +138,77 @@ def test_wrong_shape_and_dtype(tmp_path: Path) -> None:
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(ModelFileError, match="dtype I8, need one of F32, F16, BF16"):
         check(tmp_path)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+MIB = 1 << 20
+LOAD = """
+import os, resource, sys
+import torch
+from safetensors import safe_open
+from specrs.models import Checkpoint
+directory, how = sys.argv[1:]
+def vm(): return int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+def peak():  # ru_maxrss would begin with that of the process that forked this one
+    [line] = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
+    return int(line.split()[1]) << 10
+torch.zeros(8).sum()
+before, names = peak(), [f"t{i:02}" for i in range(12)]
+if how == "limited":
+    resource.setrlimit(resource.RLIMIT_AS, (vm() + (450 << 20),) * 2)
+if how == "whole":  # the control: as one would write it
+    found = [f for f in sorted(os.listdir(directory)) if f.endswith(".safetensors")]
+    files = [safe_open(os.path.join(directory, f), "pt") for f in found]
+    for f in files:
+        for name in f.keys(): f.get_tensor(name).sum()
+else:
+    weights = Checkpoint(directory)
+    for name in names: weights.load(name).sum()
+print((peak() - before) >> 20)
+"""
+
+
+def sparse(path: Path, names: list[str], size: int) -> None:
+    """Tensors of zeros that take no room on the disk."""
+    header = {n: {"dtype": "F32", "shape": [size // 4], "data_offsets": [i * size, (i + 1) * size]}
+              for i, n in enumerate(names)}  # fmt: skip
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + size * len(names))
+
+
+def loaded(directory: Path, how: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", LOAD, str(directory), how], capture_output=True, text=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("shards", [1, 6])
+def test_peak_memory_is_near_a_shard_or_less_and_never_the_model(tmp_path: Path, shards: int) -> None:
+    names, each = [f"t{i:02}" for i in range(12)], 12 // shards  # 64 MiB each, 768 MiB in all
+    for i in range(shards):
+        sparse(tmp_path / f"s{i}.safetensors", names[i * each : (i + 1) * each], 64 * MIB)
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {n: f"s{i // each}.safetensors" for i, n in enumerate(names)}})
+    )
+    whole = int(loaded(tmp_path, "whole").stdout)
+    assert whole > 700, "the control holds the whole model"
+    assert int(loaded(tmp_path, "plain").stdout) < (450 if shards == 1 else 230)
+    if shards > 1:  # room for some shards of 128 MiB, each mapped twice, and far from all
+        assert loaded(tmp_path, "limited").returncode == 0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_weights_that_are_not_finite_are_told_by_file_name_and_place(value: float, dtype: torch.dtype) -> None:
+    stored = _Stored(Path("x.safetensors"), "model.norm.weight", (3, 5), "F32")
+    weight = torch.arange(15, dtype=dtype).view(3, 5)
+    _check_finite(weight, stored)
+    _check_finite(weight[:0], stored)
+    weight[2, 1] = value
+    with pytest.raises(ModelFileError, match=rf"x.safetensors: tensor model.norm.weight: 1 of 15 .* {value} at \[2, 1"):
+        _check_finite(weight, stored)
+    with pytest.raises(ModelFileError, match="NaN or infinite as float16, first inf at"):
+        _check_finite(torch.tensor([1.0, 1e5]).to(torch.float16), stored)

@@ -16,7 +16,7 @@ from modelrun import Driver, random_tokens
 from modelzoo import Pair
 from specrs import LLM, ConfigError, SamplingParams
 from specrs.backends import BACKENDS, Native, PlanAttention
-from specrs.engine import llm as engine
+from specrs.engine import placing
 from specrs.models import (
     HOST,
     Dense,
@@ -188,7 +188,7 @@ def test_an_engine_on_another_device_generates_the_same_tokens(
     prompts, params = [[1, 2, 3], [4] * 20, [5, 6]], SamplingParams(max_tokens=30, temperature=0.8, seed=3)
     want = [o.token_ids for o in LLM(tiny.target).generate(prompts, params)]
     device = Foreign()
-    monkeypatch.setattr(engine, "ops_for", lambda backend: ops_for(backend, device))
+    monkeypatch.setattr(placing, "ops_for", lambda backend: ops_for(backend, device))
     llm = LLM(tiny.target, tiny.draft, tree=(2, 3, 8), page_size=4, max_batch=2, attention_backend=backend)
     outputs = llm.generate(prompts, params)
     assert [o.token_ids for o in outputs] == want
@@ -252,5 +252,15 @@ def test_models_and_engine_name_no_device_and_no_dtype() -> None:
         for path in (PACKAGE / folder).glob("*.py")
         if re.search(r"torch\.(float|bfloat)\d+|[\"'](cpu|cuda)[\"':]|\.(cpu|cuda)\(", path.read_text())
     }
-    # cuda.py: what a GPU is; config.py: the option by which a user names one.
-    assert named == {"placement.py", "loader.py", "rope.py", "dense.py", "cuda.py", "config.py"}
+    # cuda.py: what a GPU is; config.py: the option by which a user names one; placing.py: which is taken if none does;
+    # lanes.py: what the words of a kernel are.
+    assert named == {
+        "placement.py",
+        "loader.py",
+        "rope.py",
+        "dense.py",
+        "cuda.py",
+        "config.py",
+        "placing.py",
+        "lanes.py",
+    }

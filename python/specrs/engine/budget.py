@@ -1,0 +1,315 @@
+"""The device memory of an engine on a GPU, counted before the first byte of it is allocated.
+
+Counted from configurations and sizes alone: what a model's tensors and pages take exactly, what passes take at most.
+Where it does not fit, the error says what would: fewer pages, requests or tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from specrs import _specrs as core
+from specrs._specrs import ConfigError, DeviceMemoryError, Geometry
+from specrs.engine.config import EngineConfig
+from specrs.engine.lanes import buckets
+from specrs.models.config import Eagle3Config, LayerConfig, ModelConfig
+from specrs.models.llama import ROPE_SLACK, LlamaModel
+from specrs.models.placement import Placement
+
+_SHARE = 0.9  # of what the other lines leave, for a pool whose size nobody gave
+_ROUNDING = 2 << 20  # bytes that torch's allocator may add to a large tensor
+_SPACE = 512 << 20  # bytes of workspace that a product may ask for: `MAX_WORKSPACE` of src/device/cublaslt/bench.rs
+_PRODUCT_ROWS = 2048  # of one launch
+_GROWTH = 1.5  # of scratch memory, which grows in steps
+_LAG = 256  # positions whose features may wait for the head, of each request
+_BLOCKS = 32 * 33 // 2 * 32  # rows of the features' blocks, one of 32 passes for each size up to 32
+_CAPTURED = 8 << 20  # bytes that the graph of a round keeps, of what its launches leave to torch
+_SCRATCH = 64 << 20  # bytes of kernels' scratch beside what is counted
+_CALIBRATED = 64  # rows of the largest pass that a cost model measures
+
+Shapes = dict[str, tuple[int, ...]]
+Line = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Head:
+    """A draft head that is not loaded.
+
+    Attributes:
+        config: its sizes.
+        shapes: of its tensors.
+    """
+
+    config: Eagle3Config
+    shapes: Shapes
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine that is not there yet.
+
+    Attributes:
+        target, head: its models; ``None`` where it decodes plainly.
+        config, geometry: resolved for each other.
+        place: the GPU, and the dtypes.
+        attention: bytes of workspace for so many requests of so many queries each, key heads, query heads in a group,
+            head_dim, and keys of a request.
+    """
+
+    target: ModelConfig
+    head: Head | None
+    config: EngineConfig
+    geometry: Geometry
+    place: Placement
+    attention: Callable[[int, int, int, int, int, int], int]
+
+    def at(self, max_batch: int, max_context_len: int) -> Engine:
+        """The same for other numbers of requests and tokens. Raises ConfigError where there cannot be one."""
+        config = replace(self.config, max_batch=max_batch, max_context_len=max_context_len, num_pages=None)
+        config, geometry = config.resolve(self.target.max_context_len)
+        return replace(self, config=config, geometry=geometry)
+
+    @property
+    def layers(self) -> list[tuple[LayerConfig, int]]:
+        """The decoder layers of both models, by their number."""
+        head: list[tuple[LayerConfig, int]] = [] if self.head is None else [(self.head.config, 1)]
+        return [(self.target, self.target.num_layers), *head]
+
+    @property
+    def page_bytes(self) -> int:
+        """A page of keys and values, in both caches."""
+        each = sum(2 * n * c.num_kv_heads * c.head_dim for c, n in self.layers)
+        return each * self.config.page_size * self.place.activations.itemsize
+
+    def fixed(self) -> Iterator[Line]:
+        """What does not grow with the pool, by name: bytes. Weights are exact, the rest is the most that it takes."""
+        c, g, head = self.config, self.geometry, self.head
+        half, wide = self.place.activations.itemsize, self.place.logits_dtype.itemsize
+        shape, b = g.shape, c.max_batch
+        nodes = b * (shape.draft_tokens if head is not None else 1)
+        rows = _up(max(c.prefill_chunk, nodes, _CALIBRATED), 16)
+        assert c.max_context_len is not None
+
+        shapes = LlamaModel.shapes(self.target)
+        yield "weights of the target", _bytes(shapes, half)
+        tensors = len(shapes)
+        if head is not None:
+            # Its keys' and values' rows stand a second time, for passes that want no more.
+            again = 2 * head.config.kv_size * 2 * head.config.hidden_size
+            yield "weights of the draft head", _bytes(head.shapes, half) + again * half
+            tensors += len(head.shapes) + 4
+        positions = c.max_context_len + ROPE_SLACK
+        yield "rotary tables", sum(2 * positions * (layer.head_dim // 2) * 4 for layer, _ in self.layers)
+
+        t = self.target
+        units = [(4 * t.hidden_size + t.qkv_size + 2 * t.q_size + 2 * t.intermediate_size) * rows]
+        if head is not None:
+            h = head.config
+            # Passes over the target's features, passes that write alone, draft steps, and what follows attention.
+            units += [
+                (4 * h.hidden_size + 2 * h.qkv_size + h.q_size + h.intermediate_size) * rows,
+                (3 * h.hidden_size + 4 * h.kv_size) * rows,
+                (4 * h.hidden_size + 2 * h.qkv_size + h.q_size + h.intermediate_size) * _up(b * shape.topk, 16),
+                (3 * h.hidden_size + h.q_size + h.intermediate_size) * rows,
+                h.aux_size * rows,
+            ]
+        yield "activations", sum(units) * half
+        most = max(max(layer.hidden_size, 2 * layer.intermediate_size) for layer, _ in self.layers)
+        inner = max(max(layer.hidden_size, layer.intermediate_size) for layer, _ in self.layers)
+        queries = max(layer.q_size for layer, _ in self.layers)
+        yield "scratch of products and rotations", int((most + inner + queries) * rows * half * _GROWTH)
+        yield "workspace of products, at most", int(_SPACE * _GROWTH)
+        yield "workspace of attention", int(max(self._attention()) * _GROWTH)
+
+        logits = t.vocab_size * _up(max(nodes, _CALIBRATED), 16)
+        if head is not None:
+            # Of roots (those of batches that are kept included), draft steps, and looking back.
+            rows = _up(b * shape.topk, 16) + 3 * _up(b, 16) + 2 * _CALIBRATED + sum(buckets(b))
+            logits += head.config.draft_vocab_size * rows
+        yield "logits", logits * wide
+        if head is not None:
+            # Of what waits for the head, and of the rounds of each size of batch.
+            waits = _LAG * b + _BLOCKS + 2 * c.prefill_chunk + 2 * nodes
+            rounds = sum(buckets(b)) * (shape.draft_tokens + shape.steps + 1)
+            yield "features", (waits + rounds) * head.config.aux_size * half
+        if c.graphs != "off":
+            yield "captured rounds", len(buckets(b)) * (shape.steps + 1) * _CAPTURED
+        words = 2 * b * g.row_pages + 16 * (c.prefill_chunk + b) + 4 * nodes * 24
+        yield "page tables, plans, trees and scratch", words * 4 + _SCRATCH
+        yield "the page that padding writes to", self.page_bytes
+        yield "rounding of torch's allocator", tensors * _ROUNDING
+
+    def _attention(self) -> Iterator[int]:
+        c, shape, b = self.config, self.geometry.shape, self.config.max_batch
+        keys = self.geometry.row_pages * c.page_size
+        passes = [(1, c.prefill_chunk), (min(b, c.prefill_chunk), c.prefill_chunk), (b, 1)]
+        if self.head is not None:
+            passes += [(b, shape.draft_tokens), (b, shape.topk), (b, shape.steps + 1)]
+        for layer, _ in self.layers:
+            for requests, queries in passes:
+                group = layer.num_heads // layer.num_kv_heads
+                yield self.attention(requests, queries, layer.num_kv_heads, group, layer.head_dim, keys)
+
+    def loading(self) -> list[Line]:
+        """What is there at most while weights are loaded and algorithms are compared; the pool comes later."""
+        half, wide = self.place.activations.itemsize, self.place.logits_dtype.itemsize
+        t, head = self.target, self.head
+        table, whole = t.vocab_size * t.hidden_size * half, _bytes(LlamaModel.shapes(t), half)
+        # Weights by then, with the parts of the one at hand; and what its comparison takes. The target's head is first.
+        first = table if t.tie_word_embeddings else 2 * table
+        moments = [(first, _trial(t.vocab_size, t.hidden_size, half, wide))]
+        sizes = [(whole, _products(t, t.hidden_size))]
+        if head is not None:
+            h, whole = head.config, whole + _bytes(head.shapes, half)
+            sizes.append((whole, [*_products(h, 2 * h.hidden_size), (h.hidden_size, h.aux_size)]))
+            moments.append((whole, _trial(h.draft_vocab_size, h.hidden_size, half, wide)))
+        moments += [(by_then + n * k * half, _trial(n, k, half, half)) for by_then, each in sizes for n, k in each]
+        weights, trial = max(moments, key=sum)
+        return [("weights that are loaded by then", weights), ("products that are compared, at most", trial)]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes by what they are for, and what the GPU had free. ``str`` gives the table.
+
+    Attributes:
+        device: ordinal.
+        have: bytes that were free, with what this process has and does not use.
+        lines: name and bytes of everything but the pool.
+        pages: of the pool, without the sink.
+        page_bytes: of one.
+    """
+
+    device: int
+    have: int
+    lines: tuple[Line, ...]
+    pages: int
+    page_bytes: int
+
+    @property
+    def fixed(self) -> int:
+        """Bytes beside the pool."""
+        return sum(n for _, n in self.lines)
+
+    @property
+    def bytes(self) -> int:
+        """Of everything."""
+        return self.fixed + self.pages * self.page_bytes
+
+    def _core(self, have: int | None, least: int = 1) -> str:
+        pool = ("KV pool", "num_pages", self.page_bytes, self.pages, least)
+        return core._device_budget(list(self.lines), pool, have=have, ordinal=self.device)
+
+    def check(self, least: int = 1) -> None:
+        """Raise DeviceMemoryError where it does not fit. least: pages without which there is no use in a pool."""
+        self._core(self.have, least)
+
+    def __str__(self) -> str:
+        return (
+            f"{self._core(None)}\n{self.have:>16}  {self.have / (1 << 20):>12.1f} MiB  were free on cuda:{self.device}"
+        )
+
+
+def planned(engine: Engine, num_pages: int | None, have: int) -> tuple[EngineConfig, Budget]:
+    """The configuration with its pool, and the budget of all of it.
+
+    Args:
+        engine: what is to run.
+        num_pages: of the pool, as the user gave it.
+        have: bytes that may be used.
+
+    With ``None`` pages, the pool holds ``max_batch`` requests of full context, or what 9 tenths of the
+    memory beside the other lines hold; at least one such request.
+
+    Raises:
+        DeviceMemoryError: it does not fit; `hint` has the lines, and the numbers that would.
+    """
+    config, ordinal = engine.config, engine.place.device.index
+    lines, page = tuple(engine.fixed()), engine.page_bytes
+    fixed = sum(n for _, n in lines)
+    if num_pages is not None:
+        budget, least = Budget(ordinal, have, lines, num_pages, page), 1
+    else:
+        least = engine.geometry.row_pages
+        room = int((have - fixed) * _SHARE) // page if have > fixed else 0
+        budget = Budget(ordinal, have, lines, max(min(room, engine.geometry.pages_for_full_load), least), page)
+    try:
+        core._device_budget(engine.loading(), have=have, ordinal=ordinal)
+        budget.check(least)
+    except DeviceMemoryError as error:
+        advice = _advice(engine, num_pages, have)
+        error.hint += advice
+        error.args = (f"{error}{advice}",)
+        raise
+    return replace(config, num_pages=budget.pages), budget
+
+
+def _advice(engine: Engine, num_pages: int | None, have: int) -> str:
+    """Numbers with which an engine without `num_pages` would fit, each alone and then both together."""
+    config = engine.config
+    batch, context = config.max_batch, config.max_context_len
+    assert context is not None
+
+    def fits(max_batch: int, max_context_len: int) -> bool:
+        try:
+            other = engine.at(max_batch, max_context_len)
+        except ConfigError:
+            return False
+        room = have - sum(n for _, n in other.fixed())
+        return room >= other.geometry.row_pages * other.page_bytes and have >= sum(n for _, n in other.loading())
+
+    found = []
+    if num_pages is not None and fits(batch, context):
+        found.append("num_pages=None")
+    if requests := _most(lambda n: fits(n, context), 1, batch):
+        found.append(f"max_batch = {requests}")
+    if tokens := _most(lambda n: fits(batch, n), 2, context):
+        found.append(f"max_context_len = {tokens}")
+    if not found and (tokens := _most(lambda n: fits(1, n), 2, context)):
+        found.append(f"max_batch = 1 with max_context_len = {tokens}")
+    if not found:
+        return "; no smaller max_batch or max_context_len would fit; the host's may"
+    return f"; would fit, with the pool that is left: {', or '.join(found)}"
+
+
+def _most(fits: Callable[[int], bool], least: int, most: int) -> int | None:
+    """The largest number up to ``most`` that fits, where those below one that does fit too."""
+    if least > most or not fits(least):
+        return None
+    low, high = least, most + 1  # fits, does not (or nobody asks)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that a new engine can have: free on the device, or kept by this process without use."""
+    free = torch.cuda.mem_get_info(device)[0]
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(free + cached + core._device_memory(device.index)[2])
+
+
+def _bytes(shapes: Shapes, each: int) -> int:
+    return each * sum(math.prod(shape) for shape in shapes.values())
+
+
+def _up(n: int, to: int) -> int:
+    return -(-n // to) * to
+
+
+def _products(layer: LayerConfig, qkv_inputs: int) -> list[tuple[int, int]]:
+    """Outputs and inputs of a layer's products."""
+    h, inner = layer.hidden_size, layer.intermediate_size
+    return [(layer.qkv_size, qkv_inputs), (2 * inner, h), (h, layer.q_size), (h, inner)]
+
+
+def _trial(n: int, k: int, half: int, out: int) -> int:
+    """Bytes that comparing algorithms takes for a weight: `Bench::new` of src/device/cublaslt/bench.rs."""
+    weight = n * k * half
+    copies = min(max(-(-(256 << 20) // weight), 1), 8)
+    return copies * weight + (_PRODUCT_ROWS + 128) * k * half + (_PRODUCT_ROWS + 1) * (n * out + 8) + n * half + _SPACE

@@ -1,0 +1,141 @@
+"""On which device an engine runs: the one that was asked for, or a GPU where it can and else the CPU.
+
+Everything is checked here that can be checked without reading a weight. An engine whose device nobody named runs where
+it can: what keeps it off the GPU is a reason that it tells (`LLM.device`), not an error.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from specrs import _specrs as core
+from specrs import backends
+from specrs._specrs import ConfigError, DeviceMemoryError, Geometry, SpecrsError
+from specrs.engine.budget import Budget, Engine, Head, free_bytes, planned
+from specrs.engine.config import EngineConfig
+from specrs.models import (
+    Eagle3Head,
+    ModelConfig,
+    Ops,
+    Placement,
+    check_memory,
+    cuda_ops,
+    ops_for,
+    placed,
+)
+from specrs.models.cuda import unavailable
+
+VARIABLE = "SPECRS_DEVICE"
+"""Environment variable with the device of engines that are not told one."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where and how an engine runs.
+
+    Attributes:
+        ops: of the device.
+        config, geometry: resolved.
+        drafts: whether a head is loaded.
+        name: device, and on a GPU its model; else why it is the CPU.
+        budget: of the GPU's memory; ``None`` on the CPU.
+    """
+
+    ops: Ops
+    config: EngineConfig
+    geometry: Geometry
+    drafts: bool
+    name: str
+    budget: Budget | None
+
+    @property
+    def place(self) -> Placement:
+        """Device and dtypes."""
+        return self.ops.placement
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """An engine as it was asked for, over models that are checked and not loaded.
+
+    Attributes:
+        config: its options.
+        model, sizes: the target's directory and configuration.
+        draft: the head's directory; ``None`` for plain decoding.
+        recurrent: whether there would be drafts for a target that declares recurrent layers.
+    """
+
+    config: EngineConfig
+    model: Path
+    sizes: ModelConfig
+    draft: Path | None
+    recurrent: bool
+
+    def site(self) -> Site:
+        """Pick the device, and settle everything that follows from it.
+
+        Raises:
+            ConfigError: an option or model that the device cannot have, or a device that there is not.
+            CudaError: a GPU was asked for, and none can be used.
+            DeviceMemoryError: a GPU was asked for, and has too little free memory.
+        """
+        if self.config.device is not None:
+            return self._on(self.config.device, "asked for")
+        if asked := os.environ.get(VARIABLE):
+            return self._on(asked, f"{VARIABLE} = {asked!r}")
+        if (why := unavailable()) is not None:
+            return self._on("cpu", why)
+        try:
+            return self._on("cuda", "")
+        except (SpecrsError, RuntimeError) as error:  # torch's own errors are of the latter
+            whole = brief = str(error).removeprefix("device = 'cuda': ").removesuffix("; device='cpu' runs this model")
+            if isinstance(error, DeviceMemoryError):
+                brief = f"{error.need} bytes are needed on cuda:{error.device}, {error.have} are free"
+        site = self._on("cpu", f"not the GPU: {brief}")  # raises what is wrong on both
+        if not self._for_the_host:
+            warnings.warn(f"runs on the CPU, not the GPU: {whole}", RuntimeWarning, stacklevel=3)
+        return site
+
+    @property
+    def _for_the_host(self) -> bool:
+        """Whether options name what the CPU alone has."""
+        native = isinstance(self.config.backend, (backends.Native, backends.NativeCuda))
+        return self.config.kv_dtype == "float32" or not native
+
+    def _on(self, asked: str, why: str) -> Site:
+        context = self.config.max_context_len or self.sizes.max_context_len
+        head = None if self.draft is None else Head(*Eagle3Head.check(self.draft, self.sizes))
+        place = placed(asked, self.model, self.sizes, None if head is None else head.config)
+        config, drafts = self.config.on(place).route(self.recurrent)
+        if not drafts:
+            head = None
+        config, geometry = config.resolve(context)
+        topk = geometry.shape.topk
+        if head is not None and topk > head.config.draft_vocab_size:
+            most = head.config.draft_vocab_size
+            raise ConfigError(
+                f"tree = {config.shape}: {topk} branches for a draft vocabulary of {most} tokens; at most {most} "
+                "branches work"
+            )
+        if place.is_host:
+            assert config.num_pages is not None and config.kv_dtype is not None
+            pages = config.num_pages + 1  # page 0 is the sink
+            check_memory(self.sizes, self.sizes.num_layers, pages, config.page_size, config.kv_dtype)
+            return Site(ops_for(config.backend), config, geometry, head is not None, f"cpu ({why})", None)
+        ops, ordinal = cuda_ops(place, geometry.shape), place.device.index
+
+        def attention(requests: int, queries: int, kv_heads: int, group: int, head_dim: int, keys: int) -> int:
+            return core._device_attention_workspace(
+                ordinal, requests=requests, max_queries=queries, kv_heads=kv_heads, group=group, head_dim=head_dim,
+                max_keys=keys,
+            )  # fmt: skip
+
+        engine = Engine(self.sizes, head, config, geometry, place, attention)
+        config, budget = planned(engine, self.config.num_pages, free_bytes(place.device))
+        name = f"cuda:{ordinal} ({torch.cuda.get_device_name(ordinal)})"
+        return Site(ops, config, geometry, head is not None, name, budget)

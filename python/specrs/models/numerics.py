@@ -1,0 +1,45 @@
+"""What the bits of a model's results depend on, beside the model and its input."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from specrs import _specrs as core
+from specrs.models.cuda import CudaDense, CudaLinear
+from specrs.models.ops import Dense, Linear
+
+
+def numerics(dense: Dense, weights: Iterable[tuple[str, Linear]]) -> dict[str, Any]:
+    """Of a device, and the class of each weight's products by its name; plain values that JSON takes.
+
+    On a GPU a class is a split of K and a fingerprint, which two machines share where the same rows give the same bits.
+    On the CPU it is the dtype that the weight is kept in: neither threads nor instructions change a bit.
+    """
+    at = dense.placement
+    found: dict[str, Any] = {"activations": at.dtype_name, "logits": _name(at.logits_dtype)}
+    instructions, rule = core._numerics_ids()
+    if isinstance(dense, CudaDense):
+        products = json.loads(dense.products.numerics())
+        found |= {key: products[key] for key in ("device", "capability", "driver_cuda", "cublaslt", "cublaslt_path")}
+        found["attention_rule"] = rule
+    else:
+        found |= {"device": str(at.device), "instructions": instructions}
+    found["torch"] = torch.__version__  # its cosines and sines are in the rotary tables
+    return {**found, "weights": {name: _of(linear) for name, linear in weights}}
+
+
+def _of(linear: Linear) -> dict[str, Any]:
+    entry: dict[str, Any] = {"shape": [linear.out_features, linear.in_features]}
+    if isinstance(linear, CudaLinear):
+        return entry | {"split": linear.product.split, "fingerprint": f"{linear.product.fingerprint:#018x}"}
+    if isinstance(linear, core.PackedLinear):
+        return entry | {"dtype": {"bf16": "bfloat16", "f32": "float32"}[linear.storage]}
+    return entry
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,144 @@
+"""The device memory of an engine, by numbers: what it counts, the pool that nobody sized, and what would fit."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from specrs import ConfigError, DeviceMemoryError
+from specrs.backends import NativeCuda
+from specrs.engine.budget import Engine, Head, planned
+from specrs.engine.config import EngineConfig
+from specrs.models import Eagle3Config, ModelConfig, Placement
+
+GIB = 1 << 30
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 14336,
+    "vocab_size": 128256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+    "hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+HEAD_SHAPES = {"fc.weight": (4096, 3 * 4096), "lm_head.weight": (32000, 4096), "rest": (4096, 90000)}
+PLACE = Placement(torch.device("cuda", 0), torch.bfloat16, torch.bfloat16, torch.float32)
+TARGET_BYTES = 2 * 8_030_261_248  # the published number of parameters
+PAGE = 16 * (32 + 1) * 2 * 8 * 128 * 2
+
+
+def engine(head: bool = True, layers: int = 32, **options: Any) -> tuple[Engine, int | None]:
+    """An 8B Llama with an EAGLE-3 head, and the pages that its options name."""
+    target = ModelConfig.from_dict({**LLAMA_8B, "num_hidden_layers": layers})
+    draft = {**LLAMA_8B, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 32000}
+    config = EngineConfig(tree=(8, 6, 64), kv_dtype="bfloat16", attention_backend=NativeCuda(), device="cuda:0",
+                          draft_layout="dense", **options)  # fmt: skip
+    resolved, geometry = config.resolve(config.max_context_len or 8192)
+    heads = Head(Eagle3Config.from_dict(draft), HEAD_SHAPES) if head else None
+    return Engine(target, heads, resolved, geometry, PLACE, lambda *sizes: 1 << 20), config.num_pages
+
+
+def test_weights_and_pages_are_exact() -> None:
+    budget = planned(*engine(max_context_len=8192), 140 * GIB)[1]
+    lines = dict(budget.lines)
+    assert lines["weights of the target"] == TARGET_BYTES
+    twice = 2 * 1024 * 2 * 4096  # keys' and values' rows of the head
+    assert lines["weights of the draft head"] == 2 * (4096 * (3 * 4096 + 32000 + 90000) + twice)
+    assert budget.page_bytes == PAGE
+    assert lines["the page that padding writes to"] == PAGE
+    assert lines["rotary tables"] == 2 * 2 * (8192 + 256) * 64 * 4
+    assert budget.bytes == sum(lines.values()) + budget.pages * PAGE
+    plain = dict(planned(*engine(head=False, max_context_len=8192), 140 * GIB)[1].lines)
+    assert not {"weights of the draft head", "features"} & plain.keys()
+    assert plain["weights of the target"] == TARGET_BYTES
+    assert plain["logits"] < lines["logits"]
+
+
+def test_a_pool_that_nobody_sized_is_a_full_load_or_nine_tenths_of_what_is_left() -> None:
+    small, asked = engine(max_batch=2, max_context_len=4096)
+    config, budget = planned(small, asked, 140 * GIB)
+    assert budget.pages == config.num_pages == small.geometry.pages_for_full_load
+    large, asked = engine(max_batch=64, max_context_len=131072)
+    config, budget = planned(large, asked, 140 * GIB)
+    assert config.num_pages == budget.pages < large.geometry.pages_for_full_load
+    left = 140 * GIB - budget.fixed
+    assert 0.9 * left - PAGE < budget.pages * PAGE <= 0.9 * left
+    # Of less memory at least one request of full context, though it takes more than nine tenths.
+    least = large.geometry.row_pages * PAGE
+    tight = budget.fixed + int(least / 0.95)
+    assert planned(large, None, tight)[1].pages == large.geometry.row_pages
+    with pytest.raises(DeviceMemoryError):
+        planned(large, None, budget.fixed + least - 1)
+
+
+def test_a_pool_that_does_not_fit_says_how_many_pages_would() -> None:
+    have, wanted = 40 * GIB, engine(max_batch=4, max_context_len=8192, num_pages=100_000)
+    with pytest.raises(DeviceMemoryError) as caught:
+        planned(*wanted, have)
+    error = caught.value
+    assert (error.have, error.device) == (have, 0) and error.need > have
+    found = re.search(r"num_pages = (\d+) fits, 100000 was asked for", str(error))
+    assert found is not None and "num_pages=None" in str(error) and "weights of the target" in error.hint
+    most = int(found[1])
+    assert planned(wanted[0], most, have)[0].num_pages == most
+    with pytest.raises(DeviceMemoryError):
+        planned(wanted[0], most + 1, have)
+
+
+@pytest.mark.parametrize("have", [19, 21, 24, 30])
+def test_the_numbers_that_are_told_fit_and_more_do_not(have: int) -> None:
+    wanted, _ = engine(max_batch=256, max_context_len=131072)
+    with pytest.raises(DeviceMemoryError) as caught:
+        planned(wanted, None, have * GIB)
+    hint = caught.value.hint
+    told = hint[hint.index("would fit") :]
+    both = re.search(r"max_batch = 1 with max_context_len = (\d+)", told)
+    if both is not None:
+        pairs = [(1, int(both[1]), 1, int(both[1]) + 1)]
+    else:
+        pairs = [(n, 131072, n + 1, 131072) for n in map(int, re.findall(r"max_batch = (\d+)", told))]
+        pairs += [(256, n, 256, n + 1) for n in map(int, re.findall(r"max_context_len = (\d+)", told))]
+    assert pairs, hint
+    for batch, context, more_batch, more_context in pairs:
+        assert planned(wanted.at(batch, context), None, have * GIB)
+        with pytest.raises((DeviceMemoryError, ConfigError)):
+            planned(wanted.at(more_batch, more_context), None, have * GIB)
+
+
+def test_a_model_that_no_number_helps_is_told_so() -> None:
+    with pytest.raises(DeviceMemoryError, match="no smaller max_batch or max_context_len would fit"):
+        planned(*engine(max_context_len=4096), TARGET_BYTES)
+
+
+def test_what_loading_takes_on_top_must_fit_too() -> None:
+    """The target's own head is compared first, and wants much more than passes of one row."""
+    wanted, _ = engine(head=False, layers=1, max_batch=1, max_context_len=64, prefill_chunk=1)
+    steady = sum(n for _, n in wanted.fixed()) + wanted.geometry.row_pages * wanted.page_bytes
+    loading = sum(n for _, n in wanted.loading())
+    assert loading > steady, "else this shows nothing"
+    with pytest.raises(DeviceMemoryError, match="products that are compared"):
+        planned(wanted, None, steady)
+    assert planned(wanted, None, loading)
+
+
+def test_the_table_has_every_line_the_sum_and_what_was_free() -> None:
+    budget = planned(*engine(max_context_len=8192), 140 * GIB)[1]
+    text = str(budget).splitlines()
+    assert len(text) == len(budget.lines) + 3
+    assert f"{TARGET_BYTES}" in text[0] and text[0].endswith("weights of the target")
+    assert text[-2].split()[0] == str(budget.bytes) and text[-2].endswith("in all")
+    assert text[-1].split()[0] == str(140 * GIB) and text[-1].endswith("were free on cuda:0")
+
+
+def test_every_option_that_takes_memory_counts() -> None:
+    base, _ = engine(max_batch=4, max_context_len=8192)
+    bytes_of = sum(n for _, n in base.fixed())
+    for other in (
+        engine(max_batch=8, max_context_len=8192)[0],
+        engine(max_batch=4, max_context_len=16384)[0],
+        engine(max_batch=4, max_context_len=8192, prefill_chunk=4096)[0],
+        engine(max_batch=4, max_context_len=8192, page_size=64)[0],
+        replace(base, attention=lambda *sizes: 1 << 30),
+    ):
+        assert sum(n for _, n in other.fixed()) > bytes_of

@@ -1,0 +1,288 @@
+"""An engine comes to a GPU: chosen, counted, loaded, refused. And what its bits depend on."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import modelzoo
+from modelzoo import Pair
+from specrs import LLM, ConfigError, DeviceMemoryError, ModelFileError, SamplingParams, device
+from specrs import _specrs as core
+from specrs.engine.budget import free_bytes
+
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA GPU in this machine", allow_module_level=True)
+if not device.cuda_available():
+    pytest.skip(f"no CUDA kernels: {device.cuda_unavailable_reason()}", allow_module_level=True)
+
+CUDA = torch.device("cuda", torch.cuda.current_device())
+MIB = 1 << 20
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    root = tmp_path_factory.mktemp("load")
+    target = modelzoo.write_target(
+        root / "target", "Qwen2ForCausalLM", head_dim=64, vocab_size=256, dtype=torch.bfloat16, shards=3
+    )
+    draft = modelzoo.write_eagle3(root / "draft", target, head_dim=64, draft_vocab_size=128, dtype=torch.bfloat16)
+    return Pair(target, draft)
+
+
+@pytest.fixture(autouse=True)
+def nobody_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SPECRS_DEVICE", raising=False)
+
+
+def settled() -> None:
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    core._device_collect(CUDA.index)
+
+
+@pytest.fixture
+def crowded() -> Iterator[Callable[[int], None]]:
+    """Leave so many bytes of the GPU free."""
+    held: list[torch.Tensor] = []
+
+    def leave(count: int) -> None:
+        settled()
+        held.append(torch.empty(free_bytes(CUDA) - count, dtype=torch.uint8, device=CUDA))
+
+    yield leave
+    held.clear()
+    settled()
+
+
+# -- the device -------------------------------------------------------------------------------------------------------
+
+
+def test_a_gpu_is_taken_where_nobody_says_otherwise(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"cuda:{CUDA.index} ({torch.cuda.get_device_name(CUDA)})"
+    with LLM(pair.target) as llm:
+        assert (
+            llm.device == name
+            and llm.config.device == f"cuda:{CUDA.index}"
+            and f"device='cuda:{CUDA.index}'" in repr(llm)
+        )
+    with LLM(pair.target, device="cpu") as llm:
+        assert llm.device == "cpu (asked for)" and llm.budget is None
+    monkeypatch.setenv("SPECRS_DEVICE", "cpu")
+    with LLM(pair.target) as llm:
+        assert llm.device == "cpu (SPECRS_DEVICE = 'cpu')"
+    monkeypatch.setenv("SPECRS_DEVICE", "cuda")
+    with LLM(pair.target) as llm:
+        assert llm.device == name
+
+
+def test_what_the_gpu_does_not_run_runs_on_the_cpu_with_a_warning(tmp_path: Path, pair: Pair) -> None:
+    odd = modelzoo.write_target(tmp_path / "odd")
+    with pytest.warns(RuntimeWarning, match="not the GPU: head_dim = 32: attention on a GPU takes 64, 96, 128$"):
+        llm = LLM(odd)
+    assert llm.device == "cpu (not the GPU: head_dim = 32: attention on a GPU takes 64, 96, 128)"
+    assert len(llm.generate([[1, 2]], GREEDY)[0].token_ids) == 24
+    with pytest.warns(RuntimeWarning, match="tree = "):
+        assert LLM(pair.target, pair.draft, tree=(4, 8, 32)).device.startswith("cpu (not the GPU: tree = (4, 8, 32)")
+    with warnings.catch_warnings():  # options that the CPU alone has say what is meant
+        warnings.simplefilter("error")
+        for options in ({"kv_dtype": "float32"}, {"attention_backend": "triton"}):
+            assert LLM(pair.target, **options).device.startswith("cpu (not the GPU: ")
+    with pytest.raises(ConfigError, match="num_pages = 0"):  # wrong on both
+        LLM(pair.target, num_pages=0)
+
+
+def test_what_the_gpu_does_not_hold_runs_on_the_cpu_with_a_warning(pair: Pair, crowded: Callable[[int], None]) -> None:
+    crowded(256 * MIB)
+    before = free_bytes(CUDA)
+    with pytest.raises(DeviceMemoryError) as caught:
+        LLM(pair.target, pair.draft, device="cuda")
+    assert caught.value.need > caught.value.have and "weights of the target" in caught.value.hint
+    with pytest.warns(RuntimeWarning, match="not the GPU: .*weights of the target"):
+        llm = LLM(pair.target, pair.draft)
+    assert re.fullmatch(r"cpu \(not the GPU: \d+ bytes are needed on cuda:0, \d+ are free\)", llm.device)
+    assert len(llm.generate([[1, 2]], GREEDY)[0].token_ids) == 24
+    assert abs(free_bytes(CUDA) - before) <= 4 * MIB, "nothing was allocated"
+
+
+# -- the budget -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [
+    {"max_batch": 8, "tree": (8, 6, 64), "prefill_chunk": 2048, "max_context_len": 500},
+    {"max_batch": 5, "tree": (1, 5, 6), "page_size": 1, "graphs": "off"},
+    {"max_batch": 16, "tree": (4, 3, 16), "page_size": 64},
+    {},
+])  # fmt: skip
+@pytest.mark.parametrize("model", ["tiny", "package"])
+def test_an_engine_at_its_limits_stays_within_its_budget(pair: Pair, model: str, options: dict[str, Any]) -> None:
+    models = (pair.target, pair.draft) if model == "tiny" else (None, None)
+
+    def run() -> tuple[int, Any]:
+        settled()
+        before = free_bytes(CUDA)
+        with LLM(*models, device="cuda", **options) as llm:
+            batch, context = llm.config.max_batch, llm.config.max_context_len
+            assert context is not None
+            for seed in (None, 1):
+                params = SamplingParams(
+                    max_tokens=40, temperature=0.0 if seed is None else 0.8, seed=seed, ignore_eos=True
+                )
+                prompts = [[(3 + i * j) % 200 for j in range(min(context - 60, 440))] for i in range(2 * batch)]
+                llm.generate(prompts, params)
+            torch.cuda.synchronize()
+            free = torch.cuda.mem_get_info(CUDA)[0]
+            return before - free, llm.budget  # what torch keeps without use is the engine's too
+
+    run()  # algorithms are compared, modules are loaded
+    used, budget = run()
+    print(f"{model} {options}: {used / MIB:.1f} MiB used of {budget.bytes / MIB:.1f}\n{budget}")
+    assert 0 < used <= budget.bytes
+
+
+def test_the_pool_by_default_is_a_full_load_or_most_of_what_is_free(pair: Pair, crowded: Callable[[int], None]) -> None:
+    options = {"device": "cuda", "max_batch": 64, "max_context_len": 512}
+    with LLM(pair.target, pair.draft, **options) as llm:
+        full, budget = llm._runner.geometry.pages_for_full_load, llm.budget
+        assert budget is not None and llm.config.num_pages == budget.pages == full
+    half = budget.fixed + full * budget.page_bytes // 2
+    crowded(half)
+    with LLM(pair.target, pair.draft, **options) as llm:
+        budget = llm.budget
+        assert budget is not None and llm.config.num_pages == budget.pages
+        assert abs(budget.have - half) <= 4 * MIB
+        assert budget.pages == int((budget.have - budget.fixed) * 0.9) // budget.page_bytes < full
+        assert len(llm.generate([[1, 2]] * 4, GREEDY)) == 4
+
+
+def test_the_numbers_that_an_error_tells_work(pair: Pair, crowded: Callable[[int], None]) -> None:
+    with pytest.raises(DeviceMemoryError, match=r"num_pages = (\d+) fits, 2000000000 was asked for") as caught:
+        LLM(pair.target, device="cuda", num_pages=2_000_000_000)
+    most = re.search(r"num_pages = (\d+) fits", str(caught.value))
+    assert most is not None
+    crowded(2 << 30)
+    with pytest.raises(DeviceMemoryError, match="would fit") as caught:
+        LLM(pair.target, pair.draft, device="cuda", max_batch=512, tree=(8, 6, 64), max_context_len=512)
+    told = re.search(r"max_batch = (\d+)", caught.value.hint)
+    assert told is not None, caught.value.hint
+    options = {"tree": (8, 6, 64), "max_context_len": 512}
+    with LLM(pair.target, pair.draft, device="cuda", max_batch=int(told[1]), **options) as llm:
+        assert len(llm.generate([[1, 2]] * 4, GREEDY)) == 4
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+def copied(source: Path, to: Path) -> dict[str, torch.Tensor]:
+    to.mkdir()
+    (to / "config.json").write_bytes((source / "config.json").read_bytes())
+    weights: dict[str, torch.Tensor] = {}
+    for file in sorted(source.glob("*.safetensors")):
+        weights |= modelzoo.load_file(file)
+    return weights
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("name", [
+    "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", "model.layers.3.self_attn.k_proj.weight",
+    "model.layers.0.self_attn.v_proj.bias", "model.layers.2.mlp.up_proj.weight",
+])  # fmt: skip
+def test_a_weight_that_is_not_finite_is_refused_by_name(pair: Pair, tmp_path: Path, name: str, value: float) -> None:
+    weights = copied(pair.target, tmp_path / "target")
+    weights[name].view(-1)[-1] = value
+    modelzoo.write_weights(tmp_path / "target", weights, shards=2)
+    settled()
+    before = free_bytes(CUDA)
+    with pytest.raises(ModelFileError, match=f"tensor {re.escape(name)}: 1 of .* are NaN or infinite") as caught:
+        LLM(tmp_path / "target", device="cuda")
+    assert caught.value.tensor == name and caught.value.path.name.startswith("model-0000")
+    del caught
+    settled()
+    assert before - free_bytes(CUDA) <= 4 * MIB
+    assert LLM(tmp_path / "target", device="cpu")
+
+
+def test_a_head_that_is_not_finite_or_not_of_a_gpus_sizes_is_refused(pair: Pair, tmp_path: Path) -> None:
+    weights = copied(pair.draft, tmp_path / "draft")
+    weights["fc.weight"][0, 0] = float("nan")
+    modelzoo.write_weights(tmp_path / "draft", weights)
+    with pytest.raises(ModelFileError, match=r"tensor fc\.weight: 1 of"):
+        LLM(pair.target, tmp_path / "draft", device="cuda")
+    for i, (sizes, words) in enumerate([
+        ({"head_dim": 32}, "the draft head: head_dim = 32"),
+        ({"intermediate_size": 92}, "the draft head: a matrix of 92"),
+    ]):  # fmt: skip
+        odd = modelzoo.write_eagle3(tmp_path / f"odd{i}", pair.target, **{"head_dim": 64, **sizes})
+        settled()
+        before = free_bytes(CUDA)
+        with pytest.raises(ConfigError, match=words):
+            LLM(pair.target, odd, device="cuda")
+        assert before == free_bytes(CUDA), "before anything is loaded"
+
+
+LOAD = """
+import sys, torch
+from specrs import LLM, SamplingParams
+small, large = sys.argv[1:]
+def peak():  # ru_maxrss would begin with that of the process that forked this one
+    [line] = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
+    return int(line.split()[1]) << 10
+def run(model):
+    with LLM(model, device="cuda", max_batch=1, max_context_len=128) as llm:
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
+run(small)
+before = peak()
+run(large)
+print("grew", (peak() - before) >> 20)
+"""
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+def test_the_hosts_peak_is_near_a_tensor_not_the_model(pair: Pair, tmp_path: Path, shards: int) -> None:
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 20, "vocab_size": 16384,
+             "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128}  # fmt: skip
+    modelzoo.write_json(tmp_path / "config.json", modelzoo.target_config(**sizes))
+    shapes = modelzoo.LlamaModel.shapes(modelzoo.ModelConfig.from_directory(tmp_path))
+    weights = {n: torch.full(s, 0.01, dtype=torch.bfloat16) for n, s in shapes.items()}
+    whole = sum(w.nbytes for w in weights.values()) >> 20
+    modelzoo.write_weights(tmp_path, weights, shards)
+    del weights
+    argv = [sys.executable, "-c", LOAD, str(pair.target), str(tmp_path)]
+    ran = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    grew = int(ran.stdout.split()[-1])
+    print(f"{shards} shards of {whole} MiB: the host's peak grew by {grew} MiB")
+    assert whole > 2000 and grew < 600
+
+
+# -- bits -------------------------------------------------------------------------------------------------------------
+
+
+def test_numerics_name_device_library_and_the_class_of_every_weight(pair: Pair) -> None:
+    with LLM(pair.target, pair.draft, device="cuda") as llm, LLM(pair.target, device="cuda", max_batch=2) as other:
+        found = llm.numerics
+        assert json.loads(json.dumps(found)) == found
+        assert other.numerics == {**found, "draft": None}
+    assert found["device"] == torch.cuda.get_device_name(CUDA)
+    assert found["capability"] == "{}.{}".format(*torch.cuda.get_device_capability(CUDA))
+    assert found["cublaslt"] >= 120000 and "cublasLt" in found["cublaslt_path"] and found["driver_cuda"] >= 12000
+    assert found["attention_rule"] >= 1
+    assert (found["activations"], found["logits"], found["kv_dtype"]) == ("bfloat16", "float32", "bfloat16")
+    layers = [f"model.layers.{i}.{name}" for i in range(4)
+              for name in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")]  # fmt: skip
+    assert list(found["weights"]) == [*layers, "lm_head"]
+    known = {w["fingerprint"] for w in json.loads(device.products(CUDA).numerics())["weights"]}
+    for entry in (*found["weights"].values(), *found["draft"].values()):
+        assert entry["split"] >= 1 and entry["fingerprint"] in known

@@ -1,0 +1,89 @@
+"""Which device an engine runs on and why, and what its bits depend on; `test_gpu_load` has what needs a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import modelzoo
+from modelzoo import Pair
+from specrs import LLM, ConfigError, CudaError, DraftMismatchError, SamplingParams, cuda_available
+from specrs.models import Eagle3Config, ModelConfig
+from specrs.models.cuda import unavailable, why_not
+
+no_gpu = pytest.mark.skipif(cuda_available(), reason="a GPU is there")
+
+
+@no_gpu
+def test_without_a_gpu_the_cpu_runs_and_says_why(tiny: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SPECRS_DEVICE", raising=False)
+    why = unavailable()
+    assert why
+    with LLM(tiny.target) as llm:
+        assert llm.device == f"cpu ({why})" and llm.budget is None
+        assert "device='cpu'" in repr(llm)
+    for asked in ("cuda", "cuda:3"):
+        with pytest.raises(CudaError, match=f"device = '{asked}': ") as caught:
+            LLM(tiny.target, device=asked)
+        assert why in str(caught.value)
+
+
+def test_the_device_is_as_asked_by_option_then_environment(tiny: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECRS_DEVICE", "tpu")
+    with LLM(tiny.target, device="cpu") as llm:
+        assert llm.device == "cpu (asked for)"
+    with pytest.raises(ConfigError, match="device = 'tpu': must be 'cpu', 'cuda' or 'cuda:N'"):
+        LLM(tiny.target)
+    monkeypatch.setenv("SPECRS_DEVICE", "cpu")
+    with LLM(tiny.target) as llm:
+        assert llm.device == "cpu (SPECRS_DEVICE = 'cpu')"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [({"head_dim": 32}, "head_dim = 32: attention on a GPU takes 64, 96, 128"),
+     ({"head_dim": 64, "intermediate_size": 100}, "a matrix of 100 rows or columns"),
+     ({"head_dim": 64, "vocab_size": 301}, "a matrix of 301 rows"), ({"head_dim": 64, "hidden_size": 68}, "of 68 rows"),
+     ({"head_dim": 64, "num_attention_heads": 65, "num_key_value_heads": 1}, "65 heads over 1 key heads"),
+     ({"head_dim": 64, "vocab_size": 304}, None)],
+)  # fmt: skip
+def test_targets_and_heads_that_a_gpu_does_not_run(sizes: dict[str, int], words: str | None) -> None:
+    whole = {"vocab_size": 304, **sizes}
+    raw = modelzoo.target_config(**whole)
+    head = {**raw, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "vocab_size": 999,
+            "draft_vocab_size": whole["vocab_size"]}  # fmt: skip
+    for config in (ModelConfig.from_dict(raw), Eagle3Config.from_dict(head)):
+        found = why_not(config)
+        assert (found is None) if words is None else (found is not None and words in found)
+
+
+def test_a_head_that_does_not_fit_is_refused_before_the_targets_weights_are_read(tiny: Pair, tmp_path: Path) -> None:
+    target = modelzoo.write_target(tmp_path / "target", vocab_size=10, eos_token_id=None, bos_token_id=None)
+    head = modelzoo.write_eagle3(tmp_path / "draft", target, draft_vocab_size=8)
+    weights = target / "model.safetensors"
+    weights.write_bytes(b"never looked at")
+    modelzoo.edit_config(head, target_hidden_size=128)
+    with pytest.raises(DraftMismatchError, match="hidden size of features = 128"):
+        LLM(target, head, device="cpu")
+
+
+def test_numerics_of_the_cpu_name_the_dtype_of_every_weight(tiny: Pair) -> None:
+    with LLM(tiny.target, tiny.draft, device="cpu") as llm:
+        found = llm.numerics
+        llm.generate([[1, 2]], SamplingParams(max_tokens=4))
+        assert found == llm.numerics
+    assert json.loads(json.dumps(found)) == found
+    assert found["device"] == "cpu" and found["instructions"] in ("avx512", "avx2", "neon", "scalar")
+    assert (found["activations"], found["logits"], found["kv_dtype"], found["attention"]) == (
+        "float32", "float32", "float32", "native"
+    )  # fmt: skip
+    layers = [f"model.layers.{i}.{name}" for i in range(4)
+              for name in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")]  # fmt: skip
+    assert list(found["weights"]) == [*layers, "lm_head"]
+    assert found["weights"]["model.layers.0.self_attn.qkv_proj"] == {"shape": [256, 64], "dtype": "float32"}
+    assert found["weights"]["lm_head"] == {"shape": [10, 64], "dtype": "float32"}
+    assert {"fc", "midlayer.self_attn.o_proj", "lm_head"} < found["draft"].keys()
+    with LLM(tiny.target, device="cpu", attention_backend="triton") as llm:
+        assert (llm.numerics["attention"], llm.numerics["draft"]) == ("triton", None)
