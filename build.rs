@@ -11,8 +11,10 @@
 //! `specrs::device::available()` says why. `SPECRS_NO_CUDA=1` asks for that; `SPECRS_REQUIRE_CUDA=1` makes it an error. An
 //! `NVCC` that cannot be used, and a kernel that does not compile, are always errors.
 
+use std::collections::BTreeMap;
 use std::env;
 use std::fs;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -278,14 +280,44 @@ fn parse_version(text: &str) -> Option<Version> {
     Some(Version(major.parse().ok()?, minor.parse().ok()?))
 }
 
-/// Compile image `name` for `arch` to PTX, and that to the image; its entry of the table.
+/// A file and all that it includes, by path, with their text.
+fn with_includes(path: PathBuf, out: &Path, found: &mut BTreeMap<PathBuf, String>) -> Result<(), String> {
+    if found.contains_key(&path) {
+        return Ok(());
+    }
+    let text = fs::read_to_string(&path).map_err(|e| format!("cannot read {}: {e}", path.display()))?;
+    let names: Vec<String> =
+        text.lines().filter_map(|l| Some(l.strip_prefix("#include \"")?.split('"').next()?.to_owned())).collect();
+    let beside = path.parent().unwrap_or(Path::new("")).to_owned();
+    found.insert(path, text);
+    for name in names {
+        let own = beside.join(&name);
+        with_includes(if own.is_file() { own } else { out.join(&name) }, out, found)?;
+    }
+    Ok(())
+}
+
+/// Compile image `name` for `arch` to PTX, and that to the image, unless they lie there from the same text, arguments and
+/// compiler; its entry of the table.
 fn compile(nvcc: &Path, name: &str, arch: &str, out: &Path) -> Result<String, Failure> {
     let ptx = &out.join(format!("{name}.compute_{arch}.ptx"));
+    let file = format!("{name}.{arch}.fatbin");
+    let code = CODE.iter().find(|(a, _)| *a == arch).map_or(arch, |(_, code)| *code);
     let root = env::var_os("CARGO_MANIFEST_DIR")
         .ok_or_else(|| "CARGO_MANIFEST_DIR is not set: run through cargo".to_owned())?;
     let variant = VARIANTS.iter().find(|(image, ..)| *image == name);
     let (file_name, macros) = variant.map_or((name, &[][..]), |(_, file_name, macros)| (*file_name, *macros));
     let source = format!("cuda/{file_name}.cu");
+    let mut texts = BTreeMap::new();
+    with_includes(Path::new(&root).join(&source), out, &mut texts)?;
+    let mut hash = DefaultHasher::new();
+    (texts.values().collect::<Vec<_>>(), macros, code, nvcc, include_str!("build.rs")).hash(&mut hash);
+    let key = format!("{:016x}", hash.finish());
+    let stamp = out.join(format!("{name}.{arch}.key"));
+    if fs::read_to_string(&stamp).is_ok_and(|old| old == key) && out.join(&file).is_file() {
+        return Ok(entry(name, arch, &file, ptx_version(ptx)?));
+    }
+    let _ = fs::remove_file(&stamp); // nothing there is whole until the new one stands
     // Relative source path: what the compiler writes about its input does not depend on where the checkout lies.
     let output = Command::new(nvcc)
         .current_dir(&root)
@@ -310,18 +342,13 @@ fn compile(nvcc: &Path, name: &str, arch: &str, out: &Path) -> Result<String, Fa
         }
         return Err(Failure::Broken(said));
     }
-    let text = fs::read_to_string(ptx).map_err(|e| format!("cannot read {}: {e}", ptx.display()))?;
-    let version = text.lines().find_map(|l| l.strip_prefix(".version ")).and_then(parse_version).ok_or_else(|| {
-        format!("{}: no .version line; {} is not an nvcc that writes PTX", ptx.display(), nvcc.display())
-    })?;
+    let version = ptx_version(ptx)?;
     if version > MAX_PTX {
         return Err(Failure::Broken(format!(
             "{} wrote PTX ISA {version} for {source}; driver 580 loads at most {MAX_PTX}\n{ADVICE}",
             nvcc.display()
         )));
     }
-    let file = format!("{name}.{arch}.fatbin");
-    let code = CODE.iter().find(|(a, _)| *a == arch).map_or(arch, |(_, code)| *code);
     let output = Command::new(nvcc)
         .args(["-fatbin", "-O3", "--fatbin-options", "-compress-all"]) // a quarter of the bytes
         .args(["-gencode", &format!("arch=compute_{arch},code={code}"), "-o"])
@@ -337,9 +364,24 @@ fn compile(nvcc: &Path, name: &str, arch: &str, out: &Path) -> Result<String, Fa
             output.status
         )));
     }
-    let (number, exact, Version(major, minor)) = (arch.trim_end_matches('a'), arch.ends_with('a'), version);
-    Ok(format!(
+    fs::write(&stamp, key).map_err(|e| format!("cannot write {}: {e}", stamp.display()))?;
+    Ok(entry(name, arch, &file, version))
+}
+
+/// The version of the PTX ISA that a file is written in.
+fn ptx_version(ptx: &Path) -> Result<Version, String> {
+    let text = fs::read_to_string(ptx).map_err(|e| format!("cannot read {}: {e}", ptx.display()))?;
+    text.lines()
+        .find_map(|l| l.strip_prefix(".version "))
+        .and_then(parse_version)
+        .ok_or_else(|| format!("{}: no .version line: no nvcc that writes PTX made it", ptx.display()))
+}
+
+/// An image's entry of the table.
+fn entry(name: &str, arch: &str, file: &str, Version(major, minor): Version) -> String {
+    let (number, exact) = (arch.trim_end_matches('a'), arch.ends_with('a'));
+    format!(
         "    Image {{ name: {name:?}, arch: {number}, exact: {exact}, isa: ({major}, {minor}), \
          code: &Aligned(*include_bytes!(concat!(env!(\"OUT_DIR\"), \"/{file}\"))) }},\n"
-    ))
+    )
 }
