@@ -39,12 +39,12 @@ const KERNELS: &[(&str, &[&str])] = &[
     ("tree_build", &["80"]),
     ("fingerprint", &["80"]),
     ("table_update", &["80"]),
-    ("attention_bf16_64", &["80"]),
-    ("attention_bf16_96", &["80"]),
-    ("attention_bf16_128", &["80"]),
-    ("attention_f16_64", &["80"]),
-    ("attention_f16_96", &["80"]),
-    ("attention_f16_128", &["80"]),
+    ("attention_bf16_64", &["80", "90a"]),
+    ("attention_bf16_96", &["80", "90a"]),
+    ("attention_bf16_128", &["80", "90a"]),
+    ("attention_f16_64", &["80", "90a"]),
+    ("attention_f16_96", &["80", "90a"]),
+    ("attention_f16_128", &["80", "90a"]),
 ];
 
 /// Images that are one file each under other macros: image, file, macros. The driver compiles an image when it is loaded,

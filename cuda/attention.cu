@@ -31,12 +31,23 @@
 // numbers in the same order.
 //
 // Four warps share a tile. Warp w scores keys 32w..32w+31 of a block and owns a quarter of the output's columns, so that one
-// warp takes all keys of its columns in order. K and V come through a ring of blocks in shared memory, loaded by
-// cp.async in 16-byte pieces; a key that no row reaches is zeros there, never read.
+// warp takes all keys of its columns in order. On Hopper a tile of 64 rows is a warpgroup's: a warp owns 16 rows, scores all
+// keys of a block for them, and keeps their weights in registers; two warpgroups have a tile of 128, for which a third loads.
+// K and V come through a ring of blocks in shared memory, loaded by cp.async in 16-byte pieces; a key that no row reaches is
+// zeros there, never read.
 //
 // build.rs compiles this file once for each element type (SPECRS_ELEMENT) and head_dim (SPECRS_HEAD_DIM).
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define SPECRS_WARPGROUPS 1
+#else
+#define SPECRS_WARPGROUPS 0
+#endif
+
 #include "common.cuh"
 #include "mma.cuh"
+#if SPECRS_WARPGROUPS
+#include "wgmma.cuh"
+#endif
 
 namespace specrs {
 namespace attention {
@@ -45,11 +56,24 @@ constexpr int BLOCK = ATTENTION_BLOCK;
 constexpr int SPLIT = ATTENTION_SPLIT;
 constexpr int TAIL = ATTENTION_TAIL;
 constexpr int GROUP = 16;  // keys of a tensor-core step
-constexpr int WARPS = 4;
+constexpr int WARPS = 4;  // that share a tile of up to 64 rows, or load for one of 128
 constexpr int THREADS = 32 * WARPS;
+constexpr int WIDE_THREADS = 3 * THREADS;  // of a tile of 128 rows
 constexpr int SPLIT_BLOCKS = SPLIT / BLOCK;
+constexpr int MAX_STAGES = 6;  // entries of the ring
 static_assert(BLOCK == 32 * WARPS, "a lane looks up one key of a block, and a warp scores 32");
 static_assert(SPLIT % BLOCK == 0 && BLOCK % GROUP == 0, "splits are whole blocks, blocks whole groups");
+
+// A call in a kernel makes the compiler wait after each of a warpgroup's products; elsewhere it is the smaller code.
+template <bool INLINE>
+__device__ __forceinline__ void fault(const AttentionParams &p, Buffer buffer, int32_t request, int32_t step,
+                                      int64_t index, int64_t bound) {
+    if (INLINE) {
+        write_record_inline(p.record, p.claim, KERNEL_ATTENTION, buffer, request, step, index, bound, PROBE_NONE, -1);
+    } else {
+        record_fault(p.record, p.claim, KERNEL_ATTENTION, buffer, request, step, index, bound);
+    }
+}
 
 __device__ __forceinline__ float none() { return __int_as_float(0xff800000); }  // -inf: the maximum of no keys
 
@@ -58,16 +82,19 @@ struct Request {
     int32_t first;    // first query
     int32_t queries;  // n
     int32_t len;      // L: keys before the queries' own
+    int32_t row;      // of the page table
     bool refused;     // its queries are there, but nothing may be read for them
 };
 
 // Check request `i`. `report` is true in one thread of the grid.
+template <bool INLINE>
 __device__ __forceinline__ Request request_at(const AttentionParams &p, int32_t i, bool report) {
     const int32_t *starts = reinterpret_cast<const int32_t *>(p.starts);
     Request r;
     r.first = __ldg(starts + i);
     const int32_t end = __ldg(starts + i + 1);
     r.len = __ldg(reinterpret_cast<const int32_t *>(p.lens) + i);
+    r.row = p.rows != 0 ? __ldg(reinterpret_cast<const int32_t *>(p.rows) + i) : i;
     r.queries = 0;
     r.refused = false;
     if (r.first == end) {
@@ -95,21 +122,18 @@ __device__ __forceinline__ Request request_at(const AttentionParams &p, int32_t 
             index = r.len < 0 ? static_cast<int64_t>(r.len) : static_cast<int64_t>(r.len) + span - 1;
             bound = p.capacity;
             good = false;
-        } else if (p.rows != 0) {
-            const int32_t row = __ldg(reinterpret_cast<const int32_t *>(p.rows) + i);
-            if (!in_bounds(row, p.table_rows)) {
-                buffer = BUFFER_ATTENTION_TABLE_ROWS;
-                index = row;
-                bound = p.table_rows;
-                good = false;
-            }
+        } else if (!in_bounds(r.row, p.table_rows)) {
+            buffer = BUFFER_ATTENTION_TABLE_ROWS;
+            index = r.row;
+            bound = p.table_rows;
+            good = false;
         }
         r.refused = !good;
     }
     if (good) {
         r.queries = n;
     } else if (report) {
-        record_fault(p.record, p.claim, KERNEL_ATTENTION, buffer, i, -1, index, bound);
+        fault<INLINE>(p, buffer, i, -1, index, bound);
     }
     return r;
 }
@@ -122,6 +146,7 @@ struct Row {
 };
 
 // Query `j` of request `i`. A mask that the rule cannot serve is recorded, and its row attends to nothing.
+template <bool INLINE>
 __device__ __forceinline__ Row row_at(const AttentionParams &p, const Request &r, int32_t i, int32_t j, bool report) {
     Row row = {0, r.len + j, 0};
     if (p.mask != 0) {
@@ -139,8 +164,9 @@ __device__ __forceinline__ Row row_at(const AttentionParams &p, const Request &r
         }
         if (outside || off > TAIL) {
             if (report) {
-                record_fault(p.record, p.claim, KERNEL_ATTENTION, outside ? BUFFER_ATTENTION_MASK_BITS : BUFFER_ATTENTION_MASK_BRANCH, i, j,
-                             outside ? 63 - __clzll(static_cast<long long>(row.bits)) : off, outside ? span : TAIL + 1);
+                fault<INLINE>(p, outside ? BUFFER_ATTENTION_MASK_BITS : BUFFER_ATTENTION_MASK_BRANCH, i, j,
+                              outside ? 63 - __clzll(static_cast<long long>(row.bits)) : off,
+                              outside ? span : TAIL + 1);
             }
             row = Row{0, -1, 0};
             return row;
@@ -187,6 +213,13 @@ __device__ __forceinline__ uint32_t swizzled(int row, int piece) {
     return static_cast<uint32_t>(row * HD * 2 + ((piece ^ key) << 4));
 }
 
+// Where piece `piece` of key `row` lies in an entry of the ring: as above, or in panels of 64 columns.
+template <int HD, bool PANELS>
+__device__ __forceinline__ uint32_t in_entry(int row, int piece) {
+    return PANELS ? static_cast<uint32_t>((piece >> 3) * BLOCK * 128) + swizzled<64>(row, piece & 7)
+                  : swizzled<HD>(row, piece);
+}
+
 // Maximum and row sum of the splits so far.
 struct Folded {
     float m;
@@ -217,6 +250,11 @@ struct Folded {
     }
 };
 
+// A block's part of the row sum: `count` steps of 2^-23 of `unit`.
+__device__ __forceinline__ float row_sum_of(uint32_t count, float unit) {
+    return __fmul_rn(__fmul_rn(__int2float_rn(static_cast<int32_t>(count)), 1.0f / 8388608.0f), unit);
+}
+
 __device__ __forceinline__ float fold(float sum, float u, float part, float w) {
     return __fmaf_rn(part, w, __fmul_rn(sum, u));
 }
@@ -245,6 +283,20 @@ __device__ __forceinline__ void clear_queries(const AttentionParams &p, int64_t 
     }
 }
 
+// Where the launcher lets `merge` begin before `attend` has ended (Hopper's own image): wait for its end and its writes.
+__device__ __forceinline__ void wait_for_attend() {
+#if SPECRS_WARPGROUPS
+    asm volatile("griddepcontrol.wait;\n" ::: "memory");
+#endif
+}
+
+// And where `attend` says that it may.
+__device__ __forceinline__ void let_merge_begin() {
+#if SPECRS_WARPGROUPS
+    asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
+#endif
+}
+
 // What a CTA keeps in shared memory beside the tiles.
 template <int M>
 struct Shared {
@@ -268,25 +320,159 @@ struct Shared {
     int32_t last_max;
     int32_t tail_keys;      // stored keys of the tail's block, up to the last
     int32_t tail_last;      // largest logical position among them
-    int32_t scan[2][WARPS];
+    int32_t scan[2][WIDE_THREADS / 32];
+    unsigned long long full[MAX_STAGES];   // barriers of a ring that one warpgroup fills for two
+    unsigned long long empty[MAX_STAGES];
 };
 
-template <typename T, int HD, int M>
+// What an item is.
+struct Place {
+    int32_t request;
+    int32_t tile;
+    int32_t head;
+    int32_t split;
+    bool with_tail;
+};
+
+template <int M>
+__device__ __forceinline__ Place place_of(const AttentionParams &p, const int32_t *mains, const int32_t *pairs,
+                                          int32_t main_items, bool serial, int32_t item) {
+    Place place;
+    place.with_tail = serial || item >= main_items;
+    const int32_t *table = place.with_tail ? pairs : mains;
+    const int32_t index = place.with_tail && !serial ? item - main_items : item;
+    place.request = search(table, p.requests, index);
+    const int32_t local = index - table[place.request];
+    const int32_t tiles = tiles_of<M>(p, request_at<false>(p, place.request, false));
+    place.tile = tiles - 1 - local % tiles;  // the longest first
+    place.head = local / tiles % p.kv_heads;
+    place.split = local / tiles / p.kv_heads;
+    return place;
+}
+
+// Pages of a block's keys into an entry: those of this warp's 32 keys of which `slot` (pieces from the plane's first) is not
+// NO_SLOT, zeros for the others. Rows of 8 keys repeat the pattern of pieces and banks.
+constexpr uint32_t NO_SLOT = 0xffffffffu;
+
+template <int HD, bool PANELS>
+__device__ __forceinline__ void load_keys(const uint8_t *plane, uint32_t entry, uint32_t slot, int first_key) {
+    constexpr int PIECES = HD / 8;
+    const int lane = threadIdx.x & 31;
+    const uint32_t live = __ballot_sync(~0u, slot != NO_SLOT);
+    const uint32_t own_slot = slot != NO_SLOT ? slot : 0;
+#pragma unroll
+    for (int turn = 0; turn < PIECES * 8 / 32; ++turn) {
+        const int key = (turn * 32 + lane) / PIECES;
+        const int piece = (turn * 32 + lane) % PIECES;
+        const uint8_t *from = plane + piece * 16;
+        const uint32_t to = entry + in_entry<HD, PANELS>(first_key + key, piece);
+        const uint32_t mine = live >> key;
+#pragma unroll
+        for (int eight = 0; eight < 4; ++eight) {
+            const uint32_t at = __shfl_sync(~0u, own_slot, eight * 8 + key);
+            copy_async(to + eight * (8 * (PANELS ? 64 : HD) * 2), from + static_cast<uint64_t>(at) * 16,
+                       (mine & (1u << (eight * 8))) != 0);
+        }
+    }
+}
+
+// The slot of a position whose page is `page`; a page outside the cache is recorded.
+template <bool INLINE>
+__device__ __forceinline__ uint32_t slot_at(const AttentionParams &p, int32_t request, int32_t position, int32_t page) {
+    if (!in_bounds(page, p.pages)) {
+        fault<INLINE>(p, BUFFER_ATTENTION_CACHE_PAGE, request, position >> p.page_shift, page, p.pages);
+        return NO_SLOT;
+    }
+    const int32_t index = (page << p.page_shift) | (position & ((1 << p.page_shift) - 1));
+    return static_cast<uint32_t>(index) * p.slot_pieces;
+}
+
+#if SPECRS_WARPGROUPS
+// The loading warpgroup of a tile of 128 rows: every entry of every item, as the computing ones leave the ring.
+template <int HD, int M>
+__device__ __forceinline__ void load_tiles(const AttentionParams &p, Shared<M> &sh, const int32_t *mains,
+                                           const int32_t *pairs, uint32_t ring_at, int32_t main_items, int32_t items,
+                                           bool serial) {
+    constexpr uint32_t ENTRY = BLOCK * HD * 2;
+    const int thread = threadIdx.x % THREADS;  // of this warpgroup: its key of a block
+    const int warp = thread >> 5;
+    int32_t stage = 0;
+    uint32_t empty_parity = (1u << MAX_STAGES) - 1;  // bit k: of the entry's last use; nothing waits before its first
+    for (int32_t item = blockIdx.x; item < items; item += gridDim.x) {
+        const Place place = place_of<M>(p, mains, pairs, main_items, serial, item);
+        const Request r = request_at<false>(p, place.request, false);
+        const int32_t *table =
+            reinterpret_cast<const int32_t *>(p.table) + static_cast<int64_t>(r.row) * p.table_width;
+        const int32_t block_first = place.with_tail ? 0 : place.split * SPLIT_BLOCKS;
+        const uint64_t head_offset = static_cast<uint64_t>(place.head) * (HD * 2);
+        __syncthreads();  // the item before has left shared memory
+        __syncthreads();  // the lists of this one are there
+        const int32_t cut_max = sh.cut_max;
+        const int32_t tail_first = sh.last_max < 0 ? 0 : sh.cut_min & ~(GROUP - 1);
+        const int32_t all_blocks = (cut_max + BLOCK - 1) / BLOCK;
+        const int32_t block_end =
+            serial ? all_blocks : (place.with_tail ? 0 : min(all_blocks, block_first + SPLIT_BLOCKS));
+        const int32_t plain_blocks = max(0, block_end - block_first);
+        const int32_t blocks = plain_blocks + (place.with_tail ? 1 : 0);
+        auto position_of = [&](int32_t block) {  // of this thread's key, or -1
+            if (block < plain_blocks) {
+                const int32_t position = (block_first + block) * BLOCK + thread;
+                return position < cut_max ? position : -1;
+            }
+            return block < blocks && sh.key_position[thread] >= 0 ? tail_first + thread : -1;
+        };
+        auto page_of = [&](int32_t position) { return position < 0 ? 0 : __ldg(table + (position >> p.page_shift)); };
+        int32_t position = position_of(0);
+        int32_t page = page_of(position);
+        for (int32_t block = 0; block < blocks; ++block) {
+            const int32_t next_position = position_of(block + 1);
+            const int32_t next_page = page_of(next_position);
+            const uint32_t slot = position < 0 ? NO_SLOT : slot_at<true>(p, place.request, position, page);
+#pragma unroll
+            for (int plane = 0; plane < 2; ++plane) {
+                barrier_wait(shared_address(&sh.empty[stage]), empty_parity >> stage & 1);
+                empty_parity ^= 1u << stage;
+                load_keys<HD, true>(reinterpret_cast<const uint8_t *>(plane == 0 ? p.k : p.v) + head_offset,
+                                    ring_at + stage * ENTRY, slot, warp * 32);
+                barrier_arrive_copied(shared_address(&sh.full[stage]));
+                stage = stage + 1 == p.stages ? 0 : stage + 1;
+            }
+            position = next_position;
+            page = next_page;
+        }
+    }
+    copy_wait<0>();
+}
+#endif
+
+// WARPGROUP: a warp owns 16 rows, their scores against all keys of a block and all their columns, and products
+// are Hopper's; weights never leave registers. A tile of 128 rows is WIDE: it belongs to two warpgroups, for which a third
+// loads.
+template <typename T, int HD, int M, bool WARPGROUP>
 __device__ __forceinline__ void attend(const AttentionParams &p) {
-    constexpr int ROW_TILES = M / 16;
-    constexpr int COLUMN_TILES = HD / 32;  // of 8 columns, of a warp's quarter
+    constexpr bool WIDE = M == 128;
+    constexpr int COMPUTING = WIDE ? 2 * THREADS : THREADS;
+    constexpr int ALL = WIDE ? WIDE_THREADS : THREADS;
+    static_assert(!WARPGROUP || (M >= 64 && HD % 64 == 0), "a warpgroup's product has 64 rows, a panel 64 columns");
+    static_assert(WARPGROUP || !WIDE, "mma.sync keeps all rows of a tile in each warp");
+    constexpr int ROW_TILES = WARPGROUP ? 1 : M / 16;
+    constexpr int KEY_TILES = WARPGROUP ? BLOCK / 8 : 4;         // of 8 keys, which a warp scores
+    constexpr int COLUMN_TILES = WARPGROUP ? HD / 8 : HD / 32;  // of 8 columns, which a warp owns
     constexpr int DIM_STEPS = HD / 16;
-    constexpr int PIECES = HD / 8;  // of 16 bytes, in a row of K, V or Q
+    constexpr int PIECES = HD / 8;       // of 16 bytes, in a row of K, V or Q
     constexpr uint32_t ENTRY = BLOCK * HD * 2;
     // What the launcher takes for it.
-    static_assert(sizeof(Shared<M>) <= M * 76 + BLOCK * 8 + M / 16 * 8 + 80, "shared_bytes in kernels/attention.rs");
-    constexpr bool KEEP_Q = M <= 32;  // Q's fragments stay in registers, and its tile becomes P's
+    static_assert(sizeof(Shared<M>) <= M * 76 + BLOCK * 8 + M / 16 * 8 + 240, "shared_bytes in kernels/attention.rs");
+    // Q's fragments stay in registers, and its place becomes another's; else it lies behind the ring.
+    constexpr bool KEEP_Q = (WARPGROUP && !WIDE) || M <= 32;
 
     extern __shared__ __align__(1024) uint8_t shared_memory[];
     uint8_t *const ring = shared_memory;
     uint8_t *const p_tile = ring + p.stages * ENTRY;
-    uint8_t *const q_tile = KEEP_Q ? p_tile : p_tile + M * BLOCK * 2;
-    Shared<M> &sh = *reinterpret_cast<Shared<M> *>(q_tile + M * (KEEP_Q ? BLOCK : HD) * 2);
+    // Q's place: the ring's last entry, which is loaded last; that of the weights; or its own.
+    uint8_t *const q_tile = WARPGROUP ? (WIDE ? p_tile : p_tile - ENTRY) : (KEEP_Q ? p_tile : p_tile + M * BLOCK * 2);
+    constexpr int TILES = WARPGROUP ? (WIDE ? M * HD * 2 : 0) : M * BLOCK * 2 + (KEEP_Q ? 0 : M * HD * 2);
+    Shared<M> &sh = *reinterpret_cast<Shared<M> *>(p_tile + TILES);
     int32_t *const mains = reinterpret_cast<int32_t *>(&sh + 1);
     int32_t *const pairs = mains + p.requests + 1;
     const uint32_t ring_at = shared_address(ring);
@@ -298,18 +484,23 @@ __device__ __forceinline__ void attend(const AttentionParams &p) {
     const int lane = thread & 31;
     const int quad = lane >> 2;  // "g": row of a fragment
     const int pair = lane & 3;   // "t": columns 2t, 2t + 1
+    const int row_first = WARPGROUP ? warp * 16 : 0;
+    const int key_first = WARPGROUP ? 0 : warp * 32;
+    const int column_first = WARPGROUP ? 0 : warp * (HD / 4);
     const float c = __uint_as_float(p.scale_bits);
     const int32_t heads = p.kv_heads * p.group;
+
+    let_merge_begin();
 
     // First item of each request: of splits (mains), and of tiles (pairs).
     int32_t main_items = 0;
     int32_t pair_items = 0;
-    for (int32_t base = 0; base < p.requests; base += THREADS) {
+    for (int32_t base = 0; base < p.requests; base += ALL) {
         const int32_t i = base + thread;
         int32_t a = 0;
         int32_t b = 0;
         if (i < p.requests) {
-            const Request r = request_at(p, i, blockIdx.x == 0);
+            const Request r = request_at<WARPGROUP>(p, i, blockIdx.x == 0);
             b = tiles_of<M>(p, r) * p.kv_heads;
             a = b * splits_of(p, r);
             if (r.refused && blockIdx.x == i % gridDim.x) {
@@ -334,7 +525,7 @@ __device__ __forceinline__ void attend(const AttentionParams &p) {
         int32_t before_a = main_items;
         int32_t before_b = pair_items;
 #pragma unroll
-        for (int w = 0; w < WARPS; ++w) {
+        for (int w = 0; w < ALL / 32; ++w) {
             before_a += w < warp ? sh.scan[0][w] : 0;
             before_b += w < warp ? sh.scan[1][w] : 0;
             main_items += sh.scan[0][w];
@@ -361,29 +552,60 @@ __device__ __forceinline__ void attend(const AttentionParams &p) {
             header[0] = serial ? 1 : 0;
             header[1] = main_items;
         }
-        for (int32_t i = thread; i < p.requests; i += THREADS) {
+        for (int32_t i = thread; i < p.requests; i += ALL) {
             header[2 + i] = mains[i];
             header[2 + p.requests + i] = pairs[i];
         }
     }
     {  // dead lanes behind the last request
         const int32_t end = __ldg(reinterpret_cast<const int32_t *>(p.starts) + p.requests);
-        clear_queries<HD>(p, min(max(end, 0), p.queries), p.queries, blockIdx.x * THREADS + thread,
-                          static_cast<int64_t>(gridDim.x) * THREADS);
+        clear_queries<HD>(p, min(max(end, 0), p.queries), p.queries, blockIdx.x * ALL + thread,
+                          static_cast<int64_t>(gridDim.x) * ALL);
     }
 
     const int32_t items = serial ? pair_items : main_items + pair_items;
+    // What the computing threads share; all of the block where nothing loads for them.
+    auto sync = [&]() {
+        if (WIDE) {
+            asm volatile("bar.sync 1, %0;\n" ::"n"(COMPUTING) : "memory");
+        } else {
+            __syncthreads();
+        }
+    };
+#if SPECRS_WARPGROUPS
+    if constexpr (WIDE) {
+        if (thread == 0) {
+            for (int k = 0; k < MAX_STAGES; ++k) {
+                barrier_init(shared_address(&sh.full[k]), THREADS);
+                barrier_init(shared_address(&sh.empty[k]), COMPUTING / 32);
+            }
+        }
+        __syncthreads();
+        if (thread >= COMPUTING) {
+            fewer_registers<72>();
+            load_tiles<HD, M>(p, sh, mains, pairs, ring_at, main_items, items, serial);
+            return;
+        }
+        more_registers<216>();
+    }
+#endif
+    [[maybe_unused]] uint32_t full_parity = 0;  // bit k: of the entry's next use
+    int32_t read_stage = 0;
     for (int32_t item = blockIdx.x; item < items; item += gridDim.x) {
-        const bool with_tail = serial || item >= main_items;
-        const int32_t index = with_tail && !serial ? item - main_items : item;
-        const int32_t i = search(with_tail ? pairs : mains, p.requests, index);
-        const int32_t local = index - (with_tail ? pairs : mains)[i];
-        const Request r = request_at(p, i, false);
-        const int32_t tiles = tiles_of<M>(p, r);
-        const int32_t tile = tiles - 1 - local % tiles;  // the longest first
-        const int32_t head = local / tiles % p.kv_heads;
-        const int32_t split = local / tiles / p.kv_heads;
+        const Place place = place_of<M>(p, mains, pairs, main_items, serial, item);
+        const bool with_tail = place.with_tail;
+        const int32_t i = place.request;
+        const Request r = request_at<false>(p, i, false);
+        const int32_t tile = place.tile;
+        const int32_t head = place.head;
+        const int32_t split = place.split;
         const int32_t rows = r.queries * p.group - tile * M;  // of this tile; more than M: all
+        const int32_t *table =
+            reinterpret_cast<const int32_t *>(p.table) + static_cast<int64_t>(r.row) * p.table_width;
+        const int32_t block_first = with_tail ? 0 : split * SPLIT_BLOCKS;
+        // Under way while the rows are: pages of the first block, which may turn out to have fewer keys.
+        const int32_t first_column = (block_first * BLOCK + thread) >> p.page_shift;
+        const int32_t first_page = !WIDE && first_column < p.table_width ? __ldg(table + first_column) : 0;
 
         __syncthreads();  // the item before has left shared memory
         if (thread == 0) {
@@ -394,28 +616,30 @@ __device__ __forceinline__ void attend(const AttentionParams &p) {
             sh.tail_keys = 0;
             sh.tail_last = -1;
         }
-        if (thread < ROW_TILES) {
+        if (thread < M / 16) {
             sh.row_tile_first[thread] = 0x7fffffff;
             sh.row_tile_last[thread] = -1;
         }
-        sh.groups_at[thread] = 0;
+        if (thread < BLOCK) {
+            sh.groups_at[thread] = 0;
+        }
         // Q, past the end zeros.
-        for (int at = thread; at < M * PIECES; at += THREADS) {
+        for (int at = thread; at < M * PIECES; at += COMPUTING) {
             const int row = at / PIECES;
             const int piece = at % PIECES;
             const bool live = row < rows;
             const int32_t packed = live ? tile * M + row : 0;
             const uint64_t line =
                 static_cast<uint64_t>(r.first + packed / p.group) * heads + head * p.group + packed % p.group;
-            copy_async(q_at + swizzled<HD>(row, piece),
+            copy_async(q_at + (WIDE ? in_entry<HD, true>(row, piece) : swizzled<HD>(row, piece)),
                        reinterpret_cast<const uint8_t *>(p.q) + line * (HD * 2) + piece * 16, live);
         }
         copy_commit();
-        __syncthreads();
+        sync();
         if (thread < M) {
             Row row = {0, -1, 0};
             if (thread < rows) {
-                row = row_at(p, r, i, (tile * M + thread) / p.group, head == 0);
+                row = row_at<WARPGROUP>(p, r, i, (tile * M + thread) / p.group, head == 0);
             }
             sh.cut[thread] = row.cut;
             sh.last[thread] = row.last;
@@ -430,19 +654,18 @@ __device__ __forceinline__ void attend(const AttentionParams &p) {
                 atomicMax(&sh.row_tile_last[thread >> 4], p.draft_slots != 0 ? 0x7fffffff : row.last);
             }
         }
-        __syncthreads();
+        sync();
         const int32_t cut_min = sh.cut_min;
         const int32_t cut_max = sh.cut_max;
         const int32_t tail_first = sh.last_max < 0 ? 0 : cut_min & ~(GROUP - 1);  // row position of the tail's block
         const int32_t all_blocks = (cut_max + BLOCK - 1) / BLOCK;
-        const int32_t block_first = serial || with_tail ? 0 : split * SPLIT_BLOCKS;
         const int32_t block_end = serial ? all_blocks : (with_tail ? 0 : min(all_blocks, block_first + SPLIT_BLOCKS));
         const int32_t plain_blocks = max(0, block_end - block_first);
         const int32_t blocks = plain_blocks + (with_tail ? 1 : 0);
         if (with_tail) {
             const int32_t position = tail_first + thread;
             int32_t logical = -1;
-            if (sh.last_max >= 0) {
+            if (thread < BLOCK && sh.last_max >= 0) {
                 if (p.mask == 0) {
                     logical = position <= sh.last_max ? position : -1;
                 } else if (position < r.len) {
@@ -458,7 +681,9 @@ __device__ __forceinline__ void attend(const AttentionParams &p) {
                     }
                 }
             }
-            sh.key_position[thread] = logical;
+            if (thread < BLOCK) {
+                sh.key_position[thread] = logical;
+            }
             if (logical >= 0) {
                 atomicMax(&sh.tail_keys, thread + 1);
                 atomicMax(&sh.tail_last, logical);
@@ -466,17 +691,19 @@ __device__ __forceinline__ void attend(const AttentionParams &p) {
                     atomicOr(&sh.groups_at[logical - cut_min], 1u << (thread / GROUP));
                 }
             }
-            __syncthreads();
+            sync();
         }
+#if SPECRS_WARPGROUPS
+        if constexpr (WIDE) {
+            copy_wait<0>();
+            publish_to_products();  // Q
+            __syncthreads();        // the loading threads may read the lists
+        }
+#endif
 
         // K and V of block b are entries 2b and 2b + 1 of a stream through the ring.
-        const int32_t *table = reinterpret_cast<const int32_t *>(p.table);
-        {
-            const int32_t row = p.rows != 0 ? __ldg(reinterpret_cast<const int32_t *>(p.rows) + i) : i;
-            table += static_cast<int64_t>(row) * p.table_width;
-        }
         const uint64_t head_offset = static_cast<uint64_t>(head) * (HD * 2);
-        int32_t slot = -1;            // of this lane's key in the block under way; -1: zeros
+        uint32_t slot = NO_SLOT;      // of this lane's key in the block under way, in pieces from the plane's first
         int32_t ahead_position = -1;  // row position of this lane's key in the block after it, and its page
         int32_t ahead_page = 0;
         auto look_up = [&](int32_t block) {
@@ -485,10 +712,11 @@ __device__ __forceinline__ void attend(const AttentionParams &p) {
                 const int32_t position = (block_first + block) * BLOCK + thread;
                 ahead_position = position < cut_max ? position : -1;
             } else if (block < blocks) {
-                ahead_position = sh.key_position[thread] >= 0 ? tail_first + thread : -1;
+                ahead_position = sh.key_position[thread % BLOCK] >= 0 ? tail_first + thread : -1;
             }
             if (ahead_position >= 0) {
-                ahead_page = __ldg(table + (ahead_position >> p.page_shift));
+                ahead_page = block == 0 && plain_blocks != 0 ? first_page
+                                                             : __ldg(table + (ahead_position >> p.page_shift));
             }
         };
         int32_t issued = 0;
@@ -496,28 +724,12 @@ __device__ __forceinline__ void attend(const AttentionParams &p) {
         auto issue = [&]() {
             if (issued < 2 * blocks) {
                 if ((issued & 1) == 0) {
-                    slot = -1;
-                    if (ahead_position >= 0) {
-                        if (in_bounds(ahead_page, p.pages)) {
-                            slot = (ahead_page << p.page_shift) | (ahead_position & ((1 << p.page_shift) - 1));
-                        } else {
-                            record_fault(p.record, p.claim, KERNEL_ATTENTION, BUFFER_ATTENTION_CACHE_PAGE, i,
-                                         ahead_position >> p.page_shift, ahead_page, p.pages);
-                        }
-                    }
+                    slot = ahead_position < 0 ? NO_SLOT : slot_at<WARPGROUP>(p, i, ahead_position, ahead_page);
                     look_up((issued >> 1) + 1);
                 }
-                const uint8_t *plane = reinterpret_cast<const uint8_t *>((issued & 1) == 0 ? p.k : p.v) + head_offset;
-                const uint32_t entry = ring_at + write_stage * ENTRY;
-#pragma unroll
-                for (int k = 0; k < PIECES; ++k) {
-                    const int at = k * 32 + lane;
-                    const int key = at / PIECES;
-                    const int piece = at % PIECES;
-                    const int32_t from = __shfl_sync(~0u, slot, key);
-                    copy_async(entry + swizzled<HD>(warp * 32 + key, piece),
-                               plane + static_cast<uint64_t>(max(from, 0)) * p.slot_bytes + piece * 16, from >= 0);
-                }
+                load_keys<HD, WARPGROUP>(
+                    reinterpret_cast<const uint8_t *>((issued & 1) == 0 ? p.k : p.v) + head_offset,
+                    ring_at + write_stage * ENTRY, slot, warp * 32);
                 ++issued;
                 write_stage = write_stage + 1 == p.stages ? 0 : write_stage + 1;
             }
@@ -535,20 +747,32 @@ __device__ __forceinline__ void attend(const AttentionParams &p) {
                 case 2:
                     copy_wait<2>();
                     break;
-                default:
+                case 3:
                     copy_wait<3>();
+                    break;
+                case 4:
+                    copy_wait<4>();
+                    break;
+                default:
+                    copy_wait<5>();
                     break;
             }
         };
-        look_up(0);
-        for (int k = 0; k + 1 < p.stages; ++k) {
-            issue();
+        if (!WIDE) {
+            look_up(0);
+#pragma unroll 1
+            for (int k = 0; k + 1 < p.stages; ++k) {
+                issue();
+            }
         }
 
         float o[ROW_TILES][COLUMN_TILES][4];
         float m[ROW_TILES][2];
+        float l[2] = {0.0f, 0.0f};  // where a warp owns its rows; else in `sh`
         uint32_t q[KEEP_Q ? DIM_STEPS : 1][KEEP_Q ? ROW_TILES : 1][4];
         auto start_split = [&]() {
+            l[0] = 0.0f;
+            l[1] = 0.0f;
             if (thread < M) {
                 sh.row_sum[thread] = 0.0f;
             }
@@ -572,43 +796,99 @@ __device__ __forceinline__ void attend(const AttentionParams &p) {
             sh.folded[thread] = Folded{none(), 0.0f};
         }
 
-        int32_t read_stage = 0;
+        // The entry at `read_stage` is there; and every lane of this warp is done with it.
+        auto arrived = [&](int stage) {
+#if SPECRS_WARPGROUPS
+            if constexpr (WIDE) {
+                barrier_wait(shared_address(&sh.full[stage]), full_parity >> stage & 1);
+                full_parity ^= 1u << stage;
+                publish_to_products();
+            }
+#endif
+        };
+        auto done_with = [&](int stage) {
+#if SPECRS_WARPGROUPS
+            if constexpr (WIDE) {
+                __syncwarp();
+                if (lane == 0) {
+                    barrier_arrive(shared_address(&sh.empty[stage]));
+                }
+            }
+#endif
+        };
+        if (!WIDE) {
+            read_stage = 0;
+        }
         for (int32_t block = 0; block < blocks; ++block) {
             const bool tail = block == plain_blocks;
             const int32_t base = tail ? tail_first : (block_first + block) * BLOCK;  // row position of the block's first key
             const int32_t keys = tail ? sh.tail_keys : min(BLOCK, cut_max - base);   // stored keys that some row attends to
+            const int32_t k_stage = read_stage;
             const uint32_t k_at = ring_at + read_stage * ENTRY;
             read_stage = read_stage + 1 == p.stages ? 0 : read_stage + 1;
+            const int32_t v_stage = read_stage;
             const uint32_t v_at = ring_at + read_stage * ENTRY;
             read_stage = read_stage + 1 == p.stages ? 0 : read_stage + 1;
 
-            wait(2);
-            __syncthreads();  // K is there; every warp has left V of the block before, whose place is next
-            issue();
+            if (WIDE) {
+                arrived(k_stage);
+            } else {
+                wait(2);
+#if SPECRS_WARPGROUPS
+                if (WARPGROUP) {
+                    publish_to_products();
+                }
+#endif
+                __syncthreads();  // K is there; every warp has left V of the block before, whose place is next
+                if (!WARPGROUP || block != 0) {
+                    issue();
+                }
+            }
             if (KEEP_Q && block == 0) {
 #pragma unroll
                 for (int d = 0; d < DIM_STEPS; ++d) {
 #pragma unroll
                     for (int rt = 0; rt < ROW_TILES; ++rt) {
                         load_matrices(q[KEEP_Q ? d : 0][KEEP_Q ? rt : 0],
-                                      q_at + swizzled<HD>(rt * 16 + (lane & 15), d * 2 + (lane >> 4)));
+                                      q_at + swizzled<HD>(row_first + rt * 16 + (lane & 15), d * 2 + (lane >> 4)));
                     }
+                }
+                if (WARPGROUP) {
+                    __syncthreads();  // every warp has its part of Q, whose place is next
+                    issue();
                 }
             }
 
-            // Scores of this warp's 32 keys.
-            float s[ROW_TILES][4][4];
+            // Scores of this warp's keys.
+            float s[ROW_TILES][KEY_TILES][4];
 #pragma unroll
             for (int rt = 0; rt < ROW_TILES; ++rt) {
 #pragma unroll
-                for (int kt = 0; kt < 4; ++kt) {
+                for (int kt = 0; kt < KEY_TILES; ++kt) {
 #pragma unroll
                     for (int x = 0; x < 4; ++x) {
                         s[rt][kt][x] = 0.0f;
                     }
                 }
             }
-            if (warp * 32 < keys) {
+#if SPECRS_WARPGROUPS
+            if constexpr (WARPGROUP) {
+                warpgroup_arrive();
+#pragma unroll
+                for (int d = 0; d < DIM_STEPS; ++d) {
+                    const uint32_t step = (d >> 2) * (BLOCK * 128) + (d & 3) * 32;
+                    if constexpr (WIDE) {
+                        Warpgroup<T, BLOCK, 0>::mma(s[0], matrix_descriptor(q_at + (warp >> 2) * (64 * 128) + step, 0),
+                                                    matrix_descriptor(k_at + step, 0));
+                    } else {
+                        Warpgroup<T, BLOCK, 0>::mma(s[0], q[d][0], matrix_descriptor(k_at + step, 0));
+                    }
+                }
+                warpgroup_commit();
+                warpgroup_wait();
+            }
+#endif
+            if (!WARPGROUP && warp * 32 < keys) {
 #pragma unroll(KEEP_Q ? DIM_STEPS : 4)
                 for (int d = 0; d < DIM_STEPS; ++d) {
                     uint32_t b[2][4];
@@ -638,17 +918,17 @@ __device__ __forceinline__ void attend(const AttentionParams &p) {
             // A key that a row does not attend to scores -inf: its weight is exactly 0.
             if (tail) {
 #pragma unroll
-                for (int kt = 0; kt < 4; ++kt) {
+                for (int kt = 0; kt < KEY_TILES; ++kt) {
 #pragma unroll
                     for (int x = 0; x < 2; ++x) {
-                        const int key = warp * 32 + kt * 8 + pair * 2 + x;
+                        const int key = key_first + kt * 8 + pair * 2 + x;
                         const int32_t logical = sh.key_position[key];
                         const int32_t bit = base + key - r.len;
 #pragma unroll
                         for (int rt = 0; rt < ROW_TILES; ++rt) {
 #pragma unroll
                             for (int e = 0; e < 2; ++e) {
-                                const int row = rt * 16 + quad + 8 * e;
+                                const int row = row_first + rt * 16 + quad + 8 * e;
                                 const bool listed = p.mask == 0 ? logical <= sh.last[row]
                                                                 : bit < 0 || ((sh.bits[row] >> (bit & 63)) & 1) != 0;
                                 if (!(listed && sh.last[row] >= 0 && logical >= sh.cut[row])) {
@@ -663,9 +943,9 @@ __device__ __forceinline__ void attend(const AttentionParams &p) {
                 for (int rt = 0; rt < ROW_TILES; ++rt) {
 #pragma unroll
                     for (int e = 0; e < 2; ++e) {
-                        const int32_t left = sh.cut[rt * 16 + quad + 8 * e] - base - warp * 32 - pair * 2;
+                        const int32_t left = sh.cut[row_first + rt * 16 + quad + 8 * e] - base - key_first - pair * 2;
 #pragma unroll
-                        for (int kt = 0; kt < 4; ++kt) {
+                        for (int kt = 0; kt < KEY_TILES; ++kt) {
 #pragma unroll
                             for (int x = 0; x < 2; ++x) {
                                 if (kt * 8 + x >= left) {
@@ -677,28 +957,35 @@ __device__ __forceinline__ void attend(const AttentionParams &p) {
                 }
             }
 
-            // The block's maximum of each row, over the four warps.
+            // The block's maximum of each row; over the four warps where they share it.
+            float tops[ROW_TILES][2];
 #pragma unroll
             for (int rt = 0; rt < ROW_TILES; ++rt) {
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     float top = none();
 #pragma unroll
-                    for (int kt = 0; kt < 4; ++kt) {
+                    for (int kt = 0; kt < KEY_TILES; ++kt) {
                         top = fmaxf(top, fmaxf(s[rt][kt][e * 2], s[rt][kt][e * 2 + 1]));
                     }
                     top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
                     top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-                    if (pair == 0) {
+                    tops[rt][e] = top;
+                    if (!WARPGROUP && pair == 0) {
                         sh.maxima[warp][rt * 16 + quad + 8 * e] = top;
                     }
                 }
             }
-            __syncthreads();  // every warp has left K, whose place is next
-            issue();
+            if (WIDE) {
+                done_with(k_stage);
+            } else {
+                __syncthreads();  // every warp has left K, whose place is next
+                issue();
+            }
 
             float alpha[ROW_TILES][2];
             bool kept = true;
+            uint32_t own[WARPGROUP ? BLOCK / GROUP : 1][4];  // weights, where they stay in registers
 #pragma unroll
             for (int rt = 0; rt < ROW_TILES; ++rt) {
                 float shift[2];  // maximum * c
@@ -707,8 +994,9 @@ __device__ __forceinline__ void attend(const AttentionParams &p) {
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     const int row = rt * 16 + quad + 8 * e;
-                    const float top = fmaxf(fmaxf(sh.maxima[0][row], sh.maxima[1][row]),
-                                            fmaxf(sh.maxima[2][row], sh.maxima[3][row]));
+                    const float top = WARPGROUP ? tops[rt][e]
+                                                : fmaxf(fmaxf(sh.maxima[0][row], sh.maxima[1][row]),
+                                                        fmaxf(sh.maxima[2][row], sh.maxima[3][row]));
                     const float both = fmaxf(m[rt][e], top);
                     const float finite = both == none() ? 0.0f : both;
                     shift[e] = __fmul_rn(finite, c);
@@ -717,14 +1005,14 @@ __device__ __forceinline__ void attend(const AttentionParams &p) {
                     unit[e] = __int_as_float(top == none() ? 0x00800000 : (largest & 0x7f800000) + 0x00800000);
                     m[rt][e] = both;
                     kept = kept && alpha[rt][e] == 1.0f;
-                    if (warp == 0 && pair == 0) {
+                    if (!WARPGROUP && warp == 0 && pair == 0) {
                         sh.alpha[row] = alpha[rt][e];
                         sh.unit[row] = unit[e];
                         sh.top[row] = both;
                     }
                 }
 #pragma unroll
-                for (int kt = 0; kt < 4; ++kt) {
+                for (int kt = 0; kt < KEY_TILES; ++kt) {
 #pragma unroll
                     for (int e = 0; e < 2; ++e) {
                         const float low = exp2_approx(__fmaf_rn(s[rt][kt][e * 2], c, -shift[e]));
@@ -733,15 +1021,23 @@ __device__ __forceinline__ void attend(const AttentionParams &p) {
                         sum[e] += __float_as_uint(__fadd_rn(T::low(weights), unit[e]));
                         sum[e] += __float_as_uint(__fadd_rn(T::high(weights), unit[e]));
                         const int row = rt * 16 + quad + 8 * e;
-                        *reinterpret_cast<uint32_t *>(p_tile + swizzled<BLOCK>(row, warp * 4 + kt) + pair * 4) = weights;
+                        if (WARPGROUP) {
+                            own[WARPGROUP ? kt >> 1 : 0][(kt & 1) * 2 + e] = weights;
+                        } else {
+                            *reinterpret_cast<uint32_t *>(p_tile + swizzled<BLOCK>(row, warp * 4 + kt) + pair * 4) =
+                                weights;
+                        }
                     }
                 }
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
-                    uint32_t part = sum[e] - 8u * __float_as_uint(unit[e]);  // modulo 2^32, in any order
+                    // Modulo 2^32, in any order.
+                    uint32_t part = sum[e] - static_cast<uint32_t>(2 * KEY_TILES) * __float_as_uint(unit[e]);
                     part += __shfl_xor_sync(~0u, part, 1);
                     part += __shfl_xor_sync(~0u, part, 2);
-                    if (pair == 0) {
+                    if (WARPGROUP) {
+                        l[e] = __fmaf_rn(l[e], alpha[rt][e], row_sum_of(part, unit[e]));
+                    } else if (pair == 0) {
                         sh.sums[warp][rt * 16 + quad + 8 * e] = part;
                     }
                 }
@@ -758,13 +1054,21 @@ __device__ __forceinline__ void attend(const AttentionParams &p) {
                     }
                 }
             }
-            wait(1);
-            __syncthreads();  // V and all weights are there
-            if (thread < M) {
-                const int32_t sum = static_cast<int32_t>(sh.sums[0][thread] + sh.sums[1][thread] + sh.sums[2][thread] +
-                                                         sh.sums[3][thread]);
-                const float part = __fmul_rn(__fmul_rn(__int2float_rn(sum), 1.0f / 8388608.0f), sh.unit[thread]);
-                sh.row_sum[thread] = __fmaf_rn(sh.row_sum[thread], sh.alpha[thread], part);
+            if (WIDE) {
+                arrived(v_stage);
+            } else {
+                wait(1);
+#if SPECRS_WARPGROUPS
+                if (WARPGROUP) {
+                    publish_to_products();
+                }
+#endif
+                __syncthreads();  // V and all weights are there
+            }
+            if (!WARPGROUP && thread < M) {
+                const uint32_t sum = sh.sums[0][thread] + sh.sums[1][thread] + sh.sums[2][thread] + sh.sums[3][thread];
+                sh.row_sum[thread] =
+                    __fmaf_rn(sh.row_sum[thread], sh.alpha[thread], row_sum_of(sum, sh.unit[thread]));
             }
 
             // Weights times V: this warp's columns, keys in groups of 16.
@@ -773,21 +1077,38 @@ __device__ __forceinline__ void attend(const AttentionParams &p) {
 #pragma unroll
                 for (int ct = 0; ct + 1 < COLUMN_TILES; ct += 2) {
                     uint32_t d[4];
-                    load_matrices_transposed(d, v_at + swizzled<HD>(row, warp * COLUMN_TILES + ct + (lane >> 4)));
+                    load_matrices_transposed(
+                        d, v_at + in_entry<HD, WARPGROUP>(row, column_first / 8 + ct + (lane >> 4)));
                     b[ct][0] = d[0];
                     b[ct][1] = d[1];
                     b[ct + 1][0] = d[2];
                     b[ct + 1][1] = d[3];
                 }
                 if (COLUMN_TILES % 2 != 0) {
-                    load_two_matrices_transposed(b[COLUMN_TILES - 1],
-                                                 v_at + swizzled<HD>(row, warp * COLUMN_TILES + COLUMN_TILES - 1));
+                    load_two_matrices_transposed(
+                        b[COLUMN_TILES - 1], v_at + in_entry<HD, WARPGROUP>(row, column_first / 8 + COLUMN_TILES - 1));
                 }
             };
             auto weights_of = [&](int rt, int group, uint32_t (&a)[4]) {
                 load_matrices(a, p_at + swizzled<BLOCK>(rt * 16 + (lane & 15), group * 2 + (lane >> 4)));
             };
-            if (!tail) {
+#if SPECRS_WARPGROUPS
+            if constexpr (WARPGROUP) {
+                if (!tail) {
+                    warpgroup_arrive();
+#pragma unroll
+                    for (int group = 0; group < BLOCK / GROUP; ++group) {  // behind the last key zeros times zeros
+                        Warpgroup<T, HD, 1>::mma(o[0], own[group],
+                                                 matrix_descriptor(v_at + group * (GROUP * 128), BLOCK * 128));
+                    }
+                    warpgroup_commit();
+                    warpgroup_wait();
+                }
+            }
+#endif
+            if (WARPGROUP && !tail) {
+                // done
+            } else if (!tail) {
 #pragma unroll 4
                 for (int group = 0; group < BLOCK / GROUP; ++group) {
                     if (group * GROUP < keys) {
@@ -808,9 +1129,8 @@ __device__ __forceinline__ void attend(const AttentionParams &p) {
                 // One logical position in a step.
                 const int32_t positions = sh.tail_last < cut_min ? 0 : min(sh.tail_last - cut_min + 1, BLOCK);
                 for (int32_t x = 0; x < positions; ++x) {
-                    for (uint32_t left = sh.groups_at[x]; left != 0; left &= left - 1) {
-                        const int group = __ffs(static_cast<int>(left)) - 1;
-                        const int32_t logical = cut_min + x;
+                    const int32_t logical = cut_min + x;
+                    auto step = [&](int group, auto weights) {
                         const int32_t *at = sh.key_position + group * GROUP + pair * 2;
                         const uint32_t low = (at[0] == logical ? 0xffffu : 0u) | (at[1] == logical ? 0xffff0000u : 0u);
                         const uint32_t high = (at[8] == logical ? 0xffffu : 0u) | (at[9] == logical ? 0xffff0000u : 0u);
@@ -818,11 +1138,12 @@ __device__ __forceinline__ void attend(const AttentionParams &p) {
                         values(group, b);
 #pragma unroll
                         for (int rt = 0; rt < ROW_TILES; ++rt) {
-                            if (logical < sh.row_tile_first[rt] || logical > sh.row_tile_last[rt]) {
+                            const int row_tile = WARPGROUP ? warp : rt;
+                            if (logical < sh.row_tile_first[row_tile] || logical > sh.row_tile_last[row_tile]) {
                                 continue;  // all weights are 0
                             }
                             uint32_t a[4];
-                            weights_of(rt, group, a);
+                            weights(rt, group, a);
                             a[0] &= low;
                             a[1] &= low;
                             a[2] &= high;
@@ -832,28 +1153,59 @@ __device__ __forceinline__ void attend(const AttentionParams &p) {
                                 T::mma(o[rt][ct], a, b[ct][0], b[ct][1]);
                             }
                         }
+                    };
+                    const uint32_t groups = sh.groups_at[x];
+                    if (WARPGROUP) {
+#pragma unroll
+                        for (int group = 0; group < BLOCK / GROUP; ++group) {
+                            if ((groups >> group & 1) != 0) {
+                                step(group, [&](int, int, uint32_t (&a)[4]) {
+#pragma unroll
+                                    for (int y = 0; y < 4; ++y) {
+                                        a[y] = own[WARPGROUP ? group : 0][y];
+                                    }
+                                });
+                            }
+                        }
+                    } else {
+                        for (uint32_t left = groups; left != 0; left &= left - 1) {
+                            step(__ffs(static_cast<int>(left)) - 1, weights_of);
+                        }
                     }
                 }
             }
 
+            if (WIDE) {
+                done_with(v_stage);
+            }
             const int32_t absolute = block_first + block;
             if (!tail && block + 1 != plain_blocks && (absolute + 1) % SPLIT_BLOCKS != 0) {
                 continue;
             }
             // The end of a split: to the workspace, into the sums so far, or, after the last, out.
-            __syncthreads();  // row_sum
+            if (WIDE) {
+                sync();  // no barrier holds the warps together from one split's end to the next
+            }
+            if (WARPGROUP && pair == 0) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    sh.top[row_first + quad + 8 * e] = m[0][e];
+                    sh.row_sum[row_first + quad + 8 * e] = l[e];
+                }
+            }
+            sync();  // row_sum
             const int64_t at_slot = static_cast<int64_t>(serial ? blockIdx.x : item) * p.slot_rows;
-            float *const slot_sums = reinterpret_cast<float *>(p.partials) + at_slot * HD + warp * (HD / 4) + pair * 2;
+            float *const slot_sums = reinterpret_cast<float *>(p.partials) + at_slot * HD + column_first + pair * 2;
             if (!serial) {
 #pragma unroll
                 for (int rt = 0; rt < ROW_TILES; ++rt) {
 #pragma unroll
                     for (int e = 0; e < 2; ++e) {
-                        const int row = rt * 16 + quad + 8 * e;
+                        const int row = row_first + rt * 16 + quad + 8 * e;
                         if (row >= rows || !(tail || sh.cut[row] > split * SPLIT)) {
                             continue;
                         }
-                        if (warp == 0 && pair == 0) {
+                        if ((WARPGROUP || warp == 0) && pair == 0) {
                             reinterpret_cast<float2 *>(p.states)[at_slot + row] = make_float2(m[rt][e], sh.row_sum[row]);
                         }
 #pragma unroll
@@ -870,7 +1222,7 @@ __device__ __forceinline__ void attend(const AttentionParams &p) {
                 for (int rt = 0; rt < ROW_TILES; ++rt) {
 #pragma unroll
                     for (int e = 0; e < 2; ++e) {
-                        const int row = rt * 16 + quad + 8 * e;
+                        const int row = row_first + rt * 16 + quad + 8 * e;
                         const bool before = row < rows && sh.folded[row].m != none();
 #pragma unroll
                         for (int ct = 0; ct < COLUMN_TILES; ++ct) {
@@ -883,7 +1235,7 @@ __device__ __forceinline__ void attend(const AttentionParams &p) {
                 for (int rt = 0; rt < ROW_TILES; ++rt) {
 #pragma unroll
                     for (int e = 0; e < 2; ++e) {
-                        const int row = rt * 16 + quad + 8 * e;
+                        const int row = row_first + rt * 16 + quad + 8 * e;
                         if (row >= rows) {
                             continue;
                         }
@@ -911,7 +1263,7 @@ __device__ __forceinline__ void attend(const AttentionParams &p) {
                                 sum.y = reached ? fold(old[rt][e][ct].y, u, sum.y, w) : old[rt][e][ct].y;
                             }
                             if (tail) {
-                                store_pair<T>(p, line * HD + warp * (HD / 4) + ct * 8 + pair * 2, normalised(sum.x, f),
+                                store_pair<T>(p, line * HD + column_first + ct * 8 + pair * 2, normalised(sum.x, f),
                                               normalised(sum.y, f));
                             } else if (reached) {
                                 *reinterpret_cast<float2 *>(slot_sums + row * HD + ct * 8) = sum;
@@ -920,7 +1272,7 @@ __device__ __forceinline__ void attend(const AttentionParams &p) {
                     }
                 }
             }
-            __syncthreads();  // every warp has read the state of the splits before
+            sync();  // every warp has read the state of the splits before
             if (thread < M) {
                 sh.folded[thread].join(sh.top[thread], sh.row_sum[thread], c);
             }
@@ -930,13 +1282,12 @@ __device__ __forceinline__ void attend(const AttentionParams &p) {
     }
 }
 
-// Fold the slots of each row: splits in index order, then the tail. One warp a row.
+// Fold the slots of each row: splits in index order, then the tail. One warp a row. What it reads before it waits was
+// written before `attend` began.
 template <typename T, int HD>
 __device__ __forceinline__ void merge(const AttentionParams &p) {
     const int32_t *header = reinterpret_cast<const int32_t *>(p.schedule);
-    if (__ldg(header) != 0) {
-        return;  // serial: the sums were folded on the way
-    }
+    bool waited = false;
     const int lane = threadIdx.x & 31;
     const int32_t heads = p.kv_heads * p.group;
     const int64_t per_request = static_cast<int64_t>(p.max_queries) * heads;
@@ -948,7 +1299,7 @@ __device__ __forceinline__ void merge(const AttentionParams &p) {
         const int32_t i = static_cast<int32_t>(at / per_request);
         const int32_t rest = static_cast<int32_t>(at % per_request);
         const int32_t j = rest / heads;
-        const Request r = request_at(p, i, false);
+        const Request r = request_at<false>(p, i, false);
         if (j >= r.queries) {
             continue;
         }
@@ -957,10 +1308,18 @@ __device__ __forceinline__ void merge(const AttentionParams &p) {
         const int32_t packed = j * p.group + query_head % p.group;
         const int32_t tiles = (r.queries * p.group + p.tile_rows - 1) / p.tile_rows;
         const int32_t place = head * tiles + tiles - 1 - packed / p.tile_rows;  // as `attend` numbers items
-        const Row row = row_at(p, r, i, j, false);
+        const Row row = row_at<false>(p, r, i, j, false);
         const int32_t splits = (row.cut + SPLIT - 1) / SPLIT;
-        const int32_t first = __ldg(header + 2 + i) + place;
-        const int32_t tail = __ldg(header + 1) + __ldg(header + 2 + p.requests + i) + place;
+        // What `attend` wrote is read past L1, and not before the wait: no load for constants may be used.
+        if (!waited) {
+            wait_for_attend();
+            waited = true;
+            if (__ldcg(header) != 0) {
+                return;  // serial: the sums were folded on the way
+            }
+        }
+        const int32_t first = __ldcg(header + 2 + i) + place;
+        const int32_t tail = __ldcg(header + 1) + __ldcg(header + 2 + p.requests + i) + place;
         Folded f = {none(), 0.0f};
         float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         constexpr int AHEAD = 4;
@@ -972,9 +1331,9 @@ __device__ __forceinline__ void merge(const AttentionParams &p) {
                 if (split + k <= splits) {
                     const int32_t slot = split + k == splits ? tail : first + (split + k) * p.kv_heads * tiles;
                     const int64_t line = static_cast<int64_t>(slot) * p.slot_rows + packed % p.tile_rows;
-                    state[k] = __ldg(states + line);
+                    state[k] = __ldcg(states + line);
                     if (lane < HD / 4) {
-                        part[k] = __ldg(partials + line * (HD / 4) + lane);
+                        part[k] = __ldcg(partials + line * (HD / 4) + lane);
                     }
                 }
             }
@@ -1004,24 +1363,34 @@ __device__ __forceinline__ void merge(const AttentionParams &p) {
             store_pair<T>(p, element + 2, normalised(sum.z, f), normalised(sum.w, f));
         }
     }
+    if (!waited) {
+        wait_for_attend();  // what follows `merge` in the stream waits for it alone
+    }
 }
 
 }  // namespace attention
 }  // namespace specrs
 
-// Three heights of a tile: a request's rows (queries times group) choose among them, and no bit depends on it.
+// Heights of a tile: a request's rows (queries times group) choose among them, and no bit depends on it.
 extern "C" __global__ void __launch_bounds__(specrs::attention::THREADS, 2)
     attention_16(const __grid_constant__ specrs::AttentionParams p) {
-    specrs::attention::attend<specrs::SPECRS_ELEMENT, SPECRS_HEAD_DIM, 16>(p);
+    specrs::attention::attend<specrs::SPECRS_ELEMENT, SPECRS_HEAD_DIM, 16, false>(p);
 }
 extern "C" __global__ void __launch_bounds__(specrs::attention::THREADS, 2)
     attention_32(const __grid_constant__ specrs::AttentionParams p) {
-    specrs::attention::attend<specrs::SPECRS_ELEMENT, SPECRS_HEAD_DIM, 32>(p);
+    specrs::attention::attend<specrs::SPECRS_ELEMENT, SPECRS_HEAD_DIM, 32, false>(p);
 }
 extern "C" __global__ void __launch_bounds__(specrs::attention::THREADS, 2)
     attention_64(const __grid_constant__ specrs::AttentionParams p) {
-    specrs::attention::attend<specrs::SPECRS_ELEMENT, SPECRS_HEAD_DIM, 64>(p);
+    specrs::attention::attend<specrs::SPECRS_ELEMENT, SPECRS_HEAD_DIM, 64,
+                              SPECRS_WARPGROUPS != 0 && SPECRS_HEAD_DIM % 64 == 0>(p);
 }
+#if SPECRS_WARPGROUPS && SPECRS_HEAD_DIM % 64 == 0
+extern "C" __global__ void __launch_bounds__(specrs::attention::WIDE_THREADS, 1)
+    attention_128(const __grid_constant__ specrs::AttentionParams p) {
+    specrs::attention::attend<specrs::SPECRS_ELEMENT, SPECRS_HEAD_DIM, 128, true>(p);
+}
+#endif
 extern "C" __global__ void __launch_bounds__(specrs::attention::THREADS)
     attention_merge(const __grid_constant__ specrs::AttentionParams p) {
     specrs::attention::merge<specrs::SPECRS_ELEMENT, SPECRS_HEAD_DIM>(p);

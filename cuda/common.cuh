@@ -18,10 +18,10 @@ __device__ __forceinline__ bool in_bounds(int32_t index, int32_t bound) {
     return static_cast<uint32_t>(index) < static_cast<uint32_t>(bound);
 }
 
-// Out of line: it runs only on a fault, and the kernel's registers are for the other path.
-static __device__ __noinline__ void write_record(uint64_t record_address, uint64_t claim_address, Kernel kernel,
-                                                 Buffer buffer, int32_t request, int32_t step, int64_t index,
-                                                 int64_t bound, Probe probe, int32_t position) {
+static __device__ __forceinline__ void write_record_inline(uint64_t record_address, uint64_t claim_address,
+                                                           Kernel kernel, Buffer buffer, int32_t request,
+                                                           int32_t step, int64_t index, int64_t bound, Probe probe,
+                                                           int32_t position) {
     volatile FaultRecord *record = reinterpret_cast<volatile FaultRecord *>(record_address);
     unsigned int *claim = reinterpret_cast<unsigned int *>(claim_address);
     const unsigned int epoch = record->epoch;
@@ -38,6 +38,13 @@ static __device__ __noinline__ void write_record(uint64_t record_address, uint64
     record->position = position;
     __threadfence_system();  // the host must not see `ready` before the fields
     record->ready = epoch;
+}
+
+// Out of line: it runs only on a fault, and the kernel's registers are for the other path.
+static __device__ __noinline__ void write_record(uint64_t record_address, uint64_t claim_address, Kernel kernel,
+                                                 Buffer buffer, int32_t request, int32_t step, int64_t index,
+                                                 int64_t bound, Probe probe, int32_t position) {
+    write_record_inline(record_address, claim_address, kernel, buffer, request, step, index, bound, probe, position);
 }
 
 // An access that was left out.

@@ -267,6 +267,43 @@ impl Function {
         named("cuFuncSetAttribute", unsafe { result::function::set_function_attribute(self.0, SHARED, bytes as i32) })
     }
 
+    /// [`launch`](Self::launch), which may begin before the work in front of it on the stream has ended: the kernel itself
+    /// waits for that (`griddepcontrol.wait`, compute capability 9.0) before it touches anything that it makes.
+    ///
+    /// # Safety
+    /// As there; every thread block of the kernel waits so, and the work in front began after all before it had ended.
+    pub(super) unsafe fn launch_early<P: Copy>(
+        self,
+        blocks: u32,
+        block: u32,
+        stream: Stream,
+        params: &P,
+    ) -> Result<()> {
+        use sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION as EARLY;
+        let mut attribute = sys::CUlaunchAttribute {
+            id: EARLY,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        };
+        let config = sys::CUlaunchConfig {
+            gridDimX: blocks,
+            gridDimY: 1,
+            gridDimZ: 1,
+            blockDimX: block,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: 0,
+            hStream: stream.handle,
+            attrs: &raw mut attribute,
+            numAttrs: 1,
+        };
+        let mut arguments = [std::ptr::from_ref(params).cast_mut().cast::<c_void>()];
+        // SAFETY: the driver copies configuration and parameters during the call; the rest is the caller's promise.
+        named("cuLaunchKernelEx", unsafe {
+            sys::cuLaunchKernelEx(&raw const config, self.0, arguments.as_mut_ptr(), std::ptr::null_mut()).result()
+        })
+    }
+
     /// [`launch`](Self::launch) with `shared` bytes of dynamic shared memory for each block.
     ///
     /// # Safety

@@ -31,6 +31,7 @@ pub(super) const CALLS: &[&str] = &[
     "cuModuleUnload",
     "cuFuncSetAttribute",
     "cuLaunchKernel",
+    "cuLaunchKernelEx",
     "cuMemHostAlloc",
     "cuMemHostGetDevicePointer_v2",
     "cuMemFreeHost",

@@ -285,8 +285,6 @@ declare! {
             record: u64,
             /// `uint32` in device memory: the last epoch whose record was claimed.
             claim: u64,
-            /// Bytes of a slot of one plane.
-            slot_bytes: u64,
             /// Requests, at most `MAX_ATTENTION_REQUESTS`.
             requests: i32,
             /// Capacity of `q` and `out`, in queries.
@@ -323,6 +321,10 @@ declare! {
             stages: i32,
             /// Bits of the `f32` factor from a score to an exponent of 2.
             scale_bits: u32,
+            /// Pieces of 16 bytes of a slot of one plane; a plane's all are fewer than `u32::MAX`.
+            slot_pieces: u32,
+            /// Zero; keeps the size a multiple of 8.
+            reserved: u32,
         }
 
         /// Parameters of `gather_rows` in `cuda/rows.cu`, passed by value.

@@ -14,14 +14,20 @@ use crate::device::params::{ATTENTION_BLOCK, ATTENTION_SPLIT, AttentionParams};
 use crate::device::view::{DeviceSlice, device_mismatch};
 use crate::error::{Error, Result, in_range};
 
-/// Threads of a block; `THREADS` of the kernel.
+/// Threads that share a tile, or load for others; `THREADS` of the kernel.
 const THREADS: u32 = 128;
-/// Blocks of `attend` that share a multiprocessor; `__launch_bounds__` leaves registers for two.
+/// Blocks of `attend` that share a multiprocessor; `__launch_bounds__` leaves registers for two, but for tiles of
+/// [`WIDE_ROWS`].
 const RESIDENT: u32 = 2;
+/// Entries of the ring that the kernel can count.
+const MAX_STAGES: u32 = 6;
 /// Shared memory that the driver keeps of each block.
 const RESERVED_SHARED: u32 = 1024;
-/// Heights of a tile, for which there are kernels.
+/// Heights of a tile, for which there are kernels in every image.
 const TILE_ROWS: [u32; 3] = [16, 32, 64];
+/// And one that only Hopper's own image has, for head_dims that are whole panels of 64: two warpgroups share the keys that a
+/// third loads.
+const WIDE_ROWS: u32 = 128;
 /// Blocks of `merge` for each multiprocessor, at most.
 const MERGE_RESIDENT: u32 = 16;
 /// Tiles for each block of the grid, up to which the workspace holds every split of each. Beyond, tiles fill the GPU.
@@ -71,7 +77,7 @@ pub struct AttentionCall {
 /// How a launch is cut: a function of capacities and of the GPU alone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Tiling {
-    /// Rows of a tile: 16, 32 or 64.
+    /// Rows of a tile: one of [`TILE_ROWS`], or [`WIDE_ROWS`].
     rows: u32,
     /// Rows of a slot: no more than a request has.
     slot_rows: u32,
@@ -97,6 +103,20 @@ struct Gpu {
     multiprocessors: u32,
     /// Shared memory of a block, and of a multiprocessor.
     shared: (u32, u32),
+    /// Whether the images are Hopper's own: the highest tiles by a warpgroup's products, an early merge.
+    warpgroups: bool,
+}
+
+impl Gpu {
+    /// Whether there are tiles of [`WIDE_ROWS`].
+    fn wide(self, head_dim: u32) -> bool {
+        self.warpgroups && head_dim.is_multiple_of(64)
+    }
+}
+
+/// Threads of a block of `attend` for tiles of `rows`.
+fn threads_of(rows: u32) -> u32 {
+    if rows == WIDE_ROWS { 3 * THREADS } else { THREADS } // two warpgroups compute, one loads
 }
 
 /// Kernels of one element type and head_dim.
@@ -104,6 +124,8 @@ struct Gpu {
 struct Image {
     /// By [`TILE_ROWS`].
     attend: [Function; 3],
+    /// For [`WIDE_ROWS`], where there is one.
+    wide: Option<Function>,
     merge: Function,
     _module: Module,
 }
@@ -121,7 +143,9 @@ pub struct Attention {
 impl Attention {
     /// For `context`, which is current.
     pub(super) fn new(context: Arc<Context>) -> Result<Self> {
-        let gpu = Gpu { multiprocessors: context.multiprocessors(), shared: context.shared_memory()? };
+        // All images of attention are compiled for the same architectures.
+        let warpgroups = images::select("attention_bf16_128", context.capability()).is_ok_and(|image| image.exact);
+        let gpu = Gpu { multiprocessors: context.multiprocessors(), shared: context.shared_memory()?, warpgroups };
         Ok(Self { images: Default::default(), loading: Mutex::new(()), gpu, context })
     }
 
@@ -226,6 +250,15 @@ impl Attention {
             });
         }
         let slots = slots.min(i32::MAX as u64); // more than there can be items
+        let slot_pieces = size.kv_heads * size.head_dim / 8; // of 16 bytes; both factors are below 2^16
+        if u64::from(slot_pieces) * cache.num_slots() as u64 >= u32::MAX.into() {
+            return Err(Error::Overflow {
+                what: "pieces of 16 bytes of a cache's plane",
+                expr: format!("{} slots * {slot_pieces}", cache.num_slots()),
+                ty: "uint32",
+                limit: u32::MAX.into(),
+            });
+        }
         let (record, claim) = context.fault_addresses(stream)?;
         let partials = call.workspace.address() + tiling.header;
         let (k, v) = cache.addresses();
@@ -246,7 +279,6 @@ impl Attention {
             states: partials + slots * u64::from(tiling.slot_rows * size.head_dim) * 4,
             record,
             claim,
-            slot_bytes: u64::from(size.kv_heads * size.head_dim) * 2,
             requests: size.requests as i32,
             queries: queries as i32,
             max_queries: size.max_queries as i32,
@@ -265,10 +297,12 @@ impl Attention {
             tile_rows: tiling.rows as i32,
             stages: tiling.stages as i32,
             scale_bits: scale.to_bits(),
+            slot_pieces,
+            reserved: 0,
         };
         let image = self.image(cache.element(), cache.head_dim())?;
-        let attend = TILE_ROWS.iter().zip(image.attend).find(|(rows, _)| **rows == tiling.rows);
-        let Some((_, attend)) = attend else {
+        let attend = TILE_ROWS.into_iter().zip(image.attend).find(|(rows, _)| *rows == tiling.rows).map(|(_, f)| f);
+        let Some(attend) = attend.or(image.wide.filter(|_| tiling.rows == WIDE_ROWS)) else {
             return Err(Error::Invalid {
                 what: "rows of a tile",
                 got: tiling.rows.to_string(),
@@ -279,9 +313,17 @@ impl Attention {
         // SAFETY: the module is loaded for the process and its context is current. Addresses and capacities come from views,
         // whose constructors' callers promised them; `slots` slots lie within the workspace. The fault record lives as
         // long as the process.
-        unsafe { attend.launch_with_shared((tiling.grid, 1, 1), THREADS, tiling.shared, stream, &params)? };
-        // SAFETY: as above.
-        unsafe { image.merge.launch((tiling.merge_grid, 1, 1), THREADS, stream, &params) }
+        unsafe {
+            attend.launch_with_shared((tiling.grid, 1, 1), threads_of(tiling.rows), tiling.shared, stream, &params)?
+        };
+        if self.gpu.warpgroups {
+            // SAFETY: as above. Hopper's image of `merge` waits in every block; `attend` was launched without this, so
+            // that it began after all before it had ended.
+            unsafe { image.merge.launch_early(tiling.merge_grid, THREADS, stream, &params) }
+        } else {
+            // SAFETY: as above.
+            unsafe { image.merge.launch((tiling.merge_grid, 1, 1), THREADS, stream, &params) }
+        }
     }
 
     fn image(&self, element: HalfType, head_dim: u32) -> Result<&Image> {
@@ -313,23 +355,30 @@ impl Attention {
         let module = Module::load(images::select(name, self.context.capability())?)?;
         let attend =
             [module.function("attention_16")?, module.function("attention_32")?, module.function("attention_64")?];
-        for function in attend {
+        let wide = if self.gpu.wide(head_dim) { Some(module.function("attention_128")?) } else { None };
+        for function in attend.into_iter().chain(wide) {
             function.allow_shared(self.gpu.shared.0)?;
         }
-        let image = Image { attend, merge: module.function("attention_merge")?, _module: module };
+        let image = Image { attend, wide, merge: module.function("attention_merge")?, _module: module };
         Ok(cell.get_or_init(|| image))
     }
 }
 
 /// Bytes of shared memory of a block of `attend`: the ring, the weights' tile, the queries' where it does not share that, and
 /// the lists.
-fn shared_bytes(rows: u32, stages: u32, head_dim: u32, requests: u32) -> u32 {
+fn shared_bytes(rows: u32, stages: u32, head_dim: u32, requests: u32, warpgroups: bool) -> u32 {
     let block = ATTENTION_BLOCK as u32;
     let ring = stages * block * head_dim * 2;
-    let tiles = rows * block * 2 + if rows > 32 { rows * head_dim * 2 } else { 0 };
+    // A warpgroup keeps weights in registers; the queries of one begin in the ring, those of two lie behind it.
+    let tiles = match rows {
+        WIDE_ROWS => rows * head_dim * 2,
+        64 if warpgroups && head_dim.is_multiple_of(64) => 0,
+        64 => rows * block * 2 + rows * head_dim * 2,
+        _ => rows * block * 2,
+    };
     // `Shared` of the kernel: 76 bytes a row (16 of bits, cut and last, 32 of four warps' maxima and sums, 28 of the row's
-    // state), 8 a key of a block, 8 for each 16 rows, at most 80 besides.
-    let lists = rows * 76 + block * 8 + rows / 16 * 8 + 80;
+    // state), 8 a key of a block, 8 for each 16 rows, at most 240 besides.
+    let lists = rows * 76 + block * 8 + rows / 16 * 8 + 240;
     ring + tiles + lists.next_multiple_of(16) + 2 * 4 * (requests + 1)
 }
 
@@ -337,21 +386,26 @@ fn tiling(size: &AttentionSize, gpu: Gpu) -> Result<Tiling> {
     in_range("queries of one request", size.max_queries, 1, i128::from(i32::MAX) / 64)?;
     in_range("query heads of a key and value head", size.group, 1, MAX_GROUP.into())?;
     let request_rows = u64::from(size.max_queries) * u64::from(size.group);
-    // The lowest tile that holds a request's rows, else the highest that fits the GPU; as many stages as leave room for
-    // RESIDENT blocks, at most 4, at least 2.
-    let wanted = TILE_ROWS.into_iter().find(|&rows| u64::from(rows) >= request_rows).unwrap_or(64);
+    // The lowest tile that holds a request's rows, else the highest that fits the GPU; as many stages as leave room for the
+    // blocks that are to share a multiprocessor, at least 2. 128 rows of a group of one would be more queries than the
+    // tail's block has keys.
+    let wide = gpu.wide(size.head_dim) && size.group >= 2;
+    let heights = TILE_ROWS.into_iter().chain(wide.then_some(WIDE_ROWS));
+    let highest = if wide { WIDE_ROWS } else { 64 };
+    let wanted = heights.clone().find(|&rows| u64::from(rows) >= request_rows).unwrap_or(highest);
     let fits = |rows: u32| {
-        let resident = gpu.shared.1 / RESIDENT - RESERVED_SHARED.min(gpu.shared.1 / RESIDENT);
-        let bytes = |stages| shared_bytes(rows, stages, size.head_dim, size.requests);
-        let best = [4, 3, 2].into_iter().find(|&stages| bytes(stages) <= resident.min(gpu.shared.0));
+        let sharers = if rows == WIDE_ROWS { 1 } else { RESIDENT };
+        let resident = gpu.shared.1 / sharers - RESERVED_SHARED.min(gpu.shared.1 / sharers);
+        let bytes = |stages| shared_bytes(rows, stages, size.head_dim, size.requests, gpu.warpgroups);
+        let best = (2..=MAX_STAGES).rev().find(|&stages| bytes(stages) <= resident.min(gpu.shared.0));
         best.or(Some(2)).filter(|&stages| bytes(stages) <= gpu.shared.0).map(|stages| (stages, bytes(stages)))
     };
-    let chosen = TILE_ROWS.into_iter().rev().filter(|&rows| rows <= wanted).find_map(|rows| Some((rows, fits(rows)?)));
+    let chosen = heights.rev().filter(|&rows| rows <= wanted).find_map(|rows| Some((rows, fits(rows)?)));
     let Some((rows, (stages, shared))) = chosen else {
         return Err(Error::Invalid {
             what: "shared memory of a block",
             got: format!("{} bytes", gpu.shared.0),
-            why: format!("attention needs {}", shared_bytes(16, 2, size.head_dim, size.requests)),
+            why: format!("attention needs {}", shared_bytes(16, 2, size.head_dim, size.requests, gpu.warpgroups)),
         });
     };
     let splits = u64::from(size.max_keys).div_ceil(ATTENTION_SPLIT as u64) + 1; // and the tail
@@ -393,8 +447,8 @@ fn tiling(size: &AttentionSize, gpu: Gpu) -> Result<Tiling> {
 mod tests {
     use super::*;
 
-    const H200: Gpu = Gpu { multiprocessors: 132, shared: (232_448, 233_472) };
-    const ADA: Gpu = Gpu { multiprocessors: 142, shared: (101_376, 102_400) };
+    const H200: Gpu = Gpu { multiprocessors: 132, shared: (232_448, 233_472), warpgroups: true };
+    const ADA: Gpu = Gpu { multiprocessors: 142, shared: (101_376, 102_400), warpgroups: false };
 
     fn llama(requests: u32, max_queries: u32, max_keys: u32) -> AttentionSize {
         AttentionSize { requests, max_queries, kv_heads: 8, group: 4, head_dim: 128, max_keys }
@@ -402,12 +456,22 @@ mod tests {
 
     #[test]
     fn tiles_are_as_high_as_a_request_needs_and_two_blocks_share_a_multiprocessor() {
-        for (queries, rows, stages) in [(1, 16, 3), (4, 16, 3), (5, 32, 3), (8, 32, 3), (9, 64, 2), (2048, 64, 2)] {
+        for (queries, rows, stages, grid) in [
+            (1, 16, 3, 264),
+            (4, 16, 3, 264),
+            (5, 32, 3, 264),
+            (8, 32, 3, 264),
+            (9, 64, 3, 264),
+            (16, 64, 3, 264),
+            (17, 128, 5, 132),
+            (2048, 128, 5, 132),
+        ] {
             let t = tiling(&llama(16, queries, 32768), H200).unwrap();
-            assert_eq!((t.rows, t.stages), (rows, stages), "{queries} queries");
-            assert!(2 * (t.shared + RESERVED_SHARED) <= H200.shared.1);
-            assert_eq!(t.grid, 264);
+            assert_eq!((t.rows, t.stages, t.grid), (rows, stages, grid), "{queries} queries");
+            assert!(grid / 132 * (t.shared + RESERVED_SHARED) <= H200.shared.1);
         }
+        let single = AttentionSize { group: 1, ..llama(16, 2048, 32768) };
+        assert_eq!(tiling(&single, H200).unwrap().rows, 64);
         let small = tiling(&llama(1, 1, 1024), H200).unwrap();
         assert_eq!((small.grid, small.slot_rows), (16, 4)); // 8 heads, one split and the tail
     }
@@ -420,7 +484,7 @@ mod tests {
                 assert!(t.shared <= ADA.shared.0 && t.stages >= 2, "{t:?}");
             }
         }
-        let tiny = Gpu { multiprocessors: 1, shared: (49_152, 65_536) };
+        let tiny = Gpu { multiprocessors: 1, shared: (49_152, 65_536), warpgroups: false };
         assert!(tiling(&llama(1, 1, 1024), tiny).unwrap_err().to_string().contains("49152 bytes"));
     }
 

@@ -53,6 +53,7 @@ int cuModuleGetFunction(void **f, void *m, const char *name) { *f = &function; r
 int cuModuleUnload(void *m) { return 0; }
 int cuFuncSetAttribute(void *f, int what, int v) { return 0; }
 int cuLaunchKernel() { return 0; }
+int cuLaunchKernelEx() { return 0; }
 int cuMemHostAlloc(void **p, size_t n, unsigned flags) { *p = aligned_alloc(4096, 4096); return 0; }
 int cuMemHostGetDevicePointer_v2(u64 *d, void *p, unsigned flags) { *d = (u64)p; return 0; }
 int cuMemFreeHost(void *p) { free(p); return 0; }
