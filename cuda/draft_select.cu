@@ -20,6 +20,7 @@ constexpr int LIST = 32;        // largest K: a list lies in the lanes of a warp
 constexpr int PAIRS = LIST * LIST;
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
+constexpr int TURNS = 4;        // tiles of a warp, which it holds in registers
 
 // The K best keys seen, best first, in lanes 0..K; 0 where there is none.
 struct TopList {
@@ -110,63 +111,163 @@ __device__ __forceinline__ void merge(TopList &list, const uint64_t (&keys)[R], 
     __syncwarp();
 }
 
+// Maximum over the warp of any values; NaN where one is.
 __device__ __forceinline__ float warp_max_float(float x) {
-#pragma unroll
-    for (int lane = 16; lane > 0; lane /= 2) {
-        x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, lane));
-    }
-    return x;
+    const uint32_t high = static_cast<uint32_t>(rank_key(x, 0) >> 32);
+    return key_logit(static_cast<uint64_t>(__reduce_max_sync(0xffffffffu, high)) << 32);
 }
 
-// One tile of a row, by a warp: its best keys into `list`, its maximum and its sum of exponentials below it to `partial`.
+// A tile of a row as it lies in memory, a warp's: lane l has columns (j / WIDE * 32 + l) * WIDE + j % WIDE of it, whatever the
+// alignment; -inf behind the row's end.
 template <typename L>
-__device__ __forceinline__ void tile_of_row(const typename L::Storage *row, int32_t begin, int32_t end, bool wide,
-                                            int32_t k, TopList &list, uint64_t *room, float2 *partial) {
-    constexpr int EACH = TILE / 32;
-    const int32_t lane = threadIdx.x % 32;
-    float value[EACH];
-    // Lane l has columns (j / WIDE * 32 + l) * WIDE + j % WIDE: a fixed place for each, whatever the alignment.
+struct Tile {
+    static constexpr int EACH = TILE / 32;
+    static constexpr int VECTORS = EACH / L::WIDE;
+    LogitVector<L> vectors[VECTORS];
+
+    __device__ __forceinline__ static int32_t column(int i) {
+        return (i / L::WIDE * 32 + static_cast<int32_t>(threadIdx.x % 32)) * L::WIDE + i % L::WIDE;
+    }
+
+    __device__ __forceinline__ float value(int i) const { return L::load(vectors[i / L::WIDE].bits[i % L::WIDE]); }
+
+    __device__ __forceinline__ void read(const typename L::Storage *from, int32_t columns, bool wide) {
+        if (wide && columns >= TILE) {
 #pragma unroll
-    for (int v = 0; v < EACH / L::WIDE; ++v) {
-        const int32_t at = begin + (v * 32 + lane) * L::WIDE;
-        LogitVector<L> vector;
-        if (wide && at + L::WIDE <= end) {
-            vector.vector = *reinterpret_cast<const uint4 *>(row + at);
-        }
-#pragma unroll
-        for (int j = 0; j < L::WIDE; ++j) {
-            float x = __uint_as_float(0xff800000u);
-            if (at + j < end) {
-                x = L::load(wide && at + L::WIDE <= end ? vector.bits[j] : row[at + j]);
+            for (int v = 0; v < VECTORS; ++v) {
+                vectors[v].vector = reinterpret_cast<const uint4 *>(from)[v * 32 + threadIdx.x % 32];
             }
-            value[v * L::WIDE + j] = x;
+        } else {
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) {
+                vectors[i / L::WIDE].bits[i % L::WIDE] = column(i) < columns ? from[column(i)] : L::LEAST;
+            }
         }
     }
-    float top = value[0];
-#pragma unroll
-    for (int i = 1; i < EACH; ++i) {
-        top = max_nan(top, value[i]);
-    }
-    // Tiles come in ascending order, so that a tie with the list's least does not beat it. NaN beats everything.
-    if (__any_sync(0xffffffffu, list.least == 0 || !(top <= key_logit(list.least)))) {
-        uint64_t keys[EACH];
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) {
-            const int32_t at = begin + (i / L::WIDE * 32 + lane) * L::WIDE + i % L::WIDE;
-            keys[i] = at < end ? rank_key(value[i], at) : 0;
+};
+
+// What the block's warps share while they look for the best keys of its tiles.
+struct Search {
+    uint64_t room[THREADS];     // keys that may be among the K best
+    uint32_t bounds[WARPS];     // upper halves of keys
+    int32_t found;
+};
+
+// Where many values are as good as the K-th: the K best of each warp's tiles, one after the other, into `room`, where 0 is none.
+// By the block; out of line, since it is rare.
+template <typename L>
+__device__ __noinline__ void crowded(const typename L::Storage *row, int32_t first, int32_t tiles, int32_t vocab, int32_t k,
+                                     Search &search) {
+    const int32_t lane = threadIdx.x % 32;
+    TopList list = {0, 0};
+    for (int32_t tile = threadIdx.x / 32; tile < tiles; tile += WARPS) {
+        for (int32_t at = (first + tile) * TILE + lane, n = 0; n < TILE / 32; ++n, at += 32) {
+            insert(list, at < vocab ? rank_key(L::load(row[at]), at) : 0, k);
         }
-        merge(list, keys, k, room);
     }
-    const float tile_max = warp_max_float(top);
-    const float shift = tile_max == __uint_as_float(0xff800000u) ? 0.0f : tile_max;
-    float sum = 0.0f;
+    __syncthreads();  // all have read the count
+    search.room[threadIdx.x] = lane < k ? list.mine : 0;
+    if (threadIdx.x == 0) {
+        search.found = THREADS;
+    }
+    __syncthreads();
+}
+
+// The K best keys of `tiles` tiles of a row from tile `first` on into `lists`, 0 where there are fewer; maximum, and sum of
+// exponentials below it, of each tile into `partials`. By the block.
+//
+// A warp's lanes have K largest values or more at or above the K-th largest of their maxima, so no smaller value of the block is
+// among its K best; few are as large. All tiles are in registers, on their way at once.
+template <typename L>
+__device__ __forceinline__ void search_tiles(const typename L::Storage *row, const Tile<L> (&held)[TURNS], int32_t first,
+                                             int32_t tiles, int32_t vocab, int32_t k, Search &search, float2 *partials,
+                                             uint64_t *lists) {
+    constexpr int EACH = Tile<L>::EACH;
+    const int32_t warp = threadIdx.x / 32;
+    const int32_t lane = threadIdx.x % 32;
+    const int32_t turns = warp < tiles ? (tiles - warp + WARPS - 1) / WARPS : 0;
+    if (threadIdx.x == 0) {
+        search.found = 0;
+    }
+    float tops[TURNS];
+    float top = __uint_as_float(0xff800000u);
 #pragma unroll
-    for (int i = 0; i < EACH; ++i) {
-        sum = __fadd_rn(sum, __expf(__fsub_rn(value[i], shift)));
+    for (int t = 0; t < TURNS; ++t) {
+        tops[t] = held[t].value(0);
+#pragma unroll
+        for (int i = 1; i < EACH; ++i) {
+            tops[t] = max_nan(tops[t], held[t].value(i));
+        }
+        top = max_nan(top, t < turns ? tops[t] : top);
     }
-    sum = warp_sum(sum);
-    if (lane == 0) {
-        *partial = make_float2(tile_max, sum);
+    {
+        const bool some = turns > 0 && (first + warp) * TILE + Tile<L>::column(0) < vocab;
+        const uint32_t mine = some ? static_cast<uint32_t>(rank_key(top, 0) >> 32) : 0;
+        int32_t before = 0;  // lanes that come before this one
+#pragma unroll
+        for (int other = 0; other < 32; ++other) {
+            const uint32_t theirs = __shfl_sync(0xffffffffu, mine, other);
+            before += theirs > mine || (theirs == mine && other < lane);
+        }
+        if (before == k - 1) {
+            search.bounds[warp] = mine;
+        }
+    }
+    __syncthreads();
+    uint32_t most = search.bounds[0];
+#pragma unroll
+    for (int w = 1; w < WARPS; ++w) {
+        most = max(most, search.bounds[w]);
+    }
+    const float bound = most == 0 ? __uint_as_float(0xff800000u) : key_logit(static_cast<uint64_t>(most) << 32);
+#pragma unroll
+    for (int t = 0; t < TURNS; ++t) {
+        const int32_t begin = (first + warp + t * WARPS) * TILE;
+        if (t < turns && !(tops[t] < bound)) {
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) {
+                if (!(held[t].value(i) < bound) && begin + Tile<L>::column(i) < vocab) {
+                    const int32_t at = atomicAdd(&search.found, 1);
+                    if (at < THREADS) {
+                        search.room[at] = rank_key(held[t].value(i), begin + Tile<L>::column(i));
+                    }
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int t = 0; t < TURNS; ++t) {
+        if (t < turns) {
+            const float tile_max = warp_max_float(tops[t]);
+            const float shift = tile_max == __uint_as_float(0xff800000u) ? 0.0f : tile_max;
+            float sum = 0.0f;
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) {
+                sum = __fadd_rn(sum, __expf(__fsub_rn(held[t].value(i), shift)));
+            }
+            sum = warp_sum(sum);
+            if (lane == 0) {
+                partials[first + warp + t * WARPS] = make_float2(tile_max, sum);
+            }
+        }
+    }
+    __syncthreads();
+    if (search.found > THREADS) {
+        crowded<L>(row, first, tiles, vocab, k, search);
+    }
+    const int32_t found = search.found;
+    const uint64_t own = threadIdx.x < found ? search.room[threadIdx.x] : 0;
+    int32_t rank = 0;
+    for (int32_t other = 0; other < found; ++other) {
+        rank += search.room[other] > own;
+    }
+    if (own != 0 && rank < k) {
+        lists[rank] = own;
+    }
+    // Where there are fewer keys than K.
+    const int32_t keys = __syncthreads_count(own != 0);
+    if (static_cast<int32_t>(threadIdx.x) >= keys && static_cast<int32_t>(threadIdx.x) < k) {
+        lists[threadIdx.x] = 0;
     }
 }
 
@@ -232,6 +333,7 @@ __device__ __forceinline__ void finish_request(const DraftSelectParams &p, int32
     __shared__ int32_t parents[LIST];
     __shared__ float parent_scores[LIST];
     __shared__ uint64_t best[LIST];
+    __shared__ uint64_t above[LIST * 32];  // ancestors so far: K * S <= LIST * 64 bits a beam
     const int32_t k = p.topk;
     const int32_t rows = p.step == 0 ? 1 : k;
     const int32_t children = rows * k;
@@ -239,7 +341,15 @@ __device__ __forceinline__ void finish_request(const DraftSelectParams &p, int32
     const int32_t first = p.step == 0 ? 0 : k + (p.step - 1) * k * k;
     float *all_scores = reinterpret_cast<float *>(p.scores) + base;
     int32_t *all_beams = reinterpret_cast<int32_t *>(p.beams) + static_cast<uint64_t>(request) * k;
-    // The last warp has the parents on their way while the others merge lists.
+    const uint32_t words = static_cast<uint32_t>(k * p.steps + 63) / 64;
+    uint64_t *ancestors = reinterpret_cast<uint64_t *>(p.ancestors) + static_cast<uint64_t>(request) * k * words;
+    const int32_t entries = k * static_cast<int32_t>(words);
+    int32_t *sound = reinterpret_cast<int32_t *>(p.sound) + request;
+    // What the end needs is on its way while the warps merge lists.
+    const int32_t before = p.step == 0 ? 0 : *sound;
+    for (int32_t i = threadIdx.x; p.step > 0 && i < entries; i += THREADS) {
+        above[i] = ancestors[i];
+    }
     const int32_t b = threadIdx.x - (THREADS - LIST);
     if (b >= 0 && b < rows) {
         int32_t parent = p.step == 0 ? -1 : all_beams[b];
@@ -276,41 +386,28 @@ __device__ __forceinline__ void finish_request(const DraftSelectParams &p, int32
         reinterpret_cast<int32_t *>(p.candidate_parents)[base + first + c] = parent;
     }
     __syncthreads();
-    for (int32_t c = threadIdx.x; c < children; c += THREADS) {
+    constexpr int PARTS = 4;  // threads that count for one child
+    for (int32_t base = 0; base < children; base += THREADS / PARTS) {
         // Number of children that come before this one: better, or as good and of a lower index.
+        const int32_t c = base + static_cast<int32_t>(threadIdx.x) / PARTS;
+        const float score = c < children ? scores[c] : 0.0f;
         int32_t rank = 0;
-        for (int32_t other = 0; other < children; ++other) {
-            rank += scores[other] > scores[c] || (scores[other] == scores[c] && other < c);
+        for (int32_t other = threadIdx.x % PARTS; other < children; other += PARTS) {
+            rank += scores[other] > score || (scores[other] == score && other < c);
         }
-        if (rank < k) {
+        rank += __shfl_xor_sync(0xffffffffu, rank, 1);
+        rank += __shfl_xor_sync(0xffffffffu, rank, 2);
+        if (c < children && threadIdx.x % PARTS == 0 && rank < k) {
             beams[rank] = c;
         }
     }
     __syncthreads();
-    const uint32_t words = static_cast<uint32_t>(k * p.steps + 63) / 64;
-    uint64_t *ancestors = reinterpret_cast<uint64_t *>(p.ancestors) + static_cast<uint64_t>(request) * k * words;
-    const int32_t entries = k * static_cast<int32_t>(words);
-    // All bits are read before any is written: a beam's parent may stand before or behind it. A thread has at most
-    // LIST * 32 / THREADS words (K * S <= LIST * 64).
-    uint64_t bits[LIST * 32 / THREADS];
-#pragma unroll
-    for (int n = 0; n < LIST * 32 / THREADS; ++n) {
-        const int32_t i = n * THREADS + threadIdx.x;
-        if (i < entries) {
-            const int32_t b = i / static_cast<int32_t>(words);
-            const uint32_t w = i % words;
-            const uint32_t slot = b * p.steps + p.step;
-            bits[n] = p.step == 0 ? 0 : ancestors[beams[b] / k * words + w];
-            bits[n] |= slot / 64 == w ? 1ull << (slot % 64) : 0;
-        }
-    }
-    __syncthreads();
-#pragma unroll
-    for (int n = 0; n < LIST * 32 / THREADS; ++n) {
-        const int32_t i = n * THREADS + threadIdx.x;
-        if (i < entries) {
-            ancestors[i] = bits[n];
-        }
+    for (int32_t i = threadIdx.x; i < entries; i += THREADS) {
+        const int32_t b = i / static_cast<int32_t>(words);
+        const uint32_t w = i % words;
+        const uint32_t slot = b * p.steps + p.step;
+        const uint64_t own = slot / 64 == w ? 1ull << (slot % 64) : 0;
+        ancestors[i] = (p.step == 0 ? 0 : above[beams[b] / k * words + w]) | own;
     }
     for (int32_t b = threadIdx.x; b < k; b += THREADS) {
         const int32_t c = beams[b];
@@ -319,8 +416,6 @@ __device__ __forceinline__ void finish_request(const DraftSelectParams &p, int32
         reinterpret_cast<int32_t *>(p.parents)[request * k + b] = p.step == 0 ? request : request * k + c / k;
     }
     if (threadIdx.x == 0) {
-        int32_t *sound = reinterpret_cast<int32_t *>(p.sound) + request;
-        const int32_t before = p.step == 0 ? 0 : *sound;
         int32_t row = 0;
         while (row < rows && key_probe(best[row]) == PROBE_NONE) {
             ++row;
@@ -354,13 +449,29 @@ __device__ __forceinline__ void dead_request(const DraftSelectParams &p, int32_t
 
 template <typename L>
 __device__ __forceinline__ void draft_select(const DraftSelectParams &p) {
-    __shared__ uint64_t lists[WARPS][LIST];
+    __shared__ Search search;
     __shared__ uint64_t rooms[WARPS][LIST];
     const int32_t chunk = blockIdx.x;
     const int32_t row = blockIdx.y;
     const int32_t k = p.topk;
     const int32_t rows = p.step == 0 ? 1 : k;
     const int32_t request = row / rows;
+    const int32_t warp = threadIdx.x / 32;
+    const typename L::Storage *logits =
+        reinterpret_cast<const typename L::Storage *>(p.logits) + static_cast<uint64_t>(row) * p.logits_stride;
+    const bool wide = reinterpret_cast<uint64_t>(logits) % 16 == 0;
+    const int32_t each = (p.tiles + p.chunks - 1) / p.chunks;  // at most TURNS * WARPS
+    const int32_t first = chunk * each;
+    const int32_t tiles = max(0, min(p.tiles - first, each));
+    Tile<L> held[TURNS];
+#pragma unroll
+    for (int t = 0; t < TURNS; ++t) {
+        const int32_t tile = warp + t * WARPS;
+        if (tile < tiles) {
+            const int32_t begin = (first + tile) * TILE;
+            held[t].read(logits + begin, p.draft_vocab - begin, wide);
+        }
+    }
     const int32_t live = live_rows(p.live, p.requests, p.record, p.claim, KERNEL_DRAFT_SELECT,
                                    blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0);
     if (request >= live) {
@@ -369,33 +480,9 @@ __device__ __forceinline__ void draft_select(const DraftSelectParams &p) {
         }
         return;
     }
-    const typename L::Storage *logits =
-        reinterpret_cast<const typename L::Storage *>(p.logits) + static_cast<uint64_t>(row) * p.logits_stride;
-    const bool wide = reinterpret_cast<uint64_t>(logits) % 16 == 0;
-    float2 *partials = reinterpret_cast<float2 *>(p.partials) + static_cast<uint64_t>(row) * p.tiles;
-    const int32_t each = (p.tiles + p.chunks - 1) / p.chunks;
-    const int32_t end = min(p.tiles, (chunk + 1) * each);
-    const int32_t warp = threadIdx.x / 32;
-    const int32_t lane = threadIdx.x % 32;
-    TopList list = {0, 0};
-    for (int32_t tile = chunk * each + warp; tile < end; tile += WARPS) {
-        tile_of_row<L>(logits, tile * TILE, min((tile + 1) * TILE, p.draft_vocab), wide, k, list, rooms[warp],
-                       partials + tile);
-    }
-    lists[warp][lane] = lane < k ? list.mine : 0;
-    __syncthreads();
-    if (warp == 0) {
-        uint64_t others[WARPS - 1];
-#pragma unroll
-        for (int w = 1; w < WARPS; ++w) {
-            others[w - 1] = lists[w][lane];
-        }
-        merge(list, others, k, rooms[0]);
-        if (lane < k) {
-            reinterpret_cast<uint64_t *>(p.lists)[(static_cast<uint64_t>(row) * p.chunks + chunk) * k + lane] =
-                list.mine;
-        }
-    }
+    search_tiles(logits, held, first, tiles, p.draft_vocab, k, search,
+                 reinterpret_cast<float2 *>(p.partials) + static_cast<uint64_t>(row) * p.tiles,
+                 reinterpret_cast<uint64_t *>(p.lists) + (static_cast<uint64_t>(row) * p.chunks + chunk) * k);
     if (last_block(p.counters + request * sizeof(uint32_t), p.chunks * rows)) {
         finish_request(p, request, rooms);
     }
@@ -403,12 +490,12 @@ __device__ __forceinline__ void draft_select(const DraftSelectParams &p) {
 
 }  // namespace specrs
 
-extern "C" __global__ void __launch_bounds__(256) draft_select_f32(const __grid_constant__ specrs::DraftSelectParams p) {
+extern "C" __global__ void __launch_bounds__(256, 2) draft_select_f32(const __grid_constant__ specrs::DraftSelectParams p) {
     specrs::draft_select<specrs::LogitF32>(p);
 }
-extern "C" __global__ void __launch_bounds__(256) draft_select_bf16(const __grid_constant__ specrs::DraftSelectParams p) {
+extern "C" __global__ void __launch_bounds__(256, 2) draft_select_bf16(const __grid_constant__ specrs::DraftSelectParams p) {
     specrs::draft_select<specrs::LogitBf16>(p);
 }
-extern "C" __global__ void __launch_bounds__(256) draft_select_f16(const __grid_constant__ specrs::DraftSelectParams p) {
+extern "C" __global__ void __launch_bounds__(256, 2) draft_select_f16(const __grid_constant__ specrs::DraftSelectParams p) {
     specrs::draft_select<specrs::LogitF16>(p);
 }

@@ -62,15 +62,18 @@ __device__ __forceinline__ float max_nan(float a, float b) {
 struct LogitF32 {
     using Storage = uint32_t;
     static constexpr int WIDE = 4;
+    static constexpr Storage LEAST = 0xff800000u;  // -inf
     static __device__ __forceinline__ float load(uint32_t bits) { return __uint_as_float(bits); }
 };
 struct LogitBf16 : Bf16 {
     using Storage = uint16_t;
     static constexpr int WIDE = 8;
+    static constexpr Storage LEAST = 0xff80u;
 };
 struct LogitF16 : F16 {
     using Storage = uint16_t;
     static constexpr int WIDE = 8;
+    static constexpr Storage LEAST = 0xfc00u;
 };
 
 template <typename L>

@@ -20,6 +20,8 @@ pub const MAX_DEVICE_TOPK: u32 = 32;
 const TILE: usize = 512;
 /// Threads of a block: `THREADS` of the kernel; a warp takes a tile.
 const BLOCK: u32 = 256;
+/// Tiles that a warp of the kernel holds in registers: `TURNS` of the kernel.
+const TURNS: usize = 4;
 /// Blocks that a small batch is cut into, for each multiprocessor.
 const BLOCKS_PER_MULTIPROCESSOR: usize = 4;
 /// Largest `gridDim.y`.
@@ -209,10 +211,12 @@ impl DraftSelect {
     }
 }
 
-/// Blocks that share a row: enough to fill the GPU, and not more than there are tiles for their warps.
+/// Blocks that share a row: enough to fill the GPU and to hold the row in registers, and not more than there are tiles for
+/// their warps.
 fn chunks(rows: usize, draft_vocab: usize, multiprocessors: u32) -> usize {
     let wanted = (multiprocessors as usize * BLOCKS_PER_MULTIPROCESSOR).div_ceil(rows.max(1));
-    wanted.clamp(1, draft_vocab.div_ceil(TILE).div_ceil(BLOCK as usize / 32).max(1))
+    let of_warps = draft_vocab.div_ceil(TILE).div_ceil(BLOCK as usize / 32).max(1);
+    wanted.clamp(of_warps.div_ceil(TURNS), of_warps)
 }
 
 #[cfg(test)]
@@ -222,7 +226,7 @@ mod tests {
     #[test]
     fn chunks_fill_a_gpu_and_have_tiles_for_their_warps() {
         assert_eq!([1, 8, 64, 512].map(|rows| chunks(rows, 32_000, 132)), [8, 8, 8, 2]);
-        assert_eq!([1, 8, 512, 4096].map(|rows| chunks(rows, 128_256, 132)), [32, 32, 2, 1]);
+        assert_eq!([1, 8, 512, 4096].map(|rows| chunks(rows, 128_256, 132)), [32, 32, 8, 8]);
         assert_eq!([1, 4096, 4097].map(|vocab| chunks(1, vocab, 132)), [1, 1, 2]);
         assert_eq!(chunks(0, 5, 1), 1);
     }
