@@ -1,0 +1,236 @@
+"""From draft logits to beams, and from target logits to accepted tokens: K=8, S=6, V=64, f32 logits.
+
+A time is of one round's launches (six steps of selection; one verification) in a CUDA graph that takes its logits from
+rotating sets, more bytes than the L2 holds; medians of interleaved replays. The floor is the bytes that a round has to
+read over the copy bandwidth that was measured in the same run: every draft logit once, and the rows that a walk
+reaches. torch's softmax and topk (selection) and argmax over all rows (greedy) are what peers launch for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specrs import _specrs as core
+from specrs import device
+
+K, STEPS, NODES = 8, 6, 64
+ROTATE_BYTES = 400 << 20
+SAMPLING: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 0.8},
+    "top_k 50": {"temperature": 0.8, "top_k": 50},
+    "top_p 0.95": {"temperature": 0.8, "top_p": 0.95},
+    "top_p 0.95, repetition": {"temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.1},
+}
+
+
+def i32(values: Any) -> torch.Tensor:
+    return torch.tensor(list(values), dtype=torch.int32, device="cuda")
+
+
+def graph_of(calls: list[Callable[[], object]]) -> torch.cuda.CUDAGraph:
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph
+
+
+def medians(graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]], repeats: int) -> dict[str, float]:
+    """Microseconds of one call, median over replays; the graphs take turns."""
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for i in range(repeats + 2):
+        for name, (graph, calls) in graphs.items():
+            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(200_000)  # the host's part of the launch is over when the GPU gets there
+            start.record()
+            graph.replay()
+            stop.record()
+            stop.synchronize()
+            if i >= 2:
+                times[name].append(start.elapsed_time(stop) * 1e3 / calls)
+    return {name: statistics.median(t) for name, t in times.items()}
+
+
+def copy_bandwidth(repeats: int) -> float:
+    """Bytes read plus bytes written of a large copy, in bytes a second."""
+    a = torch.full((1 << 29,), 1.5, device="cuda")
+    b = torch.empty_like(a)
+    return 8 * len(a) / (medians({"copy": (graph_of([lambda: torch.neg(a, out=b)] * 4), 4)}, repeats)["copy"] * 1e-6)
+
+
+def stream() -> int:
+    return torch.cuda.current_stream().cuda_stream
+
+
+def sets_of(rows: int, vocab: int) -> int:
+    """Sets of logits that do not fit the L2 together."""
+    return max(2, min(24, ROTATE_BYTES // (4 * rows * vocab) + 1))
+
+
+def result(what: str, batch: int, vocab: int, us: dict[str, float], floor: float) -> dict[str, Any]:
+    row = {
+        "what": what,
+        "batch": batch,
+        "vocab": vocab,
+        "us": {k: round(v, 2) for k, v in us.items()},
+        "floor_us": round(floor * 1e6, 2),
+    }
+    if "torch" in us:
+        row["torch_over_specrs"] = round(us["torch"] / us["specrs"], 2)
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def select(batch: int, vocab: int, bandwidth: float, repeats: int) -> dict[str, Any]:
+    shape = core.TreeShape(K, STEPS, NODES)
+    candidates = K + (STEPS - 1) * K * K
+    scores = torch.empty(batch, candidates, device="cuda")
+    tables = [torch.empty(n, dtype=torch.int32, device="cuda") for n in [batch * candidates] * 2 + [batch * K] * 3]
+    words = -(-K * STEPS // 64)
+    ancestors = torch.empty(batch * K, words, dtype=torch.int64, device="cuda")
+    sound = torch.empty(batch, dtype=torch.int32, device="cuda")
+    arrays = (
+        scores,
+        tables[0].view(batch, -1),
+        tables[1].view(batch, -1),
+        tables[2].view(batch, -1),
+        tables[3],
+        tables[4],
+        ancestors,
+        sound,
+    )
+    scratch = torch.zeros(core._device_draft_scratch(shape, batch, vocab, 0), dtype=torch.int64, device="cuda")
+    sets = sets_of(batch * K, vocab)
+    logits = [torch.randn(batch * K, vocab, device="cuda") * 3 for _ in range(sets)]
+    rounds = max(1, -(-sets // STEPS))
+
+    def step(i: int) -> None:
+        at = i % STEPS
+        rows = logits[i % sets][: batch if at == 0 else batch * K]
+        core._device_draft_select(at, rows, None, vocab, None, shape, arrays, scratch, stream())
+
+    def peer(i: int) -> None:
+        rows = logits[i % sets][: batch if i % STEPS == 0 else batch * K]
+        torch.topk(torch.softmax(rows, -1), K)
+
+    n = rounds * STEPS
+    graphs = {
+        "specrs": (graph_of([lambda i=i: step(i) for i in range(n)]), rounds),
+        "torch": (graph_of([lambda i=i: peer(i) for i in range(n)]), rounds),
+    }
+    bytes_ = 4 * vocab * batch * (1 + (STEPS - 1) * K)
+    return result("draft_select, 6 steps", batch, vocab, medians(graphs, repeats), bytes_ / bandwidth)
+
+
+class Verify:
+    """A batch of trees of which each walk reaches `reach` rows, and its outputs."""
+
+    def __init__(self, batch: int, vocab: int, reach: int) -> None:
+        sets = sets_of(batch * NODES, vocab)
+        self.batch, self.vocab = batch, vocab
+        parents = [-1] + [0 if n <= K else n - K for n in range(1, NODES)]
+        self.parents = i32(parents * batch)
+        self.offsets = i32(range(0, batch * NODES + 1, NODES))
+        self.lens = i32([100 + i for i in range(batch)])
+        self.logits = [torch.randn(batch * NODES, vocab, device="cuda") * 3 for _ in range(sets)]
+        tokens = torch.full((batch, NODES), vocab - 1, dtype=torch.int32, device="cuda")
+        full = lambda n: torch.zeros(n, dtype=torch.int32, device="cuda")  # noqa: E731
+        self.accepts = (
+            full(batch + 1),
+            *(full(batch * NODES) for _ in range(3)),
+            full(batch),
+            full(batch),
+            full(batch),
+        )
+        words = core._device_verify_scratch(batch * NODES, batch, NODES)
+        self.scratch = torch.zeros(words, dtype=torch.int64, device="cuda")
+        self.tokens = tokens.view(-1)
+        self.reach, self.paths = reach, [0] + [1 + K * d for d in range(reach - 1)]
+
+    def arrange(self, token_of: Callable[[int], torch.Tensor]) -> None:
+        """Make every walk follow `self.paths` to its end; `token_of(depth)` draws with what stands there so far."""
+        for depth, node in enumerate(self.paths[1:]):
+            self.tokens.view(self.batch, NODES)[:, node] = token_of(depth)
+
+    def reached(self) -> int:
+        return int(self.accepts[0][-1])
+
+
+def verify(batch: int, vocab: int, how: str, full: bool, bandwidth: float, repeats: int) -> dict[str, Any]:
+    reach = 4
+    v = Verify(batch, vocab, reach)
+    # The same drawn tokens in every set: all sets hold the first one's logits of the path.
+    for other in v.logits[1:]:
+        for node in v.paths:
+            other[node::NODES] = v.logits[0][node::NODES]
+    trees = lambda: (v.tokens, v.parents, v.offsets)  # noqa: E731
+    if how == "greedy":
+
+        def call(i: int) -> None:
+            logits = v.logits[i % len(v.logits)]
+            core._device_verify_greedy(
+                logits, trees(), v.lens, None, NODES, NODES, v.accepts, v.scratch, full, stream()
+            )
+
+    else:
+        samplers = [core.Sampler(vocab, [1, 2, 3], seed=i, **SAMPLING[how]) for i in range(batch)]
+        arrays = tuple(torch.from_dlpack(a).to("cuda") for a in core._device_samplers(samplers))
+
+        def call(i: int) -> None:
+            logits = v.logits[i % len(v.logits)]
+            core._device_sample_verify(
+                logits, trees(), v.lens, None, NODES, NODES, arrays, v.accepts, v.scratch, full, stream()
+            )
+
+    def drawn(depth: int) -> torch.Tensor:
+        call(0)
+        torch.cuda.synchronize()
+        starts = v.accepts[0].long()[:-1]
+        return v.accepts[2][starts + depth]
+
+    v.arrange(drawn)
+    call(0)
+    torch.cuda.synchronize()
+    if v.reached() != reach * batch:
+        raise SystemExit(f"{how}: {v.reached()} rows reached at batch {batch}, not {reach * batch}")
+    n = max(len(v.logits), 4)
+    graphs = {"specrs": (graph_of([lambda i=i: call(i) for i in range(n)]), n)}
+    if how == "greedy":
+        graphs["torch"] = (graph_of([lambda i=i: v.logits[i % len(v.logits)].argmax(-1) for i in range(n)]), n)
+    name = f"{how}, {'full' if full else 'walk'}, {reach} rows reached"
+    rows = NODES if full else reach
+    return result(name, batch, vocab, medians(graphs, repeats), 4 * vocab * batch * rows / bandwidth)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--repeats", type=int, default=9)
+    a = parser.parse_args()
+    device.init()
+    bandwidth = copy_bandwidth(a.repeats)
+    rows = [select(b, v, bandwidth, a.repeats) for v in (32000, 128256) for b in (1, 16, 64)]
+    for how, batch in itertools.product(["greedy", *SAMPLING], (1, 16, 64)):
+        for full in (False, True):
+            if not full or batch == 1:
+                rows.append(verify(batch, 128256, how, full, bandwidth, a.repeats))
+                torch.cuda.empty_cache()
+    device.check()
+    if a.json:
+        found = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+        a.json.write_text(json.dumps({**found, "copy_gb_per_s": round(bandwidth / 1e9), "rows": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
