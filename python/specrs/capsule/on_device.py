@@ -34,7 +34,7 @@ from specrs.capsule.static import FILLS, MAX_BYTES, Image, Memory, Phase, static
 
 _PLAN = ("rows", "versions", "qo_indptr", "prefix_lens", "positions", "out_slots", "mask")
 _ACCEPTS = ("offsets", "paths", "tokens", "rows", "roots", "lengths", "faults")
-_OF_THE_HOST = ("sizes for device lengths", "arrays of the write before")
+_OF_THE_HOST = ("arrays of the write before",)
 """Arrays that no device has."""
 
 
