@@ -3,7 +3,10 @@
 // A kernel never traps and never skips silently: `in_bounds` says whether an access may happen, and where it may not
 // the kernel leaves it out and calls `record_fault` once for it (from one thread: the index is the same for all).
 //
-// Protocol of the fault record: the first fault of an epoch wins. The word that decides it lies in device memory,
+// There are two records behind one another, of accesses and of probes, and two claim words, so that scores that are no
+// numbers hide no access.
+//
+// Protocol of a fault record: the first fault of an epoch wins. The word that decides it lies in device memory,
 // since atomics on mapped host memory are only atomic as far as the bus allows. The winner alone writes the
 // record, `ready` last. The host starts the next epoch only after it has read a ready record, so no writer of an old
 // epoch can still be under way then: every other thread of that epoch has lost the claim.
@@ -58,7 +61,8 @@ static __device__ __forceinline__ void record_fault(uint64_t record_address, uin
 static __device__ __forceinline__ void record_probe(uint64_t record_address, uint64_t claim_address, Kernel kernel,
                                                     Buffer buffer, Probe probe, int32_t request, int32_t row,
                                                     int64_t column, int32_t position) {
-    write_record(record_address, claim_address, kernel, buffer, request, row, column, 0, probe, position);
+    write_record(record_address + sizeof(FaultRecord), claim_address + sizeof(unsigned int), kernel, buffer, request, row,
+                 column, 0, probe, position);
 }
 
 }  // namespace specrs

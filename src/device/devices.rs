@@ -61,7 +61,7 @@ fn too_old(found: &str) -> Error {
 
 impl Device {
     /// The device with the driver's (and torch's) number `ordinal`. The first call sets it up: retains the primary
-    /// context, loads the kernels and allocates the fault record (48 bytes); later calls cost one atomic load.
+    /// context, loads the kernels and allocates the fault records (96 bytes); later calls cost one atomic load.
     ///
     /// Safe to call for the first time while a stream is captured, though better before: loading takes milliseconds where
     /// this build holds code for this GPU (8.x and 9.x), or where the driver has compiled its PTX before, and tens of

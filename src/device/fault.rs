@@ -12,13 +12,15 @@ use super::driver::{DeviceWords, Mapped};
 use super::params::{BUFFERS, FaultRecord, KERNELS, PROBES};
 use crate::error::{Error, Result};
 
-/// A record and its claim word. Each device has one; whoever shares a device has one of its own by
+/// Two records and their claim words, of skipped accesses and of what probes of scores found: neither hides the other.
+/// Each device has such a pair; whoever shares a device has one of its own by
 /// [`Device::faults`](super::Device::faults), and launches on streams that report there ([`Stream::reporting_to`]).
 ///
 /// [`Stream::reporting_to`]: super::Stream::reporting_to
 #[derive(Debug)]
 pub struct Faults {
-    record: Mapped<FaultRecord>,
+    /// Accesses, then probes.
+    records: Mapped<[FaultRecord; 2]>,
     claim: DeviceWords,
     ordinal: i32,
     /// Serialises readers, so that one fault is reported once.
@@ -28,8 +30,8 @@ pub struct Faults {
 impl Faults {
     /// A record of device `ordinal`, whose context is current.
     pub(super) fn new(ordinal: i32) -> Result<Self> {
-        let record = Mapped::new(FaultRecord { epoch: 1, ..FaultRecord::default() })?;
-        Ok(Self { record, claim: DeviceWords::zeroed(1)?, ordinal, reader: Mutex::new(()) })
+        let records = Mapped::new([FaultRecord { epoch: 1, ..FaultRecord::default() }; 2])?;
+        Ok(Self { records, claim: DeviceWords::zeroed(2)?, ordinal, reader: Mutex::new(()) })
     }
 
     /// The device.
@@ -37,24 +39,28 @@ impl Faults {
         self.ordinal
     }
 
-    /// Addresses of the record and of the claim word, for a kernel's parameters.
+    /// Addresses of the records and of the claim words, for a kernel's parameters.
     pub(super) fn addresses(&self) -> (u64, u64) {
-        (self.record.device_address(), self.claim.device_address())
+        (self.records.device_address(), self.claim.device_address())
     }
 
     /// Raise what was recorded here since the last call, once: [`Error::OutOfBounds`] with kernel, buffer, request, step,
     /// index and bound, or [`Error::NonFinite`] with what a probe of scores found. Reads host memory and waits for
     /// nothing: it sees the faults of work that has finished, so call it where the stream is known to have got far enough
-    /// (after a read-back or an event). Of several faults in that time the first is kept.
+    /// (after a read-back or an event). The first access and the first probe in that time are kept; where there are both,
+    /// the access is raised.
     pub fn check(&self) -> Result<()> {
-        self.take().map_or(Ok(()), |record| Err(to_error(&record)))
-    }
-
-    /// The recorded fault, if there is a complete one, and open the next epoch.
-    fn take(&self) -> Option<FaultRecord> {
         // A panic of another reader cannot have left anything half done: the guarded value is ().
         let _one = self.reader.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let host = self.record.host().as_ptr();
+        let [access, probe] = [0, 1].map(|which| self.take(which));
+        access.or(probe).map_or(Ok(()), |record| Err(to_error(&record)))
+    }
+
+    /// What is in one of the two records, if it is complete, and open its next epoch. The caller holds `reader`.
+    fn take(&self, which: usize) -> Option<FaultRecord> {
+        debug_assert!(which < 2);
+        // SAFETY: within the two records.
+        let host = unsafe { self.records.host().as_ptr().cast::<FaultRecord>().add(which) };
         // SAFETY: the record lives as long as `self`; volatile, since the device writes it behind the compiler's back.
         let (epoch, ready) =
             unsafe { ((&raw const (*host).epoch).read_volatile(), (&raw const (*host).ready).read_volatile()) };

@@ -34,10 +34,11 @@ mapfile -t files < <(find "$root/tests/python" -name 'test_gpu_*.py' | sort)
 pytest=("$python" -m pytest -q --noconftest -p no:cacheprovider -rs)
 tests=("${pytest[@]}" "${files[@]}")
 
+# run_file FILE [PART SELECTION]
 run_file() {
     local name
-    name=$(basename "$1" .py)
-    timeout "$limit" "${pytest[@]}" --junitxml="$work/tests-$name.xml" "$1" >"$out/$name.log" 2>&1
+    name=$(basename "$1" .py)${2:+-$2}
+    timeout "$limit" "${pytest[@]}" ${3:+-k "$3"} --junitxml="$work/tests-$name.xml" "$1" >"$out/$name.log" 2>&1
     echo $? >"$work/tests-$name.rc"
     echo "$name: $(tail -n 1 "$out/$name.log")"
 }
@@ -49,7 +50,15 @@ queue() {
     [ "$queued" -lt "${JOBS:-1}" ] || { wait -n; queued=$((queued - 1)); }
 }
 echo "== tests, a process for each file, ${JOBS:-1} at once"
+# The longest file first, a process for each shape of its models.
+shapes=(group1- group2-64 group2-96 group4 group7 group8)
+for shape in "${shapes[@]}"; do
+    queue run_file "$root/tests/python/engine/test_gpu_engine.py" "$shape" "$shape"
+done
+others=$(printf ' or %s' "${shapes[@]}")
+queue run_file "$root/tests/python/engine/test_gpu_engine.py" others "not (${others# or })"
 for file in "${files[@]}"; do
+    case $file in */test_gpu_engine.py) continue ;; esac
     queue run_file "$file"
 done
 

@@ -62,6 +62,36 @@ def test_each_record_has_its_own_faults_and_the_devices_has_the_rest():
         assert found(device) == 300
 
 
+def nan_scores(faults) -> None:
+    """Verification of one root whose logits are NaN."""
+
+    def i32(*values):
+        return torch.tensor(values, dtype=torch.int32, device=CUDA)
+
+    accepts = (i32(0, 0), i32(0), i32(0), i32(0), i32(0), i32(0), i32(0))
+    scratch = torch.zeros(core._device_verify_scratch(1, 1, 1), dtype=torch.int64, device=CUDA)
+    logits = torch.full((1, 64), float("nan"), device=CUDA)
+    core._device_verify_greedy(
+        logits, (i32(5), i32(-1), i32(0, 1)), i32(9), None, 1, 1, accepts, scratch, False, faults.on(handle())
+    )
+
+
+def test_scores_that_are_no_numbers_hide_no_access():
+    mine = device.faults()
+    for first in (True, False):
+        if first:
+            nan_scores(mine)
+        core._device_kv_move(*bad_move(77), mine.on(handle()))
+        nan_scores(mine)
+        assert found(mine) == 77  # and with it the probe is told
+    nan_scores(mine)
+    torch.cuda.synchronize()
+    with pytest.raises(specrs.NonFiniteError) as e:
+        mine.check()
+    assert (e.value.what, e.value.value, e.value.position) == ("target logits", "NaN", 9)
+    mine.check()
+
+
 def test_a_graph_reports_where_it_was_captured_to():
     mine, other = device.faults(), device.faults()
     operands = bad_move(50)
