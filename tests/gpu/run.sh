@@ -99,7 +99,7 @@ sanitize_files() {
     local tool=$1 caching=$2 more=$3 name
     for file in "${files[@]}"; do
         name=$(basename "$file" .py)
-        case $name in test_gpu_engine* | test_gpu_products | test_gpu_replay | test_gpu_named_faults) continue ;; esac
+        case $name in test_gpu_engine* | test_gpu_products | test_gpu_replay | test_gpu_load | test_gpu_named_faults) continue ;; esac
         queue sanitize "$tool" "$caching" "$name" "($(cases "$name")) and not ($left_out$more)" "$file"
     done
 }
@@ -119,7 +119,7 @@ if command -v compute-sanitizer >/dev/null; then
     echo "== memcheck, graphs"
     kernels=()
     for file in "${files[@]}"; do
-        case $file in *test_gpu_engine* | *test_gpu_products* | *test_gpu_replay*) ;; *) kernels+=("$file") ;; esac
+        case $file in *test_gpu_engine* | *test_gpu_products* | *test_gpu_replay* | *test_gpu_load*) ;; *) kernels+=("$file") ;; esac
     done
     queue sanitize memcheck on graphs "(graph or named_faults) and not ($left_out)" "${kernels[@]}"
     echo "== racecheck, of shared memory"

@@ -27,7 +27,7 @@ _PRODUCT_ROWS = 2048  # of one launch
 _GROWTH = 1.5  # of scratch memory, which grows in steps
 _LAG = 256  # positions whose features may wait for the head, of each request
 _BLOCKS = 32 * 33 // 2 * 32  # rows of the features' blocks, one of 32 passes for each size up to 32
-_CAPTURED = 8 << 20  # bytes that the graph of a round keeps, of what its launches leave to torch
+_CAPTURED = 1 << 20  # bytes that the graph of a round may take
 _SCRATCH = 64 << 20  # bytes of kernels' scratch beside what is counted
 _CALIBRATED = 64  # rows of the largest pass that a cost model measures
 
@@ -128,13 +128,13 @@ class Engine:
         logits = t.vocab_size * _up(max(nodes, _CALIBRATED), 16)
         if head is not None:
             # Of roots (those of batches that are kept included), draft steps, and looking back.
-            rows = _up(b * shape.topk, 16) + 3 * _up(b, 16) + 2 * _CALIBRATED + sum(buckets(b))
+            rows = _up(b * shape.topk, 16) + 3 * _up(b, 16) + 2 * _CALIBRATED + b
             logits += head.config.draft_vocab_size * rows
         yield "logits", logits * wide
         if head is not None:
-            # Of what waits for the head, and of the rounds of each size of batch.
+            # Of what waits for the head, and of a round of the largest batch.
             waits = _LAG * b + _BLOCKS + 2 * c.prefill_chunk + 2 * nodes
-            rounds = sum(buckets(b)) * (shape.draft_tokens + shape.steps + 1)
+            rounds = b * (shape.draft_tokens + shape.steps + 1)
             yield "features", (waits + rounds) * head.config.aux_size * half
         if c.graphs != "off":
             yield "captured rounds", len(buckets(b)) * (shape.steps + 1) * _CAPTURED
@@ -288,10 +288,13 @@ def _most(fits: Callable[[int], bool], least: int, most: int) -> int | None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that a new engine can have: free on the device, or kept by this process without use."""
-    free = torch.cuda.mem_get_info(device)[0]
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(free + cached + core._device_memory(device.index)[2])
+    """Bytes that a new engine can have: free on the device, or kept by this process without use; within the share of
+    the device that `torch.cuda.set_per_process_memory_fraction` leaves to the process."""
+    free, total = torch.cuda.mem_get_info(device)
+    used = torch.cuda.memory_allocated(device)
+    cached = torch.cuda.memory_reserved(device) - used
+    share = int(total * torch.cuda.get_per_process_memory_fraction(device))
+    return max(min(int(free + cached + core._device_memory(device.index)[2]), share - used), 0)
 
 
 def _bytes(shapes: Shapes, each: int) -> int:

@@ -19,7 +19,6 @@ import modelzoo
 from modelzoo import Pair
 from specrs import LLM, ConfigError, DeviceMemoryError, ModelFileError, SamplingParams, device
 from specrs import _specrs as core
-from specrs.engine.budget import free_bytes
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA GPU in this machine", allow_module_level=True)
@@ -46,25 +45,26 @@ def nobody_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SPECRS_DEVICE", raising=False)
 
 
-def settled() -> None:
+def mine() -> int:
+    """Bytes of the GPU that this process has; other tests may run beside."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     core._device_collect(CUDA.index)
+    return torch.cuda.memory_reserved(CUDA) + core._device_memory(CUDA.index)[3]
 
 
 @pytest.fixture
-def crowded() -> Iterator[Callable[[int], None]]:
-    """Leave so many bytes of the GPU free."""
-    held: list[torch.Tensor] = []
+def small_gpu() -> Iterator[Callable[[int], None]]:
+    """Leaves so many bytes of the GPU to torch, which refuses more."""
+    total = torch.cuda.get_device_properties(CUDA).total_memory
 
     def leave(count: int) -> None:
-        settled()
-        held.append(torch.empty(free_bytes(CUDA) - count, dtype=torch.uint8, device=CUDA))
+        mine()
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated(CUDA) + count) / total, CUDA)
 
     yield leave
-    held.clear()
-    settled()
+    torch.cuda.set_per_process_memory_fraction(1.0, CUDA)
 
 
 # -- the device -------------------------------------------------------------------------------------------------------
@@ -104,9 +104,11 @@ def test_what_the_gpu_does_not_run_runs_on_the_cpu_with_a_warning(tmp_path: Path
         LLM(pair.target, num_pages=0)
 
 
-def test_what_the_gpu_does_not_hold_runs_on_the_cpu_with_a_warning(pair: Pair, crowded: Callable[[int], None]) -> None:
-    crowded(256 * MIB)
-    before = free_bytes(CUDA)
+def test_what_the_gpu_does_not_hold_runs_on_the_cpu_with_a_warning(
+    pair: Pair, small_gpu: Callable[[int], None]
+) -> None:
+    small_gpu(256 * MIB)
+    before = mine()
     with pytest.raises(DeviceMemoryError) as caught:
         LLM(pair.target, pair.draft, device="cuda")
     assert caught.value.need > caught.value.have and "weights of the target" in caught.value.hint
@@ -114,51 +116,45 @@ def test_what_the_gpu_does_not_hold_runs_on_the_cpu_with_a_warning(pair: Pair, c
         llm = LLM(pair.target, pair.draft)
     assert re.fullmatch(r"cpu \(not the GPU: \d+ bytes are needed on cuda:0, \d+ are free\)", llm.device)
     assert len(llm.generate([[1, 2]], GREEDY)[0].token_ids) == 24
-    assert abs(free_bytes(CUDA) - before) <= 4 * MIB, "nothing was allocated"
+    assert mine() - before <= MIB, "nothing was allocated"
 
 
 # -- the budget -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [
-    {"max_batch": 8, "tree": (8, 6, 64), "prefill_chunk": 2048, "max_context_len": 500},
-    {"max_batch": 5, "tree": (1, 5, 6), "page_size": 1, "graphs": "off"},
-    {"max_batch": 16, "tree": (4, 3, 16), "page_size": 64},
-    {},
+@pytest.mark.parametrize(("model", "options"), [
+    ("tiny", {"max_batch": 8, "tree": (8, 6, 64), "prefill_chunk": 2048, "max_context_len": 500}),
+    ("tiny", {"max_batch": 5, "tree": (1, 5, 6), "page_size": 1, "graphs": "off"}),
+    ("tiny", {"max_batch": 16, "tree": (4, 3, 16), "page_size": 64}),
+    ("package", {"max_batch": 8, "tree": (8, 6, 64), "max_context_len": 500}),
+    ("package", {"max_context_len": 500}),
 ])  # fmt: skip
-@pytest.mark.parametrize("model", ["tiny", "package"])
 def test_an_engine_at_its_limits_stays_within_its_budget(pair: Pair, model: str, options: dict[str, Any]) -> None:
     models = (pair.target, pair.draft) if model == "tiny" else (None, None)
-
-    def run() -> tuple[int, Any]:
-        settled()
-        before = free_bytes(CUDA)
-        with LLM(*models, device="cuda", **options) as llm:
-            batch, context = llm.config.max_batch, llm.config.max_context_len
-            assert context is not None
-            for seed in (None, 1):
-                params = SamplingParams(
-                    max_tokens=40, temperature=0.0 if seed is None else 0.8, seed=seed, ignore_eos=True
-                )
-                prompts = [[(3 + i * j) % 200 for j in range(min(context - 60, 440))] for i in range(2 * batch)]
-                llm.generate(prompts, params)
-            torch.cuda.synchronize()
-            free = torch.cuda.mem_get_info(CUDA)[0]
-            return before - free, llm.budget  # what torch keeps without use is the engine's too
-
-    run()  # algorithms are compared, modules are loaded
-    used, budget = run()
+    before = mine()
+    torch.cuda.reset_peak_memory_stats(CUDA)
+    with LLM(*models, device="cuda", **options) as llm:
+        for seed in (None, 1):
+            params = SamplingParams(max_tokens=40, temperature=0.0 if seed is None else 0.8, seed=seed, ignore_eos=True)
+            prompts = [[(3 + i * j) % 200 for j in range(440)] for i in range(2 * llm.config.max_batch)]
+            llm.generate(prompts, params)
+        budget = llm.budget
+        # What torch keeps without use is the engine's too.
+        used = torch.cuda.max_memory_reserved(CUDA) + core._device_memory(CUDA.index)[3] - before
+    assert budget is not None
     print(f"{model} {options}: {used / MIB:.1f} MiB used of {budget.bytes / MIB:.1f}\n{budget}")
-    assert 0 < used <= budget.bytes
+    assert budget.pages * budget.page_bytes < used <= budget.bytes
 
 
-def test_the_pool_by_default_is_a_full_load_or_most_of_what_is_free(pair: Pair, crowded: Callable[[int], None]) -> None:
+def test_the_pool_by_default_is_a_full_load_or_most_of_what_is_free(
+    pair: Pair, small_gpu: Callable[[int], None]
+) -> None:
     options = {"device": "cuda", "max_batch": 64, "max_context_len": 512}
     with LLM(pair.target, pair.draft, **options) as llm:
         full, budget = llm._runner.geometry.pages_for_full_load, llm.budget
         assert budget is not None and llm.config.num_pages == budget.pages == full
     half = budget.fixed + full * budget.page_bytes // 2
-    crowded(half)
+    small_gpu(half)
     with LLM(pair.target, pair.draft, **options) as llm:
         budget = llm.budget
         assert budget is not None and llm.config.num_pages == budget.pages
@@ -167,18 +163,21 @@ def test_the_pool_by_default_is_a_full_load_or_most_of_what_is_free(pair: Pair, 
         assert len(llm.generate([[1, 2]] * 4, GREEDY)) == 4
 
 
-def test_the_numbers_that_an_error_tells_work(pair: Pair, crowded: Callable[[int], None]) -> None:
+def test_the_numbers_that_an_error_tells_work(pair: Pair, small_gpu: Callable[[int], None]) -> None:
     with pytest.raises(DeviceMemoryError, match=r"num_pages = (\d+) fits, 2000000000 was asked for") as caught:
         LLM(pair.target, device="cuda", num_pages=2_000_000_000)
     most = re.search(r"num_pages = (\d+) fits", str(caught.value))
     assert most is not None
-    crowded(2 << 30)
+    options: dict[str, Any] = {"device": "cuda", "tree": (8, 6, 64), "max_context_len": 512}
+    with LLM(pair.target, pair.draft, max_batch=64, **options) as llm:
+        budget, pages = llm.budget, llm._runner.geometry.row_pages
+    assert budget is not None
+    small_gpu(budget.fixed + pages * budget.page_bytes + 8 * MIB)
     with pytest.raises(DeviceMemoryError, match="would fit") as caught:
-        LLM(pair.target, pair.draft, device="cuda", max_batch=512, tree=(8, 6, 64), max_context_len=512)
+        LLM(pair.target, pair.draft, max_batch=512, **options)
     told = re.search(r"max_batch = (\d+)", caught.value.hint)
-    assert told is not None, caught.value.hint
-    options = {"tree": (8, 6, 64), "max_context_len": 512}
-    with LLM(pair.target, pair.draft, device="cuda", max_batch=int(told[1]), **options) as llm:
+    assert told is not None and 64 <= int(told[1]) < 512, caught.value.hint
+    with LLM(pair.target, pair.draft, max_batch=int(told[1]), **options) as llm:
         assert len(llm.generate([[1, 2]] * 4, GREEDY)) == 4
 
 
@@ -203,14 +202,12 @@ def test_a_weight_that_is_not_finite_is_refused_by_name(pair: Pair, tmp_path: Pa
     weights = copied(pair.target, tmp_path / "target")
     weights[name].view(-1)[-1] = value
     modelzoo.write_weights(tmp_path / "target", weights, shards=2)
-    settled()
-    before = free_bytes(CUDA)
+    before = mine()
     with pytest.raises(ModelFileError, match=f"tensor {re.escape(name)}: 1 of .* are NaN or infinite") as caught:
         LLM(tmp_path / "target", device="cuda")
     assert caught.value.tensor == name and caught.value.path.name.startswith("model-0000")
     del caught
-    settled()
-    assert before - free_bytes(CUDA) <= 4 * MIB
+    assert mine() - before <= 4 * MIB
     assert LLM(tmp_path / "target", device="cpu")
 
 
@@ -225,11 +222,10 @@ def test_a_head_that_is_not_finite_or_not_of_a_gpus_sizes_is_refused(pair: Pair,
         ({"intermediate_size": 92}, "the draft head: a matrix of 92"),
     ]):  # fmt: skip
         odd = modelzoo.write_eagle3(tmp_path / f"odd{i}", pair.target, **{"head_dim": 64, **sizes})
-        settled()
-        before = free_bytes(CUDA)
+        before = mine()
         with pytest.raises(ConfigError, match=words):
             LLM(pair.target, odd, device="cuda")
-        assert before == free_bytes(CUDA), "before anything is loaded"
+        assert mine() - before <= MIB, "before anything is loaded"
 
 
 LOAD = """
@@ -251,7 +247,7 @@ print("grew", (peak() - before) >> 20)
 
 @pytest.mark.parametrize("shards", [1, 4])
 def test_the_hosts_peak_is_near_a_tensor_not_the_model(pair: Pair, tmp_path: Path, shards: int) -> None:
-    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 20, "vocab_size": 16384,
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 12, "vocab_size": 16384,
              "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128}  # fmt: skip
     modelzoo.write_json(tmp_path / "config.json", modelzoo.target_config(**sizes))
     shapes = modelzoo.LlamaModel.shapes(modelzoo.ModelConfig.from_directory(tmp_path))
@@ -264,7 +260,7 @@ def test_the_hosts_peak_is_near_a_tensor_not_the_model(pair: Pair, tmp_path: Pat
     assert ran.returncode == 0, ran.stderr
     grew = int(ran.stdout.split()[-1])
     print(f"{shards} shards of {whole} MiB: the host's peak grew by {grew} MiB")
-    assert whole > 2000 and grew < 600
+    assert whole > 1300 and grew < 600
 
 
 # -- bits -------------------------------------------------------------------------------------------------------------
