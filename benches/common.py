@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("SPECRS_DEVICE", "cpu")  # what benches/gpu measures names the GPU
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benches" / "results"
 VERSIONS = ("torch", "transformers", "numpy")

@@ -257,9 +257,9 @@ def _advice(engine: Engine, num_pages: int | None, have: int) -> str:
     def fits(max_batch: int, max_context_len: int) -> bool:
         try:
             other = engine.at(max_batch, max_context_len)
+            room = have - sum(n for _, n in other.fixed())
         except ConfigError:
             return False
-        room = have - sum(n for _, n in other.fixed())
         return room >= other.geometry.row_pages * other.page_bytes and have >= sum(n for _, n in other.loading())
 
     found = []

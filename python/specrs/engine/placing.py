@@ -6,6 +6,7 @@ it can: what keeps it off the GPU is a reason that it tells (`LLM.device`), not 
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from specrs.models import (
     placed,
 )
 from specrs.models.cuda import unavailable
+
+_LOG = logging.getLogger("specrs")
 
 VARIABLE = "SPECRS_DEVICE"
 """Environment variable with the device of engines that are not told one."""
@@ -138,4 +141,5 @@ class Wanted:
         engine = Engine(self.sizes, head, config, geometry, place, attention)
         config, budget = planned(engine, self.config.num_pages, free_bytes(place.device))
         name = f"cuda:{ordinal} ({torch.cuda.get_device_name(ordinal)})"
+        _LOG.info("%s, memory in bytes:\n%s", name, budget)
         return Site(ops, config, geometry, head is not None, name, budget)

@@ -129,11 +129,15 @@ def test_what_the_gpu_does_not_hold_runs_on_the_cpu_with_a_warning(
     ("package", {"max_batch": 8, "tree": (8, 6, 64), "max_context_len": 500}),
     ("package", {"max_context_len": 500}),
 ])  # fmt: skip
-def test_an_engine_at_its_limits_stays_within_its_budget(pair: Pair, model: str, options: dict[str, Any]) -> None:
+def test_an_engine_at_its_limits_stays_within_its_budget(
+    pair: Pair, model: str, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     models = (pair.target, pair.draft) if model == "tiny" else (None, None)
     before = mine()
     torch.cuda.reset_peak_memory_stats(CUDA)
+    caplog.set_level("INFO", "specrs")
     with LLM(*models, device="cuda", **options) as llm:
+        assert str(llm.budget) in caplog.text
         for seed in (None, 1):
             params = SamplingParams(max_tokens=40, temperature=0.0 if seed is None else 0.8, seed=seed, ignore_eos=True)
             prompts = [[(3 + i * j) % 200 for j in range(440)] for i in range(2 * llm.config.max_batch)]
@@ -229,24 +233,28 @@ def test_a_head_that_is_not_finite_or_not_of_a_gpus_sizes_is_refused(pair: Pair,
 
 
 LOAD = """
-import sys, torch
+import gc, sys
 from specrs import LLM, SamplingParams
-small, large = sys.argv[1:]
-def peak():  # ru_maxrss would begin with that of the process that forked this one
-    [line] = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
+def memory(what):
+    [line] = [line for line in open("/proc/self/status") if line.startswith(what)]
     return int(line.split()[1]) << 10
-def run(model):
-    with LLM(model, device="cuda", max_batch=1, max_context_len=128) as llm:
+def run():
+    with LLM(sys.argv[1], device="cuda", max_batch=1, max_context_len=128) as llm:
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
-run(small)
-before = peak()
-run(large)
-print("grew", (peak() - before) >> 20)
+run()  # libraries load kernels of their own
+gc.collect()
+try:
+    open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
+except OSError:
+    sys.exit("no reset")
+before = memory("VmRSS")
+run()
+print("grew", (memory("VmHWM") - before) >> 20)
 """
 
 
 @pytest.mark.parametrize("shards", [1, 4])
-def test_the_hosts_peak_is_near_a_tensor_not_the_model(pair: Pair, tmp_path: Path, shards: int) -> None:
+def test_the_hosts_peak_is_near_a_tensor_not_the_model(tmp_path: Path, shards: int) -> None:
     sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 12, "vocab_size": 16384,
              "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128}  # fmt: skip
     modelzoo.write_json(tmp_path / "config.json", modelzoo.target_config(**sizes))
@@ -255,12 +263,13 @@ def test_the_hosts_peak_is_near_a_tensor_not_the_model(pair: Pair, tmp_path: Pat
     whole = sum(w.nbytes for w in weights.values()) >> 20
     modelzoo.write_weights(tmp_path, weights, shards)
     del weights
-    argv = [sys.executable, "-c", LOAD, str(pair.target), str(tmp_path)]
-    ran = subprocess.run(argv, capture_output=True, text=True, check=False)
+    ran = subprocess.run([sys.executable, "-c", LOAD, str(tmp_path)], capture_output=True, text=True, check=False)
+    if "no reset" in ran.stderr:
+        pytest.skip("this kernel does not reset a process's peak")
     assert ran.returncode == 0, ran.stderr
     grew = int(ran.stdout.split()[-1])
-    print(f"{shards} shards of {whole} MiB: the host's peak grew by {grew} MiB")
-    assert whole > 1300 and grew < 600
+    print(f"{shards} shards of {whole} MiB in all: the host's peak grew by {grew} MiB")
+    assert whole > 1300 and grew < 500
 
 
 # -- bits -------------------------------------------------------------------------------------------------------------
