@@ -42,10 +42,14 @@ run_file() {
     echo $? >"$work/tests-$name.rc"
     echo "$name: $(tail -n 1 "$out/$name.log")"
 }
-# Runs a command beside JOBS - 1 others.
+# Runs a command beside JOBS - 1 others; in turns on each GPU, as its first one.
 queued=0
+started=0
+gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 queue() {
-    "$@" &
+    CUDA_VISIBLE_DEVICES=$(seq -s, "$started" $((started + gpus - 1)) | awk -v n="$gpus" -v RS=, -v ORS=, '{print $1 % n}' | sed 's/,$//') \
+        "$@" &
+    started=$((started + 1))
     queued=$((queued + 1))
     [ "$queued" -lt "${JOBS:-1}" ] || { wait -n; queued=$((queued - 1)); }
 }

@@ -88,7 +88,7 @@ def test_scores_that_are_no_numbers_hide_no_access():
     torch.cuda.synchronize()
     with pytest.raises(specrs.NonFiniteError) as e:
         mine.check()
-    assert (e.value.what, e.value.value, e.value.position) == ("target logits", "NaN", 9)
+    assert (e.value.what, e.value.value, e.value.position) == ("target logits", "NaN", 10)
     mine.check()
 
 

@@ -319,6 +319,6 @@ def test_what_cannot_run_here_is_refused(pair: Pair, tmp_path: Path) -> None:
     ):
         with pytest.raises(SpecrsError, match=words):
             LLM(model, **options)
-    for tree, words in (((9, 8, 64), "72 draft slots"), ((4, 8, 32), "at most 7 steps"), ((8, 6, 65), "65 tokens")):
+    for tree, words in (((8, 9, 64), "72 draft slots"), ((4, 8, 32), "at most 7 steps"), ((8, 6, 65), "65 tokens")):
         with pytest.raises(SpecrsError, match=words):
             LLM(pair.target, pair.draft, device="cuda", tree=tree)
