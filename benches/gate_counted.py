@@ -7,6 +7,8 @@ out is what Python spends beside the passes of a request that does not draft, ab
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import specrs.engine.speculation as speculation_module
@@ -22,6 +24,7 @@ TABLE = {
     "draft_extend": (0.324, 0.324, 0.324, 0.361, 0.461, 0.690, 1.134),
 }
 BESIDE = (0.1, 0.3)  # milliseconds of a plain round, and of one that drafts, beside its passes
+BATCH = 4
 
 
 class Frozen(PassCost):
@@ -32,22 +35,24 @@ class Frozen(PassCost):
 
 
 class Counter:
-    """The sum of prices of the passes that an engine has run; its clock."""
+    """The sum of prices of the passes that an engine has run; the clock of one that drafts by default."""
 
     def __init__(self, llm: LLM) -> None:
         self.seconds = 0.0
         runner: Any = llm._runner
         tables = {name: Frozen(ROWS, [ms / 1e3 for ms in row]) for name, row in TABLE.items()}
         overhead = Frozen([PLAIN, SPECULATIVE], [ms / 1e3 for ms in BESIDE])
-        self.costs = runner.speculation.policy.costs = Costs(**tables, overhead=overhead)
+        self.costs = Costs(**tables, overhead=overhead)
         self._price(runner.executor.target, "forward", lambda n, _: self.costs.target.at(n))
+        # What Python spends beside the passes of a round.
+        for name, ms in (("plain_round", BESIDE[0]), ("spec_round", BESIDE[1])):
+            self._charge(runner.speculation, name, ms / 1e3)
+        if runner.executor.drafts is None:
+            return
+        runner.speculation.policy.costs = self.costs
         head, step, extend = runner.executor.drafts.head, self.costs.draft_step, self.costs.draft_extend
         self._price(head, "step", lambda n, _: step.at(n))
         self._price(head, "write", lambda n, _: extend.at(n))
-        # What Python spends beside the passes of a round.
-        speculation = runner.speculation
-        for name, ms in (("plain_round", BESIDE[0]), ("spec_round", BESIDE[1])):
-            self._charge(speculation, name, ms / 1e3)
         # Logits of all rows, where none are named: what a look back asks for.
         self._price(head, "extend", lambda n, rows: extend.at(n) + (step.at(n) - step.at(1) if rows is None else 0.0))
 
@@ -73,33 +78,148 @@ class Counter:
         """The engine's clock."""
         return self.seconds
 
+    @contextmanager
+    def clock(self) -> Iterator[None]:
+        """Within the context, engines that draft by default read this clock."""
+        module: Any = speculation_module
+        real, module.time = module.time, self
+        try:
+            yield
+        finally:
+            module.time = real
 
-def counted(lengths: list[int], temperatures: list[float]) -> dict[str, Any]:
-    """Ratios of plain decoding's price to that of the default, for each kind of text, temperature and length."""
-    module: Any = speculation_module  # whose clock this replaces
-    llm = LLM(max_batch=1, max_context_len=1024, prefix_cache=False)
-    counter = Counter(llm)
-    clock, module.time = module.time, counter
+    def price(
+        self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], llm: LLM
+    ) -> tuple[float, list[Any]]:
+        """Seconds that requests take together, and their outputs."""
+        started = self.seconds
+        with self.clock():
+            outputs = llm.generate(prompts, params)
+        return self.seconds - started, outputs
+
+    def rate(
+        self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], llm: LLM, batch: int
+    ) -> tuple[float, list[list[int]]]:
+        """Tokens a second from the first full batch of requests to the last, and all tokens.
+
+        Requests that draft end at different times. What is left of a queue at its end decodes in smaller batches, which
+        says nothing of an engine that has more to do.
+        """
+        ids = [llm.add(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
+        tokens: dict[int, list[int]] = {i: [] for i in ids}
+        started, full = self.seconds, (0, 0.0)
+        with self.clock():
+            while llm.unfinished:
+                for event in llm.step():
+                    tokens[event.request_id] += event.token_ids
+                if llm.unfinished >= batch:
+                    full = sum(map(len, tokens.values())), self.seconds - started
+        return full[0] / full[1], [tokens[i] for i in ids]
+
+
+class Twins:
+    """The default engine and a plain one, priced; tokens must be equal."""
+
+    def __init__(self, **options: Any) -> None:
+        self._llms = LLM(**options), LLM(speculative=False, **options)
+        self._counters = [Counter(llm) for llm in self._llms]
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a prompt."""
+        return self._llms[0].encode(text)
+
+    def run(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> tuple[float, float, list[Any]]:
+        """Seconds of plain decoding, of the default, and the outputs."""
+        each = zip(self._counters, self._llms, strict=True)
+        (took, outputs), (alone, plain) = [counter.price(prompts, params, llm) for counter, llm in each]
+        assert [o.token_ids for o in outputs] == [o.token_ids for o in plain], "speculation must not change the tokens"
+        return alone, took, outputs
+
+    def rates(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], batch: int) -> tuple[float, float]:
+        """Tokens a second of the default, and of plain decoding, while batches are full."""
+        each = zip(self._counters, self._llms, strict=True)
+        (default, tokens), (plain, same) = [counter.rate(prompts, params, llm, batch) for counter, llm in each]
+        assert tokens == same, "speculation must not change the tokens"
+        return default, plain
+
+
+def _params(length: int, temperature: float, seed: int) -> SamplingParams:
+    return SamplingParams(max_tokens=length, temperature=temperature, top_p=1.0, seed=seed, ignore_eos=True)
+
+
+def _row(rows: dict[str, Any], name: str, runs: Sequence[tuple[float, float]]) -> None:
+    """One more row: pairs of plain and default seconds."""
+    ratio = sum(plain for plain, _ in runs) / sum(took for _, took in runs)
+    rows[name] = {"ratio": round(ratio, 4), "requests": [round(plain / took, 3) for plain, took in runs]}
+    print(f"counted: {name}: {rows[name]['ratio']:.3f}  {rows[name]['requests']}", flush=True)
+
+
+def counted(lengths: list[int], temperatures: list[float], turns: int = 128) -> dict[str, Any]:
+    """Ratios of plain decoding's price to that of the default, for each kind of text, temperature and length.
+
+    Beside whole requests: second turns of a chat (``turns`` tokens each) with the prefix cache, which an engine has by
+    default; requests that end long before their limit; and batches of `BATCH`.
+    """
     rows: dict[str, Any] = {}
-    try:
-        for length in lengths:
-            for temperature in temperatures:
-                for kind, prompts in KINDS.items():
-                    took, plain, each = 0.0, 0.0, []
-                    for seed, prompt in enumerate(prompts):
-                        params = SamplingParams(
-                            max_tokens=length, temperature=temperature, top_p=1.0, seed=seed, ignore_eos=True
-                        )
-                        started = counter.seconds
-                        [out] = llm.generate([prompt], params)
-                        seconds = counter.seconds - started
-                        alone = counter.costs.target.at(out.usage.prompt_tokens) + (length - 1) * counter.costs.plain(1)
-                        took, plain = took + seconds, plain + alone
-                        each.append(round(alone / seconds, 3))
-                    name = f"{kind}, T={temperature:g}, {length} tokens"
-                    rows[name] = {"ratio": round(plain / took, 4), "requests": each}
-                    print(f"counted: {name}: {rows[name]['ratio']:.3f}  {each}", flush=True)
-    finally:
-        module.time = clock
+    alone = Twins(max_batch=1, max_context_len=1024, prefix_cache=False)
+    for length in lengths:
+        for temperature in temperatures:
+            for kind, prompts in KINDS.items():
+                each = [(alone.encode(p), _params(length, temperature, seed)) for seed, p in enumerate(prompts)]
+                runs = [alone.run([prompt], [params])[:2] for prompt, params in each]
+                _row(rows, f"{kind}, T={temperature:g}, {length} tokens", runs)
+    _chats(rows, temperatures, turns)
+    _short(rows, temperatures)
+    _batches(rows, temperatures, turns)
     worst = min(rows, key=lambda name: rows[name]["ratio"])
     return {"table_ms": TABLE, "worst": {"row": worst, "ratio": rows[worst]["ratio"]}, "rows": rows}
+
+
+def _chats(rows: dict[str, Any], temperatures: Sequence[float], length: int) -> None:
+    twins = Twins(max_batch=1, max_context_len=1024)
+    for temperature in temperatures:
+        for kind, prompts in KINDS.items():
+            turns: list[list[tuple[float, float]]] = [[], []]
+            for seed, text in enumerate(prompts):
+                prompt = twins.encode(text)
+                for turn in turns:
+                    plain, took, [out] = twins.run([prompt], [_params(length, temperature, seed)])
+                    turn.append((plain, took))
+                    prompt = [*prompt, *out.token_ids, *twins.encode("\n\nAnd then?\n")]
+            for name, turn in zip(("first", "second"), turns, strict=True):
+                _row(rows, f"{name} turn, {kind}, T={temperature:g}, {length} tokens", turn)
+
+
+def _short(rows: dict[str, Any], temperatures: Sequence[float]) -> None:
+    """The limit says 512; a stop token ends them. New engines, to whom nothing tells so."""
+    for temperature in temperatures:
+        runs = []
+        for prompts in KINDS.values():
+            twins = Twins(max_batch=1, max_context_len=1024)
+            for seed, text in enumerate(prompts):
+                prompt = twins.encode(text)
+                _, _, [whole] = twins.run([prompt], [_params(40, temperature, seed)])
+                stop = SamplingParams(
+                    max_tokens=512,
+                    temperature=temperature,
+                    top_p=1.0,
+                    seed=seed,
+                    ignore_eos=True,
+                    stop_token_ids=[whole.token_ids[-1]],
+                )
+                runs.append(twins.run([[*prompt]], [stop])[:2])
+        _row(rows, f"ends within 40 of 512 tokens, T={temperature:g}", runs)
+
+
+def _batches(rows: dict[str, Any], temperatures: Sequence[float], length: int) -> None:
+    """A queue that keeps the batch full."""
+    twins = Twins(max_batch=BATCH, max_context_len=1024, prefix_cache=False)
+    for temperature in temperatures:
+        for kind, prompts in KINDS.items():
+            some = [twins.encode(prompts[i % len(prompts)]) for i in range(4 * BATCH)]
+            for i, prompt in enumerate(some):
+                prompt[0] += i // len(prompts)  # greedy requests differ too
+            params = [_params(length, temperature, i) for i in range(4 * BATCH)]
+            _row(
+                rows, f"{BATCH} at once, {kind}, T={temperature:g}, {length} tokens", [twins.rates(some, params, BATCH)]
+            )

@@ -1,34 +1,77 @@
-"""A request as the runner's gate sees it, without a model: what passes cost and how likely drafts are is given."""
+"""Requests as the runner's gate sees them, without a model: what passes cost and how likely drafts are is given."""
 
 from __future__ import annotations
 
 import math
 import random
 import statistics
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from specrs.engine.costs import PLAIN, SPECULATIVE, Costs, PassCost
-from specrs.engine.policy import LOOK_BACK, SpeculationGate, TreePolicy
+from specrs.engine.policy import LOOK_BACK, SpeculationGate, Standing, Step, TreePolicy
 
 _ROWS = [1, 8, 64]
 _DEPTH = 8
 
 
 @dataclass
-class Decoded:
-    """What a request took.
+class Simulated:
+    """A request.
 
     Attributes:
-        tokens: drawn.
-        took: rounds of plain decoding.
+        gate: its account.
+        tokens: its limit.
+        chance: that a draft token is accepted, and that a token of a look back is a hit.
+        ends: tokens at which it ends by itself.
+        produced: tokens so far.
+        lag: features that wait; ``None`` where the head is ready to draft.
         rounds: those that drafted.
         deceived: looks back that opened the gate.
     """
 
-    tokens: int = 0
-    took: float = 0.0
+    gate: SpeculationGate
+    tokens: int
+    chance: float
+    ends: int
+    produced: int = 0
+    lag: int | None = 1
     rounds: int = 0
     deceived: int = 0
+
+
+@dataclass
+class Decoded:
+    """What requests that ran together took.
+
+    Attributes:
+        requests: those that ran.
+        took: rounds of plain decoding, of each request that waited for them.
+        tokens: drawn in all.
+        behind: what had been lost before each round, and at the end.
+        drawn: tokens by then.
+    """
+
+    requests: list[Simulated]
+    took: float = 0.0
+    tokens: int = 0
+    behind: list[float] = field(default_factory=list)
+    drawn: list[int] = field(default_factory=list)
+
+    def note(self) -> None:
+        """A round ended, or the first one begins."""
+        self.behind.append(self.took - self.tokens)
+        self.drawn.append(self.tokens)
+
+    @property
+    def rounds(self) -> int:
+        """Rounds with drafts, over all requests."""
+        return sum(r.rounds for r in self.requests)
+
+    @property
+    def deceived(self) -> int:
+        """Looks back that opened a gate, over all requests."""
+        return sum(r.deceived for r in self.requests)
 
 
 def policy(step: float = 0.2, growth: float = 0.02) -> TreePolicy:
@@ -44,73 +87,145 @@ def policy(step: float = 0.2, growth: float = 0.02) -> TreePolicy:
     )
 
 
-def decode(p: TreePolicy, gate: SpeculationGate, tokens: int, chance: float, rng: random.Random) -> Decoded:
-    """``tokens`` as the runner decodes them. Each draft token is accepted, and each token of a look back is a hit, with
-    ``chance``, whatever the head claims: it is sure of itself."""
-    costs, done = p.costs, Decoded()
+def decode(p: TreePolicy, requests: Sequence[Simulated], rng: random.Random) -> Decoded:
+    """Decode requests in one batch as the runner does, until the last has ended. The head is sure of itself, whatever
+    its chances are. Seconds count for each request of the batch, which all wait."""
+    done = Decoded(list(requests))
     claims = [i * math.log(0.97) for i in range(1, _DEPTH + 1)]
-    lag: int | None = 1  # features that wait; none where the head is ready to draft
-    while done.tokens < tokens:
-        stake, drafts = p.stake(1, 1), False
-        ready = lag is None and not gate.refused
-        gate.follows = gate.follows and gate.account >= (stake if ready else p.needed(gate, 1, lag or 0))
-        gate.follows = gate.follows and (ready or not p.too_late(gate, lag or 0, tokens - done.tokens))
-        if gate.follows and lag is not None and lag > gate.patience:
-            before = gate.account
-            gate.pay(p.looked_back(1, lag, p.look_back(1) * p.costs.plain(1)))
-            done.took += before - gate.account
-            drafts = gate.looked_back(sum(rng.random() < chance for _ in range(LOOK_BACK)), stake)
-            done.deceived += drafts
-            lag = None
-        elif gate.follows:
-            drafts = (lag is None and not gate.refused) or (
-                lag is not None and p.early(gate, lag) and gate.would_open(LOOK_BACK, stake)
-            )
-        if not (drafts and gate.follows and p.drafting([gate.account])[0]):
-            done.took, done.tokens = done.took + 1.0, done.tokens + 1
-            if gate.follows:
-                gate.pay(p.waiting(1, 1))
-                done.took, lag = done.took + p.waiting(1, 1), (lag or 0) + 1
-            continue
-        lag = None
-        limit, levels = p.limit(1, [gate.account]), 1
-        while levels < _DEPTH and p.deepen(1, levels, [(gate.kind, claims[levels - 1 : levels])], limit):
+    while live := [r for r in requests if r.produced < r.ends]:
+        done.note()
+        _round(p, live, rng, claims, done)
+    done.note()
+    return done
+
+
+def _round(
+    p: TreePolicy, live: Sequence[Simulated], rng: random.Random, claims: Sequence[float], done: Decoded
+) -> None:
+    """One round of a batch."""
+    batch, costs, plain = len(live), p.costs, p.costs.plain(len(live))
+    able = [_able(p, r, batch, rng, done) if r.gate.follows else None for r in live]
+    drafting = p.drafting(able) if any(able) else [False] * batch
+    for r, asked, drafts in zip(live, able, drafting, strict=True):
+        if asked is not None and not drafts:
+            r.gate.wait()
+        if drafts and r.lag is not None:
+            waited = p.waiting(r.lag, batch)
+            r.gate.pay(waited)
+            done.took += waited
+    some = [r for r, drafts in zip(live, drafting, strict=True) if drafts]
+    nodes: list[int] = []
+    seconds = plain
+    if some:
+        limit, levels = p.limit(batch, [r.gate.account(r.produced) for r in some]), 1
+        while levels < _DEPTH and p.deepen(
+            batch, levels, [(r.gate.kind, claims[levels - 1 : levels]) for r in some], limit
+        ):
             levels += 1
-        drafting = costs.drafting(1, 1, levels - 1)
-        choice = p.choose(1, [(score, gate.kind) for score in claims[:levels]], drafting, limit)
-        accepted = next((i for i in range(choice.nodes) if rng.random() >= chance), choice.nodes)
-        cost = (drafting + costs.target.at(1 + choice.nodes)) / costs.plain(1)
-        gate.spec_round(accepted - (cost - 1.0))
-        gate.kind.learn(claims[: choice.nodes], accepted, (accepted + 1) / cost)
-        done.took, done.tokens, done.rounds = done.took + cost, done.tokens + accepted + 1, done.rounds + 1
+        drafts_cost = costs.drafting(batch, batch, levels - 1)
+        offers = sorted(((score, r.gate.kind) for r in some for score in claims[:levels]), key=lambda o: -o[0])
+        least = p.choose(batch, offers, drafts_cost, limit).min_score
+        nodes = [sum(score >= least for score in claims[:levels]) for _ in some]
+        seconds = drafts_cost + costs.target.at(batch + sum(nodes))
+    done.took += seconds / plain * batch
+    share = (seconds / plain - 1.0) * batch / max(len(some), 1)
+    drawn = {
+        id(r): next((i for i in range(n) if rng.random() >= r.chance), n) for r, n in zip(some, nodes, strict=True)
+    }
+    gain = (batch + sum(drawn.values())) / batch / (seconds / plain)
+    for r in live:
+        accepted = min(drawn.get(id(r), 0), r.ends - r.produced - 1)  # what came after the end won nothing
+        r.produced += accepted + 1
+        done.tokens += accepted + 1
+        if id(r) in drawn:
+            r.gate.spec_round(accepted - share, drawn[id(r)])
+            r.gate.kind.learn(claims[: nodes[some.index(r)]], drawn[id(r)], gain)
+            r.lag, r.rounds = None, r.rounds + 1
+        else:
+            r.lag = (r.lag or 0) + 1
+
+
+def _able(p: TreePolicy, r: Simulated, batch: int, rng: random.Random, done: Decoded) -> tuple[float, float] | None:
+    """As `AdaptiveTree` asks and tells the policy, of a head that could have drafted every token."""
+    gate, stake = r.gate, p.stake(batch, batch)
+    step = p.step(gate, batch, Standing(r.produced, r.tokens - r.produced, r.lag), lambda: LOOK_BACK)
+    gate.follows = step is not Step.GIVE_UP
+    if step is Step.LOOK_BACK:
+        if gate.would_open(LOOK_BACK, stake):
+            paid = p.looked_back(batch, r.lag or 0, (p.look_back(1) + p.waiting(r.lag or 0, 1)) * p.costs.plain(1))
+            gate.pay(paid)
+            done.took += paid
+            r.lag = None
+        opens = gate.looked_back(sum(rng.random() < r.chance for _ in range(LOOK_BACK)), stake, r.produced)
+        r.deceived += opens
+        if opens and batch > 1:
+            gate.promise()
+        step = Step.DRAFT if opens and gate.follows else Step.WAIT
+    if step is not Step.DRAFT:
+        return None
+    return gate.account(r.produced) - p.waiting(r.lag or 0, batch), gate.wins
+
+
+def begin(
+    p: TreePolicy, tokens: int, chance: float, *, batch: int = 1, ends: int | None = None, prompt: int = 0
+) -> Simulated:
+    """A new request, as the engine admits it.
+
+    Args:
+        p: of its engine.
+        tokens: its limit.
+        chance: see `Simulated`.
+        batch: requests that run with it, itself included.
+        ends: see `Simulated`; by default at its limit.
+        prompt: tokens of its prompt.
+    """
+    gate = p.gate(1.0, tokens, prompt, batch)
+    if p.follows(gate, batch, Standing(0, tokens, 0), prompt, 0):
+        gate.pay(p.waiting(prompt, batch))
+    else:
+        gate.decline()
+    return Simulated(gate, tokens, chance, tokens if ends is None else ends)
+
+
+def together(p: TreePolicy, requests: Sequence[Simulated], rng: random.Random) -> Decoded:
+    """Requests from their beginning to what the engine learns of them."""
+    done = decode(p, requests, rng)
+    for r in requests:
+        r.gate.end(r.produced)
     return done
 
 
-def request(p: TreePolicy, tokens: int, chance: float, rng: random.Random) -> Decoded:
-    """One request from its gate's opening to what the engine learns of it."""
-    gate = p.gate(1.0, tokens, 0)
-    done = decode(p, gate, tokens, chance, rng)
-    gate.kind.ended(done.tokens, gate.net, gate.loan)
-    return done
+def request(p: TreePolicy, tokens: int, chance: float, rng: random.Random, ends: int | None = None) -> Decoded:
+    """One request by itself."""
+    return together(p, [begin(p, tokens, chance, ends=ends)], rng)
 
 
 def simulate(
-    steps: tuple[float, ...], growths: tuple[float, ...], chances: tuple[float, ...], lengths: tuple[int, ...]
+    steps: tuple[float, ...],
+    growths: tuple[float, ...],
+    chances: tuple[float, ...],
+    lengths: tuple[int, ...],
+    batches: tuple[int, ...] = (1,),
 ) -> list[dict[str, float]]:
-    """Speed as a multiple of plain decoding's over a grid: the mean, and the worst, of 6 engines of 16 requests."""
+    """Speed as a multiple of plain decoding's over a grid: the mean, and the worst, of 4 engines of 16 requests.
+
+    ``batches``: requests that run together. Half of a batch have the chance, the others none.
+    """
     rows = []
-    for step in steps:
-        for growth in growths:
-            for chance in chances:
-                for tokens in lengths:
-                    ratios = []
-                    for seed in range(6):
-                        p, rng = policy(step, growth), random.Random(seed)
-                        done = [request(p, tokens, chance, rng) for _ in range(16)]
-                        ratios.append(sum(d.tokens for d in done) / sum(d.took for d in done))
-                    stake = policy(step, growth).stake(1, 1)
-                    rows.append(
-                        {"step": step, "growth": growth, "smallest_round": round(1.0 + stake, 3), "chance": chance}
-                        | {"tokens": tokens, "mean": round(statistics.mean(ratios), 4), "worst": round(min(ratios), 4)}
-                    )
+    grid = ((b, s, g, c, n) for b in batches for s in steps for g in growths for c in chances for n in lengths)
+    for batch, step, growth, chance, tokens in grid:
+        ratios = []
+        for seed in range(4):
+            p, rng = policy(step, growth), random.Random(seed)
+            took = drawn = 0.0
+            for _ in range(-(-16 // batch)):
+                some = [begin(p, tokens, chance * (i % 2 == 0), batch=batch) for i in range(batch)]
+                done = together(p, some, rng)
+                took, drawn = took + done.took, drawn + done.tokens
+            ratios.append(drawn / took)
+        smallest = 1.0 + policy(step, growth).stake(batch, batch)
+        rows.append(
+            {"batch": batch, "step": step, "growth": growth, "smallest_round": round(smallest, 3), "chance": chance}
+            | {"tokens": tokens, "mean": round(statistics.mean(ratios), 4), "worst": round(min(ratios), 4)}
+        )
     return rows

@@ -392,14 +392,15 @@ class Pool:
     def pages(self, seq: Sequence) -> list[int]:
         """Pages of a sequence, in the order of its positions."""
 
-    def cache_lookup(self, tokens: _List[SupportsIndex], max: SupportsIndex | None = None) -> tuple[Sequence, int]:
+    def cache_lookup(self, tokens: _List[SupportsIndex], max: SupportsIndex | None = None) -> tuple[Sequence, int, int]:
         """A new sequence that starts with the longest cached prefix of `tokens` (full pages, at most `max`
-        positions, default all), and its length.
+        positions, default all), its length, and how many of those positions have the draft's KV too.
         """
 
-    def cache_insert(self, seq: Sequence, tokens: _List[SupportsIndex]) -> int:
-        """Let the cache keep the full pages of `tokens`, the first committed tokens of `seq`; returns how many pages
-        were new to it.
+    def cache_insert(self, seq: Sequence, tokens: _List[SupportsIndex], drafted: SupportsIndex = ...) -> int:
+        """Let the cache keep the full pages of `tokens`, the first committed tokens of `seq`; the first `drafted` of
+        them have the draft's KV too (0 without a draft model). Returns how many pages were new to it. Pages that it
+        has already stay, unless they lack draft KV that this sequence's have.
         """
 
     def cache_clear(self) -> int:

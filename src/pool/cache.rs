@@ -4,6 +4,10 @@
 //! spells out a prefix from its first token. The hash only finds candidates; a match is a comparison of the parent
 //! and of every token, so colliding prompts can't read each other's KV.
 //!
+//! A page has slots in every KV cache over the pool, and a draft model may lag behind its target: a node says whether the
+//! draft's KV is valid in its page too (*drafted*). Draft KV attends to all before it, so a drafted node's parent is
+//! drafted. A sequence that has it where the cache does not gives the cache its own page instead.
+//!
 //! The cache is one owner of each of its pages. A node is *idle* while its page has no other owner, and *pinned*
 //! otherwise. The invariant, which [`Pool::audit`](crate::pool::Pool::audit) recounts: **every idle page can be had**.
 //! At any time, whatever hangs from what,
@@ -48,6 +52,8 @@ struct Node {
     children: u32,
     /// Whether the page has an owner besides the cache.
     pinned: bool,
+    /// Whether the page holds the draft's KV of its tokens.
+    drafted: bool,
     /// When the last such owner left; a larger tick is more recent. Unique among idle nodes.
     tick: u64,
 }
@@ -134,8 +140,9 @@ impl PrefixCache {
     }
 
     /// Add a node behind `at` for a page that another owner holds too, so it starts pinned. The caller has seen
-    /// that no such node exists, adds the cache's reference, and stores the returned index with the page.
-    pub(super) fn insert(&mut self, at: Cursor, tokens: &[u32], page: u32) -> (Cursor, u32) {
+    /// that no such node exists, adds the cache's reference, and stores the returned index with the page. `drafted`:
+    /// whether the draft's KV is valid in it; only behind a node that is drafted.
+    pub(super) fn insert(&mut self, at: Cursor, tokens: &[u32], page: u32, drafted: bool) -> (Cursor, u32) {
         let hash = self.hash(at.0, tokens);
         let n = match self.spare.pop() {
             Some(n) => n,
@@ -148,6 +155,7 @@ impl PrefixCache {
                     hash: 0,
                     children: 0,
                     pinned: false,
+                    drafted: false,
                     tick: 0,
                 });
                 self.tokens.resize(self.nodes.len() * self.page_len, 0);
@@ -156,7 +164,7 @@ impl PrefixCache {
         };
         self.tokens[n as usize * self.page_len..][..self.page_len].copy_from_slice(tokens);
         let next = self.buckets.insert(hash, n).unwrap_or(NONE);
-        let fresh = Node { page, parent: at.0, next, hash, children: 0, pinned: true, tick: 0 };
+        let fresh = Node { page, parent: at.0, next, hash, children: 0, pinned: true, drafted, tick: 0 };
         self.nodes[n as usize] = fresh;
         self.live += 1;
         if let Some(parent) = self.nodes.get_mut(at.0 as usize) {
@@ -165,6 +173,20 @@ impl PrefixCache {
             self.victims.remove(&key); // it has a child now
         }
         (Cursor(n), n)
+    }
+
+    /// Whether the draft's KV is valid in the page of the node at `at`, which is not the root.
+    pub(super) fn drafted(&self, at: Cursor) -> bool {
+        self.nodes[at.0 as usize].drafted
+    }
+
+    /// The node at `at` has the draft's KV from now on, in `page`, which another owner holds too; returns its index and
+    /// the page that it had. Where the two differ, the caller moves the cache's reference from one to the other.
+    pub(super) fn draft(&mut self, at: Cursor, page: u32) -> (u32, u32) {
+        self.pin(at.0);
+        let node = &mut self.nodes[at.0 as usize];
+        node.drafted = true;
+        (at.0, std::mem::replace(&mut node.page, page))
     }
 
     /// The page of node `n` got an owner besides the cache.
@@ -313,6 +335,10 @@ impl PrefixCache {
                 if p.page == 0 {
                     return Err(format!("cache node {n} of page {page} hangs from the unused node {}", node.parent));
                 }
+                if node.drafted && !p.drafted {
+                    let parent = node.parent;
+                    return Err(format!("cache node {n} of page {page} is drafted, its parent {parent} is not"));
+                }
                 children[node.parent as usize] += 1;
             }
             let cursor = Cursor(node.parent);
@@ -348,9 +374,9 @@ mod tests {
     #[test]
     fn colliding_hashes_do_not_match() {
         let mut c = PrefixCache::with_hash_mask(2, 0);
-        let (a, a_node) = c.insert(Cursor::ROOT, &[1, 2], 10);
-        let (b, b_node) = c.insert(Cursor::ROOT, &[3, 4], 11);
-        let (aa, aa_node) = c.insert(a, &[1, 2], 12);
+        let (a, a_node) = c.insert(Cursor::ROOT, &[1, 2], 10, false);
+        let (b, b_node) = c.insert(Cursor::ROOT, &[3, 4], 11, false);
+        let (aa, aa_node) = c.insert(a, &[1, 2], 12, false);
         assert_eq!(c.find(Cursor::ROOT, &[1, 2]), Some((a, 10)));
         assert_eq!(c.find(Cursor::ROOT, &[3, 4]), Some((b, 11)));
         assert_eq!(c.find(a, &[1, 2]), Some((aa, 12)));
@@ -375,12 +401,12 @@ mod tests {
     #[test]
     fn an_idle_page_can_be_had_whatever_hangs_from_it() {
         let mut c = PrefixCache::new(1);
-        let (a, an) = c.insert(Cursor::ROOT, &[1], 1);
-        let (b, bn) = c.insert(a, &[2], 2);
-        let (d, _) = c.insert(b, &[3], 3);
-        let (_, _) = c.insert(d, &[4], 4);
-        let (_, en) = c.insert(a, &[5], 5);
-        let (_, other) = c.insert(Cursor::ROOT, &[6], 6);
+        let (a, an) = c.insert(Cursor::ROOT, &[1], 1, false);
+        let (b, bn) = c.insert(a, &[2], 2, false);
+        let (d, _) = c.insert(b, &[3], 3, false);
+        let (_, _) = c.insert(d, &[4], 4, false);
+        let (_, en) = c.insert(a, &[5], 5, false);
+        let (_, other) = c.insert(Cursor::ROOT, &[6], 6, false);
         for n in [an, bn, en, other] {
             c.unpin(n);
         }
@@ -409,7 +435,7 @@ mod tests {
         let mut at = Cursor::ROOT;
         let nodes: Vec<u32> = (1..=5)
             .map(|page| {
-                let (next, n) = c.insert(at, &[page], page);
+                let (next, n) = c.insert(at, &[page], page, false);
                 at = next;
                 n
             })

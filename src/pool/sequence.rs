@@ -67,27 +67,28 @@ impl State {
         Ok(())
     }
 
-    pub(super) fn cache_lookup(&mut self, tokens: &[u32], max: u32) -> Result<(SeqId, u32)> {
+    pub(super) fn cache_lookup(&mut self, tokens: &[u32], max: u32) -> Result<(SeqId, u32, u32)> {
         let (page_len, width) = (self.config.page.get() as usize, self.config.row_pages as usize);
         let full = (tokens.len().min(max as usize) / page_len).min(width);
         let seq = self.create()?;
         let (row, owner) = (seq.row() as usize, Owner::of(seq));
-        let (mut at, mut n) = (Cursor::ROOT, 0);
+        let (mut at, mut n, mut drafted) = (Cursor::ROOT, 0, 0);
         for chunk in tokens[..full * page_len].chunks_exact(page_len) {
             let Some((next, page)) = self.cache.find(at, chunk) else { break };
             self.ledger.add_ref(page, EventKind::Share, owner)?;
             self.table[row * width + n] = page as i32;
             (at, n) = (next, n + 1);
+            drafted += usize::from(self.cache.drafted(at)); // those are the first of the chain
         }
         let len = (n * page_len) as u32; // at most max
         let r = &mut self.rows[row];
         (r.committed, r.pages, r.base_pages, r.shared) = (len, n as u32, n as u32, n as u32);
         self.changes.note(&mut r.changed, row, ChangeKind::Pages, 0, n);
         self.settle();
-        Ok((seq, len))
+        Ok((seq, len, (drafted * page_len) as u32))
     }
 
-    pub(super) fn cache_insert(&mut self, seq: SeqId, tokens: &[u32]) -> Result<u32> {
+    pub(super) fn cache_insert(&mut self, seq: SeqId, tokens: &[u32], drafted: u32) -> Result<u32> {
         let row = self.live_row(seq)?;
         let committed = self.rows[row].committed;
         if tokens.len() > committed as usize {
@@ -95,14 +96,19 @@ impl State {
             return Err(Error::OutOfRange { what: "tokens to cache", got, min: 0, max });
         }
         let (page_len, width) = (self.config.page.get() as usize, self.config.row_pages as usize);
-        let full = tokens.len() / page_len;
-        let (mut at, mut have) = (Cursor::ROOT, 0);
-        while have < full {
-            let Some((next, _)) = self.cache.find(at, &tokens[have * page_len..][..page_len]) else { break };
-            (at, have) = (next, have + 1);
-        }
-        for col in have..full {
+        in_range("drafted tokens to cache", drafted, 0, tokens.len() as i128)?;
+        let (full, drafted) = (tokens.len() / page_len, drafted as usize / page_len);
+        let (mut at, mut have, mut taken) = (Cursor::ROOT, 0, 0);
+        for (col, chunk) in tokens.chunks_exact(page_len).enumerate() {
+            let found = if have == col { self.cache.find(at, chunk) } else { None };
             let page = self.table[row * width + col] as u32;
+            if let Some((next, cached)) = found {
+                (at, have) = (next, have + 1);
+                if col >= drafted || self.cache.drafted(at) || cached == page {
+                    continue; // the cache keeps the page that it has
+                }
+            }
+            taken += 1;
             if self.ledger.recs[page as usize].node().is_some() {
                 return Err(Error::Invalid {
                     what: "tokens to cache",
@@ -113,15 +119,32 @@ impl State {
         }
         let r = &mut self.rows[row];
         r.shared = r.shared.max(full as u32);
-        r.version += u64::from(have < full); // as in `fork`
-        for (col, chunk) in tokens.chunks_exact(page_len).enumerate().skip(have) {
-            let page = self.table[row * width + col] as u32;
-            self.ledger.add_ref(page, EventKind::Cache, Owner::Cache)?;
-            let (next, node) = self.cache.insert(at, chunk, page);
-            self.ledger.recs[page as usize].aux = node + 1;
+        r.version += u64::from(taken > 0); // as in `fork`
+        at = Cursor::ROOT;
+        for (col, chunk) in tokens.chunks_exact(page_len).enumerate() {
+            let (page, drafted) = (self.table[row * width + col] as u32, col < drafted);
+            let (next, node, old) = match self.cache.find(at, chunk) {
+                Some((next, _)) if !drafted || self.cache.drafted(next) => {
+                    at = next;
+                    continue;
+                }
+                Some((next, _)) => {
+                    let (node, old) = self.cache.draft(next, page);
+                    (next, node, Some(old))
+                }
+                None => {
+                    let (next, node) = self.cache.insert(at, chunk, page, drafted);
+                    (next, node, None)
+                }
+            };
             at = next;
+            if old != Some(page) {
+                self.ledger.add_ref(page, EventKind::Cache, Owner::Cache)?;
+                self.ledger.recs[page as usize].aux = node + 1;
+                old.map_or(Ok(()), |old| self.uncache(old))?;
+            }
         }
-        Ok((full - have) as u32)
+        Ok(taken)
     }
 
     pub(super) fn cache_clear(&mut self) -> Result<u32> {

@@ -27,13 +27,14 @@ def most_nodes(shape: TreeShape, levels: int) -> int:
 
 
 class AheadPolicy(TreePolicy):
-    """Drafts from the first round on, without a look back: a round of one level costs less than asking the head would.
+    """Drafts from the first round on, and again once it has lost what it may, without a look back: a round of one level
+    costs less than asking the head would.
 
     What that may lose is the account's to bound, as ever.
     """
 
     def early(self, gate: SpeculationGate, lag: int) -> bool:
-        return not gate.refused
+        return True
 
 
 class AheadTree(AdaptiveTree):

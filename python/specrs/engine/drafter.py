@@ -39,9 +39,13 @@ class Drafter:
             if index and r.followed:
                 r.wait(passed.features(i, index))
 
-    def catch_up(self, batch: Batch) -> None:
-        """Write the draft KV of requests whose features have waited for long."""
-        self.write([r for r in batch if r.finish_reason is None and r.lag >= _MAX_LAG])
+    def catch_up(self, batch: Batch, speculation: GivenTree) -> None:
+        """Write the draft KV of requests whose features have waited for long, or give them up."""
+        late = [r for r in batch if r.finish_reason is None and r.lag >= _MAX_LAG]
+        for r in late:
+            if not speculation.catches_up(r, len(batch)):
+                r.give_up_drafts(r.draft_valid)
+        self.write([r for r in late if r.followed])
 
     # -- passes -------------------------------------------------------------------------------------------------
 

@@ -59,13 +59,18 @@ class Pages:
         stats = self.pool.stats()
         return stats["free_pages"] + stats["evictable_pages"] >= need
 
-    def admit(self, request: Request) -> None:
-        """Give the request a row of the page table, sharing the pages of a cached prefix of its tokens."""
+    def admit(self, request: Request, most: int | None = None) -> None:
+        """Give the request a row of the page table, sharing the pages of a cached prefix of its tokens.
+
+        Args:
+            request: it has no row.
+            most: positions that it may share.
+        """
         if self._config.prefix_cache:
             # At least one position is computed: its logits, or its features for the draft, are wanted.
-            request.admit(*self.pool.cache_lookup(request.tokens[: request.prefill_target - 1]))
+            request.admit(*self.pool.cache_lookup(request.tokens[: request.prefill_target - 1], most))
         else:
-            request.admit(self.pool.create(), 0)
+            request.admit(self.pool.create(), 0, 0)
 
     def release(self, request: Request) -> None:
         """Take the request's pages back."""
@@ -75,12 +80,14 @@ class Pages:
         request.committed = 0
 
     def share_prefix(self, request: Request) -> None:
-        """Offer the full pages of what is computed and sound (draft KV included) to later requests."""
-        if not self._config.prefix_cache:
+        """Offer the full pages of what is computed to later requests, and say how far draft KV is sound in them."""
+        if not self._config.prefix_cache or request.error is not None:
             return
-        valid = request.draft_valid if self._drafts else request.committed
-        if valid > 0 and request.error is None:
-            self.pool.cache_insert(request.seq, request.tokens[:valid])
+        drafted = request.draft_valid if self._drafts else 0
+        # A page that the cache has is written no more, and the head has entries to add behind `drafted`.
+        writes = self._drafts and request.followed and request.finish_reason is None
+        valid = drafted if writes else request.committed
+        self.pool.cache_insert(request.seq, request.tokens[:valid], drafted)
 
     def lease(self, batch: Batch, extra: Sequence[int]) -> core.Lease:
         """Pages for ``extra`` positions behind the committed ones of each request, copies of shared ones made."""

@@ -6,25 +6,30 @@ exact for every tree, so a bad choice costs time only.
 
 from __future__ import annotations
 
+import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from specrs.engine.costs import Costs
 
 LOOK_BACK = 8  # tokens that a look back asks the head for
 _SETTLED = 32  # tokens before the first look back: the head foretells a text's first ones worse than the later
-_ALLOWANCE = 0.009  # plain rounds, for each token that a request is expected to decode, that it may lose to drafts
-_RATE = 0.005  # plain rounds, for each token, that the engine may lose in the long run
-_ENDOWMENT = 0.3  # plain rounds that a new engine may lose beside that
-_CAP = 4.0  # of a bank
+_ALLOWANCE = 0.018  # plain rounds that a request may lose to drafts, for each that it has taken so far
+_LOAN = 0.005  # plain rounds that it may borrow beside that, for each that it is expected to take
+_ADVANCE = 0.018  # the same of a kind whose drafts win; such a request has less to come from `_ALLOWANCE`
+_RATE = 0.005  # plain rounds that the engine may lose in the long run, for each that its requests took
+_ENDOWMENT = 0.45  # plain rounds that a new engine may lose beside that
+_CAP = 8.0  # of a bank
 _LONGEST_WAIT = 128  # tokens; features that have waited for longer are written
 _SHORTEST = LOOK_BACK  # tokens that must be left after a look back
 _WON = 8.0  # of an account: what a request has won it may lose again, up to this
-_CREDIT = 2.0  # smallest rounds that an account pays after a look back at text that the head would have foretold
+_CREDIT = 2.0  # smallest rounds that an account pays where a look back, or what others of its kind won, promises more
+_PROMISE = 2.5  # plain rounds that a kind is taken to win after a look back, where one request could not try alone
 _DOUBT = 1.5  # a look back is taken to cost so much more than its passes, until one has been measured
 _MARGIN = 1.1  # by which the head's hits must beat what one draft node costs
 _PRIOR = 4.0  # tokens that weigh as much as what is known of the kind
+_RECENT = 0.2  # weight of a round in what a request's drafts win
 _COOL = 0.8  # temperature up to which sampling is near to greedy
 
 
@@ -56,15 +61,20 @@ class Kind:
         """Whether requests have won so much by drafts that one may draft without a look back."""
         return self.worth is not None and self.worth > 1.0
 
-    def ended(self, tokens: int, net: float, loan: float = 0.0) -> None:
+    def ended(self, tokens: int, net: float, loan: float = 0.0, prompt: float = 0.0, judged: bool = True) -> None:
         """A request ended after so many tokens; the head won it ``net`` plain rounds, or lost them (negative).
 
-        loan: what it had taken from the bank.
+        Args:
+            tokens: decoded.
+            net: see above.
+            loan: what it had taken from the bank.
+            prompt: plain rounds that its prompt took.
+            judged: whether that says what drafts are worth.
         """
-        self.bank = min(self.bank + loan + _RATE * tokens + net, _CAP)
-        # Requests that end early are what an allowance by length is too large for.
+        self.bank = min(self.bank + loan + _RATE * (prompt + tokens) + net, _CAP)
+        # Requests that end early are what a loan by length is too large for.
         self.length += (0.5 if tokens < self.length else 0.1) * (tokens - self.length)
-        if net:  # the head had a say
+        if net and judged:
             before = 0.0 if self.worth is None else self.worth
             self.worth = before + 0.15 * (min(net, 8.0) - before)
 
@@ -87,59 +97,138 @@ class Kind:
         self.temper = min(max(self.temper + 0.02 * min(max(step, -1.0), 1.0), 0.2), 2.0)
 
 
+class Step(enum.Enum):
+    """What a request does of its next round."""
+
+    DRAFT = "draft"
+    LOOK_BACK = "look back"  # then it drafts, or waits
+    WAIT = "wait"  # and decode plainly
+    GIVE_UP = "give up"  # decode plainly to its end
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a request stands before a round.
+
+    Attributes:
+        produced: tokens so far.
+        remaining: tokens that may still come.
+        lag: tokens whose features wait for the head; ``None`` where it is ready to draft.
+    """
+
+    produced: int
+    remaining: int
+    lag: int | None
+
+
 @dataclass
 class SpeculationGate:
-    """One request's account, in rounds of plain decoding: what it may still lose to drafts.
+    """One request's account, in rounds of plain decoding: what it may lose to drafts.
 
-    It starts from what the request's length allows (`_ALLOWANCE`) and from the bank of its kind, to which each request
-    adds what it won and `_RATE` for each of its tokens, and from which it takes what it lost. Whatever is done for
-    drafts is paid from it: the prompt's draft KV, a look back, the features that wait for one, a round that loses.
-    Rounds that win add to it. The head follows the request as long as it can pay what comes next, and the rest costs
-    what plain decoding costs. So a long request finds out for itself, and of short ones a few do for all.
+    At any time that is `_ALLOWANCE` of the rounds that plain decoding would have taken so far, its prompt included, and
+    what it borrowed from the bank of its kind: no more than its expected length justifies. Where drafts of its kind
+    win, it borrows its allowance in advance. To the bank, each request adds what it won and `_RATE` of its rounds, and
+    from it takes what it lost. Whatever is done for drafts is paid from the account: the prompt's draft KV, a look back
+    and the features that waited for it, a round that loses. Rounds that win add to it. Nothing is done that the account
+    cannot pay, whatever the request's limit promises, and plain rounds cost what plain decoding costs. So a long
+    request finds out for itself, and of short ones a few do for all.
 
-    A request of a kind whose drafts win drafts at once. Another one decodes `_SETTLED` tokens plainly, and then looks
-    back: in one pass, which costs less than most rounds that draft, the head shows how many of the last `LOOK_BACK`
-    tokens it would have foretold. If they are enough, the request drafts, on credit if need be, else it waits twice as
-    long and looks again; if none, the head follows it no further. No round is drafted that could lose more than the
-    account holds by modelled times (`TreePolicy.limit`).
+    A request of a kind whose drafts win drafts at once, on what it borrowed or on credit. Another one decodes
+    `_SETTLED` tokens plainly, waits until it can pay, and looks back: in one pass, which costs less than most rounds
+    that draft, the head shows how many of the last `LOOK_BACK` tokens it would have foretold. If they are enough, the
+    request drafts, on credit if need be, else it waits twice as long and looks again; if none, the head follows it no
+    further. No round is drafted that could lose more than the account holds by modelled times (`TreePolicy.limit`).
+
+    All requests of a batch wait for what is done for one of them, so it pays for all, and may borrow for all. A round
+    with drafts is a matter of all who draft: each goes by its share, and drafts where enough others do. Where one
+    request's look back shows that it would pay for all, the next ones of its kind draft at once, together.
     """
 
     kind: Kind
-    account: float
+    loan: float = 0.0  # from the bank of its kind; what is negative is not lent, but missing from the bank
+    prompt: float = 0.0  # plain rounds that its prompt takes
+    advance: float = 0.0  # part of the loan that is its allowance, given before it has taken those rounds
     follows: bool = True  # the head follows the request
     net: float = 0.0  # plain rounds that the head has won
+    balance: float = 0.0  # the same, of which winnings above `_WON` are forgotten
+    credited: float = 0.0  # what it may lose beyond that
     patience: int = _SETTLED  # tokens to wait before it looks back
-    refused: bool = False  # the last look back opened nothing
-    loan: float = 0.0  # from the bank of its kind
+    refused: bool = False  # the last look back opened nothing, or what it opened has lost
+    foretold: float = 0.0  # tokens that a round's first node is expected to win
+    recent: float = 0.0  # smoothed tokens that rounds have won
+    drafted: bool = False  # a round
+    promised: bool = False  # that others of its kind would win, if it did not
+
+    def account(self, produced: int) -> float:
+        """Plain rounds that it may still lose, after so many tokens."""
+        return self.loan + max(_ALLOWANCE * (self.prompt + produced) - self.advance, 0.0) + self.balance
+
+    @property
+    def wins(self) -> float:
+        """Tokens that a round is expected to win."""
+        return max(self.foretold, self.recent)
+
+    def credit(self, rounds: float, produced: int) -> None:
+        """The account holds so much at least: what is known of the request, or of its kind, promises more."""
+        more = max(rounds - self.account(produced), 0.0)
+        self.balance += more
+        self.credited += more
 
     def pay(self, rounds: float) -> None:
         """Something that drafts need took so many plain rounds."""
-        self.account -= rounds
+        self.balance -= rounds
         self.net -= rounds
+
+    def promise(self) -> None:
+        """A look back showed what requests would win if all of a batch drafted; the next ones of the kind may try."""
+        self.kind.worth = max(self.kind.worth or 0.0, _PROMISE)
+        self.promised = True
+
+    def end(self, tokens: int) -> None:
+        """The request has ended after so many tokens; its kind learns of it."""
+        self.kind.ended(tokens, self.net, max(self.loan, 0.0), self.prompt, self.drafted or not self.promised)
+
+    def decline(self) -> None:
+        """The head does not follow the request from its beginning."""
+        self.kind.bank += max(self.loan, 0.0)
+        self.follows, self.loan = False, 0.0
+
+    def refuse(self) -> None:
+        """Wait longer than before, and look back before drafting again."""
+        self.refused = True
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait longer before the next look back: there was nobody to share a round with."""
+        self.patience = min(2 * self.patience, _LONGEST_WAIT)
 
     def would_open(self, hits: int, stake: float) -> bool:
         """Whether a look back with so many hits opens the gate, where one draft node costs ``stake`` plain rounds."""
         return self.kind.foretells(hits) > stake * _MARGIN
 
-    def looked_back(self, hits: int, stake: float) -> bool:
+    def looked_back(self, hits: int, stake: float, produced: int) -> bool:
         """A look back is done; whether the request drafts now.
 
         Args:
             hits: of `LOOK_BACK` tokens, those that were the head's first choice.
             stake: plain rounds that one draft node costs.
+            produced: tokens so far.
         """
         opens = self.would_open(hits, stake)
-        self.follows = hits > 0
+        self.follows, self.foretold = hits > 0, self.kind.foretells(hits)
         if opens:
-            self.account = max(self.account, _CREDIT * stake)
-        self.refused = not opens
-        self.patience = _SETTLED if opens else min(2 * self.patience, _LONGEST_WAIT)
+            self.credit(_CREDIT * stake, produced)
+            self.refused, self.patience, self.recent = False, _SETTLED, 0.0
+        else:
+            self.refuse()
         return opens
 
-    def spec_round(self, net: float) -> None:
+    def spec_round(self, net: float, accepted: int = 0) -> None:
         """A round with drafts that won ``net`` plain rounds, or lost them (negative)."""
-        self.account = min(self.account + net, _WON)
+        self.balance = min(self.balance + net, _WON)
         self.net += net
+        self.drafted = True
+        self.recent += _RECENT * (accepted - self.recent)
 
 
 @dataclass
@@ -164,44 +253,94 @@ class TreePolicy:
         """Requests alike: the hotter they sample, the less a head foretells."""
         return self.greedy if temperature == 0 else self.cool if temperature <= _COOL else self.hot
 
-    def gate(self, temperature: float, tokens: int, prompt: int) -> SpeculationGate:
+    def gate(self, temperature: float, tokens: int, prompt: int, batch: int = 1) -> SpeculationGate:
         """The gate of a new request.
 
         Args:
             temperature: of its sampling.
             tokens: its limit.
-            prompt: entries of draft KV that following it takes at once.
+            prompt: tokens of its prompt that the target runs over.
+            batch: requests that run with it.
         """
-        kind = self.kind(temperature)
-        own = _ALLOWANCE * min(tokens, kind.length)
-        loan = min(kind.bank, own)
-        gate = SpeculationGate(kind, own + loan, loan=max(loan, 0.0))
-        gate.pay(self.waiting(prompt, 1))
-        if gate.account < self.needed(gate, 1, 0) or self.too_late(gate, 0, tokens):
-            return SpeculationGate(kind, 0.0, follows=False)
-        kind.bank -= gate.loan  # requests that run at once do not take the same rounds
-        return gate
+        kind, rounds = self.kind(temperature), self.prefilling(prompt, 1)
+        # In a batch, one request tries for all, and all wait.
+        share = _ADVANCE if kind.trusted() or batch > 1 else _LOAN
+        most = share * (rounds + min(tokens, kind.length)) * batch + self.waiting(prompt, batch)
+        loan = min(kind.bank, most)
+        kind.bank -= max(loan, 0.0)  # requests that run at once do not take the same rounds
+        return SpeculationGate(
+            kind, loan, rounds, max(loan, 0.0) if kind.trusted() else 0.0, foretold=kind.foretells(LOOK_BACK)
+        )
+
+    def follows(self, gate: SpeculationGate, batch: int, at: Standing, entries: int, again: int) -> bool:
+        """Whether the head follows a request from its admission on.
+
+        Args:
+            gate: of the request.
+            batch: requests that run with it.
+            at: where it stands; nothing waits.
+            entries: draft KV to write before it decodes.
+            again: positions that the target would have to run over only for those.
+        """
+        if gate.kind.trusted() and not gate.refused and gate.loan >= 0.0:  # a bank that is empty gives no credit
+            gate.credit(_CREDIT * self.stake(batch, batch), at.produced)
+        left = gate.account(at.produced) - self.waiting(entries, batch) - self.prefilling(again, batch)
+        return left >= 0.0 and not self._too_late(gate, batch, at, left)
+
+    def step(self, gate: SpeculationGate, batch: int, at: Standing, reach: Callable[[], int]) -> Step:
+        """What a request that the head follows does next.
+
+        Args:
+            gate: of the request.
+            batch: requests of the round. A round's price is theirs together, so each goes by its share: alone, none of
+                them might ever try what pays for all. `drafting` knows how many do.
+            at: where it stands.
+            reach: counts the tokens that the head could have drafted at all, of the last `LOOK_BACK`.
+        """
+        stake, left, lag = self.stake(batch, batch), gate.account(at.produced), at.lag or 0
+        if at.lag is None and not gate.refused:
+            if left >= stake:
+                return Step.DRAFT
+            gate.refuse()
+        early = self.early(gate, lag)
+        if early and left - self.waiting(lag, batch) >= stake:
+            hits = LOOK_BACK if at.lag is None else reach()
+            if gate.would_open(hits, stake):
+                gate.foretold = gate.kind.foretells(hits)
+                return Step.DRAFT
+        if self._too_late(gate, batch, at, left):
+            return Step.GIVE_UP
+        if early or lag <= gate.patience or self._short(gate, batch, lag, left) > 0.0:
+            return Step.WAIT
+        return Step.LOOK_BACK
 
     def early(self, gate: SpeculationGate, lag: int) -> bool:
         """Whether a request whose features of ``lag`` tokens wait may draft without a look back."""
         return gate.kind.trusted() and not gate.refused and lag <= gate.patience
 
-    def too_late(self, gate: SpeculationGate, lag: int, remaining: int) -> bool:
-        """Whether a request with so many tokens to come would look back too late for drafts to win anything."""
-        return not self.early(gate, lag) and remaining < max(gate.patience - lag, 0) + _SHORTEST
+    def _short(self, gate: SpeculationGate, batch: int, lag: int, left: float) -> float:
+        """Plain rounds that an account of ``left`` lacks for the way to its first round with drafts, and that."""
+        way = self.waiting(lag, batch) + (0.0 if self.early(gate, lag) else self.look_back(batch))
+        return way + self.stake(batch, batch) - left
 
-    def needed(self, gate: SpeculationGate, batch: int, lag: int) -> float:
-        """What an account must hold so that the head goes on following its request, which decodes plainly and whose
-        features of ``lag`` tokens wait."""
-        stake = self.stake(1, 1)
-        if self.early(gate, lag):
-            return stake
-        return stake + self.look_back(batch) + self.waiting(max(gate.patience - lag, 0), batch)
+    def _too_late(self, gate: SpeculationGate, batch: int, at: Standing, left: float) -> bool:
+        """Whether a request will end before drafts can win anything."""
+        lag = at.lag or 0
+        short, each = self._short(gate, batch, lag, left), _ALLOWANCE - self.waiting(1, batch)
+        wait = 0.0 if short <= 0.0 else short / each if each > 0.0 else math.inf
+        if not self.early(gate, lag):
+            wait = max(wait, gate.patience - lag)
+        return wait > 0.0 and at.remaining < wait + _SHORTEST
 
     def waiting(self, tokens: int, batch: int) -> float:
         """Plain rounds that the draft KV of so many tokens takes of a batch, which waits for it."""
         extend, (few, many) = self.costs.draft_extend, (8, 64)
         return (extend.at(many) - extend.at(few)) / (many - few) * tokens / self.costs.plain(batch) * batch
+
+    def prefilling(self, tokens: int, batch: int) -> float:
+        """Plain rounds that so many more tokens of a prompt take of a batch, which waits for it."""
+        target, (few, many) = self.costs.target, (8, 64)
+        return (target.at(many) - target.at(few)) / (many - few) * tokens / self.costs.plain(batch) * batch
 
     def look_back(self, batch: int) -> float:
         """Plain rounds that a look back takes of a batch, which waits for it."""
@@ -211,7 +350,7 @@ class TreePolicy:
         """A look back took so long, the draft KV of ``lag`` tokens included; the plain rounds that it took."""
         passes = seconds - self.waiting(lag, 1) * self.costs.plain(1)
         self.dearer += 0.3 * (min(max(passes / self._look_back_passes(), 1.0), 4.0) - self.dearer)
-        return self.look_back(batch)
+        return self.look_back(batch) + self.waiting(lag, batch)
 
     def _look_back_passes(self) -> float:
         step, rows = self.costs.draft_step, LOOK_BACK + 1  # the pass has one row more, the root's
@@ -222,20 +361,25 @@ class TreePolicy:
         seconds = self.costs.drafting(batch, batch, 0) + self.costs.target.at(batch + drafting)
         return (seconds / self.costs.plain(batch) - 1.0) * batch / drafting
 
-    def drafting(self, accounts: Sequence[float | None]) -> list[bool]:
-        """Which requests of a batch draft: the most that can pay the smallest round, whose time they share.
+    def drafting(self, able: Sequence[tuple[float, float] | None]) -> list[bool]:
+        """Which requests of a batch draft: those that together are expected to win most over what the round costs.
+
+        They share the time of the round that all others wait for, so one that drafts alone may lose where many win.
 
         Args:
-            accounts: of each request; ``None`` for one that cannot draft.
+            able: of each request, its account and the tokens that its drafts are expected to win; ``None`` for one that
+                cannot draft.
         """
-        able = [account for account in accounts if account is not None]
-        while able:
-            stake = self.stake(len(accounts), len(able))
-            left = [account for account in able if account >= stake]
-            if len(left) == len(able):
-                return [account is not None and account >= stake for account in accounts]
-            able = left
-        return [False] * len(accounts)
+        most, best = 0.0, set[int]()
+        asked = [(wins, account, i) for i, (account, wins) in ((i, a) for i, a in enumerate(able) if a is not None)]
+        asked.sort(key=lambda one: -one[0])
+        for n in range(1, len(asked) + 1):
+            stake = self.stake(len(able), n)
+            paying = [(wins, i) for wins, account, i in asked if account >= stake][:n]
+            won = sum(wins for wins, _ in paying) - n * stake
+            if len(paying) == n and won > most:
+                most, best = won, {i for _, i in paying}
+        return [i in best for i in range(len(able))]
 
     def limit(self, batch: int, accounts: Sequence[float]) -> float:
         """Seconds that a round may take, so that none of the requests that draft can overdraw its account."""

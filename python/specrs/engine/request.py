@@ -164,6 +164,7 @@ class Request:
     row: KvSequence | None = None  # of the page table, while admitted
     committed: int = 0  # target KV valid on [0, committed)
     cached_tokens: int = 0
+    draft_shared: int = 0  # positions of draft KV that the prefix cache had at its admission
     rounds: int = 0
     accepted_lengths: list[int] = field(default_factory=list)
     drafted: list[bool] = field(default_factory=list)
@@ -245,6 +246,11 @@ class Request:
         return self.committed >= self.prefill_target
 
     @property
+    def produced(self) -> int:
+        """Tokens generated so far."""
+        return len(self.tokens) - self.prompt_len
+
+    @property
     def remaining(self) -> int:
         """Tokens that may still be generated."""
         return self.ending.max_total - len(self.tokens)
@@ -310,9 +316,10 @@ class Request:
         self.text.extend(text for text, _ in pieces)
         return pieces
 
-    def admit(self, row: KvSequence, shared: int) -> None:
-        """Begin, or begin again, with ``shared`` positions of target and draft KV that the prefix cache has."""
-        self.row, self.committed, self._draft_kept = row, shared, shared
+    def admit(self, row: KvSequence, shared: int, drafted: int) -> None:
+        """Begin, or begin again, with ``shared`` positions of target KV that the prefix cache has, and draft KV of the
+        first ``drafted`` of them. The head can follow a request only where both are equal."""
+        self.row, self.committed, self.draft_shared, self._draft_kept = row, shared, drafted, drafted
         self.cached_tokens = min(shared, self.prompt_len)
         self.forget_features()
 

@@ -17,7 +17,7 @@ from specrs.engine.drafter import Drafter
 from specrs.engine.executor import Executor, Verified
 from specrs.engine.observer import RoundObserver
 from specrs.engine.pages import Pages
-from specrs.engine.request import Request
+from specrs.engine.request import FinishReason, Request
 from specrs.engine.speculation import GivenTree
 
 
@@ -45,20 +45,48 @@ class Runner:
         if self.drafter is not None and self.config.adaptive:
             self.speculation = self.executor.speculation(self.pages)
 
+    def admit(self, request: Request) -> None:
+        """Give the request a row of the page table, and decide whether the head follows it.
+
+        The head can run only where the target's features are, which no cache has. Where the prefix cache has target
+        KV without draft KV, the head's following costs the target's pass over those positions, into pages of the
+        request's own, which are cached in place of the others.
+        """
+        self.pages.admit(request)
+        if self.drafter is None or not request.followed:
+            return
+        if not self.speculation.follows(request):
+            request.give_up_drafts(request.draft_shared)
+        elif request.draft_shared < request.committed:
+            most = request.draft_shared
+            self.pages.release(request)
+            self.pages.admit(request, most)
+
     def release(self, request: Request) -> None:
-        """Take back the request's pages and what it may lose to drafts."""
+        """Take back the request's pages; it may be admitted again."""
+        self.pages.release(request)
+
+    def end(self, request: Request) -> None:
+        """Take back the pages of a request that has ended, offer them to others, and close its books."""
+        if request.row is not None and request.finish_reason is not FinishReason.ABORT:
+            self._complete(request)
+            self.pages.share_prefix(request)
         self.pages.release(request)
         self.speculation.forget(request)
+
+    def _complete(self, r: Request) -> None:
+        """Write the last entries of draft KV where they complete a page that a later request would go on from."""
+        page, drafter = self.config.page_size, self.drafter
+        if drafter is None or not self.config.prefix_cache or not r.followed or r.error is not None:
+            return
+        if r.committed // page > r.draft_valid // page and self.speculation.completes(r):
+            drafter.write([r], 0)
 
     def prefill(self, chunks: Sequence[tuple[Request, int]]) -> list[Passed]:
         """Write the KV of the next ``n`` tokens of each request; draw the first token where a prompt is complete."""
         batch, counts = Batch([r for r, _ in chunks]), [n for _, n in chunks]
         # A fresh prompt yields its first token with its last position; a resumed request knows its root already.
         drawing = [i for i, r in enumerate(batch) if r.committed + counts[i] == len(r.tokens)]
-        for r in batch:
-            # What others may share has draft KV; a prompt for itself alone needs none where the head does not follow.
-            if not self.config.prefix_cache and r.followed and not self.speculation.follows(r):
-                r.give_up_drafts(r.draft_valid)
         with _naming(batch), self.pages.lease(batch, counts) as lease:
             prefilled = self.executor.prefill(batch, counts, drawing, self._follow(batch))
             drawn = prefilled.drawn
@@ -72,17 +100,11 @@ class Runner:
         if self.drafter is not None:
             self.drafter.remember(batch, prefilled, [range(n) for n in counts])
             self.drafter.write([r for r in batch if r.finish_reason is None])
+            self.speculation.prefilled(batch, counts)
         for r in batch:
-            if r.committed >= len(r.tokens) - 1:
-                self._prompt_done(r)
+            if r.committed >= len(r.tokens) - 1 and r.finish_reason is None:
+                self.pages.share_prefix(r)
         return passed
-
-    def _prompt_done(self, r: Request) -> None:
-        """The prompt's KV is written, but for the head's last entry."""
-        if self.drafter is not None and r.followed and r.finish_reason is None and not self.speculation.follows(r):
-            self.drafter.write([r], 0)
-            r.give_up_drafts(r.draft_valid)
-        self.pages.share_prefix(r)
 
     def decode(self, reqs: Sequence[Request]) -> list[Passed]:
         """One token for each request, without drafts."""
@@ -97,7 +119,7 @@ class Runner:
             passed, paths = self._commit(batch, lease, verified)
         if self.drafter is not None:
             self.drafter.remember(batch, verified, paths)
-            self.drafter.catch_up(batch)
+            self.drafter.catch_up(batch, self.speculation)
         for o in self.observers:
             o.ended()
         self.speculation.plain_round(batch)
@@ -125,7 +147,7 @@ class Runner:
             passed, paths = self._commit(batch, lease, verified, drafted.faults)
         drafter.remember(batch, verified, paths)
         drafter.extend([r for r in followed if r.finish_reason is None], speculation)
-        drafter.catch_up(batch)
+        drafter.catch_up(batch, speculation)
         for o in self.observers:
             o.ended()
         speculation.spec_round(passed, verified.trees, drafting, drafted.steps)

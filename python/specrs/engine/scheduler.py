@@ -60,8 +60,9 @@ class Scheduler:
             for request in group:
                 if request.request_id == request_id:
                     group.remove(request)
-                    self._runner.release(request)
-                    news.append(StreamEvent(request_id, [], request.abort(), request.output()))
+                    pieces = request.abort()
+                    self._runner.end(request)
+                    news.append(StreamEvent(request_id, [], pieces, request.output()))
                     return StreamEvent.joined(news)
         return StreamEvent.joined(news)  # ended by itself, in a step that failed later
 
@@ -84,7 +85,7 @@ class Scheduler:
     def _admit(self) -> None:
         while self._waiting and len(self._admitted) < self._runner.config.max_batch:
             request = self._waiting[0]
-            self._runner.pages.admit(request)
+            self._runner.admit(request)
             # Beside others, a request enters only where a round of all of them fits: else what was preempted for want
             # of pages would come back at once. Admitted for the question, it counts what it shares once.
             if self._admitted and not self._runner.pages.has_room([*self._admitted, request]):
@@ -138,7 +139,6 @@ class Scheduler:
         request, kept = p.request, p.tokens[: p.committed.kept]
         if not p.committed.finished:
             return StreamEvent(request.request_id, kept, p.committed.pieces)
-        self._runner.pages.share_prefix(request)
         self._admitted.remove(request)
-        self._runner.release(request)
+        self._runner.end(request)
         return StreamEvent(request.request_id, kept, p.committed.pieces, request.output())

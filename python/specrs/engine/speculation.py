@@ -16,7 +16,7 @@ from torch.utils.dlpack import from_dlpack
 from specrs._specrs import DraftBeams, TreeBatch
 from specrs.engine.batch import Batch, Passed
 from specrs.engine.costs import PLAIN, SPECULATIVE, PassCost
-from specrs.engine.policy import SpeculationGate, TreePolicy
+from specrs.engine.policy import SpeculationGate, Standing, Step, TreePolicy
 from specrs.engine.request import Request
 
 PassKind = Literal["target", "draft_step", "draft_extend"]
@@ -47,8 +47,22 @@ class GivenTree:
     given = True
 
     def follows(self, request: Request) -> bool:
-        """Whether the head follows a request that was just admitted."""
+        """Whether the head follows a request that was just admitted, perhaps not for the first time.
+
+        Its ``committed`` positions came from the prefix cache, with draft KV of the first ``draft_shared``.
+        """
         return True
+
+    def prefilled(self, batch: Batch, counts: Sequence[int]) -> None:
+        """A chunk of prefill ended: of each request so many positions, with their draft KV where the head follows."""
+
+    def catches_up(self, request: Request, batch: int) -> bool:
+        """Whether the draft KV of features that have waited for long is written, in a batch of so many requests."""
+        return True
+
+    def completes(self, request: Request) -> bool:
+        """Whether a request that has ended writes its last draft KV, for a later one that goes on from there."""
+        return False
 
     def drafting(self, batch: Batch, drafter: LooksBack) -> list[bool]:
         """Which requests' next round drafts."""
@@ -84,7 +98,7 @@ class GivenTree:
         """A round with drafts ended; ``trees`` were verified."""
 
     def forget(self, request: Request) -> None:
-        """The request has given its pages back."""
+        """The request has ended."""
 
 
 class AdaptiveTree(GivenTree):
@@ -95,53 +109,96 @@ class AdaptiveTree(GivenTree):
     def __init__(self, policy: TreePolicy, topk: int) -> None:
         self.policy = policy
         self._topk = topk
-        self._gates: dict[int, SpeculationGate] = {}  # by request
+        self._gates: dict[int, SpeculationGate] = {}  # by request, from its first admission to its end
+        self._again: dict[int, int] = {}  # by request, positions of its prefill that only the head needs
+        self._batch = 1  # of the last round
+        self._caught_up = 0.0  # seconds of this round, for features that had waited
         self._plain_rounds = 0
         self._observing = True  # passes of this round are timed
         self._started = self._in_passes = 0.0  # seconds
 
     def follows(self, request: Request) -> bool:
-        return self._gate(request).follows
+        gate = self._gate(request)
+        if gate.follows:
+            at, again = Standing(request.produced, request.remaining, 0), request.committed - request.draft_shared
+            entries = request.prefill_target - request.draft_shared
+            if self.policy.follows(gate, self._batch, at, entries, again):
+                self._again[request.request_id] = again
+            else:
+                gate.decline()
+        return gate.follows
 
     def _gate(self, request: Request) -> SpeculationGate:
         gate = self._gates.get(request.request_id)
         if gate is None:
-            unwritten = len(request.tokens) - 1 - request.draft_valid
-            gate = self.policy.gate(request.params.temperature, request.remaining, unwritten)
+            prompt = request.prefill_target - request.committed
+            gate = self.policy.gate(request.params.temperature, request.remaining, prompt, self._batch)
             self._gates[request.request_id] = gate
         return gate
 
-    def drafting(self, batch: Batch, drafter: LooksBack) -> list[bool]:
-        return self.policy.drafting([self._account(r, len(batch), drafter) for r in batch])
+    def prefilled(self, batch: Batch, counts: Sequence[int]) -> None:
+        for r, n in zip(batch, counts, strict=True):
+            if r.followed:
+                left = self._again.pop(r.request_id, 0)
+                again = min(left, n)
+                self._again[r.request_id] = left - again
+                price = self.policy.waiting(n, self._batch) + self.policy.prefilling(again, self._batch)
+                self._gate(r).pay(price)
 
-    def _account(self, r: Request, batch: int, drafter: LooksBack) -> float | None:
-        """What a request may lose to drafts; ``None`` for one that cannot draft, or has not looked back yet."""
-        if not r.followed:
-            return None
-        gate, policy = self._gate(r), self.policy
-        stake, ready = policy.stake(1, 1), r.root is not None and not gate.refused
-        lag = 0 if r.root is not None else r.lag
-        if gate.account < (stake if ready else policy.needed(gate, batch, lag)) or (
-            not ready and policy.too_late(gate, lag, r.remaining)
-        ):
+    def drafting(self, batch: Batch, drafter: LooksBack) -> list[bool]:
+        able = [self._able(r, len(batch), drafter) if r.followed else None for r in batch]
+        drafting = self.policy.drafting(able)
+        self._caught_up = 0.0
+        for r, asked, drafts in zip(batch, able, drafting, strict=True):
+            if drafts and r.lag > 1:  # the last one is the round's
+                waited = self.policy.waiting(r.lag - 1, len(batch))
+                self._gate(r).pay(waited)
+                self._caught_up += self.policy.costs.plain(1) * self.policy.waiting(r.lag - 1, 1)
+            elif asked is not None and not drafts:
+                self._gate(r).wait()
+        return drafting
+
+    def _able(self, r: Request, batch: int, drafter: LooksBack) -> tuple[float, float] | None:
+        """What a request may lose to drafts and what a round of them should win; ``None`` where it does not draft."""
+        gate, policy, lag = self._gate(r), self.policy, r.lag if r.root is None else None
+        at = Standing(r.produced, r.remaining, lag)
+        step = policy.step(gate, batch, at, lambda: drafter.reach(r))
+        if step is Step.GIVE_UP:
             r.give_up_drafts(r.draft_valid)
+        if step is Step.LOOK_BACK:
+            stake, hits = policy.stake(batch, batch), drafter.reach(r)
+            if gate.would_open(hits, stake):  # else: whatever the head would choose, it lacks these tokens
+                started = time.perf_counter()
+                hits = drafter.look_back(r)
+                gate.pay(policy.looked_back(batch, lag or 0, time.perf_counter() - started))
+            opens = gate.looked_back(hits, stake, r.produced)
+            if not gate.follows:
+                r.give_up_drafts(r.draft_valid)
+            if opens and batch > 1:
+                gate.promise()
+            step = Step.DRAFT if opens and r.followed else Step.WAIT
+        if step is not Step.DRAFT:
             return None
-        if ready:
-            return gate.account
-        if lag <= gate.patience:  # there is little to look back at
-            return gate.account if policy.early(gate, lag) and gate.would_open(drafter.reach(r), stake) else None
-        hits = drafter.reach(r)
-        if gate.would_open(hits, stake):  # else: whatever the head would choose, it lacks these tokens
-            started = time.perf_counter()
-            hits = drafter.look_back(r)
-            gate.pay(policy.looked_back(batch, lag, time.perf_counter() - started))
-        opens = gate.looked_back(hits, stake)
-        if not gate.follows:
-            r.give_up_drafts(r.draft_valid)
-        return gate.account if opens and r.followed else None
+        return gate.account(r.produced) - policy.waiting(max(r.lag - 1, 0), batch), gate.wins
+
+    def catches_up(self, request: Request, batch: int) -> bool:
+        gate, price = self._gate(request), self.policy.waiting(request.lag - 1, batch)
+        if gate.account(request.produced) < price:
+            return False
+        gate.pay(price)
+        return True
+
+    def completes(self, request: Request) -> bool:
+        gate, costs = self._gate(request), self.policy.costs
+        price = costs.draft_extend.at(request.lag) / costs.plain(self._batch) * self._batch
+        if gate.net < price:
+            return False
+        gate.pay(price)
+        return True
 
     def limit(self, batch: Batch, drafting: Sequence[bool]) -> float:
-        return self.policy.limit(len(batch), [self._gate(r).account for r, d in zip(batch, drafting, strict=True) if d])
+        accounts = [self._gate(r).account(r.produced) for r, d in zip(batch, drafting, strict=True) if d]
+        return self.policy.limit(len(batch), accounts)
 
     def deepen(self, batch: Batch, beams: DraftBeams, depths: Sequence[int], levels: int, limit: float) -> bool:
         each = zip(batch, beams.scores(), depths, strict=True)
@@ -176,39 +233,38 @@ class AdaptiveTree(GivenTree):
     def plain_round(self, batch: Batch) -> None:
         if self._observing:
             self._observe_overhead(PLAIN)
-        for r in batch:
-            if r.followed:
-                self._gate(r).pay(self.policy.waiting(1, len(batch)))
+        self._batch = len(batch)
 
     def spec_round(self, passed: Sequence[Passed], trees: TreeBatch, drafting: Sequence[bool], steps: int) -> None:
         self._observe_overhead(SPECULATIVE)
         if any(p.request.error is not None for p in passed):
             return  # a walk cut short says nothing of drafts
+        self._batch = len(passed)
         batch, drawn, costs = len(passed), sum(len(p.tokens) for p in passed), self.policy.costs
         seconds = costs.drafting(batch, batch * self._topk, steps) + costs.target.at(sum(trees.sizes))
         cost = seconds / costs.plain(batch)  # in rounds of plain decoding
         took = self._charged(seconds) / costs.plain(batch)
         extra = (took - 1.0) * batch / sum(drafting)  # those who drafted share it
         for p, drafts, scores in zip(passed, drafting, _draft_scores(trees), strict=True):
-            gate = self._gate(p.request)
             if drafts:
+                gate = self._gate(p.request)
                 gate.kind.learn(scores, len(p.tokens) - 1, drawn / batch / cost)
-                gate.spec_round(p.committed.kept - 1 - extra)  # what came after a stop won nothing
-            elif p.request.followed:
-                gate.pay(self.policy.waiting(1, batch))
+                gate.spec_round(p.committed.kept - 1 - extra, len(p.tokens) - 1)  # what came after a stop won nothing
 
     def _charged(self, seconds: float) -> float:
         """What accounts pay for a round that is modelled to take so long: the time that it did take. On a machine that
         throttles, passes cost half or twice what is modelled."""
-        return min(max(time.perf_counter() - self._started, seconds / 2), 2 * seconds)
+        elapsed = time.perf_counter() - self._started - self._caught_up
+        return min(max(elapsed, seconds / 2), 2 * seconds)
 
     def _observe_overhead(self, kind: int) -> None:
         self.policy.costs.overhead.observe(kind, time.perf_counter() - self._started - self._in_passes)
 
     def forget(self, request: Request) -> None:
         gate = self._gates.pop(request.request_id, None)
+        self._again.pop(request.request_id, None)
         if gate is not None:
-            gate.kind.ended(len(request.tokens) - request.prompt_len, gate.net, gate.loan)
+            gate.end(request.produced)
 
 
 def _draft_scores(trees: TreeBatch) -> list[list[float]]:

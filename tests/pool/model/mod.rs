@@ -120,6 +120,7 @@ enum Op {
     CacheInsert {
         seq: u16,
         len: u16,
+        drafted: u16,
     },
     CacheInsertRefused {
         seq: u16,
@@ -160,7 +161,7 @@ fn op() -> impl Strategy<Value = Op> {
         1 => n().prop_map(|which| Op::Retain { which }),
         4 => (n(), n()).prop_map(|(which, n)| Op::Free { which, n }),
         1 => (n(), any::<u8>()).prop_map(|(which, how)| Op::FreeRefused { which, how }),
-        8 => (n(), n()).prop_map(|(seq, len)| Op::CacheInsert { seq, len }),
+        8 => (n(), n(), n()).prop_map(|(seq, len, drafted)| Op::CacheInsert { seq, len, drafted }),
         1 => n().prop_map(|seq| Op::CacheInsertRefused { seq }),
         3 => (n(), n(), n()).prop_map(|(tokens, len, max)| Op::CacheLookup { tokens, len, max }),
         4 => (n(), n()).prop_map(|(seq, len)| Op::CacheLookupOf { seq, len }),
@@ -191,6 +192,8 @@ fn agrees_with_the_model() {
         panic!("{e}");
     }
     assert!(steps.get() >= 100_000, "only {} steps ran", steps.get());
+    let upgraded = world::UPGRADED.load(Ordering::Relaxed);
+    assert!(upgraded > 50, "only {upgraded} cached pages got draft KV later");
     let met = mirror::MET.each_ref().map(|n| n.load(Ordering::Relaxed));
     assert!(met.iter().all(|&n| n > 50), "whole rows, late looks, rounds and copies in flight: {met:?}");
 }

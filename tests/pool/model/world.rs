@@ -1,12 +1,16 @@
 //! The plain model and the engine that uses the pool.
 
 use std::collections::{HashMap, HashSet, VecDeque};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::Op;
 use super::mirror::{COPIED_IN_FLIGHT, Mirrors, RENEWED_IN_FLIGHT, Round, met};
 use specrs::Error;
 use specrs::bounds::{PageId, PageSize};
 use specrs::pool::{Lease, Pool, PoolConfig, SeqId};
+
+/// Cached pages that had draft KV only later, over all cases.
+pub(super) static UPGRADED: AtomicU64 = AtomicU64::new(0);
 
 pub(super) type Outcome = Result<(), String>;
 
@@ -36,6 +40,8 @@ struct Cached {
     /// All tokens from the first to this page's last.
     prefix: Vec<u32>,
     page: u32,
+    /// Whether the page has the draft's KV too.
+    drafted: bool,
     /// Step at which it last had an owner besides the cache.
     used: u64,
 }
@@ -60,6 +66,8 @@ pub(super) struct World {
     cache: Vec<Cached>,
     /// Page -> KV of its positions.
     memory: HashMap<u32, Vec<u64>>,
+    /// Page -> draft KV of its positions, where a sequence has written it since the page was free.
+    drafts: HashMap<u32, Vec<u64>>,
     /// Values that no prefix has, for speculative KV.
     junk: u64,
     step: u64,
@@ -80,6 +88,7 @@ impl World {
             leases: Vec::new(),
             raw: Vec::new(),
             cache: Vec::new(),
+            drafts: HashMap::new(),
             memory,
             junk: 1 << 63,
             step: 0,
@@ -221,7 +230,7 @@ impl World {
             Op::Retain { which } => self.retain(*which),
             Op::Free { which, n } => self.free(*which, *n),
             Op::FreeRefused { which, how } => self.free_refused(*which, *how),
-            Op::CacheInsert { seq, len } => self.cache_insert(*seq, *len),
+            Op::CacheInsert { seq, len, drafted } => self.cache_insert(*seq, *len, *drafted),
             Op::CacheInsertRefused { seq } => self.cache_insert_refused(*seq),
             Op::CacheLookup { tokens, len, max } => {
                 let tokens: Vec<u32> = (0..len % 24).map(|i| u32::from(tokens >> (i % 16) & 1)).collect();
@@ -547,36 +556,58 @@ impl World {
         self.pool.free_pages(&ids).map_err(|e| e.to_string())
     }
 
-    fn cache_insert(&mut self, seq: u16, len: u16) -> Outcome {
+    fn cache_insert(&mut self, seq: u16, len: u16, drafted: u16) -> Outcome {
         let Some(s) = pick(&self.seqs, seq).cloned() else { return Ok(()) };
         let p = self.config.page.get() as usize;
         let tokens = &s.tokens[..len as usize % (s.tokens.len() + 1)];
-        let n = self.pool.cache_insert(s.id, tokens).map_err(|e| e.to_string())?;
-        let before = self.cache.len();
+        // Half of the claims are of no draft KV, or of all.
+        let drafted = [0, tokens.len(), drafted as usize % (tokens.len() + 1)][(drafted as usize >> 8) % 3];
+        let n = self.pool.cache_insert(s.id, tokens, drafted as u32).map_err(|e| e.to_string())?;
+        let mut new = 0;
         for (i, &page) in s.pages.iter().enumerate().take(tokens.len() / p) {
-            let prefix = &tokens[..(i + 1) * p];
-            if !self.cache.iter().any(|c| c.prefix == prefix) {
-                self.cache.push(Cached { prefix: prefix.to_vec(), page, used: self.step });
+            let (prefix, drafted) = (&tokens[..(i + 1) * p], (i + 1) * p <= drafted);
+            if drafted {
+                let kv = (i * p..prefix.len()).map(|pos| kv_of(&tokens[..=pos])).collect();
+                self.drafts.insert(page, kv);
+            }
+            match self.cache.iter_mut().find(|c| c.prefix == prefix) {
+                None => {
+                    self.cache.push(Cached { prefix: prefix.to_vec(), page, drafted, used: self.step });
+                    new += 1;
+                }
+                Some(c) if drafted && !c.drafted => {
+                    new += u32::from(c.page != page);
+                    (c.page, c.drafted) = (page, true);
+                    UPGRADED.fetch_add(1, Ordering::Relaxed);
+                }
+                Some(_) => (),
             }
         }
-        ensure!(self.cache.len() - before == n as usize, "{n} new pages, not {}", self.cache.len() - before);
+        ensure!(n == new, "{n} new pages, not {new}");
         Ok(())
     }
 
     fn cache_lookup(&mut self, tokens: &[u32], max: u32) -> Outcome {
         let p = self.config.page.get() as usize;
-        let mut pages = Vec::new();
+        let (mut pages, mut drafted) = (Vec::new(), 0);
         while let Some(prefix) = tokens.get(..(pages.len() + 1) * p) {
             let found = self.cache.iter().find(|c| c.prefix == prefix);
             let fits = prefix.len() <= max as usize && pages.len() < self.config.row_pages as usize;
             let Some(c) = found.filter(|_| fits) else { break };
+            if c.drafted {
+                ensure!(drafted == pages.len() * p, "page {} is drafted, not all before it are", c.page);
+                drafted += p;
+                let kv: Vec<u64> = (prefix.len() - p..prefix.len()).map(|pos| kv_of(&tokens[..=pos])).collect();
+                ensure!(self.drafts.get(&c.page) == Some(&kv), "page {} lacks its draft KV", c.page);
+            }
             pages.push(c.page);
         }
         let got = self.pool.cache_lookup(tokens, max);
-        if let Ok((_, len)) = got {
-            ensure!(len as usize == pages.len() * p, "{len} tokens found, not {}", pages.len() * p);
+        if let Ok((_, len, valid)) = got {
+            let want = (pages.len() * p, drafted);
+            ensure!((len as usize, valid as usize) == want, "({len}, {valid}) tokens found, not {want:?}");
         }
-        self.add(got.map(|(id, _)| id), tokens[..pages.len() * p].to_vec(), pages)
+        self.add(got.map(|(id, ..)| id), tokens[..pages.len() * p].to_vec(), pages)
     }
 
     // ---- checks ----
@@ -592,6 +623,9 @@ impl World {
         let in_use = (1..self.config.num_pages).filter(|&page| self.owners(page) > 0).count() as u32;
         ensure!(free + evictable + in_use == report.total_pages, "{free} + {evictable} + {in_use} pages");
         ensure!(report.free_pages == free, "audit says {} free, {free} are", report.free_pages);
+        for page in self.free_pages() {
+            self.drafts.remove(&page);
+        }
         let used: Vec<bool> = self.cache.iter().map(|c| self.owners(c.page) > 0).collect();
         for (c, used) in self.cache.iter_mut().zip(used) {
             if used {

@@ -176,11 +176,15 @@ def test_prefix_cache(pool: core.Pool) -> None:
     a = pool.create()
     pool.reserve([(a, 10)]).commit([10])
     assert pool.cache_insert(a, list(range(10))) == 2
-    b, shared = pool.cache_lookup(list(range(9)))
-    assert shared == 8
+    b, shared, drafted = pool.cache_lookup(list(range(9)))
+    assert (shared, drafted) == (8, 0)
     assert pool.pages(b) == pool.pages(a)[:2]
     pool.release([b])
-    c, shared = pool.cache_lookup(list(range(9)), max=7)
+    assert pool.cache_insert(a, list(range(10)), 4) == 0  # draft KV of the first page
+    c, shared, drafted = pool.cache_lookup(list(range(9)), max=8)
+    assert (shared, drafted) == (8, 4)
+    pool.release([c])
+    c, shared, _ = pool.cache_lookup(list(range(9)), max=7)
     assert shared == 4
     assert pool.committed(c) == 4
     pool.release([a, c])
@@ -242,6 +246,7 @@ def test_hostile_sizes(value: int) -> None:
         lambda: pool.alloc_pages(value or 9),
         lambda: pool.cache_lookup([value or -1], max=-1),
         lambda: pool.cache_insert(seq, [value]),
+        lambda: pool.cache_insert(seq, [], value or 1),
     ]
     for call in calls:
         with pytest.raises(core.SpecrsError):

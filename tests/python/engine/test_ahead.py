@@ -26,10 +26,18 @@ def tree(rows: float = 0.0) -> AheadTree:
     return AheadTree(AheadPolicy(Costs(target, PassCost([1], [STEP], pace), extend, none)), SHAPE)
 
 
+class Alone(SimpleNamespace):
+    """A request that has no engine."""
+
+    @property
+    def produced(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+
 def request(i: int, tokens: int = 256) -> Any:
-    return SimpleNamespace(
+    return Alone(
         request_id=i, tokens=[1] * 10, prompt_len=10, draft_valid=9, remaining=tokens, root=object(), lag=0, error=None,
-        finish_reason=None, followed=True, params=SimpleNamespace(temperature=0.0),
+        prefill_target=10, committed=10, finish_reason=None, followed=True, params=SimpleNamespace(temperature=0.0),
     )  # fmt: skip
 
 

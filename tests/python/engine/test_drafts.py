@@ -5,27 +5,18 @@ What goes wrong on the draft's side costs acceptance alone: tokens stay exact, a
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from modelzoo import Pair, write_eagle3, write_target
-from reference_drafts import Head, Reference, Target, Tree
-from specrs import LLM, SamplingParams
-from specrs import _specrs as core
+from drafts_world import VOCAB, agree, head_for, reference, watched
+from modelzoo import Pair, write_target
 from specrs.engine.policy import TreeChoice
 from specrs.engine.speculation import AdaptiveTree
-
-VOCAB = 6  # few, so that an untrained head is right often enough
-# A decision counts where the reference's scores are further apart than this. Float32 moves them by about 1e-5.
-DECIDED = 1e-3
-CLOSE = 2e-4
 
 
 @pytest.fixture(scope="module")
@@ -34,108 +25,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     root = tmp_path_factory.mktemp("drafts")
     target = write_target(root / "target", vocab_size=VOCAB, num_hidden_layers=3, eos_token_id=None, bos_token_id=None)
     return Pair(target, head_for(target, root / "head"))
-
-
-def head_for(target: Path, directory: Path, **options: Any) -> Path:
-    odd = {"draft_vocab_size": 5, "aux_layers": (2, 0, 1), "rope_theta": 50.0, "rms_norm_eps": 1e-2}
-    return write_eagle3(directory, target, **{**odd, **options})
-
-
-@dataclass(frozen=True)
-class Seen:
-    """A round of one request, as the engine ran it."""
-
-    request: int
-    tokens: list[int]  # before the round; the last one is the root
-    depth: int  # of the deepest node that can still be used
-    tree: Tree
-    path: list[int]
-    drawn: list[int]
-
-
-def trees_of(batch: core.TreeBatch, accepts: core.Accepts) -> list[tuple[Tree, list[int], list[int]]]:
-    """The trees of a batch, each with its accepted path and drawn tokens."""
-    fields = (batch.tokens, batch.parents, batch.depths, batch.scores)
-    tokens, parents, depths, scores = (torch.from_dlpack(a).tolist() for a in fields)
-    ends = list(itertools.accumulate(batch.sizes))
-    cuts = [slice(end - size, end) for end, size in zip(ends, batch.sizes, strict=True)]
-    trees = [Tree(tokens[c], parents[c], depths[c], scores[c]) for c in cuts]
-    return list(zip(trees, accepts.paths, accepts.tokens, strict=True))
-
-
-@dataclass
-class Watched:
-    """An engine whose rounds are kept."""
-
-    llm: LLM
-    tokens: dict[int, list[int]] = field(default_factory=dict)  # of each request, so far
-    prompts: dict[int, int] = field(default_factory=dict)  # their lengths
-    most: dict[int, int] = field(default_factory=dict)  # tokens at its end
-    rounds: list[Seen] = field(default_factory=list)
-    cached: dict[int, int] = field(default_factory=dict)  # prompt tokens from the prefix cache
-
-    def add(self, prompt: Sequence[int], max_tokens: int, **params: Any) -> int:
-        request = self.llm.add(prompt, SamplingParams(max_tokens=max_tokens, **params))
-        context = self.llm.config.max_context_len
-        assert context is not None
-        self.tokens[request], self.prompts[request] = list(prompt), len(prompt)
-        self.most[request] = min(len(prompt) + max_tokens, context)
-        return request
-
-    def step(self) -> None:
-        verified: list[tuple[Tree, list[int], list[int]]] = []
-        with self.llm.watching(lambda batch, accepts: verified.extend(trees_of(batch, accepts))):
-            events = self.llm.step()
-        # The first token comes with the prompt's prefill, all others with rounds, in the order of the batch.
-        of_rounds = [e for e in events if len(self.tokens[e.request_id]) > self.prompts[e.request_id]]
-        for event, (drafted, path, drawn) in zip(of_rounds, verified, strict=True):
-            before = list(self.tokens[event.request_id])
-            assert event.token_ids == drawn[: len(event.token_ids)]
-            depth = self.most[event.request_id] - len(before) - 1
-            self.rounds.append(Seen(event.request_id, before, depth, drafted, path, drawn))
-        for event in events:
-            self.tokens[event.request_id] += event.token_ids
-            if event.output is not None:
-                self.cached[event.request_id] = event.output.usage.cached_tokens
-
-    def finish(self) -> None:
-        while self.llm.unfinished:
-            self.step()
-        self.llm.audit()
-
-    def of(self, request: int) -> list[Seen]:
-        return [seen for seen in self.rounds if seen.request == request]
-
-
-def watched(pair: Pair, shape: tuple[int, int, int] | None, **options: Any) -> Watched:
-    return Watched(LLM(pair.target, pair.draft, tree=shape, **options))
-
-
-def reference(pair: Pair, shape: tuple[int, int, int], *, lanes: bool = False, bf16: bool = False) -> Reference:
-    kv = torch.bfloat16 if bf16 else None
-    target = Target(pair.target, kv)
-    return Reference(target, Head(pair.draft, target, kv), shape, lanes)
-
-
-def agree(
-    want: Reference, rounds: Sequence[Seen], *, decided: float = DECIDED, close: float = CLOSE, **options: Any
-) -> None:
-    """Every decided round has the reference's tree, path and tokens, and nearly all are decided."""
-    undecided = 0
-    for last in {seen.request: seen for seen in rounds}.values():
-        want.target.run([*last.tokens, *last.drawn])  # once for all rounds of a request
-    for i, seen in enumerate(rounds):
-        expected = want.round(seen.tokens, seen.depth, **options)
-        if expected.gap < decided:
-            undecided += 1
-            continue
-        at = f"round {i}, request {seen.request}, {len(seen.tokens)} tokens"
-        assert seen.tree.tokens == expected.tree.tokens, at
-        assert seen.tree.parents == expected.tree.parents, at
-        assert seen.tree.depths == expected.tree.depths, at
-        assert seen.tree.scores == pytest.approx(expected.tree.scores, abs=close), at
-        assert (seen.path, seen.drawn) == (expected.path, expected.drawn), at
-    assert undecided <= len(rounds) // 4, f"{undecided} of {len(rounds)} rounds rest on near ties"
 
 
 def prompt(first: int, length: int) -> list[int]:
@@ -385,9 +274,9 @@ def test_chains_that_the_cost_model_cuts(pair: Pair, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(policy, "choose", choose)
     monkeypatch.setattr(policy, "deepen", lambda *_: rng.random() < 0.8)
-    monkeypatch.setattr(policy, "drafting", lambda accounts: [rng.random() < 0.8 for _ in accounts])
-    monkeypatch.setattr(speculation, "_account", lambda *_: 1.0)
-    monkeypatch.setattr(speculation, "follows", lambda *_: True)
+    monkeypatch.setattr(policy, "drafting", lambda able: [rng.random() < 0.8 for _ in able])
+    monkeypatch.setattr(speculation, "_able", lambda *_: (1.0, 1.0))
+    monkeypatch.setattr(policy, "follows", lambda *_: True)
     for i in range(4):
         run.add(prompt(i, 6 + i), 40)
         run.step()

@@ -362,8 +362,11 @@ def test_bad_draft_kv_is_not_shared(half_broken: Pair) -> None:
     assert broken.draft_error is not None and broken.finish_reason == "length"
     cache = llm._runner.executor.drafts.cache
     assert cache is not None
-    pages = [page for page, owner in llm._runner.pages.pool.owners() if owner == "prefix cache"]
-    slots = [page * 4 + i for page in pages for i in range(4)]
+    pool = llm._runner.pages.pool
+    row, shared, drafted = pool.cache_lookup([*stem, BAD, *[1] * 20])
+    assert shared > drafted >= 16
+    slots = [page * 4 + i for page in pool.pages(row)[: drafted // 4] for i in range(4)]
+    pool.release([row])
     assert slots and bool(cache.tensor[:, :, slots].isfinite().all())
     [after] = llm.generate([stem], params)
     assert after.usage.cached_tokens >= 16

@@ -1,0 +1,237 @@
+"""The gate in the engine: what a request that drafts little, or not at all, costs beside plain decoding.
+
+Whether the head follows a request is forced here where it matters; `test_policy` has the policy's own choices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from drafts_world import VOCAB, Watched, agree, head_for, reference
+from gate_counted import Twins
+from modelzoo import Pair, write_target
+from reference_drafts import Tree
+from specrs import LLM, SamplingParams
+from specrs.engine.policy import Kind, Step, TreeChoice, TreePolicy
+from specrs.engine.speculation import AdaptiveTree
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    root = tmp_path_factory.mktemp("gate")
+    target = write_target(root / "target", vocab_size=VOCAB, num_hidden_layers=3, eos_token_id=None, bos_token_id=None)
+    return Pair(target, head_for(target, root / "head"))
+
+
+class Counted:
+    """An engine whose passes are counted, by rows."""
+
+    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.llm = llm
+        self.target: list[int] = []
+        self.head: list[int] = []
+        executor: Any = llm._runner.executor
+        self._count(monkeypatch, executor.target, "forward", self.target)
+        if executor.drafts is not None:
+            for name in ("write", "extend", "step"):
+                self._count(monkeypatch, executor.drafts.head, name, self.head)
+
+    def _count(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, rows: list[int]) -> None:
+        run: Callable[..., Any] = getattr(owner, name)
+
+        def counted(tokens: Any, *args: Any) -> Any:
+            rows.append(len(tokens))
+            return run(tokens, *args)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    def turn(self, prompt: Sequence[int], max_tokens: int) -> tuple[list[int], int]:
+        """A request's tokens and how many of its prompt were cached."""
+        self.target.clear()
+        self.head.clear()
+        [out] = self.llm.generate([list(prompt)], SamplingParams(max_tokens=max_tokens))
+        self.llm.audit()
+        return out.token_ids, out.usage.cached_tokens
+
+
+def policy_of(llm: LLM) -> TreePolicy:
+    speculation = llm._runner.speculation
+    assert isinstance(speculation, AdaptiveTree)
+    return speculation.policy
+
+
+def decide(monkeypatch: pytest.MonkeyPatch, llm: LLM, follows: bool, step: Step = Step.WAIT) -> None:
+    """The head follows every request, or none, and each of their rounds is as said."""
+    monkeypatch.setattr(policy_of(llm), "follows", lambda *_: follows)
+    monkeypatch.setattr(policy_of(llm), "step", lambda *_: step)
+    monkeypatch.setattr(policy_of(llm), "drafting", lambda able: [a is not None for a in able])
+    monkeypatch.setattr(policy_of(llm), "choose", lambda batch, nodes, *_: _all(nodes))
+    monkeypatch.setattr(policy_of(llm), "deepen", lambda *_: True)
+
+
+def _all(nodes: Sequence[Any]) -> Any:
+    return TreeChoice(len(nodes), float("-inf"), 1.0)
+
+
+PROMPT = [1, 2, 3, 4, 5, 0, 1, 3, 5, 2]
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_a_second_turn_computes_no_more_than_plain_decoding(
+    pair: Pair, page_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head does not follow the first turn, so that there is no draft KV of its answer; its target KV is shared."""
+    seen = []
+    for llm in (LLM(pair.target, pair.draft, page_size=page_size),
+                LLM(pair.target, speculative=False, page_size=page_size)):  # fmt: skip
+        if llm.speculative:
+            decide(monkeypatch, llm, False)
+        run = Counted(llm, monkeypatch)
+        answer, _ = run.turn(PROMPT, 40)
+        first = list(run.target)
+        again, cached = run.turn([*PROMPT, *answer, 2, 2], 8)
+        seen.append((answer, again, cached, first, list(run.target)))
+        assert not run.head, "nothing pays for passes of the head over a prompt that it does not follow"
+    assert seen[0] == seen[1]
+    assert seen[0][2] == 49 // page_size * page_size
+
+
+def test_a_head_given_up_midway_shares_all_that_the_target_computed(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(pair.target, pair.draft, page_size=4)
+    decide(monkeypatch, llm, True, Step.GIVE_UP)
+    run = Counted(llm, monkeypatch)
+    answer, _ = run.turn(PROMPT, 40)
+    assert run.head == [len(PROMPT) - 1]
+    pool = llm._runner.pages.pool
+    row, shared, drafted = pool.cache_lookup([*PROMPT, *answer])
+    assert (shared, drafted) == (48, 8)
+    pool.release([row])
+    _, cached = run.turn([*PROMPT, *answer, 2, 2], 8)
+    assert cached == 8  # it is followed again: the head needs the target's features behind its own KV
+    decide(monkeypatch, llm, False)
+    _, cached = run.turn([*PROMPT, *answer, 2, 2, 1], 8)
+    assert cached == 52
+
+
+def trees(run: Watched, request: int) -> list[Tree]:
+    return [seen.tree for seen in run.of(request) if len(seen.tree.tokens) > 1]
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_draft_kv_that_the_cache_lacks_is_written_once(
+    pair: Pair, page_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request computes a prompt without the head; the next has the head, and computes it again into pages of its
+    own; they replace the first one's, so that the third shares all of it. Drafts are as from scratch."""
+    run = Watched(LLM(pair.target, pair.draft, page_size=page_size, prefill_chunk=7))
+    prompt = [3, 1, 4, 1, 5, 2, 0, 5, 3, 5, 2, 4, 1, 2, 3, 1, 4, 4, 0, 2, 5]
+    cached = []
+    for follows in (False, True, True):
+        with monkeypatch.context() as patch:
+            decide(patch, run.llm, follows, Step.DRAFT)
+            request = run.add(prompt, 24)
+            run.finish()
+        cached.append(run.cached[request])
+        assert bool(trees(run, request)) == follows
+    whole = (len(prompt) - 1) // page_size * page_size
+    assert cached == [0, 0, whole]
+    shape = run.llm._runner.geometry.shape
+    drafted = [seen for seen in run.rounds if len(seen.tree.tokens) > 1]
+    agree(reference(pair, (shape.topk, shape.steps, shape.draft_tokens)), drafted)
+    stats = run.llm._runner.pages.pool.stats()
+    assert stats["free_pages"] + stats["evictable_pages"] == stats["total_pages"]
+
+
+def test_a_request_that_won_leaves_whole_pages_of_draft_kv(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last round's tokens complete a page: their draft KV is written, so that a next turn can go on from there."""
+    llm = LLM(pair.target, pair.draft, page_size=4)
+    decide(monkeypatch, llm, True, Step.DRAFT)
+    pool, whole = llm._runner.pages.pool, 0
+    for paid in (True, False):
+        monkeypatch.setattr(llm._runner.speculation, "completes", lambda _, paid=paid: paid)
+        for length in range(20, 30):
+            prompt = [length % VOCAB, 5, int(paid), 3, 3, length // VOCAB]
+            [out] = llm.generate([prompt], SamplingParams(max_tokens=length))
+            tokens = [*prompt, *out.token_ids]
+            row, shared, drafted = pool.cache_lookup(tokens)
+            pool.release([row])
+            assert shared == (len(tokens) - 1) // 4 * 4
+            assert drafted <= shared
+            if paid:
+                assert drafted == shared
+            whole += drafted == shared
+    assert whole < 20, "no request ended with draft KV that was missing"
+
+
+# -- books -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, float]]:
+    """Tokens and loan of each request whose books were closed."""
+    closed: list[tuple[int, float]] = []
+    close = Kind.ended
+
+    def noted(self: Kind, tokens: int, net: float, loan: float = 0.0, *rest: Any) -> None:
+        closed.append((tokens, loan))
+        close(self, tokens, net, loan, *rest)
+
+    monkeypatch.setattr(Kind, "ended", noted)
+    return closed
+
+
+def test_a_preempted_request_keeps_its_account(
+    pair: Pair, ended: list[tuple[int, float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Preemption is no ending: what a request lost before, it has lost, and it borrows nothing anew."""
+    llm = LLM(pair.target, pair.draft, page_size=4, max_batch=4, num_pages=40)
+    decide(monkeypatch, llm, True, Step.DRAFT)
+    scheduler, speculation = llm._scheduler, llm._runner.speculation
+    assert isinstance(speculation, AdaptiveTree)
+    requests = [llm.add([i, *PROMPT], SamplingParams(max_tokens=40)) for i in range(4)]
+    gates: dict[int, Any] = {}
+    preempted = set()
+    while llm.unfinished:
+        llm.step()
+        preempted |= {r.request_id for r in scheduler._waiting if r.request_id in gates}
+        for request, gate in speculation._gates.items():
+            assert gates.setdefault(request, gate) is gate
+    assert preempted and set(gates) == set(requests)
+    assert sorted(tokens for tokens, _ in ended) == [40] * 4
+    assert all(gate.prompt == pytest.approx(policy_of(llm).prefilling(11, 1), rel=0.9) for gate in gates.values())
+
+
+def test_an_abort_closes_the_books_once(pair: Pair, ended: list[tuple[int, float]]) -> None:
+    """Of a request that runs, of one that was preempted, and of one that never began."""
+    llm = LLM(pair.target, pair.draft, max_batch=2, page_size=4)
+    scheduler, kind = llm._scheduler, policy_of(llm).greedy
+    before = kind.bank
+    one, two, three = (llm.add([i, *PROMPT], SamplingParams(max_tokens=60)) for i in range(3))
+    for _ in range(5):
+        llm.step()
+    scheduler._preempt(scheduler._admitted[-1])
+    assert not ended
+    for request in (one, two, three):
+        event = llm.abort(request)
+        assert event is not None and event.output is not None and event.output.finish_reason == "abort"
+    assert [tokens for tokens, _ in ended] == [5, 5]
+    assert not llm._runner.speculation._gates  # type: ignore[attr-defined]
+    assert kind.bank == pytest.approx(before, abs=0.2)  # what was lent has come back
+    counts = llm.audit()
+    assert counts["owned_pages"] == counts["cached_pages"]
+
+
+def test_a_batch_drafts_by_default_where_that_wins() -> None:
+    """By counted prices, so that no other work on the machine decides it."""
+    twins = Twins(max_batch=4, max_context_len=512)
+    texts = ["def read(path):\n    with open(", "class Stack:\n    def __init__(self):\n        ",
+             "import os\nimport sys\n\n\ndef main():\n", "for i in range(10):\n    print("]  # fmt: skip
+    params = [SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)] * 32
+    plain, took, outputs = twins.run([[i, *twins.encode(text)] for i in range(4, 12) for text in texts], params)
+    assert plain > 1.05 * took
+    assert sum(sum(o.drafted) > 20 for o in outputs[16:]) >= 12
