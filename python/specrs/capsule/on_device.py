@@ -164,12 +164,13 @@ class OnDevice(Replay):
         if self._unbounded(phase):
             arrays = {name: from_dlpack(array) for name, array in make(None).arrays().items()}
             return {name: _sized(a.shape, str(a.dtype).removeprefix("torch.")) for name, a in arrays.items()}
-        # A pass over prompts may have more queries than the largest batch has in other phases.
-        capacities = self.planner.capacities(phase, max_batch=self.padded)
-        return {
-            name: _sized([max(c["shape"][0], queries + 1), *c["shape"][1:]], c["dtype"])
-            for name, c in capacities.items()
-        }
+        sizes = {}
+        for name, c in self.planner.capacities(phase, max_batch=self.padded).items():
+            shape = list(c["shape"])
+            if len(shape) == 1:  # a pass over prompts may have more queries than the largest batch has elsewhere
+                shape[0] = max(shape[0], queries + 1)
+            sizes[name] = _sized(shape, c["dtype"])
+        return sizes
 
     def _operands(self, phase: Phase, inputs: Inputs) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """The batch and the step of a plan, in device memory."""

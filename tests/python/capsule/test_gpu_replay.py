@@ -56,7 +56,7 @@ def on_gpu(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 def record(pair: Pair, round: int = 2, **options: Any) -> Capsule:
     """Three requests of different lengths; the first two share the pages of five tokens."""
     prompts = [[1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6, 7, 7, 6, 5, 4], [3]]
-    with LLM(pair.target, pair.draft, max_context_len=64, **options) as llm:
+    with LLM(pair.target, pair.draft, max_context_len=64, **{"device": "cpu"} | options) as llm:
         llm.generate([prompts[0]], SamplingParams(max_tokens=2))  # leaves its pages in the cache
         with llm.recording(round=round) as recorder:
             llm.generate(prompts, SamplingParams(max_tokens=12, temperature=1.0, seed=5))
@@ -90,7 +90,7 @@ def test_holey_rounds(tiny: Pair, page: int) -> None:
 
 
 def test_plain_rounds(tiny: Pair) -> None:
-    with LLM(tiny.target, max_context_len=64, page_size=4) as llm, llm.recording(round=2) as recorder:
+    with LLM(tiny.target, max_context_len=64, page_size=4, device="cpu") as llm, llm.recording(round=2) as recorder:
         llm.generate([[1, 2, 3], [4]], SamplingParams(max_tokens=6))
     assert recorder.capsule is not None and recorder.capsule.kind == "plain"
     for format in FORMATS:
