@@ -238,8 +238,8 @@ def planned(engine: Engine, num_pages: int | None, have: int) -> tuple[EngineCon
         room = int((have - fixed) * _SHARE) // page if have > fixed else 0
         budget = Budget(ordinal, have, lines, max(min(room, engine.geometry.pages_for_full_load), least), page)
     try:
-        core._device_budget(engine.loading(), have=have, ordinal=ordinal)
         budget.check(least)
+        core._device_budget(engine.loading(), have=have, ordinal=ordinal)
     except DeviceMemoryError as error:
         advice = _advice(engine, num_pages, have)
         error.hint += advice
