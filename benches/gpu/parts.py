@@ -131,17 +131,17 @@ class Round:
         """Draft a tree; the logits of its steps."""
         rows = [self.batch, *[self.batch * SHAPE.topk] * (SHAPE.steps - 1)]
         logits = [torch.randn(n, vocab, device=CUDA) * 3 for n in rows]
+        self.ancestors = []  # of the beams after each step
         for step, scores in enumerate(logits):
             self.select(step, scores)
-            if step == 0:
-                self.ancestors = self.beams[6].clone()  # whose bits every later step has
+            self.ancestors.append(self.beams[6].clone())
         self.build()
         return logits
 
     def metadata(self) -> None:
         """Everything of a round but models, scores and KV copies."""
         for step in range(SHAPE.steps - 1):
-            self.plan("draft", (None, None, self.ancestors), step)
+            self.plan("draft", (None, None, self.ancestors[step]), step)
         self.build()
         self.plan("verify", (self.trees[0], self.trees[3], None))
         self.commit()

@@ -5,11 +5,13 @@ Nobody sees a round's scores before it has ended, so depth goes by how deep draf
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
 from specrs._specrs import TreeBatch, TreeShape
 from specrs.engine.batch import Batch, Passed
+from specrs.engine.costs import PLAIN
 from specrs.engine.policy import Kind, SpeculationGate, TreePolicy
 from specrs.engine.speculation import AdaptiveTree, PassKind
 
@@ -38,13 +40,16 @@ class AheadPolicy(TreePolicy):
 
 
 class AheadTree(AdaptiveTree):
-    """Gates as `AdaptiveTree` does; a batch drafts as deep as the yield of each level so far pays."""
+    """Gates as `AdaptiveTree` does; a batch drafts as deep as the yield of each level so far pays.
+
+    cold: whether the last round took longer than others like it will, since it made memory or a graph.
+    """
 
     given = True
 
-    def __init__(self, policy: TreePolicy, shape: TreeShape) -> None:
+    def __init__(self, policy: TreePolicy, shape: TreeShape, cold: Callable[[], bool] = lambda: False) -> None:
         super().__init__(policy, shape.topk)
-        self._shape = shape
+        self._shape, self._cold = shape, cold
         self._keeps: dict[int, list[float]] = {}  # by kind: of each level, the share that is accepted if its parent is
 
     def cap(self, batch: Batch, drafting: Sequence[bool]) -> int:
@@ -71,13 +76,21 @@ class AheadTree(AdaptiveTree):
         return run(*args, **kwargs)  # how long a launch takes says nothing of its pass
 
     def begin(self, speculative: bool) -> None:
-        """No pass is timed."""
+        self._started = time.perf_counter()
+
+    def plain_round(self, batch: Batch) -> None:
+        if not self._cold():
+            costs = self.policy.costs
+            rest = time.perf_counter() - self._started - costs.target.at(len(batch))
+            costs.overhead.observe(PLAIN, max(rest, 0.0))
+        super().plain_round(batch)
 
     def _charged(self, seconds: float) -> float:
-        return seconds  # the first rounds of a kind make memory and graphs, which no request is to pay for
+        # As it was: sampling, and features that are caught up with, take time that no model of passes has.
+        return seconds if self._cold() else max(time.perf_counter() - self._started, seconds / 2)
 
     def _observe_overhead(self, kind: int) -> None:
-        """What surrounds a round's passes is part of the measured rounds."""
+        """`plain_round` does."""
 
     def spec_round(self, passed: Sequence[Passed], trees: TreeBatch, drafting: Sequence[bool], steps: int) -> None:
         super().spec_round(passed, trees, drafting, steps)

@@ -34,6 +34,7 @@ from specrs.models.llama import LlamaModel
 from specrs.models.ops import KvMemory
 
 _RUNS = 5  # of a round that is measured
+_OVERHEAD = 2e-4  # seconds of the host's part of a round, before any was seen
 
 
 @dataclass(frozen=True)
@@ -151,9 +152,15 @@ class LaunchedRound:
 
 @dataclass(eq=False)
 class Fresh:
-    """What the last round told of the head's KV, and nobody has asked for yet: `LaunchedRound.written`."""
+    """What the last round left.
+
+    Attributes:
+        written: of the head's KV, where nobody has asked for it yet (`LaunchedRound.written`).
+        cold: whether the round took longer than others of its kind will (`Lanes.cold`).
+    """
 
     written: dict[int, tuple[int, int]] = field(default_factory=dict)
+    cold: bool = False
 
 
 class CudaExecutor(HostExecutor):
@@ -224,9 +231,10 @@ class CudaExecutor(HostExecutor):
             PassCost(rows, [target[n] for n in rows], pace),
             PassCost([1], [step], pace),
             PassCost([1, 2 * self._buckets[-1]], [extend, extend], pace),
-            PassCost([PLAIN, SPECULATIVE], [0.0, 0.0], pace),
+            PassCost([PLAIN, SPECULATIVE], [_OVERHEAD, _OVERHEAD], pace),
         )
-        return AheadTree(AheadPolicy(costs), shape)
+        fresh = self._fresh
+        return AheadTree(AheadPolicy(costs), shape, lambda: fresh.cold)
 
     def _seconds(self, size: int, levels: int) -> float:
         """Of a round of a bucket whose lanes are all dead: its passes run over as many rows."""
@@ -280,7 +288,7 @@ class CudaExecutor(HostExecutor):
         lanes.launch(Variant(lanes.batch, levels, follow, edits), self._graphs)
         lanes.wait()
         asked.lanes, asked.launch = lanes, lanes.launches
-        self._fresh.written = asked.written() if levels else {}
+        self._fresh.written, self._fresh.cold = asked.written() if levels else {}, lanes.cold
         return asked
 
 

@@ -145,6 +145,7 @@ class Lanes:
         logits: of the last launch, a row for each node.
         root_logits: of the head, by which the last launch's drafts began, a row for each lane.
         launches: so far.
+        cold: whether the last one made what later ones of its variant only replay.
     """
 
     def __init__(self, models: Models, batch: int) -> None:
@@ -241,7 +242,7 @@ class Lanes:
         if models.activations is not None:
             self._hold(models.activations)
         self.logits = a["given"]  # until the first launch
-        self.launches = 0
+        self.launches, self.cold = 0, False
         self._graphs: dict[Variant, _Captured] = {}
         self._runs: Counter[Variant] = Counter()  # without a graph, since scratch memory moved
         self._captured_at = self._epoch
@@ -349,6 +350,7 @@ class Lanes:
             self._runs.clear()
             self._captured_at = self._epoch
         kept = self._graphs.get(variant)
+        self.cold = graphs and kept is None
         if kept is None and graphs and self._runs[variant] >= _COLD:
             kept = self._capture(variant)
         if kept is not None:

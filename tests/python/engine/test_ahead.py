@@ -48,8 +48,13 @@ def give_up(r: Any) -> Any:
     return gave_up
 
 
-def run(speculation: AheadTree, r: Any, chance: float, rng: random.Random, clock: list[float]) -> tuple[int, float]:
-    """One round of a request alone whose every draft level is accepted with ``chance``: tokens, and the levels."""
+def run(
+    speculation: AheadTree, r: Any, chance: float, rng: random.Random, clock: list[float], beside: float = 0.0
+) -> tuple[int, float]:
+    """One round of a request alone whose every draft level is accepted with ``chance``: tokens, and the levels.
+
+    beside: seconds of a round with drafts that no model of passes has.
+    """
     r.give_up_drafts = give_up(r)
     [drafts] = speculation.drafting([r], None)  # type: ignore[arg-type]
     speculation.begin(drafts)
@@ -62,7 +67,7 @@ def run(speculation: AheadTree, r: Any, chance: float, rng: random.Random, clock
     accepted = 0
     while accepted < levels and rng.random() < chance:
         accepted += 1
-    clock[0] += PLAIN_SECONDS + EXTEND + STEP * (levels - 1)
+    clock[0] += PLAIN_SECONDS + EXTEND + STEP * (levels - 1) + beside
     n = accepted + 1
     r.tokens, r.remaining = [*r.tokens, *[1] * n], r.remaining - n
     passed = SimpleNamespace(request=r, tokens=[1] * n, committed=SimpleNamespace(kept=n))
@@ -128,3 +133,26 @@ def test_rows_that_cost_make_trees_shallow() -> None:
     cheap, dear = tree(0.0), tree(0.1)
     r = request(0)
     assert cheap.cap([r], [True]) > dear.cap([r], [True]) == 1  # type: ignore[arg-type]
+
+
+def test_what_rounds_take_beside_their_passes_is_charged(clock: list[float]) -> None:
+    """Sampling, features to catch up with: where they cost more than drafts win, drafts end."""
+    speculation, rng = tree(), random.Random(4)
+    for i in range(4):
+        r, begun = request(i), clock[0]
+        while r.remaining > 0:
+            run(speculation, r, 0.8, rng, clock, beside=8 * PLAIN_SECONDS)
+        drawn, took = len(r.tokens) - 10, clock[0] - begun
+        speculation.forget(r)
+        assert drawn * PLAIN_SECONDS / took > 0.93, (i, took, drawn)
+
+
+def test_a_cold_round_is_charged_as_its_model_says(clock: list[float]) -> None:
+    cold = [True]
+    speculation, rng = tree(), random.Random(5)
+    speculation._cold = lambda: cold[0]
+    r = request(0)
+    run(speculation, r, 1.0, rng, clock, beside=1000 * PLAIN_SECONDS)
+    cold[0] = False
+    _, levels = run(speculation, r, 1.0, rng, clock)
+    assert levels > 0, "no request pays for making a graph"
