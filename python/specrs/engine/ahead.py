@@ -86,8 +86,8 @@ class AheadTree(AdaptiveTree):
         super().plain_round(batch)
 
     def _charged(self, seconds: float) -> float:
-        # As it was: sampling, and features that are caught up with, take time that no model of passes has.
-        return seconds if self._cold() else max(time.perf_counter() - self._started, seconds / 2)
+        # Sampling, and features that are caught up with, take time that no model of passes has.
+        return seconds if self._cold() else super()._charged(seconds)
 
     def _observe_overhead(self, kind: int) -> None:
         """`plain_round` does."""

@@ -141,7 +141,7 @@ def test_what_rounds_take_beside_their_passes_is_charged(clock: list[float]) -> 
     for i in range(4):
         r, begun = request(i), clock[0]
         while r.remaining > 0:
-            run(speculation, r, 0.8, rng, clock, beside=8 * PLAIN_SECONDS)
+            run(speculation, r, 0.8, rng, clock, beside=2 * PLAIN_SECONDS)
         drawn, took = len(r.tokens) - 10, clock[0] - begun
         speculation.forget(r)
         assert drawn * PLAIN_SECONDS / took > 0.93, (i, took, drawn)
