@@ -54,7 +54,8 @@ pub(crate) fn width() -> usize {
     *WIDTH.get_or_init(|| run(Width))
 }
 
-/// The instruction set in use, by its vectors.
+/// The instruction set in use, by its vectors: what Python is told.
+#[cfg(feature = "python")]
 pub(crate) fn name() -> &'static str {
     match width() {
         16 => "avx512",
