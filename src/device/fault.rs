@@ -8,8 +8,8 @@
 use std::sync::Mutex;
 use std::sync::atomic::{Ordering, fence};
 
-use super::driver::{DeviceWords, Mapped};
 use super::params::{BUFFERS, FaultRecord, KERNELS, PROBES};
+use super::words::{DeviceWords, Mapped};
 use crate::error::{Error, Result};
 
 /// Two records and their claim words, of skipped accesses and of what probes of scores found: neither hides the other.

@@ -45,6 +45,7 @@ pub mod rows;
 mod stream;
 mod table;
 pub mod view;
+mod words;
 
 pub use attention_view::{AttentionBatch, AttentionOut, HalfType, KvLayerView};
 pub use cublaslt::{Choice, Linear, LinearShape, Products};
