@@ -1483,6 +1483,9 @@ class _DeviceTable:
         `(columns stored, launches, waits, rounds_first)`.
         """
 
+    def forget(self) -> None:
+        """The device's table may be another than the last upload left: the next one stores every row."""
+
     def read(self, stream: _Stream) -> list[int]:
         """The device's table, row by row, once the work on `stream` has finished."""
 

@@ -204,6 +204,11 @@ impl DeviceTable {
         })
     }
 
+    /// The device's table may be another than the last upload left: the next one stores every row.
+    fn forget(&self) {
+        self.mirror.lock().unwrap_or_else(PoisonError::into_inner).forget();
+    }
+
     /// The device's table, row by row, once the work on `stream` has finished.
     fn read(&self, py: Python<'_>, stream: StreamArg) -> PyResult<Vec<i32>> {
         let stream = stream.get()?;

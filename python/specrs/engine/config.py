@@ -43,8 +43,10 @@ class EngineConfig:
         device: ``"cpu"``, ``"cuda"`` or ``"cuda:N"``, which is an error where it cannot be; ``None`` is what the
             environment variable ``SPECRS_DEVICE`` says, else a GPU where one is that runs the model and holds it, else
             the CPU.
-        graphs: on a GPU, ``"round"`` replays the launches of a round as one CUDA graph, made for each size of batch;
-            ``"off"`` launches them one by one. Bits are the same.
+        graphs: on a GPU, ``"round"`` replays the launches of a round as one CUDA graph, made for each size of batch,
+            and launches the next round before the host knows what this one found; with ``"loop"`` the device goes on
+            by itself, for up to 8 rounds or until a request ends; ``"off"`` launches kernels one by one and waits for
+            each round. Bits are the same.
     """
 
     max_batch: int = 8
@@ -59,7 +61,7 @@ class EngineConfig:
     prefill_chunk: int = 512
     kv_dtype: KvDtype | None = None
     device: str | None = None
-    graphs: Literal["off", "round"] = "round"
+    graphs: Literal["off", "round", "loop"] = "round"
 
     def __post_init__(self) -> None:
         """Refuse what is not of its field's type, before a model is read."""
@@ -67,8 +69,8 @@ class EngineConfig:
             object.__setattr__(self, name, self._integer(name))
         if not isinstance(self.prefix_cache, bool):
             raise ConfigError(f"prefix_cache = {self.prefix_cache!r}: must be a bool")
-        if self.graphs not in ("off", "round"):
-            raise ConfigError(f"graphs = {self.graphs!r}: must be 'off' or 'round'")
+        if self.graphs not in ("off", "round", "loop"):
+            raise ConfigError(f"graphs = {self.graphs!r}: must be 'off', 'round' or 'loop'")
         if self.max_context_len is not None and self.max_context_len < 2:
             raise ConfigError(f"max_context_len = {self.max_context_len}: must be at least 2, a prompt and a token")
         object.__setattr__(self, "tree", tree_shape(self.tree))
