@@ -51,6 +51,7 @@ pub use attention_view::{AttentionBatch, AttentionOut, HalfType, KvLayerView};
 pub use cublaslt::{Choice, Linear, LinearShape, Products};
 pub use devices::{Device, available};
 pub use driver::Stream;
+pub(crate) use driver::{Relaxed, named};
 pub use fault::Faults;
 pub use kernels::{
     AddRmsNorm, Attention, AttentionCall, AttentionSize, CommitOperands, DeviceAccepts, DeviceBeams, DeviceSamplers,
@@ -64,6 +65,7 @@ pub use plan::{
     DeviceArray, DeviceBatch, DeviceElements, DevicePlan, DevicePlanner, DeviceStep, DeviceTable, PlanMemory,
 };
 pub use rows::{FloatType, Rows};
+pub(crate) use stream::RawEvent;
 pub use table::{TableMirror, TableShape, Uploaded};
 pub use view::{DeviceSlice, KvCacheView, MovesView};
 
