@@ -187,7 +187,8 @@ mod tests {
         for source in sources {
             for at in source.split("named(\"").skip(1) {
                 let name = at.split('"').next().unwrap();
-                let plain = |call: &str| call.trim_end_matches(|c: char| c.is_ascii_digit()).trim_end_matches("_v").to_owned();
+                let plain =
+                    |call: &str| call.trim_end_matches(|c: char| c.is_ascii_digit()).trim_end_matches("_v").to_owned();
                 let known = |call: &&str| plain(call) == name || call.strip_suffix("WithParams") == Some(name);
                 assert!(CALLS.iter().any(known), "{name}");
                 seen += 1;

@@ -1,5 +1,6 @@
 //! From work on a stream to a graph.
 
+use std::cell::Cell;
 use std::ptr;
 use std::slice;
 
@@ -23,6 +24,11 @@ fn of_capture(error: Error) -> Error {
         }
         other => other,
     }
+}
+
+thread_local! {
+    /// Where this thread captures; left by a capture that another thread ended, whose stream is captured no more.
+    static OPEN: Cell<Option<&'static Device>> = const { Cell::new(None) };
 }
 
 /// A graph under construction.
@@ -75,6 +81,7 @@ impl Capture {
         // SAFETY: the stream lives by its own contract.
         let begun = unsafe { sys::cuStreamBeginCapture_v2(stream.handle(), MODE).result() };
         named("cuStreamBeginCapture", begun).map_err(of_capture)?;
+        OPEN.set(Some(device));
         Ok(Self { stream, device, around: None, open: true, _turn: turn })
     }
 
@@ -91,6 +98,7 @@ impl Capture {
             sys::cuStreamBeginCaptureToGraph(stream.handle(), around.body, ptr::null(), ptr::null(), 0, MODE).result()
         };
         named("cuStreamBeginCaptureToGraph", begun).map_err(of_capture)?;
+        OPEN.set(Some(device));
         Ok(Self { stream, device, around: Some(around), open: true, _turn: turn })
     }
 
@@ -130,6 +138,7 @@ impl Capture {
     /// End the capture: the graph that the stream made, null in a loop.
     fn end(&mut self) -> Result<Draft> {
         self.open = false;
+        OPEN.set(None);
         let mut graph = ptr::null_mut();
         // SAFETY: begun by the constructor; `graph` is a valid out pointer.
         let ended = unsafe { sys::cuStreamEndCapture(self.stream.handle(), &mut graph).result() };
@@ -231,20 +240,23 @@ fn instantiate(
     Ok(Graph::new(Exec(exec), end, counts, device, held))
 }
 
-/// Add a graph of somebody else to what is being captured on `stream`, behind what is there: the driver copies it. What its
+/// Add a graph of somebody else to what this thread's [`Capture`] captures on `stream`, behind what is there: the driver copies it. What its
 /// nodes point at is kept by whoever holds the graph that is being made.
 ///
 /// # Safety
 /// `raw` is a `CUgraph` that lives through the call and that nobody changes meanwhile.
 ///
 /// # Errors
-/// [`Error::GraphCapture`] where the stream is not being captured, and for a node that no child graph may hold.
-pub unsafe fn add_child(device: &Device, stream: Stream, raw: usize) -> Result<()> {
-    let _current = device.enter()?;
+/// [`Error::GraphCapture`] where this thread captures nothing or not this stream, and for a node that no child graph may hold.
+pub unsafe fn add_child(stream: Stream, raw: usize) -> Result<()> {
     let child = raw as sys::CUgraph;
     let refuse = |call, why: &str| {
         Err(Error::GraphCapture { call, node: String::new(), path: String::new(), why: why.to_owned() })
     };
+    let Some(device) = OPEN.get() else {
+        return refuse("cuGraphAddChildGraphNode", "this thread is capturing no graph of specrs");
+    };
+    let _current = device.enter()?;
     if child.is_null() {
         return refuse("cuGraphAddChildGraphNode", "the graph is null");
     }
@@ -278,9 +290,8 @@ pub unsafe fn add_child(device: &Device, stream: Stream, raw: usize) -> Result<(
     };
     let mut node = ptr::null_mut();
     // SAFETY: the graph under capture lives, the nodes are its own, and the child lives by the caller's promise.
-    let added = unsafe {
-        sys::cuGraphAddChildGraphNode(&mut node, graph, behind.as_ptr(), behind.len(), child).result()
-    };
+    let added =
+        unsafe { sys::cuGraphAddChildGraphNode(&mut node, graph, behind.as_ptr(), behind.len(), child).result() };
     named("cuGraphAddChildGraphNode", added).map_err(of_capture)?;
     let set = sys::CUstreamUpdateCaptureDependencies_flags::CU_STREAM_SET_CAPTURE_DEPENDENCIES;
     // SAFETY: one node of the graph under capture, with an edge of the default kind.

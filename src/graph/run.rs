@@ -51,9 +51,10 @@ impl Graph {
     pub fn launch(&self, stream: Stream) -> Result<()> {
         let _current = self.device.enter()?;
         if stream.is_capturing()? {
-            let why = "the stream is being captured, and the end of a captured launch cannot be known; embed the graph that \
+            let why =
+                "the stream is being captured, and the end of a captured launch cannot be known; embed the graph that \
                        it was made of as a child node"
-                .into();
+                    .into();
             return Err(Error::GraphCapture { call: "cuGraphLaunch", node: String::new(), path: String::new(), why });
         }
         // Held over both calls, so that the event is behind the launch that is counted last.

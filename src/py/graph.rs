@@ -8,7 +8,7 @@ use pyo3::{PyTraverseError, PyVisit};
 
 use super::arg::{Int, detached};
 use super::device::StreamArg;
-use super::dlpack::cuda;
+use super::dlpack::{Output, Tensor, cuda};
 use crate::device::{Device, Stream};
 use crate::error::Result;
 use crate::graph::{self, Capture, Turn};
@@ -133,13 +133,36 @@ impl Graph {
 }
 
 /// Add the graph `raw` (a `cudaGraph_t` as an integer, such as `torch.cuda.CUDAGraph.raw_cuda_graph()`) to what is being
-/// captured on the raw stream `stream` of device `ordinal`, behind what is there. The caller keeps what it came from alive
+/// captured on the raw stream `stream`, by a capture of specrs on this thread, behind what is there. The caller keeps what it came from alive
 /// through the call, and has what its work touches in `keep`. Raises `GraphCaptureError` where the stream is not being
 /// captured, and for a node that no child graph may hold.
 #[pyfunction]
-pub(super) fn _graph_child(py: Python<'_>, ordinal: Int, stream: StreamArg, raw: Int) -> PyResult<()> {
-    let (ordinal, stream, raw) = (ordinal.i32("CUDA device")?, stream.get()?, raw.usize("raw graph")?);
-    detached(py, move || cuda::add_child(Device::get(ordinal)?, stream, raw))
+pub(super) fn _graph_child(py: Python<'_>, stream: StreamArg, raw: Int) -> PyResult<()> {
+    let (stream, raw) = (stream.get()?, raw.usize("raw graph")?);
+    detached(py, move || cuda::add_child(stream, raw))
+}
+
+/// Take one from `left` (int32[1] on a CUDA device) and set the condition `handle` of a loop to whether any is left and `stop`
+/// (int32[1], or `None`) is 0: the last launch of the work that `_Graph.loop` captures, on the raw stream `stream`.
+#[pyfunction]
+#[pyo3(signature = (handle, left, stop, stream))]
+pub(super) fn _graph_loop_count(
+    handle: Int,
+    left: &Bound<'_, PyAny>,
+    stop: Option<&Bound<'_, PyAny>>,
+    stream: StreamArg,
+) -> PyResult<()> {
+    let py = left.py();
+    let (handle, stream) = (handle.within("handle", 0, u64::MAX.into())? as u64, stream.get()?);
+    let left = Output::import(left, "left", Some(-1))?;
+    let stop = stop.map(|stop| Tensor::import(stop, "stop", Some(-1))).transpose()?;
+    detached(py, || {
+        let ordinal = left.cuda_ordinal()?;
+        left.apart(&stop.iter().collect::<Vec<_>>())?;
+        let words = stop.as_ref().map(|stop| stop.device_i32(ordinal)).transpose()?;
+        let kernel = &Device::get(ordinal)?.kernels().loop_count;
+        kernel.launch(stream, handle, &left.device_i32(ordinal)?, words.as_ref())
+    })
 }
 
 /// Destroy the dropped graphs whose last launch has finished, and let go of what they kept; with `wait`, wait for it first.

@@ -88,7 +88,7 @@ mod _specrs {
     use super::geometry::{DraftRegion, Geometry, Tree, TreeShape};
     #[cfg(feature = "cuda")]
     #[pymodule_export]
-    use super::graph::{Graph, _graph_child, _graph_collect};
+    use super::graph::{_graph_child, _graph_collect, _graph_loop_count, Graph};
     #[pymodule_export]
     use super::kv::{KvCache, kv_move, kv_write};
     #[pymodule_export]

@@ -253,9 +253,9 @@ pub(in crate::py) fn collect_captured(device: &crate::device::Device) -> Result<
 }
 
 /// [`crate::graph::add_child`] for a caller in Python.
-pub(in crate::py) fn add_child(device: &crate::device::Device, stream: Stream, raw: usize) -> Result<()> {
+pub(in crate::py) fn add_child(stream: Stream, raw: usize) -> Result<()> {
     // SAFETY: the caller's promise, as the function's text in Python asks for it.
-    unsafe { crate::graph::add_child(device, stream, raw) }
+    unsafe { crate::graph::add_child(stream, raw) }
 }
 
 /// The stream behind `torch.cuda.Stream.cuda_stream`, which the caller holds.
