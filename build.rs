@@ -39,6 +39,7 @@ const KERNELS: &[(&str, &[&str])] = &[
     ("tree_build", &["80"]),
     ("fingerprint", &["80"]),
     ("table_update", &["80"]),
+    ("loop_count", &["80"]),
     ("attention_bf16_64", &["80", "90a"]),
     ("attention_bf16_96", &["80", "90a"]),
     ("attention_bf16_128", &["80", "90a"]),

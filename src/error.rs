@@ -157,6 +157,18 @@ pub enum Error {
         /// Generation of the memory now.
         current: u64,
     },
+    /// Work could not be captured into a graph; nothing of the graph is left, and its stream works as before.
+    #[error("graph capture: {call}: {why}")]
+    GraphCapture {
+        /// Call that failed, or that found the node.
+        call: &'static str,
+        /// Type of the node that may not be there; empty where it is none.
+        node: String,
+        /// Where that node is, from the outermost graph in; empty where it is none.
+        path: String,
+        /// Reason.
+        why: String,
+    },
     /// A device has too little free memory; nothing was allocated.
     #[error("device memory of cuda:{device}: {what} needs {need} bytes, {have} are free; {hint}")]
     DeviceMemory {

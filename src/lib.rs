@@ -6,7 +6,7 @@
 //! Data flows one way; a module imports only from those on its left:
 //!
 //! ```text
-//! error, bounds, revert, simd -> geometry -> pool | round -> plan -> plan::write -> host | device -> py
+//! error, bounds, revert, simd -> geometry -> pool | round -> plan -> plan::write -> host | device -> graph -> py
 //! ```
 //!
 //! | module | what lives there |
@@ -21,6 +21,7 @@
 //! | [`plan`] | metadata of each phase, audited before anything may use it |
 //! | [`host`] | the CPU kernels: a plain reference and a fast path for each |
 //! | `device` | CUDA kernels launched on the caller's stream (feature `cuda`) |
+//! | `graph` | captured launches that own what they point at (feature `cuda`) |
 //! | `py` | the Python module (feature `python`) |
 //!
 //! A round of speculative decoding in terms of these modules: [`pool::Pool::reserve`] takes pages for a batch, a
@@ -40,6 +41,8 @@ mod simd;
 
 #[cfg(feature = "cuda")]
 pub mod device;
+#[cfg(feature = "cuda")]
+pub mod graph;
 #[cfg(feature = "python")]
 mod py;
 

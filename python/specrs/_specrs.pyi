@@ -1,6 +1,6 @@
 """The Rust core of specrs."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as _List
 from types import TracebackType
 from typing import Any, Literal, Protocol, SupportsIndex, TypeAlias, final, type_check_only
@@ -105,6 +105,14 @@ class StaleOutputError(SpecrsError):
     what: str
     held: int
     current: int
+
+class GraphCaptureError(SpecrsError):
+    """Work could not be captured into a graph; nothing of the graph is left, and its stream works as before."""
+
+    call: str
+    node: str
+    path: str
+    why: str
 
 @final
 class Array:
@@ -1457,6 +1465,10 @@ class _DeviceArena:
     def __new__(
         cls, ordinal: SupportsIndex, regions: _List[tuple[str, str, _List[int]]], guards: bool = False
     ) -> _DeviceArena: ...
+    @staticmethod
+    def count(regions: _List[tuple[str, str, _List[int]]], guards: bool = False) -> int:
+        """Bytes that the allocation of these regions would take; needs no device."""
+
     @property
     def bytes(self) -> int:
         """Bytes of the allocation."""
@@ -1469,6 +1481,42 @@ class _DeviceArena:
 
     def check_guards(self, stream: _Stream) -> None:
         """Raise `OutOfBoundsError`, with the region and the byte, where something was written outside every region."""
+
+@final
+class _Graph:
+    """x"""
+
+    @staticmethod
+    def capture(
+        ordinal: SupportsIndex, stream: _Stream, work: Callable[[], object], keep: _List[object]
+    ) -> _Graph:
+        """x"""
+
+    @staticmethod
+    def loop(
+        ordinal: SupportsIndex, stream: _Stream, work: Callable[[int], object], keep: _List[object]
+    ) -> _Graph:
+        """x"""
+
+    def launch(self, stream: _Stream) -> None:
+        """x"""
+
+    @property
+    def replays(self) -> int:
+        """x"""
+
+    @property
+    def nodes(self) -> dict[str, int]:
+        """x"""
+
+def _graph_child(stream: _Stream, raw: SupportsIndex) -> None:
+    """x"""
+
+def _graph_collect(wait: bool = False) -> tuple[int, int]:
+    """x"""
+
+def _graph_loop_count(handle: SupportsIndex, left: _Tensor, stop: _Tensor | None, stream: _Stream) -> None:
+    """x"""
 
 @final
 class _DeviceTable:

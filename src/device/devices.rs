@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, OnceLock};
 
 use super::context::Context;
-use super::driver::{Primary, Relaxed};
+use super::driver::{Entered, Primary, Relaxed};
 use super::fault::Faults;
 use super::kernels::Kernels;
 use super::{driver, images, memory};
@@ -110,6 +110,11 @@ impl Device {
     /// Its context.
     pub(super) fn context(&self) -> &Arc<Context> {
         &self.context
+    }
+
+    /// Make its context this thread's current one until the guard is dropped.
+    pub(crate) fn enter(&self) -> Result<Entered> {
+        self.context.enter()
     }
 
     /// Free and total bytes of its memory, as the driver has them now: what torch caches is not free.

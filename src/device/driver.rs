@@ -10,7 +10,7 @@ use cudarc::driver::{result, sys};
 use super::fault::Faults;
 use super::images::Image;
 use super::libcuda;
-pub(super) use super::words::named;
+pub(crate) use super::words::named;
 use crate::error::{Error, Result};
 
 /// A stream that somebody else owns (torch's current stream); work is put on it and it is never waited for. Kernels that
@@ -150,7 +150,7 @@ impl Drop for Primary {
 }
 
 /// Restores the thread's context that was current before [`Primary::enter`].
-pub(super) struct Entered {
+pub(crate) struct Entered {
     restore: Option<sys::CUcontext>,
 }
 
@@ -165,12 +165,12 @@ impl Drop for Entered {
 
 /// Lets this thread allocate and load while a stream is being captured (by this thread or, in torch's default mode, any):
 /// without it such a call fails and takes the capture with it. None of the guarded calls touches a capturing stream.
-pub(super) struct Relaxed {
+pub(crate) struct Relaxed {
     before: sys::CUstreamCaptureMode,
 }
 
 impl Relaxed {
-    pub(super) fn enter() -> Result<Self> {
+    pub(crate) fn enter() -> Result<Self> {
         let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: `mode` is a valid in-out pointer for the call.
         named("cuThreadExchangeStreamCaptureMode", unsafe {

@@ -1051,6 +1051,16 @@ declare! {
             staged_words: i32,
         }
 
+        /// Parameters of `cuda/loop_count.cu`, passed by value; one thread.
+        LoopCountParams {
+            /// `int32[1]`: iterations left, this one included.
+            left: u64,
+            /// `int32[1]`: anything but 0 ends the loop; null for none.
+            stop: u64,
+            /// The loop's condition.
+            handle: u64,
+        }
+
         /// Parameters of `fill_random` in `cuda/fingerprint.cu`, passed by value.
         FillParams {
             /// `bf16[count]` or `f16[count]`.
@@ -1122,6 +1132,7 @@ mod tests {
         assert_same_layout!(TableUpdateParams {
             table @ 0 staged @ 8 record @ 16 claim @ 24 rows @ 32 width @ 36 num_pages @ 40 staged_words @ 44
         } 48);
+        assert_same_layout!(LoopCountParams { left @ 0 stop @ 8 handle @ 16 } 24);
         assert_same_layout!(FillParams {
             out @ 0 count @ 8 cols @ 16 seed @ 20 exponent @ 24 f16 @ 28 mirror @ 32 reserved @ 36
         } 40);

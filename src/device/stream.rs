@@ -1,6 +1,6 @@
 //! Streams and events of this crate's own: order between pieces of work, and the time that they take.
 //!
-//! Callers of this file hold an `Entered` guard of the context that the values belong to.
+//! Callers of this file, and `graph`, hold an `Entered` guard of the context that the values belong to.
 
 use std::ptr;
 
@@ -11,7 +11,7 @@ use crate::error::Result;
 
 /// A point in a stream's work.
 #[derive(Debug)]
-pub(super) struct RawEvent(sys::CUevent);
+pub(crate) struct RawEvent(sys::CUevent);
 
 // SAFETY: events may be used from any thread; the driver locks them.
 unsafe impl Send for RawEvent {}
@@ -20,7 +20,7 @@ unsafe impl Sync for RawEvent {}
 
 impl RawEvent {
     /// An event; `timing` makes it slower to record and able to say when it was reached.
-    pub(super) fn new(timing: bool) -> Result<Self> {
+    pub(crate) fn new(timing: bool) -> Result<Self> {
         let flag =
             if timing { sys::CUevent_flags::CU_EVENT_DEFAULT } else { sys::CUevent_flags::CU_EVENT_DISABLE_TIMING };
         let mut raw = ptr::null_mut();
@@ -30,13 +30,13 @@ impl RawEvent {
     }
 
     /// Let the event be the present end of `stream`'s work.
-    pub(super) fn record(&self, stream: Stream) -> Result<()> {
+    pub(crate) fn record(&self, stream: Stream) -> Result<()> {
         // SAFETY: the event lives; the stream does by its own contract.
         named("cuEventRecord", unsafe { sys::cuEventRecord(self.0, stream.handle()).result() })
     }
 
     /// Whether the stream has got there; true for one that was never recorded.
-    pub(super) fn reached(&self) -> Result<bool> {
+    pub(crate) fn reached(&self) -> Result<bool> {
         // SAFETY: the event lives.
         match unsafe { sys::cuEventQuery(self.0) } {
             sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
@@ -45,7 +45,7 @@ impl RawEvent {
     }
 
     /// Let the host wait until the stream has got there.
-    pub(super) fn wait(&self) -> Result<()> {
+    pub(crate) fn wait(&self) -> Result<()> {
         // SAFETY: the event lives.
         named("cuEventSynchronize", unsafe { sys::cuEventSynchronize(self.0).result() })
     }
@@ -74,7 +74,7 @@ impl Stream {
     }
 
     /// The handle for the driver's calls.
-    pub(super) fn handle(self) -> sys::CUstream {
+    pub(crate) fn handle(self) -> sys::CUstream {
         self.raw() as sys::CUstream
     }
 
@@ -85,7 +85,7 @@ impl Stream {
     }
 
     /// Whether work put on the stream is being captured into a graph.
-    pub(super) fn is_capturing(self) -> Result<bool> {
+    pub(crate) fn is_capturing(self) -> Result<bool> {
         let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
         // SAFETY: `status` is a valid out pointer; the stream lives by its own contract.
         named("cuStreamIsCapturing", unsafe { sys::cuStreamIsCapturing(self.handle(), &mut status).result() })?;

@@ -8,7 +8,7 @@ use cudarc::driver::{result, sys};
 use crate::error::{Error, Result};
 
 /// `Err` with the driver's name and text for its code, under the name of the call that failed.
-pub(super) fn named<T>(call: &'static str, outcome: std::result::Result<T, result::DriverError>) -> Result<T> {
+pub(crate) fn named<T>(call: &'static str, outcome: std::result::Result<T, result::DriverError>) -> Result<T> {
     outcome.map_err(|e| {
         let text = |t: std::result::Result<&CStr, result::DriverError>| {
             t.map_or_else(|_| "no text".to_owned(), |c| c.to_string_lossy().into_owned())

@@ -23,6 +23,7 @@ struct Classes {
     cuda: Py<PyType>,
     device_memory: Py<PyType>,
     stale_output: Py<PyType>,
+    graph_capture: Py<PyType>,
 }
 
 static CLASSES: PyOnceLock<Classes> = PyOnceLock::new();
@@ -72,6 +73,11 @@ fn classes(py: Python<'_>) -> PyResult<&Classes> {
                 "A device has too little free memory; nothing was allocated.",
             )?,
             stale_output: sub("StaleOutputError", None, "A view of static buffers, or a graph's output, was read after a later write.")?,
+            graph_capture: sub(
+                "GraphCaptureError",
+                None,
+                "Work could not be captured into a graph; nothing of the graph is left, and its stream works as before.",
+            )?,
             base: base_py,
         })
     })
@@ -91,6 +97,7 @@ pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
         &c.cuda,
         &c.device_memory,
         &c.stale_output,
+        &c.graph_capture,
     ] {
         let class = class.bind(module.py());
         module.add(class.name()?, class)?;
@@ -137,6 +144,8 @@ table! {
     NonFinite { what: what = "target logits", value: value = "NaN", request: request = 0, row: row = 2,
         position: position = 7, index: index = 5 } => non_finite,
     StaleOutput { what: what = "kv_indices".into(), held: held = 1, current: current = 2 } => stale_output,
+    GraphCapture { call: call = "cuStreamEndCapture", node: node = "host".into(), path: path = "body / 0 host".into(),
+        why: why = "host at body / 0 host: the body of a loop runs on the device".into() } => graph_capture,
     DeviceMemory { what: what = "the engine".into(), device: device = 0, need: need = 9, have: have = 8,
         hint: hint = "num_pages = 3 fits".into() } => device_memory,
     Cuda { call: call = "cuLaunchKernel", message: message = "CUDA_ERROR_INVALID_VALUE (1)".into() } => cuda,

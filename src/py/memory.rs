@@ -12,6 +12,7 @@ use super::dlpack::{DType, DeviceArray, Output, Tensor, cuda, element};
 use super::pool::Pool;
 use crate::device::{Arena, ArenaPlan, Budget, Device, Guards, Region, TableMirror, TableShape};
 use crate::error::{Error, Result};
+use crate::graph;
 
 /// A name for the life of the process; the same text is kept once.
 fn named(name: &str) -> &'static str {
@@ -42,6 +43,22 @@ pub(super) struct DeviceArena {
     declared: Vec<Declared>,
 }
 
+/// The regions placed, not allocated.
+fn declare(regions: &[(String, String, Vec<Int>)], guards: bool) -> Result<(ArenaPlan, Vec<Declared>)> {
+    let mut plan = ArenaPlan::new(if guards { Guards::On } else { Guards::Off });
+    let place = |(name, dtype, shape): &(String, String, Vec<Int>)| {
+        let (name, dtype) = (named(name), element(dtype)?);
+        let shape = shape.iter().map(|n| n.usize("dimension")).collect::<Result<Vec<_>>>()?;
+        let bytes = shape.iter().try_fold(dtype.size(), |n, &d| n.checked_mul(d)).ok_or_else(|| {
+            let expr = format!("{shape:?} of {dtype}");
+            Error::Overflow { what: name, expr, ty: "int64", limit: i64::MAX as u64 }
+        })?;
+        Ok(Declared { name, region: plan.take(name, bytes)?, dtype, shape })
+    };
+    let declared = regions.iter().map(place).collect::<Result<Vec<_>>>()?;
+    Ok((plan, declared))
+}
+
 impl DeviceArena {
     fn find(&self, name: &str) -> Result<&Declared> {
         self.declared.iter().find(|d| d.name == name).ok_or_else(|| Error::Invalid {
@@ -59,23 +76,20 @@ impl DeviceArena {
     fn new(py: Python<'_>, ordinal: Int, regions: Vec<(String, String, Vec<Int>)>, guards: bool) -> PyResult<Self> {
         let ordinal = ordinal.i32("CUDA device")?;
         detached(py, move || {
-            let mut plan = ArenaPlan::new(if guards { Guards::On } else { Guards::Off });
-            let declare = |(name, dtype, shape): &(String, String, Vec<Int>)| {
-                let (name, dtype) = (named(name), element(dtype)?);
-                let shape = shape.iter().map(|n| n.usize("dimension")).collect::<Result<Vec<_>>>()?;
-                let bytes = shape.iter().try_fold(dtype.size(), |n, &d| n.checked_mul(d)).ok_or_else(|| {
-                    let expr = format!("{shape:?} of {dtype}");
-                    Error::Overflow { what: name, expr, ty: "int64", limit: i64::MAX as u64 }
-                })?;
-                Ok(Declared { name, region: plan.take(name, bytes)?, dtype, shape })
-            };
-            let declared = regions.iter().map(declare).collect::<Result<Vec<_>>>()?;
+            let (plan, declared) = declare(&regions, guards)?;
             let device = Device::get(ordinal)?;
             let mut budget = Budget::new();
             plan.add_to(&mut budget);
             budget.check("the arena", ordinal, device.memory()?.0.saturating_add(device.retired_bytes()))?;
             Ok(Self { arena: Arc::new(plan.allocate(device)?), declared })
         })
+    }
+
+    /// Bytes that the allocation of these regions would take; needs no device.
+    #[staticmethod]
+    #[pyo3(signature = (regions, guards=false))]
+    fn count(regions: Vec<(String, String, Vec<Int>)>, guards: bool) -> PyResult<u64> {
+        Ok(declare(&regions, guards)?.0.bytes())
     }
 
     /// Bytes of the allocation.
@@ -128,7 +142,10 @@ pub(super) fn _device_collect(py: Python<'_>, ordinal: Int) -> PyResult<u64> {
 #[pyfunction]
 pub(super) fn _device_collect_captured(py: Python<'_>, ordinal: Int) -> PyResult<u64> {
     let ordinal = ordinal.i32("CUDA device")?;
-    detached(py, move || cuda::collect_captured(Device::get(ordinal)?))
+    detached(py, move || {
+        graph::collect(true)?; // what dropped graphs held is dropped memory from here on
+        cuda::collect_captured(Device::get(ordinal)?)
+    })
 }
 
 /// The table of a budget: `lines` are `(name, bytes)`, `scaled` is `(name, unit, bytes, count, least)`, a line that may be

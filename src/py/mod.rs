@@ -13,6 +13,7 @@
 //! | `threads` | how many threads the kernels use |
 //! | `pool` | the paged pool, sequences, leases |
 //! | `memory` | budgets, arenas, the page table's mirror; there in builds with CUDA |
+//! | `graph` | CUDA graphs that keep Python's objects; there in builds with CUDA |
 //! | `products` | products of the GPU by cublasLt |
 //! | `plan` | planner, plans, the arrays of their formats, moves |
 //! | `revert` | the registry of historical faults |
@@ -34,6 +35,8 @@ mod device_sample;
 mod dlpack;
 mod errors;
 mod geometry;
+#[cfg(feature = "cuda")]
+mod graph;
 mod kv;
 mod linear;
 #[cfg(feature = "cuda")]
@@ -83,6 +86,9 @@ mod _specrs {
     use super::errors::error_examples;
     #[pymodule_export]
     use super::geometry::{DraftRegion, Geometry, Tree, TreeShape};
+    #[cfg(feature = "cuda")]
+    #[pymodule_export]
+    use super::graph::{_graph_child, _graph_collect, _graph_loop_count, Graph};
     #[pymodule_export]
     use super::kv::{KvCache, kv_move, kv_write};
     #[pymodule_export]

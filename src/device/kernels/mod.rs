@@ -6,6 +6,7 @@ mod draft_select;
 mod fingerprint;
 mod kv_commit;
 mod kv_move;
+mod loop_count;
 mod plan;
 mod rope_kv;
 mod rows;
@@ -19,6 +20,7 @@ pub use draft_select::{DeviceBeams, DraftSelect, DraftSelectOperands, MAX_DEVICE
 pub use fingerprint::{Fingerprint, Mirror};
 pub use kv_commit::{CommitOperands, KvCommit};
 pub use kv_move::KvMove;
+pub use loop_count::LoopCount;
 pub use plan::PlanKernels;
 pub use rope_kv::{MAX_HEAD_DIM, RopeKv, RopeKvOperands};
 pub use rows::{AddRmsNorm, MAX_NORM_COLUMNS, RowOps};
@@ -58,6 +60,8 @@ pub struct Kernels {
     pub fingerprint: Fingerprint,
     /// Changed columns of the page table.
     pub table_update: TableUpdate,
+    /// The condition of a graph's loop.
+    pub loop_count: LoopCount,
     /// Plans, for [`DevicePlanner`](super::plan::DevicePlanner).
     pub plan: PlanKernels,
 }
@@ -77,6 +81,7 @@ impl Kernels {
             tree_build: TreeBuild::load(context.clone())?,
             fingerprint: Fingerprint::load(context.clone())?,
             table_update: TableUpdate::load(context.clone())?,
+            loop_count: LoopCount::load(context.clone())?,
             plan: PlanKernels::load(context.clone())?,
         })
     }

@@ -252,6 +252,12 @@ pub(in crate::py) fn collect_captured(device: &crate::device::Device) -> Result<
     unsafe { device.collect_captured() }
 }
 
+/// [`crate::graph::add_child`] for a caller in Python.
+pub(in crate::py) fn add_child(stream: Stream, raw: usize) -> Result<()> {
+    // SAFETY: the caller's promise, as the function's text in Python asks for it.
+    unsafe { crate::graph::add_child(stream, raw) }
+}
+
 /// The stream behind `torch.cuda.Stream.cuda_stream`, which the caller holds.
 pub(in crate::py) fn stream(handle: usize) -> Stream {
     // SAFETY: the Python side of this package takes the handle from a stream object of torch for the tensors' device, and

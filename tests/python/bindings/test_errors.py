@@ -20,6 +20,7 @@ CLASSES = {
     "Audit": (core.LedgerError, {"what", "history"}),
     "Dead": (core.StaleHandleError, {"what", "id", "why"}),
     "OutOfBounds": (core.OutOfBoundsError, {"kernel", "buffer", "request", "step", "index", "bound"}),
+    "GraphCapture": (core.GraphCaptureError, {"call", "node", "path", "why"}),
     "StaleOutput": (core.StaleOutputError, {"what", "held", "current"}),
     "NonFinite": (core.NonFiniteError, {"what", "value", "request", "row", "position", "index"}),
     "DeviceMemory": (core.DeviceMemoryError, {"what", "device", "need", "have", "hint"}),
@@ -51,6 +52,7 @@ def test_each_kind_has_its_class_and_fields() -> None:
         (core.CudaError, (core.SpecrsError, RuntimeError)),
         (core.DeviceMemoryError, (core.SpecrsError, MemoryError)),
         (core.StaleOutputError, (core.SpecrsError,)),
+        (core.GraphCaptureError, (core.SpecrsError,)),
     ],
 )
 def test_hierarchy(cls: type[Exception], bases: tuple[type[Exception], ...]) -> None:
