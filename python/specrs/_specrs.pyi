@@ -291,20 +291,7 @@ class Tree:
 
     @staticmethod
     def from_parents(parents: _List[SupportsIndex]) -> Tree:
-        """staticmethod(function) -> method
-
-        Convert a function to be a static method.
-
-        A static method does not receive an implicit first argument. To declare a static method, use this idiom:
-
-        class C: @staticmethod def f(arg1, arg2, argN): ...
-
-        It can be called either on the class (e.g. C.f()) or on an instance (e.g. C().f()). Both the class and the
-        instance are ignored, and neither is passed implicitly as the first argument to the method.
-
-        Static methods in Python are similar to those found in Java or C++. For a more advanced concept, see the
-        classmethod builtin.
-        """
+        """Check a parent array: `parents[0] == -1`, `0 <= parents[i] < i` otherwise."""
 
     @property
     def parents(self) -> list[int]:
@@ -960,36 +947,12 @@ class TreeBatch:
 
     @staticmethod
     def from_parents(parents: _List[_List[SupportsIndex]], tokens: _List[_List[SupportsIndex]]) -> TreeBatch:
-        """staticmethod(function) -> method
-
-        Convert a function to be a static method.
-
-        A static method does not receive an implicit first argument. To declare a static method, use this idiom:
-
-        class C: @staticmethod def f(arg1, arg2, argN): ...
-
-        It can be called either on the class (e.g. C.f()) or on an instance (e.g. C().f()). Both the class and the
-        instance are ignored, and neither is passed implicitly as the first argument to the method.
-
-        Static methods in Python are similar to those found in Java or C++. For a more advanced concept, see the
-        classmethod builtin.
-        """
+        """Trees of any shape: a parent array (-1 for the root, `parents[i] < i`) and the tokens of each request."""
 
     @staticmethod
     def from_arrays(offsets: _Tensor, tokens: _Tensor, parents: _Tensor, scores: _Tensor) -> TreeBatch:
-        """staticmethod(function) -> method
-
-        Convert a function to be a static method.
-
-        A static method does not receive an implicit first argument. To declare a static method, use this idiom:
-
-        class C: @staticmethod def f(arg1, arg2, argN): ...
-
-        It can be called either on the class (e.g. C.f()) or on an instance (e.g. C().f()). Both the class and the
-        instance are ignored, and neither is passed implicitly as the first argument to the method.
-
-        Static methods in Python are similar to those found in Java or C++. For a more advanced concept, see the
-        classmethod builtin.
+        """Trees from the arrays of a device, on the host: int32 `offsets` [B + 1], int32 `tokens` and `parents` and
+        float32 `scores` of at least as many nodes; what lies behind the last is not read.
         """
 
     @property
@@ -1062,19 +1025,8 @@ class Accepts:
 
     @staticmethod
     def from_arrays(offsets: _Tensor, paths: _Tensor, tokens: _Tensor) -> Accepts:
-        """staticmethod(function) -> method
-
-        Convert a function to be a static method.
-
-        A static method does not receive an implicit first argument. To declare a static method, use this idiom:
-
-        class C: @staticmethod def f(arg1, arg2, argN): ...
-
-        It can be called either on the class (e.g. C.f()) or on an instance (e.g. C().f()). Both the class and the
-        instance are ignored, and neither is passed implicitly as the first argument to the method.
-
-        Static methods in Python are similar to those found in Java or C++. For a more advanced concept, see the
-        classmethod builtin.
+        """Accepted paths from the arrays of a device, on the host: int32 `offsets` [B + 1], int32 `paths` and
+        `tokens` of at least as many entries; what lies behind the last is not read. No request of them has an error.
         """
 
     @property
