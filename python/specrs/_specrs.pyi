@@ -1477,7 +1477,14 @@ class _DeviceProducts:
 
     def numerics(self) -> str:
         """What the bits of products depend on, as JSON: device, driver, library; of each shape that was asked for
-        its split of K, the fingerprint of its class, and the algorithm of each bucket of rows with its microseconds.
+        its split of K, the fingerprint of its class, and the algorithm of each bucket of rows with its microseconds;
+        `contract` is false for those of `without_contract`.
+        """
+
+    def without_contract(self) -> _DeviceProducts:
+        """For benches alone, which measure what exactness costs: the same library, and for each number of rows the
+        fastest algorithm of any class of bits. A row's bits then change with the number of rows, so speculation is
+        not exact. Measured in each process and kept in no file; `numerics` says it, and so does `LLM.numerics`.
         """
 
 @final
