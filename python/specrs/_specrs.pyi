@@ -299,20 +299,7 @@ class Tree:
 
     @staticmethod
     def from_parents(parents: _List[SupportsIndex]) -> Tree:
-        """staticmethod(function) -> method
-
-        Convert a function to be a static method.
-
-        A static method does not receive an implicit first argument. To declare a static method, use this idiom:
-
-        class C: @staticmethod def f(arg1, arg2, argN): ...
-
-        It can be called either on the class (e.g. C.f()) or on an instance (e.g. C().f()). Both the class and the
-        instance are ignored, and neither is passed implicitly as the first argument to the method.
-
-        Static methods in Python are similar to those found in Java or C++. For a more advanced concept, see the
-        classmethod builtin.
-        """
+        """Check a parent array: `parents[0] == -1`, `0 <= parents[i] < i` otherwise."""
 
     @property
     def parents(self) -> list[int]:
@@ -968,36 +955,12 @@ class TreeBatch:
 
     @staticmethod
     def from_parents(parents: _List[_List[SupportsIndex]], tokens: _List[_List[SupportsIndex]]) -> TreeBatch:
-        """staticmethod(function) -> method
-
-        Convert a function to be a static method.
-
-        A static method does not receive an implicit first argument. To declare a static method, use this idiom:
-
-        class C: @staticmethod def f(arg1, arg2, argN): ...
-
-        It can be called either on the class (e.g. C.f()) or on an instance (e.g. C().f()). Both the class and the
-        instance are ignored, and neither is passed implicitly as the first argument to the method.
-
-        Static methods in Python are similar to those found in Java or C++. For a more advanced concept, see the
-        classmethod builtin.
-        """
+        """Trees of any shape: a parent array (-1 for the root, `parents[i] < i`) and the tokens of each request."""
 
     @staticmethod
     def from_arrays(offsets: _Tensor, tokens: _Tensor, parents: _Tensor, scores: _Tensor) -> TreeBatch:
-        """staticmethod(function) -> method
-
-        Convert a function to be a static method.
-
-        A static method does not receive an implicit first argument. To declare a static method, use this idiom:
-
-        class C: @staticmethod def f(arg1, arg2, argN): ...
-
-        It can be called either on the class (e.g. C.f()) or on an instance (e.g. C().f()). Both the class and the
-        instance are ignored, and neither is passed implicitly as the first argument to the method.
-
-        Static methods in Python are similar to those found in Java or C++. For a more advanced concept, see the
-        classmethod builtin.
+        """Trees from the arrays of a device, on the host: int32 `offsets` [B + 1], int32 `tokens` and `parents` and
+        float32 `scores` of at least as many nodes; what lies behind the last is not read.
         """
 
     @property
@@ -1070,19 +1033,8 @@ class Accepts:
 
     @staticmethod
     def from_arrays(offsets: _Tensor, paths: _Tensor, tokens: _Tensor) -> Accepts:
-        """staticmethod(function) -> method
-
-        Convert a function to be a static method.
-
-        A static method does not receive an implicit first argument. To declare a static method, use this idiom:
-
-        class C: @staticmethod def f(arg1, arg2, argN): ...
-
-        It can be called either on the class (e.g. C.f()) or on an instance (e.g. C().f()). Both the class and the
-        instance are ignored, and neither is passed implicitly as the first argument to the method.
-
-        Static methods in Python are similar to those found in Java or C++. For a more advanced concept, see the
-        classmethod builtin.
+        """Accepted paths from the arrays of a device, on the host: int32 `offsets` [B + 1], int32 `paths` and
+        `tokens` of at least as many entries; what lies behind the last is not read. No request of them has an error.
         """
 
     @property
@@ -1576,7 +1528,14 @@ class _DeviceProducts:
 
     def numerics(self) -> str:
         """What the bits of products depend on, as JSON: device, driver, library; of each shape that was asked for
-        its split of K, the fingerprint of its class, and the algorithm of each bucket of rows with its microseconds.
+        its split of K, the fingerprint of its class, and the algorithm of each bucket of rows with its microseconds;
+        `contract` is false for those of `without_contract`.
+        """
+
+    def without_contract(self) -> _DeviceProducts:
+        """For benches alone, which measure what exactness costs: the same library, and for each number of rows the
+        fastest algorithm of any class of bits. A row's bits then change with the number of rows, so speculation is
+        not exact. Measured in each process and kept in no file; `numerics` says it, and so does `LLM.numerics`.
         """
 
 @final

@@ -48,7 +48,7 @@ pub mod view;
 mod words;
 
 pub use attention_view::{AttentionBatch, AttentionOut, HalfType, KvLayerView};
-pub use cublaslt::{Choice, Linear, LinearShape, Products};
+pub use cublaslt::{Choice, Classes, Linear, LinearShape, Products};
 pub use devices::{Device, available};
 pub use driver::Stream;
 pub(crate) use driver::{Relaxed, named};

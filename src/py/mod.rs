@@ -6,7 +6,7 @@
 //! | `arg` | integers of any size with named errors; work without the GIL |
 //! | `dlpack` | tensors in and out (`Array` is what specrs returns), memory that callers lend; the only place with `unsafe` |
 //! | `device` | CUDA launches; there in every build |
-//! | `device_ops`, `device_sample`, `device_plan` | launches of a round's kernels, for tests |
+//! | `device_ops`, `device_attention`, `device_sample`, `device_plan` | launches that the engine's rounds on a GPU are made of |
 //! | `geometry` | tree shapes, sizes, draft layouts, token trees |
 //! | `kv`, `attention` | the KV cache, its writes and moves, attention, RoPE |
 //! | `linear` | packed matrix products, RMSNorm |
