@@ -1428,8 +1428,8 @@ class _DeviceArena:
     def tensor(self, name: str, stream: _Stream) -> _DeviceArray:
         """The region as a tensor that torch can share; work that writes it is on the raw stream `stream`."""
 
-    def poison(self, stream: _Stream) -> None:
-        """Fill every region with bytes that are NaN and -1."""
+    def poison(self, stream: _Stream, names: _List[str] | None = None) -> None:
+        """Fill the regions of these names, or every region, with bytes that are NaN and -1."""
 
     def check_guards(self, stream: _Stream) -> None:
         """Raise `OutOfBoundsError`, with the region and the byte, where something was written outside every region."""
@@ -1439,15 +1439,11 @@ class _Graph:
     """x"""
 
     @staticmethod
-    def capture(
-        ordinal: SupportsIndex, stream: _Stream, work: Callable[[], object], keep: _List[object]
-    ) -> _Graph:
+    def capture(ordinal: SupportsIndex, stream: _Stream, work: Callable[[], object], keep: _List[object]) -> _Graph:
         """x"""
 
     @staticmethod
-    def loop(
-        ordinal: SupportsIndex, stream: _Stream, work: Callable[[int], object], keep: _List[object]
-    ) -> _Graph:
+    def loop(ordinal: SupportsIndex, stream: _Stream, work: Callable[[int], object], keep: _List[object]) -> _Graph:
         """x"""
 
     def launch(self, stream: _Stream) -> None:

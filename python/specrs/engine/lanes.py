@@ -15,6 +15,8 @@ The same launches run as they are, from a CUDA graph of them, or from that graph
 
 from __future__ import annotations
 
+import math
+import os
 import sys
 import warnings
 from collections import Counter
@@ -39,6 +41,7 @@ from specrs.models.ops import KvMemory
 
 _LEAST_EDITS = 64
 _COLD = 1  # runs of a variant before it is captured, which load kernels and grow memory
+_LASTING = {"given", "control", "versions", "minus", "select"}  # what a round finds in place
 _SLOTS = 32  # rounds whose results are kept
 _INV_TEMPERATURE, _PENALISED = 7, 11  # words of a sampler's row: 0 for greedy, and for one without penalties
 _STOPS = 8  # tokens by which the device sees that a request ends; the host sees all
@@ -146,6 +149,9 @@ class _Fields:
 class Lanes:
     """Memory and launches of a bucket of ``batch`` requests.
 
+    Under ``SPECRS_POISON=1`` every round begins with NaN and -1 in all memory that it writes before it reads, gaps lie
+    between the regions of the arena, and each landing looks for writes into those.
+
     Attributes:
         given: int32 arrays of the host that `launch` uploads, by name; `give` and `sample_by` fill them.
         features: of the target's pass, a row for each node; ``None`` without a head.
@@ -215,8 +221,11 @@ class Lanes:
             moves = batch * path
             regions |= {name: ("int32", [moves]) for name in ("move src", "move dst")}
             regions["move offsets"] = ("int32", [batch + 1])
+        self._poisoned = [name for name in regions if name not in _LASTING] if _poisons() else None
         self._arena = core._DeviceArena(
-            cuda.index, [(name, dtype, cast(Any, size)) for name, (dtype, size) in regions.items()]
+            cuda.index,
+            [(name, dtype, cast(Any, size)) for name, (dtype, size) in regions.items()],
+            self._poisoned is not None,
         )
         stream = models.dense.stream
         self._a = a = {name: from_dlpack(self._arena.tensor(name, stream)) for name in regions}
@@ -439,7 +448,7 @@ class Lanes:
                 graph = core._Graph.capture(self._cuda.index, stream, lambda: self._run(variant, 0), keep)
             if self._epoch != epoch or _allocations(self._cuda) != allocated:
                 raise RuntimeError("memory was allocated within the capture")
-        except RuntimeError as error:
+        except (RuntimeError, core.GraphCaptureError) as error:
             m.dense.forget()
             self._runs[variant] = -sys.maxsize  # from now on without
             warnings.warn(f"{variant} runs without a CUDA graph: {error}", RuntimeWarning, stacklevel=2)
@@ -453,6 +462,8 @@ class Lanes:
         self._ring.wait(number, self._m.dense.stream)
         with suppress(core.NonFiniteError):  # `faults` and `sound` say of whom
             self._m.dense.faults.check()
+        if self._poisoned is not None:
+            self._arena.check_guards(self._m.dense.stream)
         return self._slots[self._ring.slot(number)]
 
     def followed_by(self, number: int) -> int | None:
@@ -487,6 +498,8 @@ class Lanes:
 
     def _run(self, variant: Variant, handle: int) -> None:
         """A round. ``handle``: of the loop that it is the body of, else 0."""
+        if self._poisoned is not None:
+            self._poison(self._poisoned)
         if variant.levels:
             self._draft(variant.levels)
         tokens, plan, features = self._to_verify(variant)
@@ -497,6 +510,14 @@ class Lanes:
             self._commit()
             self._extend()
         self._end(handle)
+
+    def _poison(self, names: list[str]) -> None:
+        m = self._m
+        self._arena.poison(m.dense.stream, names)
+        if m.activations is not None:
+            act = m.activations
+            for tensor in (act.features, act.path_features, act.root_logits, act.root_hidden, act.step_hidden):
+                tensor.fill_(math.nan)
 
     def _end(self, handle: int) -> None:
         """Make what the next round begins with, and tell the host."""
@@ -611,6 +632,10 @@ class Lanes:
         rows, stream = self._in["root_to"], m.dense.stream
         core._device_copy_rows(logits, None, m.roots.logits, rows, None, stream)
         core._device_copy_rows(hidden, None, m.roots.hidden, rows, None, stream)
+
+
+def _poisons() -> bool:
+    return os.environ.get("SPECRS_POISON", "0") not in ("", "0")
 
 
 def _allocations(cuda: torch.device) -> int:
