@@ -311,6 +311,13 @@ class CudaExecutor(HostExecutor):
             lanes = self._lanes[size] = Lanes(self._models, size)
         return lanes
 
+    def _logits(
+        self, tokens: torch.Tensor, plan: core.Plan, aux: FeatureRows | None, rows: torch.Tensor | None
+    ) -> torch.Tensor:
+        if self._running is not None:
+            self._running.overtaken = True
+        return super()._logits(tokens, plan, aux, rows)
+
     def decode(self, batch: Batch, follow: bool, clock: Clock) -> Verified:
         return self._launched(AskedRound(batch, [0] * len(batch), 0), follow)
 
@@ -328,7 +335,7 @@ class CudaExecutor(HostExecutor):
 
     def _launched(self, asked: AskedRound, follow: bool) -> LaunchedRound:
         batch, levels = asked.batch, asked.levels
-        lanes = self._of(next(b for b in self._buckets if b >= len(batch)))
+        lanes = self._running = self._of(next(b for b in self._buckets if b >= len(batch)))
         nodes = most_nodes(self.planner.geometry.shape, levels)
         # A request ends with the position before its last token's, whose KV nobody needs.
         limits, stops = [r.ending.max_total - 1 for r in batch], [r.ending.eos_ids | r.ending.stop_ids for r in batch]
@@ -338,7 +345,6 @@ class CudaExecutor(HostExecutor):
         self._table.upload(self._dense.stream)
         variant = Variant(lanes.batch, levels, follow, edits)
         number = lanes.launch(variant, self._graphs)
-        self._running = lanes
         # What the head is asked for behind this round, a root or features, the host has to see to.
         waits = follow and not all(depth > 0 or not r.followed for r, depth in zip(batch, asked.depths, strict=True))
         self._alone = waits or lanes.changing or self._level == "off"
@@ -375,7 +381,7 @@ class CudaExecutor(HostExecutor):
         )
 
     def abandon(self, requests: Sequence[Request]) -> None:
-        lanes, self._running = self._running, None
+        lanes = self._running
         if lanes is None:
             return
         for r in requests:
@@ -384,6 +390,7 @@ class CudaExecutor(HostExecutor):
                 r.root = None
         self._table.forget()  # rounds may have remapped rows
         lanes.settle()
+        self._running = None
 
 
 class CudaDrafts(HostDrafts):

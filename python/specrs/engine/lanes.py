@@ -160,6 +160,7 @@ class Lanes:
         live: lanes of the last launch.
         rounds: launched so far; of a loop under way, those that are known of.
         looping: whether a loop may be under way.
+        overtaken: whether a pass of the target that is none of these rounds has run behind them, over its logits.
         changing: whether what tokens are drawn by changes from round to round, so that the host has to say it again.
         cold: whether the last launch made what later ones of its variant only replay.
     """
@@ -261,7 +262,7 @@ class Lanes:
             self._hold(models.activations)
         self.logits = a["given"]  # until the first launch
         self.live = self.rounds = 0
-        self.looping = self.changing = self.cold = False
+        self.looping = self.overtaken = self.changing = self.cold = False
         self._graphs: dict[Variant, _Captured] = {}
         self._runs: Counter[Variant] = Counter()  # without a graph, since scratch memory moved
         self._captured_at = self._epoch
@@ -399,7 +400,7 @@ class Lanes:
     def again(self, variant: Variant, graphs: bool, rounds: int = 1) -> int:
         """Run a round that begins where the last one ends; a loop, up to so many. Returns the first one's number."""
         number = self.rounds
-        self.rounds, self.looping = number + 1, variant.loop
+        self.rounds, self.looping, self.overtaken = number + 1, variant.loop, False
         if self._epoch != self._captured_at:  # scratch memory that graphs were captured with has moved
             self._graphs.clear()
             self._runs.clear()
@@ -483,7 +484,7 @@ class Lanes:
 
     def holds(self, number: int) -> bool:
         """Whether device memory (features, logits, root_logits) is still what this round left there."""
-        return not self.looping and number == self.rounds - 1
+        return not self.looping and not self.overtaken and number == self.rounds - 1
 
     def settle(self) -> None:
         """Wait for everything that was launched, whatever it was."""
