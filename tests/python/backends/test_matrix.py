@@ -57,8 +57,8 @@ def domain(device: str) -> Iterator[Combination]:
         (None, *GRAPH_LEVELS), (None, False, True),
     ):  # fmt: skip
         yield Combination(
-            topk=topk, page_size=page, layout=layout, draft_attention=mode, recurrent_state=recurrent, kv_dtype=DTYPES[device],
-            device=device, graphs=graphs, gpu_only=gpu_only,
+            topk=topk, page_size=page, layout=layout, draft_attention=mode, recurrent_state=recurrent,
+            kv_dtype=DTYPES[device], device=device, graphs=graphs, gpu_only=gpu_only,
         )  # fmt: skip
 
 
