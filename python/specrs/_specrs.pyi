@@ -1436,35 +1436,65 @@ class _DeviceArena:
 
 @final
 class _Graph:
-    """x"""
+    """Work captured from a raw stream into a CUDA graph, with every object that the work needs.
+
+    It may be dropped at any time, on any thread: the graph and what it keeps stay until the device has finished the
+    last launch, and go at a later capture, launch or `_graph_collect`.
+    """
 
     @staticmethod
     def capture(ordinal: SupportsIndex, stream: _Stream, work: Callable[[], object], keep: _List[object]) -> _Graph:
-        """x"""
+        """Capture what `work()` puts on the raw stream `stream` of CUDA device `ordinal`, which is not the default
+        stream. Captures run one at a time in the process; the stream's other work and other threads go on. `keep`:
+        objects that live until the graph is dropped and its last launch has finished.
+
+        Raises what `work` raises, unchanged; `GraphCaptureError` for a capture that something broke, with the call, and
+        for a node that may not be there its type and path. Either way nothing of the graph is left and the stream works
+        as before.
+        """
 
     @staticmethod
     def loop(ordinal: SupportsIndex, stream: _Stream, work: Callable[[int], object], keep: _List[object]) -> _Graph:
-        """x"""
+        """As `capture`, of the body of a loop: it runs until the last kernel of the body sets the condition to 0, by
+        `cudaGraphSetConditional(handle, 0)`, once at least. `work` gets the handle, an integer of 64 bits.
+
+        The body holds kernels, copies, memsets, and graphs of these: no host functions, event waits, memory allocations
+        or cooperative kernels, which raise `GraphCaptureError`.
+        """
 
     def launch(self, stream: _Stream) -> None:
-        """x"""
+        """Put the captured work on the raw stream `stream`, and an event behind it. Waits for nothing. Raises
+        `CudaError` for what the driver refuses, also for a fault of earlier work; `GraphCaptureError` on a stream
+        that is being captured.
+        """
 
     @property
     def replays(self) -> int:
-        """x"""
+        """Launches so far: the generation of what the graph writes."""
 
     @property
     def nodes(self) -> dict[str, int]:
-        """x"""
+        """Nodes by type, such as `{"kernel": 12, "memcpy": 1}`; those of child graphs and of a loop's body included,
+        beside the `graph` and `conditional` nodes that hold them.
+        """
 
 def _graph_child(stream: _Stream, raw: SupportsIndex) -> None:
-    """x"""
+    """Add the graph `raw` (a `cudaGraph_t` as an integer, such as `torch.cuda.CUDAGraph.raw_cuda_graph()`) to what
+    is being captured on the raw stream `stream`, by a capture of specrs on this thread, behind what is there. The
+    caller keeps what it came from alive through the call, and has what its work touches in `keep`. Raises
+    `GraphCaptureError` where the stream is not being captured, and for a node that no child graph may hold.
+    """
 
 def _graph_collect(wait: bool = False) -> tuple[int, int]:
-    """x"""
+    """Destroy the dropped graphs whose last launch has finished, and let go of what they kept; with `wait`, wait for
+    it first. Returns how many were destroyed and how many are left.
+    """
 
 def _graph_loop_count(handle: SupportsIndex, left: _Tensor, stop: _Tensor | None, stream: _Stream) -> None:
-    """x"""
+    """Take one from `left` (int32[1] on a CUDA device) and set the condition `handle` of a loop to whether any is
+    left and `stop` (int32[1], or `None`) is 0: the last launch of the work that `_Graph.loop` captures, on the raw
+    stream `stream`.
+    """
 
 @final
 class _DeviceTable:

@@ -465,7 +465,8 @@ class Lanes:
             self._m.dense.faults.check()
         if self._poisoned is not None:
             self._arena.check_guards(self._m.dense.stream)
-        return self._slots[self._ring.slot(number)]
+        slot = self._ring.slot(number)
+        return self._slots[slot]
 
     def followed_by(self, number: int) -> int | None:
         """The round that the device began by itself behind this one, of a loop, for which this waits."""
