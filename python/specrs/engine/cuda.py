@@ -108,13 +108,12 @@ class LaunchedRound:
             raise RuntimeError(f"round {self.number} began at positions {starts}, its requests at {self.batch.lens}")
         return found
 
-    def _held(self, what: str) -> Lanes:
+    def _held(self, what: str, held: bool) -> Lanes:
         """The lanes, whose device memory still has what this round left. Raises StaleOutputError."""
         lanes = self.lanes
-        if not lanes.holds(self.number):
-            what = f"{what} of round {self.number} of the lanes of {lanes.batch} requests"
-            current = lanes.rounds - 1
-            error = core.StaleOutputError(f"{what}: round {current} has overwritten it")
+        if not held:
+            what, current = f"{what} of round {self.number} of the lanes of {lanes.batch} requests", lanes.rounds - 1
+            error = core.StaleOutputError(f"{what}: round {current}, or a pass behind it, has overwritten it")
             error.what, error.held, error.current = what, self.number, current
             raise error
         return lanes
@@ -141,7 +140,7 @@ class LaunchedRound:
         found = self._found
         if any(self._faulty):
             # Rare: the host looks at the rows, and says of each request what was wrong.
-            lanes, trees = self._held("logits"), self.trees
+            lanes, trees = self._held("logits", self.lanes.holds_logits(self.number)), self.trees
             each = zip(self.starts, trees.sizes, strict=False)
             rows = [row for first, size in each for row in range(first, first + size)]
             logits = lanes.logits[rows].to("cpu", torch.float32)
@@ -169,7 +168,7 @@ class LaunchedRound:
 
     @property
     def lost(self) -> list[int]:
-        return [] if self.lanes.holds(self.number) else [i for i, faulty in enumerate(self._faulty) if faulty]
+        return [] if self.lanes.holds_logits(self.number) else [i for i, faulty in enumerate(self._faulty) if faulty]
 
     @cached_property
     def faults(self) -> list[tuple[core.NonFiniteError, int]]:
@@ -186,7 +185,7 @@ class LaunchedRound:
         return root.start if isinstance(root, DeviceRoot) else self.batch.lens[request]
 
     def features(self, request: int, rows: Sequence[int]) -> Features:
-        memory = self._held("features").features
+        memory = self._held("features", self.lanes.holds(self.number)).features
         assert memory is not None and not self.drafted(request)
         # The next round overwrites them. Without drafts there is one row, the root's.
         assert list(rows) == [0], rows

@@ -484,8 +484,12 @@ class Lanes:
         return bool(int(self.landed(number)["header"][self._ring.exit_at]) & ~_BUDGET)
 
     def holds(self, number: int) -> bool:
-        """Whether device memory (features, logits, root_logits) is still what this round left there."""
-        return not self.looping and not self.overtaken and number == self.rounds - 1
+        """Whether device memory of rounds (features, root_logits) is still what this one left there."""
+        return not self.looping and number == self.rounds - 1
+
+    def holds_logits(self, number: int) -> bool:
+        """Whether the logits are still this round's."""
+        return self.holds(number) and not self.overtaken
 
     def settle(self) -> None:
         """Wait for everything that was launched, whatever it was."""
