@@ -1467,7 +1467,20 @@ class _DeviceArena:
     ) -> _DeviceArena: ...
     @staticmethod
     def count(regions: _List[tuple[str, str, _List[int]]], guards: bool = False) -> int:
-        """Bytes that the allocation of these regions would take; needs no device."""
+        """staticmethod(function) -> method
+
+        Convert a function to be a static method.
+
+        A static method does not receive an implicit first argument. To declare a static method, use this idiom:
+
+        class C: @staticmethod def f(arg1, arg2, argN): ...
+
+        It can be called either on the class (e.g. C.f()) or on an instance (e.g. C().f()). Both the class and the
+        instance are ignored, and neither is passed implicitly as the first argument to the method.
+
+        Static methods in Python are similar to those found in Java or C++. For a more advanced concept, see the
+        classmethod builtin.
+        """
 
     @property
     def bytes(self) -> int:
@@ -1484,39 +1497,79 @@ class _DeviceArena:
 
 @final
 class _Graph:
-    """x"""
+    """Work captured from a raw stream into a CUDA graph, with every object that the work needs.
+
+    It may be dropped at any time, on any thread: the graph and what it keeps stay until the device has finished the
+    last launch, and go at a later capture, launch or `_graph_collect`.
+    """
 
     @staticmethod
-    def capture(
-        ordinal: SupportsIndex, stream: _Stream, work: Callable[[], object], keep: _List[object]
-    ) -> _Graph:
-        """x"""
+    def capture(ordinal: SupportsIndex, stream: _Stream, work: Callable[[], object], keep: _List[object]) -> _Graph:
+        """staticmethod(function) -> method
+
+        Convert a function to be a static method.
+
+        A static method does not receive an implicit first argument. To declare a static method, use this idiom:
+
+        class C: @staticmethod def f(arg1, arg2, argN): ...
+
+        It can be called either on the class (e.g. C.f()) or on an instance (e.g. C().f()). Both the class and the
+        instance are ignored, and neither is passed implicitly as the first argument to the method.
+
+        Static methods in Python are similar to those found in Java or C++. For a more advanced concept, see the
+        classmethod builtin.
+        """
 
     @staticmethod
-    def loop(
-        ordinal: SupportsIndex, stream: _Stream, work: Callable[[int], object], keep: _List[object]
-    ) -> _Graph:
-        """x"""
+    def loop(ordinal: SupportsIndex, stream: _Stream, work: Callable[[int], object], keep: _List[object]) -> _Graph:
+        """staticmethod(function) -> method
+
+        Convert a function to be a static method.
+
+        A static method does not receive an implicit first argument. To declare a static method, use this idiom:
+
+        class C: @staticmethod def f(arg1, arg2, argN): ...
+
+        It can be called either on the class (e.g. C.f()) or on an instance (e.g. C().f()). Both the class and the
+        instance are ignored, and neither is passed implicitly as the first argument to the method.
+
+        Static methods in Python are similar to those found in Java or C++. For a more advanced concept, see the
+        classmethod builtin.
+        """
 
     def launch(self, stream: _Stream) -> None:
-        """x"""
+        """Put the captured work on the raw stream `stream`, and an event behind it. Waits for nothing. Raises
+        `CudaError` for what the driver refuses, also for a fault of earlier work; `GraphCaptureError` on a stream
+        that is being captured.
+        """
 
     @property
     def replays(self) -> int:
-        """x"""
+        """Launches so far: the generation of what the graph writes."""
 
     @property
     def nodes(self) -> dict[str, int]:
-        """x"""
+        """Nodes by type, such as `{"kernel": 12, "memcpy": 1}`; those of child graphs and of a loop's body included,
+        beside the `graph` and `conditional` nodes that hold them.
+        """
 
 def _graph_child(stream: _Stream, raw: SupportsIndex) -> None:
-    """x"""
+    """Add the graph `raw` (a `cudaGraph_t` as an integer, such as `torch.cuda.CUDAGraph.raw_cuda_graph()`) to what
+    is being captured on the raw stream `stream`, by a capture of specrs on this thread, behind what is there. The
+    caller keeps what it came from alive through the call, and has what its work touches in `keep`. Raises
+    `GraphCaptureError` where the stream is not being captured, and for a node that no child graph may hold.
+    """
 
 def _graph_collect(wait: bool = False) -> tuple[int, int]:
-    """x"""
+    """Destroy the dropped graphs whose last launch has finished, and let go of what they kept; with `wait`, wait for
+    it first. Returns how many were destroyed and how many are left.
+    """
 
 def _graph_loop_count(handle: SupportsIndex, left: _Tensor, stop: _Tensor | None, stream: _Stream) -> None:
-    """x"""
+    """Take one from `left` (int32[1] on a CUDA device) and set the condition `handle` of a loop to whether any is
+    left and `stop` (int32[1], or `None`) is 0: the last launch of the work that `_Graph.loop` captures, on the raw
+    stream `stream`.
+    """
 
 @final
 class _DeviceTable:
