@@ -95,7 +95,7 @@ def _stream(stream: torch.cuda.Stream | None) -> tuple[torch.cuda.Stream, int]:
     """The stream, or a new one, and its device's number; the device is set up."""
     if stream is None:
         device.init()  # raises what there is to say where there is no GPU
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     ordinal = stream.device.index
     device.init(ordinal)
     return stream, ordinal

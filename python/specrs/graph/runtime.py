@@ -159,12 +159,12 @@ class GraphRuntime:
         self._generations = Generations(self.family.copies)
         self._warned = False
         with torch.no_grad(), torch.cuda.device(self.device):
-            self._side = torch.cuda.Stream()
+            self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             self._arena = core._DeviceArena(device, self.family.declared(), guards=True)
             self._memory = {
                 name: from_dlpack(self._arena.tensor(name, self._handle())) for name, _, _ in self.family.declared()
             }
-            self._last = torch.cuda.Event()
+            self._last = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._pool = torch.cuda.graph_pool_handle()
             self._graphs: dict[tuple[int, int], core._Graph] = {}
             for bucket in reversed(self.family.buckets):  # the largest first: the others find its memory in the pool
@@ -181,7 +181,7 @@ class GraphRuntime:
     @property
     def captured_bytes(self) -> int:
         """Bytes that torch holds for what the bodies allocate: one pool for all graphs."""
-        segments = torch.cuda.memory_snapshot()
+        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
         own = [s for s in segments if tuple(s.get("segment_pool_id", ())) == tuple(self._pool)]
         return sum(int(s["total_size"]) for s in own)
 
