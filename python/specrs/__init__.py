@@ -50,6 +50,7 @@ from specrs.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from specrs.backends import UnsupportedCombinationError
     from specrs.engine import LLM, EngineBusyError, EngineClosedError, FinishReason, RequestOutput, StreamEvent
+    from specrs.graph import GraphRuntime
     from specrs.models import DraftMismatchError, ModelFileError, UnsupportedModelError
 
 _LAZY = {
@@ -58,6 +59,7 @@ _LAZY = {
     ),
     **dict.fromkeys(("DraftMismatchError", "ModelFileError", "UnsupportedModelError"), "specrs.models"),
     "UnsupportedCombinationError": "specrs.backends",
+    "GraphRuntime": "specrs.graph",
 }
 
 __all__ = [
@@ -73,6 +75,7 @@ __all__ = [
     "FormatBuffers",
     "Geometry",
     "GraphCaptureError",
+    "GraphRuntime",
     "KvCache",
     "LedgerError",
     "ModelFileError",

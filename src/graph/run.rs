@@ -84,6 +84,18 @@ impl Graph {
         &self.nodes
     }
 
+    /// Whether no launch is under way, on the host or on the device; false where that cannot be known.
+    pub fn is_idle(&self) -> bool {
+        let Ok(state) = self.state.try_lock() else { return false };
+        let Some(end) = state.end.as_ref().filter(|_| state.replays > 0 || state.endless) else { return true };
+        let reached = || {
+            let _relaxed = Relaxed::enter()?;
+            let _current = self.device.enter()?;
+            end.reached()
+        };
+        !state.endless && reached().unwrap_or(false)
+    }
+
     /// Run `f` on what the graph holds, unless it was let go of or another thread looks at it.
     pub fn with_held<R>(&self, f: impl FnOnce(&Held) -> R) -> Option<R> {
         self.held.try_lock().ok().and_then(|held| held.as_ref().map(f))

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::mem;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use pyo3::prelude::*;
 use pyo3::{PyTraverseError, PyVisit};
@@ -31,7 +32,11 @@ impl Drop for Objects {
 /// It may be dropped at any time, on any thread: the graph and what it keeps stay until the device has finished the last
 /// launch, and go at a later capture, launch or `_graph_collect`.
 #[pyclass(frozen, name = "_Graph", module = "specrs._specrs")]
-pub(super) struct Graph(graph::Graph);
+pub(super) struct Graph {
+    graph: graph::Graph,
+    /// Calls of `launch` that are under way: it rises with the GIL held, so never while Python's collector looks.
+    launching: AtomicUsize,
+}
 
 impl Graph {
     /// Capture what `work` puts on `stream`; `work` gets the loop's handle where there is one.
@@ -57,7 +62,8 @@ impl Graph {
             return Err(error);
         }
         let held = Box::new(Objects(keep));
-        detached(py, move || capture.finish(held)).map(Self)
+        let graph = detached(py, move || capture.finish(held))?;
+        Ok(Self { graph, launching: AtomicUsize::new(0) })
     }
 }
 
@@ -101,34 +107,40 @@ impl Graph {
     /// the driver refuses, also for a fault of earlier work; `GraphCaptureError` on a stream that is being captured.
     fn launch(&self, py: Python<'_>, stream: StreamArg) -> PyResult<()> {
         let stream = stream.get()?;
-        detached(py, || {
-            self.0.launch(stream)?;
-            graph::collect(false).map(drop)
-        })
+        self.launching.fetch_add(1, Ordering::SeqCst);
+        let launched = detached(py, || self.graph.launch(stream));
+        self.launching.fetch_sub(1, Ordering::SeqCst);
+        launched?;
+        detached(py, || graph::collect(false).map(drop))
     }
 
     /// Launches so far: the generation of what the graph writes.
     #[getter]
     fn replays(&self) -> u64 {
-        self.0.replays()
+        self.graph.replays()
     }
 
     /// Nodes by type, such as `{"kernel": 12, "memcpy": 1}`; those of child graphs and of a loop's body included, beside the
     /// `graph` and `conditional` nodes that hold them.
     #[getter]
     fn nodes(&self) -> BTreeMap<&'static str, u64> {
-        self.0.nodes().clone()
+        self.graph.nodes().clone()
     }
 
+    /// What the device is using is no garbage, so it is not shown to the collector, which would empty it. A graph that is
+    /// idle stays so while the collector looks: its passes see the same, or more.
     fn __traverse__(&self, visit: PyVisit<'_>) -> std::result::Result<(), PyTraverseError> {
-        let visited = self.0.with_held(|held| {
+        if self.launching.load(Ordering::SeqCst) > 0 || !self.graph.is_idle() {
+            return Ok(());
+        }
+        let visited = self.graph.with_held(|held| {
             held.downcast_ref::<Objects>().map_or(Ok(()), |objects| objects.0.iter().try_for_each(|o| visit.call(o)))
         });
         visited.unwrap_or(Ok(()))
     }
 
     fn __clear__(&self) {
-        self.0.release();
+        self.graph.release();
     }
 }
 
