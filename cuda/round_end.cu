@@ -81,6 +81,7 @@ __device__ __forceinline__ uint32_t end_lanes(const RoundEndParams &p, int32_t l
             continue;
         }
         if (ended) {
+            exits |= EXIT_DONE;
             if (leader) {
                 depths[lane] = 0;
             }
@@ -172,7 +173,9 @@ __device__ __forceinline__ void head_block(const RoundEndParams &p, uint32_t rou
     slot[ROUND_EXIT_AT] = static_cast<int32_t>(exit);
     slot[ROUND_CONTINUES_AT] = p.handle != 0 && exit == 0;
     for (int32_t i = ROUND_CONTINUES_AT + 1; i < ROUND_HEADER; ++i) {
-        slot[i] = 0;
+        if (i != ROUND_TIME_AT && i != ROUND_TIME_AT + 1) {  // the last block writes those
+            slot[i] = 0;
+        }
     }
 }
 
@@ -214,6 +217,9 @@ __device__ __forceinline__ void round_end(const RoundEndParams &p) {
     const uint32_t next = round + 1;
     control[CONTROL_ROUNDS] = static_cast<int32_t>(next);
     int32_t *taken = ring + static_cast<uint64_t>(next & p.slot_mask) * p.slot_words;
+    unsigned long long now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    *reinterpret_cast<unsigned long long *>(slot + ROUND_TIME_AT) = now;
     *reinterpret_cast<volatile uint32_t *>(taken + ROUND_SEQUENCE_AT) = next;  // the next round writes there
     asm volatile("st.release.sys.u32 [%0], %1;" ::"l"(slot + ROUND_SEQUENCE_AT), "r"(next) : "memory");
 #ifdef SPECRS_LOOP

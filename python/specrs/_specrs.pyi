@@ -1535,6 +1535,151 @@ class _DeviceTable:
         """The version of each row at the last upload."""
 
 @final
+class _RoundRing:
+    """Pinned memory by which the host learns what rounds found, without a synchronisation: `slots` slots (a power of
+    two, at least 2) on CUDA device `ordinal`, for rounds of `batch` lanes that find `words` int32 words. Round r has
+    slot r % slots; its first round is 0. Round r can be read until round r + slots - 1 has ended.
+    """
+
+    def __new__(
+        cls, ordinal: SupportsIndex, slots: SupportsIndex, batch: SupportsIndex, words: SupportsIndex
+    ) -> _RoundRing: ...
+    @property
+    def slots(self) -> int:
+        """Slots."""
+
+    @property
+    def batch(self) -> int:
+        """Lanes of a round."""
+
+    @property
+    def words(self) -> int:
+        """Words of what a round found."""
+
+    @property
+    def slot_words(self) -> int:
+        """Words of a slot."""
+
+    @property
+    def round(self) -> int:
+        """Word of a slot: the round's number, modulo 2^32."""
+
+    @property
+    def live(self) -> int:
+        """Word of a slot: live lanes."""
+
+    @property
+    def exit(self) -> int:
+        """Word of a slot: why no further round should follow, 0 for no reason. Bits: 1 a live lane is done, 2 a
+        lane's target scores were NaN, 4 a root's draft scores give no distribution, 8 an access was recorded that
+        the host has not read, 16 the host asked, 32 the rounds of the launch are used up.
+        """
+
+    @property
+    def continues(self) -> int:
+        """Word of a slot: 1 where another round follows in the same launch."""
+
+    @property
+    def time_at(self) -> int:
+        """First of two words of a slot: when the round was published, in nanoseconds of the device's clock
+        (`%globaltimer`), the low word first; the slot's row viewed as int64 has it at time_at / 2.
+        """
+
+    @property
+    def lens_at(self) -> int:
+        """First word of the lengths of a slot, `batch` of them, as the round used them."""
+
+    @property
+    def depths_at(self) -> int:
+        """First word of the depths of a slot, `batch` of them, as the round used them."""
+
+    @property
+    def found_at(self) -> int:
+        """First of the `words` words of a slot that the round found."""
+
+    def tensor(self) -> Array:
+        """The slots, int32 [slots, slot_words], on the CPU; whoever has it keeps the memory. The device writes it:
+        read a round's row between `wait` and `check`.
+        """
+
+    def slot(self, round: SupportsIndex) -> int:
+        """The row of `tensor()` that has round `round`."""
+
+    def wait(self, round: SupportsIndex, stream: _Stream) -> None:
+        """Wait until round `round`, launched on the raw stream `stream`, has ended, without the GIL. Raises
+        `StaleOutputError` where a later round has overwritten it, `CudaError` where the device has failed,
+        `ConfigError` where the stream has no work left and the round has not ended.
+        """
+
+    def ready(self, round: SupportsIndex) -> bool:
+        """Whether round `round` has ended. Raises `StaleOutputError` where a later round has overwritten it."""
+
+    def check(self, round: SupportsIndex) -> None:
+        """Behind a reader of a round's row: raise `StaleOutputError` where a later round has begun to overwrite it."""
+
+    def ask_stop(self) -> None:
+        """Ask the rounds that have not ended yet to be the last of their launch: they have exit bit 16 until
+        `clear_stop`.
+        """
+
+    def clear_stop(self) -> None:
+        """Ask no longer."""
+
+def _device_round_end(
+    ring: _RoundRing,
+    accepts: tuple[_Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor],
+    limits: tuple[_Tensor, _Tensor, _Tensor, _Tensor],
+    state: tuple[_Tensor, _Tensor, _Tensor, _Tensor],
+    control: _Tensor,
+    found: _Tensor,
+    handle: SupportsIndex,
+    stream: _Stream,
+) -> None:
+    """End a round, in one launch: lanes advance to what verification found or become done, and the round's slot of
+    `ring` gets the lengths and depths that the round used and a copy of `found` (int32 [words]). All tensors are
+    int32. `accepts`: offsets [B + 1], tokens, new_lens, roots, faults, sound [B], live (its last element counts).
+    `limits`: the committed length at which a lane has ended, the deepest level wanted, stop tokens [B * places],
+    places used. `state`, in and out: lens, roots, depths, done [B]. `control` [4], zeros at first: rounds ended,
+    rounds left of the launch, exit bits, the kernel's own. `handle` of the conditional node whose body this is
+    captured into, or 0.
+    """
+
+def _device_round_end_load(ordinal: SupportsIndex) -> None:
+    """Load the kernel that `_device_round_end` launches with a handle on CUDA device `ordinal`: the driver compiles
+    it.
+    """
+
+def _round_end(
+    ring: _Tensor,
+    accepts: tuple[_Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor],
+    limits: tuple[_Tensor, _Tensor, _Tensor, _Tensor],
+    state: tuple[_Tensor, _Tensor, _Tensor, _Tensor],
+    control: _Tensor,
+    found: _Tensor,
+    looped: bool,
+    asked: bool,
+    recorded: bool,
+) -> list[tuple[str, int, int, int]]:
+    """The end of a round as the host computes it, for tests of the kernel: the operands of `_device_round_end` on
+    the CPU, `ring` int32 [slots, slot words], `looped` where there is a conditional node, `asked` and `recorded` in
+    the place of the host's request and of the fault record. Writes `ring`, `state` and `control`. Returns (buffer,
+    request, index, bound) of each index that was refused.
+    """
+
+def _device_copy_rows(
+    src: _Tensor,
+    src_rows: _Tensor | None,
+    dst: _Tensor,
+    dst_rows: _Tensor | None,
+    live: _Tensor | None,
+    stream: _Stream,
+) -> None:
+    """dst[dst_rows[i]] = src[src_rows[i]] of rows of float32, bfloat16 or float16, int32 lists; `None` is row i. -1
+    in either list is nothing, and so are rows behind the live ones: what nothing goes to stays as it is. No row of
+    dst is named twice.
+    """
+
+@final
 class _DeviceProducts:
     """cublasLt on CUDA device `ordinal`. The library is looked for in the process, in `folders`, then by the loader.
     Choices are kept in the file `cache`; `None` keeps none, and `""` means the user's cache folder (`SPECRS_CACHE`,

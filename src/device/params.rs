@@ -118,7 +118,9 @@ declare! {
         ROUND_EXIT_AT = 3,
         /// Word of a slot: 1 where another round follows in the same launch.
         ROUND_CONTINUES_AT = 4,
-        /// Exit bit: a lane became done.
+        /// First of two words of a slot: nanoseconds of the device's clock.
+        ROUND_TIME_AT = 6,
+        /// Exit bit: a live lane is done.
         EXIT_DONE = 1,
         /// Exit bit: a lane's target scores were no numbers.
         EXIT_NAN = 2,

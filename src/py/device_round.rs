@@ -139,7 +139,7 @@ mod on_device {
     use crate::py::device::StreamArg;
     use crate::py::device_ops::operands::import;
     use crate::py::dlpack::{Array, Buffer, DType, Place, View};
-    use crate::round::round_end::{CONTINUES_AT, EXIT_AT, LIVE_AT, ROUND_AT, RingLayout};
+    use crate::round::round_end::{CONTINUES_AT, EXIT_AT, LIVE_AT, ROUND_AT, RingLayout, TIME_AT};
 
     /// How long a wait stays without the GIL before it lets Python handle signals.
     const UNINTERRUPTED: Duration = Duration::from_millis(250);
@@ -192,28 +192,35 @@ mod on_device {
 
         /// Word of a slot: the round's number, modulo 2^32.
         #[getter]
-        fn round_at(&self) -> usize {
+        fn round(&self) -> usize {
             ROUND_AT
         }
 
         /// Word of a slot: live lanes.
         #[getter]
-        fn live_at(&self) -> usize {
+        fn live(&self) -> usize {
             LIVE_AT
         }
 
-        /// Word of a slot: why no further round should follow, 0 for no reason. Bits: 1 a lane became done, 2 a lane's target
+        /// Word of a slot: why no further round should follow, 0 for no reason. Bits: 1 a live lane is done, 2 a lane's target
         /// scores were NaN, 4 a root's draft scores give no distribution, 8 an access was recorded that the host has not
         /// read, 16 the host asked, 32 the rounds of the launch are used up.
         #[getter]
-        fn exit_at(&self) -> usize {
+        fn exit(&self) -> usize {
             EXIT_AT
         }
 
         /// Word of a slot: 1 where another round follows in the same launch.
         #[getter]
-        fn continues_at(&self) -> usize {
+        fn continues(&self) -> usize {
             CONTINUES_AT
+        }
+
+        /// First of two words of a slot: when the round was published, in nanoseconds of the device's clock (`%globaltimer`), the low
+        /// word first; the slot's row viewed as int64 has it at time_at / 2.
+        #[getter]
+        fn time_at(&self) -> usize {
+            TIME_AT
         }
 
         /// First word of the lengths of a slot, `batch` of them, as the round used them.

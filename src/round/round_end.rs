@@ -5,7 +5,7 @@
 use crate::bounds::MAX_BATCH;
 use crate::error::{Error, Result, in_range, same_length};
 
-/// Bit of [`RoundEnd::exit`]: a lane became done in this round.
+/// Bit of [`RoundEnd::exit`]: a live lane is done.
 pub const EXIT_DONE: u32 = 1;
 /// Bit of [`RoundEnd::exit`]: a lane's target scores were no numbers.
 pub const EXIT_NAN: u32 = 2;
@@ -28,6 +28,8 @@ pub const LIVE_AT: usize = 2;
 pub const EXIT_AT: usize = 3;
 /// Word of a slot: 1 where another round follows in the same launch.
 pub const CONTINUES_AT: usize = 4;
+/// First of two words of a slot: when the round was published, in nanoseconds of the device's clock, the low word first.
+pub const TIME_AT: usize = 6;
 /// Words of a slot before the lanes' lengths; those not named above are 0.
 pub const HEADER_WORDS: usize = 16;
 
@@ -121,7 +123,7 @@ impl RingLayout {
 
     /// Write all of round `round` into its slot of `ring`, and mark the next slot as being written.
     ///
-    /// `lens` and `depths` are those before [`end_round`].
+    /// `lens` and `depths` are those before [`end_round`]. The time stays 0: there is no device whose clock it would be.
     ///
     /// # Errors
     /// [`Error::Mismatch`] for arrays of other lengths.
@@ -293,6 +295,7 @@ pub fn end_round(
     let live = found.live.clamp(0, batch as i32) as usize;
     for lane in 0..live {
         if state.done[lane] != 0 {
+            exit |= EXIT_DONE;
             state.depths[lane] = 0;
             continue;
         }
