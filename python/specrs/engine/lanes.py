@@ -473,7 +473,7 @@ class Lanes:
         if not self.looping or number != self.rounds - 1:
             return None
         header = self.landed(number)["header"]
-        if int(header[self._ring.continues_at]):
+        if int(header[self._ring.continues]):
             self.rounds = number + 2
             return number + 1
         self.looping = False
@@ -481,7 +481,7 @@ class Lanes:
 
     def ended(self, number: int) -> bool:
         """Whether a round of a loop, which has landed, was its last for another reason than that there were enough."""
-        return bool(int(self.landed(number)["header"][self._ring.exit_at]) & ~_BUDGET)
+        return bool(int(self.landed(number)["header"][self._ring.exit]) & ~_BUDGET)
 
     def holds(self, number: int) -> bool:
         """Whether device memory of rounds (features, root_logits) is still what this one left there."""
