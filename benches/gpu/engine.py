@@ -10,13 +10,15 @@ Both engines live in one process and step in turns. Attention is the same kernel
 attention would save is not measured.
 
     python benches/gpu/engine.py [--json FILE] [--layers 32] [--rounds 24] [--graphs off] [--cases 1x1024,16x8192,...]
-        [--exactness 1x1024,16x1024,...]
+        [--levels 1x8192,...] [--exactness 1x1024,16x1024,...]
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
+import itertools
 import gc
 import json
 import statistics
@@ -35,6 +37,7 @@ import specrs.models.llama as llama
 from common import commit, versions
 from specrs import LLM, SamplingParams, device, models
 from specrs import _specrs as core
+from specrs.engine.lanes import Lanes
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32,
@@ -195,6 +198,93 @@ def exactness(models_: tuple[Path, Path], batch: int, context: int, count: int, 
     return row
 
 
+@dataclasses.dataclass
+class Watch:
+    """What the host did while rounds ran on: seconds that it waited for them, and when each ended on the device.
+
+    Attributes:
+        waited: by step.
+        ends: nanoseconds of the device's clock, by round.
+    """
+
+    waited: float = 0.0
+    ends: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def on(self) -> Iterator[None]:
+        landed = Lanes.landed
+
+        def timed_landing(lanes: Lanes, number: int) -> dict[str, torch.Tensor]:
+            started = time.perf_counter()
+            found = landed(lanes, number)
+            self.waited += time.perf_counter() - started
+            first = lanes._ring.time_at
+            self.ends[number] = int(found["header"][first : first + 2].view(torch.int64))
+            return found
+
+        Lanes.landed = timed_landing  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            Lanes.landed = landed  # type: ignore[method-assign]
+
+
+def steady(llm: LLM, prompts: list[list[int]], count: int) -> tuple[list[list[int]], dict[str, float]]:
+    """Tokens of each request, and milliseconds of its steady rounds; nothing waits for the device but the engine.
+
+    ``step_ms``: from step to step. ``host_ms``: the host's part of a step, without its wait. ``period_ms``: from the
+    end of a round to the end of the next one, by the device's clock.
+    """
+    ids, tokens, watch = add(llm, prompts, count), dict[int, list[int]](), Watch()
+    steps, hosts, whole = [], [], False
+    with watch.on():
+        while llm.unfinished:
+            if not whole and written(llm):
+                whole = True
+                torch.cuda.synchronize()
+                watch.ends.clear()
+            watch.waited, started = 0.0, time.perf_counter()
+            for event in llm.step():
+                if event.output is not None:
+                    tokens[event.request_id] = event.output.token_ids
+            took = time.perf_counter() - started
+            if whole:
+                steps.append(took)
+                hosts.append(took - watch.waited)
+    numbers = sorted(watch.ends)
+    periods = [watch.ends[b] - watch.ends[a] for a, b in itertools.pairwise(numbers) if b == a + 1]
+    middle = slice(3, -3)
+    figures = {"step_ms": statistics.median(steps[middle]) * 1e3, "host_ms": statistics.median(hosts[middle]) * 1e3,
+               "period_ms": statistics.median(periods[middle]) / 1e6}  # fmt: skip
+    return [tokens[i] for i in ids], {name: round(ms, 4) for name, ms in figures.items()}
+
+
+def levels(models_: tuple[Path, Path], batch: int, context: int, count: int) -> dict[str, Any]:
+    """Rounds of a case at every graph level; the tokens of all are compared.
+
+    ``idle_ms`` of a level: by how much its period exceeds that of the loop, which leaves nothing to the host.
+    """
+    row: dict[str, Any] = {"batch": batch, "context": context}
+    outputs = []
+    for kind in ("plain", "tree"):
+        for level in ("off", "round", "loop"):
+            prompts, options, tree = prepared(batch, context, count, level)
+            row["tree"] = tree
+            collect()
+            with LLM(*models_, **options, **({"speculative": False} if kind == "plain" else {"tree": tree})) as llm:
+                rounds(llm, [p[:64] for p in prompts], 24)  # makes the rounds' graphs
+                found, row[f"{kind}_{level}"] = steady(llm, prompts, count)
+                outputs.append(found)
+        least = row[f"{kind}_loop"]["period_ms"]
+        for level in ("off", "round"):
+            row[f"{kind}_{level}"]["idle_ms"] = round(row[f"{kind}_{level}"]["period_ms"] - least, 4)
+    row["tokens_per_second_at_4"] = {
+        level: round(batch * 4e3 / row[f"tree_{level}"]["step_ms"], 1) for level in ("off", "round", "loop")
+    }
+    row["same_tokens"] = all(found == outputs[0] for found in outputs)
+    return row
+
+
 def collect() -> None:
     """Give memory of closed engines back."""
     gc.collect()
@@ -238,16 +328,19 @@ def main() -> None:
     parser.add_argument("--graphs", default="round")
     parser.add_argument("--cases", default="1x1024,1x8192,1x32768,4x8192,16x1024,16x8192,64x1024,64x8192")
     parser.add_argument("--exactness", default="1x1024,16x1024,64x1024", help="cases of goal 13; '' for none")
+    parser.add_argument("--levels", default="1x8192,16x1024,64x1024", help="cases at every graph level; '' for none")
     args = parser.parse_args()
     llama.Checkpoint = eagle3.Checkpoint = models.cuda.Checkpoint = Random  # type: ignore[misc, assignment]
     cases: list[dict[str, Any]] = []
     rows: list[dict[str, Any]] = []
+    at_levels: list[dict[str, Any]] = []
     result: dict[str, Any] = {
         "commit": commit(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "device": torch.cuda.get_device_name(), "versions": versions(), "layers": args.layers,
         "graphs": args.graphs,
         "cases": cases,
+        "levels": at_levels,
         "exactness": {
             "ratio": "round of the contract over the same round with the fastest algorithms of any class",
             "attention": "the contract's kernel in both; its alternative is not measured",
@@ -282,6 +375,8 @@ def main() -> None:
             row["tokens_per_second_at_4"] = round(batch * 4e3 / row["speculative_ms"], 1)
             row |= {"same_tokens": outputs[0] == outputs[1], "ratio": round(row["speculative_ms"] / row["plain_ms"], 2)}
             keep(cases, row)
+        for batch, context in listed(args.levels):
+            keep(at_levels, levels((target, draft), batch, context, 2 * args.rounds))
         for batch, context in listed(args.exactness):
             keep(rows, exactness((target, draft), batch, context, args.rounds, args.graphs))
 
