@@ -18,8 +18,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import itertools
 import gc
+import itertools
 import json
 import statistics
 import sys
@@ -235,7 +235,9 @@ def steady(llm: LLM, prompts: list[list[int]], count: int) -> tuple[list[list[in
     ``step_ms``: from step to step. ``host_ms``: the host's part of a step, without its wait. ``period_ms``: from the
     end of a round to the end of the next one, by the device's clock.
     """
-    ids, tokens, watch = add(llm, prompts, count), dict[int, list[int]](), Watch()
+    # Prompts are written one after the other, while the first requests decode already: none ends before the rest begins.
+    more = sum(map(len, prompts)) // 2048 + count
+    ids, tokens, watch = add(llm, prompts, more), dict[int, list[int]](), Watch()
     steps, hosts, whole = [], [], False
     with watch.on():
         while llm.unfinished:
@@ -248,7 +250,7 @@ def steady(llm: LLM, prompts: list[list[int]], count: int) -> tuple[list[list[in
                 if event.output is not None:
                     tokens[event.request_id] = event.output.token_ids
             took = time.perf_counter() - started
-            if whole:
+            if whole and llm.unfinished == len(prompts):
                 steps.append(took)
                 hosts.append(took - watch.waited)
     numbers = sorted(watch.ends)
@@ -300,7 +302,7 @@ def prepared(
         torch.randint(1, 128000, (context,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(batch)
     ]
     options: dict[str, Any] = {
-        "device": "cuda", "max_batch": batch, "max_context_len": context + count + 64,
+        "device": "cuda", "max_batch": batch, "max_context_len": context + count + batch * context // 2048 + 64,
         "prefill_chunk": 2048, "prefix_cache": False, "page_size": 16, "graphs": graphs,
     }  # fmt: skip
     return prompts, options, next(t for most, t in sorted(TREES.items()) if batch <= most)
