@@ -235,7 +235,7 @@ def steady(llm: LLM, prompts: list[list[int]], count: int) -> tuple[list[list[in
     ``step_ms``: from step to step. ``host_ms``: the host's part of a step, without its wait. ``period_ms``: from the
     end of a round to the end of the next one, by the device's clock.
     """
-    # Prompts are written one after the other, while the first requests decode already: none ends before the rest begins.
+    # Prompts are written in turn, while the first requests decode already: none may end before the last one begins.
     more = sum(map(len, prompts)) // 2048 + count
     ids, tokens, watch = add(llm, prompts, more), dict[int, list[int]](), Watch()
     steps, hosts, whole = [], [], False
