@@ -8,8 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
 from modelzoo import Pair
-from specrs import LLM, SamplingParams
+from specrs import LLM, SamplingParams, cuda_available
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -56,3 +58,14 @@ def test_another_engine_over_the_core_gives_the_plain_tokens() -> None:
     out = run("foreign_engine.py")
     found = re.fullmatch(r"3 requests, 48 tokens each in (\d+) rounds; the tokens are those of plain decoding\n", out)
     assert found and int(found[1]) < 40
+
+
+def test_a_module_of_your_own_in_graphs() -> None:
+    if not (torch.cuda.is_available() and cuda_available()):
+        assert run("graph_runtime.py", status=1).startswith("this example needs a CUDA GPU: ")
+        return
+    out = run("graph_runtime.py").splitlines()
+    assert re.fullmatch(r"4 buckets need \d+ bytes", out[0])
+    assert out[1].startswith("refused: output 'scores' is stale: it holds replay 1 of its memory")
+    found = re.fullmatch(r"(\d+) replays of batches 1 to 8; the tokens are those of plain decoding", out[2])
+    assert found and int(found[1]) >= 20 and len(out) == 3
