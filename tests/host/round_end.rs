@@ -172,6 +172,10 @@ proptest! {
         let slots = layout.slots() as u64;
         let mut ring = vec![0; layout.ring_words()];
         let end = RoundEnd { live: 1, exit: 5, continues: true, left: Some(1), refused: vec![] };
+        // A ring begins with round 0, and its words as 0: one that has come far has written every slot.
+        for round in start.saturating_sub(slots)..start {
+            layout.publish(&mut ring, round as u32, &end, [&[0], &[0]], &[0; 3]).unwrap();
+        }
         for round in start..start + 24 {
             layout.publish(&mut ring, round as u32, &end, [&[4], &[2]], &[round as i32, 8, 9]).unwrap();
             for other in start..round + 2 * slots {
