@@ -31,6 +31,7 @@ class Flight:
         steps: draft steps of a round.
         rounds: launched, not landed.
         alone: no round is launched before the first one has landed.
+        last: no round is launched any more.
         landed: how many have.
         out: rows of the batch that later rounds say nothing of.
     """
@@ -44,6 +45,7 @@ class Flight:
     steps: int
     rounds: deque[Verified]
     alone: bool = False
+    last: bool = False
     landed: int = 0
     out: set[int] = field(default_factory=set)
 

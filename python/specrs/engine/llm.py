@@ -194,9 +194,10 @@ class LLM:
     def _drop_left(self) -> None:
         """Abort what closed streams left; the caller has the turn."""
         while self._left:
-            request = self._left.popleft()
-            self._scheduler.abort(request.request_id)
+            request = self._left[0]
+            self._scheduler.abort(request.request_id)  # may raise what came of a round in flight: then once more
             self._inboxes.pop(request.request_id, None)
+            self._left.popleft()
 
     # -- whole requests -----------------------------------------------------------------------------------------
 

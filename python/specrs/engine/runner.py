@@ -93,7 +93,7 @@ class Runner:
         batch, counts = Batch([r for r, _ in chunks]), [n for _, n in chunks]
         # A fresh prompt yields its first token with its last position; a resumed request knows its root already.
         drawing = [i for i, r in enumerate(batch) if r.committed + counts[i] == len(r.tokens)]
-        lease = self.pages.lease(batch, counts)
+        lease = self._prefill_lease(batch, counts)
         # What a kernel skipped may be a round's in flight, whose results then count for nothing.
         with _naming(batch.requests), self._abandoning(), lease:
             prefilled = self.executor.prefill(batch, counts, drawing, self._follow(batch))
@@ -106,13 +106,26 @@ class Runner:
             r = batch.requests[i]
             passed.append(Passed(r, first, r.commit(first, round_=False, error=error)))
         if self.drafter is not None:
-            self.drafter.remember(batch, prefilled, [range(n) for n in counts])
-            self.drafter.write([r for r in batch if r.finish_reason is None])
+            try:
+                self.drafter.remember(batch, prefilled, [range(n) for n in counts])
+                self.drafter.write([r for r in batch if r.finish_reason is None])
+            except BaseException:
+                self._landed += passed  # the requests have their tokens
+                raise
             self.speculation.prefilled(batch, counts)
         for r in batch:
             if r.committed >= len(r.tokens) - 1 and r.finish_reason is None:
                 self.pages.share_prefix(r)
         return passed
+
+    def _prefill_lease(self, batch: Batch, counts: Sequence[int]) -> core.Lease:
+        try:
+            return self.pages.lease(batch, counts)
+        except core.PoolExhaustedError:
+            if self._flight is None:
+                raise
+        self._land_flight(self._flight)  # pages for rounds that nobody has launched yet come back
+        return self.pages.lease(batch, counts)
 
     def decode(self, reqs: Sequence[Request]) -> list[Passed]:
         """One token for each request, without drafts."""
@@ -139,10 +152,12 @@ class Runner:
     def land(self) -> list[Passed]:
         """Land every round in flight. What a failed step had landed comes too."""
         if self._flight is not None:
-            self.speculation.begin(speculative=self._flight.drafting is not None)
-            with _naming(self._flight.requests), self._abandoning():
-                self._land_all(self._flight)
+            self._land_flight(self._flight)
         return self._news()
+
+    def _land_flight(self, flight: Flight) -> None:
+        with _naming(flight.requests), self._abandoning():
+            self._land_all(flight)
 
     def abandon(self) -> None:
         """Give up what is in flight: its requests are as the last landing left them."""
@@ -175,12 +190,11 @@ class Runner:
                 drafted = drafter.draft(batch, drafting, speculation)
                 steps = drafted.steps
                 verified = self.executor.verify(batch, drafted, self._follow(batch), speculation.timed)
-        longest = 1 if drafting is None else self.geometry.shape.steps + 1
-        alone, self._alone = self._alone or bool(self.observers), False
-        self._flight = Flight(
-            batch.requests, lease, batch.lens, need, longest, drafting, steps, deque([verified]), alone
-        )
-        return self._flight
+            longest = 1 if drafting is None else self.geometry.shape.steps + 1
+            alone, self._alone = self._alone or bool(self.observers), False
+            flight = Flight(batch.requests, lease, batch.lens, need, longest, drafting, steps, deque([verified]), alone)
+            self._flight = flight
+        return flight
 
     def _go(self, flight: Flight) -> list[Passed]:
         """Launch what can be, and land the oldest round; all of them once a request has ended, whose pages are leased
@@ -198,7 +212,7 @@ class Runner:
         if following is not None:
             flight.rounds.append(following)
             return
-        if flight.alone or len(flight.rounds) > 1:
+        if flight.alone or flight.last or len(flight.rounds) > 1:
             return
         most = self.executor.ahead(last)
         if most and flight.drafting is not None:
@@ -224,6 +238,7 @@ class Runner:
             following = self.executor.following(flight.rounds[-1])
             if following is not None:
                 flight.rounds.append(following)
+            self.speculation.begin(speculative=flight.drafting is not None)
             self._land(flight)
 
     def _land(self, flight: Flight) -> None:
@@ -239,10 +254,13 @@ class Runner:
         if lost:
             flight.out |= {rows[i] for i in lost}
             self._alone = True  # the next round, which meets it again, has the device for itself
+            for i in lost:
+                batch.requests[i].root = None  # the head has run over what there was
             kept = [i for i in range(len(batch)) if i not in lost]
             batch, rows = Batch([batch.requests[i] for i in kept]), [rows[i] for i in kept]
             verified = self.executor.landing(verified, batch, kept)
         if not rows:
+            self._close(flight)
             return
         drafting = None if flight.drafting is None else [flight.drafting[row] for row in rows]
         observers = self.observers if flight.alone else []
@@ -263,7 +281,7 @@ class Runner:
         drafting: Sequence[bool] | None,
         observers: Sequence[RoundObserver],
     ) -> list[Passed]:
-        accepts, lease = verified.accepts, flight.lease
+        accepts, faults, lease = verified.accepts, verified.faults, flight.lease
         for o in observers:
             o.verified(verified.trees, accepts)
         self.executor.commit(batch, lease, verified)
@@ -279,7 +297,8 @@ class Runner:
             self._flight = None
         flight.lens, flight.landed = lens, flight.landed + 1
         # Nothing fails from here on; up to here, no request has changed.
-        for error, sound in verified.faults:
+        for error, sound in faults:
+            flight.last = True  # the next one is begun without drafts of this request
             if batch.requests[error.request].followed:  # a round in flight tells it again
                 batch.requests[error.request].give_up_drafts(sound, error)
         passed = [
@@ -303,7 +322,7 @@ class Runner:
         return passed
 
     def _close(self, flight: Flight) -> None:
-        """The last landing of a flight whose requests have all ended."""
+        """A landing that says nothing of any request: where it is the last, the flight has ended."""
         if not flight.rounds:
             flight.lease.commit(flight.lens)
             self._flight = None

@@ -245,14 +245,15 @@ class AdaptiveTree(GivenTree):
         self, passed: Sequence[Passed], trees: Callable[[], TreeBatch], drafting: Sequence[bool], steps: int
     ) -> None:
         self._observe_overhead(SPECULATIVE)
-        if any(p.request.error is not None for p in passed):
-            return  # a walk cut short says nothing of drafts
+        if any(p.request.error is not None for p in passed) or not any(drafting):
+            return  # a walk cut short says nothing of drafts; and those who drafted may have ended rounds ago
         verified = trees()
         self._batch = len(passed)
         batch, drawn, costs = len(passed), sum(len(p.tokens) for p in passed), self.policy.costs
         seconds = costs.drafting(batch, batch * self._topk, steps) + costs.target.at(sum(verified.sizes))
         cost = seconds / costs.plain(batch)  # in rounds of plain decoding
         took = self._charged(seconds) / costs.plain(batch)
+        self._caught_up = 0.0  # before this round, not before those behind it
         extra = (took - 1.0) * batch / sum(drafting)  # those who drafted share it
         for p, drafts, scores in zip(passed, drafting, _draft_scores(verified), strict=True):
             if drafts:
