@@ -30,6 +30,7 @@ from specrs import _specrs as core
 
 TREES = {"plain": None, "chain": (1, 5, 6), "tree": (4, 4, 16), "wide": (8, 6, 64)}
 REQUESTS = 96
+KINDS = ({"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.95}, {"temperature": 1.2})
 Work = list[tuple[list[int], SamplingParams]]
 
 
@@ -40,19 +41,18 @@ def work(llm: LLM) -> Work:
     found = []
     for i in range(REQUESTS):
         prompt = rng.choice(known) if rng.random() < 0.7 else [rng.randrange(llm.vocab_size) for _ in range(90)]
-        kind = rng.choice([{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.95}, {"temperature": 1.2}])
+        kind: dict[str, Any] = rng.choice(KINDS)
         if rng.random() < 0.1:
-            kind["repetition_penalty"] = 1.1
-        params = SamplingParams(
-            max_tokens=rng.choice([1, 5, 24, 64, 96]), seed=i, ignore_eos=rng.random() < 0.5, **kind
-        )
-        found.append((prompt, params))
+            kind = {**kind, "repetition_penalty": 1.1}
+        ends = {"max_tokens": rng.choice([1, 5, 24, 64, 96]), "ignore_eos": rng.random() < 0.5}
+        found.append((prompt, SamplingParams(seed=i, **ends, **kind)))
     return found
 
 
 def used() -> int:
     """Bytes of torch's tensors and of specrs's buffers."""
     gc.collect()
+    core._graph_collect(True)
     torch.cuda.synchronize()
     return torch.cuda.memory_allocated() + core._device_memory(0)[3]
 
@@ -67,9 +67,11 @@ def hog(stream: torch.cuda.Stream, big: torch.Tensor) -> None:
 def soak(kind: str, level: str, page: int, rounds: int, requests: Work, want: list[list[int]]) -> dict[str, Any]:
     """Serve the requests again and again until so many rounds have landed."""
     rng, tree = random.Random(f"{kind} {level}"), TREES[kind]
-    options: dict[str, Any] = {"device": "cuda", "graphs": level, "page_size": page, "max_batch": 8}
+    options: dict[str, Any] = {"device": "cuda", "graphs": level, "page_size": page, "max_batch": 8,
+                               "prefix_cache": False}  # fmt: skip
     options |= {"speculative": False} if tree is None else {"tree": tree}
     stream, big = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda")
+    hog(stream, big)  # takes its workspace
     landed, served, differ, before, started = 0, 0, 0, 0, time.perf_counter()
     with LLM(**options) as llm:
         executor: Any = llm._runner.executor
@@ -89,7 +91,7 @@ def soak(kind: str, level: str, page: int, rounds: int, requests: Work, want: li
                     place = live.pop(event.request_id)
                     differ += event.output.token_ids != want[place]
                     served, landed = served + 1, landed + event.output.rounds
-            if not before and landed > rounds // 3:
+            if not before and landed > rounds // 2:
                 before = used()
         llm.audit()
         device.check()

@@ -492,13 +492,15 @@ class Lanes:
         return self.holds(number) and not self.overtaken
 
     def settle(self) -> None:
-        """Wait for everything that was launched, whatever it was."""
+        """Wait for everything that was launched, whatever it was, and forget what its kernels skipped."""
         self._ring.ask_stop()
         try:
             self._m.stream.synchronize()
         finally:
             self._ring.clear_stop()
         self.rounds, self.looping = int(self._a["control"][0]), False
+        with suppress(core.SpecrsError):
+            self._m.dense.faults.check()
 
     # -- the device's -------------------------------------------------------------------------------------------
 

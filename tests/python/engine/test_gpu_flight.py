@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from driver_calls import DriverCalls
 
+from driver_calls import driver_calls
 from modelzoo import Pair, agree, write_eagle3, write_target
 from specrs import LLM, SamplingParams, device
 from specrs import _specrs as core
@@ -201,13 +201,13 @@ def test_a_steady_round_makes_no_synchronisation(pair: Pair, tree: str, graphs: 
         for _ in range(8):
             llm.step()
         rounds = 0
-        with DriverCalls() as calls:
+        with driver_calls() as seen:
             for _ in range(12):
                 llm.step()
                 rounds += 1
         assert llm.unfinished == 4, "the requests ended: nothing was steady"
-        assert calls.counts, "the hook saw no call at all"
-        assert calls.synchronisations == {}, calls.counts
+        assert seen.calls, "the hook saw no call at all"
+        assert not seen.synchronisations, seen
         for i in ids:
             llm.abort(i)
         llm.audit()
@@ -288,6 +288,7 @@ def test_a_stream_that_hogs_the_gpu_changes_nothing(pair: Pair, reference: dict[
 def test_rounds_take_no_memory(pair: Pair) -> None:
     def used() -> int:
         gc.collect()
+        core._graph_collect(True)
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated() + core._device_memory(torch.cuda.current_device())[3]
 
@@ -296,10 +297,11 @@ def test_rounds_take_no_memory(pair: Pair) -> None:
             executor: Any = llm._runner.executor
             for size in executor._buckets:  # each has memory of its own, made when it is wanted first
                 executor._of(size)
-            for seed in range(3):
+            # So do features of passes of each size, and what a round's graph replaces changes who joins when.
+            for seed in (0, 1, 0, 1, 0, 1):
                 served(llm, work(1, 24), random.Random(seed))
             before = used()
-            for seed in range(4):
+            for seed in (0, 1, 0, 1):
                 served(llm, work(1, 24), random.Random(seed))
             assert used() <= before, f"{used() - before} bytes grown"
 
