@@ -37,6 +37,8 @@ const KERNELS: &[(&str, &[&str])] = &[
     ("kv_commit", &["80"]),
     ("draft_select", &["80"]),
     ("tree_build", &["80"]),
+    ("round_end", &["80"]),
+    ("round_end_loop", &["80"]),
     ("fingerprint", &["80"]),
     ("table_update", &["80"]),
     ("loop_count", &["80"]),
@@ -57,7 +59,11 @@ const VARIANTS: &[(&str, &str, &[&str])] = &[
     ("attention_f16_64", "attention", &["SPECRS_ELEMENT=F16", "SPECRS_HEAD_DIM=64"]),
     ("attention_f16_96", "attention", &["SPECRS_ELEMENT=F16", "SPECRS_HEAD_DIM=96"]),
     ("attention_f16_128", "attention", &["SPECRS_ELEMENT=F16", "SPECRS_HEAD_DIM=128"]),
+    ("round_end_loop", "round_end", &["SPECRS_LOOP"]),
 ];
+
+/// Images of PTX alone: they call what no library of ours has, and the driver resolves when it compiles them.
+const PTX_ONLY: &[&str] = &["round_end_loop"];
 
 /// What an image holds of an architecture: PTX for GPUs to come, which their driver compiles when it loads an image
 /// (seconds), and machine code for those of today: `sm_80` runs on every 8.x.
@@ -303,7 +309,11 @@ fn with_includes(path: PathBuf, out: &Path, found: &mut BTreeMap<PathBuf, String
 fn compile(nvcc: &Path, name: &str, arch: &str, out: &Path) -> Result<String, Failure> {
     let ptx = &out.join(format!("{name}.compute_{arch}.ptx"));
     let file = format!("{name}.{arch}.fatbin");
-    let code = CODE.iter().find(|(a, _)| *a == arch).map_or(arch, |(_, code)| *code);
+    let ptx_alone = format!("compute_{arch}");
+    let code = match CODE.iter().find(|(a, _)| *a == arch) {
+        _ if PTX_ONLY.contains(&name) => &*ptx_alone,
+        found => found.map_or(arch, |(_, code)| *code),
+    };
     let root = env::var_os("CARGO_MANIFEST_DIR")
         .ok_or_else(|| "CARGO_MANIFEST_DIR is not set: run through cargo".to_owned())?;
     let variant = VARIANTS.iter().find(|(image, ..)| *image == name);

@@ -1,43 +1,63 @@
-// Operations on rows of activations [rows, columns]: gathers (embeddings, rows by index), RMSNorm with the residual sum,
+// Operations on rows of activations [rows, columns]: gathers (embeddings, rows by index, from table to table), RMSNorm with the residual sum,
 // SiLU(gate) * up.
 //
 // Bits: a row's result is a function of that row and of `columns`, whatever the batch, the strides and the alignment. The
 // norm takes one block a row, whose threads and tree of sums are fixed by `columns`; sums and products are f32 in one
 // order, and are rounded to the element type once, at the end.
 //
-// Dead rows: rows from the live count on are written as zeros, so that a static batch holds finite values everywhere.
+// Dead rows: rows from the live count on are written as zeros, so that a static batch holds finite values everywhere; of a
+// copy from table to table they stay as they are.
 #include "rows.cuh"
 
 namespace specrs {
 
-// out[row] = table[indices[row] + shift], bytes as they are. An index of -1 is a lane without a row: zeros. One outside
-// the table is recorded, and its row is zeros.
+// out[targets[row]] = table[indices[row] + shift], bytes as they are. An index of -1 is a lane without a row: zeros, or
+// nothing where the output keeps what it has. One outside the table, or the output, is recorded, and counts as -1.
 template <typename Vector>
 __device__ __forceinline__ void gather_rows(const GatherRowsParams &p) {
     const Kernel kernel = static_cast<Kernel>(p.kernel);
-    const int32_t live = live_rows(p.live, p.rows, p.record, p.claim, kernel, blockIdx.x == 0 && threadIdx.x == 0);
+    const bool reporter = blockIdx.y == 0 && threadIdx.x == 0;
+    const int32_t live = live_rows(p.live, p.rows, p.record, p.claim, kernel, blockIdx.x == 0 && reporter);
     const int32_t row = blockIdx.x;
     int32_t index = -1;
+    int32_t target = row;
     if (row < live) {
-        // Wraps in unsigned arithmetic: what comes out of a wild index is checked below.
-        index = static_cast<int32_t>(static_cast<uint32_t>(reinterpret_cast<const int32_t *>(p.indices)[row]) +
-                                     static_cast<uint32_t>(p.shift));
+        index = row;
+        if (p.indices != 0) {
+            // Wraps in unsigned arithmetic: what comes out of a wild index is checked below.
+            index = static_cast<int32_t>(static_cast<uint32_t>(reinterpret_cast<const int32_t *>(p.indices)[row]) +
+                                         static_cast<uint32_t>(p.shift));
+        }
         if (index != -1 && !in_bounds(index, p.table_rows)) {
-            if (threadIdx.x == 0) {
+            if (reporter) {
                 record_fault(p.record, p.claim, kernel, static_cast<Buffer>(p.buffer), -1, row, index, p.table_rows);
             }
             index = -1;
         }
+        if (p.targets != 0) {
+            target = reinterpret_cast<const int32_t *>(p.targets)[row];
+            if (target != -1 && !in_bounds(target, p.out_rows)) {
+                if (reporter) {
+                    record_fault(p.record, p.claim, kernel, BUFFER_ROWS_OUT, -1, row, target, p.out_rows);
+                }
+                target = -1;
+            }
+        }
     }
-    Vector *out = reinterpret_cast<Vector *>(p.out + row * p.out_stride);
+    if (target < 0 || (index < 0 && p.keeps != 0)) {
+        return;
+    }
+    Vector *out = reinterpret_cast<Vector *>(p.out + target * p.out_stride);
+    const uint32_t first = blockIdx.y * blockDim.x + threadIdx.x;
+    const uint32_t threads = gridDim.y * blockDim.x;
     if (index < 0) {
-        for (uint32_t c = threadIdx.x; c < p.columns; c += blockDim.x) {
+        for (uint32_t c = first; c < p.columns; c += threads) {
             out[c] = Vector{};
         }
         return;
     }
     const Vector *in = reinterpret_cast<const Vector *>(p.table + index * p.table_stride);
-    for (uint32_t c = threadIdx.x; c < p.columns; c += blockDim.x) {
+    for (uint32_t c = first; c < p.columns; c += threads) {
         out[c] = in[c];
     }
 }

@@ -4,18 +4,28 @@ Only config.json exists: weights are drawn on the device. Random drafts are neve
 and what it yields per second says nothing; what is measured is how long a plain round and a speculative one take, their
 ratio (the tokens a round that would pay), whether both give the same tokens, and whether memory grows.
 
+``exactness`` is goal 13: the same rounds by an engine whose products keep one class of bits for each weight, and by one
+whose products take the fastest algorithm of any class for each number of rows (`_DeviceProducts.without_contract`).
+Both engines live in one process and step in turns. Attention is the same kernel in both, the contract's: what another
+attention would save is not measured.
+
     python benches/gpu/engine.py [--json FILE] [--layers 32] [--rounds 24] [--graphs off] [--cases 1x1024,16x8192,...]
+        [--levels 1x8192,...] [--exactness 1x1024,16x1024,...]
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import gc
+import itertools
 import json
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +35,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import specrs.models.eagle3 as eagle3
 import specrs.models.llama as llama
 from common import commit, versions
-from specrs import LLM, SamplingParams, models
+from specrs import LLM, SamplingParams, device, models
 from specrs import _specrs as core
+from specrs.engine.lanes import Lanes
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32,
@@ -94,22 +105,212 @@ def directories(root: Path, layers: int) -> tuple[Path, Path]:
     return target, draft
 
 
+def add(llm: LLM, prompts: list[list[int]], count: int) -> list[int]:
+    """Requests for `count` tokens each."""
+    return [llm.add(p, SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)) for p in prompts]
+
+
+def written(llm: LLM) -> bool:
+    """Whether all prompts are, so that the next step is a round of every request."""
+    scheduler = llm._scheduler
+    return not scheduler._waiting and all(r.committed >= len(r.tokens) - 1 for r in scheduler._admitted)
+
+
+def timed(llm: LLM, tokens: dict[int, list[int]]) -> float:
+    """Seconds of a step, the device idle before and after; the tokens of requests that end in it."""
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for event in llm.step():
+        if event.output is not None:
+            tokens[event.request_id] = event.output.token_ids
+    torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
 def rounds(llm: LLM, prompts: list[list[int]], count: int) -> tuple[list[list[int]], float]:
     """Tokens of each request, and the median seconds of a step once all prompts are written."""
-    ids = [llm.add(p, SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)) for p in prompts]
+    ids = add(llm, prompts, count)
     tokens: dict[int, list[int]] = {}
     seconds = []
     while llm.unfinished:
-        whole = not llm._scheduler._waiting and all(r.committed >= len(r.tokens) - 1 for r in llm._scheduler._admitted)
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        for event in llm.step():
-            if event.output is not None:
-                tokens[event.request_id] = event.output.token_ids
-        torch.cuda.synchronize()
+        whole = written(llm)
+        took = timed(llm, tokens)
         if whole:
-            seconds.append(time.perf_counter() - started)
+            seconds.append(took)
     return [tokens[i] for i in ids], statistics.median(seconds[1:-1] or seconds)
+
+
+@contextlib.contextmanager
+def without_contract() -> Iterator[None]:
+    """Engines that are made meanwhile take the fastest algorithm of any class for each number of rows."""
+    opened = device.products
+    device.products = lambda *args, **named: opened(*args, **named).without_contract()  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        device.products = opened
+
+
+def in_turns(
+    engines: dict[str, LLM], prompts: list[list[int]], count: int
+) -> tuple[dict[str, list[list[int]]], dict[str, float]]:
+    """By each engine: tokens of each request, and the median seconds of a round; the engines take turns."""
+    ids: dict[str, list[int]] = {}
+    tokens: dict[str, dict[int, list[int]]] = {name: {} for name in engines}
+    for name, llm in engines.items():
+        ids[name] = add(llm, prompts, count)
+        while not written(llm):
+            timed(llm, tokens[name])
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    order = list(engines)
+    while any(llm.unfinished for llm in engines.values()):
+        for name in order:
+            if engines[name].unfinished:
+                seconds[name].append(timed(engines[name], tokens[name]))
+        order.reverse()  # neither always comes after the other
+    found = {name: [tokens[name][i] for i in ids[name]] for name in engines}
+    return found, {name: statistics.median(s[1:-1] or s) for name, s in seconds.items()}
+
+
+def exactness(models_: tuple[Path, Path], batch: int, context: int, count: int, graphs: str) -> dict[str, Any]:
+    """Goal 13 for a batch: milliseconds of plain and tree rounds by both choices of products, and their ratio."""
+    prompts, options, tree = prepared(batch, context, count, graphs)
+    row: dict[str, Any] = {"batch": batch, "context": context, "tree": tree}
+    outputs = {}
+    for kind, extra in (("plain", {"speculative": False}), ("tree", {"tree": tree})):
+        collect()
+        with contextlib.ExitStack() as stack:
+            engines = {"contract": stack.enter_context(LLM(*models_, **options, **extra))}
+            with without_contract():
+                engines["fastest"] = stack.enter_context(LLM(*models_, **options, **extra))
+            said = {name: "products" in llm.numerics for name, llm in engines.items()}
+            assert said == {"contract": False, "fastest": True}, said
+            in_turns(engines, [p[:64] for p in prompts], 4)  # makes the rounds' graphs
+            outputs[kind], seconds = in_turns(engines, prompts, count)
+            splits = {
+                name: {w: entry["split"] for w, entry in list(llm.numerics["weights"].items())[-5:]}
+                for name, llm in engines.items()
+            }
+        row[f"{kind}_ms"] = {name: round(s * 1e3, 3) for name, s in seconds.items()}
+        row[f"{kind}_ratio"] = round(seconds["contract"] / seconds["fastest"], 4)
+        row["splits_of_the_last_layer_and_lm_head"] = splits  # of the fastest: for one row
+    row["same_tokens_plain_and_tree"] = {name: outputs["plain"][name] == outputs["tree"][name] for name in seconds}
+    return row
+
+
+@dataclasses.dataclass
+class Watch:
+    """What the host did while rounds ran on: seconds that it waited for them, and when each ended on the device.
+
+    Attributes:
+        waited: by step.
+        ends: nanoseconds of the device's clock, by round.
+    """
+
+    waited: float = 0.0
+    ends: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def on(self) -> Iterator[None]:
+        landed = Lanes.landed
+
+        def timed_landing(lanes: Lanes, number: int) -> dict[str, torch.Tensor]:
+            started = time.perf_counter()
+            found = landed(lanes, number)
+            self.waited += time.perf_counter() - started
+            first = lanes._ring.time_at
+            self.ends[number] = int(found["header"][first : first + 2].view(torch.int64))
+            return found
+
+        Lanes.landed = timed_landing  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            Lanes.landed = landed  # type: ignore[method-assign]
+
+
+def steady(llm: LLM, prompts: list[list[int]], count: int) -> tuple[list[list[int]], dict[str, float]]:
+    """Tokens of each request, and milliseconds of its steady rounds; nothing waits for the device but the engine.
+
+    ``step_ms``: from step to step. ``host_ms``: the host's part of a step, without its wait. ``period_ms``: from the
+    end of a round to the end of the next one, by the device's clock.
+    """
+    # Prompts are written in turn, while the first requests decode already: none may end before the last one begins.
+    more = sum(map(len, prompts)) // 2048 + count
+    ids, tokens, watch = add(llm, prompts, more), dict[int, list[int]](), Watch()
+    steps, hosts, whole = [], [], False
+    with watch.on():
+        while llm.unfinished:
+            if not whole and written(llm):
+                whole = True
+                torch.cuda.synchronize()
+                watch.ends.clear()
+            watch.waited, started = 0.0, time.perf_counter()
+            for event in llm.step():
+                if event.output is not None:
+                    tokens[event.request_id] = event.output.token_ids
+            took = time.perf_counter() - started
+            if whole and llm.unfinished == len(prompts):
+                steps.append(took)
+                hosts.append(took - watch.waited)
+    numbers = sorted(watch.ends)
+    periods = [watch.ends[b] - watch.ends[a] for a, b in itertools.pairwise(numbers) if b == a + 1]
+    middle = slice(3, -3)
+    figures = {"step_ms": statistics.median(steps[middle]) * 1e3, "host_ms": statistics.median(hosts[middle]) * 1e3,
+               "period_ms": statistics.median(periods[middle]) / 1e6}  # fmt: skip
+    return [tokens[i] for i in ids], {name: round(ms, 4) for name, ms in figures.items()}
+
+
+def levels(models_: tuple[Path, Path], batch: int, context: int, count: int) -> dict[str, Any]:
+    """Rounds of a case at every graph level; the tokens of all are compared.
+
+    ``idle_ms`` of a level: by how much its period exceeds that of the loop, which leaves nothing to the host.
+    """
+    row: dict[str, Any] = {"batch": batch, "context": context}
+    outputs = []
+    for kind in ("plain", "tree"):
+        for level in ("off", "round", "loop"):
+            prompts, options, tree = prepared(batch, context, count, level)
+            row["tree"] = tree
+            collect()
+            with LLM(*models_, **options, **({"speculative": False} if kind == "plain" else {"tree": tree})) as llm:
+                rounds(llm, [p[:64] for p in prompts], 24)  # makes the rounds' graphs
+                found, row[f"{kind}_{level}"] = steady(llm, prompts, count)
+                outputs.append(found)
+        least = row[f"{kind}_loop"]["period_ms"]
+        for level in ("off", "round"):
+            row[f"{kind}_{level}"]["idle_ms"] = round(row[f"{kind}_{level}"]["period_ms"] - least, 4)
+    row["tokens_per_second_at_4"] = {
+        level: round(batch * 4e3 / row[f"tree_{level}"]["step_ms"], 1) for level in ("off", "round", "loop")
+    }
+    row["same_tokens"] = all(found == outputs[0] for found in outputs)
+    return row
+
+
+def collect() -> None:
+    """Give memory of closed engines back."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    Random.bytes = 0
+
+
+def prepared(
+    batch: int, context: int, count: int, graphs: str
+) -> tuple[list[list[int]], dict[str, Any], tuple[int, int, int]]:
+    """Prompts, options of the engine and the tree of a case."""
+    prompts = [
+        torch.randint(1, 128000, (context,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(batch)
+    ]
+    options: dict[str, Any] = {
+        "device": "cuda", "max_batch": batch, "max_context_len": context + count + batch * context // 2048 + 64,
+        "prefill_chunk": 2048, "prefix_cache": False, "page_size": 16, "graphs": graphs,
+    }  # fmt: skip
+    return prompts, options, next(t for most, t in sorted(TREES.items()) if batch <= most)
+
+
+def listed(text: str) -> list[tuple[int, int]]:
+    """Batches and contexts of ``1x1024,16x8192``."""
+    return [(int(b), int(c)) for b, c in (case.split("x") for case in text.split(",") if case)]
 
 
 def beside(llm: LLM) -> int:
@@ -128,35 +329,41 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--graphs", default="round")
     parser.add_argument("--cases", default="1x1024,1x8192,1x32768,4x8192,16x1024,16x8192,64x1024,64x8192")
+    parser.add_argument("--exactness", default="1x1024,16x1024,64x1024", help="cases of goal 13; '' for none")
+    parser.add_argument("--levels", default="1x8192,16x1024,64x1024", help="cases at every graph level; '' for none")
     args = parser.parse_args()
     llama.Checkpoint = eagle3.Checkpoint = models.cuda.Checkpoint = Random  # type: ignore[misc, assignment]
     cases: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
+    at_levels: list[dict[str, Any]] = []
     result: dict[str, Any] = {
         "commit": commit(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "device": torch.cuda.get_device_name(), "versions": versions(), "layers": args.layers,
         "graphs": args.graphs,
         "cases": cases,
+        "levels": at_levels,
+        "exactness": {
+            "ratio": "round of the contract over the same round with the fastest algorithms of any class",
+            "attention": "the contract's kernel in both; its alternative is not measured",
+            "rows": rows,
+        },
     }  # fmt: skip
+
+    def keep(to: list[dict[str, Any]], row: dict[str, Any]) -> None:
+        to.append(row)
+        print(json.dumps(row), flush=True)
+        if args.json:
+            args.json.write_text(json.dumps(result, indent=1) + "\n")
+
     with tempfile.TemporaryDirectory() as folder:
         target, draft = directories(Path(folder), args.layers)
-        for case in args.cases.split(","):
-            batch, context = (int(n) for n in case.split("x"))
-            prompts = [
-                torch.randint(1, 128000, (context,), generator=torch.Generator().manual_seed(i)).tolist()
-                for i in range(batch)
-            ]
-            options: dict[str, Any] = {
-                "device": "cuda", "max_batch": batch, "max_context_len": context + args.rounds + 64,
-                "prefill_chunk": 2048, "prefix_cache": False, "page_size": 16, "graphs": args.graphs,
-            }  # fmt: skip
-            tree = next(t for most, t in sorted(TREES.items()) if batch <= most)
+        for batch, context in listed(args.cases):
+            prompts, options, tree = prepared(batch, context, args.rounds, args.graphs)
             row: dict[str, Any] = {"batch": batch, "context": context, "tree": tree}
             outputs = []
             for name, extra in (("plain", {"speculative": False}), ("speculative", {"tree": tree})):
-                gc.collect()
-                torch.cuda.empty_cache()
-                Random.bytes = 0
+                collect()
                 with LLM(target, draft, **options, **extra) as llm:
                     tokens, seconds = rounds(llm, prompts, args.rounds)
                     rounds(llm, [p[:64] for p in prompts], args.rounds)
@@ -169,10 +376,11 @@ def main() -> None:
             # What the round would yield with drafts that are accepted so far.
             row["tokens_per_second_at_4"] = round(batch * 4e3 / row["speculative_ms"], 1)
             row |= {"same_tokens": outputs[0] == outputs[1], "ratio": round(row["speculative_ms"] / row["plain_ms"], 2)}
-            cases.append(row)
-            print(json.dumps(row), flush=True)
-            if args.json:
-                args.json.write_text(json.dumps(result, indent=1) + "\n")
+            keep(cases, row)
+        for batch, context in listed(args.levels):
+            keep(at_levels, levels((target, draft), batch, context, 2 * args.rounds))
+        for batch, context in listed(args.exactness):
+            keep(rows, exactness((target, draft), batch, context, args.rounds, args.graphs))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from timing import graph_of, medians
 
 from specrs import device
 
@@ -38,33 +39,6 @@ def path_moves(rng: random.Random, batch: int, moves: int) -> tuple[list[int], l
         dst += [base + i + 1 for i in range(moves)]
         offsets.append(len(src))
     return src, dst, offsets
-
-
-def graph_of(calls: list[Callable[[], object]]) -> torch.cuda.CUDAGraph:
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    return graph
-
-
-def medians(graphs: dict[str, torch.cuda.CUDAGraph], per_replay: int, repeats: int) -> dict[str, float]:
-    """Microseconds of one call, median over replays; the graphs take turns."""
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    for i in range(repeats + 3):
-        for name, graph in graphs.items():
-            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda._sleep(200_000)  # 0.1 ms: the host's part of the launch is over when the GPU gets there
-            start.record()
-            graph.replay()
-            stop.record()
-            stop.synchronize()
-            if i >= 3:
-                times[name].append(start.elapsed_time(stop) * 1e3 / per_replay)
-    return {name: statistics.median(t) for name, t in times.items()}
 
 
 def measure(cache: torch.Tensor, batch: int, moves: int, sets: int, repeats: int) -> dict[str, Any]:
@@ -91,11 +65,11 @@ def measure(cache: torch.Tensor, batch: int, moves: int, sets: int, repeats: int
         cache[:, :, d] = cache[:, :, s]
 
     graphs = {
-        "kv_move": graph_of([lambda m=m: device.kv_move(cache, *m) for m in on_gpu]),
-        "torch_copy": graph_of([lambda p=p: p[1].copy_(p[0]) for p in places]),
-        "torch_index": graph_of([lambda m=m: index(*m) for m in long]),
+        "kv_move": (graph_of([lambda m=m: device.kv_move(cache, *m) for m in on_gpu]), sets),
+        "torch_copy": (graph_of([lambda p=p: p[1].copy_(p[0]) for p in places]), sets),
+        "torch_index": (graph_of([lambda m=m: index(*m) for m in long]), sets),
     }
-    us = medians(graphs, sets, repeats)
+    us = medians(graphs, repeats, warm_up=3)
     bytes_ = 2 * batch * moves * ROW_BYTES
     return {
         "batch": batch,
@@ -136,14 +110,14 @@ def main() -> None:
         for b, m, sets in [(1, 3, 32), (4, 3, 32), (16, 3, 16), (64, 3, 16), (64, 16, 8)]
     ]
     empty = [torch.zeros(n, dtype=torch.int32, device="cuda") for n in (192, 192, 65)]
-    dead = medians({"dead": graph_of([lambda: device.kv_move(cache, *empty)] * 32)}, 32, a.repeats)["dead"]
+    dead = {"dead": (graph_of([lambda: device.kv_move(cache, *empty)] * 32), 32)}
     small = torch.zeros(16, device="cuda")
     tiny = cache.view(-1)[: 2 * 8 * 64].view(1, 2, 8, 1, 64)
     one = [torch.tensor(v, dtype=torch.int32, device="cuda") for v in ([1], [2], [0, 1])]
     result = {
         "copy_gb_per_s": rows[-1]["copy_gb_per_s"],  # of the largest copy below
         "shapes": rows,
-        "graph_node_us_of_a_dead_batch_of_64": round(dead, 2),
+        "graph_node_us_of_a_dead_batch_of_64": round(medians(dead, a.repeats, warm_up=3)["dead"], 2),
         "host_us": {
             "kv_move": host_us(lambda: device.kv_move(tiny, *one)),
             "torch_add_": host_us(lambda: small.add_(1)),

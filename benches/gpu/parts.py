@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -24,6 +23,8 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from timing import stream, times
+
 from common import commit, versions
 from specrs import _specrs as core
 from specrs import device
@@ -34,34 +35,6 @@ CONTEXT, LENGTH = 8192 + 256, 8192
 VOCAB, DRAFT_VOCAB = 128256, 32000
 CUDA = torch.device("cuda")
 LAYER = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
-
-
-def stream() -> int:
-    return torch.cuda.current_stream().cuda_stream
-
-
-def times(parts: dict[str, Callable[[], object]], launches: int = 20, repeats: int = 15) -> dict[str, float]:
-    """Microseconds of each; they take turns."""
-    graphs = {}
-    for name, part in parts.items():
-        part()
-        torch.cuda.synchronize()
-        graphs[name] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[name]):
-            for _ in range(launches):
-                part()
-    seen: dict[str, list[float]] = {name: [] for name in parts}
-    for i in range(repeats + 2):
-        for name, graph in graphs.items():
-            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda._sleep(200_000)  # the host's part of the launch is over when the GPU gets there
-            start.record()
-            graph.replay()
-            stop.record()
-            stop.synchronize()
-            if i >= 2:
-                seen[name].append(start.elapsed_time(stop) * 1e3 / launches)
-    return {name: round(statistics.median(us), 2) for name, us in seen.items()}
 
 
 def i32(*shape: int, fill: int = 0) -> torch.Tensor:

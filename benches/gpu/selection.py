@@ -11,12 +11,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from timing import copy_bandwidth, graph_of, medians, stream
 
 from specrs import _specrs as core
 from specrs import device
@@ -33,44 +33,6 @@ SAMPLING: dict[str, dict[str, Any]] = {
 
 def i32(values: Any) -> torch.Tensor:
     return torch.tensor(list(values), dtype=torch.int32, device="cuda")
-
-
-def graph_of(calls: list[Callable[[], object]]) -> torch.cuda.CUDAGraph:
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    return graph
-
-
-def medians(graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]], repeats: int) -> dict[str, float]:
-    """Microseconds of one call, median over replays; the graphs take turns."""
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    for i in range(repeats + 2):
-        for name, (graph, calls) in graphs.items():
-            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda._sleep(200_000)  # the host's part of the launch is over when the GPU gets there
-            start.record()
-            graph.replay()
-            stop.record()
-            stop.synchronize()
-            if i >= 2:
-                times[name].append(start.elapsed_time(stop) * 1e3 / calls)
-    return {name: statistics.median(t) for name, t in times.items()}
-
-
-def copy_bandwidth(repeats: int) -> float:
-    """Bytes read plus bytes written of a large copy, in bytes a second."""
-    a = torch.full((1 << 29,), 1.5, device="cuda")
-    b = torch.empty_like(a)
-    return 8 * len(a) / (medians({"copy": (graph_of([lambda: torch.neg(a, out=b)] * 4), 4)}, repeats)["copy"] * 1e-6)
-
-
-def stream() -> int:
-    return torch.cuda.current_stream().cuda_stream
 
 
 def sets_of(rows: int, vocab: int) -> int:

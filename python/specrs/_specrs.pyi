@@ -299,20 +299,7 @@ class Tree:
 
     @staticmethod
     def from_parents(parents: _List[SupportsIndex]) -> Tree:
-        """staticmethod(function) -> method
-
-        Convert a function to be a static method.
-
-        A static method does not receive an implicit first argument. To declare a static method, use this idiom:
-
-        class C: @staticmethod def f(arg1, arg2, argN): ...
-
-        It can be called either on the class (e.g. C.f()) or on an instance (e.g. C().f()). Both the class and the
-        instance are ignored, and neither is passed implicitly as the first argument to the method.
-
-        Static methods in Python are similar to those found in Java or C++. For a more advanced concept, see the
-        classmethod builtin.
-        """
+        """Check a parent array: `parents[0] == -1`, `0 <= parents[i] < i` otherwise."""
 
     @property
     def parents(self) -> list[int]:
@@ -968,36 +955,12 @@ class TreeBatch:
 
     @staticmethod
     def from_parents(parents: _List[_List[SupportsIndex]], tokens: _List[_List[SupportsIndex]]) -> TreeBatch:
-        """staticmethod(function) -> method
-
-        Convert a function to be a static method.
-
-        A static method does not receive an implicit first argument. To declare a static method, use this idiom:
-
-        class C: @staticmethod def f(arg1, arg2, argN): ...
-
-        It can be called either on the class (e.g. C.f()) or on an instance (e.g. C().f()). Both the class and the
-        instance are ignored, and neither is passed implicitly as the first argument to the method.
-
-        Static methods in Python are similar to those found in Java or C++. For a more advanced concept, see the
-        classmethod builtin.
-        """
+        """Trees of any shape: a parent array (-1 for the root, `parents[i] < i`) and the tokens of each request."""
 
     @staticmethod
     def from_arrays(offsets: _Tensor, tokens: _Tensor, parents: _Tensor, scores: _Tensor) -> TreeBatch:
-        """staticmethod(function) -> method
-
-        Convert a function to be a static method.
-
-        A static method does not receive an implicit first argument. To declare a static method, use this idiom:
-
-        class C: @staticmethod def f(arg1, arg2, argN): ...
-
-        It can be called either on the class (e.g. C.f()) or on an instance (e.g. C().f()). Both the class and the
-        instance are ignored, and neither is passed implicitly as the first argument to the method.
-
-        Static methods in Python are similar to those found in Java or C++. For a more advanced concept, see the
-        classmethod builtin.
+        """Trees from the arrays of a device, on the host: int32 `offsets` [B + 1], int32 `tokens` and `parents` and
+        float32 `scores` of at least as many nodes; what lies behind the last is not read.
         """
 
     @property
@@ -1070,19 +1033,8 @@ class Accepts:
 
     @staticmethod
     def from_arrays(offsets: _Tensor, paths: _Tensor, tokens: _Tensor) -> Accepts:
-        """staticmethod(function) -> method
-
-        Convert a function to be a static method.
-
-        A static method does not receive an implicit first argument. To declare a static method, use this idiom:
-
-        class C: @staticmethod def f(arg1, arg2, argN): ...
-
-        It can be called either on the class (e.g. C.f()) or on an instance (e.g. C().f()). Both the class and the
-        instance are ignored, and neither is passed implicitly as the first argument to the method.
-
-        Static methods in Python are similar to those found in Java or C++. For a more advanced concept, see the
-        classmethod builtin.
+        """Accepted paths from the arrays of a device, on the host: int32 `offsets` [B + 1], int32 `paths` and
+        `tokens` of at least as many entries; what lies behind the last is not read. No request of them has an error.
         """
 
     @property
@@ -1467,20 +1419,7 @@ class _DeviceArena:
     ) -> _DeviceArena: ...
     @staticmethod
     def count(regions: _List[tuple[str, str, _List[int]]], guards: bool = False) -> int:
-        """staticmethod(function) -> method
-
-        Convert a function to be a static method.
-
-        A static method does not receive an implicit first argument. To declare a static method, use this idiom:
-
-        class C: @staticmethod def f(arg1, arg2, argN): ...
-
-        It can be called either on the class (e.g. C.f()) or on an instance (e.g. C().f()). Both the class and the
-        instance are ignored, and neither is passed implicitly as the first argument to the method.
-
-        Static methods in Python are similar to those found in Java or C++. For a more advanced concept, see the
-        classmethod builtin.
-        """
+        """Bytes that the allocation of these regions would take; needs no device."""
 
     @property
     def bytes(self) -> int:
@@ -1489,8 +1428,8 @@ class _DeviceArena:
     def tensor(self, name: str, stream: _Stream) -> _DeviceArray:
         """The region as a tensor that torch can share; work that writes it is on the raw stream `stream`."""
 
-    def poison(self, stream: _Stream) -> None:
-        """Fill every region with bytes that are NaN and -1."""
+    def poison(self, stream: _Stream, names: _List[str] | None = None) -> None:
+        """Fill the regions of these names, or every region, with bytes that are NaN and -1."""
 
     def check_guards(self, stream: _Stream) -> None:
         """Raise `OutOfBoundsError`, with the region and the byte, where something was written outside every region."""
@@ -1505,36 +1444,22 @@ class _Graph:
 
     @staticmethod
     def capture(ordinal: SupportsIndex, stream: _Stream, work: Callable[[], object], keep: _List[object]) -> _Graph:
-        """staticmethod(function) -> method
+        """Capture what `work()` puts on the raw stream `stream` of CUDA device `ordinal`, which is not the default
+        stream. Captures run one at a time in the process; the stream's other work and other threads go on. `keep`:
+        objects that live until the graph is dropped and its last launch has finished.
 
-        Convert a function to be a static method.
-
-        A static method does not receive an implicit first argument. To declare a static method, use this idiom:
-
-        class C: @staticmethod def f(arg1, arg2, argN): ...
-
-        It can be called either on the class (e.g. C.f()) or on an instance (e.g. C().f()). Both the class and the
-        instance are ignored, and neither is passed implicitly as the first argument to the method.
-
-        Static methods in Python are similar to those found in Java or C++. For a more advanced concept, see the
-        classmethod builtin.
+        Raises what `work` raises, unchanged; `GraphCaptureError` for a capture that something broke, with the call, and
+        for a node that may not be there its type and path. Either way nothing of the graph is left and the stream works
+        as before.
         """
 
     @staticmethod
     def loop(ordinal: SupportsIndex, stream: _Stream, work: Callable[[int], object], keep: _List[object]) -> _Graph:
-        """staticmethod(function) -> method
+        """As `capture`, of the body of a loop: it runs until the last kernel of the body sets the condition to 0, by
+        `cudaGraphSetConditional(handle, 0)`, once at least. `work` gets the handle, an integer of 64 bits.
 
-        Convert a function to be a static method.
-
-        A static method does not receive an implicit first argument. To declare a static method, use this idiom:
-
-        class C: @staticmethod def f(arg1, arg2, argN): ...
-
-        It can be called either on the class (e.g. C.f()) or on an instance (e.g. C().f()). Both the class and the
-        instance are ignored, and neither is passed implicitly as the first argument to the method.
-
-        Static methods in Python are similar to those found in Java or C++. For a more advanced concept, see the
-        classmethod builtin.
+        The body holds kernels, copies, memsets, and graphs of these: no host functions, event waits, memory allocations
+        or cooperative kernels, which raise `GraphCaptureError`.
         """
 
     def launch(self, stream: _Stream) -> None:
@@ -1584,6 +1509,9 @@ class _DeviceTable:
         `(columns stored, launches, waits, rounds_first)`.
         """
 
+    def forget(self) -> None:
+        """The device's table may be another than the last upload left: the next one stores every row."""
+
     def read(self, stream: _Stream) -> list[int]:
         """The device's table, row by row, once the work on `stream` has finished."""
 
@@ -1592,6 +1520,151 @@ class _DeviceTable:
 
     def versions(self) -> list[int]:
         """The version of each row at the last upload."""
+
+@final
+class _RoundRing:
+    """Pinned memory by which the host learns what rounds found, without a synchronisation: `slots` slots (a power of
+    two, at least 2) on CUDA device `ordinal`, for rounds of `batch` lanes that find `words` int32 words. Round r has
+    slot r % slots; its first round is 0. Round r can be read until round r + slots - 1 has ended.
+    """
+
+    def __new__(
+        cls, ordinal: SupportsIndex, slots: SupportsIndex, batch: SupportsIndex, words: SupportsIndex
+    ) -> _RoundRing: ...
+    @property
+    def slots(self) -> int:
+        """Slots."""
+
+    @property
+    def batch(self) -> int:
+        """Lanes of a round."""
+
+    @property
+    def words(self) -> int:
+        """Words of what a round found."""
+
+    @property
+    def slot_words(self) -> int:
+        """Words of a slot."""
+
+    @property
+    def round(self) -> int:
+        """Word of a slot: the round's number, modulo 2^32."""
+
+    @property
+    def live(self) -> int:
+        """Word of a slot: live lanes."""
+
+    @property
+    def exit(self) -> int:
+        """Word of a slot: why no further round should follow, 0 for no reason. Bits: 1 a live lane is done, 2 a
+        lane's target scores were NaN, 4 a root's draft scores give no distribution, 8 an access was recorded that
+        the host has not read, 16 the host asked, 32 the rounds of the launch are used up.
+        """
+
+    @property
+    def continues(self) -> int:
+        """Word of a slot: 1 where another round follows in the same launch."""
+
+    @property
+    def time_at(self) -> int:
+        """First of two words of a slot: when the round was published, in nanoseconds of the device's clock
+        (`%globaltimer`), the low word first; the slot's row viewed as int64 has it at time_at / 2.
+        """
+
+    @property
+    def lens_at(self) -> int:
+        """First word of the lengths of a slot, `batch` of them, as the round used them."""
+
+    @property
+    def depths_at(self) -> int:
+        """First word of the depths of a slot, `batch` of them, as the round used them."""
+
+    @property
+    def found_at(self) -> int:
+        """First of the `words` words of a slot that the round found."""
+
+    def tensor(self) -> Array:
+        """The slots, int32 [slots, slot_words], on the CPU; whoever has it keeps the memory. The device writes it:
+        read a round's row between `wait` and `check`.
+        """
+
+    def slot(self, round: SupportsIndex) -> int:
+        """The row of `tensor()` that has round `round`."""
+
+    def wait(self, round: SupportsIndex, stream: _Stream) -> None:
+        """Wait until round `round`, launched on the raw stream `stream`, has ended, without the GIL. Raises
+        `StaleOutputError` where a later round has overwritten it, `CudaError` where the device has failed,
+        `ConfigError` where the stream has no work left and the round has not ended.
+        """
+
+    def ready(self, round: SupportsIndex) -> bool:
+        """Whether round `round` has ended. Raises `StaleOutputError` where a later round has overwritten it."""
+
+    def check(self, round: SupportsIndex) -> None:
+        """Behind a reader of a round's row: raise `StaleOutputError` where a later round has begun to overwrite it."""
+
+    def ask_stop(self) -> None:
+        """Ask the rounds that have not ended yet to be the last of their launch: they have exit bit 16 until
+        `clear_stop`.
+        """
+
+    def clear_stop(self) -> None:
+        """Ask no longer."""
+
+def _device_round_end(
+    ring: _RoundRing,
+    accepts: tuple[_Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor],
+    limits: tuple[_Tensor, _Tensor, _Tensor, _Tensor],
+    state: tuple[_Tensor, _Tensor, _Tensor, _Tensor],
+    control: _Tensor,
+    found: _Tensor,
+    handle: SupportsIndex,
+    stream: _Stream,
+) -> None:
+    """End a round, in one launch: lanes advance to what verification found or become done, and the round's slot of
+    `ring` gets the lengths and depths that the round used and a copy of `found` (int32 [words]). All tensors are
+    int32. `accepts`: offsets [B + 1], tokens, new_lens, roots, faults, sound [B], live (its last element counts).
+    `limits`: the committed length at which a lane has ended, the deepest level wanted, stop tokens [B * places],
+    places used. `state`, in and out: lens, roots, depths, done [B]. `control` [4], zeros at first: rounds ended,
+    rounds left of the launch, exit bits, the kernel's own. `handle` of the conditional node whose body this is
+    captured into, or 0.
+    """
+
+def _device_round_end_load(ordinal: SupportsIndex) -> None:
+    """Load the kernel that `_device_round_end` launches with a handle on CUDA device `ordinal`: the driver compiles
+    it.
+    """
+
+def _round_end(
+    ring: _Tensor,
+    accepts: tuple[_Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor],
+    limits: tuple[_Tensor, _Tensor, _Tensor, _Tensor],
+    state: tuple[_Tensor, _Tensor, _Tensor, _Tensor],
+    control: _Tensor,
+    found: _Tensor,
+    looped: bool,
+    asked: bool,
+    recorded: bool,
+) -> list[tuple[str, int, int, int]]:
+    """The end of a round as the host computes it, for tests of the kernel: the operands of `_device_round_end` on
+    the CPU, `ring` int32 [slots, slot words], `looped` where there is a conditional node, `asked` and `recorded` in
+    the place of the host's request and of the fault record. Writes `ring`, `state` and `control`. Returns (buffer,
+    request, index, bound) of each index that was refused.
+    """
+
+def _device_copy_rows(
+    src: _Tensor,
+    src_rows: _Tensor | None,
+    dst: _Tensor,
+    dst_rows: _Tensor | None,
+    live: _Tensor | None,
+    stream: _Stream,
+) -> None:
+    """dst[dst_rows[i]] = src[src_rows[i]] of rows of float32, bfloat16 or float16, int32 lists; `None` is row i. -1
+    in either list is nothing, and so are rows behind the live ones: what nothing goes to stays as it is. No row of
+    dst is named twice.
+    """
 
 @final
 class _DeviceProducts:
@@ -1626,7 +1699,14 @@ class _DeviceProducts:
 
     def numerics(self) -> str:
         """What the bits of products depend on, as JSON: device, driver, library; of each shape that was asked for
-        its split of K, the fingerprint of its class, and the algorithm of each bucket of rows with its microseconds.
+        its split of K, the fingerprint of its class, and the algorithm of each bucket of rows with its microseconds;
+        `contract` is false for those of `without_contract`.
+        """
+
+    def without_contract(self) -> _DeviceProducts:
+        """For benches alone, which measure what exactness costs: the same library, and for each number of rows the
+        fastest algorithm of any class of bits. A row's bits then change with the number of rows, so speculation is
+        not exact. Measured in each process and kept in no file; `numerics` says it, and so does `LLM.numerics`.
         """
 
 @final

@@ -42,6 +42,7 @@ pub(super) const CALLS: &[&str] = &[
     "cuStreamCreate",
     "cuStreamDestroy_v2",
     "cuStreamSynchronize",
+    "cuStreamQuery",
     "cuStreamWaitEvent",
     "cuStreamIsCapturing",
     "cuStreamBeginCapture_v2",

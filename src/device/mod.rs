@@ -41,6 +41,7 @@ mod libcuda;
 pub mod memory;
 pub mod params;
 pub mod plan;
+mod ring;
 pub mod rows;
 mod stream;
 mod table;
@@ -48,22 +49,23 @@ pub mod view;
 mod words;
 
 pub use attention_view::{AttentionBatch, AttentionOut, HalfType, KvLayerView};
-pub use cublaslt::{Choice, Linear, LinearShape, Products};
+pub use cublaslt::{Choice, Classes, Linear, LinearShape, Products};
 pub use devices::{Device, available};
 pub use driver::Stream;
 pub(crate) use driver::{Relaxed, named};
 pub use fault::Faults;
 pub use kernels::{
-    AddRmsNorm, Attention, AttentionCall, AttentionSize, CommitOperands, DeviceAccepts, DeviceBeams, DeviceSamplers,
-    DeviceTrees, DraftSelect, DraftSelectOperands, Fingerprint, Kernels, KvCommit, KvMove, LoopCount,
+    AddRmsNorm, Attention, AttentionCall, AttentionSize, CONTROL_WORDS, CommitOperands, DeviceAccepts, DeviceBeams,
+    DeviceSamplers, DeviceTrees, DraftSelect, DraftSelectOperands, Fingerprint, Kernels, KvCommit, KvMove, LoopCount,
     MAX_DEVICE_CANDIDATES, MAX_DEVICE_TOPK, MAX_HEAD_DIM, MAX_NORM_COLUMNS, MAX_SAMPLED_VOCAB, Mirror, PlanKernels,
-    RopeKv, RopeKvOperands, RowOps, SAMPLER_ROW_WORDS, SampleVerify, TableUpdate, TreeBuild, TreeBuildOperands,
-    VerifyGreedy, VerifyMode, VerifyOperands, verify_scratch,
+    RopeKv, RopeKvOperands, RoundEndKernels, RoundEndOperands, RowOps, SAMPLER_ROW_WORDS, SampleVerify, TableUpdate,
+    TreeBuild, TreeBuildOperands, VerifyGreedy, VerifyMode, VerifyOperands, verify_scratch,
 };
 pub use memory::{Arena, ArenaPlan, Budget, DeviceBuffer, Guards, Loan, PinnedBuffer, REGION_ALIGN, Region};
 pub use plan::{
     DeviceArray, DeviceBatch, DeviceElements, DevicePlan, DevicePlanner, DeviceStep, DeviceTable, PlanMemory,
 };
+pub use ring::RoundRing;
 pub use rows::{FloatType, Rows};
 pub(crate) use stream::RawEvent;
 pub use table::{TableMirror, TableShape, Uploaded};

@@ -84,6 +84,16 @@ impl Stream {
         named("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(self.handle(), event.0, 0).result() })
     }
 
+    /// Whether all its work has finished; an error where work of the context has failed. Not of a stream that is being
+    /// captured, whose capture it would break.
+    pub(super) fn is_idle(self) -> Result<bool> {
+        // SAFETY: the stream lives by its own contract.
+        match unsafe { sys::cuStreamQuery(self.handle()) } {
+            sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            code => named("cuStreamQuery", code.result()).map(|()| true),
+        }
+    }
+
     /// Whether work put on the stream is being captured into a graph.
     pub(crate) fn is_capturing(self) -> Result<bool> {
         let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;

@@ -211,6 +211,11 @@ impl TableMirror {
         Ok(())
     }
 
+    /// What the device holds is no longer known: the next upload stores every row.
+    pub fn forget(&mut self) {
+        self.epoch = None;
+    }
+
     /// The device's table, once the work on `stream` has finished: the host waits.
     pub fn read(&self, stream: Stream) -> Result<Vec<i32>> {
         let bytes = self.arena.read(self.region, stream)?;

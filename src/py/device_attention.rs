@@ -1,4 +1,5 @@
-//! The launch of paged attention for Python's tests and benches.
+//! The launch of paged attention on Python's tensors: every layer of the engine's passes on a GPU makes it. As in
+//! `device_ops`.
 
 use pyo3::prelude::*;
 

@@ -1,4 +1,6 @@
-//! Launches of the round's kernels on Python's tensors, for tests: rows, RoPE, verification, commit, draft selection.
+//! Launches of the round's kernels on Python's tensors: rows, RoPE, verification, commit, draft selection. The engine's
+//! passes and rounds on a GPU are made of these calls (`python/specrs/models/cuda.py`, `engine/lanes.py`), and so is the
+//! replay of recorded rounds (`capsule/on_device.py`).
 //!
 //! Like those of `device`, these functions exist in every build and raise `CudaError` where there are no kernels. Outputs
 //! are tensors that the call writes in full, apart from every other operand. `live`, where it is given, is an int32 tensor

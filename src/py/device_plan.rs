@@ -1,4 +1,4 @@
-//! Launches of the device planner on Python's tensors, for tests. As in `device_ops`.
+//! Launches of the device planner on Python's tensors: the engine's rounds on a GPU plan by them. As in `device_ops`.
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;

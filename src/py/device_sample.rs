@@ -1,4 +1,4 @@
-//! Launches of the sampling kernels on Python's tensors, for tests. As in `device_ops`.
+//! Launches of the sampling kernels on Python's tensors: the engine's rounds on a GPU draw by them. As in `device_ops`.
 
 use pyo3::prelude::*;
 

@@ -105,10 +105,14 @@ impl DeviceArena {
         Ok(DeviceArray::new(self.arena.clone(), found.region, found.name, of, home))
     }
 
-    /// Fill every region with bytes that are NaN and -1.
-    fn poison(&self, py: Python<'_>, stream: StreamArg) -> PyResult<()> {
+    /// Fill the regions of these names, or every region, with bytes that are NaN and -1.
+    #[pyo3(signature = (stream, names=None))]
+    fn poison(&self, py: Python<'_>, stream: StreamArg, names: Option<Vec<String>>) -> PyResult<()> {
         let stream = stream.get()?;
-        detached(py, || self.arena.poison_all(stream))
+        detached(py, || match names {
+            None => self.arena.poison_all(stream),
+            Some(names) => names.iter().try_for_each(|name| self.arena.poison(self.find(name)?.region, stream)),
+        })
     }
 
     /// Raise `OutOfBoundsError`, with the region and the byte, where something was written outside every region.
@@ -219,6 +223,11 @@ impl DeviceTable {
             let done = self.pool.with_tables(|tables| mirror.upload(&tables, stream, rows))??;
             Ok((done.columns, done.launches, done.waits, done.rounds_first))
         })
+    }
+
+    /// The device's table may be another than the last upload left: the next one stores every row.
+    fn forget(&self) {
+        self.mirror.lock().unwrap_or_else(PoisonError::into_inner).forget();
     }
 
     /// The device's table, row by row, once the work on `stream` has finished.

@@ -6,7 +6,8 @@
 //! | `arg` | integers of any size with named errors; work without the GIL |
 //! | `dlpack` | tensors in and out (`Array` is what specrs returns), memory that callers lend; the only place with `unsafe` |
 //! | `device` | CUDA launches; there in every build |
-//! | `device_ops`, `device_sample`, `device_plan` | launches of a round's kernels, for tests |
+//! | `device_ops`, `device_attention`, `device_sample`, `device_plan` | launches that the engine's rounds on a GPU are made of |
+//! | `device_round` | the end of a round and the ring that the host reads it from |
 //! | `geometry` | tree shapes, sizes, draft layouts, token trees |
 //! | `kv`, `attention` | the KV cache, its writes and moves, attention, RoPE |
 //! | `linear` | packed matrix products, RMSNorm |
@@ -31,6 +32,7 @@ mod device;
 mod device_attention;
 mod device_ops;
 mod device_plan;
+mod device_round;
 mod device_sample;
 mod dlpack;
 mod errors;
@@ -75,6 +77,14 @@ mod _specrs {
     };
     #[pymodule_export]
     use super::device_plan::{_device_plan, _device_tail_copies};
+    #[cfg(feature = "cuda")]
+    #[pymodule_export]
+    use super::device_round::RoundRing;
+    #[pymodule_export]
+    use super::device_round::{_device_copy_rows, _round_end};
+    #[cfg(feature = "cuda")]
+    #[pymodule_export]
+    use super::device_round::{_device_round_end, _device_round_end_load};
     #[pymodule_export]
     use super::device_sample::{_device_sample_verify, _device_samplers};
     #[cfg(feature = "cuda")]

@@ -64,6 +64,13 @@ impl DeviceProducts {
         }))
     }
 
+    /// For benches alone, which measure what exactness costs: the same library, and for each number of rows the fastest
+    /// algorithm of any class of bits. A row's bits then change with the number of rows, so speculation is not exact.
+    /// Measured in each process and kept in no file; `numerics` says it, and so does `LLM.numerics`.
+    fn without_contract(&self) -> Self {
+        Self(Arc::new(self.0.without_contract()))
+    }
+
     /// The product with `weight`, `[outputs, inputs]` of bfloat16 or float16 on the device: up to `max_rows` rows of x
     /// give rows of the same type, or of float32 with `f32_output`, plus `bias` (`[outputs]`). `split` asks for one split of K
     /// instead of the fastest class of bits. Measures, or checks what an earlier process measured. The weight and the
@@ -101,7 +108,8 @@ impl DeviceProducts {
     }
 
     /// What the bits of products depend on, as JSON: device, driver, library; of each shape that was asked for its split
-    /// of K, the fingerprint of its class, and the algorithm of each bucket of rows with its microseconds.
+    /// of K, the fingerprint of its class, and the algorithm of each bucket of rows with its microseconds; `contract` is
+    /// false for those of `without_contract`.
     fn numerics(&self, py: Python<'_>) -> PyResult<String> {
         detached(py, || Ok(self.0.numerics()))
     }

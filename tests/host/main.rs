@@ -7,6 +7,7 @@ mod common;
 mod attention;
 mod kv;
 mod linear;
+mod round_end;
 mod sample;
 mod simd;
 mod tree_allocations;

@@ -28,6 +28,8 @@ def members(body: list[ast.stmt]) -> list[Documented]:
 
 def doc(obj: Any) -> str | None:
     """The docstring of a live object, its paragraphs joined to one line each."""
+    if isinstance(obj, staticmethod):
+        obj = obj.__func__  # pyo3's wrapper has the docstring of the class `staticmethod`
     text = inspect.cleandoc(obj.__doc__) if isinstance(obj.__doc__, str) else None
     return None if text is None else "\n\n".join(" ".join(p.split()) for p in text.split("\n\n"))
 

@@ -2,20 +2,23 @@
 
     from specrs.backends import BACKENDS, find, resolve, Combination
 
-A backend declares what it can do (`AttentionBackend`), `resolve` decides from that what it may be asked for, and the
-engine (``LLM(attention_backend=...)``) runs models over it. The stand-ins compute from the metadata arrays and the KV
-pool and from nothing else, as the real kernels do, so that arrays on which they give the right tokens are arrays that
-an engine can hand to the real ones. Importing this package does not import torch.
+A backend declares what it can do (`AttentionBackend`), `MATRIX` says where it runs and how its rounds may be launched
+there, `resolve` decides from both what it may be asked for, and the engine (``LLM(attention_backend=...)``) runs models
+over it. The stand-ins compute from the metadata arrays and the KV pool and from nothing else, as the real kernels do,
+so that arrays on which they give the right tokens are arrays that an engine can hand to the real ones. Importing this
+package does not import torch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import MappingProxyType
 
 from specrs._specrs import ConfigError
 from specrs.backends.base import FORMATS, AttentionBackend, Capabilities, Step
 from specrs.backends.flash_attention import FlashAttention
 from specrs.backends.flashinfer import FlashInfer
+from specrs.backends.matrix import GRAPH_LEVELS, MATRIX, GraphLevel, Row, on_device
 from specrs.backends.native import Native, NativeCuda
 from specrs.backends.routing import (
     Alternative,
@@ -35,22 +38,27 @@ BACKENDS = MappingProxyType({cls.name: cls for cls in (Native, FlashInfer, Flash
 __all__ = [
     "BACKENDS",
     "FORMATS",
+    "GRAPH_LEVELS",
+    "MATRIX",
     "Alternative",
     "AttentionBackend",
     "Capabilities",
     "Combination",
     "FlashAttention",
     "FlashInfer",
+    "GraphLevel",
     "Native",
     "NativeCuda",
     "PlanAttention",
     "Resolved",
+    "Row",
     "Step",
     "Triton",
     "UnsupportedCombinationError",
     "check",
     "find",
     "needs_cpu_seq_lens",
+    "on_device",
     "resolve",
 ]
 
@@ -80,6 +88,8 @@ def find(backend: str | AttentionBackend | None) -> AttentionBackend:
     return backend
 
 
-def resolve(backend: str | AttentionBackend | None, asked: Combination) -> Resolved:
+def resolve(
+    backend: str | AttentionBackend | None, asked: Combination, *, slots: Iterable[object | None] = ()
+) -> Resolved:
     """`specrs.backends.routing.resolve` for a name or an instance, recommending the backends that come with specrs."""
-    return _resolve(find(backend), asked, others=[cls() for cls in BACKENDS.values()])
+    return _resolve(find(backend), asked, others=[cls() for cls in BACKENDS.values()], slots=slots)

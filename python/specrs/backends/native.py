@@ -32,3 +32,4 @@ class NativeCuda(AttentionBackend):
     page_size_above_1 = True
     draft_attention = Native.draft_attention
     kv_dtypes = ("bfloat16", "float16")
+    needs_cpu_seq_lens = False

@@ -4,7 +4,12 @@
     resolve(FlashAttention(), Combination(topk=4, page_size=16, layout="holey", draft_attention="ancestors"))
     # UnsupportedCombinationError: ... draft_attention='lane' works; ...
 
-Nothing here depends on the order in which an engine is built, so the whole (small) domain is tested exhaustively.
+    resolve(Native(), Combination(device="cuda", kv_dtype="bfloat16"))   # graphs "round", gpu-only rounds
+    resolve(Triton(), Combination(device="cuda", graphs="loop"))
+    # UnsupportedCombinationError: ... triton runs on the CPU. What would work: device='cpu' with graphs='off'; or ...
+
+Where a backend runs, and how its rounds may be launched there, is `specrs.backends.matrix`. Nothing here depends on the
+order in which an engine is built, so the whole (small) domain is tested exhaustively.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from typing import Any
 
 from specrs._specrs import ConfigError
 from specrs.backends.base import DRAFT_ATTENTIONS, KV_DTYPES, LAYOUTS, Capabilities, DraftAttention, KvDtype, Layout
+from specrs.backends.matrix import DEVICES, GRAPH_LEVELS, Device, GraphLevel, on_device, row_of, why_not_gpu_only
 
 _MAX_NAMED = 3  # alternatives on the same backend in a message; the error carries all of them
 
@@ -31,6 +37,10 @@ class Combination:
         draft_attention: what a branch attends to; ``None`` for the layout's first.
         recurrent_state: whether the model has recurrent (Mamba-like) state.
         kv_dtype: element type of the KV pool.
+        device: where the model computes.
+        graphs: how much of a round is one launch; ``None`` for the device's default.
+        gpu_only: whether rounds must (or must not) run on lengths that the device alone knows; ``None`` for what there
+            is.
     """
 
     topk: int | None = None
@@ -39,6 +49,9 @@ class Combination:
     draft_attention: DraftAttention | None = None
     recurrent_state: bool = False
     kv_dtype: KvDtype = "float32"
+    device: Device = "cpu"
+    graphs: GraphLevel | None = None
+    gpu_only: bool | None = None
 
     @property
     def holes(self) -> bool:
@@ -60,6 +73,8 @@ class Resolved:
         layout: in force: ``"holey"`` only where it differs from ``"dense"``.
         draft_attention: in force.
         needs_cpu_seq_lens: whether passes need the lengths on the host.
+        graphs: level in force.
+        gpu_only: whether rounds may run on lengths that the device alone knows, ahead of the host.
     """
 
     capabilities: Capabilities
@@ -67,6 +82,8 @@ class Resolved:
     layout: Layout
     draft_attention: DraftAttention
     needs_cpu_seq_lens: bool
+    graphs: GraphLevel
+    gpu_only: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +117,9 @@ class UnsupportedCombinationError(ConfigError):
 def check(capabilities: Capabilities, asked: Combination) -> str | None:
     """Why a backend cannot run a combination; ``None`` where it can."""
     name, tree = capabilities.name, (asked.topk or 1) > 1
+    row = row_of(capabilities, asked.device)
+    if row is None:
+        return f"{name} runs on the CPU"
     if asked.recurrent_state and asked.topk is not None and not capabilities.recurrent_state:
         return "a rejected branch cannot be taken back out of a recurrent state, so such models are decoded plainly"
     if tree and not capabilities.topk_above_1:
@@ -115,27 +135,47 @@ def check(capabilities: Capabilities, asked: Combination) -> str | None:
         modes = dict.fromkeys(mode for modes in layouts.values() for mode in modes)
         where = f"in the {_either(layouts)} layout" if asked.holes else "here"
         return f"{where} a branch of {name} attends to its {_either(modes)}"
+    if asked.graphs is not None and asked.graphs not in row.graphs:
+        return f"rounds of {name} on {asked.device!r} have graphs {_either(map(repr, row.graphs))}"
+    if asked.graphs == "loop" and asked.gpu_only is False:
+        return "the host sees no length while a loop runs"
+    if asked.gpu_only or asked.graphs == "loop":
+        return why_not_gpu_only(capabilities, asked.device, asked.recurrent_state)
     return None
 
 
-def resolve(backend: object, asked: Combination, *, others: Iterable[object] = ()) -> Resolved:
+def resolve(
+    backend: object, asked: Combination, *, others: Iterable[object] = (), slots: Iterable[object | None] = ()
+) -> Resolved:
     """Every choice that a combination leaves open, made.
 
     Args:
-        backend: an `AttentionBackend`, or an object with its methods.
+        backend: an `AttentionBackend`, or an object with its methods; specrs's own stands for itself on either device.
         asked: what is asked of it.
         others: backends that a refusal may recommend instead.
+        slots: the engine's further backends, such as the draft's own; ``None`` is an empty slot.
 
     Raises:
         UnsupportedCombinationError: with the combination, the reason and what would work.
         ConfigError: the backend declares a flag that means nothing, or a value asked for is none that there is.
     """
     _check_values(asked)
-    capabilities = Capabilities.of(backend)
+    needed = needs_cpu_seq_lens(slots)
+
+    def there(of: object) -> Capabilities | None:
+        found = on_device(of, asked.device)
+        if found is None:
+            return None
+        told = Capabilities.of(found)
+        return replace(told, needs_cpu_seq_lens=told.needs_cpu_seq_lens or needed)
+
+    capabilities = there(backend) or Capabilities.of(backend)
     why = check(capabilities, asked)
     if why is not None:
-        rest = [c for c in map(Capabilities.of, others) if c.name != capabilities.name]
+        rest = [c for c in map(there, others) if c is not None and c.name != capabilities.name]
         raise UnsupportedCombinationError(capabilities.name, asked, why, _alternatives(capabilities, asked, rest))
+    row = row_of(capabilities, asked.device)
+    assert row is not None, "checked above"
     layout, mode = next(
         (layout, mode)
         for layout, modes in _layouts(capabilities, asked).items()
@@ -148,6 +188,9 @@ def resolve(backend: object, asked: Combination, *, others: Iterable[object] = (
         layout=layout,
         draft_attention=mode if (asked.topk or 1) > 1 else asked.draft_attention or "ancestors",
         needs_cpu_seq_lens=capabilities.needs_cpu_seq_lens,
+        graphs=asked.graphs or row.graphs[0],
+        gpu_only=asked.gpu_only is not False
+        and why_not_gpu_only(capabilities, asked.device, asked.recurrent_state) is None,
     )
 
 
@@ -174,11 +217,16 @@ def _check_values(asked: Combination) -> None:
     for name, value, allowed in (
         ("draft_layout", asked.layout, LAYOUTS),
         ("draft_attention", asked.draft_attention, DRAFT_ATTENTIONS),
+        ("graphs", asked.graphs, GRAPH_LEVELS),
     ):
         if value is not None and value not in allowed:
             raise ConfigError(
                 f"{name} = {value!r}: must be {_either(map(repr, allowed))}, or None for the best there is"
             )
+    if asked.device not in DEVICES:
+        raise ConfigError(f"device = {asked.device!r}: must be {_either(map(repr, DEVICES))}")
+    if asked.gpu_only not in (None, False, True):
+        raise ConfigError(f"gpu_only = {asked.gpu_only!r}: must be a bool, or None for what there is")
     if asked.kv_dtype not in KV_DTYPES:
         raise ConfigError(f"kv_dtype = {asked.kv_dtype!r}: must be {_either(map(repr, KV_DTYPES))}")
 
@@ -187,11 +235,17 @@ def _alternatives(
     capabilities: Capabilities, asked: Combination, others: Iterable[Capabilities]
 ) -> Iterator[Alternative]:
     """Accepted combinations near a refused one: fewest changes first, then other backends as it is."""
+    at = GRAPH_LEVELS.index(asked.graphs or "off")
+    nowhere = row_of(capabilities, asked.device) is None
     changes: dict[str, list[Any]] = {
+        # Less in one launch first, the nearest level of it.
+        "graphs": [*GRAPH_LEVELS[:at][::-1], *GRAPH_LEVELS[at + 1 :]] if asked.graphs else [],
+        "gpu_only": [None] if asked.gpu_only is not None else [],
         "draft_attention": [mode for mode in DRAFT_ATTENTIONS if asked.draft_attention not in (None, mode)],
         "layout": [layout for layout in LAYOUTS if asked.layout not in (None, layout)],
         "kv_dtype": [dtype for dtype in KV_DTYPES if dtype != asked.kv_dtype],
         "page_size": [1] if asked.page_size > 1 else [],
+        "device": [device for device in DEVICES if nowhere and device != asked.device],
         "topk": [None] if asked.recurrent_state else [1] if (asked.topk or 1) > 1 else [],
     }
     fields = [name for name, values in changes.items() if values]

@@ -8,6 +8,7 @@ from typing import Any
 
 from specrs._specrs import ConfigError
 from specrs.backends.base import DRAFT_ATTENTIONS, KV_DTYPES, AttentionBackend, Capabilities, Layout
+from specrs.backends.matrix import on_device, row_of, why_not_gpu_only
 from specrs.backends.routing import Combination, check
 
 BEGIN = "<!-- backends: written by `make backends-table` from python/specrs/backends; do not edit -->"
@@ -15,7 +16,7 @@ END = "<!-- backends: end -->"
 
 _HEADINGS = (
     "`attention_backend`", "reads", "chains (K = 1)", "trees, P = 1", "trees, P > 1, dense", "trees, P > 1, holey",
-    "recurrent state", "KV", "lengths on the host",
+    "recurrent state", "KV", "lengths on the host", "on a GPU",
 )  # fmt: skip
 
 
@@ -49,7 +50,19 @@ def _row(backend: AttentionBackend) -> tuple[str, ...]:
         "drafted for" if all(recurrent) else "decoded plainly" if recurrent[0] else "no",
         ", ".join(dtype for dtype in KV_DTYPES if works(kv_dtype=dtype)),
         "needed" if capabilities.needs_cpu_seq_lens else "not needed",
+        _on_a_gpu(backend),
     )
+
+
+def _on_a_gpu(backend: AttentionBackend) -> str:
+    there = on_device(backend, "cuda")
+    if there is None:
+        return "no"
+    capabilities = Capabilities.of(there)
+    row = row_of(capabilities, "cuda")
+    assert row is not None, "it runs there"
+    ahead = why_not_gpu_only(capabilities, "cuda", recurrent_state=False) is None
+    return f"{', '.join(capabilities.kv_dtypes)}; graphs {', '.join(row.graphs)}{'; gpu-only rounds' if ahead else ''}"
 
 
 def rewritten(text: str, block: str) -> str:

@@ -28,6 +28,11 @@ def most_nodes(shape: TreeShape, levels: int) -> int:
     return min(shape.draft_tokens, 1 + k + (levels - 1) * k * k) if levels else 1
 
 
+def drafted_levels(shape: TreeShape) -> set[int]:
+    """Levels that are drafted at all: a graph is made for each, and rounds between them differ by little."""
+    return {1, (shape.steps + 1) // 2, shape.steps}
+
+
 class AheadPolicy(TreePolicy):
     """Drafts from the first round on, and again once it has lost what it may, without a look back: a round of one level
     costs less than asking the head would.
@@ -50,9 +55,22 @@ class AheadTree(AdaptiveTree):
     def __init__(self, policy: TreePolicy, shape: TreeShape, cold: Callable[[], bool] = lambda: False) -> None:
         super().__init__(policy, shape.topk)
         self._shape, self._cold = shape, cold
+        self._tried = drafted_levels(shape)
+        self._levels = 1  # of the last round
         self._keeps: dict[int, list[float]] = {}  # by kind: of each level, the share that is accepted if its parent is
 
     def cap(self, batch: Batch, drafting: Sequence[bool]) -> int:
+        self._levels = self._best(batch, drafting)
+        return self._levels
+
+    def stays(self, batch: Batch, drafting: Sequence[bool]) -> bool:
+        drew = [r for r, drafts in zip(batch, drafting, strict=False) if drafts]
+        stake = self.policy.stake(len(batch), max(len(drew), 1))
+        if any(self._gate(r).account(r.produced) < stake for r in drew):
+            return False
+        return self._best(batch, drafting) == self._levels
+
+    def _best(self, batch: Batch, drafting: Sequence[bool]) -> int:
         kinds = [self._gate(r).kind for r, d in zip(batch, drafting, strict=True) if d]
         costs, limit = self.policy.costs, self.limit(batch, drafting)
         shape, size = self._shape, len(batch)
@@ -61,6 +79,8 @@ class AheadTree(AdaptiveTree):
         for levels in range(1, shape.steps + 1):
             reached = [p * self._keep(kind)[levels - 1] for p, kind in zip(reached, kinds, strict=True)]
             expected += sum(reached)
+            if levels not in self._tried:
+                continue
             seconds = costs.drafting(size, size * shape.topk, levels - 1)
             seconds += costs.target.at(size * most_nodes(shape, levels))
             if levels > 1 and seconds > limit:
@@ -92,7 +112,9 @@ class AheadTree(AdaptiveTree):
     def _observe_overhead(self, kind: int) -> None:
         """`plain_round` does."""
 
-    def spec_round(self, passed: Sequence[Passed], trees: TreeBatch, drafting: Sequence[bool], steps: int) -> None:
+    def spec_round(
+        self, passed: Sequence[Passed], trees: Callable[[], TreeBatch], drafting: Sequence[bool], steps: int
+    ) -> None:
         super().spec_round(passed, trees, drafting, steps)
         for p, drafts in zip(passed, drafting, strict=True):
             accepted = len(p.tokens) - 1

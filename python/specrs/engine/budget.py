@@ -14,6 +14,7 @@ import torch
 
 from specrs import _specrs as core
 from specrs._specrs import ConfigError, DeviceMemoryError, Geometry
+from specrs.engine.ahead import drafted_levels
 from specrs.engine.config import EngineConfig
 from specrs.engine.lanes import buckets
 from specrs.models.config import Eagle3Config, LayerConfig, ModelConfig
@@ -33,6 +34,19 @@ _CALIBRATED = 64  # rows of the largest pass that a cost model measures
 
 Shapes = dict[str, tuple[int, ...]]
 Line = tuple[str, int]
+
+
+def attention_passes(config: EngineConfig, geometry: Geometry, drafts: bool) -> Iterator[tuple[int, int]]:
+    """Requests of passes and queries of each, one of which wants the largest workspace of attention.
+
+    It grows with the queries only until their tiles fill the GPU, so chunks of every size are among them.
+    """
+    shape, b = geometry.shape, config.max_batch
+    for queries in {1, *range(16, config.prefill_chunk, 16), config.prefill_chunk}:
+        yield 1, queries
+    yield min(b, config.prefill_chunk), config.prefill_chunk
+    for queries in (1, shape.draft_tokens, shape.topk, shape.steps + 1) if drafts else (1,):
+        yield b, queries
 
 
 @dataclass(frozen=True)
@@ -123,7 +137,7 @@ class Engine:
         queries = max(layer.q_size for layer, _ in self.layers)
         yield "scratch of products and rotations", int((most + inner + queries) * rows * half * _GROWTH)
         yield "workspace of products, at most", int(_SPACE * _GROWTH)
-        yield "workspace of attention", int(max(self._attention()) * _GROWTH)
+        yield "workspace of attention", max(self._attention())
 
         logits = t.vocab_size * _up(max(nodes, _CALIBRATED), 16)
         if head is not None:
@@ -137,21 +151,19 @@ class Engine:
             rounds = b * (shape.draft_tokens + shape.steps + 1)
             yield "features", (waits + rounds) * head.config.aux_size * half
         if c.graphs != "off":
-            yield "captured rounds", len(buckets(b)) * (shape.steps + 1) * _CAPTURED
+            levels = 1 + len(drafted_levels(shape)) if head is not None else 1
+            each = 2 if c.graphs == "loop" else 1  # a round, and it in a loop
+            yield "captured rounds", len(buckets(b)) * levels * each * _CAPTURED
         words = 2 * b * g.row_pages + 16 * (c.prefill_chunk + b) + 4 * nodes * 24
         yield "page tables, plans, trees and scratch", words * 4 + _SCRATCH
         yield "the page that padding writes to", self.page_bytes
         yield "rounding of torch's allocator", tensors * _ROUNDING
 
     def _attention(self) -> Iterator[int]:
-        c, shape, b = self.config, self.geometry.shape, self.config.max_batch
-        keys = self.geometry.row_pages * c.page_size
-        passes = [(1, c.prefill_chunk), (min(b, c.prefill_chunk), c.prefill_chunk), (b, 1)]
-        if self.head is not None:
-            passes += [(b, shape.draft_tokens), (b, shape.topk), (b, shape.steps + 1)]
+        keys = self.geometry.row_pages * self.config.page_size
         for layer, _ in self.layers:
-            for requests, queries in passes:
-                group = layer.num_heads // layer.num_kv_heads
+            group = layer.num_heads // layer.num_kv_heads
+            for requests, queries in attention_passes(self.config, self.geometry, self.head is not None):
                 yield self.attention(requests, queries, layer.num_kv_heads, group, layer.head_dim, keys)
 
     def loading(self) -> list[Line]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from specrs import backends
 from specrs._specrs import ConfigError, Geometry, TreeShape
@@ -43,8 +43,11 @@ class EngineConfig:
         device: ``"cpu"``, ``"cuda"`` or ``"cuda:N"``, which is an error where it cannot be; ``None`` is what the
             environment variable ``SPECRS_DEVICE`` says, else a GPU where one is that runs the model and holds it, else
             the CPU.
-        graphs: on a GPU, ``"round"`` replays the launches of a round as one CUDA graph, made for each size of batch;
-            ``"off"`` launches them one by one. Bits are the same.
+        graphs: how much of the rounds is one launch, as `specrs.backends.matrix` has it. On a GPU, ``"round"`` (the
+            default there) replays the launches of a round as one CUDA graph, made for each size of batch, and launches
+            the next round before the host knows what this one found; with ``"loop"`` the device goes on by itself, for
+            up to 8 rounds or until a request ends; ``"off"`` launches kernels one by one and waits for each round. A
+            CPU has ``"off"`` alone. Bits are the same.
     """
 
     max_batch: int = 8
@@ -59,7 +62,7 @@ class EngineConfig:
     prefill_chunk: int = 512
     kv_dtype: KvDtype | None = None
     device: str | None = None
-    graphs: Literal["off", "round"] = "round"
+    graphs: backends.GraphLevel | None = None
 
     def __post_init__(self) -> None:
         """Refuse what is not of its field's type, before a model is read."""
@@ -67,8 +70,9 @@ class EngineConfig:
             object.__setattr__(self, name, self._integer(name))
         if not isinstance(self.prefix_cache, bool):
             raise ConfigError(f"prefix_cache = {self.prefix_cache!r}: must be a bool")
-        if self.graphs not in ("off", "round"):
-            raise ConfigError(f"graphs = {self.graphs!r}: must be 'off' or 'round'")
+        if self.graphs not in (None, *backends.GRAPH_LEVELS):
+            levels = ", ".join(map(repr, backends.GRAPH_LEVELS))
+            raise ConfigError(f"graphs = {self.graphs!r}: must be one of {levels}, or None for the device's default")
         if self.max_context_len is not None and self.max_context_len < 2:
             raise ConfigError(f"max_context_len = {self.max_context_len}: must be at least 2, a prompt and a token")
         object.__setattr__(self, "tree", tree_shape(self.tree))
@@ -135,7 +139,8 @@ class EngineConfig:
             return replace(self, device=device, kv_dtype=self.kv_dtype or "float32")
         if self.max_batch > _MOST_REQUESTS:
             raise ConfigError(f"max_batch = {self.max_batch}: at most {_MOST_REQUESTS} on {device!r}")
-        if not isinstance(self.backend, (backends.Native, backends.NativeCuda)):
+        backend = backends.on_device(self.backend, "cuda")
+        if backend is None:
             name = backends.Capabilities.of(self.backend).name
             raise ConfigError(
                 f"attention_backend = {name!r}: runs on the CPU; device = {device!r} has 'native', device='cpu' has "
@@ -144,7 +149,7 @@ class EngineConfig:
         half = place.dtype_name
         if self.kv_dtype not in (None, half):
             raise ConfigError(f"kv_dtype = {self.kv_dtype!r}: this model has {half!r} on {device!r}")
-        return replace(self, device=device, kv_dtype=cast(KvDtype, half), attention_backend=backends.NativeCuda())
+        return replace(self, device=device, kv_dtype=cast(KvDtype, half), attention_backend=backend)
 
     def route(self, recurrent_state: bool) -> tuple[EngineConfig, bool]:
         """Fill what depends on the attention backend, before a model is read.
@@ -153,25 +158,31 @@ class EngineConfig:
             recurrent_state: whether the model declares recurrent layers.
 
         Returns:
-            The configuration with its backend, layout and draft attention; whether the model may be drafted for.
+            The configuration with its backend, layout, draft attention and graph level; whether the model may be
+            drafted for.
 
         Raises:
             UnsupportedCombinationError: what the backend cannot do, and what would work instead.
             ConfigError: a backend, layout or draft attention that there is not.
         """
         backend = self.backend
+        there = str(self.device).partition(":")[0]
+        on_gpu = there == "cuda"
         asked = backends.Combination(
             topk=None if self.adaptive else self.shape.topk,
             page_size=self.page_size,
             layout=self.draft_layout,
             draft_attention=self.draft_attention,
             recurrent_state=recurrent_state,
-            kv_dtype=self.kv_dtype or "float32",
+            kv_dtype=self.kv_dtype or ("bfloat16" if on_gpu else "float32"),
+            device="cuda" if on_gpu else "cpu",
+            graphs=self.graphs if there in ("cuda", "cpu") else None,  # else nobody has settled yet where it runs
         )
         found = backends.resolve(backend, asked)
         config = replace(
-            self, attention_backend=backend, draft_layout=found.layout, draft_attention=found.draft_attention
-        )
+            self, attention_backend=backend, draft_layout=found.layout, draft_attention=found.draft_attention,
+            graphs=found.graphs,
+        )  # fmt: skip
         return config, found.speculate
 
     def resolve(self, model_context: int) -> tuple[EngineConfig, Geometry]:

@@ -1,4 +1,7 @@
-"""The executor of a GPU: a round is launched whole, and the host waits once, for the tokens.
+"""The executor of a GPU: a round is launched whole, and the next one behind it before the host knows what it found.
+
+From the second round of a batch on, the host knows no length: what a round begins with is on the device, pages are
+leased for the most that rounds can take, and the host reads tokens from mapped memory as they come.
 
 Where somebody looks on between draft steps (a recorder, a cost model that goes by scores), the host plans and decides
 step by step, as `HostExecutor` does on any device; prefill always is.
@@ -10,20 +13,22 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch.utils.dlpack import from_dlpack
 
 from specrs import _specrs as core
-from specrs.engine.ahead import AheadPolicy, AheadTree, most_nodes
+from specrs.engine.ahead import AheadPolicy, AheadTree, drafted_levels, most_nodes
 from specrs.engine.batch import Batch
+from specrs.engine.budget import attention_passes
 from specrs.engine.config import EngineConfig
 from specrs.engine.costs import PLAIN, SPECULATIVE, Costs, Pace, PassCost
-from specrs.engine.executor import Clock, Deepen, Drafted, Entries, Verified
+from specrs.engine.executor import Clock, Deepen, Drafted, Verified
 from specrs.engine.host import HostDrafts, HostExecutor, Root, non_finite
-from specrs.engine.lanes import Activations, Lanes, Models, Roots, Variant, buckets
+from specrs.engine.lanes import MOST_AHEAD, Activations, Lanes, Models, Roots, Variant, buckets
 from specrs.engine.pages import Pages
 from specrs.engine.request import Request
 from specrs.engine.speculation import AdaptiveTree
@@ -51,9 +56,8 @@ class DeviceRoot:
 
 
 @dataclass(eq=False)
-class LaunchedRound:
-    """A round of a batch, drafts and verification in one: `CudaDrafts.draft` asks for it, `CudaExecutor.verify`
-    launches it. What it found is read when it is asked for, until the next launch over the same memory.
+class AskedRound:
+    """Drafts that `CudaExecutor.verify` launches together with their verification.
 
     Attributes:
         depths: how deep each request drafts, 0 for not at all.
@@ -63,104 +67,145 @@ class LaunchedRound:
     batch: Batch
     depths: list[int]
     levels: int
-    lanes: Lanes | None = None
-    launch: int = 0  # of the lanes
 
     @property
     def steps(self) -> int:
         return max(self.levels - 1, 0)
 
-    def cut(self, least: float) -> LaunchedRound:
-        raise NotImplementedError("nobody sees these scores before the trees are verified")
+    @property
+    def trees(self) -> core.TreeBatch:
+        raise NotImplementedError("the device builds them when the round runs")
 
     @property
-    def ran(self) -> Lanes:
-        """Where it ran. Raises StaleOutputError once another round has run there."""
+    def faults(self) -> list[tuple[core.NonFiniteError, int]]:
+        raise NotImplementedError("told by what comes of the round")
+
+
+@dataclass(eq=False)
+class LaunchedRound:
+    """A round that runs or has run. What it found is waited for when it is asked for, and is there until many rounds
+    later; what it left in device memory (features, logits), until the next one.
+
+    Attributes:
+        batch: requests that are asked about, as they are once all rounds before have landed.
+        lanes, number: where it runs, and which of the rounds there it is.
+        variant: what was launched.
+        places: the lane of each request.
+    """
+
+    batch: Batch
+    lanes: Lanes
+    number: int
+    variant: Variant
+    places: Sequence[int]
+
+    @cached_property
+    def _found(self) -> dict[str, torch.Tensor]:
+        found, places = self.lanes.landed(self.number), self.places
+        began = found["lens"].tolist()
+        if any(began[place] != n for place, n in zip(places, self.batch.lens, strict=True)):
+            starts = [began[place] for place in places]
+            raise RuntimeError(f"round {self.number} began at positions {starts}, its requests at {self.batch.lens}")
+        return found
+
+    def _held(self, what: str, held: bool) -> Lanes:
+        """The lanes, whose device memory still has what this round left. Raises StaleOutputError."""
         lanes = self.lanes
-        assert lanes is not None, "the round has not been launched"
-        if lanes.launches != self.launch:
-            what = f"round {self.launch} of the lanes of {lanes.batch} requests"
-            error = core.StaleOutputError(f"{what}: round {lanes.launches} has overwritten what it found")
-            error.what, error.held, error.current = what, self.launch, lanes.launches
+        if not held:
+            what, current = f"{what} of round {self.number} of the lanes of {lanes.batch} requests", lanes.rounds - 1
+            error = core.StaleOutputError(f"{what}: round {current}, or a pass behind it, has overwritten it")
+            error.what, error.held, error.current = what, self.number, current
             raise error
         return lanes
 
     @cached_property
     def starts(self) -> list[int]:
-        """Each request's first row of the pass, and behind the last one's."""
-        live = len(self.batch)
-        return self.ran.found["tree_offsets"][: live + 1].tolist() if self.levels else list(range(live + 1))
-
-    @property
-    def _offsets(self) -> torch.Tensor:
-        """Each request's first accepted node, and behind the last one's: int32 [B + 1]."""
-        return self.ran.found["offsets"][: len(self.batch) + 1]
+        """Each request's first row of the pass, and behind the last lane's."""
+        if not self.variant.levels:
+            return [*self.places, self.lanes.live]
+        offsets: list[int] = self._found["tree_offsets"].tolist()
+        return [*(offsets[place] for place in self.places), offsets[self.lanes.live]]
 
     @cached_property
     def trees(self) -> core.TreeBatch:
-        lanes, live = self.ran, len(self.batch)
-        if not self.levels:
-            roots = lanes.given["roots"][:live].tolist()
-            return core.TreeBatch.from_parents([[-1]] * live, [[token] for token in roots])
-        found = lanes.found
-        scores, offsets = found["tree_scores"].view(torch.float32), found["tree_offsets"][: live + 1]
-        return core.TreeBatch.from_arrays(offsets, found["tree_tokens"], found["tree_parents"], scores)
+        found, places = self._found, self.places
+        if not self.variant.levels:
+            return core.TreeBatch.from_parents([[-1]] * len(places), [[r.tokens[-1]] for r in self.batch])
+        scores = found["tree_scores"].view(torch.float32)
+        offsets, arrays = self._of_places(found["tree_offsets"], (found["tree_tokens"], found["tree_parents"], scores))
+        return core.TreeBatch.from_arrays(offsets, *arrays)
 
     @cached_property
     def accepts(self) -> core.Accepts:
-        lanes, live = self.ran, len(self.batch)
-        if bool(lanes.found["faults"][:live].any()):
+        found = self._found
+        if any(self._faulty):
             # Rare: the host looks at the rows, and says of each request what was wrong.
-            logits = lanes.logits[: self.starts[-1]].to("cpu", torch.float32)
-            return core.verify(self.trees, logits, [r.sampler for r in self.batch], self.batch.lens)
-        return core.Accepts.from_arrays(self._offsets, lanes.found["paths"], lanes.found["tokens"])
+            lanes, trees = self._held("logits", self.lanes.holds_logits(self.number)), self.trees
+            each = zip(self.starts, trees.sizes, strict=False)
+            rows = [row for first, size in each for row in range(first, first + size)]
+            logits = lanes.logits[rows].to("cpu", torch.float32)
+            return core.verify(trees, logits, [r.sampler for r in self.batch], self.batch.lens)
+        offsets, arrays = self._of_places(found["offsets"], (found["paths"], found["tokens"]))
+        return core.Accepts.from_arrays(offsets, *arrays)
+
+    def _of_places(
+        self, offsets: torch.Tensor, arrays: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Of arrays with a part for each lane, those of the requests' lanes."""
+        places, n = self.places, len(self.places)
+        if list(places) == list(range(n)):
+            return offsets[: n + 1], arrays
+        ends: list[int] = offsets.tolist()
+        index = torch.tensor([i for place in places for i in range(ends[place], ends[place + 1])], dtype=torch.int64)
+        counts = [ends[place + 1] - ends[place] for place in places]
+        return torch.tensor([0, *accumulate(counts)], dtype=torch.int32), tuple(a[index] for a in arrays)
+
+    @cached_property
+    def _faulty(self) -> list[bool]:
+        """Of each request, whether the target's scores were not finite."""
+        faults: list[int] = self._found["faults"].tolist()
+        return [faults[place] != 0 for place in self.places]
+
+    @property
+    def lost(self) -> list[int]:
+        return [] if self.lanes.holds_logits(self.number) else [i for i, faulty in enumerate(self._faulty) if faulty]
 
     @cached_property
     def faults(self) -> list[tuple[core.NonFiniteError, int]]:
         """Requests whose root's draft scores give no distribution."""
-        if not self.levels:
+        if not self.variant.levels:
             return []
-        lanes = self.ran
-        sound: list[int] = lanes.found["sound"][: len(self.batch)].tolist()
-        bad = [i for i, (depth, n) in enumerate(zip(self.depths, sound, strict=True)) if depth > 0 and n == 0]
-        return [(_bad_root(i, lanes.root_logits[i].cpu()), self._sound_until(i)) for i in bad]
+        sound: list[int] = self._found["sound"].tolist()
+        bad = [i for i, place in enumerate(self.places) if self.drafted(i) and sound[place] == 0]
+        # Where a later round has overwritten the scores, they are those of its root, which comes of this one.
+        return [(_bad_root(i, self.lanes.root_logits[self.places[i]].cpu()), self._sound_until(i)) for i in bad]
 
     def _sound_until(self, request: int) -> int:
         root = self.batch.requests[request].root
         return root.start if isinstance(root, DeviceRoot) else self.batch.lens[request]
 
     def features(self, request: int, rows: Sequence[int]) -> Features:
-        memory = self.ran.features
-        assert memory is not None
-        first = self.starts[request]
-        if self.drafted(request):
-            return Features(memory, [first + row for row in rows])  # the head has run over them
+        memory = self._held("features", self.lanes.holds(self.number)).features
+        assert memory is not None and not self.drafted(request)
         # The next round overwrites them. Without drafts there is one row, the root's.
         assert list(rows) == [0], rows
-        kept = memory.stacked.narrow(1, first, 1).clone()
+        kept = memory.stacked.narrow(1, self.starts[request], 1).clone()
         return Features(FeatureRows(memory.aux_layers, kept), range(1))
+
+    @cached_property
+    def _depths(self) -> list[int]:
+        """How deep each lane drafted."""
+        depths: list[int] = self._found["depths"].tolist()
+        return depths
 
     def drafted(self, request: int) -> bool:
         """Whether the request had drafts, and the head has run over what was accepted of them."""
-        return self.levels > 0 and self.depths[request] > 0
+        return self.variant.levels > 0 and self._depths[self.places[request]] > 0
 
-    def written(self) -> dict[int, tuple[int, int]]:
-        """Entries of the head's KV that the round wrote, by request: the first, and how many."""
-        counts = self._offsets.diff().tolist()
-        return {r.request_id: (self.batch.lens[i], counts[i]) for i, r in enumerate(self.batch) if self.drafted(i)}
-
-
-@dataclass(eq=False)
-class Fresh:
-    """What the last round left.
-
-    Attributes:
-        written: of the head's KV, where nobody has asked for it yet (`LaunchedRound.written`).
-        cold: whether the round took longer than others of its kind will (`Lanes.cold`).
-    """
-
-    written: dict[int, tuple[int, int]] = field(default_factory=dict)
-    cold: bool = False
+    def root(self, request: int) -> DeviceRoot | None:
+        if not self.drafted(request):
+            return None
+        return DeviceRoot(self.batch.seqs[request].row, self.batch.lens[request])
 
 
 class CudaExecutor(HostExecutor):
@@ -183,9 +228,10 @@ class CudaExecutor(HostExecutor):
         self._dense, cuda = dense, target.ops.placement.device
         torch.cuda.synchronize(cuda)  # the weights are there
         self._stream = torch.cuda.Stream(cuda)  # type: ignore[no-untyped-call]
-        self.steps, self._graphs = geometry.shape.steps, config.graphs != "off"
+        self.steps, self._level, self._graphs = geometry.shape.steps, config.graphs, config.graphs != "off"
         self._roots: Roots | None = None
-        self._fresh = Fresh()
+        self._running: Lanes | None = None  # of the last round that was launched
+        self._alone = True  # nothing can be launched behind it
         with self.entered():
             super().__init__(target, head, config, geometry, pool)
             self._table = core._DeviceTable(pool, cuda.index, dense.stream)
@@ -198,6 +244,18 @@ class CudaExecutor(HostExecutor):
             target.reserve(max(most, config.prefill_chunk), most)
             if head is not None:
                 head.reserve(max(config.max_batch * (self.steps + 1), config.prefill_chunk), config.max_batch)
+            keys = geometry.row_pages * config.page_size
+            for layer in [target.config] if head is None else [target.config, head.config]:
+                group = layer.num_heads // layer.num_kv_heads
+                dense.attention_space(
+                    max(
+                        core._device_attention_workspace(
+                            cuda.index, requests=requests, max_queries=queries, kv_heads=layer.num_kv_heads,
+                            group=group, head_dim=layer.head_dim, max_keys=keys,
+                        )
+                        for requests, queries in attention_passes(config, geometry, head is not None)
+                    )
+                )  # fmt: skip
             self._models = Models(
                 dense, target, self.cache, head, None if drafts is None else drafts.cache, self._roots, to_target,
                 geometry, config, pool.num_pages, from_dlpack(self._table.tensor(dense.stream)), self._stream,
@@ -211,7 +269,7 @@ class CudaExecutor(HostExecutor):
     def _drafts(self, head: Eagle3Head, cache: KvMemory, config: EngineConfig) -> HostDrafts:
         self._roots = Roots(head, config.max_batch)
         vocab_size = self.target.config.vocab_size
-        return CudaDrafts(self._fresh, self._roots, head, cache, self.planner, config, vocab_size)
+        return CudaDrafts(self._roots, head, cache, self.planner, config, vocab_size)
 
     def speculation(self, pages: Pages) -> AdaptiveTree:
         shape = self.planner.geometry.shape
@@ -233,8 +291,7 @@ class CudaExecutor(HostExecutor):
             PassCost([1, 2 * self._buckets[-1]], [extend, extend], pace),
             PassCost([PLAIN, SPECULATIVE], [_OVERHEAD, _OVERHEAD], pace),
         )
-        fresh = self._fresh
-        return AheadTree(AheadPolicy(costs), shape, lambda: fresh.cold)
+        return AheadTree(AheadPolicy(costs), shape, lambda: self._running is not None and self._running.cold)
 
     def _seconds(self, size: int, levels: int) -> float:
         """Of a round of a bucket whose lanes are all dead: its passes run over as many rows."""
@@ -243,8 +300,7 @@ class CudaExecutor(HostExecutor):
         seconds = []
         for _ in range(_RUNS + 3):  # the first ones make memory, and a graph
             started = time.perf_counter()
-            lanes.launch(Variant(size, levels, True, None), self._graphs)
-            lanes.wait()
+            lanes.landed(lanes.launch(Variant(size, levels, True, None), self._graphs))
             seconds.append(time.perf_counter() - started)
         return statistics.median(seconds[3:])
 
@@ -254,21 +310,20 @@ class CudaExecutor(HostExecutor):
             lanes = self._lanes[size] = Lanes(self._models, size)
         return lanes
 
+    def _logits(
+        self, tokens: torch.Tensor, plan: core.Plan, aux: FeatureRows | None, rows: torch.Tensor | None
+    ) -> torch.Tensor:
+        if self._running is not None:
+            self._running.overtaken = True
+        return super()._logits(tokens, plan, aux, rows)
+
     def decode(self, batch: Batch, follow: bool, clock: Clock) -> Verified:
-        return self._launched(LaunchedRound(batch, [0] * len(batch), 0), follow)
+        return self._launched(AskedRound(batch, [0] * len(batch), 0), follow)
 
     def verify(self, batch: Batch, drafted: Drafted, follow: bool, clock: Clock) -> Verified:
-        if not isinstance(drafted, LaunchedRound):
-            self._fresh.written = {}
+        if not isinstance(drafted, AskedRound):
             return super().verify(batch, drafted, follow, clock)
-        try:
-            return self._launched(drafted, follow)
-        except BaseException:
-            # The head may have run over what was accepted, and the requests are as they were: their roots are lost.
-            for i, r in enumerate(batch):
-                if drafted.drafted(i):
-                    r.root = None
-            raise
+        return self._launched(drafted, follow)
 
     def commit(self, batch: Batch, lease: core.Lease, verified: Verified) -> None:
         if isinstance(verified, LaunchedRound):
@@ -277,19 +332,64 @@ class CudaExecutor(HostExecutor):
         else:
             super().commit(batch, lease, verified)
 
-    def _launched(self, asked: LaunchedRound, follow: bool) -> LaunchedRound:
+    def _launched(self, asked: AskedRound, follow: bool) -> LaunchedRound:
         batch, levels = asked.batch, asked.levels
-        self._fresh.written = {}
-        lanes = self._of(next(b for b in self._buckets if b >= len(batch)))
+        lanes = self._running = self._of(next(b for b in self._buckets if b >= len(batch)))
         nodes = most_nodes(self.planner.geometry.shape, levels)
-        lanes.give([q.row for q in batch.seqs], batch.lens, [r.tokens[-1] for r in batch], asked.depths, nodes)
+        # A request ends with the position before its last token's, whose KV nobody needs.
+        limits, stops = [r.ending.max_total - 1 for r in batch], [r.ending.eos_ids | r.ending.stop_ids for r in batch]
+        tokens = [r.tokens[-1] for r in batch]
+        lanes.give([q.row for q in batch.seqs], batch.lens, tokens, asked.depths, nodes, levels, limits, stops)
         edits = lanes.sample_by([r.sampler for r in batch])
         self._table.upload(self._dense.stream)
-        lanes.launch(Variant(lanes.batch, levels, follow, edits), self._graphs)
-        lanes.wait()
-        asked.lanes, asked.launch = lanes, lanes.launches
-        self._fresh.written, self._fresh.cold = asked.written() if levels else {}, lanes.cold
-        return asked
+        variant = Variant(lanes.batch, levels, follow, edits)
+        number = lanes.launch(variant, self._graphs)
+        # What the head is asked for behind this round, a root or features, the host has to see to.
+        waits = follow and not all(depth > 0 or not r.followed for r, depth in zip(batch, asked.depths, strict=True))
+        self._alone = waits or lanes.changing or self._level == "off"
+        return LaunchedRound(batch, lanes, number, variant, range(len(batch)))
+
+    def following(self, verified: Verified) -> Verified | None:
+        if not isinstance(verified, LaunchedRound):
+            return None
+        number = verified.lanes.followed_by(verified.number)
+        return None if number is None else replace(verified, number=number)
+
+    def ahead(self, verified: Verified) -> int:
+        if not isinstance(verified, LaunchedRound) or self._alone or self._running is not verified.lanes:
+            return 0
+        if not verified.variant.loop:
+            return MOST_AHEAD if self._level == "loop" and verified.lanes.loops(verified.variant) else 1
+        return 0 if verified.lanes.ended(verified.number) else MOST_AHEAD
+
+    def launch(self, verified: Verified, rounds: int) -> Verified | None:
+        assert isinstance(verified, LaunchedRound)
+        remaps = verified.variant.levels > 0 and self.planner.geometry.page_size == 1
+        rows = [q.row for q in verified.batch.seqs] if remaps else []
+        if self._table.upload(self._dense.stream, rows)[3]:
+            return None  # whole rows are to be stored, which the rounds in flight change
+        lanes, variant = verified.lanes, verified.variant
+        variant = replace(variant, loop=self._level == "loop" and lanes.loops(replace(variant, loop=False)))
+        number = lanes.again(variant, self._graphs, rounds)
+        return LaunchedRound(verified.batch, lanes, number, variant, verified.places)
+
+    def landing(self, verified: Verified, batch: Batch, rows: Sequence[int]) -> Verified:
+        assert isinstance(verified, LaunchedRound)
+        return LaunchedRound(
+            batch, verified.lanes, verified.number, verified.variant, [verified.places[row] for row in rows]
+        )
+
+    def abandon(self, requests: Sequence[Request]) -> None:
+        lanes = self._running
+        if lanes is None:
+            return
+        for r in requests:
+            # The head may have run over what was accepted, and the requests are as they were.
+            if isinstance(r.root, DeviceRoot):
+                r.root = None
+        self._table.forget()  # rounds may have remapped rows
+        lanes.settle()
+        self._running = None
 
 
 class CudaDrafts(HostDrafts):
@@ -297,7 +397,6 @@ class CudaDrafts(HostDrafts):
 
     def __init__(
         self,
-        fresh: Fresh,
         roots: Roots,
         head: Eagle3Head,
         cache: KvMemory,
@@ -306,7 +405,7 @@ class CudaDrafts(HostDrafts):
         vocab_size: int,
     ) -> None:
         super().__init__(head, cache, planner, config, vocab_size)
-        self._fresh, self._roots, self._steps = fresh, roots, planner.geometry.shape.steps
+        self._roots, self._steps = roots, planner.geometry.shape.steps
 
     def draft(self, batch: Batch, depths: Sequence[int], deepen: Deepen | None, clock: Clock) -> Drafted:
         if deepen is not None:
@@ -315,19 +414,10 @@ class CudaDrafts(HostDrafts):
             min(depth, self._steps) if isinstance(r.root, DeviceRoot) else 0
             for r, depth in zip(batch, depths, strict=True)
         ]
-        return LaunchedRound(batch, able, max(able, default=0))
-
-    def extend(self, entries: Entries, clock: Clock) -> list[object]:
-        written = self._fresh.written
-        each = list(zip(entries.requests, entries.seqs, entries.starts, entries.counts, strict=True))
-        rest = [e for e in each if written.get(e[0].request_id) != (e[2], e[3])]
-        found: dict[int, object] = {}
-        if rest:
-            requests, seqs, starts, counts = (list(part) for part in zip(*rest, strict=True))
-            ran = super().extend(Entries(requests, seqs, starts, counts), clock)
-            found = {r.request_id: root for r, root in zip(requests, ran, strict=True)}
-        self._fresh.written = {}
-        return [found.get(r.request_id, DeviceRoot(seq.row, start)) for r, seq, start, _ in each]
+        deepest = max(able, default=0)
+        # Of the levels that graphs are made for; each lane knows how deep it drafts itself.
+        levels = min(n for n in drafted_levels(self._geometry.shape) if n >= deepest) if deepest else 0
+        return AskedRound(batch, able, levels)
 
     def _lend(self, request: Request, logits: torch.Tensor, hidden: torch.Tensor) -> DeviceRoot:
         self._roots.put(request.seq.row, logits, hidden)

@@ -32,11 +32,22 @@ class Drafter:
 
     # -- features -----------------------------------------------------------------------------------------------
 
-    def remember(self, batch: Batch, passed: Pass, rows: Sequence[Sequence[int]]) -> None:
+    def remember(self, batch: Batch, passed: Pass, rows: Sequence[Sequence[int]], overtaken: bool = False) -> None:
         """Keep the target's features of newly committed positions, by rows of the pass, until the head has run over
-        them."""
+        them; or take the root of a head that has.
+
+        Args:
+            overtaken: later rounds have run, over the memory of these features.
+        """
         for i, (r, index) in enumerate(zip(batch, rows, strict=True)):
-            if index and r.followed:
+            if not index or not r.followed:
+                continue
+            root = passed.root(i)
+            if root is not None:
+                r.root = root
+            elif overtaken:  # and so the request's last round, or the device would have drafted for it
+                r.give_up_drafts(batch.lens[i] - r.lag)  # what its draft KV is complete to
+            else:
                 r.wait(passed.features(i, index))
 
     def catch_up(self, batch: Batch, speculation: GivenTree) -> None:
@@ -104,7 +115,7 @@ class Drafter:
 
         drafted = self._executor.draft(batch, depths, deepen, speculation.timed)
         least = speculation.least_score(batch, drafted.trees, drafted.steps, limit)
-        return drafted if least is None else drafted.cut(least)
+        return drafted if least is None else self._executor.cut(drafted, least)
 
     def _entries(self, reqs: Sequence[Request], keep: int = 0) -> Entries:
         """All positions that wait, but each request's last ``keep``."""

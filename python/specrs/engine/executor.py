@@ -57,6 +57,10 @@ class Pass(Protocol):
     def features(self, request: int, rows: Sequence[int]) -> Features:
         """The target's features of some of a request's rows in the pass, in order. The pass must have kept them."""
 
+    def root(self, request: int) -> object | None:
+        """The head's result for the request's new last token (`Request.root`), where the head has run over what was
+        accepted of it; then nobody asks for those features."""
+
 
 class Prefilled(Pass, Protocol):
     """The results of a chunk of prefill."""
@@ -77,6 +81,15 @@ class Verified(Pass, Protocol):
     def accepts(self) -> Accepts:
         """The accepted paths and tokens."""
 
+    @property
+    def faults(self) -> Sequence[tuple[NonFiniteError, int]]:
+        """Those of the drafts (`Drafted.faults`)."""
+
+    @property
+    def lost(self) -> Sequence[int]:
+        """Requests whose scores were not finite, of which the device has kept too little to say why: it ran on. They
+        are where they were before the round, and meet it again."""
+
 
 class Drafted(Protocol):
     """Trees to verify."""
@@ -93,9 +106,6 @@ class Drafted(Protocol):
     def faults(self) -> Sequence[tuple[NonFiniteError, int]]:
         """Requests (rows of the batch) that cannot be drafted for any more, and how many positions of their draft KV
         are sound. Their trees are a root alone."""
-
-    def cut(self, least: float) -> Drafted:
-        """The same without nodes of a cumulative log-probability below ``least``."""
 
 
 class DraftExecutor(Protocol):
@@ -117,6 +127,9 @@ class DraftExecutor(Protocol):
     def draft(self, batch: Batch, depths: Sequence[int], deepen: Deepen | None, clock: Clock) -> Drafted:
         """Draft a tree for each request of the batch, up to its depth; roots for those with depth 0 or no root.
         Without ``deepen`` every step is taken that a depth needs, and nobody looks on between them."""
+
+    def cut(self, drafted: Drafted, least: float) -> Drafted:
+        """Trees that somebody looked at, without nodes of a cumulative log-probability below ``least``."""
 
 
 class Executor(Protocol):
@@ -155,3 +168,21 @@ class Executor(Protocol):
 
     def commit(self, batch: Batch, lease: Lease, verified: Verified) -> None:
         """Make the KV of accepted paths the end of each request's prefix; then the lease can be committed."""
+
+    # Rounds behind a round of which nobody has read anything yet: an executor that can say what the next one needs
+    # without the host launches it at once.
+
+    def following(self, verified: Verified) -> Verified | None:
+        """The round that the device has begun by itself behind this one, for which this one is waited for."""
+
+    def ahead(self, verified: Verified) -> int:
+        """How many rounds over the same requests can be launched behind this one, the last of all; 0 for none."""
+
+    def launch(self, verified: Verified, rounds: int) -> Verified | None:
+        """Launch up to so many, whose pages are leased. Returns the first; ``None`` where it cannot be now."""
+
+    def landing(self, verified: Verified, batch: Batch, rows: Sequence[int]) -> Verified:
+        """What a round gave these rows of its batch, whose requests are ``batch`` now."""
+
+    def abandon(self, requests: Sequence[Request]) -> None:
+        """Rounds in flight are over, and what they did to these requests is undone by the host's books. Waits."""

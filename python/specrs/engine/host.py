@@ -40,6 +40,9 @@ class _Pass:
         first = self.starts[request]
         return Features(self.aux, [first + row for row in rows])
 
+    def root(self, request: int) -> object | None:
+        return None
+
 
 @dataclass(eq=False)
 class HostPrefilled(_Pass):
@@ -50,6 +53,8 @@ class HostPrefilled(_Pass):
 class HostVerified(_Pass):
     trees: core.TreeBatch
     accepts: core.Accepts
+    faults: Sequence[tuple[core.NonFiniteError, int]]
+    lost: Sequence[int] = ()
 
 
 @dataclass(eq=False)
@@ -58,9 +63,6 @@ class HostDrafted:
     steps: int
     faults: list[tuple[core.NonFiniteError, int]]
     finish: Callable[[float], core.TreeBatch]
-
-    def cut(self, least: float) -> HostDrafted:
-        return replace(self, trees=self.finish(least))
 
 
 @dataclass(eq=False)
@@ -133,12 +135,13 @@ class HostExecutor:
     def decode(self, batch: Batch, follow: bool, clock: Clock) -> Verified:
         trees = core.TreeBatch.from_parents([[-1]] * len(batch), [[r.tokens[-1]] for r in batch])
         plan = self.planner.decode(batch.seqs, batch.lens)
-        return self._verify(batch, trees, plan, range(len(batch)), follow, clock)
+        return self._verify(batch, trees, plan, range(len(batch)), follow, clock, ())
 
     def verify(self, batch: Batch, drafted: Drafted, follow: bool, clock: Clock) -> Verified:
         trees = drafted.trees
         plan = self.planner.verify(batch.seqs, batch.lens, trees)
-        return self._verify(batch, trees, plan, list(accumulate(trees.sizes, initial=0)), follow, clock)
+        starts = list(accumulate(trees.sizes, initial=0))
+        return self._verify(batch, trees, plan, starts, follow, clock, drafted.faults)
 
     def _verify(
         self,
@@ -148,16 +151,32 @@ class HostExecutor:
         starts: Sequence[int],
         follow: bool,
         clock: Clock,
+        faults: Sequence[tuple[core.NonFiniteError, int]],
     ) -> HostVerified:
         tokens = from_dlpack(trees.tokens)
         aux = self._features(follow, len(tokens))
         logits = clock("target", len(tokens), self._logits, tokens, plan, aux, None)
         accepts = core.verify(trees, logits, [r.sampler for r in batch], batch.lens)
-        return HostVerified(aux, starts, trees, accepts)
+        return HostVerified(aux, starts, trees, accepts, faults)
 
     def commit(self, batch: Batch, lease: core.Lease, verified: Verified) -> None:
         moves = self.planner.commit(lease, batch.seqs, batch.lens, verified.accepts)
         self.target.ops.dense.kv_move(self.cache, moves)
+
+    def following(self, verified: Verified) -> Verified | None:
+        return None
+
+    def ahead(self, verified: Verified) -> int:
+        return 0  # the host plans every round by the lengths that the last one gave
+
+    def launch(self, verified: Verified, rounds: int) -> Verified | None:
+        return None
+
+    def landing(self, verified: Verified, batch: Batch, rows: Sequence[int]) -> Verified:
+        return verified
+
+    def abandon(self, requests: Sequence[Request]) -> None:
+        """A round that failed here has changed nothing."""
 
     def _logits(
         self, tokens: torch.Tensor, plan: core.Plan, aux: FeatureRows | None, rows: torch.Tensor | None
@@ -247,6 +266,10 @@ class HostDrafts:
             steps += 1
         finish = partial(beams.finish, [r.tokens[-1] for r in batch], depths, [shape.draft_tokens] * len(batch))
         return HostDrafted(finish(), steps, faults, finish)
+
+    def cut(self, drafted: Drafted, least: float) -> Drafted:
+        assert isinstance(drafted, HostDrafted), "nobody has seen these scores"
+        return replace(drafted, trees=drafted.finish(least))
 
     def _extend(
         self, tokens: torch.Tensor, aux: Sequence[torch.Tensor], plan: core.Plan, rows: torch.Tensor | None = None

@@ -2,22 +2,27 @@
 
     select, (plan, head, select) ..., build trees | plan, target, accept, commit | plan, head
 
-Lengths, beams, trees and accepted paths stay on the device: kernels read them there, and the host waits once, for the
-tokens. All memory of a bucket of requests is declared in one arena; a lane is a request's place in it. Lanes behind the
-live ones are dead: the kernels write their dead values into them.
+Lengths, beams, trees and accepted paths stay on the device: kernels read them there, and the round's end makes what the
+next one begins with. So a round can be launched behind another of which the host knows nothing yet, or go round and
+round in a WHILE loop on the device. Each publishes what it found to a slot of mapped memory, where the host reads it
+without a synchronisation.
 
-The same launches run as they are or from a CUDA graph of them; bits do not depend on which.
+All memory of a bucket of requests is declared in one arena; a lane is a request's place in it. Lanes behind the live
+ones are dead: the kernels write their dead values into them. A lane whose request has ended repeats its root.
+
+The same launches run as they are, from a CUDA graph of them, or from that graph in a loop; bits do not depend on which.
 """
 
 from __future__ import annotations
 
+import math
+import os
 import sys
-import threading
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, cast
 
@@ -35,8 +40,13 @@ from specrs.models.llama import LlamaModel
 from specrs.models.ops import KvMemory
 
 _LEAST_EDITS = 64
-_COLD = 2  # runs of a variant before it is captured: the ends of requests make some that never come again
-_CAPTURING = threading.Lock()
+_COLD = 1  # runs of a variant before it is captured, which load kernels and grow memory
+_LASTING = {"given", "control", "versions", "minus", "select"}  # what a round finds in place
+_SLOTS = 32  # rounds whose results are kept
+_INV_TEMPERATURE, _PENALISED = 7, 11  # words of a sampler's row: 0 for greedy, and for one without penalties
+_STOPS = 8  # tokens by which the device sees that a request ends; the host sees all
+MOST_AHEAD = 8  # rounds of a loop at most
+_BUDGET = 32  # exit bit of a round: the loop has run as many rounds as it was to
 
 
 @dataclass(frozen=True)
@@ -48,12 +58,14 @@ class Variant:
         levels: of drafts, 0 for a round of roots alone.
         follow: whether the target's features are kept.
         edits: room for sampling's edits of tokens; ``None`` where all lanes are greedy and have none.
+        loop: whether the device goes on by itself.
     """
 
     batch: int
     levels: int
     follow: bool
     edits: int | None
+    loop: bool = False
 
 
 class Roots:
@@ -117,7 +129,7 @@ class Activations:
 class _Captured:
     """A round's launches, and where its logits lie."""
 
-    graph: torch.cuda.CUDAGraph
+    graph: core._Graph
     logits: torch.Tensor
 
 
@@ -137,15 +149,20 @@ class _Fields:
 class Lanes:
     """Memory and launches of a bucket of ``batch`` requests.
 
+    Under ``SPECRS_POISON=1`` every round begins with NaN and -1 in all memory that it writes before it reads, gaps lie
+    between the regions of the arena, and each landing looks for writes into those.
+
     Attributes:
         given: int32 arrays of the host that `launch` uploads, by name; `give` and `sample_by` fill them.
-        found: what the round found, on the host once `wait` has returned: offsets, paths, tokens, rows, roots,
-            new_lens, faults, sound, tree_offsets, tree_tokens, tree_parents, tree_scores.
         features: of the target's pass, a row for each node; ``None`` without a head.
-        logits: of the last launch, a row for each node.
-        root_logits: of the head, by which the last launch's drafts began, a row for each lane.
-        launches: so far.
-        cold: whether the last one made what later ones of its variant only replay.
+        logits: of the last round, a row for each node.
+        root_logits: of the head, by which the last round's drafts began, a row for each lane.
+        live: lanes of the last launch.
+        rounds: launched so far; of a loop under way, those that are known of.
+        looping: whether a loop may be under way.
+        overtaken: whether a pass of the target that is none of these rounds has run behind them, over its logits.
+        changing: whether what tokens are drawn by changes from round to round, so that the host has to say it again.
+        cold: whether the last launch made what later ones of its variant only replay.
     """
 
     def __init__(self, models: Models, batch: int) -> None:
@@ -158,8 +175,9 @@ class Lanes:
         path = self._path = longest_path(g)
         # 8-byte arrays first, so that they are aligned.
         self._given = _Fields(
-            sampling=batch * 12, root_from=2 * batch, root_to=2 * batch, rows=batch, lens=batch, roots=batch,
-            depths=batch, nodes=batch, tree_offsets=batch + 1, edit_begins=batch, edit_counts=batch, live=1,
+            sampling=batch * 12, root_from=batch, root_to=batch, rows=batch, lens=batch, roots=batch, depths=batch,
+            done=batch, limits=batch, caps=batch, stops=batch * _STOPS, stop_counts=batch, nodes=batch,
+            tree_offsets=batch + 1, edit_begins=batch, edit_counts=batch, live=1,
         )  # fmt: skip
         self._found = _Fields(
             offsets=batch + 1, paths=batch * path, tokens=batch * path, rows=batch * path, roots=batch, new_lens=batch,
@@ -169,9 +187,9 @@ class Lanes:
         regions: dict[str, tuple[str, list[int]]] = {
             "given": ("int32", [self._given.words]),
             "found": ("int32", [self._found.words]),
+            "control": ("int32", [4]),
             "versions": ("int64", [batch]),
             "minus": ("int32", [batch]),
-            "last": ("int32", [batch]),
         }
         for name, queries, words in (("draft", batch * k, 1), ("verify", batch * v, 1), ("extend", batch * path, 0),
                                      ("decode", batch, 0)):  # fmt: skip
@@ -204,8 +222,11 @@ class Lanes:
             moves = batch * path
             regions |= {name: ("int32", [moves]) for name in ("move src", "move dst")}
             regions["move offsets"] = ("int32", [batch + 1])
+        self._poisoned = [name for name in regions if name not in _LASTING] if _poisons() else None
         self._arena = core._DeviceArena(
-            cuda.index, [(name, dtype, cast(Any, size)) for name, (dtype, size) in regions.items()]
+            cuda.index,
+            [(name, dtype, cast(Any, size)) for name, (dtype, size) in regions.items()],
+            self._poisoned is not None,
         )
         stream = models.dense.stream
         self._a = a = {name: from_dlpack(self._arena.tensor(name, stream)) for name in regions}
@@ -215,13 +236,11 @@ class Lanes:
         self._no_mask = a["versions"][:0]
         self._in, self._out = self._given.of(a["given"]), self._found.of(a["found"])
         self._given_host = torch.zeros(self._given.words, dtype=torch.int32, pin_memory=True)
-        self._found_host = torch.zeros(self._found.words, dtype=torch.int32, pin_memory=True)
-        self.given, self.found = self._given.of(self._given_host), self._found.of(self._found_host)
+        self.given = self._given.of(self._given_host)
         self._sampling = self._in["sampling"].view(torch.int64).view(batch, 6)
-        self._root_from, self._root_to = (self._in[name].view(torch.int64) for name in ("root_from", "root_to"))
         self._numbers = {name: array.numpy() for name, array in self.given.items()}
-        for name in ("root_from", "root_to"):
-            self._numbers[name] = self.given[name].view(torch.int64).numpy()
+        self._ring = core._RoundRing(cuda.index, _SLOTS, batch, self._found.words)
+        self._slots = [self._views(slot) for slot in from_dlpack(self._ring.tensor())]
         self._samplers: list[core.Sampler] = []  # those that `given` has, where they stay as they are
         self._sampled_by: int | None = None
         self._edits: dict[int, tuple[torch.Tensor, ...]] = {}
@@ -242,7 +261,8 @@ class Lanes:
         if models.activations is not None:
             self._hold(models.activations)
         self.logits = a["given"]  # until the first launch
-        self.launches, self.cold = 0, False
+        self.live = self.rounds = 0
+        self.looping = self.overtaken = self.changing = self.cold = False
         self._graphs: dict[Variant, _Captured] = {}
         self._runs: Counter[Variant] = Counter()  # without a graph, since scratch memory moved
         self._captured_at = self._epoch
@@ -284,10 +304,26 @@ class Lanes:
             arrays[4:] = [array[: self.batch * nodes] for array in arrays[4:]]
         return tuple(arrays)
 
+    def _views(self, slot: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Of a slot of the ring: what its round found, ``lens`` and ``depths`` as it used them, and its ``header``."""
+        ring, batch = self._ring, self.batch
+        found = self._found.of(slot[ring.found_at : ring.found_at + ring.words])
+        for name, first in (("lens", ring.lens_at), ("depths", ring.depths_at)):
+            found[name] = slot[first : first + batch]
+        return {**found, "header": slot[: ring.lens_at]}
+
     # -- the host's side ----------------------------------------------------------------------------------------
 
     def give(
-        self, rows: Sequence[int], lens: Sequence[int], tokens: Sequence[int], depths: Sequence[int], nodes: int
+        self,
+        rows: Sequence[int],
+        lens: Sequence[int],
+        tokens: Sequence[int],
+        depths: Sequence[int],
+        nodes: int,
+        cap: int = 0,
+        limits: Sequence[int] = (),
+        stops: Sequence[Collection[int]] = (),
     ) -> None:
         """Say what the next launch is for.
 
@@ -295,10 +331,25 @@ class Lanes:
             rows, lens, tokens, depths: of each live request its row of the page table, its committed length, the root's
                 token, and how deep it drafts, 0 for not at all.
             nodes: of a tree at most.
+            cap: how deep those that draft do so in rounds behind this one.
+            limits: of each request, the committed length with which it ends.
+            stops: of each request, tokens with which it ends.
         """
         live, n = len(rows), self._numbers
-        for name, values, dead in (("rows", rows, -1), ("lens", lens, 0), ("roots", tokens, 0), ("depths", depths, 0)):
+        self.live = live
+        caps = [cap if depth > 0 else 0 for depth in depths]
+        fields = [
+            ("rows", rows, -1), ("lens", lens, 0), ("roots", tokens, 0), ("depths", depths, 0), ("caps", caps, 0),
+            ("limits", limits or [2**31 - 1] * live, 0),
+        ]  # fmt: skip
+        for name, values, dead in fields:
             n[name][:live], n[name][live:] = values, dead
+        n["done"][:] = 0
+        n["stop_counts"][:] = 0
+        for i, some in enumerate(stops):
+            few = list(some)[:_STOPS]  # of the others the host tells
+            n["stop_counts"][i] = len(few)
+            n["stops"][i * _STOPS : i * _STOPS + len(few)] = few
         n["nodes"][:live], n["nodes"][live:] = nodes, 0
         n["live"][0] = live
         n["tree_offsets"][: live + 1], n["tree_offsets"][live + 1 :] = range(live + 1), live
@@ -317,8 +368,7 @@ class Lanes:
         rows, begins, counts, edits = arrays[0], arrays[1], arrays[2], arrays[3:]
         words = rows.view(torch.int32)
         used, live = edits[0].numel(), len(samplers)
-        # Of a row, the words of 1 / temperature (0 for greedy) and of penalties.
-        sampled, penalised = (bool(words[:, column].any()) for column in (7, 11))
+        sampled, penalised = (bool(words[:, column].any()) for column in (_INV_TEMPERATURE, _PENALISED))
         room = None
         if used or sampled or penalised:
             self.given["sampling"][: live * 12] = words.reshape(-1)
@@ -338,29 +388,44 @@ class Lanes:
                     host[i * room : i * room + used] = part.view(torch.int32)
                 self._edits[room][0].copy_(host, non_blocking=True)
         # Without penalties and biases nothing changes from round to round.
-        self._samplers, self._sampled_by = [] if used or penalised else list(samplers), room
+        self.changing = bool(used or penalised)
+        self._samplers, self._sampled_by = [] if self.changing else list(samplers), room
         return room
 
-    def launch(self, variant: Variant, graphs: bool) -> None:
-        """Upload what was `given`, and run the round behind whatever the current stream has."""
+    def launch(self, variant: Variant, graphs: bool) -> int:
+        """Upload what was `given`, and run the round behind whatever the current stream has. Returns its number."""
         self._a["given"].copy_(self._given_host, non_blocking=True)
-        self.launches += 1
+        return self.again(variant, graphs)
+
+    def again(self, variant: Variant, graphs: bool, rounds: int = 1) -> int:
+        """Run a round that begins where the last one ends; a loop, up to so many. Returns the first one's number."""
+        number = self.rounds
+        self.rounds, self.looping, self.overtaken = number + 1, variant.loop, False
         if self._epoch != self._captured_at:  # scratch memory that graphs were captured with has moved
             self._graphs.clear()
             self._runs.clear()
             self._captured_at = self._epoch
         kept = self._graphs.get(variant)
         self.cold = graphs and kept is None
-        if kept is None and graphs and self._runs[variant] >= _COLD:
+        if kept is None and graphs and (variant.loop or self._runs[variant] >= _COLD):
             kept = self._capture(variant)
         if kept is not None:
-            kept.graph.replay()
+            if variant.loop:
+                self._a["control"][1:2].fill_(rounds)
+            kept.graph.launch(self._m.dense.stream)
             self.logits = kept.logits
         else:
             # The first time loads kernels and grows memory, which a capture could not.
-            self._run(variant)
+            self.looping = False
+            self._run(replace(variant, loop=False), 0)
             self._runs[variant] += 1
-        self._found_host.copy_(self._a["found"], non_blocking=True)
+        return number
+
+    def loops(self, variant: Variant) -> bool:
+        """Whether the variant can go on by itself: there is a graph of it over the present memory, and none of a loop
+        of it has failed."""
+        again = replace(variant, loop=True)
+        return variant in self._graphs and self._epoch == self._captured_at and self._runs[again] >= 0
 
     @property
     def _epoch(self) -> int:
@@ -371,34 +436,76 @@ class Lanes:
 
     def _capture(self, variant: Variant) -> _Captured | None:
         """A graph of the variant's launches, which are not run; ``None`` where it cannot be captured."""
-        graph, stream, epoch = torch.cuda.CUDAGraph(), self._m.stream, self._epoch
-        with _CAPTURING:  # one at a time in the process
-            stream.synchronize()
-            try:
-                graph.capture_begin(capture_error_mode="thread_local")
-                try:
-                    self._run(variant)
-                finally:
-                    graph.capture_end()
-                if self._epoch != epoch:
-                    raise RuntimeError("scratch memory moved within the capture")
-            except RuntimeError as error:
-                self._m.dense.forget()
-                self._runs[variant] = -sys.maxsize  # from now on without
-                warnings.warn(f"{variant} runs without a CUDA graph: {error}", RuntimeWarning, stacklevel=2)
-                return None
+        m, epoch, stream = self._m, self._epoch, self._m.dense.stream
+        # What the launches point at. Nothing of it points back here, or nobody would ever let go of the graph.
+        keep = [self._arena, self._ring, m.table, m.cache, m.draft_cache, m.target, m.head, m.roots, m.activations,
+                m.to_target, *self._scratch.values(), *self._edits.values()]  # fmt: skip
+        allocated = _allocations(self._cuda)
+        try:
+            if variant.loop:
+                core._device_round_end_load(self._cuda.index)
+                graph = core._Graph.loop(self._cuda.index, stream, lambda handle: self._run(variant, handle), keep)
+            else:
+                graph = core._Graph.capture(self._cuda.index, stream, lambda: self._run(variant, 0), keep)
+            if self._epoch != epoch or _allocations(self._cuda) != allocated:
+                raise RuntimeError("memory was allocated within the capture")
+        except (RuntimeError, core.GraphCaptureError) as error:
+            m.dense.forget()
+            self._runs[variant] = -sys.maxsize  # from now on without
+            warnings.warn(f"{variant} runs without a CUDA graph: {error}", RuntimeWarning, stacklevel=2)
+            return None
         self._graphs[variant] = captured = _Captured(graph, self.logits)
         return captured
 
-    def wait(self) -> None:
-        """Wait for the round. Raises what kernels skipped: OutOfBoundsError."""
-        self._m.stream.synchronize()
+    def landed(self, number: int) -> dict[str, torch.Tensor]:
+        """What a round found, for which this waits. Raises what kernels skipped, OutOfBoundsError, and StaleOutputError
+        once later rounds have overwritten it."""
+        self._ring.wait(number, self._m.dense.stream)
         with suppress(core.NonFiniteError):  # `faults` and `sound` say of whom
             self._m.dense.faults.check()
+        if self._poisoned is not None:
+            self._arena.check_guards(self._m.dense.stream)
+        slot = self._ring.slot(number)
+        return self._slots[slot]
+
+    def followed_by(self, number: int) -> int | None:
+        """The round that the device began by itself behind this one, of a loop, for which this waits."""
+        if not self.looping or number != self.rounds - 1:
+            return None
+        header = self.landed(number)["header"]
+        if int(header[self._ring.continues]):
+            self.rounds = number + 2
+            return number + 1
+        self.looping = False
+        return None
+
+    def ended(self, number: int) -> bool:
+        """Whether a round of a loop, which has landed, was its last for another reason than that there were enough."""
+        return bool(int(self.landed(number)["header"][self._ring.exit]) & ~_BUDGET)
+
+    def holds(self, number: int) -> bool:
+        """Whether device memory of rounds (features, root_logits) is still what this one left there."""
+        return not self.looping and number == self.rounds - 1
+
+    def holds_logits(self, number: int) -> bool:
+        """Whether the logits are still this round's."""
+        return self.holds(number) and not self.overtaken
+
+    def settle(self) -> None:
+        """Wait for everything that was launched, whatever it was."""
+        self._ring.ask_stop()
+        try:
+            self._m.stream.synchronize()
+        finally:
+            self._ring.clear_stop()
+        self.rounds, self.looping = int(self._a["control"][0]), False
 
     # -- the device's -------------------------------------------------------------------------------------------
 
-    def _run(self, variant: Variant) -> None:
+    def _run(self, variant: Variant, handle: int) -> None:
+        """A round. ``handle``: of the loop that it is the body of, else 0."""
+        if self._poisoned is not None:
+            self._poison(self._poisoned)
         if variant.levels:
             self._draft(variant.levels)
         tokens, plan, features = self._to_verify(variant)
@@ -408,13 +515,34 @@ class Lanes:
         if variant.levels:
             self._commit()
             self._extend()
+        self._end(handle)
+
+    def _poison(self, names: list[str]) -> None:
+        m = self._m
+        self._arena.poison(m.dense.stream, names)
+        if m.activations is not None:
+            act = m.activations
+            for tensor in (act.features, act.path_features, act.root_logits, act.root_hidden, act.step_hidden):
+                tensor.fill_(math.nan)
+
+    def _end(self, handle: int) -> None:
+        """Make what the next round begins with, and tell the host."""
+        out, given = self._out, self._in
+        accepts = (out["offsets"], out["tokens"], out["new_lens"], out["roots"], out["faults"], out["sound"],
+                   given["live"])  # fmt: skip
+        limits = (given["limits"], given["caps"], given["stops"], given["stop_counts"])
+        state = (given["lens"], given["roots"], given["depths"], given["done"])
+        core._device_round_end(
+            self._ring, accepts, limits, state, self._a["control"], self._a["found"], handle, self._m.dense.stream
+        )
 
     def _draft(self, levels: int) -> None:
         m = self._m
         head, roots = m.head, m.roots
         assert head is not None and roots is not None and m.draft_cache is not None
-        torch.index_select(roots.logits, 0, self._root_from, out=self.root_logits)
-        torch.index_select(roots.hidden, 0, self._root_from, out=self._root_hidden)
+        rows, stream = self._in["root_from"], m.dense.stream
+        core._device_copy_rows(roots.logits, rows, self.root_logits, None, None, stream)
+        core._device_copy_rows(roots.hidden, rows, self._root_hidden, None, None, stream)
         self._select(0, self.root_logits)
         hidden, plan, a = self._root_hidden, self._plans["draft"], self._a
         ancestors = a["ancestors"] if m.config.branches_attend == "ancestors" else None
@@ -503,13 +631,22 @@ class Lanes:
         self._plan_step("extend", (out["offsets"], None, None))
         for layer, features in zip(self.features.layers, self._path_features, strict=True):
             core._device_gather_rows(layer, out["rows"], 0, None, features, m.dense.stream)
-        torch.sub(out["offsets"][1:], 1, out=self._a["last"])
         plan = cast(Plan, self._plans["extend"])
         logits, hidden = m.head.extend(
-            out["tokens"], self._path_features.unbind(0), plan, m.draft_cache, self._a["last"]
+            out["tokens"], self._path_features.unbind(0), plan, m.draft_cache, out["offsets"][1:], -1
         )
-        m.roots.logits.index_copy_(0, self._root_to, logits)
-        m.roots.hidden.index_copy_(0, self._root_to, hidden)
+        rows, stream = self._in["root_to"], m.dense.stream
+        core._device_copy_rows(logits, None, m.roots.logits, rows, None, stream)
+        core._device_copy_rows(hidden, None, m.roots.hidden, rows, None, stream)
+
+
+def _poisons() -> bool:
+    return os.environ.get("SPECRS_POISON", "0") not in ("", "0")
+
+
+def _allocations(cuda: torch.device) -> int:
+    """Blocks that torch has handed out so far."""
+    return int(torch.cuda.memory_stats(cuda)["allocation.all.allocated"])
 
 
 def longest_path(geometry: Geometry) -> int:

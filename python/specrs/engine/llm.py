@@ -7,12 +7,12 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from specrs import assets
-from specrs._specrs import Accepts, ConfigError, Pool, PoolExhaustedError, TreeBatch, __version__
+from specrs._specrs import Accepts, ConfigError, Pool, PoolExhaustedError, SpecrsError, TreeBatch, __version__
 from specrs.backends import Capabilities
 from specrs.capsule.file import save
 from specrs.capsule.recorder import RoundRecorder
@@ -152,6 +152,8 @@ class LLM:
         if self._parts is None:
             return
         with self._turn():
+            with suppress(SpecrsError):  # rounds in flight end first, however they end
+                self._runner.abandon()
             self._parts, self.tokenizer = None, None
             self._inboxes.clear()
             self._unclaimed.clear()
@@ -192,9 +194,10 @@ class LLM:
     def _drop_left(self) -> None:
         """Abort what closed streams left; the caller has the turn."""
         while self._left:
-            request = self._left.popleft()
-            self._scheduler.abort(request.request_id)
+            request = self._left[0]
+            self._scheduler.abort(request.request_id)  # may raise what came of a round in flight: then once more
             self._inboxes.pop(request.request_id, None)
+            self._left.popleft()
 
     # -- whole requests -----------------------------------------------------------------------------------------
 

@@ -55,7 +55,7 @@ class Pages:
         page, need = self._config.page_size, 0
         for r in admitted:
             positions = max(r.committed, r.prefill_target) + self.round_positions
-            need += -(-positions // page) - -(-r.committed // page)  # without a lease it has pages of what is committed
+            need += -(-positions // page) - self.pool.allocated(r.seq) // page  # pages of rounds in flight come back
         stats = self.pool.stats()
         return stats["free_pages"] + stats["evictable_pages"] >= need
 
@@ -93,7 +93,11 @@ class Pages:
         """Pages for ``extra`` positions behind the committed ones of each request, copies of shared ones made."""
         ends = [n + more for n, more in zip(batch.lens, extra, strict=True)]
         lease = self.pool.reserve(list(zip(batch.seqs, ends, strict=True)))
-        copies = lease.copies
-        if len(copies):
-            self._copy(copies)
+        try:
+            copies = lease.copies
+            if len(copies):
+                self._copy(copies)
+        except BaseException:
+            lease.rollback()  # the error's traceback would keep it
+            raise
         return lease

@@ -1,12 +1,14 @@
 """The round's logic: prefill, plain decoding, and the speculative round.
 
 A pass takes pages by a lease before it writes anything, commits the lease, and only then changes its requests: where
-it fails, every request is as it was. Where one request cannot go on (NaN scores), the pass goes on without it: that
+it fails, every request is as it was. A device may run ahead: then the lease spans its rounds, and each is committed
+when it lands (`flight`). Where one request cannot go on (NaN scores), the pass goes on without it: that
 request ends with its error. The device's part stands behind `Executor`.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -15,6 +17,7 @@ from specrs.engine.batch import Batch, Passed
 from specrs.engine.config import EngineConfig
 from specrs.engine.drafter import Drafter
 from specrs.engine.executor import Executor, Verified
+from specrs.engine.flight import Flight
 from specrs.engine.observer import RoundObserver
 from specrs.engine.pages import Pages
 from specrs.engine.request import FinishReason, Request
@@ -39,6 +42,9 @@ class Runner:
         drafts = executor.drafts
         self.drafter = None if drafts is None else Drafter(drafts, self.observers)
         self.pages = Pages(pool, config, geometry, executor.copy, drafts is not None)
+        self._flight: Flight | None = None
+        self._landed: list[Passed] = []  # that nobody has been told of
+        self._alone = False  # the next round runs with none behind it
 
     def calibrate(self) -> None:
         """Measure the passes for the cost model, where it decides (some hundred milliseconds at worst)."""
@@ -87,7 +93,9 @@ class Runner:
         batch, counts = Batch([r for r, _ in chunks]), [n for _, n in chunks]
         # A fresh prompt yields its first token with its last position; a resumed request knows its root already.
         drawing = [i for i, r in enumerate(batch) if r.committed + counts[i] == len(r.tokens)]
-        with _naming(batch), self.pages.lease(batch, counts) as lease:
+        lease = self._prefill_lease(batch, counts)
+        # What a kernel skipped may be a round's in flight, whose results then count for nothing.
+        with _naming(batch.requests), self._abandoning(), lease:
             prefilled = self.executor.prefill(batch, counts, drawing, self._follow(batch))
             drawn = prefilled.drawn
             lease.commit([n + more for n, more in zip(batch.lens, counts, strict=True)])
@@ -98,107 +106,262 @@ class Runner:
             r = batch.requests[i]
             passed.append(Passed(r, first, r.commit(first, round_=False, error=error)))
         if self.drafter is not None:
-            self.drafter.remember(batch, prefilled, [range(n) for n in counts])
-            self.drafter.write([r for r in batch if r.finish_reason is None])
+            try:
+                self.drafter.remember(batch, prefilled, [range(n) for n in counts])
+                self.drafter.write([r for r in batch if r.finish_reason is None])
+            except BaseException:
+                self._landed += passed  # the requests have their tokens
+                raise
             self.speculation.prefilled(batch, counts)
         for r in batch:
             if r.committed >= len(r.tokens) - 1 and r.finish_reason is None:
                 self.pages.share_prefix(r)
         return passed
 
+    def _prefill_lease(self, batch: Batch, counts: Sequence[int]) -> core.Lease:
+        try:
+            return self.pages.lease(batch, counts)
+        except core.PoolExhaustedError:
+            if self._flight is None:
+                raise
+        self._land_flight(self._flight)  # pages for rounds that nobody has launched yet come back
+        return self.pages.lease(batch, counts)
+
     def decode(self, reqs: Sequence[Request]) -> list[Passed]:
         """One token for each request, without drafts."""
-        return self._decode(Batch(reqs))
-
-    def _decode(self, batch: Batch) -> list[Passed]:
-        self.speculation.begin(speculative=False)
-        with _naming(batch), self.pages.lease(batch, [1] * len(batch)) as lease:
-            for o in self.observers:
-                o.reserved(batch.requests, [n + 1 for n in batch.lens], speculative=False)
-            verified = self.executor.decode(batch, self._follow(batch), self.speculation.timed)
-            passed, paths = self._commit(batch, lease, verified)
-        if self.drafter is not None:
-            self.drafter.remember(batch, verified, paths)
-            self.drafter.catch_up(batch, self.speculation)
-        for o in self.observers:
-            o.ended()
-        self.speculation.plain_round(batch)
-        return passed
+        return self.land() or self._go(self._begin(Batch(reqs), None))
 
     def round(self, reqs: Sequence[Request]) -> list[Passed]:
-        """Draft a tree for each request, verify it, commit what was accepted."""
-        drafter, speculation = self.drafter, self.speculation
-        if drafter is None or not any(r.followed and r.max_depth > 0 for r in reqs):
-            return self.decode(reqs)
-        batch = Batch(reqs)
-        drafting = speculation.drafting(batch, drafter)
-        if not any(drafting):
-            return self._decode(batch)
-        speculation.begin(speculative=True)
-        followed = [r for r, d in zip(batch, drafting, strict=True) if d]
-        need = self.geometry.alloc_len_per_decode
-        with _naming(batch), self.pages.lease(batch, [need] * len(batch)) as lease:
-            for o in self.observers:
-                o.reserved(batch.requests, [n + need for n in batch.lens], speculative=True)
-            drafter.write(followed)
-            drafter.extend(followed, speculation)
-            drafted = drafter.draft(batch, drafting, speculation)
-            verified = self.executor.verify(batch, drafted, self._follow(batch), speculation.timed)
-            passed, paths = self._commit(batch, lease, verified, drafted.faults)
-        drafter.remember(batch, verified, paths)
-        drafter.extend([r for r in followed if r.finish_reason is None], speculation)
-        drafter.catch_up(batch, speculation)
-        for o in self.observers:
-            o.ended()
-        speculation.spec_round(passed, verified.trees, drafting, drafted.steps)
-        return passed
+        """Draft a tree for each request, verify it, commit what was accepted.
 
-    def _follow(self, batch: Batch) -> bool:
-        """Whether a pass has to keep features: the head follows one of its requests."""
-        return self.drafter is not None and any(r.followed for r in batch)
+        Where the executor runs ahead, this lands the oldest round in flight; a round of another batch waits until all
+        have landed. Each request may pass several times, in order.
+        """
+        if self._landed:
+            return self._news()
+        if self._flight is not None:
+            if self.observers or not self._flight.carries(list(reqs)):
+                return self.land()
+            self.speculation.begin(speculative=self._flight.drafting is not None)
+            return self._go(self._flight)
+        batch, drafter, drafting = Batch(reqs), self.drafter, None
+        if drafter is not None and any(r.followed and r.max_depth > 0 for r in reqs):
+            drafting = self.speculation.drafting(batch, drafter)
+        return self._go(self._begin(batch, drafting if drafting and any(drafting) else None))
+
+    def land(self) -> list[Passed]:
+        """Land every round in flight. What a failed step had landed comes too."""
+        if self._flight is not None:
+            self._land_flight(self._flight)
+        return self._news()
+
+    def _land_flight(self, flight: Flight) -> None:
+        with _naming(flight.requests), self._abandoning():
+            self._land_all(flight)
+
+    def abandon(self) -> None:
+        """Give up what is in flight: its requests are as the last landing left them."""
+        if self._flight is not None:
+            flight, self._flight = self._flight, None
+            try:
+                self.executor.abandon(flight.requests)
+            finally:
+                flight.lease.rollback()
+
+    def _news(self) -> list[Passed]:
+        news, self._landed = self._landed, []
+        return news
+
+    def _begin(self, batch: Batch, drafting: list[bool] | None) -> Flight:
+        """Launch a round. ``drafting``: whose drafts it has; ``None`` without."""
+        drafter, speculation = self.drafter, self.speculation
+        speculation.begin(speculative=drafting is not None)
+        need = 1 if drafting is None else self.geometry.alloc_len_per_decode
+        lease = self.pages.lease(batch, [need] * len(batch))
+        with _naming(batch.requests), self._rolled_back(batch, lease):
+            for o in self.observers:
+                o.reserved(batch.requests, [n + need for n in batch.lens], speculative=drafting is not None)
+            if drafting is None or drafter is None:
+                steps, verified = 0, self.executor.decode(batch, self._follow(batch), speculation.timed)
+            else:
+                followed = [r for r, d in zip(batch, drafting, strict=True) if d]
+                drafter.write(followed)
+                drafter.extend(followed, speculation)
+                drafted = drafter.draft(batch, drafting, speculation)
+                steps = drafted.steps
+                verified = self.executor.verify(batch, drafted, self._follow(batch), speculation.timed)
+            longest = 1 if drafting is None else self.geometry.shape.steps + 1
+            alone, self._alone = self._alone or bool(self.observers), False
+            flight = Flight(batch.requests, lease, batch.lens, need, longest, drafting, steps, deque([verified]), alone)
+            self._flight = flight
+        return flight
+
+    def _go(self, flight: Flight) -> list[Passed]:
+        """Launch what can be, and land the oldest round; all of them once a request has ended, whose pages are leased
+        as long as rounds are in flight."""
+        with _naming(flight.requests), self._abandoning():
+            self._launch_ahead(flight)
+            self._land(flight)
+            if flight.out:
+                self._land_all(flight)
+        return self._news()
+
+    def _launch_ahead(self, flight: Flight) -> None:
+        last = flight.rounds[-1]
+        following = self.executor.following(last)
+        if following is not None:
+            flight.rounds.append(following)
+            return
+        if flight.alone or flight.last or len(flight.rounds) > 1:
+            return
+        most = self.executor.ahead(last)
+        if most and flight.drafting is not None:
+            batch, _ = flight.batch()
+            if not self.speculation.stays(batch, flight.drafting):
+                return
+        while most:
+            try:
+                flight.lease.renew(flight.reach(most))
+            except (core.PoolExhaustedError, core.ConfigError):  # of pages, of the row
+                most //= 2  # fewer may fit; else those that run finish first
+                continue
+            copies = flight.lease.copies
+            if len(copies):
+                self.executor.copy(copies)
+            launched = self.executor.launch(last, most)
+            if launched is not None:
+                flight.rounds.append(launched)
+            return
+
+    def _land_all(self, flight: Flight) -> None:
+        while flight.rounds:
+            following = self.executor.following(flight.rounds[-1])
+            if following is not None:
+                flight.rounds.append(following)
+            self.speculation.begin(speculative=flight.drafting is not None)
+            self._land(flight)
+
+    def _land(self, flight: Flight) -> None:
+        """Commit what the oldest round accepted."""
+        verified = flight.rounds.popleft()
+        batch, rows = flight.batch()
+        if flight.landed or len(rows) < len(flight.requests):
+            verified = self.executor.landing(verified, batch, rows)
+        if not rows:
+            self._close(flight)
+            return
+        lost = set(verified.lost)
+        if lost:
+            flight.out |= {rows[i] for i in lost}
+            self._alone = True  # the next round, which meets it again, has the device for itself
+            for i in lost:
+                batch.requests[i].root = None  # the head has run over what there was
+            kept = [i for i in range(len(batch)) if i not in lost]
+            batch, rows = Batch([batch.requests[i] for i in kept]), [rows[i] for i in kept]
+            verified = self.executor.landing(verified, batch, kept)
+        if not rows:
+            self._close(flight)
+            return
+        drafting = None if flight.drafting is None else [flight.drafting[row] for row in rows]
+        observers = self.observers if flight.alone else []
+        passed = self._commit(flight, batch, rows, verified, drafting, observers)
+        for o in observers:
+            o.ended()
+        if drafting is None:
+            self.speculation.plain_round(batch)
+        else:
+            self.speculation.spec_round(passed, lambda: verified.trees, drafting, flight.steps)
 
     def _commit(
         self,
+        flight: Flight,
         batch: Batch,
-        lease: core.Lease,
+        rows: Sequence[int],
         verified: Verified,
-        faults: Sequence[tuple[core.NonFiniteError, int]] = (),
-    ) -> tuple[list[Passed], list[list[int]]]:
-        """Commit what the target accepted. faults: of requests whose drafts broke on the way (`Drafted.faults`).
-
-        Returns what each request got, and which nodes of its tree are now among its positions.
-        """
-        accepts = verified.accepts
-        for o in self.observers:
+        drafting: Sequence[bool] | None,
+        observers: Sequence[RoundObserver],
+    ) -> list[Passed]:
+        accepts, faults, lease = verified.accepts, verified.faults, flight.lease
+        for o in observers:
             o.verified(verified.trees, accepts)
         self.executor.commit(batch, lease, verified)
-        paths = accepts.paths
+        paths, lens = accepts.paths, list(flight.lens)
         # Whole paths: where a request keeps less, it has ended, and gives its pages back.
-        lease.commit([n + len(path) for n, path in zip(batch.lens, paths, strict=True)])
+        for row, n, path in zip(rows, batch.lens, paths, strict=True):
+            lens[row] = n + len(path)
+        overtaken = bool(flight.rounds)
+        if overtaken:
+            lease.advance(lens)
+        else:
+            lease.commit(lens)
+            self._flight = None
+        flight.lens, flight.landed = lens, flight.landed + 1
         # Nothing fails from here on; up to here, no request has changed.
         for error, sound in faults:
-            batch.requests[error.request].give_up_drafts(sound, error)
+            flight.last = True  # the next one is begun without drafts of this request
+            if batch.requests[error.request].followed:  # a round in flight tells it again
+                batch.requests[error.request].give_up_drafts(sound, error)
         passed = [
             Passed(r, drawn, r.commit(drawn, round_=True, error=error))
             for r, drawn, error in zip(batch, accepts.tokens, accepts.errors, strict=True)
         ]
         for p in passed:
             p.request.committed += p.committed.kept
+        flight.out |= {row for row, p in zip(rows, passed, strict=True) if p.committed.finished}
+        self._landed += passed
         kept = [p.committed.kept for p in passed]
-        for o in self.observers:
+        for o in observers:
             o.committed(kept)
-        return passed, [path[:n] for path, n in zip(paths, kept, strict=True)]
+        if self.drafter is not None:
+            self.drafter.remember(batch, verified, [p[:n] for p, n in zip(paths, kept, strict=True)], overtaken)
+            if drafting is not None and not overtaken:
+                drew = [r for r, drafts in zip(batch, drafting, strict=True) if drafts and r.finish_reason is None]
+                self.drafter.extend(drew, self.speculation)
+            if not overtaken:
+                self.drafter.catch_up(batch, self.speculation)
+        return passed
+
+    def _close(self, flight: Flight) -> None:
+        """A landing that says nothing of any request: where it is the last, the flight has ended."""
+        if not flight.rounds:
+            flight.lease.commit(flight.lens)
+            self._flight = None
+
+    @contextmanager
+    def _abandoning(self) -> Iterator[None]:
+        """An error gives up what is in flight."""
+        try:
+            yield
+        except BaseException:
+            self.abandon()
+            raise
+
+    @contextmanager
+    def _rolled_back(self, batch: Batch, lease: core.Lease) -> Iterator[None]:
+        """A round that cannot be launched gives its pages back."""
+        try:
+            yield
+        except BaseException:
+            try:
+                self.executor.abandon(batch.requests)
+            finally:
+                lease.rollback()
+            raise
+
+    def _follow(self, batch: Batch) -> bool:
+        """Whether a pass has to keep features: the head follows one of its requests."""
+        return self.drafter is not None and any(r.followed for r in batch)
 
 
 @contextmanager
-def _naming(batch: Batch) -> Iterator[None]:
+def _naming(batch: Sequence[Request]) -> Iterator[None]:
     """Errors of a pass name a request by its id, where the core names its row of the batch."""
     try:
         yield
     except core.SpecrsError as error:
         row = getattr(error, "request", None)
         if isinstance(row, int) and 0 <= row < len(batch):
-            name = batch.requests[row].request_id
+            name = batch[row].request_id
             error.request = name  # type: ignore[attr-defined]
             error.args = (f"{error} (row {row} of the batch is request {name})",)
         raise

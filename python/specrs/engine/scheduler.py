@@ -54,6 +54,7 @@ class Scheduler:
 
     def abort(self, request_id: int) -> StreamEvent | None:
         """End a request early. The event carries what no step has returned yet; ``None`` where there is nothing."""
+        self._news += [self._event(p) for p in self._runner.land()]  # its pages are leased as long as rounds run
         news = [e for e in self._news if e.request_id == request_id]
         self._news = [e for e in self._news if e.request_id != request_id]
         for group in (self._admitted, self._waiting):

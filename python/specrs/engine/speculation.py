@@ -88,14 +88,20 @@ class GivenTree:
         """Run a pass over so many rows."""
         return run(*args, **kwargs)
 
+    def stays(self, batch: Batch, drafting: Sequence[bool]) -> bool:
+        """Whether a round right behind the present one, of which nothing is known yet, drafts as that one does."""
+        return True
+
     def begin(self, speculative: bool) -> None:
-        """A round begins."""
+        """A round begins, or landing it does."""
 
     def plain_round(self, batch: Batch) -> None:
         """A round without drafts ended."""
 
-    def spec_round(self, passed: Sequence[Passed], trees: TreeBatch, drafting: Sequence[bool], steps: int) -> None:
-        """A round with drafts ended; ``trees`` were verified."""
+    def spec_round(
+        self, passed: Sequence[Passed], trees: Callable[[], TreeBatch], drafting: Sequence[bool], steps: int
+    ) -> None:
+        """A round with drafts ended; ``trees`` gives those that were verified."""
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
@@ -235,17 +241,21 @@ class AdaptiveTree(GivenTree):
             self._observe_overhead(PLAIN)
         self._batch = len(batch)
 
-    def spec_round(self, passed: Sequence[Passed], trees: TreeBatch, drafting: Sequence[bool], steps: int) -> None:
+    def spec_round(
+        self, passed: Sequence[Passed], trees: Callable[[], TreeBatch], drafting: Sequence[bool], steps: int
+    ) -> None:
         self._observe_overhead(SPECULATIVE)
-        if any(p.request.error is not None for p in passed):
-            return  # a walk cut short says nothing of drafts
+        if any(p.request.error is not None for p in passed) or not any(drafting):
+            return  # a walk cut short says nothing of drafts; and those who drafted may have ended rounds ago
+        verified = trees()
         self._batch = len(passed)
         batch, drawn, costs = len(passed), sum(len(p.tokens) for p in passed), self.policy.costs
-        seconds = costs.drafting(batch, batch * self._topk, steps) + costs.target.at(sum(trees.sizes))
+        seconds = costs.drafting(batch, batch * self._topk, steps) + costs.target.at(sum(verified.sizes))
         cost = seconds / costs.plain(batch)  # in rounds of plain decoding
         took = self._charged(seconds) / costs.plain(batch)
+        self._caught_up = 0.0  # before this round, not before those behind it
         extra = (took - 1.0) * batch / sum(drafting)  # those who drafted share it
-        for p, drafts, scores in zip(passed, drafting, _draft_scores(trees), strict=True):
+        for p, drafts, scores in zip(passed, drafting, _draft_scores(verified), strict=True):
             if drafts:
                 gate = self._gate(p.request)
                 gate.kind.learn(scores, len(p.tokens) - 1, drawn / batch / cost)

@@ -177,9 +177,13 @@ class CudaDense:
         self.settle()
         core._device_add_rms_norm(x, residual, weight, eps, None, 0, None, out, self.stream)
 
-    def gather(self, x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
+    def attention_space(self, size: int) -> torch.Tensor:
+        """Scratch of attention, of so many bytes at least."""
+        return self.memory("attention", 1, size, torch.uint8)[0]
+
+    def gather(self, x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, shift: int = 0) -> None:
         self.settle()
-        core._device_gather_rows(x, self.upload(rows), 0, None, out, self.stream)
+        core._device_gather_rows(x, self.upload(rows), shift, None, out, self.stream)
 
     def beside(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         self.settle()
@@ -437,7 +441,7 @@ class CudaAttention:
             draft=self._draft if at.phase == "draft" else None,
             max_queries=at.most_queries,
             scale=heads.scale,
-            workspace=self._dense.memory("attention", 1, size, torch.uint8)[0],
+            workspace=self._dense.attention_space(size),
             stream=self._dense.stream,
         )
 

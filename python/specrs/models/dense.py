@@ -49,8 +49,8 @@ class TorchDense:
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
         out.copy_(_rms_norm(x, weight, eps))
 
-    def gather(self, x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
-        torch.index_select(x, 0, rows, out=out)
+    def gather(self, x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, shift: int = 0) -> None:
+        torch.index_select(x, 0, rows + shift if shift else rows, out=out)
 
     def beside(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat(tuple(parts), 1)

@@ -136,12 +136,14 @@ class Eagle3Head:
         plan: Plan,
         kv: KvMemory,
         logit_rows: torch.Tensor | None = None,
+        shift: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows whose features are the target's.
 
         tokens: int64 [Q], the token *after* each row's position. aux: [Q, target hidden] of each aux layer,
-        from `LlamaModel.forward(aux=True)` at the row's position. logit_rows: int64 [R] or None (all). Returns
-        (logits [R, draft vocabulary], hidden [R, h]), views that the next `extend` overwrites.
+        from `LlamaModel.forward(aux=True)` at the row's position. logit_rows: integers [R] or None (all), to each of
+        which ``shift`` is added. Returns (logits [R, draft vocabulary], hidden [R, h]), views that the next `extend`
+        overwrites.
         """
         features = self._features(tokens, aux, plan)
         rows = len(features)
@@ -154,8 +156,8 @@ class Eagle3Head:
         residual = self._attend(tokens, w["x"], plan, kv, w)
         attended = w["attended"]
         if logit_rows is not None:
-            self.dense.gather(residual, logit_rows, tail["x"])
-            self.dense.gather(attended, logit_rows, tail["attended"])
+            self.dense.gather(residual, logit_rows, tail["x"], shift)
+            self.dense.gather(attended, logit_rows, tail["attended"], shift)
             residual, attended = tail["x"], tail["attended"]
         return self._predict(residual, attended, tail, logits)
 

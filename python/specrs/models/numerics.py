@@ -17,6 +17,7 @@ def numerics(dense: Dense, weights: Iterable[tuple[str, Linear]]) -> dict[str, A
     """Of a device, and the class of each weight's products by its name; plain values that JSON takes.
 
     On a GPU a class is a split of K and a fingerprint, which two machines share where the same rows give the same bits.
+    Products that a bench opened without the contract are named under ``products``.
     On the CPU it is the dtype that the weight is kept in: neither threads nor instructions change a bit.
     """
     at = dense.placement
@@ -26,6 +27,8 @@ def numerics(dense: Dense, weights: Iterable[tuple[str, Linear]]) -> dict[str, A
         products = json.loads(dense.products.numerics())
         found |= {key: products[key] for key in ("device", "capability", "driver_cuda", "cublaslt", "cublaslt_path")}
         found["attention_rule"] = rule
+        if not products["contract"]:  # a bench's choice
+            found["products"] = "the fastest algorithm of any class for each number of rows: NOT exact, for a bench"
     else:
         found |= {"device": str(at.device), "instructions": instructions}
     found["torch"] = torch.__version__  # its cosines and sines are in the rotary tables

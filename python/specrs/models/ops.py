@@ -105,8 +105,8 @@ class Dense(Protocol):
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
         """out [M, K] = weight * x / sqrt(mean(x^2) + eps)."""
 
-    def gather(self, x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """out [R, K] = rows of x [M, K]; `rows` int64 or int32 [R], each below M."""
+    def gather(self, x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, shift: int = 0) -> None:
+        """out [R, K] = rows + shift of x [M, K]; `rows` int64 or int32 [R], each below M once shifted."""
 
     def beside(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """The columns of all parts side by side, [M, sum of widths]."""

@@ -106,7 +106,7 @@ pub(super) fn of(choice: &Choice) -> Value {
 mod tests {
     use super::*;
     use crate::device::cublaslt::api::Config;
-    use crate::device::cublaslt::choice::Bucket;
+    use crate::device::cublaslt::choice::{Bucket, Classes};
     use crate::device::cublaslt::shape::LinearShape;
     use crate::device::rows::FloatType;
 
@@ -117,7 +117,8 @@ mod tests {
             Config { id: 66, tile: 1, split: 2, reduction: 2, swizzle: 0, custom: 3, stages: 4, inner: 5, cluster: 6 };
         let bucket =
             |rows| Bucket { rows, algo: Algo([u64::MAX, 1, 2, 3, 4, 5, 6, 7]), config, us: 12.25, workspace: 9 };
-        Choice { shape, fingerprint, buckets: vec![bucket(8), bucket(64)], candidates: 50, dropped: 1, measured: true }
+        let (buckets, classes) = (vec![bucket(8), bucket(64)], Classes::One);
+        Choice { shape, classes, fingerprint, buckets, candidates: 50, dropped: 1, measured: true }
     }
 
     #[test]

@@ -17,11 +17,27 @@ pub(super) struct Bucket {
     pub(super) workspace: usize,
 }
 
+/// Which algorithms the buckets of a weight may take.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Classes {
+    /// Those of one class of bits, the same in every bucket: a row's bits do not depend on how many rows there are.
+    #[default]
+    One,
+    /// Any, in each bucket the fastest: a row's bits change with the number of rows. For measurements of what [`One`]
+    /// costs, and for nothing else.
+    ///
+    /// [`One`]: Classes::One
+    Any,
+}
+
 /// What was chosen for a shape: one class of bits, and the fastest algorithm of it in every bucket.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Choice {
     pub(super) shape: LinearShape,
-    /// Fingerprint of the first row of the product of the reproducible operands: it names the class.
+    /// Whether the buckets are of one class.
+    pub(super) classes: Classes,
+    /// Fingerprint of the first row of the product of the reproducible operands: it names the class. 0 where there is no
+    /// one class.
     pub(super) fingerprint: u64,
     pub(super) buckets: Vec<Bucket>,
     /// Algorithms that were tried.
@@ -38,12 +54,13 @@ impl Choice {
         &self.shape
     }
 
-    /// Parts that K is split into.
+    /// Parts that K is split into; of any class, those of the fewest rows.
     pub fn split(&self) -> u32 {
         self.buckets.first().map_or(1, |b| b.config.split.max(1) as u32)
     }
 
-    /// The class of bits by a number: equal on the same device, driver and library for the same class.
+    /// The class of bits by a number: equal on the same device, driver and library for the same class; 0 where the
+    /// buckets are of [`Classes::Any`].
     pub fn fingerprint(&self) -> u64 {
         self.fingerprint
     }
@@ -147,8 +164,8 @@ mod tests {
         let config =
             Config { id: 0, tile: 0, split: 2, reduction: 2, swizzle: 0, custom: 0, stages: 0, inner: 0, cluster: 0 };
         let bucket = |rows, workspace| Bucket { rows, algo: Algo([0; 8]), config, us: 1.0, workspace };
-        let buckets = vec![bucket(1, 5), bucket(8, 9), bucket(64, 7)];
-        let choice = Choice { shape, fingerprint: 1, buckets, candidates: 3, dropped: 0, measured: true };
+        let (buckets, classes) = (vec![bucket(1, 5), bucket(8, 9), bucket(64, 7)], Classes::One);
+        let choice = Choice { shape, fingerprint: 1, buckets, candidates: 3, dropped: 0, measured: true, classes };
         let rows = |rows| choice.bucket(rows).map(|b| b.rows);
         assert_eq!([1, 2, 8, 9, 64, 65].map(rows), [Some(1), Some(8), Some(8), Some(64), Some(64), None]);
         assert_eq!((choice.workspace_bytes(), choice.split()), (9, 2));

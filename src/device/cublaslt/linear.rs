@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use super::api::{ALIGN, Handle, Operands, Operation};
 use super::cache;
-use super::choice::Choice;
+use super::choice::{Choice, Classes};
 use super::library::Library;
 use super::shape::LinearShape;
 use super::tune;
@@ -26,6 +26,7 @@ const WORKSPACE_ALIGN: u64 = 256;
 pub struct Products {
     opened: Arc<Opened>,
     file: Option<PathBuf>,
+    classes: Classes,
 }
 
 /// A handle of the library, and the choices of all that share it.
@@ -62,7 +63,7 @@ impl Products {
         let _current = device.context().enter()?;
         let handle = Handle::new(library)?;
         let opened = Arc::new(Opened { handle, device, chosen: Mutex::default() });
-        Ok(Self { opened, file: file.map(Path::to_owned) })
+        Ok(Self { opened, file: file.map(Path::to_owned), classes: Classes::One })
     }
 
     /// The same choices, for an engine that keeps them in the user's cache folder as the environment names it now.
@@ -70,9 +71,17 @@ impl Products {
         self.keeping_in(cache::path().as_deref())
     }
 
-    /// The same choices, kept in `file`, or nowhere.
+    /// The same choices, kept in `file`, or nowhere; [without the contract](Self::without_contract) nowhere.
     pub fn keeping_in(&self, file: Option<&Path>) -> Self {
-        Self { opened: self.opened.clone(), file: file.map(Path::to_owned) }
+        let file = file.filter(|_| self.classes == Classes::One).map(Path::to_owned);
+        Self { opened: self.opened.clone(), file, classes: self.classes }
+    }
+
+    /// The same library without what this module promises: each bucket of rows gets the fastest algorithm of any class
+    /// ([`Classes::Any`]), so that the same row may have other bits among other numbers of rows. Measured in each process,
+    /// kept in no file. For the bench that says what the promise costs (`benches/gpu/engine.py`), and for nothing else.
+    pub fn without_contract(&self) -> Self {
+        Self { opened: self.opened.clone(), file: None, classes: Classes::Any }
     }
 
     /// The class of bits and the algorithms for `shape`, chosen once for all that share these choices, whatever file
@@ -89,23 +98,33 @@ impl Products {
     ///
     /// # Errors
     /// [`Error::OutOfRange`], [`Error::Mismatch`] for a shape that cannot be; [`Error::Invalid`] where no class covers
-    /// every number of rows, with what would work; [`Error::DeviceMemory`].
+    /// every number of rows, with what would work, and for a `split` that is asked for [without the
+    /// contract](Self::without_contract); [`Error::DeviceMemory`].
     pub fn choice(&self, shape: LinearShape, split: Option<u32>) -> Result<Arc<Choice>> {
         shape.check()?;
         if let Some(split) = split {
             in_range("linear split", split, 1, 64)?;
+            if self.classes == Classes::Any {
+                let why =
+                    "without the contract each bucket has the split of its fastest algorithm; ask for none".into();
+                return Err(Error::Invalid { what: "linear split", got: split.to_string(), why });
+            }
         }
         // Held while a choice is made: two at once would time each other.
         let Opened { handle, device, chosen } = &*self.opened;
         let mut chosen = chosen.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(known) = chosen.iter_mut().find(|c| c.split == split && c.choice.shape == shape) {
+        let same = |c: &Chosen| c.split == split && c.choice.shape == shape && c.choice.classes == self.classes;
+        if let Some(known) = chosen.iter_mut().find(|c| same(c)) {
             if let Some(file) = self.file.as_ref().filter(|file| !known.files.contains(file)) {
                 tune::keep(handle, device, &known.choice, split, file);
                 known.files.push(file.clone());
             }
             return Ok(known.choice.clone());
         }
-        let made = tune::choose(handle, device, shape, split, self.file.as_deref());
+        let made = match self.classes {
+            Classes::One => tune::choose(handle, device, shape, split, self.file.as_deref()),
+            Classes::Any => tune::fastest_of_any(handle, device, shape),
+        };
         let _ = device.collect()?; // what was tried with
         let choice = Arc::new(made?);
         chosen.push(Chosen { split, choice: choice.clone(), files: self.file.iter().cloned().collect() });
@@ -113,12 +132,14 @@ impl Products {
     }
 
     /// What the bits of products depend on, as JSON: device, driver, library and, for each shape that was chosen, the
-    /// split of K, the fingerprint of the class, and the algorithm of each bucket with its time.
+    /// split of K, the fingerprint of the class, and the algorithm of each bucket with its time. `contract` is false
+    /// [without it](Self::without_contract).
     pub fn numerics(&self) -> String {
         let Opened { handle, device, chosen } = &*self.opened;
         let chosen = chosen.lock().unwrap_or_else(PoisonError::into_inner);
         let weights: Vec<Value> = chosen
             .iter()
+            .filter(|c| c.choice.classes == self.classes)
             .map(|Chosen { split: pinned, choice, .. }| {
                 let mut entry = cache::of(choice);
                 if let Value::Object(entry) = &mut entry {
@@ -136,6 +157,7 @@ impl Products {
             "driver_cuda": libcuda::driver_version(),
             "cublaslt": handle.library.version,
             "cublaslt_path": handle.library.path,
+            "contract": self.classes == Classes::One,
             "cache": self.file.as_ref().map(|f| f.display().to_string()),
             "weights": weights,
         })

@@ -42,6 +42,6 @@ mod linear;
 mod shape;
 mod tune;
 
-pub use choice::Choice;
+pub use choice::{Choice, Classes};
 pub use linear::{Linear, Products};
 pub use shape::LinearShape;

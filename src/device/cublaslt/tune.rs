@@ -6,7 +6,7 @@ use std::path::Path;
 use super::api::{Config, Handle, no_class};
 use super::bench::{Bench, MAX_WORKSPACE, Ran};
 use super::cache::{self, Saved};
-use super::choice::{Bucket, Choice, Class, pick};
+use super::choice::{Bucket, Choice, Class, Classes, pick};
 use super::library::Algo;
 use super::shape::LinearShape;
 use crate::device::devices::Device;
@@ -26,7 +26,8 @@ const CARRIED: usize = 5;
 struct Trial {
     candidate: usize,
     bucket: usize,
-    class: u64,
+    /// `None`: its rows had other bits than they had in another run of their class.
+    class: Option<u64>,
     us: f32,
 }
 
@@ -45,11 +46,16 @@ pub(super) fn choose(
     {
         return Ok(choice);
     }
-    let choice = measure(handle, device, shape, split)?;
+    let choice = measure(handle, device, shape, split, Classes::One)?;
     if let Some(file) = file {
         let _ = cache::store(file, &key, &choice); // without the file the next process measures again
     }
     Ok(choice)
+}
+
+/// The fastest algorithm of each bucket, of whatever class. No file has such a choice: nothing but a measurement takes it.
+pub(super) fn fastest_of_any(handle: &Handle, device: &'static Device, shape: LinearShape) -> Result<Choice> {
+    measure(handle, device, shape, None, Classes::Any)
 }
 
 /// Give the file a choice that was made before, unless it has one.
@@ -84,13 +90,14 @@ fn check(handle: &Handle, device: &'static Device, shape: LinearShape, saved: &S
     let mut bench = Bench::new(handle, device, shape, false, workspace)?;
     let mut buckets = Vec::new();
     for (i, (rows, algo, us)) in saved.buckets.iter().enumerate() {
-        match finish(&mut bench, handle, *algo, saved.fingerprint, &shape, &borders, i)? {
+        match finish(&mut bench, handle, *algo, Some(saved.fingerprint), &shape, &borders, i)? {
             Some((config, workspace)) => buckets.push(Bucket { rows: *rows, algo: *algo, config, us: *us, workspace }),
             None => return Ok(None),
         }
     }
     let (fingerprint, candidates, dropped) = (saved.fingerprint, saved.candidates, saved.dropped);
-    Ok(Some(Choice { shape, fingerprint, buckets, candidates, dropped, measured: false }))
+    let classes = Classes::One;
+    Ok(Some(Choice { shape, classes, fingerprint, buckets, candidates, dropped, measured: false }))
 }
 
 /// Bytes that the algorithms' partial sums can take.
@@ -103,18 +110,21 @@ fn workspace_bound(shape: &LinearShape, algos: impl Iterator<Item = Algo>, handl
     Ok(if split == 1 { 64 << 20 } else { (sums + (64 << 20)).min(MAX_WORKSPACE) })
 }
 
-/// Config and workspace of an algorithm that holds in bucket `i`; `None` where it does not.
+/// Config and workspace of an algorithm that holds in bucket `i`, or of any that runs there where no class is asked for;
+/// `None` where it does not.
 fn finish(
     bench: &mut Bench<'_>,
     handle: &Handle,
     algo: Algo,
-    class: u64,
+    class: Option<u64>,
     shape: &LinearShape,
     borders: &[u32],
     i: usize,
 ) -> Result<Option<(Config, usize)>> {
     let samples = shape.samples(borders, i);
-    if !bench.holds(&algo, class, &samples)? {
+    if let Some(class) = class
+        && !bench.holds(&algo, class, &samples)?
+    {
         return Ok(None);
     }
     let mut most = 0;
@@ -127,8 +137,14 @@ fn finish(
     Ok(Some((algo.config(handle.library)?, most)))
 }
 
-/// Measure every algorithm that the library proposes, in every bucket.
-fn measure(handle: &Handle, device: &'static Device, shape: LinearShape, split: Option<u32>) -> Result<Choice> {
+/// Measure every algorithm that the library proposes, in every bucket. `split` is of one class alone.
+fn measure(
+    handle: &Handle,
+    device: &'static Device,
+    shape: LinearShape,
+    split: Option<u32>,
+    allowed: Classes,
+) -> Result<Choice> {
     let borders = shape.buckets();
     let mut bench = Bench::new(handle, device, shape, true, MAX_WORKSPACE)?;
     let (candidates, proposed) = candidates(handle, device, &bench, &shape, &borders)?;
@@ -150,32 +166,42 @@ fn measure(handle: &Handle, device: &'static Device, shape: LinearShape, split: 
                 continue;
             }
             let algo = &candidates[candidate].0;
-            match bench.run(algo, borders[bucket], 0, None)? {
-                Ran::Class(class) => {
-                    let us = bench.glance(algo, borders[bucket])?;
-                    trials.push(Trial { candidate, bucket, class, us });
+            let class = match bench.run(algo, borders[bucket], 0, None)? {
+                Ran::Class(class) => Some(class),
+                Ran::Differs => {
+                    dropped += 1;
+                    None
                 }
-                Ran::Differs => dropped += 1,
-                Ran::Unable => {}
+                Ran::Unable => continue,
+            };
+            if class.is_some() || allowed == Classes::Any {
+                let us = bench.glance(algo, borders[bucket])?;
+                trials.push(Trial { candidate, bucket, class, us });
             }
         }
     }
     let classes = classes(&trials, &candidates, borders.len());
-    let chosen = pick(&borders, &classes, split).ok_or_else(|| {
-        let seen: Vec<String> = classes
-            .iter()
-            .map(|c| format!("split {} in {} of {} buckets", c.split, c.us.iter().flatten().count(), borders.len()))
-            .collect();
-        let asked = split.map_or(String::new(), |s| format!(" with split {s} of K"));
-        let found = if seen.is_empty() { "no algorithm runs".into() } else { seen.join(", ") };
-        no_class(&shape, format!("no class of cublasLt's algorithms{asked} covers every number of rows ({found})"))
-    })?;
-    let fingerprint = classes[chosen].fingerprint;
+    let one = || {
+        pick(&borders, &classes, split).map(|i| classes[i].fingerprint).ok_or_else(|| {
+            let seen: Vec<String> = classes
+                .iter()
+                .map(|c| format!("split {} in {} of {} buckets", c.split, c.us.iter().flatten().count(), borders.len()))
+                .collect();
+            let asked = split.map_or(String::new(), |s| format!(" with split {s} of K"));
+            let found = if seen.is_empty() { "no algorithm runs".into() } else { seen.join(", ") };
+            no_class(&shape, format!("no class of cublasLt's algorithms{asked} covers every number of rows ({found})"))
+        })
+    };
+    let class = match allowed {
+        Classes::One => Some(one()?),
+        Classes::Any => None,
+    };
     let mut buckets: Vec<Bucket> = Vec::new();
     // From the largest down: what serves more rows must be beaten by what serves fewer.
     let mut larger = None;
     for (i, rows) in borders.iter().enumerate().rev() {
-        let mut of: Vec<&Trial> = trials.iter().filter(|t| t.bucket == i && t.class == fingerprint).collect();
+        let mut of: Vec<&Trial> =
+            trials.iter().filter(|t| t.bucket == i && (class.is_none() || t.class == class)).collect();
         of.sort_by(|a, b| a.us.total_cmp(&b.us));
         let mut timed = Vec::new();
         let (finalists, others): (Vec<_>, Vec<_>) =
@@ -188,7 +214,7 @@ fn measure(handle: &Handle, device: &'static Device, shape: LinearShape, split: 
         let mut taken = None;
         for (candidate, us) in timed {
             let algo = candidates[candidate].0;
-            if let Some((config, workspace)) = finish(&mut bench, handle, algo, fingerprint, &shape, &borders, i)? {
+            if let Some((config, workspace)) = finish(&mut bench, handle, algo, class, &shape, &borders, i)? {
                 taken = Some(Bucket { rows: *rows, algo, config, us, workspace });
                 larger = Some(candidate);
                 break;
@@ -200,7 +226,8 @@ fn measure(handle: &Handle, device: &'static Device, shape: LinearShape, split: 
         buckets.push(taken.ok_or_else(why)?);
     }
     buckets.reverse();
-    Ok(Choice { shape, fingerprint, buckets, candidates: candidates.len(), dropped, measured: true })
+    let (fingerprint, candidates) = (class.unwrap_or(0), candidates.len());
+    Ok(Choice { shape, classes: allowed, fingerprint, buckets, candidates, dropped, measured: true })
 }
 
 /// What the library proposes at the ends and in the middle of every bucket: each algorithm once, and by their indices
@@ -244,10 +271,10 @@ fn fastest(trials: &[Trial], candidates: &[(Algo, Config)], bucket: usize) -> Ve
 
 fn classes(trials: &[Trial], candidates: &[(Algo, Config)], buckets: usize) -> Vec<Class> {
     let mut classes: HashMap<u64, Class> = HashMap::new();
-    for t in trials {
+    for (t, fingerprint) in trials.iter().filter_map(|t| Some((t, t.class?))) {
         let split = candidates[t.candidate].1.split.max(1);
-        let new = || Class { fingerprint: t.class, split, us: vec![None; buckets] };
-        let class = classes.entry(t.class).or_insert_with(new);
+        let new = || Class { fingerprint, split, us: vec![None; buckets] };
+        let class = classes.entry(fingerprint).or_insert_with(new);
         class.split = class.split.min(split);
         let us = &mut class.us[t.bucket];
         *us = Some(us.map_or(t.us, |u| u.min(t.us)));

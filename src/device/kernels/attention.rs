@@ -150,7 +150,7 @@ impl Attention {
     }
 
     /// Load the kernels of `element` and `head_dim` (64, 96 or 128), which [`launch`](Self::launch) does at its first use:
-    /// the driver compiles them then, for seconds where its cache has them not.
+    /// a matter of milliseconds, and of seconds on a GPU that the images hold no machine code for.
     pub fn prepare(&self, element: HalfType, head_dim: u32) -> Result<()> {
         self.image(element, head_dim).map(|_| ())
     }

@@ -9,6 +9,7 @@ mod kv_move;
 mod loop_count;
 mod plan;
 mod rope_kv;
+mod round_end;
 mod rows;
 mod sample;
 mod table_update;
@@ -23,6 +24,8 @@ pub use kv_move::KvMove;
 pub use loop_count::LoopCount;
 pub use plan::PlanKernels;
 pub use rope_kv::{MAX_HEAD_DIM, RopeKv, RopeKvOperands};
+pub(super) use round_end::RingMemory;
+pub use round_end::{CONTROL_WORDS, RoundEndKernels, RoundEndOperands};
 pub use rows::{AddRmsNorm, MAX_NORM_COLUMNS, RowOps};
 pub use sample::{DeviceSamplers, MAX_SAMPLED_VOCAB, SAMPLER_ROW_WORDS, SampleVerify};
 pub(super) use table_update::CHANGE_WORDS;
@@ -56,6 +59,8 @@ pub struct Kernels {
     pub draft_select: DraftSelect,
     /// Candidates to trees.
     pub tree_build: TreeBuild,
+    /// The end of a round.
+    pub round_end: RoundEndKernels,
     /// Reproducible operands, fingerprints of rows.
     pub fingerprint: Fingerprint,
     /// Changed columns of the page table.
@@ -79,6 +84,7 @@ impl Kernels {
             kv_commit: KvCommit::load(context.clone())?,
             draft_select: DraftSelect::load(context.clone())?,
             tree_build: TreeBuild::load(context.clone())?,
+            round_end: RoundEndKernels::load(context.clone())?,
             fingerprint: Fingerprint::load(context.clone())?,
             table_update: TableUpdate::load(context.clone())?,
             loop_count: LoopCount::load(context.clone())?,

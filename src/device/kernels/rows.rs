@@ -2,11 +2,11 @@
 //!
 //! A row's bits depend on that row and its length alone. `live` is an array whose last element counts the rows of a
 //! static batch that are live (so the `offsets` of a ragged batch serve as they are); rows from there on are written as
-//! zeros. Without it all are live.
+//! zeros, of a copy from table to table they stay as they are. Without it all are live.
 
 use std::sync::Arc;
 
-use super::check::{epsilon, half, live_address, on_device, rows_on_device};
+use super::check::{epsilon, half, length, live_address, on_device, rows_on_device};
 use crate::device::context::Context;
 use crate::device::driver::{Function, Module, Stream};
 use crate::device::images;
@@ -19,6 +19,12 @@ use crate::error::{Error, Result, in_range};
 const WIDTH: usize = 8;
 /// Vectors that a thread of the norm keeps in registers.
 const NORM_VECTORS: usize = 4;
+/// Threads of a gather's block.
+const THREADS: u32 = 256;
+/// Vectors of a row that a thread of a gather moves, before the row is shared by more blocks.
+const PART_VECTORS: u32 = 4;
+/// Most blocks that share a row of a gather.
+const MAX_PARTS: u32 = 64;
 /// Longest row of the norm: what 1024 threads keep in registers.
 pub const MAX_NORM_COLUMNS: usize = 1024 * NORM_VECTORS * WIDTH;
 
@@ -74,7 +80,8 @@ impl RowOps {
         live: Option<&DeviceSlice<i32>>,
         out: &Rows,
     ) -> Result<()> {
-        self.gather_as(stream, ("embed", "embedding table"), table, (tokens, 0), live, out)
+        out.expect(tokens.len(), table.columns(), table.float())?;
+        self.gather_as(stream, ("embed", "embedding table"), table, (Some(tokens), 0), live, out, (None, false))
     }
 
     /// `out[i] = from[indices[i] + shift]`: accepted rows by their indices, or with `shift` -1 the last row of each request
@@ -91,50 +98,92 @@ impl RowOps {
         live: Option<&DeviceSlice<i32>>,
         out: &Rows,
     ) -> Result<()> {
-        self.gather_as(stream, ("gather_rows", "rows"), from, (indices, shift), live, out)
+        out.expect(indices.len(), from.columns(), from.float())?;
+        self.gather_as(stream, ("gather_rows", "rows"), from, (Some(indices), shift), live, out, (None, false))
     }
 
+    /// `out[targets[i]] = from[indices[i]]` of rows of two tables; `None` is row i. Rows that nothing goes to stay as they are.
+    /// -1 in either list is nothing; what lies outside is recorded (`rows`, `rows (destination)`) and is nothing. No row of
+    /// `out` is named twice.
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`] for operands that do not fit each other.
+    pub fn copy(
+        &self,
+        stream: Stream,
+        (from, indices): (&Rows, Option<&DeviceSlice<i32>>),
+        (out, targets): (&Rows, Option<&DeviceSlice<i32>>),
+        live: Option<&DeviceSlice<i32>>,
+    ) -> Result<()> {
+        out.expect(out.rows(), from.columns(), from.float())?;
+        let rows = indices.or(targets).map_or(from.rows(), DeviceSlice::len);
+        for (operand, list, table) in [("src_rows", indices, from), ("dst_rows", targets, out)] {
+            match list {
+                Some(list) => length(operand, list.len(), rows, true)?,
+                None if table.rows() < rows => {
+                    let got = format!("{} rows", table.rows());
+                    return Err(Error::Mismatch { operand: table.what(), got, want: format!("at least {rows}") });
+                }
+                None => {}
+            }
+        }
+        if rows == 0 {
+            return Ok(());
+        }
+        self.gather_as(stream, ("copy_rows", "rows"), from, (indices, 0), live, out, (targets, true))
+    }
+
+    #[allow(clippy::too_many_arguments)]
     fn gather_as(
         &self,
         stream: Stream,
         (kernel, buffer): (&str, &str),
         table: &Rows,
-        (indices, shift): (&DeviceSlice<i32>, i32),
+        (indices, shift): (Option<&DeviceSlice<i32>>, i32),
         live: Option<&DeviceSlice<i32>>,
         out: &Rows,
+        (targets, keeps): (Option<&DeviceSlice<i32>>, bool),
     ) -> Result<()> {
         let context = &self.context;
         rows_on_device(context, &[table, out])?;
-        on_device(context, &[("indices", indices.device())])?;
-        out.expect(indices.len(), table.columns(), table.float())?;
+        let lists = [("indices", indices), ("targets", targets)];
+        lists.iter().try_for_each(|(what, l)| l.map_or(Ok(()), |l| on_device(context, &[(what, l.device())])))?;
         let live = live_address(context, live)?;
-        if out.rows() == 0 {
+        let rows = indices.or(targets).map_or(table.rows(), DeviceSlice::len);
+        if rows == 0 {
             return Ok(());
         }
+        in_range("rows", rows as u64, 0, i128::from(i32::MAX))?;
         let bytes = table.columns() as u64 * table.float().bytes();
         let wide = table.in_vectors() && out.in_vectors();
         let width = if wide { 16 } else { 2 };
+        let columns = in_range("bytes of a row", bytes / width, 1, i128::from(u32::MAX))? as u32;
         let (record, claim) = context.fault_addresses(stream)?;
         let params = GatherRowsParams {
             table: table.address(),
             out: out.address(),
-            indices: indices.address(),
+            indices: indices.map_or(0, DeviceSlice::address),
+            targets: targets.map_or(0, DeviceSlice::address),
             live,
             record,
             claim,
             table_stride: table.stride_bytes(),
             out_stride: out.stride_bytes(),
             table_rows: table.rows() as i32, // `Rows` checked that sizes fit
-            rows: out.rows() as i32,
-            columns: in_range("bytes of a row", bytes / width, 1, i128::from(u32::MAX))? as u32,
+            out_rows: out.rows() as i32,
+            rows: rows as i32,
+            columns,
             shift,
+            keeps: u32::from(keeps),
             kernel: id(KERNELS, kernel)?,
             buffer: id(BUFFERS, buffer)?,
         };
+        // A long row, such as one of logits, is shared by several blocks.
+        let parts = columns.div_ceil(THREADS * PART_VECTORS).min(MAX_PARTS);
         let _current = context.enter()?;
         // SAFETY: the module is loaded for the process and its context is current. Addresses and sizes come from views,
         // whose constructors' callers promised them; the fault record lives as long as the process.
-        unsafe { self.gather[usize::from(!wide)].launch((out.rows() as u32, 1, 1), 256, stream, &params) }
+        unsafe { self.gather[usize::from(!wide)].launch((rows as u32, parts, 1), THREADS, stream, &params) }
     }
 
     /// `residual += x`, rounded to the element type; `copy = residual`; `out = residual / sqrt(mean(residual^2) + eps) *
@@ -255,7 +304,9 @@ mod tests {
 
     #[test]
     fn the_names_of_the_faults_are_there() {
-        for (kernel, buffer) in [("embed", "embedding table"), ("gather_rows", "rows")] {
+        for (kernel, buffer) in
+            [("embed", "embedding table"), ("gather_rows", "rows"), ("copy_rows", "rows (destination)")]
+        {
             assert!(id(KERNELS, kernel).unwrap() > 0 && id(BUFFERS, buffer).unwrap() > 0);
         }
         assert!(id(KERNELS, "absent").is_err());

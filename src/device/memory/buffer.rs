@@ -282,7 +282,8 @@ impl PinnedBuffer {
         self.0.wait()
     }
 
-    pub(super) fn host(&self) -> *mut u8 {
+    /// Address of the first byte on the host, which stays as long as the buffer.
+    pub(in crate::device) fn host(&self) -> *mut u8 {
         match &self.0.memory {
             Some(RawMemory::Pinned(host)) => host.as_ptr(),
             _ => std::ptr::NonNull::dangling().as_ptr(), // not before it is dropped

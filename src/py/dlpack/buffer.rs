@@ -148,12 +148,17 @@ impl Buffer {
             _ => (1, 0),
         };
         let (row, size) = (elements / rows, self.dtype.size());
-        let mut out = Vec::with_capacity(elements * size);
+        let mut out: Vec<u8> = Vec::with_capacity(elements * size);
         for r in 0..rows {
+            let at = out.len();
             // SAFETY: the constructors checked that row `r` of a table, or all elements of anything else, lie in the
             // memory that `storage` keeps; all of it is initialised; no `&mut` to it exists (own and shared memory:
-            // never; static memory: see above).
-            out.extend_from_slice(unsafe { std::slice::from_raw_parts(self.data.add(r * stride * size), row * size) });
+            // never; static memory: see above), and no `&` is made, since a device may write mapped memory meanwhile.
+            // `out` has room for all rows, and `row * size` more of its bytes are initialised now.
+            unsafe {
+                std::ptr::copy_nonoverlapping(self.data.add(r * stride * size), out.as_mut_ptr().add(at), row * size);
+                out.set_len(at + row * size);
+            }
         }
         out
     }

@@ -96,6 +96,7 @@ def test_docstrings() -> None:
     def same(node: Documented, live: Any) -> None:
         text = ast.get_docstring(node)
         assert text is not None, node.name
+        assert not text.startswith("staticmethod("), f"{node.name}: the docstring of its wrapper"
         assert " ".join(text.split()) == " ".join((doc(live) or "").split()), (
             f"{node.name}: python tests/python/stub.py"
         )

@@ -327,6 +327,39 @@ def test_a_choice_holds_for_the_process_and_every_file_gets_it(tmp_path):
     assert json.loads(third.read_text())["choices"][key]["candidates"] == 12345
 
 
+def test_without_the_contract_every_bucket_is_free_and_the_contract_stays_as_it_is(tmp_path):
+    weight = (torch.randn(520, 4104, device=CUDA) / 64).to(torch.bfloat16)
+    file, other = tmp_path / "kept.json", tmp_path / "never.json"
+    exact = device.products(cache=str(file))
+    linear, kept = exact.linear(weight, 64), file.read_text()
+    free = exact.without_contract()
+    fast = free.linear(weight, 64)
+    assert free.keeping(str(other)).linear(weight, 64).split == fast.split
+    assert file.read_text() == kept and not other.exists(), "no file has a choice without the contract"
+    shape = "520 x 4104 bfloat16 -> bfloat16, 64 rows"
+    reports = {name: json.loads(opened.numerics()) for name, opened in (("exact", exact), ("free", free))}
+    assert {name: report["contract"] for name, report in reports.items()} == {"exact": True, "free": False}
+    [mine], [theirs] = ([w for w in report["weights"] if w["shape"] == shape] for report in reports.values())
+    assert (int(mine["fingerprint"], 16), int(theirs["fingerprint"], 16)) == (linear.fingerprint, 0)
+    assert fast.fingerprint == 0 != linear.fingerprint
+    assert [b["rows"] for b in theirs["buckets"]] == [b["rows"] for b in mine["buckets"]]
+    # Of the same candidates, timed anew: it is at most as slow, but for what times differ by from run to run.
+    for a, b in zip(theirs["buckets"], mine["buckets"], strict=True):
+        assert a["us"] <= 1.5 * b["us"], f"{a} against {b}"
+    again = exact.linear(weight, 64)
+    assert (again.fingerprint, again.split) == (linear.fingerprint, linear.split)
+    with pytest.raises(specrs.ConfigError, match=r"linear split = 2: .*ask for none"):
+        free.linear(weight, 64, split=2)
+    x = torch.randn(64, 4104, device=CUDA).to(torch.bfloat16)
+    for product in (linear, fast):
+        space = torch.empty(max(1, product.workspace_bytes), dtype=torch.uint8, device=CUDA)
+        for rows in (1, 7, 64):
+            y = torch.full((64, 520), math.nan, device=CUDA, dtype=torch.bfloat16)
+            product.launch(rows, x, y, space, raw())
+            torch.testing.assert_close(y[:rows].double(), x[:rows].double() @ weight.double().t(), rtol=1e-2, atol=2e-2)
+            assert y[rows:].isnan().all()
+
+
 def test_the_users_folder_is_found_by_the_environment(tmp_path, monkeypatch):
     weight = torch.randn(64, 64, device=CUDA).to(torch.bfloat16)
     monkeypatch.setenv("SPECRS_CACHE", str(tmp_path / "mine"))

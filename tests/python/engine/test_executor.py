@@ -85,6 +85,21 @@ class Device:
         self.log.append("commit")
         self.host.commit(batch, lease, verified._of)
 
+    def following(self, verified: Any) -> None:
+        return None
+
+    def ahead(self, verified: Any) -> int:
+        return 0
+
+    def launch(self, verified: Any, rounds: int) -> None:
+        raise AssertionError("nothing can be launched ahead")
+
+    def landing(self, verified: Any, batch: Any, rows: Any) -> Any:
+        return verified
+
+    def abandon(self, requests: Any) -> None:
+        self.log.append("abandon")
+
 
 @dataclass
 class DeviceDrafts:
@@ -114,6 +129,9 @@ class DeviceDrafts:
     def draft(self, *args: Any) -> Any:
         self.log.append("draft")
         return Late(self.host.draft(*args), "drafted", self.log)
+
+    def cut(self, drafted: Any, least: float) -> Any:
+        return Late(self.host.cut(drafted._of, least), "drafted", self.log)
 
 
 def on_device(pair: Pair, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[LLM, Device]:

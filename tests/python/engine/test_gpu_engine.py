@@ -40,6 +40,8 @@ TREES = [(1, 1, 2), (1, 6, 7), (2, 3, 8), (3, 6, 33), (4, 2, 16), (8, 6, 64), (8
 SAMPLED: dict[str, Any] = {
     "temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.1,
 }  # fmt: skip
+DRAWN: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9}  # by nothing that the host has to say again each round
+PARAMS = {"greedy": {"temperature": 0.0}, "sampled": SAMPLED, "drawn": DRAWN}
 Bits = dict[tuple[int, int], bytes]
 
 
@@ -65,14 +67,13 @@ def no_fault_is_left() -> Any:
     device.check()
 
 
-def requests(seed: int, sampled: bool, long: int = 70) -> tuple[list[list[int]], list[SamplingParams]]:
+def requests(seed: int, kind: str, long: int = 70) -> tuple[list[list[int]], list[SamplingParams]]:
     """Prompts of mixed lengths, of which some share prefixes."""
     rng = random.Random(seed)
     stem = [rng.randrange(8) for _ in range(long)]
     prompts = [stem[: rng.choice([0, 5, 33, long])] + [rng.randrange(8) for _ in range(rng.randrange(1, 20))]
                for _ in range(5)]  # fmt: skip
-    common = SAMPLED if sampled else {"temperature": 0.0}
-    return prompts, [SamplingParams(max_tokens=rng.choice([2, 17, 40]), seed=i, **common) for i in range(5)]
+    return prompts, [SamplingParams(max_tokens=rng.choice([2, 17, 40]), seed=i, **PARAMS[kind]) for i in range(5)]
 
 
 def recorded(
@@ -84,6 +85,7 @@ def recorded(
     last: list[torch.Tensor] = []
     paths: list[Any] = []
     logits_of, prefill, decode, verify = executor._logits, executor.prefill, executor.decode, executor.verify
+    launch = executor.launch
     base = llm._next_id
 
     def note(request: int, position: int, row: torch.Tensor) -> None:
@@ -105,7 +107,6 @@ def recorded(
         def passed(batch: Batch, *args: Any) -> Any:
             done = run(batch, *args)
             if isinstance(done, LaunchedRound):
-                assert done.lanes is not None
                 last[:] = [done.lanes.logits[: done.starts[-1]].cpu()]
             for r, start, first, path in zip(batch, batch.lens, done.starts, done.accepts.paths, strict=False):
                 paths.append(path)
@@ -115,17 +116,42 @@ def recorded(
 
         return passed
 
+    def launched(before: LaunchedRound, rounds: int) -> Any:
+        """Of a round behind one that has not landed, before the next one overwrites its logits: 1, also in a loop."""
+        done = launch(before, 1)
+        if done is not None:
+            ahead.append(done)
+            found, tree = done.lanes.landed(done.number), done.variant.levels > 0
+            bits = done.lanes.logits.cpu()
+            for r, place in zip(done.batch, done.places, strict=True):
+                begin, end = found["offsets"][place : place + 2].tolist()
+                first = int(found["tree_offsets"][place]) if tree else place
+                paths.append(found["paths"][begin:end].tolist())
+                for k, node in enumerate(paths[-1]):
+                    note(r.request_id, int(found["lens"][place]) + k, bits[first + node])
+        return done
+
+    ahead: list[LaunchedRound] = []
     executor._logits, executor.prefill = logits, prefilled
-    executor.decode, executor.verify = accepted(decode), accepted(verify)
+    executor.decode, executor.verify, executor.launch = accepted(decode), accepted(verify), launched
     try:
         outputs = llm.generate(prompts, params)
     finally:
-        for name in ("_logits", "prefill", "decode", "verify"):
+        for name in ("_logits", "prefill", "decode", "verify", "launch"):
             delattr(executor, name)  # the class's own are back, and nothing refers to itself
+    if executor_runs_ahead(llm, params):
+        assert ahead, "no round was launched before the last one had landed"
+        assert any(done.variant.loop for done in ahead) == (llm.config.graphs == "loop")
     llm.audit()
     ends = {i: len(p) + len(o.token_ids) - 1 for i, (p, o) in enumerate(zip(prompts, outputs, strict=True))}
     # Of an accepted path that runs past the end of its request, the rest decided nothing.
     return [o.token_ids for o in outputs], {k: v for k, v in seen.items() if k[1] < ends[k[0]]}, paths
+
+
+def executor_runs_ahead(llm: LLM, params: list[SamplingParams]) -> bool:
+    """Whether nothing keeps a GPU from launching rounds ahead: no penalties, no cost model, requests that last."""
+    free = not any(p.repetition_penalty for p in params) and max(p.max_tokens or 0 for p in params) > 20
+    return free and llm.config.graphs != "off" and not llm.config.adaptive and llm.device.startswith("cuda")
 
 
 def plain(pair: Pair, prompts: list[list[int]], params: list[SamplingParams], **options: Any) -> tuple[Any, Bits]:
@@ -148,13 +174,13 @@ def check(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], want
     return paths
 
 
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_every_tree_page_and_chunk_gives_the_bits_of_plain_decoding(pair: Pair, sampled: bool) -> None:
-    prompts, params = requests(1, sampled)
+@pytest.mark.parametrize("kind", PARAMS)
+def test_every_tree_page_and_chunk_gives_the_bits_of_plain_decoding(pair: Pair, kind: str) -> None:
+    prompts, params = requests(1, kind)
     want, paths = plain(pair, prompts, params), []
     for tree, page, batch, chunk, graphs in zip(
         TREES, itertools.cycle([1, 4, 16, 64]), itertools.cycle([5, 1, 3]), itertools.cycle([7, 512, 32, 1]),
-        itertools.cycle(["round", "round", "off"]),
+        itertools.cycle(["round", "loop", "round", "loop", "off"]),
     ):  # fmt: skip
         with LLM(pair.target, pair.draft, device="cuda", tree=tree, page_size=page, max_batch=batch,
                  prefill_chunk=chunk, graphs=graphs) as llm:  # fmt: skip
@@ -167,7 +193,7 @@ def test_every_tree_page_and_chunk_gives_the_bits_of_plain_decoding(pair: Pair, 
 
 def test_long_contexts_give_the_bits_of_plain_decoding(pair: Pair) -> None:
     """Over the borders of blocks and splits."""
-    prompts, params = requests(2, False, long=1100)
+    prompts, params = requests(2, "greedy", long=1100)
     prompts = [[*p, *prompts[-1]] * 3 for p in prompts[:3]]
     params = params[:3]
     want = plain(pair, prompts, params)
@@ -190,7 +216,7 @@ def test_up_to_the_wall_of_the_context(pair: Pair) -> None:
 
 def test_rounds_that_somebody_looks_at_decide_the_same(pair: Pair) -> None:
     """The host plans and decides those, step by step."""
-    prompts, params = requests(6, True)
+    prompts, params = requests(6, "sampled")
     with LLM(pair.target, pair.draft, device="cuda", tree=(3, 4, 12), page_size=4) as llm:
         seen: list[Any] = []
         want = [o.token_ids for o in llm.generate(prompts, params)]
@@ -200,8 +226,9 @@ def test_rounds_that_somebody_looks_at_decide_the_same(pair: Pair) -> None:
         assert [o.token_ids for o in llm.generate(prompts, params)] == want
 
 
-def test_prefix_cache_and_preemption_change_no_bit(pair: Pair) -> None:
-    prompts, params = requests(3, True)
+@pytest.mark.parametrize("kind", ["sampled", "drawn"])
+def test_prefix_cache_and_preemption_change_no_bit(pair: Pair, kind: str) -> None:
+    prompts, params = requests(3, kind)
     want = plain(pair, prompts, params)
     with LLM(pair.target, pair.draft, device="cuda", tree=(4, 3, 16), page_size=4, max_batch=2) as llm:
         check(llm, prompts, params, want)
@@ -222,7 +249,7 @@ def test_prefix_cache_and_preemption_change_no_bit(pair: Pair) -> None:
 
 
 def test_without_a_tree_the_cost_model_picks_and_nothing_changes(pair: Pair) -> None:
-    prompts, params = requests(4, True)
+    prompts, params = requests(4, "sampled")
     want = plain(pair, prompts, params)
     with LLM(pair.target, pair.draft, device="cuda") as llm:
         check(llm, prompts, params, want)
@@ -264,7 +291,7 @@ def test_the_model_in_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_engines_side_by_side_do_not_disturb_each_other(pair: Pair) -> None:
     """Two on one device in turns, round by round; scratch memory that one grows is not the other's."""
-    prompts, params = requests(7, True)
+    prompts, params = requests(7, "drawn")
     want, _ = plain(pair, prompts, params)
     first = LLM(pair.target, pair.draft, device="cuda", tree=(4, 3, 16), page_size=4, max_batch=2)
     second = LLM(pair.target, pair.draft, device="cuda", tree=(2, 5, 12), page_size=1, max_batch=5, prefill_chunk=16)
@@ -274,7 +301,7 @@ def test_engines_side_by_side_do_not_disturb_each_other(pair: Pair) -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
 def test_two_engines_on_two_gpus(pair: Pair) -> None:
-    prompts, params = requests(8, True)
+    prompts, params = requests(8, "drawn")
     want, _ = plain(pair, prompts, params)
     engines = [LLM(pair.target, pair.draft, device=f"cuda:{i}", tree=(4, 3, 16), page_size=4) for i in (0, 1)]
     with engines[0], engines[1]:

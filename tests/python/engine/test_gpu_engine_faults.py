@@ -188,7 +188,7 @@ GIVEN = [
 ]
 
 
-@pytest.mark.parametrize("graphs", ["round", "off"])
+@pytest.mark.parametrize("graphs", ["round", "loop", "off"])
 @pytest.mark.parametrize(("name", "value", "kernel", "buffer"), GIVEN)
 def test_what_a_round_is_given(
     engine: Engines,
@@ -200,20 +200,20 @@ def test_what_a_round_is_given(
     buffer: str,
     graphs: str,
 ) -> None:
-    """At rounds that are launched one by one, that are captured, and that are replayed."""
+    """At rounds that begin a flight; the one behind them is in flight already when the host learns of it."""
     original, calls = Lanes.launch, 0
 
-    def planted(self: Lanes, *args: Any) -> None:
+    def planted(self: Lanes, *args: Any) -> int:
         nonlocal calls
-        if calls in (0, 2, 5, 6):
+        if calls in (0, 2, 3):
             self.given[name][0] = value
         calls += 1
-        original(self, *args)
+        return original(self, *args)
 
     llm = engine(graphs)
     monkeypatch.setattr(Lanes, "launch", planted)
     tokens, errors = steps(llm)
-    assert len(errors) == 4
+    assert len(errors) == 3
     for error in errors:
         assert isinstance(error, OutOfBoundsError)
         assert (error.kernel, error.buffer, error.index) == (kernel, buffer, value)
@@ -221,30 +221,31 @@ def test_what_a_round_is_given(
 
 
 @pytest.mark.parametrize("bad", [10**6, -1])
-def test_a_damaged_page_table_is_its_requests_alone(engine: Engines, want: list[list[int]], bad: int) -> None:
-    """Every round that reads the row fails, until the request is aborted; the others lose nothing by it."""
-    llm = engine()
+@pytest.mark.parametrize("graphs", ["off", "round", "loop"])
+def test_a_damaged_page_table_is_written_anew(engine: Engines, want: list[list[int]], bad: int, graphs: str) -> None:
+    """The round that reads the row fails; what the device holds is then no longer trusted, and nobody loses a token."""
+    llm = engine(graphs)
     ids = [llm.add(p, s) for p, s in zip(PROMPTS, PARAMS, strict=True)]
     done = {e.request_id: e.output for _ in range(2) for e in llm.step() if e.output is not None}
     assert not done
     runner: Any = llm._runner
     requests = {r.request_id: r for r in llm._scheduler._admitted}
     row = requests[ids[0]].seq.row
-    runner.executor._models.table[row, 0] = bad
     torch.cuda.synchronize()  # the engine has a stream of its own
-    for _ in range(3):
-        with pytest.raises(OutOfBoundsError) as e:
-            llm.step()
-        assert (e.value.request, e.value.index) == (ids[0], bad), e.value
-        llm.audit()
-    llm.abort(ids[0])
+    runner.executor._models.table[row, 0] = bad
+    torch.cuda.synchronize()
+    raised = []
     for _ in range(100):
-        done |= {e.request_id: e.output for e in llm.step() if e.output is not None}
-        if ids[1] in done and ids[2] in done:
+        try:
+            done |= {e.request_id: e.output for e in llm.step() if e.output is not None}
+        except OutOfBoundsError as e:
+            raised.append((e.request, e.index))
+            llm.audit()
+        if len(done) == len(ids):
             break
-    assert [done[i].token_ids for i in ids[1:]] == want[1:]
+    assert raised == [(ids[0], bad)]
+    assert [done[i].token_ids for i in ids] == want
     llm.audit()
-    # Whoever gets the row next has it written anew.
     assert [o.token_ids for o in llm.generate(PROMPTS, PARAMS)] == want
 
 

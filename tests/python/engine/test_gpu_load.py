@@ -290,3 +290,21 @@ def test_numerics_name_device_library_and_the_class_of_every_weight(pair: Pair) 
     known = {w["fingerprint"] for w in json.loads(device.products(CUDA).numerics())["weights"]}
     for entry in (*found["weights"].values(), *found["draft"].values()):
         assert entry["split"] >= 1 and entry["fingerprint"] in known
+
+
+def test_numerics_say_that_a_bench_left_the_contract(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = device.products
+    with LLM(pair.target, device="cuda") as llm:
+        exact = llm.numerics
+    monkeypatch.setattr(device, "products", lambda *args: opened(*args).without_contract())
+    with LLM(pair.target, pair.draft, device="cuda") as llm:
+        assert len(llm.generate([[1, 2, 3]], GREEDY)[0].token_ids) == GREEDY.max_tokens
+        found = llm.numerics
+    assert "products" not in exact and "NOT exact" in found.pop("products")
+    assert {w["fingerprint"] for w in found["weights"].values()} == {"0x0000000000000000"}
+    assert {k: v for k, v in found.items() if k not in ("weights", "draft")} == {
+        k: v for k, v in exact.items() if k not in ("weights", "draft")
+    }
+    monkeypatch.setattr(device, "products", opened)
+    with LLM(pair.target, device="cuda") as llm:
+        assert llm.numerics == exact

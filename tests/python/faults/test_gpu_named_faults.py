@@ -1,4 +1,4 @@
-"""23037 and 26738 on a GPU: what each would do to a graph that plans on the device, and which guard names it."""
+"""The named faults on a GPU: what each would do to a graph that plans on the device, and which guard names it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.utils.dlpack import from_dlpack
 import specrs
 from specrs import _specrs as core
 from specrs import device
+from specrs.backends.base import Layout
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA GPU in this machine", allow_module_level=True)
@@ -43,10 +44,19 @@ class Captured:
         plan, arrays: what the graph writes, between guards.
     """
 
-    def __init__(self, format: str, reverts: Sequence[int] = (), at_most: int | None = None) -> None:
+    def __init__(
+        self,
+        format: str,
+        reverts: Sequence[int] = (),
+        at_most: int | None = None,
+        *,
+        tree: tuple[int, int, int] = (BRANCHES, 2, 4),
+        page: int = 2,
+        layout: Layout = "dense",
+    ) -> None:
         self.lens_then = [5, 4, 3]
-        self.geometry = g = core.Geometry(BUCKET, 16, 2, core.TreeShape(BRANCHES, 2, 4), "dense", list(reverts))
-        self.pool = core.Pool(g.pages_for_full_load + 1, 2, BUCKET, g.row_pages)
+        self.geometry = g = core.Geometry(BUCKET, 16, page, core.TreeShape(*tree), layout, list(reverts))
+        self.pool = core.Pool(g.pages_for_full_load + 1, page, BUCKET, g.row_pages)
         self.seqs = [self.pool.create() for _ in self.lens_then]
         self.planner = core.Planner(g, self.pool, format=format)  # type: ignore[arg-type]
         self.format = format
@@ -101,11 +111,11 @@ class Captured:
             pages = torch.tensor(self.pool.pages(q), dtype=torch.int32)
             self.table[q.row, : len(pages)] = pages
 
-    def hand_over(self, lens: list[int]) -> None:
-        """Overwrite the inputs of as many requests, and no more."""
+    def hand_over(self, lens: list[int], host: core.Plan | None = None) -> None:
+        """Overwrite the inputs of as many requests, and no more; `host` is their plan by the host."""
         n = len(lens)
         seqs = self.seqs[:n]
-        host = self.host(lens)
+        host = host or self.host(lens)
         self.rows[:n] = torch.tensor([q.row for q in seqs], dtype=torch.int32)
         self.lens[:n] = torch.tensor(lens, dtype=torch.int32)
         self.versions[:n] = from_dlpack(host.versions)[:n].to(CUDA)
@@ -152,6 +162,93 @@ def fault() -> specrs.OutOfBoundsError:
         device.check()
     device.check()
     return e.value
+
+
+# -- 27338 ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", ["flashinfer", "triton"])
+def test_27338_lists_of_all_branches_do_not_fit_the_width_of_one(format: str) -> None:
+    """The width of one branch's lists: those of short requests fit all the same, as they did there."""
+    c = Captured(format, reverts=[27338])
+    room = c.arrays.views["kv_indices"].numel()
+    assert room == BUCKET * (16 + 2), "without the factor K"
+    c.reserve(c.seqs, [5, 4, 3])
+    c.hand_over([5, 4, 3])
+    c.live.fill_(3)
+    c.capture()
+    c.poison()
+    c.graph.replay()
+    torch.cuda.synchronize()
+    device.check()
+    c.equals(c.host([5, 4, 3]))
+    assert c.lease is not None
+    c.lease.rollback()
+    c.reserve(c.seqs, [14, 14, 14])
+    c.lens.fill_(14)
+    c.poison()
+    c.graph.replay()
+    e = fault()
+    assert (e.kernel, e.buffer, e.bound) == ("plan_lists", "kv_indices", room)
+    # Six lists of 15 slots: three fit, and which of the others is met first is the GPU's to say.
+    assert e.index in (59, 74, 89), e.index
+    assert c.arrays.views["kv_indptr"].tolist()[:4] == [0, 15, 30, 45]
+    assert c.arrays.views["kv_indptr"].tolist()[4:7] == [45, 45, 45], "lists that do not fit are empty"
+    c.arrays.bytes(POISON)  # the guards around each array are as they were
+    c.plan.bytes(POISON)
+
+
+# -- 27360 ------------------------------------------------------------------------------------------------------------
+
+
+def test_27360_the_kernel_counts_live_tokens_alone() -> None:
+    """The host's planner writes all steps' pages with the switch, and is stopped; the device's has nowhere to do it."""
+    lens = [5, 4, 3]
+    c = Captured("flash_attention", reverts=[27360], layout="holey")
+    c.reserve(c.seqs, lens)
+    with pytest.raises(specrs.ConfigError, match="expand_page_table: need 2 elements, have 1"):
+        c.host(lens)
+    plain = core.Geometry(BUCKET, 16, 2, core.TreeShape(BRANCHES, 2, 4), "holey", [])
+    planner = core.Planner(plain, c.pool, format="flash_attention")
+    host = planner.draft(c.seqs, lens, 0, None, "lane", pad=(BUCKET, BUCKET * BRANCHES))
+    c.hand_over(lens, host)
+    c.live.fill_(3)
+    c.capture()
+    c.poison()
+    c.graph.replay()
+    torch.cuda.synchronize()
+    device.check()
+    c.equals(host)
+
+
+# -- 26972 ------------------------------------------------------------------------------------------------------------
+
+
+def test_26972_a_position_behind_the_reserve_is_named_by_the_kernel() -> None:
+    """A request of no tokens: two branches take a page each, and the reserve is one page."""
+    lens = [6, 0, 6]
+    c = Captured("flash_attention", reverts=[26972], tree=(BRANCHES, 1, 1), page=4, layout="holey")
+    assert (c.geometry.alloc_len_per_decode, c.geometry.alloc_target(0, 0)) == (2, 4)
+    c.reserve(c.seqs, lens)
+    c.rows.copy_(torch.tensor([q.row for q in c.seqs], dtype=torch.int32))
+    c.lens.copy_(torch.tensor(lens, dtype=torch.int32))
+    c.live.fill_(3)
+    c.poison()
+    c.launch(BUCKET)
+    e = fault()
+    assert (e.kernel, e.buffer, e.request, e.index, e.bound) == ("plan", "allocated positions", 1, 4, 4)
+    # Its queries write to the sink; the neighbours' have their places, a page apart.
+    want = [c.pool.pages(q)[pos // 4] * 4 + pos % 4 for q in (c.seqs[0], c.seqs[2]) for pos in (6, 10)]
+    slots = c.plan.views["out_slots"].tolist()
+    assert (slots[:2] + slots[4:], slots[2:4]) == (want, [0, 0])
+    c.plan.bytes(POISON)
+    c.arrays.bytes(POISON)
+    assert c.lease is not None
+    c.lease.rollback()
+    c.pool.audit()
+
+
+# -- 23037 ------------------------------------------------------------------------------------------------------------
 
 
 def two_of_three(format: str) -> Captured:

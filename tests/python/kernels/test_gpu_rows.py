@@ -1,4 +1,4 @@
-"""Row operations on a GPU: gathers, RMSNorm with the residual sum, SiLU * up, RoPE with the write of keys and values.
+"""Row operations on a GPU: gathers, copies, RMSNorm with the residual sum, SiLU * up, RoPE with the KV write.
 
 The references are the same f32 operations in the same order, on the CPU; comparisons are of bits.
 """
@@ -124,6 +124,73 @@ def test_a_live_count_outside_the_batch_is_recorded_and_clamped(canaries, bad):
     assert fault()[:2] == ("silu_up", "live")
     core._device_add_rms_norm(out, None, canaries.of(torch.ones(64).bfloat16()), 0.0, None, 0, live, None, handle())
     assert fault()[:2] == ("add_rms_norm", "live")
+
+
+# --- copies from table to table -------------------------------------------------------------------------------------
+
+
+def copied(src, src_rows, dst, dst_rows, live):
+    """The host's copy."""
+    out = dst.clone()
+    n = len(src_rows or dst_rows or range(len(src)))
+    for i in range(n if live is None else live):
+        a, b = (i if rows is None else rows[i] for rows in (src_rows, dst_rows))
+        if a >= 0 and b >= 0:
+            out[b] = src[a]
+    return out
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
+@pytest.mark.parametrize("columns", [1, 7, 64, 100, 4096, 32_000, 128_257])
+def test_copies_between_tables_move_bits_and_leave_the_rest(canaries, dtype, columns):
+    units = columns * (2 if dtype == torch.float32 else 1)
+    raw = lambda rows: torch.randint(-(2**15), 2**15, (rows, units), dtype=torch.int16).view(dtype)  # noqa: E731
+    rng = random.Random(columns)
+    for n, live in ((1, None), (5, 3), (9, 0), (9, 9)):
+        src, dst = raw(11), raw(13)
+        there = [rng.randrange(11) for _ in range(n)]
+        here = rng.sample(range(13), n)
+        if n > 1:
+            there[0], here[1] = -1, -1
+        for a, b in ((there, here), (None, here), (there, None), (None, None)):
+            offset = 0 if a else dst.element_size()
+            out = canaries.of(dst, offset=offset)
+            lists = [None if rows is None else canaries.of(rows) for rows in (a, b)]
+            alive = None if live is None else canaries.of([I32_MAX, live])
+            core._device_copy_rows(canaries.of(src), lists[0], out, lists[1], alive, handle())
+            assert same(out, copied(src, a, dst, b, live)), (n, live, a is None, b is None)
+
+
+@pytest.mark.parametrize("bad", [11, -2, I32_MIN, I32_MAX])
+def test_a_copy_out_of_a_table_is_recorded_and_left_out(canaries, bad):
+    src, dst = random_rows(11, 64, dtype=torch.float32), random_rows(9, 64, dtype=torch.float32, seed=1)
+    on = canaries.of(src)
+    for a, b, buffer, bound in (
+        ([3, bad, 5], [0, 1, 2], "rows", 11),
+        ([3, 4, 5], [8, bad, 2], "rows (destination)", 9),
+    ):
+        out = canaries.of(dst)
+        core._device_copy_rows(on, canaries.of(a), out, canaries.of(b), None, handle())
+        assert fault() == ("copy_rows", buffer, -1, 1, bad, bound)
+        want = dst.clone()
+        want[[b[0], b[2]]] = src[[a[0], a[2]]]
+        assert same(out, want)
+
+
+def test_copies_that_do_not_fit_are_refused(canaries):
+    src, dst = canaries.of(torch.zeros(4, 8)), canaries.of(torch.zeros(3, 8))
+    rows = lambda n: canaries.of(list(range(n)))  # noqa: E731
+    for arguments, what in (
+        ((src, None, dst, None), "dst"),
+        ((src, rows(4), dst, None), "dst"),
+        ((dst, None, src, rows(4)), "src"),
+        ((src, rows(3), dst, rows(2)), "dst_rows"),
+        ((src, None, canaries.of(torch.zeros(3, 7)), rows(2)), "dst"),
+        ((src, None, canaries.of(torch.zeros(3, 8).half()), rows(2)), "dst"),
+        ((src, None, src, rows(2)), "dst"),
+    ):
+        with pytest.raises(specrs.ConfigError, match=what):
+            core._device_copy_rows(*arguments, None, handle())
 
 
 # --- RMSNorm ---------------------------------------------------------------------------------------------------------

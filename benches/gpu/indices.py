@@ -1,0 +1,180 @@
+"""Goal 9b: the indices of every draft step in a per-branch format, written on the device: K=8, S=6, 8k of context, P=1.
+
+``flashinfer`` wants for each draft step ``kv_indptr`` and ``kv_indices``: of each of K branches the slots of its whole
+prefix, then of its own tokens so far (its lane, as the peers' draft path lists them). specrs's device planner makes
+them from lengths and a page table in device memory. A time is of all S steps in a CUDA graph, median of replays that
+take turns with the ``native`` format's (the plan alone, which both need: it has no such list) and with torch's fill of
+as many bytes, which is what writing them takes. Every array of every step is first compared with the host planner's.
+"Bytes" are those of the arrays' used parts. sglang's kernel is not in the run; its times are in ``benches/README.md``.
+
+    python benches/gpu/indices.py [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from timing import driver, stream, times
+
+from common import commit, versions
+from specrs import _specrs as core
+from specrs import device
+
+SHAPE = core.TreeShape(8, 6, 64)
+CONTEXT, LENGTH, PAGE = 8192 + 256, 8192, 1
+CUDA = torch.device("cuda")
+POISON = -0x5A5A
+PLAN = ("rows", "versions", "qo_indptr", "prefix_lens", "positions", "out_slots", "mask")
+DTYPES = {"int32": torch.int32, "int64": torch.int64}
+Format = Literal["native", "flashinfer"]
+
+
+class World:
+    """`batch` requests of `LENGTH` tokens whose pages lie anywhere, with a round's pages reserved."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+        self.geometry = g = core.Geometry(batch, CONTEXT, PAGE, SHAPE)
+        pages = 1 + batch * g.row_pages
+        self.pool = core.Pool(pages, PAGE, batch, g.row_pages)
+        order = self.pool.alloc_pages(pages - 1)
+        random.shuffle(order)
+        self.pool.free_pages(order)
+        self.seqs = [self.pool.create() for _ in range(batch)]
+        self.lens = [LENGTH] * batch
+        self.pool.reserve([(q, LENGTH) for q in self.seqs]).commit(self.lens)
+        self.lease = self.pool.reserve([(q, g.alloc_target(LENGTH, 0)) for q in self.seqs])
+        table = torch.zeros(batch, g.row_pages, dtype=torch.int32)
+        for q in self.seqs:
+            own = torch.tensor(self.pool.pages(q), dtype=torch.int32)
+            table[q.row, : len(own)] = own
+        self.table = table.to(CUDA)
+        self.rows = torch.tensor([q.row for q in self.seqs], dtype=torch.int32, device=CUDA)
+        self.device_lens = torch.tensor(self.lens, dtype=torch.int32, device=CUDA)
+        self.live = torch.tensor([batch], dtype=torch.int32, device=CUDA)
+
+
+class Steps:
+    """What the device planner writes for all draft steps in one format, each step's arrays apart."""
+
+    def __init__(self, world: World, format: Format) -> None:
+        self.world, self.format = world, format
+        self.planner = core.Planner(world.geometry, world.pool, format)
+        batch, queries = world.batch, world.batch * SHAPE.topk
+        words = world.geometry.draft_mask_words
+        bound = core.DeviceLens(batch, CONTEXT)
+        self.plans: list[tuple[torch.Tensor, ...]] = []
+        self.arrays: list[dict[str, torch.Tensor]] = []
+        self.versions = from_dlpack(self.host(0).versions).to(CUDA)
+        for step in range(SHAPE.steps):
+            shapes = ([batch], [batch], [batch + 1], [batch], [queries], [queries], [queries, words])
+            wide = [torch.int64 if name in ("versions", "mask") else torch.int32 for name in PLAN]
+            self.plans.append(
+                tuple(torch.full(s, POISON, dtype=d, device=CUDA) for s, d in zip(shapes, wide, strict=True))
+            )
+            self.arrays.append({
+                name: torch.full(list(size["shape"]), POISON, dtype=DTYPES[size["dtype"]], device=CUDA)
+                for name, size in self.planner.sizes("draft", bound, step).items()
+            })  # fmt: skip
+
+    def host(self, step: int) -> core.Plan:
+        """The host's plan of a step: each branch and its own lane."""
+        return self.planner.draft(self.world.seqs, self.world.lens, step, None, "lane")
+
+    def launch(self) -> None:
+        """Plan every step on the device."""
+        w = self.world
+        for step in range(SHAPE.steps):
+            core._device_plan(
+                w.geometry, "draft", step, w.table, w.pool.num_pages, (w.rows, self.versions, w.device_lens, w.live),
+                (None, None, None), self.plans[step], self.format, "both", self.arrays[step], stream(),
+            )  # fmt: skip
+
+    def check(self) -> int:
+        """Compare every array with the host's; the bytes that all of them take."""
+        total = 0
+        for step in range(SHAPE.steps):
+            host, case = self.host(step), f"{self.format}, batch {self.world.batch}, draft step {step}"
+            pairs = [
+                (name, got, from_dlpack(getattr(host, name))) for name, got in zip(PLAN, self.plans[step], strict=True)
+            ]
+            pairs += [(name, self.arrays[step][name], from_dlpack(array)) for name, array in host.arrays().items()]
+            for name, got, want in pairs:
+                total += want.numel() * want.element_size()
+                used, rest = got.view(-1)[: want.numel()].cpu(), got.view(-1)[want.numel() :]
+                if not torch.equal(used, want.reshape(-1).to(used.dtype)):
+                    raise SystemExit(f"{case}, {name}: not the host's")
+                if not bool((rest == POISON).all()):
+                    raise SystemExit(f"{case}, {name}: written behind its end")
+        return total
+
+
+def measure(batch: int, repeats: int) -> dict[str, Any]:
+    """Times and bytes of a batch."""
+    world = World(batch)
+    made: dict[Format, Steps] = {"flashinfer": Steps(world, "flashinfer"), "native": Steps(world, "native")}
+    bytes_: dict[str, int] = {}
+    for name, steps in made.items():
+        steps.launch()
+        torch.cuda.synchronize()
+        device.check()
+        bytes_[name] = steps.check()
+    lists = bytes_["flashinfer"] - bytes_["native"]
+    filled = torch.empty(lists // 4, dtype=torch.int32, device=CUDA)
+    us = times(
+        {"flashinfer": made["flashinfer"].launch, "native": made["native"].launch, "fill": lambda: filled.fill_(7)},
+        launches=4,
+        repeats=repeats,
+    )
+    torch.cuda.synchronize()
+    device.check()
+    for steps in made.values():
+        steps.check()  # what the replays left
+    return {
+        "batch": batch,
+        "us": us,
+        "bytes": bytes_,
+        "flashinfer_tb_per_s": round(bytes_["flashinfer"] / us["flashinfer"] / 1e6, 3),
+        # Without the plan, which the native format needs as well.
+        "lists_bytes": lists,
+        "lists_us": round(us["flashinfer"] - us["native"], 2),
+        "fill_tb_per_s": round(lists / us["fill"] / 1e6, 3),
+        "flashinfer_over_native": round(us["flashinfer"] / us["native"], 2),
+    }
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--repeats", type=int, default=15)
+    args = parser.parse_args()
+    random.seed(1)
+    device.init()
+    rows: list[dict[str, Any]] = []
+    result = {
+        "commit": commit(), "date": time.strftime("%Y-%m-%d", time.gmtime()), "device": torch.cuda.get_device_name(),
+        "driver": driver(), "versions": versions(), "tree": [SHAPE.topk, SHAPE.steps, SHAPE.draft_tokens],
+        "length": LENGTH, "page_size": PAGE, "draft_steps": SHAPE.steps, "checked": "equal to the host planner's",
+        "rows": rows,
+    }  # fmt: skip
+    for batch in (1, 16, 64):
+        rows.append(measure(batch, args.repeats))
+        print(json.dumps(rows[-1]), flush=True)
+        torch.cuda.empty_cache()
+        if args.json:
+            args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

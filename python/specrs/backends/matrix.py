@@ -1,0 +1,110 @@
+"""Which rounds exist, as data: where each backend runs, at which graph levels, and whether rounds may be gpu-only.
+
+K, P, draft layouts and what a branch attends to are the backends' own declarations (`AttentionBackend`); `MATRIX` has
+a row for each device that a backend runs on. `specrs.backends.resolve` reads both. What is in no row it refuses while
+the engine is made, with the combination and what would work.
+
+* Graph levels: with ``"off"`` the launches of a round are made one by one, with ``"round"`` they are one CUDA graph,
+  and with ``"loop"`` a graph runs rounds until the host has to look. Bits are the same at every level.
+* In gpu-only rounds the host knows no length from the second round on: plans are made on the device, sizes come from
+  bounds, and a round is launched before the last one has ended. They exist where the device makes the plans, no backend
+  of the engine needs the lengths on the host (`AttentionBackend.needs_cpu_seq_lens`; an empty slot needs nothing), and
+  the model has no recurrent state, which a rejected branch could not be taken back out of. ``"loop"`` needs them.
+
+One thing is no cell, since it changes from round to round: penalties (repetition, presence, frequency) and logit biases
+need the host in each round. Requests with them run at every level, and the engine then runs their rounds one after
+another, none ahead of the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, cast, get_args
+
+from specrs.backends.base import AttentionBackend, Capabilities
+from specrs.backends.flash_attention import FlashAttention
+from specrs.backends.flashinfer import FlashInfer
+from specrs.backends.native import Native, NativeCuda
+from specrs.backends.triton import Triton
+
+Device = Literal["cpu", "cuda"]
+GraphLevel = Literal["off", "round", "loop"]
+
+DEVICES: tuple[Device, ...] = get_args(Device)
+GRAPH_LEVELS: tuple[GraphLevel, ...] = get_args(GraphLevel)
+"""From the least to the most in one launch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A backend on a device.
+
+    Attributes:
+        backend: whose declarations hold there.
+        device: where its kernels run.
+        graphs: levels that its rounds may have, the default first.
+        device_plans: whether the device makes its plans, so that no length has to be on the host.
+    """
+
+    backend: type[AttentionBackend]
+    device: Device
+    graphs: tuple[GraphLevel, ...]
+    device_plans: bool
+
+    @property
+    def lengths(self) -> str:
+        """Why the host has the lengths in every round; empty where it need not."""
+        return "" if self.device_plans else f"on {self.device!r} the host makes the plans, and has every length"
+
+
+MATRIX: tuple[Row, ...] = (
+    Row(backend=Native, device="cpu", graphs=("off",), device_plans=False),
+    Row(backend=FlashInfer, device="cpu", graphs=("off",), device_plans=False),
+    Row(backend=FlashAttention, device="cpu", graphs=("off",), device_plans=False),
+    Row(backend=Triton, device="cpu", graphs=("off",), device_plans=False),
+    Row(backend=NativeCuda, device="cuda", graphs=("round", "off", "loop"), device_plans=True),
+)
+"""Every backend that comes with specrs, on every device that it runs on."""
+
+_OWN = Row(backend=AttentionBackend, device="cpu", graphs=("off",), device_plans=False)  # a user's own backend
+
+
+def row_of(capabilities: Capabilities, device: Device) -> Row | None:
+    """The row of a backend on a device; ``None`` where it does not run there. A backend that is not of specrs runs on
+    the CPU, where the host's planner makes its arrays."""
+    for row in MATRIX:
+        named = (row.backend.name, row.backend.format) == (capabilities.name, capabilities.format)
+        if named and row.device == device:
+            return row
+    return _OWN if device == _OWN.device else None
+
+
+def on_device(backend: object, device: Device) -> AttentionBackend | None:
+    """The backend as it is on a device: specrs's own has kernels of its own for each. ``None``: it does not run there.
+
+    Raises:
+        ConfigError: the backend declares a flag that means nothing.
+    """
+    row = row_of(Capabilities.of(backend), device)
+    if row is None:
+        return None
+    swapped = isinstance(backend, tuple(r.backend for r in MATRIX)) and not isinstance(backend, row.backend)
+    return row.backend() if swapped else cast(AttentionBackend, backend)
+
+
+def why_not_gpu_only(capabilities: Capabilities, device: Device, recurrent_state: bool) -> str | None:
+    """Why rounds cannot be gpu-only; ``None`` where they can.
+
+    Args:
+        capabilities: of the backend; `needs_cpu_seq_lens` of all backends of the engine.
+        device: that the backend has a row for.
+        recurrent_state: whether the model has some.
+    """
+    row = row_of(capabilities, device)
+    if row is None or row.lengths:
+        return f"{capabilities.name} runs on the CPU" if row is None else row.lengths
+    if capabilities.needs_cpu_seq_lens:
+        return "a backend needs the lengths on the host"
+    if recurrent_state:
+        return "a recurrent state is advanced by rounds that the host has seen end, none ahead of it"
+    return None

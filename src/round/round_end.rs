@@ -1,0 +1,375 @@
+//! The end of a round: what becomes of each lane, and the slot of a ring by which the host learns of it.
+//!
+//! `cuda/round_end.cu` does on the device what [`end_round`] and [`RingLayout::publish`] do here, to the bit.
+
+use crate::bounds::MAX_BATCH;
+use crate::error::{Error, Result, in_range, same_length};
+
+/// Bit of [`RoundEnd::exit`]: a live lane is done.
+pub const EXIT_DONE: u32 = 1;
+/// Bit of [`RoundEnd::exit`]: a lane's target scores were no numbers.
+pub const EXIT_NAN: u32 = 2;
+/// Bit of [`RoundEnd::exit`]: the draft scores of a lane's root give no distribution.
+pub const EXIT_UNSOUND: u32 = 4;
+/// Bit of [`RoundEnd::exit`]: an access was skipped and recorded, and the host has not read it yet.
+pub const EXIT_FAULT: u32 = 8;
+/// Bit of [`RoundEnd::exit`]: the host asked for an end.
+pub const EXIT_ASKED: u32 = 16;
+/// Bit of [`RoundEnd::exit`]: the rounds of the launch are used up.
+pub const EXIT_BUDGET: u32 = 32;
+
+/// Word of a slot: `r` while round `r` writes the slot, `r + 1` once all of it is there (modulo 2^32).
+pub const SEQUENCE_AT: usize = 0;
+/// Word of a slot: the round's number (modulo 2^32).
+pub const ROUND_AT: usize = 1;
+/// Word of a slot: live lanes.
+pub const LIVE_AT: usize = 2;
+/// Word of a slot: [`RoundEnd::exit`].
+pub const EXIT_AT: usize = 3;
+/// Word of a slot: 1 where another round follows in the same launch.
+pub const CONTINUES_AT: usize = 4;
+/// First of two words of a slot: when the round was published, in nanoseconds of the device's clock, the low word first.
+pub const TIME_AT: usize = 6;
+/// Words of a slot before the lanes' lengths; those not named above are 0.
+pub const HEADER_WORDS: usize = 16;
+
+/// A slot begins at a multiple of these words: a line of memory, so that no two rounds write one line.
+const SLOT_ALIGN: usize = 32;
+/// Words of a vector: what a round found begins at a multiple of them within its slot.
+const VECTOR: usize = 4;
+/// Most slots of a ring.
+const MAX_SLOTS: u64 = 1 << 16;
+/// Most words of a ring, so that int32 arithmetic on them cannot overflow.
+const MAX_WORDS: u64 = 1 << 28;
+
+/// Where a ring of slots has what a round publishes, in words of 4 bytes: the one place of this arithmetic.
+///
+/// ```text
+/// slot:  header [16] | lens [batch] | depths [batch] | 0..3 unused | found [words] | unused, to a multiple of 32
+/// ```
+///
+/// Round `r` has slot `r % slots`. `lens` and `depths` are those that the round used, before they advance.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RingLayout {
+    /// A power of two, at least 2.
+    slots: usize,
+    batch: usize,
+    words: usize,
+}
+
+impl RingLayout {
+    /// A ring of `slots` slots for rounds of `batch` lanes that find `words` words.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] or [`Error::Invalid`] for `slots` that are no power of two from 2 on, and for what int32 does
+    /// not index.
+    pub fn new(slots: u64, batch: u64, words: u64) -> Result<Self> {
+        in_range("ring slots", slots, 2, MAX_SLOTS.into())?;
+        if !slots.is_power_of_two() {
+            let why = "must be a power of two, so that round numbers may wrap".into();
+            return Err(Error::Invalid { what: "ring slots", got: slots.to_string(), why });
+        }
+        in_range("ring batch", batch, 1, MAX_BATCH.into())?;
+        in_range("ring words", words, 0, MAX_WORDS.into())?;
+        let layout = Self { slots: slots as usize, batch: batch as usize, words: words as usize };
+        in_range("words of a ring", layout.ring_words() as u64, 1, MAX_WORDS.into())?;
+        Ok(layout)
+    }
+
+    /// Slots.
+    pub fn slots(&self) -> usize {
+        self.slots
+    }
+
+    /// Lanes.
+    pub fn batch(&self) -> usize {
+        self.batch
+    }
+
+    /// Words of what a round found.
+    pub fn words(&self) -> usize {
+        self.words
+    }
+
+    /// First word of the lengths.
+    pub fn lens_at(&self) -> usize {
+        HEADER_WORDS
+    }
+
+    /// First word of the depths.
+    pub fn depths_at(&self) -> usize {
+        HEADER_WORDS + self.batch
+    }
+
+    /// First word of what the round found.
+    pub fn found_at(&self) -> usize {
+        (HEADER_WORDS + 2 * self.batch).next_multiple_of(VECTOR)
+    }
+
+    /// Words from slot to slot.
+    pub fn slot_words(&self) -> usize {
+        (self.found_at() + self.words).next_multiple_of(SLOT_ALIGN)
+    }
+
+    /// Words of all slots.
+    pub fn ring_words(&self) -> usize {
+        self.slots * self.slot_words()
+    }
+
+    /// The slot of a round.
+    pub fn slot(&self, round: u64) -> usize {
+        (round % self.slots as u64) as usize
+    }
+
+    /// Write all of round `round` into its slot of `ring`, and mark the next slot as being written.
+    ///
+    /// `lens` and `depths` are those before [`end_round`]. The time stays 0: there is no device whose clock it would be.
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`] for arrays of other lengths.
+    pub fn publish(
+        &self,
+        ring: &mut [i32],
+        round: u32,
+        end: &RoundEnd,
+        [lens, depths]: [&[i32]; 2],
+        found: &[i32],
+    ) -> Result<()> {
+        same_length("ring", ring.len(), self.ring_words())?;
+        same_length("lens", lens.len(), self.batch)?;
+        same_length("depths", depths.len(), self.batch)?;
+        same_length("found", found.len(), self.words)?;
+        let words = self.slot_words();
+        let next = round.wrapping_add(1);
+        ring[self.slot(next.into()) * words + SEQUENCE_AT] = next as i32;
+        let slot = &mut ring[self.slot(round.into()) * words..][..words];
+        slot[..HEADER_WORDS].fill(0);
+        slot[SEQUENCE_AT] = next as i32;
+        slot[ROUND_AT] = round as i32;
+        slot[LIVE_AT] = end.live;
+        slot[EXIT_AT] = end.exit as i32;
+        slot[CONTINUES_AT] = i32::from(end.continues);
+        slot[self.lens_at()..][..self.batch].copy_from_slice(lens);
+        slot[self.depths_at()..][..self.batch].copy_from_slice(depths);
+        slot[self.found_at()..][..self.words].copy_from_slice(found);
+        Ok(())
+    }
+}
+
+/// What the sequence word of a slot says of a round.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SlotState {
+    /// The round has not ended.
+    Ahead,
+    /// The slot holds it.
+    Whole,
+    /// This later round has begun to write the slot.
+    Overwritten(u64),
+}
+
+impl RingLayout {
+    /// What the sequence word `sequence` of the slot of `round` says of it. The word counts modulo 2^32: it tells rounds
+    /// apart that are fewer than 2^31 from each other.
+    pub fn state(&self, round: u64, sequence: u32) -> SlotState {
+        let behind = sequence.wrapping_sub((round as u32).wrapping_add(1)) as i32;
+        match behind {
+            0 => SlotState::Whole,
+            ..0 => SlotState::Ahead,
+            _ => {
+                // The word of a slot that is being written is that round's number, of a whole one the number and 1.
+                let past = 1 + behind as u64;
+                SlotState::Overwritten(round + past - past % self.slots as u64)
+            }
+        }
+    }
+}
+
+/// What verification found, of each lane.
+#[derive(Debug, Clone, Copy)]
+pub struct RoundFound<'a> {
+    /// First entry of each lane in `tokens`, and the end of the last one's: `[batch + 1]`.
+    pub offsets: &'a [i32],
+    /// Tokens drawn along each accepted path; a lane's last is its new root.
+    pub tokens: &'a [i32],
+    /// Committed length with the accepted nodes: `[batch]`.
+    pub new_lens: &'a [i32],
+    /// The new root: `[batch]`.
+    pub roots: &'a [i32],
+    /// Not 0 where the target's scores were no numbers: `[batch]`.
+    pub faults: &'a [i32],
+    /// Sound draft steps, 0 where the root's draft scores give no distribution: `[batch]`; read of lanes that draft.
+    pub sound: &'a [i32],
+    /// Live lanes.
+    pub live: i32,
+}
+
+/// What a request is decoded under, which no round changes.
+#[derive(Debug, Clone, Copy)]
+pub struct LaneLimits<'a> {
+    /// Committed length from which on the request has ended: `[batch]`.
+    pub limits: &'a [i32],
+    /// Deepest level of drafts that is wanted: `[batch]`.
+    pub caps: &'a [i32],
+    /// Tokens that end a request, as many places for each lane: `[batch * places]`.
+    pub stops: &'a [i32],
+    /// How many of its places each lane uses: `[batch]`.
+    pub stop_counts: &'a [i32],
+}
+
+/// What a round begins with, `[batch]` each; its end makes them those of the next round.
+#[derive(Debug)]
+pub struct LaneState<'a> {
+    /// Committed lengths.
+    pub lens: &'a mut [i32],
+    /// Tokens of the roots.
+    pub roots: &'a mut [i32],
+    /// How deep each lane drafts, 0 for not at all.
+    pub depths: &'a mut [i32],
+    /// Not 0 for a lane that has ended, and repeats its root alone.
+    pub done: &'a mut [i32],
+}
+
+/// What else decides whether another round follows.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Signals {
+    /// The host asks for an end.
+    pub asked: bool,
+    /// An access was recorded before, which the host has not read yet.
+    pub recorded: bool,
+    /// Rounds of this launch that were left before this one; `None` for a launch of one round.
+    pub left: Option<i32>,
+}
+
+/// What [`end_round`] decided.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RoundEnd {
+    /// Live lanes, within the batch.
+    pub live: i32,
+    /// Why no further round should follow: `EXIT_` bits, 0 for no reason.
+    pub exit: u32,
+    /// Whether another round follows in the same launch.
+    pub continues: bool,
+    /// Rounds of the launch that are left.
+    pub left: Option<i32>,
+    /// What was wrong with lanes whose numbers were refused: [`Error::OutOfBounds`]. They are done.
+    pub refused: Vec<Error>,
+}
+
+/// Advance each live lane to what verification found, or end it.
+///
+/// A live lane that is not done and has no fault advances: its length, its root, and as many levels of drafts as are wanted
+/// and as fit before its limit. It becomes done, and keeps length and root, where a token of its path ends it, where its
+/// new length reaches the limit, where the target's scores were no numbers, or where its numbers make no sense. A lane
+/// that is done drafts nothing. Dead lanes stay as they are.
+///
+/// # Errors
+/// [`Error::Mismatch`] for arrays of other lengths; nothing has changed then.
+pub fn end_round(
+    found: &RoundFound<'_>,
+    limits: &LaneLimits<'_>,
+    state: &mut LaneState<'_>,
+    signals: Signals,
+) -> Result<RoundEnd> {
+    let batch = state.lens.len();
+    same_length("offsets", found.offsets.len(), batch + 1)?;
+    let arrays = [
+        ("new_lens", found.new_lens),
+        ("roots_found", found.roots),
+        ("faults", found.faults),
+        ("sound", found.sound),
+        ("limits", limits.limits),
+        ("caps", limits.caps),
+        ("stop_counts", limits.stop_counts),
+        ("roots", state.roots),
+        ("depths", state.depths),
+        ("done", state.done),
+    ];
+    arrays.iter().try_for_each(|(what, array)| same_length(what, array.len(), batch))?;
+    let places = limits.stops.len().checked_div(batch).unwrap_or(0);
+    same_length("stops", limits.stops.len(), places * batch)?;
+
+    let (mut exit, mut refused) = (0, Vec::new());
+    if found.live < 0 || found.live as usize > batch {
+        refused.push(outside("live", -1, found.live.into(), batch as i64 + 1));
+    }
+    let live = found.live.clamp(0, batch as i32) as usize;
+    for lane in 0..live {
+        if state.done[lane] != 0 {
+            exit |= EXIT_DONE;
+            state.depths[lane] = 0;
+            continue;
+        }
+        if state.depths[lane] > 0 && found.sound[lane] == 0 {
+            exit |= EXIT_UNSOUND;
+        }
+        let ends = if found.faults[lane] != 0 {
+            exit |= EXIT_NAN;
+            true
+        } else {
+            match entries(found, limits, state, lane, places) {
+                Ok(tokens) => {
+                    let stops = &limits.stops[lane * places..][..limits.stop_counts[lane] as usize];
+                    tokens.iter().any(|t| stops.contains(t)) || found.new_lens[lane] >= limits.limits[lane]
+                }
+                Err(error) => {
+                    refused.push(error);
+                    true
+                }
+            }
+        };
+        if ends {
+            exit |= EXIT_DONE;
+            state.done[lane] = 1;
+            state.depths[lane] = 0;
+        } else {
+            state.lens[lane] = found.new_lens[lane];
+            state.roots[lane] = found.roots[lane];
+            // The new length is at least 1 and less than the limit.
+            state.depths[lane] = limits.caps[lane].min(limits.limits[lane] - found.new_lens[lane] - 1).max(0);
+        }
+    }
+    if signals.recorded || !refused.is_empty() {
+        exit |= EXIT_FAULT;
+    }
+    if signals.asked {
+        exit |= EXIT_ASKED;
+    }
+    let left = signals.left.map(|left| left.max(1) - 1);
+    if left == Some(0) {
+        exit |= EXIT_BUDGET;
+    }
+    Ok(RoundEnd { live: live as i32, exit, continues: left.is_some() && exit == 0, left, refused })
+}
+
+/// The tokens of a lane's path, where its numbers make sense.
+fn entries<'a>(
+    found: &RoundFound<'a>,
+    limits: &LaneLimits<'_>,
+    state: &LaneState<'_>,
+    lane: usize,
+    places: usize,
+) -> Result<&'a [i32]> {
+    let (begin, end, capacity) = (found.offsets[lane], found.offsets[lane + 1], found.tokens.len() as i64);
+    if begin < 0 || i64::from(begin) > capacity || end < 0 || i64::from(end) > capacity {
+        let index = if begin < 0 || i64::from(begin) > capacity { begin } else { end };
+        return Err(outside("accepted path", lane as i64, index.into(), capacity + 1));
+    }
+    if end <= begin {
+        return Err(outside("offsets (decreasing)", lane as i64, end.into(), capacity + 1));
+    }
+    let (len, new_len) = (state.lens[lane], found.new_lens[lane]);
+    let want = i64::from(len) + i64::from(end - begin);
+    if len < 0 || i64::from(new_len) != want {
+        let index = if len < 0 { len } else { new_len };
+        return Err(outside("new lengths (length plus accepted nodes)", lane as i64, index.into(), want + 1));
+    }
+    let stops = limits.stop_counts[lane];
+    if stops < 0 || stops as usize > places {
+        return Err(outside("stop tokens", lane as i64, stops.into(), places as i64 + 1));
+    }
+    Ok(&found.tokens[begin as usize..end as usize])
+}
+
+fn outside(buffer: &'static str, request: i64, index: i64, bound: i64) -> Error {
+    Error::OutOfBounds { kernel: "round_end", buffer, request, step: -1, index, bound }
+}

@@ -1,0 +1,248 @@
+"""Every cell of the table of rounds: backend, device, K, P, layout, what a branch attends to, graph level, gpu-only."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from modelzoo import Pair
+from specrs import LLM, ConfigError, SamplingParams
+from specrs.backends import (
+    BACKENDS,
+    GRAPH_LEVELS,
+    MATRIX,
+    Capabilities,
+    Combination,
+    FlashInfer,
+    Native,
+    NativeCuda,
+    Triton,
+    UnsupportedCombinationError,
+    find,
+    on_device,
+    resolve,
+)
+from specrs.engine.config import EngineConfig
+
+DTYPES: dict[str, Any] = {"cpu": "float32", "cuda": "float16"}  # that the device has
+# Written out, apart from what the classes declare: (layout, mode) of trees with K > 1 and P > 1.
+TREES = {
+    "native": {("dense", "ancestors"), ("dense", "lane")},
+    "flashinfer": {(layout, mode) for layout in ("dense", "holey") for mode in ("ancestors", "lane")},
+    "flash_attention": {("dense", "ancestors"), ("dense", "lane"), ("holey", "lane")},
+    "triton": {(layout, mode) for layout in ("dense", "holey") for mode in ("ancestors", "lane")},
+}
+
+
+class Mine(Triton):
+    """A user's own."""
+
+    name = "mine"
+
+
+class Silent:
+    """A user's own that declares nothing but its format: chains over pages of one token, lengths on the host."""
+
+    format = "triton"
+    prepare = attend = Triton().prepare
+
+
+def domain(device: str) -> Iterator[Combination]:
+    for topk, page, layout, mode, recurrent, graphs, gpu_only in itertools.product(
+        (None, 1, 8), (1, 16), (None, "dense", "holey"), (None, "ancestors", "lane"), (False, True),
+        (None, *GRAPH_LEVELS), (None, False, True),
+    ):  # fmt: skip
+        yield Combination(
+            topk=topk, page_size=page, layout=layout, draft_attention=mode, recurrent_state=recurrent,
+            kv_dtype=DTYPES[device], device=device, graphs=graphs, gpu_only=gpu_only,
+        )  # fmt: skip
+
+
+def exists(name: str, asked: Combination) -> bool:
+    """The table in words."""
+    if asked.device == "cuda" and name != "native":
+        return False
+    if asked.recurrent_state and asked.topk is not None:
+        return False
+    if (asked.topk or 1) > 1 and asked.page_size > 1:
+        fits = any(
+            asked.layout in (None, layout) and asked.draft_attention in (None, mode) for layout, mode in TREES[name]
+        )
+        if not fits:
+            return False
+    if asked.device == "cpu":
+        return asked.graphs in (None, "off") and not asked.gpu_only
+    if asked.graphs == "loop" or asked.gpu_only:
+        return not asked.recurrent_state and not (asked.graphs == "loop" and asked.gpu_only is False)
+    return True
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_every_cell_is_answered_or_refused_with_what_would_work(name: str, device: str) -> None:
+    accepted = refused = 0
+    tried: dict[tuple[str, Combination], bool] = {}
+    for asked in domain(device):
+        try:
+            found = resolve(name, asked)
+        except UnsupportedCombinationError as error:
+            assert not exists(name, asked), asked
+            assert error.combination == asked and error.alternatives and error.why in str(error)
+            assert f"attention backend {name!r} with " in str(error) and "What would work: " in str(error)
+            for other in error.alternatives:
+                key = (other.backend, other.combination)
+                if key not in tried:
+                    resolve(other.backend, other.combination)  # raises where it would not work
+                    tried[key] = True
+            refused += 1
+            continue
+        assert exists(name, asked), asked
+        accepted += 1
+        assert found.graphs == (asked.graphs or ("off" if device == "cpu" else "round"))
+        ahead = device == "cuda" and not asked.recurrent_state and asked.gpu_only is not False
+        assert found.gpu_only is ahead, asked
+        assert found.speculate is not asked.recurrent_state
+        if device == "cuda":
+            assert not found.needs_cpu_seq_lens and "float16" in found.capabilities.kv_dtypes
+    assert refused > 0 and (accepted > 0) is (device == "cpu" or name == "native")
+
+
+def test_the_rows_are_those_backends_on_those_devices() -> None:
+    assert [(row.backend, row.device) for row in MATRIX] == [
+        *((cls, "cpu") for cls in BACKENDS.values()), (NativeCuda, "cuda"),
+    ]  # fmt: skip
+    for row in MATRIX:
+        assert set(row.graphs) <= set(GRAPH_LEVELS) and len(set(row.graphs)) == len(row.graphs) > 0
+        assert isinstance(on_device(row.backend(), row.device), row.backend)
+
+
+def test_specrs_own_backend_stands_for_itself_on_either_device() -> None:
+    assert isinstance(on_device(Native(), "cuda"), NativeCuda) and isinstance(on_device(NativeCuda(), "cpu"), Native)
+    mine, cuda = Mine(), NativeCuda()
+    assert on_device(mine, "cpu") is mine and on_device(mine, "cuda") is None
+    assert on_device(cuda, "cuda") is cuda
+
+
+@pytest.mark.parametrize("mine", [Mine(), Silent()], ids=["declared", "silent"])
+def test_a_backend_of_a_user_runs_on_the_cpu(mine: Any) -> None:
+    found = resolve(mine, Combination(topk=1))
+    assert (found.graphs, found.gpu_only) == ("off", False)
+    for asked in (
+        Combination(topk=1, graphs="round"),
+        Combination(topk=1, graphs="loop"),
+        Combination(topk=1, gpu_only=True),
+        Combination(topk=1, device="cuda", kv_dtype="float32"),
+    ):
+        with pytest.raises(UnsupportedCombinationError) as caught:
+            resolve(mine, asked)
+        for other in caught.value.alternatives:
+            resolve(mine if other.backend == caught.value.backend else other.backend, other.combination)
+
+
+@pytest.mark.parametrize(
+    ("slots", "gpu_only"),
+    [((), True), ((None,), True), ((None, NativeCuda(), Triton()), True), ((FlashInfer(),), False),
+     ((None, Silent()), False), ((object(),), False)],
+)  # fmt: skip
+def test_one_backend_that_needs_the_lengths_takes_the_gpu_only_rounds_away(
+    slots: tuple[Any, ...], gpu_only: bool
+) -> None:
+    """sglang PR 26738: an empty slot is skipped, and one that declares nothing is taken to need them."""
+    asked = Combination(topk=4, device="cuda", kv_dtype="bfloat16")
+    found = resolve("native", asked, slots=slots)
+    assert (found.gpu_only, found.needs_cpu_seq_lens, found.graphs) == (gpu_only, not gpu_only, "round")
+    for change in ({"graphs": "loop"}, {"gpu_only": True}):
+        want = dataclasses.replace(asked, **change)
+        if gpu_only:
+            assert resolve("native", want, slots=iter(slots)).gpu_only
+            continue
+        with pytest.raises(UnsupportedCombinationError, match="needs the lengths on the host") as caught:
+            resolve("native", want, slots=slots)
+        assert caught.value.alternatives
+        for other in caught.value.alternatives:
+            resolve(other.backend, other.combination, slots=slots)
+
+
+@pytest.mark.parametrize(
+    ("backend", "asked", "parts"),
+    [
+        ("native", Combination(graphs="loop"), ["graphs='loop'", "on 'cpu' have graphs 'off'", "work: graphs='off'"]),
+        ("native", Combination(device="cuda", kv_dtype="bfloat16", graphs="loop", recurrent_state=True),
+         ["recurrent_state=True", "graphs='loop'", "recurrent state", "work: graphs='round'; or graphs='off'"]),
+        ("native", Combination(device="cuda", kv_dtype="bfloat16", graphs="loop", gpu_only=False),
+         ["no length while a loop runs", "graphs='round'", "gpu_only=None"]),
+        ("triton", Combination(device="cuda", kv_dtype="bfloat16", topk=8, page_size=16),
+         ["triton runs on the CPU", "work: device='cpu'; or attention_backend='native'"]),
+        ("flashinfer", Combination(topk=2, gpu_only=True), ["the host makes the plans", "gpu_only=None"]),
+    ],
+)  # fmt: skip
+def test_a_refusal_says_what_and_what_instead(backend: str, asked: Combination, parts: list[str]) -> None:
+    with pytest.raises(UnsupportedCombinationError) as caught:
+        resolve(backend, asked)
+    for part in parts:
+        assert part in str(caught.value), str(caught.value)
+
+
+def test_values_that_there_are_not_are_refused() -> None:
+    for name, value in (("device", "tpu"), ("graphs", "always"), ("gpu_only", "yes")):
+        with pytest.raises(ConfigError, match=f"{name} = '{value}': must be"):
+            resolve("native", Combination(**{name: value}))
+    with pytest.raises(ConfigError, match=r"graphs = 'always': must be one of 'off', 'round', 'loop', or None"):
+        EngineConfig.of({"graphs": "always"})
+
+
+# -- the engine's options ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("graphs", [None, *GRAPH_LEVELS])
+@pytest.mark.parametrize(
+    ("topk", "page", "mode"), list(itertools.product((None, 1, 8), (1, 16), (None, "ancestors", "lane")))
+)
+def test_options_of_an_engine_on_a_gpu(topk: int | None, page: int, mode: Any, graphs: Any) -> None:
+    """As `EngineConfig.on` leaves them; no GPU is asked."""
+    tree = None if topk is None else (topk, 3, 4)
+    config = EngineConfig(
+        tree=tree, page_size=page, draft_attention=mode, graphs=graphs, device="cuda:0", kv_dtype="float16",
+        attention_backend=NativeCuda(),
+    )  # fmt: skip
+    routed, speculate = config.route(recurrent_state=False)
+    assert speculate and routed.graphs == (graphs or "round") and routed.draft_layout == "dense"
+    if topk == 8:
+        assert routed.branches_attend == (mode or "ancestors")
+    if topk is None and graphs != "loop":
+        assert not config.route(recurrent_state=True)[1]
+    else:
+        with pytest.raises(UnsupportedCombinationError, match="recurrent"):
+            config.route(recurrent_state=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("graphs", ["round", "loop"])
+def test_an_engine_on_the_cpu_launches_one_by_one(tiny: Pair, backend: str, graphs: str) -> None:
+    with pytest.raises(UnsupportedCombinationError, match=f"graphs='{graphs}'.*What would work: graphs='off'"):
+        LLM(tiny.target, tiny.draft, attention_backend=backend, graphs=graphs, device="cpu")
+
+
+def test_an_engine_says_the_level_that_is_in_force(tiny: Pair) -> None:
+    for graphs in (None, "off"):
+        with LLM(tiny.target, tiny.draft, graphs=graphs, device="cpu") as llm:
+            assert llm.config.graphs == "off"
+            assert len(llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4))[0].token_ids) == 4
+
+
+def test_a_model_with_recurrent_state_is_refused_a_loop(tiny: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specrs.engine.llm.has_recurrent_state", lambda _: True)
+    with pytest.raises(UnsupportedCombinationError, match="recurrent state") as caught:
+        LLM(tiny.target, device="cuda", graphs="loop")  # before a GPU is looked for
+    assert caught.value.combination.recurrent_state and caught.value.combination.graphs == "loop"
+
+
+def test_what_is_declared_is_what_the_table_stands_on() -> None:
+    """A flag that decides here and that a class forgot would promise the least."""
+    for row in MATRIX:
+        assert "needs_cpu_seq_lens" in vars(row.backend), row.backend
+        assert find(row.backend()).name == Capabilities.of(row.backend()).name

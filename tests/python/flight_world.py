@@ -1,0 +1,479 @@
+"""A device that runs ahead, on the CPU: what `CudaExecutor` is on a GPU, with the same promises and no more.
+
+It keeps lengths, root tokens and roots of the head by itself from the first round of a flight on, so that later rounds
+are launched, and run, before anybody has read what the first one found. What a round leaves in device memory is
+overwritten by NaN, logits by the target's next pass and features by the next round; what it tells the host lies in a
+ring of few slots. It can be told to fail anywhere on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from specrs import LLM
+from specrs import _specrs as core
+from specrs.engine import llm as engine
+from specrs.engine.ahead import AheadPolicy, AheadTree
+from specrs.engine.batch import Batch
+from specrs.engine.host import HostDrafts, HostExecutor, Root
+from specrs.engine.request import Request
+from specrs.models.features import FeatureRows, Features, gather
+
+Level = Literal["off", "round", "loop"]
+LOOP = 8  # rounds of a loop at most
+SLOTS = 16  # rounds whose results are kept
+
+
+class Broken(Exception):
+    """A planted error."""
+
+
+@dataclass(frozen=True)
+class DeviceRoot:
+    """The head's result for a request's root lies on the device, until the next round that drafts for its row."""
+
+    row: int
+    start: int
+
+
+@dataclass(eq=False)
+class Asked:
+    """Drafts that are launched together with their verification."""
+
+    batch: Batch
+    depths: list[int]
+
+    @property
+    def steps(self) -> int:
+        return max(max(self.depths, default=0) - 1, 0)
+
+    @property
+    def trees(self) -> core.TreeBatch:
+        raise AssertionError("the device builds them when the round runs")
+
+    @property
+    def faults(self) -> list[Any]:
+        raise AssertionError("told by what comes of the round")
+
+
+@dataclass(eq=False)
+class Lane:
+    """A request as the device knows it."""
+
+    seq: core.Sequence
+    sampler: core.Sampler
+    length: int
+    root: int
+    depth: int
+    limit: int
+    stops: frozenset[int]
+    drafts: bool
+    done: bool = False
+
+
+@dataclass(eq=False)
+class Found:
+    """What a round tells the host; ``logits`` and ``features`` are device memory."""
+
+    lens: list[int]
+    depths: list[int]
+    trees: core.TreeBatch
+    starts: list[int]
+    paths: list[list[int]]
+    tokens: list[list[int]]
+    faulty: list[bool]
+    unsound: dict[int, core.NonFiniteError]
+    logits: torch.Tensor
+    features: FeatureRows | None
+    goes_on: bool = False
+    ended: bool = False
+
+
+@dataclass(eq=False)
+class Run:
+    """The device's state of a flight.
+
+    Attributes:
+        levels: of drafts, for all of its rounds.
+        follow: whether features are kept.
+        alone: whether nothing can be launched behind its first round.
+    """
+
+    lanes: list[Lane]
+    levels: int
+    follow: bool
+    alone: bool
+
+
+@dataclass(eq=False)
+class Round:
+    """A round that has run, whose results are read late."""
+
+    device: Device
+    run: Run
+    number: int
+    batch: Batch
+    places: Sequence[int]
+    loop: bool = False
+
+    @cached_property
+    def _found(self) -> Found:
+        self.device.might("landing")
+        found = self.device.slot(self.number)
+        began = [found.lens[place] for place in self.places]
+        assert began == self.batch.lens, f"round {self.number} began at {began}, its requests are at {self.batch.lens}"
+        return found
+
+    def _held(self, held: bool) -> Found:
+        if not held:
+            raise core.StaleOutputError(f"round {self.number} is overwritten")
+        return self._found
+
+    @cached_property
+    def trees(self) -> core.TreeBatch:
+        found, sizes = self._found, self._found.trees.sizes
+        arrays = [from_dlpack(a) for a in (found.trees.tokens, found.trees.parents, found.trees.scores)]
+        rows = [row for p in self.places for row in range(found.starts[p], found.starts[p] + sizes[p])]
+        ends = torch.tensor([0, *accumulate(sizes[p] for p in self.places)], dtype=torch.int32)
+        tokens, parents, scores = (a[torch.tensor(rows, dtype=torch.int64)] for a in arrays)
+        return core.TreeBatch.from_arrays(ends, tokens, parents, scores)
+
+    @cached_property
+    def accepts(self) -> core.Accepts:
+        found = self._found
+        if any(found.faulty[p] for p in self.places):
+            logits, sizes = self._held(self.device.holds_logits(self.number)).logits, found.trees.sizes
+            rows = [row for p in self.places for row in range(found.starts[p], found.starts[p] + sizes[p])]
+            return core.verify(self.trees, logits[rows], [r.sampler for r in self.batch], self.batch.lens)
+        paths, tokens = ([each[p] for p in self.places] for each in (found.paths, found.tokens))
+        ends = torch.tensor([0, *accumulate(map(len, paths))], dtype=torch.int32)
+        flat = [torch.tensor([n for one in each for n in one], dtype=torch.int32) for each in (paths, tokens)]
+        return core.Accepts.from_arrays(ends, *flat)
+
+    @property
+    def lost(self) -> list[int]:
+        if self.device.holds_logits(self.number):
+            return []
+        lost = [i for i, p in enumerate(self.places) if self._found.faulty[p]]
+        self.device.told.lost += len(lost)
+        return lost
+
+    @property
+    def faults(self) -> list[tuple[core.NonFiniteError, int]]:
+        told = []
+        for i, p in enumerate(self.places):
+            error = self._found.unsound.get(p)
+            if error is not None:
+                root, mine = self.batch.requests[i].root, core.NonFiniteError(str(error))
+                mine.kind, mine.what, mine.value, mine.index = error.kind, error.what, error.value, error.index
+                mine.request = i
+                told.append((mine, root.start if isinstance(root, DeviceRoot) else self.batch.lens[i]))
+        return told
+
+    def drafted(self, request: int) -> bool:
+        return self.run.levels > 0 and self._found.depths[self.places[request]] > 0
+
+    def root(self, request: int) -> DeviceRoot | None:
+        if not self.drafted(request):
+            return None
+        return DeviceRoot(self.batch.seqs[request].row, self.batch.lens[request])
+
+    def features(self, request: int, rows: Sequence[int]) -> Features:
+        found = self._held(self.device.holds(self.number))
+        assert found.features is not None and not self.drafted(request)
+        first = found.starts[self.places[request]]
+        index = torch.tensor([first + row for row in rows])
+        kept = found.features.stacked.index_select(1, index)  # the next pass overwrites them
+        return Features(FeatureRows(found.features.aux_layers, kept), range(len(rows)))
+
+
+@dataclass
+class Told:
+    """What the device is told to do, and what it did."""
+
+    level: Level = "round"
+    fails: Callable[[str], None] = lambda _: None
+    refuses: Callable[[], bool] = lambda: False
+    rounds: int = 0  # that ran
+    ahead: int = 0  # of these, before the one before had landed
+    lost: int = 0  # times that scores could not be looked at any more
+    abandoned: int = 0
+
+
+class Device(HostExecutor):
+    """Runs rounds ahead."""
+
+    told = Told()
+
+    def __init__(self, target: Any, head: Any, config: Any, geometry: core.Geometry, pool: core.Pool) -> None:
+        self.roots: dict[int, Root] = {}  # by row
+        self._pool = pool
+        # Pages of one token are permuted in the host's table when a round lands: a GPU has a table of its own.
+        self.drafts_ahead = geometry.shape.topk == 1 or geometry.page_size > 1
+        super().__init__(target, head, config, geometry, pool)
+        self._slots: dict[int, Found] = {}
+        self._next = self._handed = 0  # number of the next round, and of the next that the engine is told of
+        self._running: Run | None = None
+        self._overtaken = True  # another pass has run since the last round
+
+    def _drafts(self, head: Any, cache: Any, config: Any) -> HostDrafts:
+        return DeviceDrafts(self, head, cache, config)
+
+    def speculation(self, pages: Any) -> AheadTree:
+        tree = super().speculation(pages)
+        return AheadTree(AheadPolicy(tree.policy.costs), self.planner.geometry.shape)
+
+    # -- what the engine sees -------------------------------------------------------------------------------------
+
+    def might(self, what: str) -> None:
+        self.told.fails(what)
+
+    def slot(self, number: int) -> Found:
+        assert self._next - SLOTS <= number < self._next, f"round {number} of {self._next} is read too late, or early"
+        return self._slots[number % SLOTS]
+
+    def holds(self, number: int) -> bool:
+        """Whether the features of a round are still there."""
+        return number == self._next - 1
+
+    def holds_logits(self, number: int) -> bool:
+        return self.holds(number) and not self._overtaken
+
+    def prefill(self, *args: Any) -> Any:
+        self._overwrite(features=False)
+        self.might("prefill")
+        return super().prefill(*args)
+
+    def decode(self, batch: Batch, follow: bool, clock: Any) -> Any:
+        return self._launched(Asked(batch, [0] * len(batch)), follow)
+
+    def verify(self, batch: Batch, drafted: Any, follow: bool, clock: Any) -> Any:
+        if isinstance(drafted, Asked):
+            return self._launched(drafted, follow)
+        self._overwrite()
+        return super().verify(batch, drafted, follow, clock)
+
+    def commit(self, batch: Batch, lease: core.Lease, verified: Any) -> None:
+        self.might("commit")
+        if isinstance(verified, Round):
+            self.planner.commit(lease, batch.seqs, batch.lens, verified.accepts)  # the device has moved the KV
+        else:
+            super().commit(batch, lease, verified)
+
+    def _launched(self, asked: Asked, follow: bool) -> Round:
+        batch, levels = asked.batch, max(asked.depths, default=0)
+        lanes = [
+            Lane(r.seq, r.sampler, r.committed, r.tokens[-1], depth, r.ending.max_total - 1,
+                 r.ending.eos_ids | r.ending.stop_ids, depth > 0)
+            for r, depth in zip(batch, asked.depths, strict=True)
+        ]  # fmt: skip
+        waits = follow and not all(d > 0 or not r.followed for r, d in zip(batch, asked.depths, strict=True))
+        changing = any(
+            (r.params.repetition_penalty, r.params.presence_penalty, r.params.frequency_penalty) != (1, 0, 0)
+            for r in batch
+        )
+        self._running = Run(lanes, levels, follow, waits or changing or self.told.level == "off")
+        number = self._round(self._running)
+        self.might("first")
+        return Round(self, self._running, number, batch, range(len(batch)))
+
+    def following(self, verified: Any) -> Any:
+        if not isinstance(verified, Round) or not verified.loop or verified.number != self._handed - 1:
+            return None
+        if not self.slot(verified.number).goes_on:
+            return None
+        self._handed += 1
+        return replace(verified, number=verified.number + 1)
+
+    def ahead(self, verified: Any) -> int:
+        if not isinstance(verified, Round) or verified.run.alone or self._running is not verified.run:
+            return 0
+        if self.told.level == "round":
+            return 1
+        # How a loop ended is known; a round alone has not been waited for.
+        return 0 if verified.loop and self.slot(verified.number).ended else LOOP
+
+    def launch(self, verified: Any, rounds: int) -> Any:
+        assert isinstance(verified, Round) and rounds >= 1
+        assert self._handed == self._next, "a loop is under way"
+        self.might("launch")
+        if self.told.refuses():
+            return None
+        run, number, loop = verified.run, self._next, self.told.level == "loop"
+        for left in range(rounds if loop else 1, 0, -1):  # the device goes on by itself, before the host knows anything
+            found = self.slot(self._round(run))
+            self.told.ahead += 1
+            found.goes_on = left > 1 and not found.ended
+            if not found.goes_on:
+                break
+        self._handed = number + 1
+        self.might("launched")
+        return Round(self, run, number, verified.batch, verified.places, loop)
+
+    def landing(self, verified: Any, batch: Batch, rows: Sequence[int]) -> Any:
+        assert isinstance(verified, Round)
+        return Round(self, verified.run, verified.number, batch, [verified.places[row] for row in rows], verified.loop)
+
+    def abandon(self, requests: Sequence[Request]) -> None:
+        self.told.abandoned += 1
+        for r in requests:
+            if isinstance(r.root, DeviceRoot):
+                r.root = None
+        self._overwrite()
+        for lane in self._running.lanes if self._running is not None else ():
+            self.roots.pop(lane.seq.row, None)
+        self._running, self._handed = None, self._next
+
+    # -- the device's side: nothing of a request is read -----------------------------------------------------------
+
+    def _overwrite(self, features: bool = True) -> None:
+        """Another pass runs over the memory of the last round."""
+        if self._next and (last := self._slots.get((self._next - 1) % SLOTS)) is not None:
+            last.logits.fill_(torch.nan)
+            if features and last.features is not None:
+                last.features.stacked.fill_(torch.nan)
+        self._overtaken = True
+
+    def _round(self, run: Run) -> int:
+        """Run a round from the device's own state. Returns its number."""
+        self._overwrite()
+        lanes = run.lanes
+        seqs, lens = [lane.seq for lane in lanes], [lane.length for lane in lanes]
+        depths, unsound = [lane.depth for lane in lanes], {}
+        if run.levels:
+            trees, unsound = self._draft(run, seqs, lens, depths)
+            plan = self.planner.verify(seqs, lens, trees)
+        else:
+            trees = core.TreeBatch.from_parents([[-1]] * len(lanes), [[lane.root] for lane in lanes])
+            plan = self.planner.decode(seqs, lens)
+        tokens = from_dlpack(trees.tokens)
+        features = self._features(run.follow, len(tokens))
+        logits = self._logits(tokens, plan, features, None).clone()
+        accepts = core.verify(trees, logits, [lane.sampler for lane in lanes], lens)
+        paths, drawn, faulty = accepts.paths, accepts.tokens, [e is not None for e in accepts.errors]
+        starts = list(accumulate(trees.sizes, initial=0))
+        if run.levels:
+            self._move(lanes, paths)
+            self._extend(run, lanes, paths, drawn, starts, features)
+        for lane, path, found, bad in zip(lanes, paths, drawn, faulty, strict=True):
+            if lane.done:
+                continue
+            end = lane.length + len(path)
+            if bad or end >= lane.limit or any(t in lane.stops for t in found):
+                lane.done, lane.depth = True, 0  # from now on it repeats its root
+            else:
+                lane.length, lane.root = end, found[-1]
+                lane.depth = max(min(run.levels if lane.drafts else 0, lane.limit - end - 1), 0)
+        ended = any(lane.done for lane in lanes) or bool(unsound)
+        number, self._next, self._overtaken = self._next, self._next + 1, False
+        self._slots[number % SLOTS] = Found(
+            lens, depths, trees, starts, paths, drawn, faulty, unsound, logits, features, ended=ended
+        )
+        self._handed = self._next
+        self.told.rounds += 1
+        return number
+
+    def _draft(
+        self, run: Run, seqs: list[core.Sequence], lens: list[int], depths: list[int]
+    ) -> tuple[core.TreeBatch, dict[int, core.NonFiniteError]]:
+        drafts = self.drafts
+        assert drafts is not None
+        beams, shape, nothing = drafts.beams, self.planner.geometry.shape, drafts._no_root
+        roots = [self.roots[lane.seq.row] if lane.depth else nothing for lane in run.lanes]
+        beams.start(torch.stack([root.logits for root in roots]))
+        hidden = torch.stack([root.hidden for root in roots])
+        unsound = {error.request: error for error in beams.faults}
+        for step in range(run.levels - 1):
+            plan = self.planner.draft(seqs, lens, step, beams, drafts._mode)
+            inputs = hidden if shape.topk == 1 else hidden.index_select(0, from_dlpack(beams.parents).to(torch.int64))
+            logits, hidden = drafts._step(from_dlpack(beams.tokens), inputs, plan)
+            beams.advance(logits)
+        able = [0 if i in unsound else depth for i, depth in enumerate(depths)]
+        return beams.finish([lane.root for lane in run.lanes], able, [shape.draft_tokens] * len(lens)), unsound
+
+    def _move(self, lanes: list[Lane], paths: list[list[int]]) -> None:
+        """Make the KV of accepted paths the end of each prefix."""
+        page, memory = self.planner.geometry.page_size, self.cache.tensor
+        for lane, path in zip(lanes, paths, strict=True):
+            pages = self._pool.pages(lane.seq)
+            slots = [pages[p // page] * page + p % page for p in range(lane.length, lane.length + max(path) + 1)]
+            for i, node in enumerate(path):  # ascending: a node is never behind its place
+                if node != i:
+                    memory[:, :, slots[i]] = memory[:, :, slots[node]]
+
+    def _extend(
+        self,
+        run: Run,
+        lanes: list[Lane],
+        paths: list[list[int]],
+        drawn: list[list[int]],
+        starts: list[int],
+        features: FeatureRows | None,
+    ) -> None:
+        """The head's pass over accepted paths, up to the next roots."""
+        drafts = self.drafts
+        assert drafts is not None and features is not None
+        each = [(lane, path, new) for lane, path, new in zip(lanes, paths, drawn, strict=True) if len(new) == len(path)]
+        if not each:
+            return
+        tokens = torch.tensor([t for _, _, new in each for t in new])
+        by_lane = dict(zip(map(id, lanes), starts, strict=False))
+        pieces = [Features(features, [by_lane[id(lane)] + node for node in path]) for lane, path, _ in each]
+        counts = [len(path) for _, path, _ in each]
+        plan = self.planner.extend([lane.seq for lane, _, _ in each], [lane.length for lane, _, _ in each], counts)
+        rows = torch.tensor([end - 1 for end in accumulate(counts)])
+        logits, hidden = drafts._extend(tokens, gather(pieces), plan, rows)
+        for i, (lane, _, _) in enumerate(each):
+            if lane.drafts:
+                self.roots[lane.seq.row] = Root(logits[i].clone(), hidden[i].clone())
+        for lane, path, new in zip(lanes, paths, drawn, strict=True):
+            if lane.drafts and len(new) < len(path):  # what the head makes of a lane with NaN
+                nothing = drafts._no_root
+                self.roots[lane.seq.row] = Root(nothing.logits * torch.nan, nothing.hidden * torch.nan)
+
+
+class DeviceDrafts(HostDrafts):
+    """The head's passes; roots stay on the device."""
+
+    def __init__(self, device: Device, head: Any, cache: Any, config: Any) -> None:
+        super().__init__(head, cache, device.planner, config, device.target.config.vocab_size)
+        self._device = device
+
+    def write(self, entries: Any) -> Any:
+        self._device.might("write")
+        return super().write(entries)
+
+    def extend(self, entries: Any, clock: Any) -> Any:
+        self._device.might("extend")
+        return super().extend(entries, clock)
+
+    def draft(self, batch: Batch, depths: Sequence[int], deepen: Any, clock: Any) -> Any:
+        self._device.might("draft")
+        if deepen is not None or not self._device.drafts_ahead:
+            return super().draft(batch, depths, deepen, clock)
+        steps = self._geometry.shape.steps
+        each = zip(batch, depths, strict=True)
+        return Asked(batch, [min(depth, steps) if isinstance(r.root, DeviceRoot) else 0 for r, depth in each])
+
+    def _lend(self, request: Request, logits: torch.Tensor, hidden: torch.Tensor) -> DeviceRoot:
+        self._device.roots[request.seq.row] = Root(logits.clone(), hidden.clone())
+        return DeviceRoot(request.seq.row, request.draft_valid)
+
+    def _root(self, request: Request) -> Root:
+        return self._device.roots[request.root.row] if isinstance(request.root, DeviceRoot) else self._no_root
+
+
+def flying(target: Path, draft: Path | None, monkeypatch: pytest.MonkeyPatch, told: Told, **options: Any) -> LLM:
+    """An engine whose executor runs ahead as it is told."""
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "HostExecutor", type("Device", (Device,), {"told": told}))
+        return LLM(target, draft, **options)
