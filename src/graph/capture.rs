@@ -27,8 +27,9 @@ fn of_capture(error: Error) -> Error {
 }
 
 thread_local! {
-    /// Where this thread captures; left by a capture that another thread ended, whose stream is captured no more.
-    static OPEN: Cell<Option<&'static Device>> = const { Cell::new(None) };
+    /// Where this thread captures, and what its child graphs go to; left by a capture that another thread ended, whose
+    /// stream is captured no more.
+    static OPEN: Cell<Option<(&'static Device, Place)>> = const { Cell::new(None) };
 }
 
 /// A graph under construction.
@@ -81,7 +82,7 @@ impl Capture {
         // SAFETY: the stream lives by its own contract.
         let begun = unsafe { sys::cuStreamBeginCapture_v2(stream.handle(), MODE).result() };
         named("cuStreamBeginCapture", begun).map_err(of_capture)?;
-        OPEN.set(Some(device));
+        OPEN.set(Some((device, Place::Child)));
         Ok(Self { stream, device, around: None, open: true, _turn: turn })
     }
 
@@ -98,7 +99,7 @@ impl Capture {
             sys::cuStreamBeginCaptureToGraph(stream.handle(), around.body, ptr::null(), ptr::null(), 0, MODE).result()
         };
         named("cuStreamBeginCaptureToGraph", begun).map_err(of_capture)?;
-        OPEN.set(Some(device));
+        OPEN.set(Some((device, Place::Body)));
         Ok(Self { stream, device, around: Some(around), open: true, _turn: turn })
     }
 
@@ -126,11 +127,11 @@ impl Capture {
         };
         let counts = match body {
             Some(body) => {
-                let mut counts = nodes::inspect(body, Place::Body, "cuGraphGetNodes")?;
+                let mut counts = nodes::inspect(body, Place::Body, Place::Body.root(), "cuGraphGetNodes")?;
                 *counts.entry("conditional").or_default() += 1;
                 counts
             }
-            None => nodes::inspect(graph.0, Place::Top, "cuGraphGetNodes")?,
+            None => nodes::inspect(graph.0, Place::Top, Place::Top.root(), "cuGraphGetNodes")?,
         };
         instantiate(&graph, body, counts, device, held)
     }
@@ -253,14 +254,13 @@ pub unsafe fn add_child(stream: Stream, raw: usize) -> Result<()> {
     let refuse = |call, why: &str| {
         Err(Error::GraphCapture { call, node: String::new(), path: String::new(), why: why.to_owned() })
     };
-    let Some(device) = OPEN.get() else {
+    let Some((device, place)) = OPEN.get() else {
         return refuse("cuGraphAddChildGraphNode", "this thread is capturing no graph of specrs");
     };
     let _current = device.enter()?;
     if child.is_null() {
         return refuse("cuGraphAddChildGraphNode", "the graph is null");
     }
-    nodes::inspect(child, Place::Child, "cuGraphAddChildGraphNode")?;
     let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
     let (mut id, mut graph, mut count) = (0, ptr::null_mut(), 0);
     let (mut behind, mut edges) = (ptr::null(), ptr::null());
@@ -288,6 +288,9 @@ pub unsafe fn add_child(stream: Stream, raw: usize) -> Result<()> {
         // SAFETY: the driver gave an array of `count` nodes, which stays until the next call on the stream.
         unsafe { slice::from_raw_parts(behind, count) }.to_vec()
     };
+    // Before the driver, whose error would name no node.
+    let path = format!("{} / {} graph", place.root(), nodes::count(graph)?);
+    nodes::inspect(child, place, &path, "cuGraphAddChildGraphNode")?;
     let mut node = ptr::null_mut();
     // SAFETY: the graph under capture lives, the nodes are its own, and the child lives by the caller's promise.
     let added =

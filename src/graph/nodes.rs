@@ -69,23 +69,23 @@ impl Place {
         }
     }
 
-    fn holder(self) -> &'static str {
+    /// What paths begin with.
+    pub(super) fn root(self) -> &'static str {
         match self {
-            Place::Top => "graph",
-            Place::Child => "child",
+            Place::Top | Place::Child => "graph",
             Place::Body => "body",
         }
     }
 }
 
-/// Count the nodes of `graph`, and refuse the first that may not be in `place`.
+/// Count the nodes of `graph`, whose path is `at`, and refuse the first that may not be in `place`.
 ///
 /// # Errors
 /// [`Error::GraphCapture`] with the node's type and path, such as `body / 3 graph / 0 host`: numbers count the nodes of a
 /// graph from 0, in the driver's order, which for captured work is the order of its calls.
-pub(super) fn inspect(graph: sys::CUgraph, place: Place, call: &'static str) -> Result<NodeCounts> {
+pub(super) fn inspect(graph: sys::CUgraph, place: Place, at: &str, call: &'static str) -> Result<NodeCounts> {
     let mut counts = NodeCounts::new();
-    walk(graph, place.holder(), &mut |node, kind, path| {
+    walk(graph, at, &mut |node, kind, path| {
         let name = if kind == KERNEL && place == Place::Body && is_cooperative(node)? {
             if let Some(why) = place.refusal(kind, true) {
                 return Err(refused(call, "cooperative kernel", path, why));
@@ -106,7 +106,7 @@ pub(super) fn inspect(graph: sys::CUgraph, place: Place, call: &'static str) -> 
 /// The type and the path of a node of `graph`; `None` where it is not there.
 pub(super) fn locate(graph: sys::CUgraph, wanted: sys::CUgraphNode, place: Place) -> Option<(&'static str, String)> {
     let mut found = None;
-    let walked = walk(graph, place.holder(), &mut |node, kind, path| {
+    let walked = walk(graph, place.root(), &mut |node, kind, path| {
         if node == wanted {
             found = Some((name_of(kind), path.to_owned()));
         }
@@ -125,9 +125,7 @@ fn walk(
     at: &str,
     visit: &mut impl FnMut(sys::CUgraphNode, u32, &str) -> Result<()>,
 ) -> Result<()> {
-    let mut count = 0;
-    // SAFETY: the graph lives (this file's rule); without room for nodes the call says how many there are.
-    named("cuGraphGetNodes", unsafe { sys::cuGraphGetNodes(graph, ptr::null_mut(), &mut count).result() })?;
+    let mut count = count(graph)?;
     if count == 0 {
         return Ok(());
     }
@@ -151,6 +149,14 @@ fn walk(
         }
     }
     Ok(())
+}
+
+/// Nodes of a graph, without those of its children.
+pub(super) fn count(graph: sys::CUgraph) -> Result<usize> {
+    let mut count = 0;
+    // SAFETY: the graph lives (this file's rule); without room for nodes the call says how many there are.
+    named("cuGraphGetNodes", unsafe { sys::cuGraphGetNodes(graph, ptr::null_mut(), &mut count).result() })?;
+    Ok(count)
 }
 
 /// Whether a kernel node launches cooperatively.

@@ -6,6 +6,7 @@ as a child into one of specrs, which keeps the pool alive until its last launch 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,12 @@ import torch
 from specrs import _specrs as core
 from specrs import device
 from specrs._specrs import ConfigError
+
+
+@functools.cache
+def shared_stream(ordinal: int) -> torch.cuda.Stream:
+    """What all runtimes of a device capture on: torch keeps 32 MiB of workspace for each stream that saw a product."""
+    return torch.cuda.Stream(ordinal)  # type: ignore[no-untyped-call]
 
 
 def torch_graph(work: Callable[[], object], stream: torch.cuda.Stream, pool: Any = None) -> torch.cuda.CUDAGraph:
@@ -41,7 +48,8 @@ def capture(
             numbers of torch's generators, whose states only torch's own replay moves. Run it once before, so that what
             is loaded at a first use is there.
         keep: what its launches read and write beside torch's allocations within `work`: tensors, arenas, modules.
-        stream: to capture on; a new one by default.
+        stream: to capture on; another one by default. Graphs captured on one stream share the workspace that torch's
+            cuBLAS has there: those with products never run at once.
         pool: a handle of torch's (``torch.cuda.graph_pool_handle()``) that graphs share which never run at once.
 
     Raises what `work` raises; GraphCaptureError where the driver refuses, or for a node that a child may not hold,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +16,24 @@ from specrs import _specrs as core
 from specrs import device as cuda_device
 from specrs._specrs import ConfigError, OutOfBoundsError, StaleHandleError
 from specrs.graph import poison as poisons
-from specrs.graph.capture import capture
+from specrs.graph.capture import capture, shared_stream
 from specrs.graph.leases import Generations
 from specrs.graph.regions import Family, Region
+
+
+class Order:
+    """Who runs on a device: replays of all runtimes follow each other, for they share the workspace of cuBLAS that was
+    captured.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.end = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
+@functools.cache
+def _order(_ordinal: int) -> Order:
+    return Order()
 
 
 class Buffers(Mapping[str, torch.Tensor]):
@@ -115,7 +130,8 @@ class GraphRuntime:
     costs, whatever the outputs' size, and graphs of one runtime share torch's pool, so that the second costs the graph
     alone.
 
-    Replays of one runtime follow each other on the device, whatever streams they are put on.
+    Replays follow each other on the device, whatever streams they are put on, also those of other runtimes: torch's
+    cuBLAS works in one workspace for all that was captured on one stream.
     """
 
     def __init__(
@@ -155,21 +171,19 @@ class GraphRuntime:
         self.device = torch.device("cuda", device)
         self.eager_runs = 0
         self._body, self._kept = body, [body, *modules]
-        self._lock = threading.Lock()
+        self._order = _order(device)
         self._generations = Generations(self.family.copies)
         self._warned = False
-        with torch.no_grad(), torch.cuda.device(self.device):
-            self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        with self._order.lock, torch.no_grad(), torch.cuda.device(self.device):
+            self._side = shared_stream(device)
             self._arena = core._DeviceArena(device, self.family.declared(), guards=True)
             self._memory = {
                 name: from_dlpack(self._arena.tensor(name, self._handle())) for name, _, _ in self.family.declared()
             }
-            self._last = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._pool = torch.cuda.graph_pool_handle()
             self._graphs: dict[tuple[int, int], core._Graph] = {}
             for bucket in reversed(self.family.buckets):  # the largest first: the others find its memory in the pool
                 self._capture(bucket)
-            self._last.record()
 
     # -- memory -------------------------------------------------------------------------------------------------
 
@@ -204,6 +218,7 @@ class GraphRuntime:
     def _capture(self, bucket: int) -> None:
         """Graphs of a bucket, behind a run that loads and allocates what a first use does."""
         self._side.wait_stream(torch.cuda.current_stream())
+        self._side.wait_event(self._order.end)
         with torch.cuda.stream(self._side):
             for region in self.family.of("input"):
                 self._rows(region, 0, bucket).fill_(_dead(region))
@@ -211,7 +226,7 @@ class GraphRuntime:
         self._side.synchronize()
         for copy in range(self.family.copies):
             self._graphs[bucket, copy] = capture(
-                partial(self._body, self._buffers(bucket, copy)),  # holds no runtime: its graphs go with it
+                functools.partial(self._body, self._buffers(bucket, copy)),  # holds no runtime: its graphs go with it
                 keep=[self._arena, self._memory, *self._kept],
                 stream=self._side,
                 pool=self._pool,
@@ -236,7 +251,7 @@ class GraphRuntime:
         """
         bucket = self.family.bucket(batch)
         given = self._fitting(batch, inputs)
-        with self._lock, torch.no_grad(), torch.cuda.device(self.device):
+        with self._order.lock, torch.no_grad(), torch.cuda.device(self.device):
             self._alive()
             if bucket is None:
                 return self._eager(batch, given)
@@ -244,7 +259,7 @@ class GraphRuntime:
 
     def _replay(self, batch: int, bucket: int, given: dict[str, torch.Tensor]) -> Replay:
         stream = torch.cuda.current_stream()
-        stream.wait_event(self._last)
+        stream.wait_event(self._order.end)
         # From here on the set's memory is written, whatever fails.
         generation, copy = self._generations.begin()
         try:
@@ -255,7 +270,7 @@ class GraphRuntime:
                 self._write(region, self._rows(region, 0, bucket), batch, bucket, given[region.name])
             self._graphs[bucket, copy].launch(stream.cuda_stream)
         finally:
-            self._last.record(stream)
+            self._order.end.record(stream)
         if self.poison:
             self._check(batch, bucket, copy)
         outputs = {r.name: self._rows(r, copy, bucket)[: r.rows(batch) + r.more] for r in self.family.of("output")}
@@ -336,7 +351,7 @@ class GraphRuntime:
 
     def close(self) -> None:
         """Let go of the graphs; memory goes back once the last replay has finished. Outputs that are held stay."""
-        with self._lock:
+        with self._order.lock:
             self._graphs = {}
             self._memory = {}
 

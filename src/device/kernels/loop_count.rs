@@ -43,7 +43,7 @@ impl LoopCount {
             if slice.device() != context.ordinal() {
                 return Err(device_mismatch(operand, slice.device(), context.ordinal(), "the kernel is launched"));
             }
-            if slice.len() == 0 {
+            if slice.is_empty() {
                 return Err(Error::Capacity { what: operand, need: 1, have: 0, hint: "one int32".into() });
             }
         }

@@ -52,12 +52,12 @@ def no_fault_no_graph_and_no_memory_is_left() -> Iterator[None]:
     core._device_collect(ORDINAL)
     before = core._device_memory(ORDINAL)[2:]
     yield
-    gc.collect()
     torch.cuda.synchronize()
     device.check()
-    destroyed, left = graphs.collect(wait=True)
-    assert left == 0, f"{left} graphs are left, {destroyed} were destroyed"
-    gc.collect()
+    for _ in range(2):  # what a graph kept may have kept another
+        gc.collect()
+        destroyed, left = graphs.collect(wait=True)
+        assert left == 0, f"{left} graphs are left, {destroyed} were destroyed"
     core._device_collect(ORDINAL)
     assert core._device_memory(ORDINAL)[2:] == before, "(dropped, owned) bytes of specrs's memory differ"
 
@@ -695,7 +695,7 @@ def planted(kind: str) -> Callable[[Buffers], None]:
             y.copy_(x * 0 + 7)
         else:
             y.copy_(x)
-        if kind == "overrun":
+        if kind == "overrun" or (kind == "neighbour" and at.lanes == 1):
             end = at["space"].data_ptr() + at["space"].numel() * 4
             if end not in beside:
                 beside[end] = torch.as_tensor(Claim(end), device=CUDA)
@@ -759,7 +759,7 @@ def test_a_graph_that_writes_lanes_of_a_larger_bucket_is_found() -> None:
         Region("y", "float32", (5,), role="output"),
     ]
     # In the bucket of 1 the byte behind its lane is lane 1 of the larger one.
-    runtime = GraphRuntime(planted("overrun"), [1, 3], regions, poison=True)
+    runtime = GraphRuntime(planted("neighbour"), [1, 3], regions, poison=True)
     with pytest.raises(LaneError, match="no such lane") as e:
         runtime.replay(1, {"x": torch.zeros(5, device=CUDA)})
     assert (e.value.region, e.value.lane, e.value.bucket) == ("space", 1, 1)
