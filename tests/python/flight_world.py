@@ -207,6 +207,7 @@ class Told:
     ahead: int = 0  # of these, before the one before had landed
     lost: int = 0  # times that scores could not be looked at any more
     abandoned: int = 0
+    unsound: int = 0  # lanes whose root gave no drafts
 
 
 class Device(HostExecutor):
@@ -392,6 +393,7 @@ class Device(HostExecutor):
         beams.start(torch.stack([root.logits for root in roots]))
         hidden = torch.stack([root.hidden for root in roots])
         unsound = {error.request: error for error in beams.faults}
+        self.told.unsound += len(unsound)
         for step in range(run.levels - 1):
             plan = self.planner.draft(seqs, lens, step, beams, drafts._mode)
             inputs = hidden if shape.topk == 1 else hidden.index_select(0, from_dlpack(beams.parents).to(torch.int64))

@@ -107,8 +107,9 @@ class Runner:
             passed.append(Passed(r, first, r.commit(first, round_=False, error=error)))
         if self.drafter is not None:
             try:
-                self.drafter.remember(batch, prefilled, [range(n) for n in counts])
-                self.drafter.write([r for r in batch if r.finish_reason is None])
+                with self._abandoning():
+                    self.drafter.remember(batch, prefilled, [range(n) for n in counts])
+                    self.drafter.write([r for r in batch if r.finish_reason is None])
             except BaseException:
                 self._landed += passed  # the requests have their tokens
                 raise

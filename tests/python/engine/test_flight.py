@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from safetensors.torch import save_file
 from flight_world import Broken, Level, Told, flying
 from modelzoo import agree, read_weights, write_eagle3, write_target
 from specrs import LLM, SamplingParams
+from specrs import _specrs as core
 from specrs.engine import RequestOutput, StreamEvent
 
 VOCAB, CONTEXT, EOS, BAD = 12, 96, 2, 7
@@ -116,7 +118,7 @@ class Ran:
     outputs: dict[int, RequestOutput] = field(default_factory=dict)
     tokens: dict[int, list[int]] = field(default_factory=dict)
     text: dict[int, str] = field(default_factory=dict)
-    errors: int = 0
+    raised: list[BaseException] = field(default_factory=list)  # and what their tracebacks keep
     most_events: int = 0  # of one request in one step
 
     def take(self, events: Sequence[StreamEvent], place: dict[int, int]) -> None:
@@ -136,7 +138,7 @@ def run(llm: LLM, job: Work, bound: int = 2000, each: Callable[[int], None] = la
     """Step until nothing is left. Whatever was raised, the engine goes on."""
     ran, place, step = Ran(), {}, 0
     while len(place) < len(job.prompts) or llm.unfinished:
-        assert step < bound, f"no end after {bound} steps, {ran.errors} errors"
+        assert step < bound, f"no end after {bound} steps, {len(ran.raised)} errors"
         for i, at in enumerate(job.arrivals):
             if at == step:
                 place[llm.add(job.prompts[i], job.params[i])] = i
@@ -146,8 +148,9 @@ def run(llm: LLM, job: Work, bound: int = 2000, each: Callable[[int], None] = la
                 if job.aborts.get(step) == i and (event := llm.abort(request)) is not None:
                     ran.take([event], place)
             ran.take(llm.step(), place)
-        except (Broken, KeyboardInterrupt):
-            ran.errors += 1
+        except (Broken, KeyboardInterrupt) as error:
+            ran.raised.append(error)
+            assert llm.audit()["leased_sequences"] == 0
         llm.audit()
         step += 1
     return ran
@@ -279,6 +282,22 @@ def test_a_prompt_seen_before(
         shared += sum(o.usage.cached_tokens for o in ahead)
         idle(llm)
     assert shared > 20
+
+
+def test_prefill_gets_the_pages_of_rounds_that_nobody_launched(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flight has pages for as far as it could get. Who joins does not wait for the end of those who fly."""
+    llm = flying(world.target, None, monkeypatch, Told(level="loop"), **options_of("plain", 1), num_pages=44)
+    first = llm.add([3, 4, 5], SamplingParams(max_tokens=40, ignore_eos=True))
+    for _ in range(3):
+        llm.step()
+    pool = llm._runner.pages.pool
+    assert pool.stats()["free_pages"] < 34
+    second = llm.add([6] * 34, SamplingParams(max_tokens=1))
+    ended: list[int] = []
+    while llm.unfinished:
+        ended += [e.request_id for e in llm.step() if e.output is not None]
+    assert ended == [second, first]
+    idle(llm)
 
 
 # -- requests that leave, and errors ----------------------------------------------------------------------------------
@@ -441,6 +460,7 @@ def test_a_head_with_nan_costs_drafts_alone(
                 assert o.draft_error.request == o.request_id
                 gave_up.append(o.draft_error.what)  # of what prefill met, draft KV
     assert gave_up.count("draft logits") > 1 and device.ahead > 20
+    assert device.unsound <= 2 * len(gave_up), "rounds go on to ask a head that cannot draft"
 
 
 # -- those who look on ------------------------------------------------------------------------------------------------
@@ -478,6 +498,14 @@ def test_who_looks_on_sees_whole_rounds(world: World, level: Level, monkeypatch:
     wanted = world.plain.generate([[3, 4, 5], [6]], params)
     assert [got[i] for i in ids] == [w.token_ids for w in wanted]
     idle(llm)
+
+
+def test_those_who_draft_may_have_ended(world: World) -> None:
+    """A later round of a flight may tell of requests without drafts alone."""
+    llm = LLM(world.target, world.draft, max_batch=2, max_context_len=CONTEXT)
+    trees = core.TreeBatch.from_parents([[-1]], [[3]])
+    passed = SimpleNamespace(request=SimpleNamespace(error=None, finish_reason=None), tokens=[3])
+    llm._runner.speculation.spec_round([passed], lambda: trees, [False], 2)  # type: ignore[list-item]
 
 
 def test_a_cost_model_decides_flights(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
