@@ -286,12 +286,12 @@ def test_a_prompt_seen_before(
 
 def test_prefill_gets_the_pages_of_rounds_that_nobody_launched(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A flight has pages for as far as it could get. Who joins does not wait for the end of those who fly."""
-    llm = flying(world.target, None, monkeypatch, Told(level="loop"), **options_of("plain", 1), num_pages=44)
+    llm = flying(world.target, world.draft, monkeypatch, Told(level="loop"), **options_of("chain", 1), num_pages=60)
     first = llm.add([3, 4, 5], SamplingParams(max_tokens=40, ignore_eos=True))
     for _ in range(3):
         llm.step()
     pool = llm._runner.pages.pool
-    assert pool.stats()["free_pages"] < 34
+    assert pool.stats()["free_pages"] < 34 <= 60 - 2 * llm._scheduler._admitted[0].committed
     second = llm.add([6] * 34, SamplingParams(max_tokens=1))
     ended: list[int] = []
     while llm.unfinished:
@@ -460,7 +460,7 @@ def test_a_head_with_nan_costs_drafts_alone(
                 assert o.draft_error.request == o.request_id
                 gave_up.append(o.draft_error.what)  # of what prefill met, draft KV
     assert gave_up.count("draft logits") > 1 and device.ahead > 20
-    assert device.unsound <= 2 * len(gave_up), "rounds go on to ask a head that cannot draft"
+    assert device.unsound <= 2 * gave_up.count("draft logits"), "rounds go on to ask a head that cannot draft"
 
 
 # -- those who look on ------------------------------------------------------------------------------------------------
