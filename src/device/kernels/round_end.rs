@@ -30,7 +30,7 @@ const _: () = {
     assert!(params::ROUND_LIVE_AT as usize == round_end::LIVE_AT);
     assert!(params::ROUND_EXIT_AT as usize == round_end::EXIT_AT);
     assert!(params::ROUND_CONTINUES_AT as usize == round_end::CONTINUES_AT);
-    assert!(params::ROUND_TIME_AT as usize == round_end::TIME_AT && round_end::TIME_AT % 2 == 0);
+    assert!(params::ROUND_TIME_AT as usize == round_end::TIME_AT && round_end::TIME_AT.is_multiple_of(2));
     assert!(params::EXIT_DONE as u32 == round_end::EXIT_DONE);
     assert!(params::EXIT_NAN as u32 == round_end::EXIT_NAN);
     assert!(params::EXIT_UNSOUND as u32 == round_end::EXIT_UNSOUND);
