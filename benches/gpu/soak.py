@@ -49,11 +49,15 @@ def work(llm: LLM) -> Work:
     return found
 
 
-def used() -> int:
-    """Bytes of torch's tensors and of specrs's buffers."""
+def used(llm: LLM) -> int:
+    """Bytes of torch's tensors and of specrs's buffers, without room for features that nobody has asked for yet."""
+    target: Any = llm._runner.executor.target  # type: ignore[attr-defined]
+    if target.features is not None:
+        target.features._ready.clear()
     gc.collect()
     core._graph_collect(True)
     torch.cuda.synchronize()
+    core._device_collect(0)
     return torch.cuda.memory_allocated() + core._device_memory(0)[3]
 
 
@@ -77,6 +81,7 @@ def soak(kind: str, level: str, page: int, rounds: int, requests: Work, want: li
         executor: Any = llm._runner.executor
         for size in executor._buckets:
             executor._of(size)
+        llm.generate(*map(list, zip(*requests, strict=True)))  # scratch memory has its size
         order: list[int] = []
         live: dict[int, int] = {}
         while landed < rounds or live:
@@ -92,10 +97,10 @@ def soak(kind: str, level: str, page: int, rounds: int, requests: Work, want: li
                     differ += event.output.token_ids != want[place]
                     served, landed = served + 1, landed + event.output.rounds
             if not before and landed > rounds // 2:
-                before = used()
+                before = used(llm)
         llm.audit()
         device.check()
-        grown = used() - before
+        grown = used(llm) - before
     seconds = time.perf_counter() - started
     return {"kind": kind, "tree": tree, "level": level, "page_size": page, "rounds": landed, "requests": served,
             "requests_that_differ": differ, "grown_bytes": grown, "seconds": round(seconds, 1)}  # fmt: skip

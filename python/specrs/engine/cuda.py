@@ -3,8 +3,8 @@
 From the second round of a batch on, the host knows no length: what a round begins with is on the device, pages are
 leased for the most that rounds can take, and the host reads tokens from mapped memory as they come.
 
-Where somebody looks on between draft steps (a recorder, a cost model that goes by scores), the host plans and decides
-step by step, as `HostExecutor` does on any device; prefill always is.
+Where somebody looks on between draft steps (a recorder, a cost model that goes by scores), the host drafts step by
+step, as `HostExecutor` does on any device, and its trees enter a round at verification. Prefill is planned by the host.
 """
 
 from __future__ import annotations
@@ -91,6 +91,7 @@ class LaunchedRound:
         lanes, number: where it runs, and which of the rounds there it is.
         variant: what was launched.
         places: the lane of each request.
+        given: trees that the host made; ``None`` where the device drafted them.
     """
 
     batch: Batch
@@ -98,6 +99,7 @@ class LaunchedRound:
     number: int
     variant: Variant
     places: Sequence[int]
+    given: Drafted | None = None
 
     @cached_property
     def _found(self) -> dict[str, torch.Tensor]:
@@ -123,11 +125,15 @@ class LaunchedRound:
         """Each request's first row of the pass, and behind the last lane's."""
         if not self.variant.levels:
             return [*self.places, self.lanes.live]
+        if self.given is not None:
+            return list(accumulate(self.given.trees.sizes, initial=0))
         offsets: list[int] = self._found["tree_offsets"].tolist()
         return [*(offsets[place] for place in self.places), offsets[self.lanes.live]]
 
     @cached_property
     def trees(self) -> core.TreeBatch:
+        if self.given is not None:
+            return self.given.trees
         found, places = self._found, self.places
         if not self.variant.levels:
             return core.TreeBatch.from_parents([[-1]] * len(places), [[r.tokens[-1]] for r in self.batch])
@@ -173,6 +179,8 @@ class LaunchedRound:
     @cached_property
     def faults(self) -> list[tuple[core.NonFiniteError, int]]:
         """Requests whose root's draft scores give no distribution."""
+        if self.given is not None:
+            return list(self.given.faults)
         if not self.variant.levels:
             return []
         sound: list[int] = self._found["sound"].tolist()
@@ -321,9 +329,12 @@ class CudaExecutor(HostExecutor):
         return self._launched(AskedRound(batch, [0] * len(batch), 0), follow)
 
     def verify(self, batch: Batch, drafted: Drafted, follow: bool, clock: Clock) -> Verified:
-        if not isinstance(drafted, AskedRound):
-            return super().verify(batch, drafted, follow, clock)
-        return self._launched(drafted, follow)
+        if isinstance(drafted, AskedRound):
+            return self._launched(drafted, follow)
+        # Where the head is up to date it runs over what is accepted, as if the device had drafted.
+        steps = self.planner.geometry.shape.steps
+        depths = [steps if r.followed and r.root is not None else 0 for r in batch]
+        return self._launched(AskedRound(batch, depths, steps), follow, drafted)
 
     def commit(self, batch: Batch, lease: core.Lease, verified: Verified) -> None:
         if isinstance(verified, LaunchedRound):
@@ -332,7 +343,8 @@ class CudaExecutor(HostExecutor):
         else:
             super().commit(batch, lease, verified)
 
-    def _launched(self, asked: AskedRound, follow: bool) -> LaunchedRound:
+    def _launched(self, asked: AskedRound, follow: bool, given: Drafted | None = None) -> LaunchedRound:
+        """Launch a round, of drafts that the device makes or, ``given``, the host has made."""
         batch, levels = asked.batch, asked.levels
         lanes = self._running = self._of(next(b for b in self._buckets if b >= len(batch)))
         nodes = most_nodes(self.planner.geometry.shape, levels)
@@ -342,12 +354,14 @@ class CudaExecutor(HostExecutor):
         lanes.give([q.row for q in batch.seqs], batch.lens, tokens, asked.depths, nodes, levels, limits, stops)
         edits = lanes.sample_by([r.sampler for r in batch])
         self._table.upload(self._dense.stream)
-        variant = Variant(lanes.batch, levels, follow, edits)
+        if given is not None:
+            lanes.give_trees(given.trees)
+        variant = Variant(lanes.batch, levels, follow, edits, trees=given is not None)
         number = lanes.launch(variant, self._graphs)
         # What the head is asked for behind this round, a root or features, the host has to see to.
         waits = follow and not all(depth > 0 or not r.followed for r, depth in zip(batch, asked.depths, strict=True))
-        self._alone = waits or lanes.changing or self._level == "off"
-        return LaunchedRound(batch, lanes, number, variant, range(len(batch)))
+        self._alone = waits or lanes.changing or given is not None or self._level == "off"
+        return LaunchedRound(batch, lanes, number, variant, range(len(batch)), given)
 
     def following(self, verified: Verified) -> Verified | None:
         if not isinstance(verified, LaunchedRound):

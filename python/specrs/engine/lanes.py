@@ -41,7 +41,7 @@ from specrs.models.ops import KvMemory
 
 _LEAST_EDITS = 64
 _COLD = 1  # runs of a variant before it is captured, which load kernels and grow memory
-_LASTING = {"given", "control", "versions", "minus", "select"}  # what a round finds in place
+_LASTING = {"given", "host trees", "control", "versions", "minus", "select"}  # what a round finds in place
 _SLOTS = 32  # rounds whose results are kept
 _INV_TEMPERATURE, _PENALISED = 7, 11  # words of a sampler's row: 0 for greedy, and for one without penalties
 _STOPS = 8  # tokens by which the device sees that a request ends; the host sees all
@@ -59,6 +59,7 @@ class Variant:
         follow: whether the target's features are kept.
         edits: room for sampling's edits of tokens; ``None`` where all lanes are greedy and have none.
         loop: whether the device goes on by itself.
+        trees: whether the host made them, of as many nodes as those of ``levels`` have; nothing is drafted then.
     """
 
     batch: int
@@ -66,6 +67,7 @@ class Variant:
     follow: bool
     edits: int | None
     loop: bool = False
+    trees: bool = False
 
 
 class Roots:
@@ -184,8 +186,10 @@ class Lanes:
             faults=batch, sound=batch, tree_offsets=batch + 1, tree_tokens=batch * v, tree_parents=batch * v,
             tree_scores=batch * v,
         )  # fmt: skip
+        self._host_trees = _Fields(tree_offsets=batch + 1, tree_tokens=batch * v, tree_parents=batch * v)
         regions: dict[str, tuple[str, list[int]]] = {
             "given": ("int32", [self._given.words]),
+            "host trees": ("int32", [self._host_trees.words]),
             "found": ("int32", [self._found.words]),
             "control": ("int32", [4]),
             "versions": ("int64", [batch]),
@@ -236,6 +240,8 @@ class Lanes:
         self._no_mask = a["versions"][:0]
         self._in, self._out = self._given.of(a["given"]), self._found.of(a["found"])
         self._given_host = torch.zeros(self._given.words, dtype=torch.int32, pin_memory=True)
+        self._host_trees_host = torch.zeros(self._host_trees.words, dtype=torch.int32, pin_memory=True)
+        self._trees_in = self._host_trees.of(a["host trees"])
         self.given = self._given.of(self._given_host)
         self._sampling = self._in["sampling"].view(torch.int64).view(batch, 6)
         self._numbers = {name: array.numpy() for name, array in self.given.items()}
@@ -359,6 +365,18 @@ class Lanes:
             n["root_from"][:live] = [row if drafts else roots.nothing for row, drafts in drafting]
             n["root_to"][:live] = [row if drafts else roots.nowhere for row, drafts in drafting]
             n["root_from"][live:], n["root_to"][live:] = roots.nothing, roots.nowhere
+
+    def give_trees(self, trees: core.TreeBatch) -> None:
+        """Say what the next launch verifies, of a variant whose trees the host makes: one for each live request."""
+        host = self._host_trees.of(self._host_trees_host)
+        sizes = trees.sizes
+        total = sum(sizes)
+        offsets = [*accumulate(sizes, initial=0)]
+        host["tree_offsets"][: len(offsets)] = torch.tensor(offsets, dtype=torch.int32)
+        host["tree_offsets"][len(offsets) :] = total
+        for name, values, dead in (("tree_tokens", trees.tokens, 0), ("tree_parents", trees.parents, -1)):
+            host[name][:total], host[name][total:] = from_dlpack(values), dead
+        self._a["host trees"].copy_(self._host_trees_host, non_blocking=True)
 
     def sample_by(self, samplers: Sequence[core.Sampler]) -> int | None:
         """Say what tokens are drawn by; the variant's ``edits``."""
@@ -508,7 +526,7 @@ class Lanes:
         """A round. ``handle``: of the loop that it is the body of, else 0."""
         if self._poisoned is not None:
             self._poison(self._poisoned)
-        if variant.levels:
+        if variant.levels and not variant.trees:
             self._draft(variant.levels)
         tokens, plan, features = self._to_verify(variant)
         cache, target = self._m.cache, self._m.target
@@ -516,7 +534,8 @@ class Lanes:
         self._accept(variant)
         if variant.levels:
             self._commit()
-            self._extend()
+            if self._m.head is not None:
+                self._extend()
         self._end(handle)
 
     def _poison(self, names: list[str]) -> None:
@@ -565,7 +584,7 @@ class Lanes:
         )  # fmt: skip
 
     def _to_verify(self, variant: Variant) -> tuple[torch.Tensor, DevicePlan, FeatureRows | None]:
-        levels, out = variant.levels, self._out
+        levels, out = variant.levels, self._trees_in if variant.trees else self._out
         if not levels:
             self._plan_step("decode", (None, None, None))
             return self._in["roots"], self._plans["decode"], self._features[0] if variant.follow else None
@@ -594,7 +613,8 @@ class Lanes:
         scratch = self._scratch[variant.levels, variant.edits is not None]
         if variant.levels:
             rows, path = b * nodes, self._path
-            trees = (out["tree_tokens"][:rows], out["tree_parents"][:rows], out["tree_offsets"])
+            made = self._trees_in if variant.trees else out
+            trees = (made["tree_tokens"][:rows], made["tree_parents"][:rows], made["tree_offsets"])
         else:
             path = 1
             trees = (given["roots"], self._a["minus"], given["tree_offsets"])

@@ -215,13 +215,17 @@ def test_up_to_the_wall_of_the_context(pair: Pair) -> None:
 
 
 def test_rounds_that_somebody_looks_at_decide_the_same(pair: Pair) -> None:
-    """The host plans and decides those, step by step."""
+    """The host drafts those, step by step, and its trees enter a round at verification."""
     prompts, params = requests(6, "sampled")
+    plainly = plain(pair, prompts, params)
     with LLM(pair.target, pair.draft, device="cuda", tree=(3, 4, 12), page_size=4) as llm:
         seen: list[Any] = []
         want = [o.token_ids for o in llm.generate(prompts, params)]
         with llm.watching(lambda trees, accepts: seen.append((trees.sizes, accepts.paths))):
-            assert [o.token_ids for o in llm.generate(prompts, params)] == want
+            assert check(llm, prompts, params, plainly)
+        executor: Any = llm._runner.executor
+        made = {variant for lanes in executor._lanes.values() for variant in lanes._runs}
+        assert any(variant.trees for variant in made), "no tree of the host was launched"
         assert any(max(sizes) > 1 for sizes, _ in seen)
         assert [o.token_ids for o in llm.generate(prompts, params)] == want
 
@@ -324,6 +328,7 @@ def test_an_engine_leaves_no_memory_behind(pair: Pair) -> None:
         gc.collect()
         core._graph_collect(True)  # graphs go once nobody replays them, with what they keep
         torch.cuda.synchronize()
+        core._device_collect(torch.cuda.current_device())
         return torch.cuda.memory_allocated() + core._device_memory(torch.cuda.current_device())[3]
 
     def run() -> None:

@@ -290,6 +290,7 @@ def test_rounds_take_no_memory(pair: Pair) -> None:
         gc.collect()
         core._graph_collect(True)
         torch.cuda.synchronize()
+        core._device_collect(torch.cuda.current_device())
         return torch.cuda.memory_allocated() + core._device_memory(torch.cuda.current_device())[3]
 
     for graphs in ("round", "loop"):
