@@ -534,7 +534,7 @@ class Lanes:
         self._accept(variant)
         if variant.levels:
             self._commit()
-            if self._m.head is not None:
+            if variant.follow:
                 self._extend()
         self._end(handle)
 
