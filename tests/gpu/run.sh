@@ -99,15 +99,19 @@ cases() {
     *) echo "$small" ;;
     esac
 }
+# Whole engines, and the graph runtime: its tests plant captures that fail, drop graphs in the midst of a replay and
+# loop on the device, of which a sanitizer makes errors of its own or a context that works no more.
+whole() {
+    case $1 in
+    test_gpu_engine* | test_gpu_flight | test_gpu_graph | test_gpu_driver_calls | test_gpu_products | test_gpu_replay | test_gpu_load) true ;;
+    *) false ;;
+    esac
+}
 sanitize_files() {
     local tool=$1 caching=$2 more=$3 name
     for file in "${files[@]}"; do
         name=$(basename "$file" .py)
-        case $name in
-        test_gpu_engine* | test_gpu_flight | test_gpu_products | test_gpu_replay | test_gpu_load | test_gpu_named_faults) continue ;;
-        # torch's kernels in graphs, which need the caching allocator and use no shared memory of ours; below.
-        test_gpu_graph) continue ;;
-        esac
+        if whole "$name" || [ "$name" = test_gpu_named_faults ]; then continue; fi
         queue sanitize "$tool" "$caching" "$name" "($(cases "$name")) and not ($left_out$more)" "$file"
     done
 }
@@ -127,17 +131,10 @@ if command -v compute-sanitizer >/dev/null; then
     echo "== memcheck, graphs"
     kernels=()
     for file in "${files[@]}"; do
-        case $file in
-        *test_gpu_engine* | *test_gpu_flight* | *test_gpu_products* | *test_gpu_replay* | *test_gpu_load* | *test_gpu_graph*) ;;
-        *) kernels+=("$file") ;;
-        esac
+        whole "$(basename "$file" .py)" || kernels+=("$file")
     done
-    queue sanitize memcheck on graphs "(graph or named_faults) and not ($left_out)" "${kernels[@]}"
-    # The runtime's plain replays alone. Loops: under the sanitizer a conditional node breaks the context. Captures that are
-    # to fail: the sanitizer reports their calls as errors. What is dropped under way, and writes between regions: it makes
-    # launches wait, and the planted write is one within an allocation. Processes of their own: it does not follow them.
-    queue sanitize memcheck on runtime "outputs_are_leases or inputs_are_checked or above_the_largest" \
-        "$root/tests/python/graph/test_gpu_graph.py"
+    queue sanitize memcheck on graphs "(graph or named_faults) and not ($left_out or loop or runs_on)" "${kernels[@]}"
+    queue sanitize memcheck on runtime "outputs_are_leases" "$root/tests/python/graph/test_gpu_graph.py"
     echo "== racecheck, of shared memory"
     sanitize_files racecheck on ""
 else
