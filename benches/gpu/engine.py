@@ -9,8 +9,12 @@ whose products take the fastest algorithm of any class for each number of rows (
 Both engines live in one process and step in turns. Attention is the same kernel in both, the contract's: what another
 attention would save is not measured.
 
+``levels`` rows also hold ``share_of_floor`` (goal 10's floor over the measured period), ``synchronisations`` (the calls
+of CUDA that 8 steady steps make, counted apart from the timed steps) and ``kernels`` (GPU time of a steady round by
+kernel, profiled after everything that is timed, since a profiler slows whoever comes later).
+
     python benches/gpu/engine.py [--json FILE] [--layers 32] [--rounds 24] [--graphs off] [--cases 1x1024,16x8192,...]
-        [--levels 1x8192,...] [--exactness 1x1024,16x1024,...]
+        [--levels 1x8192,...] [--no-kernels] [--exactness 1x1024,16x1024,...]
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import dataclasses
 import gc
 import itertools
 import json
+import re
 import statistics
 import sys
 import tempfile
@@ -32,9 +37,13 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "python"))
+from timing import driver
+
 import specrs.models.eagle3 as eagle3
 import specrs.models.llama as llama
 from common import commit, versions
+from driver_calls import driver_calls
 from specrs import LLM, SamplingParams, device, models
 from specrs import _specrs as core
 from specrs.engine.lanes import Lanes
@@ -46,6 +55,27 @@ LLAMA = {
     "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 0,
 }  # fmt: skip
 DRAFT_VOCAB = 32000
+BANDWIDTH = 4.3e12  # bytes a second that goal 10 takes an H200's memory to give
+PROFILED = 3  # rounds
+# A round's kernels by the start of their names, or what is in them; the first that fits counts.
+MODEL = {
+    "products": r"nvjet|gemm|gemv|cublas|cutlass|splitK|xmma|^dot_kernel|^reduce_1Block",
+    "attention": r"^attention_",
+    "rope_kv": r"^rope_kv_",
+    "row operations": r"^(add_)?rms_norm|^silu_up",
+}
+NOT_MODEL = {
+    "selection": r"^draft_select",
+    "tree build": r"^tree_build",
+    "plan": r"^plan_|^table_update",
+    "verify, sample": r"^(verify|sample)_",
+    "commit": r"^kv_commit",
+    "move": r"^kv_(move|remap|list)",
+    "round end": r"^round_end|^loop_count",
+    "copies": r"^Memcpy|^Memset",
+}
+# One kernel embeds tokens (model), and gathers features and copies rows between tables (not the model).
+GATHERS = {"row gathers": r"^gather_rows"}
 TREES = {1: (8, 6, 64), 4: (4, 5, 24), 16: (2, 4, 8), 64: (1, 2, 3)}  # by batch: some 64 to 192 rows to verify
 
 
@@ -261,6 +291,176 @@ def steady(llm: LLM, prompts: list[list[int]], count: int) -> tuple[list[list[in
     return [tokens[i] for i in ids], {name: round(ms, 4) for name, ms in figures.items()}
 
 
+def draw_weights() -> None:
+    """From here on, models of this process have random weights."""
+    llama.Checkpoint = eagle3.Checkpoint = models.cuda.Checkpoint = Random  # type: ignore[misc, assignment]
+
+
+def reason(error: BaseException) -> str:
+    """An error in a line, for the result."""
+    return f"{type(error).__name__}: {error}"[:600]
+
+
+def floors(config: dict[str, Any], batch: int, context: int, levels: int) -> dict[str, float]:
+    """Milliseconds that reading weights and KV of a round takes at goal 10's bandwidth.
+
+    ``plain``: a pass of the target. ``tree``: with as many passes of the head as goal 10 counts, one more than levels.
+    ``tree_as_run``: with as many as the engine runs, a level less of draft steps and the pass over what was accepted.
+    """
+    h, width, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    q = config["num_attention_heads"] * config["head_dim"]
+    kv = config["num_key_value_heads"] * config["head_dim"]
+    # Elements of 2 bytes. A layer: q, k, v, o (its input h wide, in the head 2 h), gate, up and down; K and V of a
+    # token: 2 kv. The target has a layer's as often as it has layers, and lm_head; the head one layer, its own lm_head.
+    layers = config["num_hidden_layers"]
+    target = layers * (h * (q + 2 * kv) + q * h + 3 * h * width) + vocab * h + batch * context * layers * 2 * kv
+    head = 2 * h * (q + 2 * kv) + q * h + 3 * h * width + DRAFT_VOCAB * h + batch * context * 2 * kv
+    fc = 3 * h * h  # once a round
+    elements = {
+        "plain": target, "tree": target + fc + (levels + 1) * head, "tree_as_run": target + fc + levels * head,
+    }  # fmt: skip
+    return {name: n * 2 / BANDWIDTH * 1e3 for name, n in elements.items()}
+
+
+def share_of_floor(config: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
+    """Goal 10's floor of a case over its measured period, by kind of round and graph level."""
+    batch, steps = row["batch"], row["tree"][1]
+    floor = floors(config, batch, row["context"], steps)
+    out: dict[str, Any] = {
+        "bytes_per_second": BANDWIDTH, "floor_ms": {name: round(ms, 4) for name, ms in floor.items()},
+        "draft_passes": {"tree": steps + 1, "tree_as_run": steps},
+        "tokens_per_second_at_4": {"floor": round(batch * 4e3 / floor["tree"], 1)},
+    }  # fmt: skip
+    for level in ("off", "round", "loop"):
+        for name, ms in floor.items():
+            out.setdefault(name, {})[level] = round(ms / row[f"{name.partition('_')[0]}_{level}"]["period_ms"], 4)
+        out["tokens_per_second_at_4"][level] = round(batch * 4e3 / row[f"tree_{level}"]["period_ms"], 1)
+    return out
+
+
+@contextlib.contextmanager
+def under_way(llm: LLM, prompts: list[list[int]], count: int) -> Iterator[None]:
+    """Requests that decode, all prompts written and the first rounds over; dropped behind the block."""
+    ids = add(llm, prompts, sum(map(len, prompts)) // 2048 + count)
+    try:
+        while not written(llm):
+            llm.step()
+        for _ in range(4):
+            llm.step()
+        torch.cuda.synchronize()
+        yield
+    finally:
+        for i in ids:
+            llm.abort(i)
+
+
+def synchronisations(llm: LLM, prompts: list[list[int]], count: int, steps: int = 8) -> dict[str, Any]:
+    """What steady steps call of CUDA: every call that lets the host wait, and all calls by name, summed over steps."""
+    try:
+        with under_way(llm, [p[:64] for p in prompts], count):
+            with driver_calls() as seen:
+                for _ in range(steps):
+                    llm.step()
+            steady = llm.unfinished == len(prompts)
+        return {
+            "steps": steps,
+            "no_request_ended": steady,
+            "synchronisations": sum(seen.synchronisations.values()),
+            "synchronisations_by_name": dict(seen.synchronisations),
+            "driver": dict(seen.calls.most_common()),
+            "runtime": dict(seen.runtime.most_common()),
+        }
+    except Exception as error:  # the timed figures stay
+        return {"error": reason(error)}
+
+
+def traced(run: Any) -> list[tuple[str, float, float]]:
+    """What the GPU did meanwhile: name, start and microseconds of every kernel and copy, in order."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    kinds = ("kernel", "gpu_memcpy", "gpu_memset")
+    return sorted(
+        ((e["name"], float(e["ts"]), float(e["dur"])) for e in events if e.get("cat") in kinds), key=lambda e: e[1]
+    )
+
+
+def by_class(spent: dict[str, float]) -> dict[str, Any]:
+    """Microseconds by kernel, as classes: their time and shares, and the names that none knows."""
+    classes = {**MODEL, **NOT_MODEL, **GATHERS}
+    time_of, unknown = dict.fromkeys(classes, 0.0), {}
+    for name, us in spent.items():
+        known = next((c for c, pattern in classes.items() if re.search(pattern, name)), None)
+        if known is None:
+            unknown[name[:160]] = round(us, 3)
+        else:
+            time_of[known] += us
+    whole = sum(spent.values())
+    rest, gathers = sum(time_of[c] for c in NOT_MODEL), sum(time_of[c] for c in GATHERS)
+    return {
+        "classes": {c: {"us": round(us, 3), "share": round(us / whole, 5)} for c, us in time_of.items()},
+        "model_share": round(sum(time_of[c] for c in MODEL) / whole, 5),
+        # The gathers are the model's in part: the truth is between these two.
+        "non_model_share": {"least": round(rest / whole, 5), "with_all_gathers": round((rest + gathers) / whole, 5)},
+        "unknown_share": round(sum(unknown.values()) / whole, 5),
+        "unknown_us": unknown,
+    }
+
+
+def profiled(llm: LLM, prompts: list[list[int]], count: int) -> dict[str, Any]:
+    """GPU time of a steady round by kernel: means over the profiled rounds."""
+    with under_way(llm, prompts, count):
+        events = traced(lambda: [llm.step() for _ in range(PROFILED)])
+    ran = sum(name.startswith("round_end") for name, _, _ in events)
+    if not ran:
+        return {"rounds": 0, "error": f"the profiler saw {len(events)} kernels and copies, and no end of a round"}
+    spent: dict[str, float] = {}
+    launches: dict[str, int] = {}
+    busy, until = 0.0, 0.0  # of kernels that overlap, the time counts once
+    for name, start, us in events:
+        spent[name] = spent.get(name, 0.0) + us / ran
+        launches[name] = launches.get(name, 0) + 1
+        busy += max(0.0, start + us - max(start, until))
+        until = max(until, start + us)
+    top = sorted(spent, key=lambda name: -spent[name])
+    return {
+        "rounds": ran,
+        "launches": round(len(events) / ran, 1),
+        "sum_us": round(sum(spent.values()), 2),
+        "busy_us": round(busy / ran, 2),
+        **by_class(spent),
+        "top": [
+            {"name": n[:160], "launches": round(launches[n] / ran, 2), "us": round(spent[n], 3)} for n in top[:25]
+        ],
+        "below_top_us": round(sum(spent[n] for n in top[25:]), 3),
+    }  # fmt: skip
+
+
+def kernels(models_: tuple[Path, Path], batch: int, context: int, count: int) -> dict[str, Any]:
+    """`profiled` for plain and tree rounds of a case: of graphs, or where those report no kernels, without them."""
+    out: dict[str, Any] = {}
+    for kind in ("plain", "tree"):
+        missed = []
+        for level in ("round", "off"):
+            try:
+                prompts, options, tree = prepared(batch, context, count, level)
+                collect()
+                with LLM(*models_, **options, **({"speculative": False} if kind == "plain" else {"tree": tree})) as llm:
+                    rounds(llm, [p[:64] for p in prompts], 8)  # makes the rounds' graphs
+                    found = profiled(llm, prompts, count)
+            except Exception as error:  # the timed figures stay
+                found = {"rounds": 0, "error": reason(error)}
+            if found["rounds"]:
+                break
+            missed.append({"graphs": level, "error": found["error"]})
+        out[kind] = {"graphs": level, **found, **({"missed": missed} if missed else {})}
+    return out
+
+
 def levels(models_: tuple[Path, Path], batch: int, context: int, count: int) -> dict[str, Any]:
     """Rounds of a case at every graph level; the tokens of all are compared.
 
@@ -277,6 +477,8 @@ def levels(models_: tuple[Path, Path], batch: int, context: int, count: int) -> 
                 rounds(llm, [p[:64] for p in prompts], 24)  # makes the rounds' graphs
                 found, row[f"{kind}_{level}"] = steady(llm, prompts, count)
                 outputs.append(found)
+                if level != "off":
+                    row.setdefault("synchronisations", {})[f"{kind}_{level}"] = synchronisations(llm, prompts, count)
         least = row[f"{kind}_loop"]["period_ms"]
         for level in ("off", "round"):
             row[f"{kind}_{level}"]["idle_ms"] = round(row[f"{kind}_{level}"]["period_ms"] - least, 4)
@@ -284,6 +486,7 @@ def levels(models_: tuple[Path, Path], batch: int, context: int, count: int) -> 
         level: round(batch * 4e3 / row[f"tree_{level}"]["step_ms"], 1) for level in ("off", "round", "loop")
     }
     row["same_tokens"] = all(found == outputs[0] for found in outputs)
+    row["share_of_floor"] = share_of_floor(json.loads((models_[0] / "config.json").read_text()), row)
     return row
 
 
@@ -331,15 +534,16 @@ def main() -> None:
     parser.add_argument("--cases", default="1x1024,1x8192,1x32768,4x8192,16x1024,16x8192,64x1024,64x8192")
     parser.add_argument("--exactness", default="1x1024,16x1024,64x1024", help="cases of goal 13; '' for none")
     parser.add_argument("--levels", default="1x8192,16x1024,64x1024", help="cases at every graph level; '' for none")
+    parser.add_argument("--no-kernels", action="store_true", help="do not profile the cases of --levels")
     args = parser.parse_args()
-    llama.Checkpoint = eagle3.Checkpoint = models.cuda.Checkpoint = Random  # type: ignore[misc, assignment]
+    draw_weights()
     cases: list[dict[str, Any]] = []
     rows: list[dict[str, Any]] = []
     at_levels: list[dict[str, Any]] = []
     result: dict[str, Any] = {
         "commit": commit(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "device": torch.cuda.get_device_name(), "versions": versions(), "layers": args.layers,
+        "device": torch.cuda.get_device_name(), "driver": driver(), "versions": versions(), "layers": args.layers,
         "graphs": args.graphs,
         "cases": cases,
         "levels": at_levels,
@@ -352,6 +556,9 @@ def main() -> None:
 
     def keep(to: list[dict[str, Any]], row: dict[str, Any]) -> None:
         to.append(row)
+        show(row)
+
+    def show(row: dict[str, Any]) -> None:
         print(json.dumps(row), flush=True)
         if args.json:
             args.json.write_text(json.dumps(result, indent=1) + "\n")
@@ -381,6 +588,13 @@ def main() -> None:
             keep(at_levels, levels((target, draft), batch, context, 2 * args.rounds))
         for batch, context in listed(args.exactness):
             keep(rows, exactness((target, draft), batch, context, args.rounds, args.graphs))
+        if at_levels and not args.no_kernels:
+            # Nothing is timed from here on. The first use attaches the profiler, before the graphs to come are made.
+            with contextlib.suppress(Exception):
+                traced(lambda: torch.zeros(1, device="cuda"))
+            for row in at_levels:
+                row["kernels"] = kernels((target, draft), row["batch"], row["context"], 2 * args.rounds)
+                show({"batch": row["batch"], "context": row["context"], "kernels": row["kernels"]})
 
 
 if __name__ == "__main__":
