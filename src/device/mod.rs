@@ -67,7 +67,7 @@ pub use plan::{
 };
 pub use ring::RoundRing;
 pub use rows::{FloatType, Rows};
-pub(crate) use stream::RawEvent;
+pub(crate) use stream::{Alive, RawEvent, capture_into};
 pub use table::{TableMirror, TableShape, Uploaded};
 pub use view::{DeviceSlice, KvCacheView, MovesView};
 

@@ -2,12 +2,32 @@
 //!
 //! Callers of this file, and `graph`, hold an `Entered` guard of the context that the values belong to.
 
+use std::cell::RefCell;
 use std::ptr;
+use std::sync::{Arc, Weak};
 
 use cudarc::driver::sys;
 
 use super::driver::{Stream, named};
 use crate::error::Result;
+
+/// A graph of this crate's own, as long as a launch of it may come or be under way.
+pub(crate) type Alive = Arc<()>;
+
+thread_local! {
+    /// What this thread captures into, where that is a graph of this crate's own.
+    static CAPTURING: RefCell<Weak<()>> = const { RefCell::new(Weak::new()) };
+}
+
+/// Work that this thread captures from now on is `graph`'s; `None` once it captures no more.
+pub(crate) fn capture_into(graph: Option<&Alive>) {
+    CAPTURING.set(graph.map_or_else(Weak::new, Arc::downgrade));
+}
+
+/// The graph that this thread captures into; `None` where somebody else's is being made.
+pub(super) fn capturing_into() -> Option<Weak<()>> {
+    CAPTURING.with_borrow(|graph| (graph.strong_count() > 0).then(|| graph.clone()))
+}
 
 /// A point in a stream's work.
 #[derive(Debug)]

@@ -10,7 +10,7 @@ use super::nodes::{self, NodeCounts, Place};
 use super::retire::{Exec, Held};
 use super::run::Graph;
 use super::turn::Turn;
-use crate::device::{Device, RawEvent, Relaxed, Stream, named};
+use crate::device::{Alive, Device, RawEvent, Relaxed, Stream, capture_into, named};
 use crate::error::{Error, Result};
 
 /// Calls that another thread makes meanwhile are its own affair; those of this one that cannot be captured fail.
@@ -30,6 +30,14 @@ thread_local! {
     /// Where this thread captures, and what its child graphs go to; left by a capture that another thread ended, whose
     /// stream is captured no more.
     static OPEN: Cell<Option<(&'static Device, Place)>> = const { Cell::new(None) };
+}
+
+/// This thread captures from now on; child graphs of the work may hold what `place` allows.
+fn opened(device: &'static Device, place: Place) -> Alive {
+    let alive = Alive::default();
+    OPEN.set(Some((device, place)));
+    capture_into(Some(&alive));
+    alive
 }
 
 /// A graph under construction.
@@ -55,6 +63,8 @@ pub struct Capture {
     around: Option<Loop>,
     /// The driver has not been told to end.
     open: bool,
+    /// Buffers that the work uses know the graph by it.
+    alive: Alive,
     // Last: the next capture begins when nothing of this one is left.
     _turn: Turn,
 }
@@ -82,8 +92,8 @@ impl Capture {
         // SAFETY: the stream lives by its own contract.
         let begun = unsafe { sys::cuStreamBeginCapture_v2(stream.handle(), MODE).result() };
         named("cuStreamBeginCapture", begun).map_err(of_capture)?;
-        OPEN.set(Some((device, Place::Child)));
-        Ok(Self { stream, device, around: None, open: true, _turn: turn })
+        let alive = opened(device, Place::Child);
+        Ok(Self { stream, device, around: None, open: true, alive, _turn: turn })
     }
 
     /// Begin to capture the body of a loop: its work runs until the condition of [`handle`](Self::handle) is 0, which is 1
@@ -99,8 +109,8 @@ impl Capture {
             sys::cuStreamBeginCaptureToGraph(stream.handle(), around.body, ptr::null(), ptr::null(), 0, MODE).result()
         };
         named("cuStreamBeginCaptureToGraph", begun).map_err(of_capture)?;
-        OPEN.set(Some((device, Place::Body)));
-        Ok(Self { stream, device, around: Some(around), open: true, _turn: turn })
+        let alive = opened(device, Place::Body);
+        Ok(Self { stream, device, around: Some(around), open: true, alive, _turn: turn })
     }
 
     /// The loop's condition, which the last kernel of the body sets by `cudaGraphSetConditional`; `None` without a loop.
@@ -133,13 +143,14 @@ impl Capture {
             }
             None => nodes::inspect(graph.0, Place::Top, Place::Top.root(), "cuGraphGetNodes")?,
         };
-        instantiate(&graph, body, counts, device, held)
+        instantiate(&graph, body, counts, device, held, self.alive.clone())
     }
 
     /// End the capture: the graph that the stream made, null in a loop.
     fn end(&mut self) -> Result<Draft> {
         self.open = false;
         OPEN.set(None);
+        capture_into(None);
         let mut graph = ptr::null_mut();
         // SAFETY: begun by the constructor; `graph` is a valid out pointer.
         let ended = unsafe { sys::cuStreamEndCapture(self.stream.handle(), &mut graph).result() };
@@ -219,6 +230,7 @@ fn instantiate(
     counts: NodeCounts,
     device: &'static Device,
     held: Held,
+    alive: Alive,
 ) -> Result<Graph> {
     let _relaxed = Relaxed::enter()?;
     let end = RawEvent::new(false)?;
@@ -238,7 +250,7 @@ fn instantiate(
             (error, _) => error,
         }
     })?;
-    Ok(Graph::new(Exec(exec), end, counts, device, held))
+    Ok(Graph::new(Exec { raw: exec, _alive: alive }, end, counts, device, held))
 }
 
 /// Add a graph of somebody else to what this thread's [`Capture`] captures on `stream`, behind what is there: the driver copies it. What its

@@ -10,15 +10,19 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use cudarc::driver::sys;
 
 use super::turn::Turn;
-use crate::device::{Device, RawEvent, Relaxed};
+use crate::device::{Alive, Device, RawEvent, Relaxed};
 use crate::error::Result;
 
 /// What a graph keeps: memory, modules, objects of another language. It is dropped by whoever collects, on any thread.
 pub type Held = Box<dyn Any + Send>;
 
-/// An instantiated graph, without its owner.
+/// An instantiated graph, without its owner, and what tells buffers that it is there.
 #[derive(Debug)]
-pub(super) struct Exec(pub(super) sys::CUgraphExec);
+pub(super) struct Exec {
+    pub(super) raw: sys::CUgraphExec,
+    /// Dropped when nothing of the graph is left.
+    pub(super) _alive: Alive,
+}
 
 // SAFETY: the driver's calls on an instantiated graph may come from any thread; `Graph` takes care that two never meet.
 unsafe impl Send for Exec {}
@@ -90,7 +94,7 @@ fn destroy(graph: Retiring) -> Held {
     let _relaxed = Relaxed::enter();
     let _current = device.enter();
     // SAFETY: instantiated once, on this list once, so destroyed once; its last launch is over.
-    let _ = unsafe { sys::cuGraphExecDestroy(exec.0) };
+    let _ = unsafe { sys::cuGraphExecDestroy(exec.raw) };
     drop(end);
     held
 }

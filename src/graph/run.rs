@@ -63,7 +63,7 @@ impl Graph {
             return Err(Error::Dead { what: "graph", id: String::new(), why: "it was released".into() });
         };
         // SAFETY: instantiated and not destroyed; what its work touches is held until `end` is reached.
-        let launched = named("cuGraphLaunch", unsafe { sys::cuGraphLaunch(exec.0, stream.handle()).result() });
+        let launched = named("cuGraphLaunch", unsafe { sys::cuGraphLaunch(exec.raw, stream.handle()).result() });
         // Also behind a launch that was refused: it may have begun.
         let _relaxed = Relaxed::enter()?;
         let marked = end.record(stream);

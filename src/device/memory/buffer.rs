@@ -4,14 +4,14 @@
 //! the launch. When the buffer is dropped its memory goes on its device's list of retired memory and is freed at an
 //! allocation that finds that work done. Nothing waits, so a buffer may be dropped anywhere.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use super::raw::{self, RawMemory};
 use super::retire::Retiring;
 use crate::device::context::Context;
 use crate::device::devices::Device;
 use crate::device::driver::{Relaxed, Stream};
-use crate::device::stream::RawEvent;
+use crate::device::stream::{RawEvent, capturing_into};
 use crate::device::view::DeviceSlice;
 use crate::error::{Error, Result};
 
@@ -31,7 +31,9 @@ struct Block {
 struct Uses {
     /// One a stream, by its handle: behind the last use that was told.
     ends: Vec<(usize, RawEvent)>,
-    /// A use is in a captured graph, which no event ends.
+    /// Graphs of this crate's own that use it: over once they are gone.
+    graphs: Vec<Weak<()>>,
+    /// A use is in somebody else's captured graph, which no event ends.
     captured: bool,
 }
 
@@ -58,7 +60,11 @@ impl Block {
         let _current = self.context.enter()?;
         let mut uses = self.uses.lock().unwrap_or_else(PoisonError::into_inner);
         if stream.is_capturing()? {
-            uses.captured = true;
+            match capturing_into() {
+                Some(graph) if uses.graphs.iter().any(|known| known.ptr_eq(&graph)) => {}
+                Some(graph) => uses.graphs.push(graph),
+                None => uses.captured = true,
+            }
             return Ok(());
         }
         if let Some((_, end)) = uses.ends.iter().find(|(handle, _)| *handle == stream.raw()) {
@@ -94,7 +100,8 @@ impl Drop for Block {
         if let Some(memory) = self.memory.take() {
             let uses = std::mem::take(self.uses.get_mut().unwrap_or_else(PoisonError::into_inner));
             let ends = uses.ends.into_iter().map(|(_, end)| end).collect();
-            self.context.retired().push(Retiring { memory, bytes: self.bytes, uses: ends, captured: uses.captured });
+            let (graphs, captured) = (uses.graphs, uses.captured);
+            self.context.retired().push(Retiring { memory, bytes: self.bytes, uses: ends, graphs, captured });
         }
     }
 }
@@ -151,8 +158,8 @@ impl DeviceBuffer {
     }
 
     /// The work that is on `stream` now uses the buffer: its memory goes back no sooner than that work has finished.
-    /// On a stream that is being captured the use is the graph's, and the memory goes back with
-    /// [`Device::collect_captured`] alone.
+    /// On a stream that is being captured the use is the graph's: the memory stays until a graph of
+    /// [`graph`](crate::graph) is gone, and for somebody else's goes back with [`Device::collect_captured`] alone.
     pub fn used_on(&self, stream: Stream) -> Result<()> {
         self.0.used_on(stream)
     }

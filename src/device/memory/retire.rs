@@ -5,7 +5,7 @@
 //! allocation for which those have been reached.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError, Weak};
 
 use super::raw::RawMemory;
 use crate::device::stream::RawEvent;
@@ -17,7 +17,9 @@ pub(super) struct Retiring {
     pub(super) bytes: usize,
     /// Ends of the work that uses it.
     pub(super) uses: Vec<RawEvent>,
-    /// A graph was captured over it, so that no event says when the last use is over: it goes back when the process
+    /// Graphs of this crate's own that were captured over it.
+    pub(super) graphs: Vec<Weak<()>>,
+    /// Somebody else's graph was captured over it, so that no event says when the last use is over: it goes back when the process
     /// says that nothing is in flight and no such graph is left.
     pub(super) captured: bool,
 }
@@ -47,7 +49,8 @@ impl Retired {
         let (done, pending): (Vec<_>, Vec<_>) = std::mem::take(&mut *self.list()).into_iter().partition(|block| {
             // An event that cannot be asked says nothing, so its memory stays.
             let over = |e: &RawEvent| if wait { e.wait().is_ok() } else { e.reached().unwrap_or(false) };
-            !block.captured && block.uses.iter().all(over)
+            let gone = |graph: &Weak<()>| graph.strong_count() == 0;
+            !block.captured && block.graphs.iter().all(gone) && block.uses.iter().all(over)
         });
         self.list().extend(pending);
         self.free(done)

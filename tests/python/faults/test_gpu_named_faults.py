@@ -81,6 +81,7 @@ class Captured:
     def capture(self) -> None:
         self.poison()
         self.launch(BUCKET)
+        gc.collect()  # an older graph that is destroyed within torch's capture would break it
         torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
