@@ -129,7 +129,8 @@ def main() -> None:
             print(json.dumps(rows[-1]), flush=True)
             if args.json:
                 args.json.write_text(json.dumps(result, indent=1) + "\n")
-    if any(row["requests_that_differ"] or row["grown_bytes"] > 0 for row in rows):
+    # Some KiB: room for sampling's edits of tokens, which doubles where a request with penalties has more of them.
+    if any(row["requests_that_differ"] or row["grown_bytes"] > 1 << 16 for row in rows):
         sys.exit("something differed, or grew")
 
 

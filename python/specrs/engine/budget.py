@@ -302,6 +302,7 @@ def _most(fits: Callable[[int], bool], least: int, most: int) -> int | None:
 def free_bytes(device: torch.device) -> int:
     """Bytes that a new engine can have: free on the device, or kept by this process without use; within the share of
     the device that `torch.cuda.set_per_process_memory_fraction` leaves to the process."""
+    core._graph_collect(False)  # graphs of engines that nobody closed keep what they point at
     free, total = torch.cuda.mem_get_info(device)
     used = torch.cuda.memory_allocated(device)
     cached = torch.cuda.memory_reserved(device) - used

@@ -405,6 +405,12 @@ class CudaExecutor(HostExecutor):
         lanes.settle()
         self._running = None
 
+    def close(self) -> None:
+        # A graph keeps what it points at, the weights too, until it is collected.
+        self._running = None
+        self._lanes.clear()
+        core._graph_collect(True)
+
 
 class CudaDrafts(HostDrafts):
     """The head's passes on a GPU; roots stay there."""

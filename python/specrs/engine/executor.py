@@ -186,3 +186,6 @@ class Executor(Protocol):
 
     def abandon(self, requests: Sequence[Request]) -> None:
         """Rounds in flight are over, and what they did to these requests is undone by the host's books. Waits."""
+
+    def close(self) -> None:
+        """Let go of what keeps models and caches: nothing runs any more."""

@@ -178,6 +178,9 @@ class HostExecutor:
     def abandon(self, requests: Sequence[Request]) -> None:
         """A round that failed here has changed nothing."""
 
+    def close(self) -> None:
+        """Nothing keeps them but this object."""
+
     def _logits(
         self, tokens: torch.Tensor, plan: core.Plan, aux: FeatureRows | None, rows: torch.Tensor | None
     ) -> torch.Tensor:

@@ -153,7 +153,7 @@ class LLM:
             return
         with self._turn():
             with suppress(SpecrsError):  # rounds in flight end first, however they end
-                self._runner.abandon()
+                self._runner.close()
             self._parts, self.tokenizer = None, None
             self._inboxes.clear()
             self._unclaimed.clear()

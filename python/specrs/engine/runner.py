@@ -169,6 +169,13 @@ class Runner:
             finally:
                 flight.lease.rollback()
 
+    def close(self) -> None:
+        """Give up what is in flight, and let go of the device's memory; nothing runs after it."""
+        try:
+            self.abandon()
+        finally:
+            self.executor.close()
+
     def _news(self) -> list[Passed]:
         news, self._landed = self._landed, []
         return news

@@ -100,6 +100,9 @@ class Device:
     def abandon(self, requests: Any) -> None:
         self.log.append("abandon")
 
+    def close(self) -> None:
+        self.host.close()
+
 
 @dataclass
 class DeviceDrafts:

@@ -307,6 +307,26 @@ def test_rounds_take_no_memory(pair: Pair) -> None:
             assert used() <= before, f"{used() - before} bytes grown"
 
 
+def test_closing_gives_weights_and_caches_back_at_once(pair: Pair) -> None:
+    """Also what graphs point at, which they keep as long as they are there."""
+
+    def used() -> int:
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    for graphs in ("round", "loop"):
+        gc.collect()
+        core._graph_collect(True)
+        before = used()
+        llm = engine(pair, "tree", graphs=graphs, max_batch=4)
+        for _ in range(3):
+            llm.generate([[1, 2, 3]] * 4, SamplingParams(max_tokens=40, ignore_eos=True))
+        taken = used() - before
+        llm.close()
+        gc.collect()
+        assert used() - before < taken / 10, (before, taken, used())
+
+
 def test_engines_dropped_with_rounds_in_flight(pair: Pair) -> None:
     """Closed, or let go of, in the midst of a round: nothing is freed under it."""
     for graphs in ("round", "loop"):
