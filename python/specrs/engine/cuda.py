@@ -387,6 +387,10 @@ class CudaExecutor(HostExecutor):
         number = lanes.again(variant, self._graphs, rounds)
         return LaunchedRound(verified.batch, lanes, number, variant, verified.places)
 
+    def hasten(self) -> None:
+        if self._running is not None:
+            self._running.hasten()
+
     def landing(self, verified: Verified, batch: Batch, rows: Sequence[int]) -> Verified:
         assert isinstance(verified, LaunchedRound)
         return LaunchedRound(

@@ -172,6 +172,9 @@ class HostExecutor:
     def launch(self, verified: Verified, rounds: int) -> Verified | None:
         return None
 
+    def hasten(self) -> None:
+        """A host does nothing by itself."""
+
     def landing(self, verified: Verified, batch: Batch, rows: Sequence[int]) -> Verified:
         return verified
 

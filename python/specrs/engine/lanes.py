@@ -429,6 +429,7 @@ class Lanes:
             kept = self._capture(variant)
         if kept is not None:
             if variant.loop:
+                self._ring.clear_stop()  # nothing runs that was to be hastened
                 self._a["control"][1:2].fill_(rounds)
             kept.graph.launch(self._m.dense.stream)
             self.logits = kept.logits
@@ -508,6 +509,11 @@ class Lanes:
     def holds_logits(self, number: int) -> bool:
         """Whether the logits are still this round's."""
         return self.holds(number) and not self.overtaken
+
+    def hasten(self) -> None:
+        """A loop under way ends with the round at hand."""
+        if self.looping:
+            self._ring.ask_stop()
 
     def settle(self) -> None:
         """Wait for everything that was launched, whatever it was, and forget what its kernels skipped."""

@@ -242,6 +242,7 @@ class Runner:
             return
 
     def _land_all(self, flight: Flight) -> None:
+        self.executor.hasten()
         while flight.rounds:
             following = self.executor.following(flight.rounds[-1])
             if following is not None:

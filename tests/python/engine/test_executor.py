@@ -94,6 +94,9 @@ class Device:
     def launch(self, verified: Any, rounds: int) -> None:
         raise AssertionError("nothing can be launched ahead")
 
+    def hasten(self) -> None:
+        self.host.hasten()
+
     def landing(self, verified: Any, batch: Any, rows: Any) -> Any:
         return verified
 
