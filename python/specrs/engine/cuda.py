@@ -185,8 +185,9 @@ class LaunchedRound:
             return []
         sound: list[int] = self._found["sound"].tolist()
         bad = [i for i, place in enumerate(self.places) if self.drafted(i) and sound[place] == 0]
-        # Where a later round has overwritten the scores, they are those of its root, which comes of this one.
-        return [(_bad_root(i, self.lanes.root_logits[self.places[i]].cpu()), self._sound_until(i)) for i in bad]
+        kept = self.lanes.holds(self.number)
+        scores = [self.lanes.root_logits[self.places[i]].cpu() if kept else None for i in bad]
+        return [(_bad_root(i, row), self._sound_until(i)) for i, row in zip(bad, scores, strict=True)]
 
     def _sound_until(self, request: int) -> int:
         root = self.batch.requests[request].root
@@ -454,11 +455,12 @@ class CudaDrafts(HostDrafts):
         return Root(self._roots.logits[root.row].to("cpu", torch.float32), self._roots.hidden[root.row])
 
 
-def _bad_root(request: int, logits: torch.Tensor) -> core.NonFiniteError:
-    """Why nothing can be drafted from a root's logits."""
-    error = None if bool(logits.isneginf().all()) else non_finite("draft logits", logits)
+def _bad_root(request: int, logits: torch.Tensor | None) -> core.NonFiniteError:
+    """Why nothing can be drafted from a root's logits; ``None`` where a later round has overwritten them."""
+    error = None if logits is None or bool(logits.isneginf().all()) else non_finite("draft logits", logits)
     if error is None:
-        error = core.NonFiniteError("draft logits: all -inf at index 0")
-        error.kind, error.what, error.value, error.index = "NonFinite", "draft logits", "all -inf", 0
+        value, index = ("all -inf", 0) if logits is not None else ("not finite", -1)
+        error = core.NonFiniteError(f"draft logits: {value} at index {index}")
+        error.kind, error.what, error.value, error.index = "NonFinite", "draft logits", value, index
     error.request = request
     return error

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from specrs import assets
-from specrs._specrs import Accepts, ConfigError, Pool, PoolExhaustedError, SpecrsError, TreeBatch, __version__
+from specrs._specrs import Accepts, ConfigError, Pool, PoolExhaustedError, TreeBatch, __version__
 from specrs.backends import Capabilities
 from specrs.capsule.file import save
 from specrs.capsule.recorder import RoundRecorder
@@ -151,13 +151,18 @@ class LLM:
         """
         if self._parts is None:
             return
-        with self._turn():
-            with suppress(SpecrsError):  # rounds in flight end first, however they end
+        if not self._lock.acquire(blocking=False):
+            raise EngineBusyError
+        try:
+            # Rounds in flight end first, however they end: what they raise is nobody's any more.
+            with suppress(Exception), self._runner.executor.entered():
                 self._runner.close()
+        finally:
             self._parts, self.tokenizer = None, None
             self._inboxes.clear()
             self._unclaimed.clear()
             self._left.clear()
+            self._lock.release()
 
     def __enter__(self) -> LLM:
         return self
@@ -303,7 +308,9 @@ class LLM:
                     self._drop_left()
                 elif self._lock.acquire(blocking=False):
                     try:
-                        self._drop_left()
+                        if self._parts is not None:
+                            with self._parts[0].executor.entered():
+                                self._drop_left()
                     finally:
                         self._lock.release()
 

@@ -216,7 +216,8 @@ class Runner:
 
     def _launch_ahead(self, flight: Flight) -> None:
         last = flight.rounds[-1]
-        following = self.executor.following(last)
+        # It waits for the last round: only where that is the one to land.
+        following = self.executor.following(last) if len(flight.rounds) == 1 else None
         if following is not None:
             flight.rounds.append(following)
             return
@@ -244,7 +245,7 @@ class Runner:
     def _land_all(self, flight: Flight) -> None:
         self.executor.hasten()
         while flight.rounds:
-            following = self.executor.following(flight.rounds[-1])
+            following = self.executor.following(flight.rounds[-1]) if len(flight.rounds) == 1 else None
             if following is not None:
                 flight.rounds.append(following)
             self.speculation.begin(speculative=flight.drafting is not None)
@@ -341,8 +342,9 @@ class Runner:
         """An error gives up what is in flight."""
         try:
             yield
-        except BaseException:
-            self.abandon()
+        except BaseException as error:
+            with _noted(error):
+                self.abandon()
             raise
 
     @contextmanager
@@ -350,16 +352,27 @@ class Runner:
         """A round that cannot be launched gives its pages back."""
         try:
             yield
-        except BaseException:
-            try:
-                self.executor.abandon(batch.requests)
-            finally:
-                lease.rollback()
+        except BaseException as error:
+            with _noted(error):
+                try:
+                    self.executor.abandon(batch.requests)
+                finally:
+                    lease.rollback()
             raise
 
     def _follow(self, batch: Batch) -> bool:
         """Whether a pass has to keep features: the head follows one of its requests."""
         return self.drafter is not None and any(r.followed for r in batch)
+
+
+@contextmanager
+def _noted(error: BaseException) -> Iterator[None]:
+    """What fails on the way out, of a device that is gone say, does not take the place of the error itself."""
+    try:
+        yield
+    except Exception as other:
+        if hasattr(error, "add_note"):  # from Python 3.11 on
+            error.add_note(f"giving up what was in flight: {other}")
 
 
 @contextmanager

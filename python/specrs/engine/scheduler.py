@@ -54,7 +54,8 @@ class Scheduler:
 
     def abort(self, request_id: int) -> StreamEvent | None:
         """End a request early. The event carries what no step has returned yet; ``None`` where there is nothing."""
-        self._news += [self._event(p) for p in self._runner.land()]  # its pages are leased as long as rounds run
+        if any(r.request_id == request_id for r in self._admitted):
+            self._news += [self._event(p) for p in self._runner.land()]  # its pages are leased as long as rounds run
         news = [e for e in self._news if e.request_id == request_id]
         self._news = [e for e in self._news if e.request_id != request_id]
         for group in (self._admitted, self._waiting):

@@ -22,7 +22,7 @@ from specrs.graph.regions import Family, Region
 
 
 class Order:
-    """Who runs on a device: replays of all runtimes follow each other, for they share the workspace of cuBLAS that was
+    """The order of a device: replays of all runtimes follow each other, for they share the workspace of cuBLAS that was
     captured.
     """
 
@@ -243,7 +243,7 @@ class GraphRuntime:
         Args:
             batch: live lanes, at least 1.
             inputs: of each input region its live lanes: ``[batch * n, ...]`` of its type, on the device or the host.
-                They are copied on the stream; what is on the host stays as it is until then.
+                They are copied on the stream; the caller leaves those of the host as they are until then.
 
         Raises ConfigError for inputs that do not fit, before anything is written; in poison mode LaneError, and
         OutOfBoundsError for a write between regions; CudaError for what the driver refuses, also for a fault of earlier
@@ -292,7 +292,20 @@ class GraphRuntime:
                 RuntimeWarning,
                 stacklevel=3,
             )
-        tensors = {}
+        stream = torch.cuda.current_stream()
+        stream.wait_event(self._order.end)  # it may write what replays do: memory of the caller's
+        try:
+            tensors = self._run_eagerly(batch, given)
+        finally:
+            self._order.end.record(stream)
+        outputs = {region.name: tensors[region.name] for region in self.family.of("output")}
+        if self.poison:
+            for region in self.family.of("output"):
+                poisons.check_output(tensors[region.name], region, batch, batch)
+        return Replay(batch, None, 0, outputs, 0, None)
+
+    def _run_eagerly(self, batch: int, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        tensors: dict[str, torch.Tensor] = {}
         for region in self.family.regions.values():
             dtype = getattr(torch, region.dtype)
             tensors[region.name] = made = torch.empty(region.shape(batch), dtype=dtype, device=self.device)
@@ -302,11 +315,7 @@ class GraphRuntime:
                 made.copy_(given[region.name], non_blocking=True)
         self._body(Buffers(batch, tensors))
         self.eager_runs += 1
-        outputs = {region.name: tensors[region.name] for region in self.family.of("output")}
-        if self.poison:
-            for region in self.family.of("output"):
-                poisons.check_output(tensors[region.name], region, batch, batch)
-        return Replay(batch, None, 0, outputs, 0, None)
+        return tensors
 
     def _check(self, batch: int, bucket: int, copy: int) -> None:
         """What the replay must have left."""

@@ -60,9 +60,9 @@ class Foreign:
         self.asked["rms_norm"] += 1
         out.copy_(normed(x, weight, eps))
 
-    def gather(self, x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
+    def gather(self, x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, shift: int = 0) -> None:
         self.asked["gather"] += 1
-        out.copy_(x[rows])
+        out.copy_(x[rows + shift])
 
     def beside(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.hstack(tuple(parts))
