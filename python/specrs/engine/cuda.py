@@ -27,7 +27,7 @@ from specrs.engine.budget import attention_passes
 from specrs.engine.config import EngineConfig
 from specrs.engine.costs import PLAIN, SPECULATIVE, Costs, Pace, PassCost
 from specrs.engine.executor import Clock, Deepen, Drafted, Verified
-from specrs.engine.host import HostDrafts, HostExecutor, Root, non_finite
+from specrs.engine.host import HostDrafted, HostDrafts, HostExecutor, Root, non_finite
 from specrs.engine.lanes import MOST_AHEAD, Activations, Lanes, Models, Roots, Variant, buckets
 from specrs.engine.pages import Pages
 from specrs.engine.request import Request
@@ -72,14 +72,6 @@ class AskedRound:
     def steps(self) -> int:
         return max(self.levels - 1, 0)
 
-    @property
-    def trees(self) -> core.TreeBatch:
-        raise NotImplementedError("the device builds them when the round runs")
-
-    @property
-    def faults(self) -> list[tuple[core.NonFiniteError, int]]:
-        raise NotImplementedError("told by what comes of the round")
-
 
 @dataclass(eq=False)
 class LaunchedRound:
@@ -99,7 +91,7 @@ class LaunchedRound:
     number: int
     variant: Variant
     places: Sequence[int]
-    given: Drafted | None = None
+    given: HostDrafted | None = None
 
     @cached_property
     def _found(self) -> dict[str, torch.Tensor]:
@@ -158,9 +150,9 @@ class LaunchedRound:
         self, offsets: torch.Tensor, arrays: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Of arrays with a part for each lane, those of the requests' lanes."""
-        places, n = self.places, len(self.places)
-        if list(places) == list(range(n)):
-            return offsets[: n + 1], arrays
+        places = self.places
+        if isinstance(places, range):  # of every request since the launch
+            return offsets[: len(places) + 1], arrays
         ends: list[int] = offsets.tolist()
         index = torch.tensor([i for place in places for i in range(ends[place], ends[place + 1])], dtype=torch.int64)
         counts = [ends[place + 1] - ends[place] for place in places]
@@ -332,6 +324,7 @@ class CudaExecutor(HostExecutor):
     def verify(self, batch: Batch, drafted: Drafted, follow: bool, clock: Clock) -> Verified:
         if isinstance(drafted, AskedRound):
             return self._launched(drafted, follow)
+        assert isinstance(drafted, HostDrafted)
         # Where the head is up to date it runs over what is accepted, as if the device had drafted.
         steps = self.planner.geometry.shape.steps
         depths = [steps if r.followed and r.root is not None else 0 for r in batch]
@@ -344,7 +337,7 @@ class CudaExecutor(HostExecutor):
         else:
             super().commit(batch, lease, verified)
 
-    def _launched(self, asked: AskedRound, follow: bool, given: Drafted | None = None) -> LaunchedRound:
+    def _launched(self, asked: AskedRound, follow: bool, given: HostDrafted | None = None) -> LaunchedRound:
         """Launch a round, of drafts that the device makes or, ``given``, the host has made."""
         batch, levels = asked.batch, asked.levels
         lanes = self._running = self._of(next(b for b in self._buckets if b >= len(batch)))
@@ -394,9 +387,10 @@ class CudaExecutor(HostExecutor):
 
     def landing(self, verified: Verified, batch: Batch, rows: Sequence[int]) -> Verified:
         assert isinstance(verified, LaunchedRound)
-        return LaunchedRound(
-            batch, verified.lanes, verified.number, verified.variant, [verified.places[row] for row in rows]
-        )
+        places = verified.places
+        if len(rows) < len(places):
+            places = [places[row] for row in rows]
+        return LaunchedRound(batch, verified.lanes, verified.number, verified.variant, places)
 
     def abandon(self, requests: Sequence[Request]) -> None:
         lanes = self._running

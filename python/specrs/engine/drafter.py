@@ -7,10 +7,11 @@ until the head runs over them. A head that gives NaN costs its request the draft
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from specrs._specrs import DraftBeams, NonFiniteError
 from specrs.engine.batch import Batch
-from specrs.engine.executor import Drafted, DraftExecutor, Entries, Pass
+from specrs.engine.executor import Drafted, DraftExecutor, Entries, Pass, Watched
 from specrs.engine.observer import RoundObserver
 from specrs.engine.policy import LOOK_BACK
 from specrs.engine.request import Request
@@ -113,7 +114,7 @@ class Drafter:
                 o.drafted(beams)
             return True
 
-        drafted = self._executor.draft(batch, depths, deepen, speculation.timed)
+        drafted = cast(Watched, self._executor.draft(batch, depths, deepen, speculation.timed))
         least = speculation.least_score(batch, drafted.trees, drafted.steps, limit)
         return drafted if least is None else self._executor.cut(drafted, least)
 

@@ -83,7 +83,7 @@ class Verified(Pass, Protocol):
 
     @property
     def faults(self) -> Sequence[tuple[NonFiniteError, int]]:
-        """Those of the drafts (`Drafted.faults`)."""
+        """Those of the drafts (`Watched.faults`)."""
 
     @property
     def lost(self) -> Sequence[int]:
@@ -92,15 +92,19 @@ class Verified(Pass, Protocol):
 
 
 class Drafted(Protocol):
-    """Trees to verify."""
+    """Trees to verify, which the device may build only then."""
+
+    @property
+    def steps(self) -> int:
+        """Draft steps that lead to them."""
+
+
+class Watched(Drafted, Protocol):
+    """Trees that somebody looked at as they were drafted."""
 
     @property
     def trees(self) -> TreeBatch:
         """The trees; having them waits for nothing, reading them may."""
-
-    @property
-    def steps(self) -> int:
-        """Draft steps that led to them."""
 
     @property
     def faults(self) -> Sequence[tuple[NonFiniteError, int]]:
@@ -126,10 +130,10 @@ class DraftExecutor(Protocol):
 
     def draft(self, batch: Batch, depths: Sequence[int], deepen: Deepen | None, clock: Clock) -> Drafted:
         """Draft a tree for each request of the batch, up to its depth; roots for those with depth 0 or no root.
-        Without ``deepen`` every step is taken that a depth needs, and nobody looks on between them."""
+        With ``deepen`` the result is `Watched`; without, nobody looks on and each step is taken that a depth needs."""
 
-    def cut(self, drafted: Drafted, least: float) -> Drafted:
-        """Trees that somebody looked at, without nodes of a cumulative log-probability below ``least``."""
+    def cut(self, drafted: Watched, least: float) -> Watched:
+        """The same without nodes of a cumulative log-probability below ``least``."""
 
 
 class Executor(Protocol):

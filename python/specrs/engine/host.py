@@ -20,7 +20,7 @@ from specrs import _specrs as core
 from specrs.engine.batch import Batch
 from specrs.engine.calibration import calibrated
 from specrs.engine.config import EngineConfig
-from specrs.engine.executor import Clock, Deepen, Drafted, Entries, Verified
+from specrs.engine.executor import Clock, Deepen, Drafted, Entries, Verified, Watched
 from specrs.engine.pages import Pages
 from specrs.engine.request import Request
 from specrs.engine.speculation import AdaptiveTree
@@ -138,6 +138,7 @@ class HostExecutor:
         return self._verify(batch, trees, plan, range(len(batch)), follow, clock, ())
 
     def verify(self, batch: Batch, drafted: Drafted, follow: bool, clock: Clock) -> Verified:
+        assert isinstance(drafted, HostDrafted)
         trees = drafted.trees
         plan = self.planner.verify(batch.seqs, batch.lens, trees)
         starts = list(accumulate(trees.sizes, initial=0))
@@ -273,8 +274,8 @@ class HostDrafts:
         finish = partial(beams.finish, [r.tokens[-1] for r in batch], depths, [shape.draft_tokens] * len(batch))
         return HostDrafted(finish(), steps, faults, finish)
 
-    def cut(self, drafted: Drafted, least: float) -> Drafted:
-        assert isinstance(drafted, HostDrafted), "nobody has seen these scores"
+    def cut(self, drafted: Watched, least: float) -> Watched:
+        assert isinstance(drafted, HostDrafted)
         return replace(drafted, trees=drafted.finish(least))
 
     def _extend(
