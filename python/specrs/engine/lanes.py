@@ -77,14 +77,14 @@ class Roots:
 
     A root is valid until the next round that drafts for its row.
 
-    Two more rows: `nowhere` is written for dead lanes, `nothing` is read for lanes that do not draft, and stays 0.
+    One more row, `nothing`, is read for lanes that do not draft, and stays 0.
     """
 
     def __init__(self, head: Eagle3Head, rows: int) -> None:
         at = head.placement
-        self.nowhere, self.nothing = rows, rows + 1
-        self.logits = at.for_logits().empty(rows + 2, head.vocab_size).zero_()
-        self.hidden = at.empty(rows + 2, head.config.hidden_size).zero_()
+        self.nothing = rows
+        self.logits = at.for_logits().empty(rows + 1, head.vocab_size).zero_()
+        self.hidden = at.empty(rows + 1, head.config.hidden_size).zero_()
 
     def put(self, row: int, logits: torch.Tensor, hidden: torch.Tensor) -> None:
         """Keep a root's logits and hidden state."""
@@ -366,8 +366,8 @@ class Lanes:
         if roots is not None:
             drafting = [(row, depth > 0) for row, depth in zip(rows, depths, strict=True)]
             n["root_from"][:live] = [row if drafts else roots.nothing for row, drafts in drafting]
-            n["root_to"][:live] = [row if drafts else roots.nowhere for row, drafts in drafting]
-            n["root_from"][live:], n["root_to"][live:] = roots.nothing, roots.nowhere
+            n["root_to"][:live] = [row if drafts else -1 for row, drafts in drafting]
+            n["root_from"][live:], n["root_to"][live:] = roots.nothing, -1
 
     def give_trees(self, trees: core.TreeBatch) -> None:
         """Say what the next launch verifies, of a variant whose trees the host makes: one for each live request."""
