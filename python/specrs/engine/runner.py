@@ -132,11 +132,15 @@ class Runner:
         """One token for each request, without drafts."""
         return self.land() or self._go(self._begin(Batch(reqs), None))
 
-    def round(self, reqs: Sequence[Request]) -> list[Passed]:
+    def round(self, reqs: Sequence[Request], stays: bool = True) -> list[Passed]:
         """Draft a tree for each request, verify it, commit what was accepted.
 
         Where the executor runs ahead, this lands the oldest round in flight; a round of another batch waits until all
         have landed. Each request may pass several times, in order.
+
+        Args:
+            reqs: the batch.
+            stays: whether the next round is likely to be one of the same batch; else none is launched ahead.
         """
         if self._landed:
             return self._news()
@@ -144,11 +148,11 @@ class Runner:
             if self.observers or not self._flight.carries(list(reqs)):
                 return self.land()
             self.speculation.begin(speculative=self._flight.drafting is not None)
-            return self._go(self._flight)
+            return self._go(self._flight, stays)
         batch, drafter, drafting = Batch(reqs), self.drafter, None
         if drafter is not None and any(r.followed and r.max_depth > 0 for r in reqs):
             drafting = self.speculation.drafting(batch, drafter)
-        return self._go(self._begin(batch, drafting if drafting and any(drafting) else None))
+        return self._go(self._begin(batch, drafting if drafting and any(drafting) else None), stays)
 
     def land(self) -> list[Passed]:
         """Land every round in flight. What a failed step had landed comes too."""
@@ -204,24 +208,24 @@ class Runner:
             self._flight = flight
         return flight
 
-    def _go(self, flight: Flight) -> list[Passed]:
+    def _go(self, flight: Flight, stays: bool = True) -> list[Passed]:
         """Launch what can be, and land the oldest round; all of them once a request has ended, whose pages are leased
         as long as rounds are in flight."""
         with _naming(flight.requests), self._abandoning():
-            self._launch_ahead(flight)
+            self._launch_ahead(flight, stays)
             self._land(flight)
             if flight.out:
                 self._land_all(flight)
         return self._news()
 
-    def _launch_ahead(self, flight: Flight) -> None:
+    def _launch_ahead(self, flight: Flight, stays: bool) -> None:
         last = flight.rounds[-1]
         # It waits for the last round: only where that is the one to land.
         following = self.executor.following(last) if len(flight.rounds) == 1 else None
         if following is not None:
             flight.rounds.append(following)
             return
-        if flight.alone or flight.last or len(flight.rounds) > 1:
+        if not stays or flight.alone or flight.last or len(flight.rounds) > 1:
             return
         most = self.executor.ahead(last)
         if most and flight.drafting is not None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from specrs._specrs import PoolExhaustedError
 from specrs.engine.batch import Passed
@@ -80,7 +81,9 @@ class Scheduler:
         new = {id(p.request) for p in prefilled}
         ready = [r for r in self._admitted if r.ready and id(r) not in new]  # its first token is this step's news
         if ready:
-            self._news += [self._event(p) for p in self._with_pages(ready, self._runner.round)]
+            # Who is still in its prompt, or has left it in this step, waits for every round that is in flight.
+            stays = len(ready) == len(self._admitted)
+            self._news += [self._event(p) for p in self._with_pages(ready, partial(self._runner.round, stays=stays))]
         news, self._news = self._news, []
         return news
 
