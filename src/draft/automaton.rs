@@ -219,15 +219,19 @@ impl Automaton {
 
     /// Clones and edges that appending `token` adds.
     fn growth(&self, token: u32) -> (usize, usize) {
-        let (mut at, mut edges) = (self.node(self.len() as u32).link, 0);
+        let last = self.len() as u32;
+        let (mut at, mut edges) = (self.node(last).link, 0);
         while at != NONE {
             if let Some(state) = self.target(at, token) {
                 if self.length_of(state) == self.length_of(at) + 1 {
                     return (0, edges);
                 }
                 self.each_edge(state, usize::MAX, &mut |_, _| edges += 1);
-                // The text's end has no edge yet, but will when it is copied.
-                return (1, edges + usize::from(state as usize == self.len()));
+                // What is copied may have got an edge by this append: the text's end, or a state on the way from there.
+                let on_the_way = |&s: &u32| s != at;
+                let above = |&s: &u32| Some(self.node(s).link);
+                let copied = std::iter::successors(Some(last), above).take_while(on_the_way).any(|s| s == state);
+                return (1, edges + usize::from(copied));
             }
             edges += 1;
             at = self.node(at).link;
