@@ -11,9 +11,10 @@
 //! **Occurrences.** A new position is one more occurrence of every state on the suffix-link path of the whole text. Paths are
 //! short but in runs (`a a a a`), where one has as many states as the run has tokens. So at most [`WALK`] states are
 //! counted at once; the rest is *owed* from there on: a debt of k at a state is k occurrences that it and all states above
-//! it lack. Each later position pays at most [`WALK`] steps of it, the longest state first, where debts meet and go on as
-//! one. An append so takes at most 2 `WALK` steps of counting, always; a count is never too large, and exact where nothing is
-//! owed: count(s) + debts in the tree of links below and at s = occurrences of s. [`Automaton::settle`] pays everything.
+//! it lack. A position that makes no debt pays [`PAY`] steps of what is owed, the longest state first, where debts meet and go
+//! on as one. So a run leaves a debt at each of its states, and paying all of them takes a step a state; an append takes
+//! a bounded number of steps, always. A count is never too large, and exact where nothing is owed: count(s) + debts in the tree
+//! of links below and at s = occurrences of s. [`Automaton::settle`] pays everything.
 //!
 //! **Many sequences.** A boundary is a token that no other is equal to, so no match runs across one.
 
@@ -28,8 +29,10 @@ const CLONE: u32 = 1 << 31;
 const BOUNDARY: u32 = u32::MAX - 1;
 /// Smallest number that is no token.
 pub(super) const NO_TOKEN: u32 = BOUNDARY;
-/// States that are counted at once, and steps of debts that are paid.
+/// States that are counted at once.
 const WALK: usize = 32;
+/// Steps of debts that a position pays.
+const PAY: usize = 32;
 const ROOT: u32 = 0;
 
 /// What the automaton holds of a state.
@@ -120,6 +123,18 @@ impl Automaton {
         self.target(of.state, token).map(|state| Match { state, length: of.length + 1 })
     }
 
+    /// Tokens that follow a string, and how often; the same reservation as [`Automaton::count`].
+    pub fn followers_of(&self, of: Match) -> Vec<(u32, u32)> {
+        let mut all = Vec::new();
+        self.followers(of, usize::MAX, &mut |token, count| all.push((token, count)));
+        all
+    }
+
+    /// States whose occurrences are not all counted.
+    pub fn owing(&self) -> usize {
+        self.owed.len()
+    }
+
     /// Append a token.
     ///
     /// # Panics
@@ -129,7 +144,7 @@ impl Automaton {
         let last = self.len() as u32;
         let current = last + 1;
         self.prefixes[last as usize].own = token;
-        grow(&mut self.prefixes, 1);
+        grow(&mut self.prefixes);
         self.prefixes.push(Node { own: NONE, link: ROOT, count: 1, head: NONE });
         let mut at = self.node(last).link;
         let mut target = None;
@@ -153,7 +168,7 @@ impl Automaton {
     pub fn boundary(&mut self) {
         let last = self.len();
         self.prefixes[last].own = BOUNDARY;
-        grow(&mut self.prefixes, 1);
+        grow(&mut self.prefixes);
         self.prefixes.push(Node { own: NONE, link: ROOT, count: 1, head: NONE });
         self.pay();
     }
@@ -184,7 +199,7 @@ impl Automaton {
         self.bytes_with(0, 0, 0)
     }
 
-    /// Whether the automaton holds at most `limit` bytes once `token` has been appended.
+    /// Whether the automaton is sure to hold at most `limit` bytes once `token` has been appended.
     pub fn fits(&self, token: u32, limit: usize) -> bool {
         // No append adds more edges than there are states and edges: each state of a path one, a clone a copy of each.
         let most = self.edges.len() + self.prefixes.len() + self.clones.len();
@@ -204,14 +219,19 @@ impl Automaton {
 
     /// Clones and edges that appending `token` adds.
     fn growth(&self, token: u32) -> (usize, usize) {
-        let (mut at, mut edges) = (self.node(self.len() as u32).link, 0);
+        let last = self.len() as u32;
+        let (mut at, mut edges) = (self.node(last).link, 0);
         while at != NONE {
             if let Some(state) = self.target(at, token) {
                 if self.length_of(state) == self.length_of(at) + 1 {
                     return (0, edges);
                 }
                 self.each_edge(state, usize::MAX, &mut |_, _| edges += 1);
-                return (1, edges);
+                // What is copied may have got an edge by this append: the text's end, or a state on the way from there.
+                let on_the_way = |&s: &u32| s != at;
+                let above = |&s: &u32| Some(self.node(s).link);
+                let copied = std::iter::successors(Some(last), above).take_while(on_the_way).any(|s| s == state);
+                return (1, edges + usize::from(copied));
             }
             edges += 1;
             at = self.node(at).link;
@@ -230,7 +250,7 @@ impl Automaton {
     fn split(&mut self, mut at: u32, token: u32, state: u32, length: u32) -> u32 {
         let clone = CLONE | self.clones.len() as u32;
         let node = *self.node(state);
-        grow(&mut self.clones, 1);
+        grow(&mut self.clones);
         self.clones.push(Node { own: length, link: node.link, count: node.count, head: NONE });
         // The edge that a prefix does not store, then the others in their order.
         let mut tail = NONE;
@@ -284,8 +304,7 @@ impl Automaton {
         }
         if state != ROOT {
             self.owe(state, 1);
-        }
-        if !self.owed.is_empty() {
+        } else if !self.owed.is_empty() {
             self.pay();
         }
     }
@@ -299,9 +318,9 @@ impl Automaton {
         self.owed.push(debt);
     }
 
-    /// At most [`WALK`] steps of what is owed.
+    /// At most [`PAY`] steps of what is owed.
     fn pay(&mut self) {
-        for _ in 0..WALK {
+        for _ in 0..PAY {
             let Some(Debt { state, mut occurrences, .. }) = self.owed.pop() else { break };
             while let Some(same) = self.owed.peek().filter(|d| d.state == state) {
                 occurrences += same.occurrences;

@@ -72,7 +72,7 @@ impl Edges {
 
     /// Add an edge that is not there; returns its place.
     pub(super) fn add(&mut self, edge: Edge) -> u32 {
-        grow(&mut self.edges, 1);
+        grow(&mut self.edges);
         let place = self.edges.len() as u32;
         self.edges.push(edge);
         let want = slots(self.edges.len());
@@ -124,16 +124,19 @@ fn slots(edges: usize) -> usize {
     (edges * 4).div_ceil(3).next_power_of_two().max(FEWEST)
 }
 
-/// Capacity of a list once `more` entries have been added to it by [`grow`] and pushes.
+/// Capacity of a list once `more` entries have been added to it, one after another, by [`grow`].
 pub(super) fn grown<T>(list: &Vec<T>, more: usize) -> usize {
-    let need = list.len() + more;
-    if need <= list.capacity() { list.capacity() } else { need.max(list.len() + list.len() / 4 + STEP) }
+    let mut room = list.capacity();
+    while room < list.len() + more {
+        room += room / 4 + STEP;
+    }
+    room
 }
 
-/// Make room for `more` entries.
+/// Make room for one more entry.
 #[inline]
-pub(super) fn grow<T>(list: &mut Vec<T>, more: usize) {
-    if list.len() + more > list.capacity() {
-        list.reserve_exact(grown(list, more) - list.len());
+pub(super) fn grow<T>(list: &mut Vec<T>) {
+    if list.len() == list.capacity() {
+        list.reserve_exact(grown(list, 1) - list.len());
     }
 }

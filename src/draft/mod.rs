@@ -9,9 +9,11 @@ mod edges;
 mod merge;
 mod mix;
 mod proposal;
+pub mod recycle;
 mod suffix;
 
 pub use calibration::{Account, Calibration, MAX_SOURCES};
 pub use merge::{MergeLimits, MergedDrafts, merge};
 pub use proposal::{BUCKETS, MAX_PROPOSED, Proposal};
+pub use recycle::RecycledTokens;
 pub use suffix::{FEWEST_BYTES, MOST_BYTES, SuffixDrafts};
