@@ -105,6 +105,9 @@ class SamplingParams:
         logit_bias: token id -> value added to its logit, in -1e30..1e30; ``-math.inf`` forbids the token.
         ignore_eos: do not end at the model's EOS.
         include_stop: keep the stop string in the text.
+        speculative: ``False`` decodes this request plainly; its tokens are the same.
+        prediction: text, or token ids, that the output is expected to hold much of, as a file that is to be edited: one
+            more source to draft from. It changes no token. ``None``: nothing is expected.
 
     Raises:
         ConfigError: a value out of range or of another type, by name; ``what``, ``got`` and ``why`` are attributes.
@@ -124,6 +127,8 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = field(default_factory=dict)
     ignore_eos: bool | None = False
     include_stop: bool | None = False
+    speculative: bool | None = True
+    prediction: str | Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
@@ -139,7 +144,8 @@ class SamplingParams:
     def from_dict(cls, options: Mapping[str, Any]) -> SamplingParams:
         """Build from a mapping such as a request body; a name that cannot be honoured is refused.
 
-        ``None`` is unset, and the keys of ``logit_bias`` may be decimal text, as JSON has them.
+        ``None`` is unset, the keys of ``logit_bias`` may be decimal text, as JSON has them, and ``prediction`` may be
+        ``{"type": "content", "content": text}``.
         """
         known = cls.__dataclass_fields__
         for name, value in options.items():
@@ -152,6 +158,9 @@ class SamplingParams:
             if len(numbers) < len(bias):
                 raise _refuse("logit_bias", bias, "names a token twice")
             options["logit_bias"] = numbers
+        expected = options.get("prediction")
+        if isinstance(expected, Mapping) and isinstance(expected.get("content"), str):  # as OpenAI's requests have it
+            options["prediction"] = expected["content"]
         return cls(**options)
 
     def resolved(self, defaults: SamplingParams | None = None) -> ResolvedSampling:
@@ -169,6 +178,10 @@ class SamplingParams:
             for token in getattr(self, name):
                 if token >= vocab_size:
                     raise _refuse(name, token, f"the vocabulary has {vocab_size} tokens")
+        if self.prediction is not None and not isinstance(self.prediction, str):
+            token = max(self.prediction, default=0)
+            if token >= vocab_size:
+                raise _refuse("prediction", token, f"the vocabulary has {vocab_size} tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +201,7 @@ class ResolvedSampling(SamplingParams):
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     ignore_eos: bool = False
     include_stop: bool = False
+    speculative: bool = True
 
     def __str__(self) -> str:
         """How tokens are picked, as an option of each field that is not neutral: ``temperature 0.6, top_p 0.9``."""
@@ -205,7 +219,7 @@ _NEUTRAL: dict[str, Any] = {
 }  # fmt: skip
 _UNSET: dict[str, Any] = {
     "stop": (), "stop_token_ids": (), "presence_penalty": 0.0, "frequency_penalty": 0.0, "ignore_eos": False,
-    "include_stop": False,
+    "include_stop": False, "speculative": True,
 }  # fmt: skip
 
 
@@ -267,6 +281,12 @@ def _logit_bias(name: str, value: object) -> dict[int, float]:
     return bias
 
 
+def _prediction(name: str, value: object) -> str | tuple[int, ...]:
+    if isinstance(value, str):
+        return value
+    return tuple(_integer(name, i, 0) for i in _items(name, value))
+
+
 _CHECKS: dict[str, Callable[[str, object], Any]] = {
     "max_tokens": lambda name, value: _integer(name, value, 1),
     "temperature": _temperature,
@@ -282,4 +302,6 @@ _CHECKS: dict[str, Callable[[str, object], Any]] = {
     "logit_bias": _logit_bias,
     "ignore_eos": _flag,
     "include_stop": _flag,
+    "speculative": _flag,
+    "prediction": _prediction,
 }

@@ -85,6 +85,10 @@ class Verified(Pass, Protocol):
     def faults(self) -> Sequence[tuple[NonFiniteError, int]]:
         """Those of the drafts (`Watched.faults`)."""
 
+    def likeliest(self, requests: Sequence[int], count: int) -> Sequence[tuple[list[int], list[list[int]]]] | None:
+        """Of some requests, in ascending order, the tokens of their trees' nodes, and after each the target's likeliest
+        next tokens, so many, the likeliest first. ``None`` where the device no longer has the scores."""
+
     @property
     def lost(self) -> Sequence[int]:
         """Requests whose scores were not finite, of which the device has kept too little to say why: it ran on. They
@@ -155,7 +159,7 @@ class Executor(Protocol):
         """Within the context, this thread's work is the executor's: on its device, and in its order."""
 
     def speculation(self, pages: Pages) -> AdaptiveTree:
-        """Picks trees by what passes take on this device, of an engine with a head; measures them."""
+        """Picks trees by what passes take on this device, of an engine that drafts; measures them."""
 
     def copy(self, moves: Moves) -> None:
         """Copy KV from slot to slot, in every cache."""
@@ -168,7 +172,8 @@ class Executor(Protocol):
         """Write the KV of each request's last token, and draw the next one: a tree of a root."""
 
     def verify(self, batch: Batch, drafted: Drafted, follow: bool, clock: Clock) -> Verified:
-        """Write the KV of all nodes, and accept from each tree's root on what decoding would draw."""
+        """Write the KV of all nodes, and accept from each tree's root on what decoding would draw. drafted: what
+        `drafts` gave, or any `Watched` whose trees the host made."""
 
     def commit(self, batch: Batch, lease: Lease, verified: Verified) -> None:
         """Make the KV of accepted paths the end of each request's prefix; then the lease can be committed."""

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
+from typing import cast
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -54,7 +55,11 @@ class HostVerified(_Pass):
     trees: core.TreeBatch
     accepts: core.Accepts
     faults: Sequence[tuple[core.NonFiniteError, int]]
+    logits: torch.Tensor  # of the target's memory, until its next pass
     lost: Sequence[int] = ()
+
+    def likeliest(self, requests: Sequence[int], count: int) -> list[tuple[list[int], list[list[int]]]]:
+        return likeliest(self.trees, self.starts, self.logits, requests, count)
 
 
 @dataclass(eq=False)
@@ -111,8 +116,8 @@ class HostExecutor:
         return nullcontext()
 
     def speculation(self, pages: Pages) -> AdaptiveTree:
-        assert self.drafts is not None
-        policy = calibrated(self.target, self.cache, self.drafts.head, self.drafts.cache, self.planner, pages)
+        head = None if self.drafts is None else (self.drafts.head, self.drafts.cache)
+        policy = calibrated(self.target, self.cache, head, self.planner, pages)
         return AdaptiveTree(policy, self.planner.geometry.shape.topk)
 
     def copy(self, moves: core.Moves) -> None:
@@ -138,11 +143,10 @@ class HostExecutor:
         return self._verify(batch, trees, plan, range(len(batch)), follow, clock, ())
 
     def verify(self, batch: Batch, drafted: Drafted, follow: bool, clock: Clock) -> Verified:
-        assert isinstance(drafted, HostDrafted)
-        trees = drafted.trees
+        trees, faults = cast(Watched, drafted).trees, cast(Watched, drafted).faults
         plan = self.planner.verify(batch.seqs, batch.lens, trees)
         starts = list(accumulate(trees.sizes, initial=0))
-        return self._verify(batch, trees, plan, starts, follow, clock, drafted.faults)
+        return self._verify(batch, trees, plan, starts, follow, clock, faults)
 
     def _verify(
         self,
@@ -158,7 +162,7 @@ class HostExecutor:
         aux = self._features(follow, len(tokens))
         logits = clock("target", len(tokens), self._logits, tokens, plan, aux, None)
         accepts = core.verify(trees, logits, [r.sampler for r in batch], batch.lens)
-        return HostVerified(aux, starts, trees, accepts, faults)
+        return HostVerified(aux, starts, trees, accepts, faults, logits)
 
     def commit(self, batch: Batch, lease: core.Lease, verified: Verified) -> None:
         moves = self.planner.commit(lease, batch.seqs, batch.lens, verified.accepts)
@@ -218,6 +222,7 @@ class HostDrafts:
         self.beams = core.DraftBeams(geometry.max_batch, geometry.shape, head.d2t, vocab_size)
         self.vocabulary = frozenset(head.target_ids.tolist())
         self._planner, self._geometry, self._mode = planner, geometry, config.branches_attend
+        self._levels = config.head_shape.steps  # the geometry's may be those of deeper sources
         self._lent: list[tuple[Request, Root]] = []  # roots that are the head's own memory
         # Of a request that does not draft.
         self._no_root = Root(torch.zeros(self.beams.draft_vocab), head.placement.empty(head.config.hidden_size).zero_())
@@ -263,7 +268,7 @@ class HostDrafts:
             # Whole pages bring the prefix's tail along before a branch.
             self.head.dense.kv_move(self.cache, self._planner.tail_copies(batch.seqs, batch.lens))
         steps = 0
-        while steps < min(shape.steps, max(depths)) - 1 and (deepen is None or deepen(beams, depths, steps + 1)):
+        while steps < min(self._levels, max(depths)) - 1 and (deepen is None or deepen(beams, depths, steps + 1)):
             plan = self._planner.draft(batch.seqs, batch.lens, steps, beams, self._mode)
             tokens = from_dlpack(beams.tokens)
             # The only beam of a request continues itself.
@@ -309,6 +314,21 @@ class HostDrafts:
             if request.root is root:
                 root.keep()
         self._lent.clear()
+
+
+def likeliest(
+    trees: core.TreeBatch, starts: Sequence[int], logits: torch.Tensor, requests: Sequence[int], count: int
+) -> list[tuple[list[int], list[list[int]]]]:
+    """`Verified.likeliest` by the logits of all nodes; ``starts`` has each request's first row, and behind the last."""
+    tokens, sizes = from_dlpack(trees.tokens), trees.sizes
+    rows = [row for i in requests for row in range(starts[i], starts[i] + sizes[i])]
+    whole = len(rows) == len(logits)
+    top = (logits if whole else logits[rows]).topk(min(count, logits.shape[1])).indices.tolist()
+    each, first, offsets = [], 0, [0, *accumulate(sizes)]
+    for i in requests:
+        each.append((tokens[offsets[i] : offsets[i] + sizes[i]].tolist(), top[first : first + sizes[i]]))
+        first += sizes[i]
+    return each
 
 
 def _stack(rows: list[torch.Tensor]) -> torch.Tensor:

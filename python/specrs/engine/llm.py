@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -53,11 +54,11 @@ class LLM:
         model: Hugging Face directory (``config.json``, safetensors, ``tokenizer.json``), or ``org/name`` of one in the
             local hub cache; ``None`` is the small model in the package, with its draft head unless ``draft`` says
             otherwise.
-        draft: directory (or ``org/name``) of an EAGLE-3 head for the model; ``None`` with a model given is plain
-            decoding.
-        speculative: ``False`` decodes plainly even where a draft head is there.
+        draft: directory (or ``org/name``) of an EAGLE-3 head for the model; ``None`` with a model given: drafts come
+            from the text itself (``drafters``).
+        speculative: ``False`` decodes plainly, whatever there is to draft from.
         options: fields of `EngineConfig`: ``max_batch``, ``max_context_len``, ``page_size``, ``num_pages``,
-            ``tree``, ``draft_attention``, ``draft_layout``, ``attention_backend``, ``prefix_cache``,
+            ``tree``, ``drafters``, ``draft_attention``, ``draft_layout``, ``attention_backend``, ``prefix_cache``,
             ``prefill_chunk``, ``kv_dtype``, ``device``, ``graphs``. Without ``device``, the engine runs on a GPU where
             one is that runs the model and holds it, and else on the CPU; `LLM.device` says which, and why.
 
@@ -90,6 +91,9 @@ class LLM:
                 raise ConfigError(f"{name} = {path!r}: must be the path of a directory")
         model = locate(model, "model")
         draft = None if draft is None else locate(draft, "draft")
+        config = config.drafting(draft is not None) if speculative else replace(config, drafters=())
+        if not config.drafts_by_head:
+            draft = None
         # What cannot run is refused before weights are read: options and sizes first, then files.
         recurrent = has_recurrent_state(model)
         if recurrent:
@@ -99,7 +103,7 @@ class LLM:
         shapes.check_context(context)
         #: What requests get where their own parameters are unset: of the model's generation_config.json, else greedy.
         self.default_sampling = default_sampling(model).resolved()
-        wanted = Wanted(config, model, shapes, draft if speculative else None, speculative and recurrent)
+        wanted = Wanted(config, model, shapes, draft, speculative and recurrent)
         site = wanted.site()
         self.config, geometry, ops = site.config, site.geometry, site.ops
         assert self.config.num_pages is not None
@@ -113,7 +117,7 @@ class LLM:
         pool = Pool(self.config.num_pages + 1, config.page_size, config.max_batch, geometry.row_pages)
         make = HostExecutor if site.place.is_host else CudaExecutor
         executor = make(target, head, self.config, geometry, pool)
-        runner = Runner(executor, pool, self.config, geometry)
+        runner = Runner(executor, pool, self.config, geometry, self.vocab_size)
         self._parts: tuple[Runner, Scheduler] | None = (runner, Scheduler(runner))  # None: closed
         draft = None if head is None else str(draft)
         self._numerics = {
@@ -378,13 +382,13 @@ class LLM:
 
     @property
     def speculative(self) -> bool:
-        """Whether a draft head is in use."""
-        return self._runner.drafter is not None
+        """Whether drafts are in use: a head's, or those of other sources."""
+        return self._runner.drafter is not None or self._runner.gathering is not None
 
     @property
     def max_tokens_per_round(self) -> int:
         """Most tokens that a round yields: the tree's depth and the bonus token."""
-        return self._runner.geometry.shape.steps + 1
+        return self._runner.config.deepest + 1
 
     @contextmanager
     def watching(self, watch: Callable[[TreeBatch, Accepts], None]) -> Iterator[None]:
@@ -431,7 +435,7 @@ class LLM:
         """Token ids of a prompt, with the special tokens that the model's tokenizer adds."""
         return self._encode(text, "prompt")
 
-    def _encode(self, text: str, where: str) -> list[int]:
+    def _encode(self, text: str, where: str, special: bool = True) -> list[int]:
         if self._parts is None:
             raise EngineClosedError
         if self.tokenizer is None:
@@ -443,7 +447,7 @@ class LLM:
             text.encode()
         except UnicodeEncodeError as e:
             raise ConfigError(f"{where}: not encodable as UTF-8 at character {e.start}: {e.reason}") from None
-        return list(self.tokenizer.encode(text).ids)
+        return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
 
     def _request_params(self, params: object, where: str) -> ResolvedSampling:
         """Check a request's parameters against the model, and let it decide what they leave unset."""
@@ -471,6 +475,7 @@ class LLM:
         assert context is not None
         if len(ids) >= context:
             raise ConfigError(f"{where}: {len(ids)} tokens leave no room to generate in max_context_len = {context}")
+        prediction = self._prediction(params.prediction, where)[:context]
         request = Request.create(
             self._next_id,
             text,
@@ -480,6 +485,7 @@ class LLM:
             eos_ids=self.eos_ids,
             max_context_len=context,
             decoder=self.tokenizer,
+            prediction=prediction,
         )
         try:
             self._scheduler.check(request)
@@ -488,6 +494,14 @@ class LLM:
             raise
         self._next_id += 1
         return request
+
+    def _prediction(self, expected: str | Sequence[int] | None, where: str) -> list[int]:
+        """Tokens that the user expects in the output."""
+        if expected is None:
+            return []
+        if not isinstance(expected, str):
+            return list(expected)
+        return self._encode(expected, f"{where}: SamplingParams.prediction", special=False)
 
 
 def _token_ids(prompt: object, where: str) -> list[int]:

@@ -159,6 +159,7 @@ class Request:
     sampler: Sampler
     stops: StopMatcher
     detokenizer: Detokenizer | None
+    prediction: list[int] = field(default_factory=list)  # tokens that its output is expected to hold
     started: float | None = None  # when it was admitted first, on the performance counter
 
     row: KvSequence | None = None  # of the page table, while admitted
@@ -178,7 +179,7 @@ class Request:
     pending: list[Features] = field(default_factory=list)
     lag: int = 0  # their positions
     root: object | None = None
-    followed: bool = True  # by the draft head; once false, the request decodes plainly to its end
+    followed: bool = True  # by the draft head; once false, the head drafts for the request no more
     draft_error: NonFiniteError | None = None  # why it is not, where that is a fault
     _draft_kept: int = 0  # where it is not: positions whose draft KV is sound
 
@@ -194,6 +195,7 @@ class Request:
         eos_ids: frozenset[int],
         max_context_len: int,
         decoder: Decoder | None,
+        prediction: Sequence[int] = (),
     ) -> Request:
         """A request before its admission. Arguments were checked by ``LLM.add``."""
         seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(8), "little")
@@ -226,6 +228,8 @@ class Request:
             sampler=sampler,
             stops=StopMatcher(params.stop, params.include_stop),
             detokenizer=None if decoder is None else Detokenizer(decoder, prompt_ids[-_CONTEXT_TOKENS:]),
+            prediction=list(prediction),
+            followed=params.speculative,
         )
 
     @property
@@ -358,7 +362,7 @@ class Request:
         self.root = None
 
     def give_up_drafts(self, valid: int, error: NonFiniteError | None = None) -> None:
-        """Decode plainly from now on; ``valid`` positions of draft KV are sound."""
+        """No drafts of the head from now on; ``valid`` positions of draft KV are sound."""
         self.followed, self._draft_kept = False, valid
         self.draft_error = None if error is None else self._named(error)
         self.forget_features()

@@ -8,19 +8,23 @@ request ends with its error. The device's part stands behind `Executor`.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from specrs import _specrs as core
+from specrs.engine.ahead import tiers
 from specrs.engine.batch import Batch, Passed
 from specrs.engine.config import EngineConfig
 from specrs.engine.drafter import Drafter
-from specrs.engine.executor import Executor, Verified
+from specrs.engine.executor import Drafted, Executor, Verified
 from specrs.engine.flight import Flight
+from specrs.engine.gathering import Gathered, Gathering, Planted
 from specrs.engine.observer import RoundObserver
 from specrs.engine.pages import Pages
 from specrs.engine.request import FinishReason, Request
+from specrs.engine.sources import Source, Sources
 from specrs.engine.speculation import GivenTree
 
 
@@ -31,25 +35,37 @@ class Runner:
         executor: the device that runs them.
         pages: of all requests.
         drafter: what the head is told; ``None`` without a head.
+        gathering: drafts of other sources; ``None`` without any.
         speculation: whether and how far a batch drafts.
         observers: see every round.
     """
 
-    def __init__(self, executor: Executor, pool: core.Pool, config: EngineConfig, geometry: core.Geometry) -> None:
+    def __init__(
+        self, executor: Executor, pool: core.Pool, config: EngineConfig, geometry: core.Geometry, vocab_size: int
+    ) -> None:
         self.executor, self.config, self.geometry = executor, config, geometry
         self.observers: list[RoundObserver] = []
         self.speculation: GivenTree = GivenTree()
         drafts = executor.drafts
         self.drafter = None if drafts is None else Drafter(drafts, self.observers)
-        self.pages = Pages(pool, config, geometry, executor.copy, drafts is not None)
+        self.gathering: Gathering | None = None
+        if config.sources:
+            named = Sources(tuple(map(Source.of, config.sources)), vocab_size)
+            most = geometry.shape.draft_tokens
+            sizes = None if executor.placement.is_host else tiers(most)
+            self.gathering = Gathering(named, most, config.deepest, sizes)
+        trees = drafts is not None or self.gathering is not None
+        self.pages = Pages(pool, config, geometry, executor.copy, drafts is not None, trees)
         self._flight: Flight | None = None
         self._landed: list[Passed] = []  # that nobody has been told of
         self._alone = False  # the next round runs with none behind it
 
     def calibrate(self) -> None:
         """Measure the passes for the cost model, where it decides (some hundred milliseconds at worst)."""
-        if self.drafter is not None and self.config.adaptive:
-            self.speculation = self.executor.speculation(self.pages)
+        if (self.drafter is not None or self.gathering is not None) and self.config.adaptive:
+            self.speculation = adaptive = self.executor.speculation(self.pages)
+            if self.gathering is not None:
+                self.gathering.price(adaptive.policy.costs)
 
     def admit(self, request: Request) -> None:
         """Give the request a row of the page table, and decide whether the head follows it.
@@ -79,6 +95,8 @@ class Runner:
             self.pages.share_prefix(request)
         self.pages.release(request)
         self.speculation.forget(request)
+        if self.gathering is not None:
+            self.gathering.forget(request)
 
     def _complete(self, r: Request) -> None:
         """Write the last entries of draft KV where they complete a page that a later request would go on from."""
@@ -150,9 +168,10 @@ class Runner:
             self.speculation.begin(speculative=self._flight.drafting is not None)
             return self._go(self._flight, stays)
         batch, drafter, drafting = Batch(reqs), self.drafter, None
+        gathered = None if self.gathering is None else self.gathering.ask(batch)
         if drafter is not None and any(r.followed and r.max_depth > 0 for r in reqs):
             drafting = self.speculation.drafting(batch, drafter)
-        return self._go(self._begin(batch, drafting if drafting and any(drafting) else None), stays)
+        return self._go(self._begin(batch, drafting if drafting and any(drafting) else None, gathered), stays)
 
     def land(self) -> list[Passed]:
         """Land every round in flight. What a failed step had landed comes too."""
@@ -178,35 +197,63 @@ class Runner:
         try:
             self.abandon()
         finally:
+            if self.gathering is not None:
+                self.gathering.close()
             self.executor.close()
 
     def _news(self) -> list[Passed]:
         news, self._landed = self._landed, []
         return news
 
-    def _begin(self, batch: Batch, drafting: list[bool] | None) -> Flight:
-        """Launch a round. ``drafting``: whose drafts it has; ``None`` without."""
+    def _begin(self, batch: Batch, drafting: list[bool] | None, gathered: Gathered | None = None) -> Flight:
+        """Launch a round.
+
+        Args:
+            drafting: for whom the head drafts; ``None`` for nobody.
+            gathered: drafts of other sources; ``None`` without any.
+        """
         drafter, speculation = self.drafter, self.speculation
-        speculation.begin(speculative=drafting is not None)
-        need = 1 if drafting is None else self.geometry.alloc_len_per_decode
+        alone = gathered is not None and gathered.pays
+        if drafting is not None and gathered is not None and alone:
+            alone = gathered.rate > speculation.rate(batch, drafting)
+            drafting = None if alone else drafting  # without the head's passes, tokens come faster
+        drafts, began = drafting is not None or alone, time.perf_counter()
+        speculation.begin(speculative=drafts)
+        need = self.geometry.alloc_len_per_decode if drafts else 1
         lease = self.pages.lease(batch, [need] * len(batch))
         with _naming(batch.requests), self._rolled_back(batch, lease):
             for o in self.observers:
-                o.reserved(batch.requests, [n + need for n in batch.lens], speculative=drafting is not None)
-            if drafting is None or drafter is None:
-                steps, verified = 0, self.executor.decode(batch, self._follow(batch), speculation.timed)
+                o.reserved(batch.requests, [n + need for n in batch.lens], speculative=drafts)
+            drafted: Drafted | None = None
+            if drafting is not None and drafter is not None:
+                drafted = self._drafted(batch, drafting, drafter, gathered)
+            elif alone and gathered is not None and self.gathering is not None:
+                drafted = self.gathering.planted(gathered)
+            if drafted is None:
+                verified = self.executor.decode(batch, self._follow(batch), speculation.timed)
             else:
-                followed = [r for r, d in zip(batch, drafting, strict=True) if d]
-                drafter.write(followed)
-                drafter.extend(followed, speculation)
-                drafted = drafter.draft(batch, drafting, speculation)
-                steps = drafted.steps
                 verified = self.executor.verify(batch, drafted, self._follow(batch), speculation.timed)
-            longest = 1 if drafting is None else self.geometry.shape.steps + 1
-            alone, self._alone = self._alone or bool(self.observers), False
-            flight = Flight(batch.requests, lease, batch.lens, need, longest, drafting, steps, deque([verified]), alone)
-            self._flight = flight
+            planted = drafted if isinstance(drafted, Planted) else None
+            longest = self.config.deepest + 1 if drafts else 1
+            single, self._alone = self._alone or bool(self.observers) or planted is not None, False
+            steps = 0 if drafted is None else drafted.steps
+            self._flight = flight = Flight(
+                batch.requests, lease, batch.lens, need, longest, drafting, steps, deque([verified]), planted, single,
+                began=began,
+            )  # fmt: skip
         return flight
+
+    def _drafted(self, batch: Batch, drafting: list[bool], drafter: Drafter, gathered: Gathered | None) -> Drafted:
+        """The head's drafts, with those of other sources where both can be in one tree."""
+        speculation, gathering = self.speculation, self.gathering
+        followed = [r for r, d in zip(batch, drafting, strict=True) if d]
+        drafter.write(followed)
+        drafter.extend(followed, speculation)
+        if gathering is None or gathered is None or not speculation.merges or not gathered.nodes:
+            return drafter.draft(batch, drafting, speculation)
+        limit = speculation.limit(batch, drafting)
+        grown = drafter.grow(batch, drafting, speculation, limit)
+        return gathering.beside(batch, gathered, grown.trees, grown.steps, grown.faults, limit, speculation.costs)
 
     def _go(self, flight: Flight, stays: bool = True) -> list[Passed]:
         """Launch what can be, and land the oldest round; all of them once a request has ended, whose pages are leased
@@ -281,10 +328,48 @@ class Runner:
         passed = self._commit(flight, batch, rows, verified, drafting, observers)
         for o in observers:
             o.ended()
-        if drafting is None:
+        if flight.planted is not None and self.gathering is not None:
+            self._settle(flight, flight.planted, self.gathering, rows, passed, drafting)
+        elif drafting is None:
             self.speculation.plain_round(batch)
         else:
             self.speculation.spec_round(passed, lambda: verified.trees, drafting, flight.steps)
+        if flight.rounds and not flight.last and self._tempted(flight):
+            flight.last = True  # the next one drafts, from tokens that the host must know
+            self.executor.hasten()
+
+    def _settle(
+        self,
+        flight: Flight,
+        planted: Planted,
+        gathering: Gathering,
+        rows: Sequence[int],
+        passed: Sequence[Passed],
+        drafting: Sequence[bool] | None,
+    ) -> None:
+        """Tell those who drafted what came of a round with drafts of the host's sources."""
+        seconds = time.perf_counter() - flight.began
+        if drafting is None:
+            self.speculation.spec_round(passed, lambda: planted.trees, [False] * len(passed), 0)
+            gathering.landed(passed, planted, seconds, None)
+            return
+        shares = [gathering.share(planted.head[row], p) for row, p in zip(rows, passed, strict=True)]
+        self.speculation.spec_round(passed, lambda: planted.trees, drafting, flight.steps, shares)
+        gathering.landed(passed, planted, seconds, [share.accepted for share in shares])
+
+    def _tempted(self, flight: Flight) -> bool:
+        """Whether the host's sources know better than the rounds that run: these are let run out then."""
+        batch, _ = flight.batch()
+        if self.gathering is None or not len(batch):
+            return False
+        gathered = self.gathering.ask(batch, idle=False)
+        if gathered is None or not gathered.pays:
+            return False
+        speculation, drafting = self.speculation, flight.drafting
+        if drafting is None or speculation.merges:
+            return True
+        drew = [drafting[row] for row in flight.batch()[1]]
+        return any(drew) and gathered.rate > speculation.rate(batch, drew)
 
     def _commit(
         self,
@@ -326,6 +411,8 @@ class Runner:
         kept = [p.committed.kept for p in passed]
         for o in observers:
             o.committed(kept)
+        if self.gathering is not None:
+            self.gathering.watch(batch, verified)
         if self.drafter is not None:
             self.drafter.remember(batch, verified, [p[:n] for p, n in zip(paths, kept, strict=True)], overtaken)
             if drafting is not None and not overtaken:
