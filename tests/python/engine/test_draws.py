@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from pathlib import Path
@@ -12,14 +11,16 @@ import numpy as np
 import pytest
 import torch
 
+from draws_world import cuts_of, naive, prompts_of, seen, words_of
 from flight_world import Level, Told, flying
 from modelzoo import Pair
 from specrs import LLM, ConfigError, NonFiniteError, Sampler, SamplingParams
-from specrs.engine import RequestOutput
+from specrs.capsule.replay import replay
 from specrs.engine.draws import Draws
 from specrs.engine.seeds import philox4x32_10, split
 
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.1, "frequency_penalty": 0.1}
+WORDS = [[0, 0, 1], [1, 1, 2], [2, 0, 2], [2, 2, 2, 2], [1, 0, 1], [0, 2, 0]]
 KINDS = {"greedy": {"temperature": 0.0}, "sampled": SAMPLED}
 TREES: list[dict[str, Any]] = [
     {"tree": (1, 5, 6), "page_size": 1}, {"tree": (3, 5, 40), "page_size": 1}, {"tree": (3, 5, 40), "page_size": 4},
@@ -28,131 +29,87 @@ TREES: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def seen(outputs: list[RequestOutput]) -> list[Any]:
-    """What must not depend on how tokens were found: tokens, and every log-probability to the bit."""
-    return [
-        (o.index, o.token_ids, o.text, o.finish_reason, o.logprobs, o.prompt_logprobs, o.cumulative_logprob, o.error)
-        for output in outputs for o in output.outputs
-    ]  # fmt: skip
-
-
-def prompts_of(seed: int, count: int, vocab: int) -> list[list[int]]:
-    rng = random.Random(seed)
-    stem = [rng.randrange(vocab) for _ in range(40)]
-    return [stem[: rng.choice([0, 7, 40])] + [rng.randrange(vocab) for _ in range(rng.randrange(1, 9))]
-            for _ in range(count)]  # fmt: skip
-
-
-class Mute:
-    """A tokenizer whose tokens are no text."""
-
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        return ""
-
-
-def words_of(llm: LLM, monkeypatch: pytest.MonkeyPatch, words: list[list[int]]) -> None:
-    """Bad words by their tokens, of a model without a tokenizer."""
-    monkeypatch.setattr(llm, "tokenizer", Mute())
-    monkeypatch.setattr(llm, "_spellings", lambda params: words if params.bad_words else [])
-
-
-def naive(llm: LLM, prompt: list[int], params: SamplingParams, words: list[list[int]]) -> list[int]:
-    """A token at a time, each drawn under the bans that hold for it, from whole passes over all tokens."""
-    p = params.resolved(llm.default_sampling)
-    output: list[int] = []
-    while len(output) < p.max_tokens:
-        banned = {w[-1] for w in words if output[max(len(output) + 1 - len(w), 0) :] == w[:-1]}
-        if len(output) < p.min_tokens:
-            banned |= set(p.stop_token_ids)
-        if p.allowed_token_ids is not None:
-            banned |= set(range(llm.vocab_size)) - set(p.allowed_token_ids)
-        bias = dict.fromkeys(banned, -math.inf)
-        one = SamplingParams(
-            max_tokens=1, temperature=p.temperature, top_p=p.top_p, seed=p.seed, logit_bias={**p.logit_bias, **bias}
-        )
-        output += llm.generate([prompt + output], [one])[0].token_ids
-        if output[-1] in p.stop_token_ids:
-            break
-    return output
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.9], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("temperature", [0.0, 4.0], ids=["greedy", "sampled"])
 def test_bans_are_those_of_naive_decoding(ternary: Pair, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """3 tokens: words are met all the time, and drafts are accepted deep."""
     rng = random.Random(5)
     reference = LLM(ternary.target, max_batch=1)
-    words = [[0, 1], [1, 1, 2], [2, 0, 2], [2, 2, 2, 2], [1, 0, 1]]
     cases = []
     for i, prompt in enumerate(prompts_of(3, 8, 3)):
-        some = rng.sample(words, rng.randrange(1, 4))
+        some = rng.sample(WORDS, rng.randrange(1, 5))
         params = SamplingParams(
             max_tokens=30, min_tokens=rng.choice([0, 1, 5, 11]), stop_token_ids=rng.choice([[], [2]]), seed=i,
-            temperature=temperature, top_p=0.95, bad_words=["x"],
+            temperature=temperature, top_p=0.98, bad_words=["x"], logit_bias={0: -4.0},
         )  # fmt: skip
         cases.append((prompt, params, some, naive(reference, prompt, params, some)))
-    cut = 0
+    cuts = cuts_of(monkeypatch)
     for options in TREES:
         llm = LLM(ternary.target, ternary.draft, **options)
         for prompt, params, some, want in cases:
             words_of(llm, monkeypatch, some)
             [out] = llm.generate([prompt], [params])
             assert out.token_ids == want, options
-            assert out.rounds < len(want) + 1
-            cut += sum(n * c for n, c in enumerate(out.accepted_lengths))
         llm.audit()
-    assert cut
+    assert len(cuts) > (60 if temperature else 4) and max(cuts) > 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bans_of_a_batch_are_those_of_each_alone(tiny: Pair, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = random.Random(11)
-    words = [[a, b] for a in range(0, 10, 3) for b in range(1, 10, 2)] + [[2, 4, 6], [7]]
-    prompts = prompts_of(7, 9, 10)
+@pytest.mark.parametrize("vocab", [3, 10])
+def test_bans_of_a_batch_are_those_of_each_alone(
+    tiny: Pair, ternary: Pair, vocab: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng, pair = random.Random(11), ternary if vocab == 3 else tiny
+    words = WORDS if vocab == 3 else [[a, b] for a in range(0, 10, 3) for b in range(1, 10, 2)] + [[2, 4, 6], [7]]
+    heat = {"temperature": 4.0} if vocab == 3 and kind == "sampled" else {}
+    prompts = prompts_of(7, 9, vocab)
     params = [
         SamplingParams(
             max_tokens=rng.choice([3, 20, 31]), seed=i, bad_words=["x"] if i % 3 else (), min_tokens=rng.choice([0, 3]),
-            stop_token_ids=[1, 8], allowed_token_ids=None if i % 4 else [0, 1, 3, 5, 6, 8, 9], logprobs=i % 3 or None,
-            **KINDS[kind],
+            stop_token_ids=[1] if i % 2 else (), allowed_token_ids=None if i % 4 else [0, 1, *range(3, vocab, 2)],
+            logprobs=i % 3 or None, logit_bias={0: -4.0}, **{**KINDS[kind], **heat},
         )
         for i in range(9)
     ]  # fmt: skip
-    plain = LLM(tiny.target, max_batch=1, prefix_cache=False)
+    plain = LLM(pair.target, max_batch=1, prefix_cache=False)
     words_of(plain, monkeypatch, words)
     want = seen([plain.generate([p], [s])[0] for p, s in zip(prompts, params, strict=True)])
     for (_, tokens, *_), p in zip(want, params, strict=True):
         assert p.allowed_token_ids is None or set(tokens) <= set(p.allowed_token_ids)
-        assert not any(t in (1, 8) for t in tokens[: p.min_tokens])
-        pairs = list(itertools.pairwise(tokens))
-        assert not p.bad_words or not ({7} & set(tokens) or any([a, b] in words for a, b in pairs))
+        assert not p.stop_token_ids or 1 not in tokens[: p.min_tokens]
+        runs = [tokens[i : i + n] for n in range(1, 5) for i in range(len(tokens) - n + 1)]
+        assert not p.bad_words or not any(run in words for run in runs)
+    cuts = cuts_of(monkeypatch)
     for options in TREES:
-        llm = LLM(tiny.target, tiny.draft, **options)
+        llm = LLM(pair.target, pair.draft, **options)
         words_of(llm, monkeypatch, words)
         assert seen(llm.generate(prompts, params)) == want, options
         llm.audit()
+    assert len(cuts) > 5 or vocab > 3
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("temperature", [0.0, 4.0], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("level", ["round", "loop"])
 def test_a_device_that_runs_ahead_keeps_bans_and_logprobs(
-    tiny: Pair, temperature: float, level: Level, monkeypatch: pytest.MonkeyPatch
+    ternary: Pair, temperature: float, level: Level, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = [[a, b] for a in range(0, 10, 3) for b in range(1, 10, 2)]
-    prompts = prompts_of(2, 8, 10)
+    prompts = prompts_of(2, 12, 3)
     params = [
-        SamplingParams(max_tokens=[25, 40][i % 2], seed=i, bad_words=["x"] if i == 1 else (),
-                       logprobs=2 if i == 2 else None, min_tokens=9 if i == 3 else 0,
-                       stop_token_ids=[4] if i == 3 else (), temperature=temperature)
-        for i in range(8)
+        SamplingParams(max_tokens=[25, 40][i % 2], seed=i, bad_words=["x"] if i % 5 == 1 else (),
+                       logprobs=2 if i % 5 == 2 else None, min_tokens=9 if i % 5 == 3 else 0,
+                       stop_token_ids=[2] if i % 5 == 3 else (), temperature=temperature, logit_bias={0: -4.0})
+        for i in range(12)
     ]  # fmt: skip
-    plain = LLM(tiny.target)
-    words_of(plain, monkeypatch, words)
+    plain = LLM(ternary.target)
+    words_of(plain, monkeypatch, WORDS)
     want = seen(plain.generate(prompts, params))
-    told = Told(level=level)
-    llm = flying(tiny.target, tiny.draft, monkeypatch, told, tree=(2, 3, 8), page_size=4, max_batch=2)
-    words_of(llm, monkeypatch, words)
-    assert seen(llm.generate(prompts, params)) == want
-    assert told.ahead > 5 and told.abandoned == 0
-    llm.audit()
+    for page in (1, 4):
+        told, cuts = Told(level=level), cuts_of(monkeypatch)
+        tree = (1, 5, 6) if page == 1 else (2, 3, 8)
+        llm = flying(ternary.target, ternary.draft, monkeypatch, told, tree=tree, page_size=page, max_batch=2)
+        words_of(llm, monkeypatch, WORDS)
+        assert seen(llm.generate(prompts, params)) == want
+        assert told.ahead > 5 and told.abandoned == 0 and cuts
+        llm.audit()
 
 
 def test_a_ban_that_leaves_nothing_ends_the_request_by_name(tiny: Pair) -> None:
@@ -435,3 +392,19 @@ def test_prompts_can_be_truncated(bytes_pair: Pair) -> None:
 def test_bad_words_need_a_tokenizer(tiny: Pair, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"bad_words.*tokenizer\.json"):
         LLM(tiny.target).generate([[1]], SamplingParams(bad_words=["x"]))
+
+
+def test_a_round_that_was_cut_is_recorded_and_replayed(ternary: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capsule says what the round verified; the engine kept less of a path."""
+    params = SamplingParams(max_tokens=30, temperature=4.0, seed=3, bad_words=["x"], logit_bias={0: -4.0})
+    cut = 0
+    for number in range(1, 9):
+        llm = LLM(ternary.target, ternary.draft, tree=(3, 5, 40), page_size=4)
+        words_of(llm, monkeypatch, WORDS)
+        with llm.recording(round=number) as recorder:
+            llm.generate([[0, 1, 2, 0]], [params])
+        assert recorder.capsule is not None
+        [path], [kept] = recorder.capsule.paths, recorder.capsule.kept
+        cut += kept < len(path)
+        replay(recorder.capsule)
+    assert cut
