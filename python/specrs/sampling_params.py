@@ -160,7 +160,7 @@ class SamplingParams:
         if self.logit_bias is None:
             object.__setattr__(self, "logit_bias", {})
         if self.max_tokens is not None and (self.min_tokens or 0) > self.max_tokens:
-            raise _refuse("min_tokens", self.min_tokens, f"max_tokens = {self.max_tokens}")
+            raise _refuse("min_tokens", self.min_tokens, f"must be at most max_tokens = {self.max_tokens}")
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> SamplingParams:

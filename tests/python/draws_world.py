@@ -8,15 +8,21 @@ from typing import Any
 
 import pytest
 
-from specrs import LLM, SamplingParams
+from specrs import LLM, NonFiniteError, SamplingParams
 from specrs.engine import RequestOutput
 from specrs.engine.draws import Draws
+
+
+def told(error: NonFiniteError | None) -> Any:
+    """What an error says, but whose it is."""
+    return None if error is None else (error.what, error.value, error.position, error.index)
 
 
 def seen(outputs: list[RequestOutput]) -> list[Any]:
     """What must not depend on how tokens were found: tokens, and every log-probability to the bit."""
     return [
-        (o.index, o.token_ids, o.text, o.finish_reason, o.logprobs, o.prompt_logprobs, o.cumulative_logprob, o.error)
+        (o.index, o.token_ids, o.text, o.finish_reason, told(o.error), o.logprobs, o.prompt_logprobs,
+         o.cumulative_logprob)
         for output in outputs for o in output.outputs
     ]  # fmt: skip
 

@@ -44,7 +44,7 @@ class Draws:
         bad_words: Sequence[Sequence[int]] = (),
     ) -> None:
         self._vocab, self._prompt, self._params, self._seed = vocab, list(prompt), params, seed
-        self._endings = frozenset(endings)
+        self._endings = frozenset(token for token in endings if token < vocab)
         self._least = params.min_tokens if self._endings else 0  # tokens before one of them
         self._output: list[int] = []
         self._words: dict[int, list[tuple[int, ...]]] = {}  # those of several tokens, by the last but one

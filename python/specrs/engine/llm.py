@@ -481,7 +481,7 @@ class LLM:
         words = tuple(params.bad_words)
         if self._bad_words[0] != words:
             assert self.tokenizer is not None
-            self._bad_words = words, spellings(self.tokenizer, words)
+            self._bad_words = words, spellings(self.tokenizer, words, self.vocab_size)
         return self._bad_words[1]
 
     def _request(self, prompt: Prompt, params: ResolvedSampling, where: str) -> list[Request]:

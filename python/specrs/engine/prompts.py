@@ -54,8 +54,9 @@ def truncated(ids: list[int], keep: int | None, room: int) -> list[int]:
     return ids[-(max(room, 1) if keep < 0 else keep) :]
 
 
-def spellings(tokenizer: Tokenizer, words: Sequence[str]) -> list[tuple[int, ...]]:
-    """Token ids of ``bad_words``, each as it is and behind a space, as it stands within a text.
+def spellings(tokenizer: Tokenizer, words: Sequence[str], vocab: int) -> list[tuple[int, ...]]:
+    """Token ids of ``bad_words``, each as it is and behind a space, as it stands within a text; without those that have
+    a token which the model lacks, and so never come.
 
     Raises:
         ConfigError: a word that the tokenizer makes nothing of.
@@ -66,7 +67,8 @@ def spellings(tokenizer: Tokenizer, words: Sequence[str]) -> list[tuple[int, ...
             ids = tuple(tokenizer.encode(text, add_special_tokens=False).ids)
             if not ids:
                 raise ConfigError(f"SamplingParams.bad_words: {text!r} has no tokens")
-            found[ids] = None
+            if max(ids) < vocab:
+                found[ids] = None
     return list(found)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from specrs import LLM, ConfigError, NonFiniteError, Sampler, SamplingParams
 from specrs.capsule.replay import replay
 from specrs.engine.draws import Draws
 from specrs.engine.seeds import philox4x32_10, split
+from specrs.engine.token_bytes import TokenTable
 
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.1, "frequency_penalty": 0.1}
 WORDS = [[0, 0, 1], [1, 1, 2], [2, 0, 2], [2, 2, 2, 2], [1, 0, 1], [0, 2, 0]]
@@ -257,6 +260,61 @@ def test_a_long_prompts_logprobs_come_in_bounded_chunks(tiny: Pair, monkeypatch:
     assert again[0].usage.cached_tokens == 0 and again[0].prompt_logprobs == outs[0].prompt_logprobs
 
 
+SEEDS = [*range(8), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(8, 80))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_requests(tiny: Pair, ternary: Pair, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything at once: pools too small for all, aborts, rounds ahead, several outputs, priorities."""
+    rng = random.Random(seed)
+    pair, vocab = ((tiny, 10), (ternary, 3))[seed % 2]
+    words = WORDS if vocab == 3 else [[rng.randrange(10) for _ in range(rng.choice([1, 2, 2, 3]))] for _ in range(25)]
+    words = [w for w in words if len(w) > 1] + [w for w in words if len(w) == 1][:2]
+    prompts = prompts_of(seed, 8, vocab)
+    params = [
+        SamplingParams(
+            max_tokens=rng.choice([1, 2, 12, 30]), seed=rng.randrange(99), bad_words=rng.choice([(), ["x"]]),
+            temperature=rng.choice([0.0, 1.0, 4.0]), stop_token_ids=rng.choice([(), (), [1]]),
+            logprobs=rng.choice([None, None, 0, 3]), prompt_logprobs=rng.choice([None, None, 2]),
+            n=rng.choice([1, 1, 1, 3]), priority=rng.choice([0, 0, 2]), logit_bias=rng.choice([{}, {0: -4.0}]),
+            presence_penalty=rng.choice([0, 0, 0.4]),
+        )
+        for _ in prompts
+    ]  # fmt: skip
+    params = [replace(p, min_tokens=rng.choice([0, 0, 1, p.max_tokens])) for p in params]
+    plain = LLM(pair.target, max_batch=1, prefix_cache=False)
+    words_of(plain, monkeypatch, words)
+    want = [seen(plain.generate([p], [s], on_error="return")) for p, s in zip(prompts, params, strict=True)]
+    page = rng.choice([1, 4, 16])
+    options: dict[str, Any] = {
+        "page_size": page, "max_batch": rng.randrange(1, 6), "prefill_chunk": rng.choice([5, 30, 512]),
+        "prefix_cache": rng.random() < 0.7, "num_pages": rng.choice([120, 160, 900]) // page + 6,
+        "tree": rng.choice([(1, 5, 6), (3, 4, 21), (2, 3, 8)]),
+    }  # fmt: skip
+    told = Told(level=rng.choice(["off", "round", "loop"]))
+    if page == 1:
+        options["tree"] = (1, 5, 6)  # what the device of these tests can run ahead
+    host = LLM(pair.target, pair.draft, **options)
+    for llm in (host, flying(pair.target, pair.draft, monkeypatch, told, **options)):
+        words_of(llm, monkeypatch, words)
+        ids, drop = {}, rng.randrange(8)
+        events = []
+        for i, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+            ids[llm.add(prompt, one)] = i
+            for _ in range(rng.randrange(3)):
+                events += llm.step()
+        gone = llm.abort(next(r for r, i in ids.items() if i == drop))
+        events += [] if gone is None else [gone]
+        while llm.unfinished:
+            events += llm.step()
+        for request, i in ids.items():
+            if i != drop:
+                own = [e.output for e in events if e.request_id == request and e.output is not None]
+                own.sort(key=lambda o: o.index)
+                assert seen(own) == want[i], (i, options)
+        llm.audit()
+
+
 # -- several outputs ----------------------------------------------------------------------------------------------
 
 
@@ -408,3 +466,49 @@ def test_a_round_that_was_cut_is_recorded_and_replayed(ternary: Pair, monkeypatc
         cut += kept < len(path)
         replay(recorder.capsule)
     assert cut
+
+
+def test_special_tokens_are_text_where_they_are_wanted(bytes_pair: Pair) -> None:
+    llm = LLM(bytes_pair.target, bytes_pair.draft)
+    for skip in (True, False):
+        params = SamplingParams(max_tokens=20, logit_bias={1: 8.0}, ignore_eos=True, skip_special_tokens=skip)
+        [out] = llm.generate(["hello"], params)
+        assert 1 in out.token_ids and out.text.count("<s>") == (0 if skip else out.token_ids.count(1))
+
+
+def test_words_that_the_model_cannot_write_are_never_written(tmp_path: Path) -> None:
+    """A tokenizer may have more tokens than the model."""
+    from specrs.engine.prompts import spellings
+
+    class Tokens:
+        def encode(self, text: str, add_special_tokens: bool) -> Any:
+            return SimpleNamespace(ids=[] if text == " " else [ord(c) for c in text])
+
+    assert spellings(Tokens(), ["ab", "a\xff"], 100) == [(97, 98), (32, 97, 98)]  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="' ' has no tokens"):
+        spellings(Tokens(), [" "], 100)  # type: ignore[arg-type]
+    draws = Draws(10, [1], SamplingParams(min_tokens=2).resolved(), 0, [3, 99])
+    assert draws.room == 2
+
+
+def test_tokens_have_the_bytes_that_they_stand_for() -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    pieces = {"\u2581a": 0, "b": 1, "<0xE4>": 2, "<0xBD>": 3, "<0xA0>": 4, "<unk>": 5, "\u2581": 6}
+    model = tokenizers.models.BPE(vocab=pieces, merges=[], byte_fallback=True, unk_token="<unk>")
+    sp = tokenizers.Tokenizer(model)
+    d = tokenizers.decoders
+    sp.decoder = d.Sequence([d.Replace("\u2581", " "), d.ByteFallback(), d.Fuse(), d.Strip(" ", 1, 0)])
+    sp.add_special_tokens(["<s>"])
+    spell = TokenTable(sp)
+    assert [spell(i) for i in (0, 1, 2, 3, 4, 6, 7)] == [b" a", b"b", b"\xe4", b"\xbd", b"\xa0", b" ", b"<s>"]
+    assert b"".join(spell(i) for i in (2, 3, 4)).decode() == "\u4f60" and spell(50) == b""
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    byte = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={c: i for i, c in enumerate(sorted(alphabet))}, merges=[]))
+    byte.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    byte.decoder = tokenizers.decoders.ByteLevel()
+    spell = TokenTable(byte)
+    text = "na\u00efve \u4f60 \n\x00~"
+    ids = byte.encode(text).ids
+    assert b"".join(map(spell, ids)).decode() == text and sorted(map(spell, range(256))) == [
+        bytes([b]) for b in range(256)
+    ]
