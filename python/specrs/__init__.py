@@ -49,13 +49,14 @@ from specrs.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from specrs.backends import UnsupportedCombinationError
-    from specrs.engine import LLM, EngineBusyError, EngineClosedError, FinishReason, RequestOutput, StreamEvent
+    from specrs.engine import LLM, EngineBusyError, EngineClosedError, FinishReason, Logprob, RequestOutput, StreamEvent
     from specrs.graph import GraphRuntime
     from specrs.models import DraftMismatchError, ModelFileError, UnsupportedModelError
 
 _LAZY = {
     **dict.fromkeys(
-        ("LLM", "EngineBusyError", "EngineClosedError", "FinishReason", "RequestOutput", "StreamEvent"), "specrs.engine"
+        ("LLM", "EngineBusyError", "EngineClosedError", "FinishReason", "Logprob", "RequestOutput", "StreamEvent"),
+        "specrs.engine",
     ),
     **dict.fromkeys(("DraftMismatchError", "ModelFileError", "UnsupportedModelError"), "specrs.models"),
     "UnsupportedCombinationError": "specrs.backends",
@@ -78,6 +79,7 @@ __all__ = [
     "GraphRuntime",
     "KvCache",
     "LedgerError",
+    "Logprob",
     "ModelFileError",
     "NonFiniteError",
     "OutOfBoundsError",

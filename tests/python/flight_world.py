@@ -185,6 +185,11 @@ class Round:
         found = self._found
         return likeliest(self.trees, [found.starts[p] for p in self.places], found.logits, requests, count)
 
+    def logits(self, request: int, rows: Sequence[int]) -> torch.Tensor:
+        found = self._held(self.device.holds_logits(self.number))
+        first = found.starts[self.places[request]]
+        return found.logits[[first + row for row in rows]]
+
     def drafted(self, request: int) -> bool:
         return self.run.levels > 0 and self._found.depths[self.places[request]] > 0
 

@@ -139,13 +139,21 @@ class LaunchedRound:
         found = self._found
         if any(self._faulty):
             # Rare: the host looks at the rows, and says of each request what was wrong.
-            lanes, trees = self._held("logits", self.lanes.holds_logits(self.number)), self.trees
+            trees = self.trees
             each = zip(self.starts, trees.sizes, strict=False)
-            rows = [row for first, size in each for row in range(first, first + size)]
-            logits = lanes.logits[rows].to("cpu", torch.float32)
+            logits = self._logits([row for first, size in each for row in range(first, first + size)])
             return core.verify(trees, logits, [r.sampler for r in self.batch], self.batch.lens)
         offsets, arrays = self._of_places(found["offsets"], (found["paths"], found["tokens"]))
         return core.Accepts.from_arrays(offsets, *arrays)
+
+    def logits(self, request: int, rows: Sequence[int]) -> torch.Tensor:
+        first = self.starts[request]
+        return self._logits([first + row for row in rows])
+
+    def _logits(self, rows: list[int]) -> torch.Tensor:
+        """Of rows of the pass, on the host."""
+        lanes = self._held("logits", self.lanes.holds_logits(self.number))
+        return lanes.logits[rows].to("cpu", torch.float32)
 
     def _of_places(
         self, offsets: torch.Tensor, arrays: tuple[torch.Tensor, ...]

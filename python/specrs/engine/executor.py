@@ -17,6 +17,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import ParamSpec, Protocol, TypeVar
 
+import torch
+
 from specrs._specrs import Accepts, DraftBeams, Lease, Moves, NonFiniteError, Planner, TreeBatch
 from specrs._specrs import Sequence as KvSequence
 from specrs.engine.batch import Batch
@@ -56,6 +58,10 @@ class Pass(Protocol):
 
     def features(self, request: int, rows: Sequence[int]) -> Features:
         """The target's features of some of a request's rows in the pass, in order. The pass must have kept them."""
+
+    def logits(self, request: int, rows: Sequence[int]) -> torch.Tensor:
+        """Logits of some of a request's rows in the pass, in order: float32 [n, vocab] on the host, until the next pass
+        overwrites them. A prefill has those of its `Request.scored_rows` and of rows that drew."""
 
     def root(self, request: int) -> object | None:
         """The head's result for the request's new last token (`Request.root`), where the head has run over what was

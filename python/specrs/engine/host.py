@@ -35,11 +35,16 @@ from specrs.models.ops import KvMemory
 class _Pass:
     aux: FeatureRows | None  # features of its rows
     starts: Sequence[int]  # each request's first row
+    scores: torch.Tensor  # float32 logits on the host, memory of the next pass too
 
     def features(self, request: int, rows: Sequence[int]) -> Features:
         assert self.aux is not None
         first = self.starts[request]
         return Features(self.aux, [first + row for row in rows])
+
+    def logits(self, request: int, rows: Sequence[int]) -> torch.Tensor:
+        first = self.starts[request]
+        return self.scores[[first + row for row in rows]]
 
     def root(self, request: int) -> object | None:
         return None
@@ -48,6 +53,11 @@ class _Pass:
 @dataclass(eq=False)
 class HostPrefilled(_Pass):
     drawn: list[tuple[list[int], core.NonFiniteError | None]]
+    kept: dict[int, int]  # where the logits of a row are
+
+    def logits(self, request: int, rows: Sequence[int]) -> torch.Tensor:
+        first = self.starts[request]
+        return self.scores[[self.kept[first + row] for row in rows]]
 
 
 @dataclass(eq=False)
@@ -55,11 +65,10 @@ class HostVerified(_Pass):
     trees: core.TreeBatch
     accepts: core.Accepts
     faults: Sequence[tuple[core.NonFiniteError, int]]
-    logits: torch.Tensor  # of the target's memory, until its next pass
     lost: Sequence[int] = ()
 
     def likeliest(self, requests: Sequence[int], count: int) -> list[tuple[list[int], list[list[int]]]]:
-        return likeliest(self.trees, self.starts, self.logits, requests, count)
+        return likeliest(self.trees, self.starts, self.scores, requests, count)
 
 
 @dataclass(eq=False)
@@ -131,11 +140,14 @@ class HostExecutor:
         tokens = [t for r, start, n in each for t in r.tokens[start : start + n]]
         ends = list(accumulate(counts))
         plan = self.planner.extend(batch.seqs, batch.lens, counts)
-        rows = torch.tensor([ends[i] - 1 for i in drawing], dtype=torch.int64)
+        starts = [end - n for end, n in zip(ends, counts, strict=True)]
+        kept = [ends[i] - 1 for i in drawing]
+        for r, start, n in zip(batch, starts, counts, strict=True):
+            kept += [start + row for row in r.scored_rows(n)]
         aux = self._features(follow, len(tokens))
-        logits = self._logits(torch.tensor(tokens), plan, aux, rows)
+        logits = self._logits(torch.tensor(tokens), plan, aux, torch.tensor(kept, dtype=torch.int64))
         drawn = [_draw(batch.requests[i], logits[j]) for j, i in enumerate(drawing)]
-        return HostPrefilled(aux, [end - n for end, n in zip(ends, counts, strict=True)], drawn)
+        return HostPrefilled(aux, starts, logits, drawn, {row: i for i, row in enumerate(kept)})
 
     def decode(self, batch: Batch, follow: bool, clock: Clock) -> Verified:
         trees = core.TreeBatch.from_parents([[-1]] * len(batch), [[r.tokens[-1]] for r in batch])
@@ -162,7 +174,7 @@ class HostExecutor:
         aux = self._features(follow, len(tokens))
         logits = clock("target", len(tokens), self._logits, tokens, plan, aux, None)
         accepts = core.verify(trees, logits, [r.sampler for r in batch], batch.lens)
-        return HostVerified(aux, starts, trees, accepts, faults, logits)
+        return HostVerified(aux, starts, logits, trees, accepts, faults)
 
     def commit(self, batch: Batch, lease: core.Lease, verified: Verified) -> None:
         moves = self.planner.commit(lease, batch.seqs, batch.lens, verified.accepts)

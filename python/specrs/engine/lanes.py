@@ -412,9 +412,9 @@ class Lanes:
                 for i, part in enumerate(edits):
                     host[i * room : i * room + used] = part.view(torch.int32)
                 self._edits[room][0].copy_(host, non_blocking=True)
-        # Without penalties and biases nothing changes from round to round.
+        # Without penalties and biases nothing changes from round to round; biases alone are where they were.
         self.changing = bool(used or penalised)
-        self._samplers, self._sampled_by = [] if self.changing else list(samplers), room
+        self._samplers, self._sampled_by = [] if penalised else list(samplers), room
         return room
 
     def launch(self, variant: Variant, graphs: bool) -> int:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,9 +22,11 @@ from specrs.engine.errors import EngineBusyError, EngineClosedError
 from specrs.engine.host import HostExecutor
 from specrs.engine.observer import RoundObserver, Watching
 from specrs.engine.placing import Wanted
+from specrs.engine.prompts import Given, Prompt, spellings, truncated
 from specrs.engine.request import Request, RequestOutput, StreamEvent
 from specrs.engine.runner import Runner
 from specrs.engine.scheduler import Scheduler
+from specrs.engine.token_bytes import TokenTable
 from specrs.models import (
     ModelConfig,
     default_sampling,
@@ -40,8 +41,6 @@ from specrs.sampling_params import ResolvedSampling, SamplingParams
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-Prompt = str | Sequence[int]
 
 
 class LLM:
@@ -118,6 +117,7 @@ class LLM:
         make = HostExecutor if site.place.is_host else CudaExecutor
         executor = make(target, head, self.config, geometry, pool)
         runner = Runner(executor, pool, self.config, geometry, self.vocab_size)
+        runner.spell = None if self.tokenizer is None else TokenTable(self.tokenizer)
         self._parts: tuple[Runner, Scheduler] | None = (runner, Scheduler(runner))  # None: closed
         draft = None if head is None else str(draft)
         self._numerics = {
@@ -136,6 +136,7 @@ class LLM:
         self._left: deque[Request] = deque()  # requests of streams that were closed, still to be aborted
         self._next_id = 0
         self._inboxes: dict[int, deque[StreamEvent]] = {}  # of requests that a stream waits for
+        self._bad_words: tuple[tuple[str, ...], list[tuple[int, ...]]] = ((), [])  # of the last request that had some
         self._unclaimed: list[StreamEvent] = []  # of requests added by `add`, seen while a stream stepped
         with executor.entered():
             runner.calibrate()
@@ -204,8 +205,8 @@ class LLM:
         """Abort what closed streams left; the caller has the turn."""
         while self._left:
             request = self._left[0]
-            self._scheduler.abort(request.request_id)  # may raise what came of a round in flight: then once more
-            self._inboxes.pop(request.request_id, None)
+            self._scheduler.abort(request.asked_id)  # may raise what came of a round in flight: then once more
+            self._inboxes.pop(request.asked_id, None)
             self._left.popleft()
 
     # -- whole requests -----------------------------------------------------------------------------------------
@@ -217,13 +218,14 @@ class LLM:
         *,
         on_error: Literal["raise", "return"] = "raise",
     ) -> list[RequestOutput]:
-        """Generate for each prompt; outputs in the order of the prompts.
+        """Generate for each prompt; outputs in the order of the prompts, ``n`` of one as its `RequestOutput.outputs`.
 
         A request that cannot go on ends alone, with ``finish_reason`` ``"error"`` and its ``error`` on its output; the
         others run to their ends.
 
         Args:
-            prompts: texts, or sequences of token ids; an empty list gives an empty list.
+            prompts: texts, sequences of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; an empty list
+                gives an empty list.
             params: one for all, or one for each; a field that is unset takes the model's value (`default_sampling`).
             on_error: what a request that could not go on does once all have ended. ``"raise"``: the first such error,
                 in the order of the prompts, with every output as its ``outputs``. ``"return"``: nothing; look at
@@ -244,9 +246,12 @@ class LLM:
         with self._turn():
             requests = self._requests(prompts, params)
             with closing(self._drain(requests, nullcontext)) as events:
-                outputs = {event.request_id: event.output for event in events if event.output is not None}
-        ordered = [outputs[r.request_id] for r in requests]
-        error = next((o.error for o in ordered if o.error is not None), None)
+                ended = {(e.request_id, e.index): e.output for e in events if e.output is not None}
+        outputs = [ended[r.asked_id, r.index] for r in requests]
+        error = next((o.error for o in outputs if o.error is not None), None)
+        ordered = [
+            replace(o, others=tuple(outputs[i + 1 : i + o.params.n])) for i, o in enumerate(outputs) if not o.index
+        ]
         if error is not None and on_error == "raise":
             error.outputs = ordered  # type: ignore[attr-defined]
             raise error
@@ -257,7 +262,8 @@ class LLM:
     ) -> Generator[StreamEvent]:
         """As ``generate``, but yield each request's progress; ``request_id`` counts up in the order of the prompts.
 
-        A request that cannot go on raises nothing: its last event's ``output`` has the ``error``.
+        A request that cannot go on raises nothing: its last event's ``output`` has the ``error``. Of a prompt with
+        ``n`` outputs, all events have one ``request_id``, and ``index`` says whose they are.
 
         Prompts and parameters are checked at once; the requests are queued by the first ``next``. Closing the
         iterator early aborts what still runs. Several streams of one engine may be read in turn.
@@ -273,13 +279,14 @@ class LLM:
             raise ConfigError(f"prompts is a {type(prompts).__name__}: give a list of prompts")
         if params is None or isinstance(params, SamplingParams):
             one = self._request_params(params or SamplingParams(), "params")
-            return [self._request(p, one, f"prompts[{i}]") for i, p in enumerate(prompts)]
+            return [r for i, p in enumerate(prompts) for r in self._request(p, one, f"prompts[{i}]")]
         if not isinstance(params, Sequence):
             raise ConfigError(f"params is a {type(params).__name__}: give SamplingParams, or a list of them")
         if len(params) != len(prompts):
             raise ConfigError(f"params has {len(params)} entries for {len(prompts)} prompts")
         checked = [self._request_params(p, f"params[{i}]") for i, p in enumerate(params)]
-        return [self._request(p, c, f"prompts[{i}]") for i, (p, c) in enumerate(zip(prompts, checked, strict=True))]
+        each = enumerate(zip(prompts, checked, strict=True))
+        return [r for i, (p, c) in each for r in self._request(p, c, f"prompts[{i}]")]
 
     def _drain(
         self, requests: list[Request], turn: Callable[[], AbstractContextManager[None]]
@@ -291,11 +298,11 @@ class LLM:
         where the engine is idle, else by whoever uses it next.
         """
         inbox: deque[StreamEvent] = deque()
-        live = {r.request_id for r in requests}
+        live = {(r.asked_id, r.index) for r in requests}
         try:
             with turn():
                 for request in requests:
-                    self._inboxes[request.request_id] = inbox
+                    self._inboxes[request.asked_id] = inbox
                     self._scheduler.add(request)
             while live:
                 while not inbox:
@@ -303,7 +310,7 @@ class LLM:
                         self._unclaimed.extend(self._step())
                 event = inbox.popleft()
                 if event.output is not None:
-                    live.discard(event.request_id)
+                    live.discard((event.request_id, event.index))
                 yield event
         finally:
             self._left.extend(requests)
@@ -323,9 +330,10 @@ class LLM:
     def add(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
         """Queue a request and return its id; ``step`` makes it progress."""
         with self._turn():
-            request = self._request(prompt, self._request_params(params or SamplingParams(), "params"), "prompt")
-            self._scheduler.add(request)
-            return request.request_id
+            requests = self._request(prompt, self._request_params(params or SamplingParams(), "params"), "prompt")
+            for request in requests:
+                self._scheduler.add(request)
+            return requests[0].request_id
 
     def step(self) -> list[StreamEvent]:
         """One step of everything that runs: admission, a chunk of prefill, a round.
@@ -351,17 +359,21 @@ class LLM:
         """End a request early, with the output that it has; ``None`` where it is not live.
 
         The event carries whatever of the request ``step`` has not returned yet, its own end included. A stream that
-        waits for the request gets the event too, and goes on with its others.
+        waits for the request gets the event too, and goes on with its others. Of a request with several outputs
+        (``n``), this is the event of the first that has one; the next ``step`` returns the others.
         """
         with self._turn():
-            held = [e for e in self._unclaimed if e.request_id == request_id]
+            news = [e for e in self._unclaimed if e.request_id == request_id]
             self._unclaimed = [e for e in self._unclaimed if e.request_id != request_id]
-            event = self._scheduler.abort(request_id)
-            event = StreamEvent.joined(held if event is None else [*held, event])
+            news += self._scheduler.abort(request_id)
+            each = [[e for e in news if e.index == i] for i in sorted({e.index for e in news})]
+            events = [event for some in each if (event := StreamEvent.joined(some)) is not None]
             inbox = self._inboxes.get(request_id)
-            if event is not None and inbox is not None:
-                inbox.append(event)
-            return event
+            if inbox is not None:
+                inbox.extend(events)
+            else:
+                self._unclaimed += events[1:]
+            return events[0] if events else None
 
     @property
     def unfinished(self) -> int:
@@ -454,46 +466,69 @@ class LLM:
         if not isinstance(params, SamplingParams):
             raise ConfigError(f"{where} is a {type(params).__name__}: must be SamplingParams")
         try:
-            if params.stop and self.tokenizer is None:
-                raise ConfigError(f"SamplingParams.stop = {params.stop!r}: the model directory has no tokenizer.json")
+            for name in ("stop", "bad_words"):
+                texts = getattr(params, name)
+                if texts and self.tokenizer is None:
+                    raise ConfigError(f"SamplingParams.{name} = {texts!r}: the model directory has no tokenizer.json")
             params.check_vocabulary(self.vocab_size)
+            self._spellings(params)
+            return params.resolved(self.default_sampling)
         except ConfigError as e:
             e.args = (f"{where}: {e}",)
             raise
-        return params.resolved(self.default_sampling)
 
-    def _request(self, prompt: Prompt, params: ResolvedSampling, where: str) -> Request:
-        """Check everything about a request before anything is allocated for it."""
-        text = prompt if isinstance(prompt, str) else None
-        ids = self._encode(prompt, where) if isinstance(prompt, str) else _token_ids(prompt, where)
+    def _spellings(self, params: SamplingParams) -> list[tuple[int, ...]]:
+        """Token ids of bad words, each as it is and behind a space."""
+        if not params.bad_words:
+            return []
+        words = tuple(params.bad_words)
+        if self._bad_words[0] != words:
+            assert self.tokenizer is not None
+            self._bad_words = words, spellings(self.tokenizer, words, self.vocab_size)
+        return self._bad_words[1]
+
+    def _request(self, prompt: Prompt, params: ResolvedSampling, where: str) -> list[Request]:
+        """Check everything about a prompt before anything is allocated for it. A request for each of its outputs."""
+        given = Given.of(prompt, where)
+        text, ids = given.text, given.ids
+        if ids is None:
+            assert text is not None
+            ids = self._encode(text, where)
+        context = self.config.max_context_len
+        assert context is not None
+        ids = truncated(ids, params.truncate_prompt_tokens, context - params.max_tokens)
         if not ids:
             raise ConfigError(f"{where}: empty, there is nothing to continue")
         for i, token in enumerate(ids):
             if not 0 <= token < self.vocab_size:
                 raise ConfigError(f"{where}[{i}] = {token}: outside the vocabulary 0..{self.vocab_size - 1}")
-        context = self.config.max_context_len
-        assert context is not None
         if len(ids) >= context:
             raise ConfigError(f"{where}: {len(ids)} tokens leave no room to generate in max_context_len = {context}")
         prediction = self._prediction(params.prediction, where)[:context]
-        request = Request.create(
-            self._next_id,
-            text,
-            ids,
-            params,
-            vocab_size=self.vocab_size,
-            eos_ids=self.eos_ids,
-            max_context_len=context,
-            decoder=self.tokenizer,
-            prediction=prediction,
-        )
-        try:
-            self._scheduler.check(request)
-        except PoolExhaustedError as e:
-            e.args = (f"{where}: {e}",)
-            raise
-        self._next_id += 1
-        return request
+        requests: list[Request] = []
+        for index in range(params.n):
+            request = Request.create(
+                self._next_id + index,
+                text,
+                ids,
+                params,
+                vocab_size=self.vocab_size,
+                eos_ids=self.eos_ids,
+                max_context_len=context,
+                decoder=self.tokenizer,
+                bad_words=self._spellings(params),
+                prediction=prediction,
+                leader=requests[0] if requests else None,
+                index=index,
+            )
+            try:
+                self._scheduler.check(request)
+            except PoolExhaustedError as e:
+                e.args = (f"{where}: {e}",)
+                raise
+            requests.append(request)
+        self._next_id += params.n
+        return requests
 
     def _prediction(self, expected: str | Sequence[int] | None, where: str) -> list[int]:
         """Tokens that the user expects in the output."""
@@ -502,21 +537,6 @@ class LLM:
         if not isinstance(expected, str):
             return list(expected)
         return self._encode(expected, f"{where}: SamplingParams.prediction", special=False)
-
-
-def _token_ids(prompt: object, where: str) -> list[int]:
-    """A prompt that is no text: a list or an array of integers."""
-    if isinstance(prompt, (bytes, Mapping, Set)) or not isinstance(prompt, Iterable):
-        raise ConfigError(f"{where} is a {type(prompt).__name__}: must be a text or a sequence of token ids")
-    ids = []
-    for i, token in enumerate(prompt):
-        try:
-            if isinstance(token, bool):
-                raise TypeError
-            ids.append(operator.index(token))  # numpy's and torch's integers too
-        except TypeError:
-            raise ConfigError(f"{where}[{i}] = {token!r}: must be a token id") from None
-    return ids
 
 
 def _load_tokenizer(model: Path) -> Tokenizer | None:

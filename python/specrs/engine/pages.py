@@ -69,6 +69,8 @@ class Pages:
             most: positions that it may share.
         """
         if self._config.prefix_cache:
+            if request.unscored < request.prompt_len - 1:  # whose logits are wanted
+                most = request.unscored if most is None else min(most, request.unscored)
             # At least one position is computed: its logits, or its features for the draft, are wanted.
             request.admit(*self.pool.cache_lookup(request.tokens[: request.prefill_target - 1], most))
         else:

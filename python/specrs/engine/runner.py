@@ -18,14 +18,17 @@ from specrs.engine.ahead import tiers
 from specrs.engine.batch import Batch, Passed
 from specrs.engine.config import EngineConfig
 from specrs.engine.drafter import Drafter
-from specrs.engine.executor import Drafted, Executor, Verified
+from specrs.engine.executor import Drafted, Executor, Pass, Verified
 from specrs.engine.flight import Flight
 from specrs.engine.gathering import Gathered, Gathering, Planted
+from specrs.engine.logprobs import TokenBytes, TokenLogprobs, of_rows
 from specrs.engine.observer import RoundObserver
 from specrs.engine.pages import Pages
 from specrs.engine.request import FinishReason, Request
 from specrs.engine.sources import Source, Sources
 from specrs.engine.speculation import GivenTree
+
+_LEAST_SCORED, _MOST_SCORED = 16, 128
 
 
 class Runner:
@@ -38,6 +41,7 @@ class Runner:
         gathering: drafts of other sources; ``None`` without any.
         speculation: whether and how far a batch drafts.
         observers: see every round.
+        spell: gives a token's bytes; ``None`` without a tokenizer.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class Runner:
     ) -> None:
         self.executor, self.config, self.geometry = executor, config, geometry
         self.observers: list[RoundObserver] = []
+        self.spell: TokenBytes | None = None
         self.speculation: GivenTree = GivenTree()
         drafts = executor.drafts
         self.drafter = None if drafts is None else Drafter(drafts, self.observers)
@@ -56,6 +61,9 @@ class Runner:
             self.gathering = Gathering(named, most, config.deepest, sizes)
         trees = drafts is not None or self.gathering is not None
         self.pages = Pages(pool, config, geometry, executor.copy, drafts is not None, trees)
+        rows = geometry.max_batch * (geometry.shape.draft_tokens if trees else 1)
+        #: Rows of the prompt, in one pass, whose logits are wanted: no more than rounds have memory for.
+        self.scored_rows = min(max(rows, _LEAST_SCORED), _MOST_SCORED)
         self._flight: Flight | None = None
         self._landed: list[Passed] = []  # that nobody has been told of
         self._alone = False  # the next round runs with none behind it
@@ -116,13 +124,20 @@ class Runner:
         with _naming(batch.requests), self._abandoning(), lease:
             prefilled = self.executor.prefill(batch, counts, drawing, self._follow(batch))
             drawn = prefilled.drawn
+            prompts = [self._prompt_logprobs(r, i, n, prefilled) for i, (r, n) in enumerate(chunks)]
+            firsts = [
+                self._logprobs(batch.requests[i], i, prefilled, [counts[i] - 1], first)
+                for i, (first, _) in zip(drawing, drawn, strict=True)
+            ]
             lease.commit([n + more for n, more in zip(batch.lens, counts, strict=True)])
         passed = []
-        for r, n in chunks:
+        for (r, n), scored in zip(chunks, prompts, strict=True):
             r.committed += n
-        for i, (first, error) in zip(drawing, drawn, strict=True):
+            if r.prompt_logprobs is not None:
+                r.prompt_logprobs += scored
+        for i, (first, error), scored in zip(drawing, drawn, firsts, strict=True):
             r = batch.requests[i]
-            passed.append(Passed(r, first, r.commit(first, round_=False, error=error)))
+            passed.append(Passed(r, first, r.commit(first, round_=False, error=error, logprobs=scored)))
         if self.drafter is not None:
             try:
                 with self._abandoning():
@@ -136,6 +151,23 @@ class Runner:
             if r.committed >= len(r.tokens) - 1 and r.finish_reason is None:
                 self.pages.share_prefix(r)
         return passed
+
+    def _logprobs(
+        self, r: Request, i: int, passed: Pass, rows: Sequence[int], tokens: Sequence[int]
+    ) -> list[TokenLogprobs]:
+        """Of tokens that rows of a request's pass gave, where the request wants them."""
+        if r.params.logprobs is None or not tokens:
+            return []
+        return of_rows(passed.logits(i, rows[: len(tokens)]), tokens, r.params.logprobs, self.spell)
+
+    def _prompt_logprobs(self, r: Request, i: int, count: int, prefilled: Pass) -> list[TokenLogprobs]:
+        """Of the prompt's tokens behind rows of a chunk."""
+        rows, most = r.scored_rows(count), r.params.prompt_logprobs
+        if not rows or most is None:
+            return []
+        first = r.committed + 1
+        tokens = r.tokens[first + rows.start : first + rows.stop]
+        return of_rows(prefilled.logits(i, rows), tokens, most, self.spell)
 
     def _prefill_lease(self, batch: Batch, counts: Sequence[int]) -> core.Lease:
         try:
@@ -170,7 +202,8 @@ class Runner:
         batch, drafter, drafting = Batch(reqs), self.drafter, None
         gathered = None if self.gathering is None else self.gathering.ask(batch)
         if drafter is not None and any(r.followed and r.max_depth > 0 for r in reqs):
-            drafting = self.speculation.drafting(batch, drafter)
+            asked = self.speculation.drafting(batch, drafter)
+            drafting = [d and r.draws.room > 1 for r, d in zip(batch, asked, strict=True)]
         return self._go(self._begin(batch, drafting if drafting and any(drafting) else None, gathered), stays)
 
     def land(self) -> list[Passed]:
@@ -235,7 +268,8 @@ class Runner:
                 verified = self.executor.verify(batch, drafted, self._follow(batch), speculation.timed)
             planted = drafted if isinstance(drafted, Planted) else None
             longest = self.config.deepest + 1 if drafts else 1
-            single, self._alone = self._alone or bool(self.observers) or planted is not None, False
+            single = self._alone or bool(self.observers) or planted is not None or any(r.alone for r in batch)
+            self._alone = False
             steps = 0 if drafted is None else drafted.steps
             self._flight = flight = Flight(
                 batch.requests, lease, batch.lens, need, longest, drafting, steps, deque([verified]), planted, single,
@@ -381,11 +415,18 @@ class Runner:
         observers: Sequence[RoundObserver],
     ) -> list[Passed]:
         accepts, faults, lease = verified.accepts, verified.faults, flight.lease
+        paths, drawn, errors, lens = accepts.paths, accepts.tokens, accepts.errors, list(flight.lens)
+        cuts = [False] * len(batch)
+        for i, r in enumerate(batch):
+            stand = r.draws.standing(drawn[i], len(paths[i]))
+            if stand < len(paths[i]):
+                # The token behind these is drawn again, as if the walk had ended there.
+                paths[i], drawn[i], errors[i], cuts[i] = paths[i][:stand], drawn[i][:stand], None, True
+        logprobs = [self._logprobs(r, i, verified, paths[i], drawn[i]) for i, r in enumerate(batch)]
         for o in observers:
             o.verified(verified.trees, accepts)
         self.executor.commit(batch, lease, verified)
-        paths, lens = accepts.paths, list(flight.lens)
-        # Whole paths: where a request keeps less, it has ended, and gives its pages back.
+        # Whole paths, or what stands of them: where a request keeps less, it has ended, and gives its pages back.
         for row, n, path in zip(rows, batch.lens, paths, strict=True):
             lens[row] = n + len(path)
         overtaken = bool(flight.rounds)
@@ -401,8 +442,8 @@ class Runner:
             if batch.requests[error.request].followed:  # a round in flight tells it again
                 batch.requests[error.request].give_up_drafts(sound, error)
         passed = [
-            Passed(r, drawn, r.commit(drawn, round_=True, error=error))
-            for r, drawn, error in zip(batch, accepts.tokens, accepts.errors, strict=True)
+            Passed(r, tokens, r.commit(tokens, round_=True, error=error, cut=cut, logprobs=scored))
+            for r, tokens, error, cut, scored in zip(batch, drawn, errors, cuts, logprobs, strict=True)
         ]
         for p in passed:
             p.request.committed += p.committed.kept
@@ -415,6 +456,9 @@ class Runner:
             self.gathering.watch(batch, verified)
         if self.drafter is not None:
             self.drafter.remember(batch, verified, [p[:n] for p, n in zip(paths, kept, strict=True)], overtaken)
+            for r, cut in zip(batch, cuts, strict=True):
+                if cut:
+                    r.root = None  # a device's head has run beyond what stands
             if drafting is not None and not overtaken:
                 drew = [r for r, drafts in zip(batch, drafting, strict=True) if drafts and r.finish_reason is None]
                 self.drafter.extend(drew, self.speculation)
@@ -474,7 +518,7 @@ def _naming(batch: Sequence[Request]) -> Iterator[None]:
     except core.SpecrsError as error:
         row = getattr(error, "request", None)
         if isinstance(row, int) and 0 <= row < len(batch):
-            name = batch[row].request_id
+            name = batch[row].asked_id
             error.request = name  # type: ignore[attr-defined]
             error.args = (f"{error} (row {row} of the batch is request {name})",)
         raise
