@@ -29,8 +29,8 @@ from specrs import ConfigError, SamplingParams
         ("presence_penalty", -3e38), ("logit_bias", {1: 3e38}), ("n", 0), ("n", 4097), ("n", True), ("min_tokens", -1),
         ("bad_words", [""]), ("bad_words", [3]), ("bad_words", 3), ("allowed_token_ids", []),
         ("allowed_token_ids", [-1]), ("allowed_token_ids", "12"), ("logprobs", 21), ("logprobs", -1),
-        ("logprobs", True), ("prompt_logprobs", 21), ("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", -2), ("priority", 2**31), ("priority", 0.5),
-        ("skip_special_tokens", 1),
+        ("logprobs", True), ("prompt_logprobs", 21), ("truncate_prompt_tokens", 0),
+        ("truncate_prompt_tokens", -2), ("priority", 2**31), ("priority", 0.5), ("skip_special_tokens", 1),
     ],
 )  # fmt: skip
 def test_refused_by_name(name: str, value: Any) -> None:
