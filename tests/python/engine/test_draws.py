@@ -56,6 +56,19 @@ def test_bans_are_those_of_naive_decoding(ternary: Pair, temperature: float, mon
     assert len(cuts) > (60 if temperature else 4) and max(cuts) > 1
 
 
+def test_no_round_straddles_min_tokens(ternary: Pair) -> None:
+    """Deep accepted drafts, and a stop token that comes as soon as it may."""
+    llm, spec = LLM(ternary.target), LLM(ternary.target, ternary.draft, tree=(3, 6, 48))
+    for least in range(1, 12):
+        params = [SamplingParams(max_tokens=14, min_tokens=least, stop_token_ids=[1], seed=i, temperature=3.0,
+                                 logit_bias={0: -4.0, 1: -2.0}) for i in range(8)]  # fmt: skip
+        prompts = prompts_of(least, 8, 3)
+        want = [o.token_ids for o in llm.generate(prompts, params)]
+        outputs = spec.generate(prompts, params)
+        assert [o.token_ids for o in outputs] == want
+        assert any(len(tokens) < 14 for tokens in want) and max(len(o.accepted_lengths) for o in outputs) > 2
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("vocab", [3, 10])
 def test_bans_of_a_batch_are_those_of_each_alone(
