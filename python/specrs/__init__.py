@@ -49,6 +49,7 @@ from specrs.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from specrs.backends import UnsupportedCombinationError
+    from specrs.chat import ChatLimitError, ChatTemplateError
     from specrs.engine import LLM, EngineBusyError, EngineClosedError, FinishReason, RequestOutput, StreamEvent
     from specrs.graph import GraphRuntime
     from specrs.models import DraftMismatchError, ModelFileError, UnsupportedModelError
@@ -58,12 +59,15 @@ _LAZY = {
         ("LLM", "EngineBusyError", "EngineClosedError", "FinishReason", "RequestOutput", "StreamEvent"), "specrs.engine"
     ),
     **dict.fromkeys(("DraftMismatchError", "ModelFileError", "UnsupportedModelError"), "specrs.models"),
+    **dict.fromkeys(("ChatLimitError", "ChatTemplateError"), "specrs.chat"),
     "UnsupportedCombinationError": "specrs.backends",
     "GraphRuntime": "specrs.graph",
 }
 
 __all__ = [
     "LLM",
+    "ChatLimitError",
+    "ChatTemplateError",
     "ConfigError",
     "CudaError",
     "DeviceLens",

@@ -9,20 +9,22 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from specrs import assets
 from specrs._specrs import Accepts, ConfigError, Pool, PoolExhaustedError, TreeBatch, __version__
 from specrs.backends import Capabilities
 from specrs.capsule.file import save
 from specrs.capsule.recorder import RoundRecorder
+from specrs.chat import ChatTemplates, Messages
 from specrs.engine.config import EngineConfig
 from specrs.engine.cuda import CudaExecutor
 from specrs.engine.errors import EngineBusyError, EngineClosedError
 from specrs.engine.host import HostExecutor
 from specrs.engine.observer import RoundObserver, Watching
 from specrs.engine.placing import Wanted
-from specrs.engine.request import Request, RequestOutput, StreamEvent
+from specrs.engine.prompts import Chats, Prompt, load_tokenizer
+from specrs.engine.request import Request, RequestOutput, StreamEvent, TokenizedPrompt
 from specrs.engine.runner import Runner
 from specrs.engine.scheduler import Scheduler
 from specrs.models import (
@@ -36,11 +38,6 @@ from specrs.models import (
     numerics,
 )
 from specrs.sampling_params import ResolvedSampling, SamplingParams
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
-Prompt = str | Sequence[int]
 
 
 class LLM:
@@ -106,7 +103,8 @@ class LLM:
         follow_torch()
         target = load_target(model, ops, max_context_len=context)
         head = load_draft(draft, target) if draft is not None and site.drafts else None
-        self.tokenizer = _load_tokenizer(model)
+        self.tokenizer = load_tokenizer(model)
+        self._chats = Chats(model)
         self.vocab_size: int = target.config.vocab_size
         self.eos_ids = frozenset(target.config.eos_token_ids)
         # Page 0 is the sink.
@@ -261,6 +259,56 @@ class LLM:
         with self._turn():
             requests = self._requests(prompts, params)
         return self._drain(requests, self._turn)
+
+    # -- conversations ------------------------------------------------------------------------------------------
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool | str = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        on_error: Literal["raise", "return"] = "raise",
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or each of a list of them, in the form of the model's chat template.
+
+        The output's ``prompt`` is the text that the template made. One conversation gives a list of one output.
+
+        Args:
+            messages: mappings with ``role`` and ``content``, oldest first; or a list of such conversations.
+            params, on_error: as in `generate`.
+            tools, chat_template, add_generation_prompt, continue_final_message, chat_template_kwargs: as
+                `specrs.chat.ChatTemplates.render` takes them, for all conversations.
+
+        Raises:
+            ChatTemplateError: a `ConfigError`: the model has no template, or its template refuses a conversation.
+            ChatLimitError: of those, a template that took too long or wrote too much.
+            As `generate` otherwise.
+        """
+        options: dict[str, Any] = {
+            "tools": tools, "chat_template": chat_template, "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message, "chat_template_kwargs": chat_template_kwargs,
+        }  # fmt: skip
+        return self.generate(self._chats.prompts(messages, options, self._encode_chat), params, on_error=on_error)
+
+    def chat_prompt(self, messages: Messages, **options: Any) -> TokenizedPrompt:
+        """What `chat` has the model continue: a prompt for `generate`, `stream` and `add`.
+
+        Any thread may call it at any time. messages: one conversation; options: of
+        `specrs.chat.ChatTemplates.render`.
+        """
+        return self._chats.prompt(messages, options, self._encode_chat)
+
+    @property
+    def chat_templates(self) -> ChatTemplates:
+        """The model's chat templates, which may be none. Raises ChatTemplateError where its files are malformed."""
+        return self._chats.templates
+
+    # -- checks -------------------------------------------------------------------------------------------------
 
     def _requests(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
@@ -431,10 +479,11 @@ class LLM:
         """Token ids of a prompt, with the special tokens that the model's tokenizer adds."""
         return self._encode(text, "prompt")
 
-    def _encode(self, text: str, where: str) -> list[int]:
+    def _encode(self, text: str, where: str, special: bool = True) -> list[int]:
+        tokenizer = self.tokenizer
         if self._parts is None:
             raise EngineClosedError
-        if self.tokenizer is None:
+        if tokenizer is None:
             raise ConfigError(
                 f"{where}: the model directory has no tokenizer.json; give prompts as token ids, or write one with "
                 "transformers: AutoTokenizer.from_pretrained(directory).save_pretrained(directory)"
@@ -443,7 +492,10 @@ class LLM:
             text.encode()
         except UnicodeEncodeError as e:
             raise ConfigError(f"{where}: not encodable as UTF-8 at character {e.start}: {e.reason}") from None
-        return list(self.tokenizer.encode(text).ids)
+        return list(tokenizer.encode(text, add_special_tokens=special).ids)
+
+    def _encode_chat(self, text: str, where: str) -> list[int]:
+        return self._encode(text, where, special=False)  # the template wrote its own
 
     def _request_params(self, params: object, where: str) -> ResolvedSampling:
         """Check a request's parameters against the model, and let it decide what they leave unset."""
@@ -461,6 +513,8 @@ class LLM:
     def _request(self, prompt: Prompt, params: ResolvedSampling, where: str) -> Request:
         """Check everything about a request before anything is allocated for it."""
         text = prompt if isinstance(prompt, str) else None
+        if isinstance(prompt, TokenizedPrompt):
+            text, prompt = prompt.text, prompt.token_ids
         ids = self._encode(prompt, where) if isinstance(prompt, str) else _token_ids(prompt, where)
         if not ids:
             raise ConfigError(f"{where}: empty, there is nothing to continue")
@@ -503,15 +557,3 @@ def _token_ids(prompt: object, where: str) -> list[int]:
         except TypeError:
             raise ConfigError(f"{where}[{i}] = {token!r}: must be a token id") from None
     return ids
-
-
-def _load_tokenizer(model: Path) -> Tokenizer | None:
-    path = model / "tokenizer.json"
-    if not path.exists():
-        return None
-    from tokenizers import Tokenizer
-
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as e:  # the library raises bare Exception
-        raise ConfigError(f"tokenizer.json: {e}") from e
