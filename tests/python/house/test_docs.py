@@ -25,9 +25,8 @@ RUN = [(page, code) for page, how, code in BLOCKS if how == "run"]
 @pytest.mark.parametrize("block", RUN, ids=lambda b: f"{b[0]}-{b[1].strip().split(chr(10))[0][:30]}")
 def test_a_block_runs_as_it_stands(block: tuple[str, str], tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", block[1]], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600, check=False
-    )
+    argv = [sys.executable, "-c", block[1]]
+    done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr and done.stdout.strip()
 
