@@ -50,13 +50,38 @@ from specrs.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from specrs.backends import UnsupportedCombinationError
     from specrs.chat import ChatLimitError, ChatTemplateError
-    from specrs.engine import LLM, EngineBusyError, EngineClosedError, FinishReason, RequestOutput, StreamEvent
+    from specrs.engine import (
+        LLM,
+        AsyncLLM,
+        EngineBusyError,
+        EngineClosedError,
+        EngineFailedError,
+        EngineOverloadedError,
+        FinishReason,
+        RequestOutput,
+        StepFailedError,
+        StreamEvent,
+        TokenizedPrompt,
+    )
     from specrs.graph import GraphRuntime
     from specrs.models import DraftMismatchError, ModelFileError, UnsupportedModelError
 
 _LAZY = {
     **dict.fromkeys(
-        ("LLM", "EngineBusyError", "EngineClosedError", "FinishReason", "RequestOutput", "StreamEvent"), "specrs.engine"
+        (
+            "LLM",
+            "AsyncLLM",
+            "EngineBusyError",
+            "EngineClosedError",
+            "EngineFailedError",
+            "EngineOverloadedError",
+            "FinishReason",
+            "RequestOutput",
+            "StepFailedError",
+            "StreamEvent",
+            "TokenizedPrompt",
+        ),
+        "specrs.engine",
     ),
     **dict.fromkeys(("DraftMismatchError", "ModelFileError", "UnsupportedModelError"), "specrs.models"),
     **dict.fromkeys(("ChatLimitError", "ChatTemplateError"), "specrs.chat"),
@@ -66,6 +91,7 @@ _LAZY = {
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "ChatLimitError",
     "ChatTemplateError",
     "ConfigError",
@@ -75,6 +101,8 @@ __all__ = [
     "DraftMismatchError",
     "EngineBusyError",
     "EngineClosedError",
+    "EngineFailedError",
+    "EngineOverloadedError",
     "FinishReason",
     "FormatBuffers",
     "Geometry",
@@ -95,7 +123,9 @@ __all__ = [
     "SpecrsError",
     "StaleHandleError",
     "StaleOutputError",
+    "StepFailedError",
     "StreamEvent",
+    "TokenizedPrompt",
     "Tree",
     "TreeBatch",
     "TreeShape",

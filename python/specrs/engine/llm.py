@@ -27,6 +27,7 @@ from specrs.engine.prompts import Chats, Prompt, load_tokenizer
 from specrs.engine.request import Request, RequestOutput, StreamEvent, TokenizedPrompt
 from specrs.engine.runner import Runner
 from specrs.engine.scheduler import Scheduler
+from specrs.engine.stats import EngineStats
 from specrs.models import (
     ModelConfig,
     default_sampling,
@@ -366,10 +367,13 @@ class LLM:
 
     def add(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
         """Queue a request and return its id; ``step`` makes it progress."""
+        return self._enqueue(prompt, params).request_id
+
+    def _enqueue(self, prompt: Prompt, params: SamplingParams | None) -> Request:
         with self._turn():
             request = self._request(prompt, self._request_params(params or SamplingParams(), "params"), "prompt")
             self._scheduler.add(request)
-            return request.request_id
+            return request
 
     def step(self) -> list[StreamEvent]:
         """One step of everything that runs: admission, a chunk of prefill, a round.
@@ -411,6 +415,12 @@ class LLM:
     def unfinished(self) -> int:
         """Requests that wait or run, or whose output ``step`` has not returned yet."""
         return self._scheduler.unfinished + sum(e.output is not None for e in self._unclaimed)
+
+    def stats(self) -> EngineStats:
+        """How much runs, waits, and lies in the pool, between two steps."""
+        with self._turn():
+            scheduler = self._scheduler
+            return EngineStats.of(scheduler.running, scheduler.waiting, self._runner.pages.pool.stats())
 
     @property
     def numerics(self) -> dict[str, Any]:
