@@ -64,7 +64,7 @@ if TYPE_CHECKING:
         TokenizedPrompt,
     )
     from specrs.graph import GraphRuntime
-    from specrs.models import DraftMismatchError, ModelFileError, UnsupportedModelError
+    from specrs.models import DraftMismatchError, HubError, ModelFileError, UnsupportedModelError
 
 _LAZY = {
     **dict.fromkeys(
@@ -83,7 +83,7 @@ _LAZY = {
         ),
         "specrs.engine",
     ),
-    **dict.fromkeys(("DraftMismatchError", "ModelFileError", "UnsupportedModelError"), "specrs.models"),
+    **dict.fromkeys(("DraftMismatchError", "HubError", "ModelFileError", "UnsupportedModelError"), "specrs.models"),
     **dict.fromkeys(("ChatLimitError", "ChatTemplateError"), "specrs.chat"),
     "UnsupportedCombinationError": "specrs.backends",
     "GraphRuntime": "specrs.graph",
@@ -108,6 +108,7 @@ __all__ = [
     "Geometry",
     "GraphCaptureError",
     "GraphRuntime",
+    "HubError",
     "KvCache",
     "LedgerError",
     "ModelFileError",

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from specrs import assets
+from specrs import progress as bars
 from specrs._specrs import Accepts, ConfigError, Pool, PoolExhaustedError, TreeBatch, __version__
 from specrs.backends import Capabilities
 from specrs.capsule.file import save
@@ -48,16 +49,17 @@ class LLM:
     ``close``, or a ``with`` block, frees weights and caches.
 
     Args:
-        model: Hugging Face directory (``config.json``, safetensors, ``tokenizer.json``), or ``org/name`` of one in the
-            local hub cache; ``None`` is the small model in the package, with its draft head unless ``draft`` says
-            otherwise.
+        model: Hugging Face directory (``config.json``, safetensors, ``tokenizer.json``), or ``org/name``, of the local
+            hub cache or downloaded into it; ``None`` is the small model in the package, with its draft head unless
+            ``draft`` says otherwise.
         draft: directory (or ``org/name``) of an EAGLE-3 head for the model; ``None`` with a model given is plain
             decoding.
         speculative: ``False`` decodes plainly even where a draft head is there.
+        progress: bars on stderr while files are downloaded and weights are loaded; ``None``: on a terminal alone.
         options: fields of `EngineConfig`: ``max_batch``, ``max_context_len``, ``page_size``, ``num_pages``,
             ``tree``, ``draft_attention``, ``draft_layout``, ``attention_backend``, ``prefix_cache``,
-            ``prefill_chunk``, ``kv_dtype``, ``device``, ``graphs``. Without ``device``, the engine runs on a GPU where
-            one is that runs the model and holds it, and else on the CPU; `LLM.device` says which, and why.
+            ``prefill_chunk``, ``kv_dtype``, ``device``, ``dtype``, ``graphs``. Without ``device``, the engine runs on a
+            GPU where one is that runs the model and holds it, and else on the CPU; `LLM.device` says which, and why.
 
     Raises:
         ConfigError: an option or a file that does not fit, with the value and the limit.
@@ -78,16 +80,18 @@ class LLM:
         draft: str | Path | None = None,
         *,
         speculative: bool = True,
+        progress: bool | None = None,
         **options: Any,
     ) -> None:
         config = EngineConfig.of(options)
+        bars.wanted(progress)
         if model is None:
             model, draft = assets.model_dir(), assets.draft_dir() if draft is None else draft
         for name, path in (("model", model), ("draft", draft)):
             if path is not None and not isinstance(path, (str, os.PathLike)):
                 raise ConfigError(f"{name} = {path!r}: must be the path of a directory")
-        model = locate(model, "model")
-        draft = None if draft is None else locate(draft, "draft")
+        model = locate(model, "model", progress=progress)
+        draft = None if draft is None else locate(draft, "draft", progress=progress)
         # What cannot run is refused before weights are read: options and sizes first, then files.
         recurrent = has_recurrent_state(model)
         if recurrent:
@@ -102,8 +106,9 @@ class LLM:
         self.config, geometry, ops = site.config, site.geometry, site.ops
         assert self.config.num_pages is not None
         follow_torch()
-        target = load_target(model, ops, max_context_len=context)
-        head = load_draft(draft, target) if draft is not None and site.drafts else None
+        with bars.loading(bars.weight_bytes(model, draft if site.drafts else None), progress):
+            target = load_target(model, ops, max_context_len=context)
+            head = load_draft(draft, target) if draft is not None and site.drafts else None
         self.tokenizer = load_tokenizer(model)
         self._chats = Chats(model)
         self.vocab_size: int = target.config.vocab_size
@@ -211,6 +216,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         on_error: Literal["raise", "return"] = "raise",
+        progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Generate for each prompt; outputs in the order of the prompts.
 
@@ -223,6 +229,7 @@ class LLM:
             on_error: what a request that could not go on does once all have ended. ``"raise"``: the first such error,
                 in the order of the prompts, with every output as its ``outputs``. ``"return"``: nothing; look at
                 ``finish_reason``.
+            progress: a bar on stderr; ``None``: on a terminal, of several prompts.
 
         Raises:
             ConfigError: a prompt without tokens, a token outside the vocabulary, a prompt that leaves no room in the
@@ -236,10 +243,15 @@ class LLM:
         """
         if on_error not in ("raise", "return"):
             raise ConfigError(f"on_error = {on_error!r}: must be 'raise' or 'return'")
+        bars.wanted(progress)
         with self._turn():
             requests = self._requests(prompts, params)
-            with closing(self._drain(requests, nullcontext)) as events:
-                outputs = {event.request_id: event.output for event in events if event.output is not None}
+            outputs = {}
+            with closing(self._drain(requests, nullcontext)) as events, bars.requests(len(requests), progress) as tell:
+                for event in events:
+                    if event.output is not None:
+                        outputs[event.request_id] = event.output
+                    tell(len(event.token_ids), event.output is not None)
         ordered = [outputs[r.request_id] for r in requests]
         error = next((o.error for o in ordered if o.error is not None), None)
         if error is not None and on_error == "raise":
@@ -274,6 +286,7 @@ class LLM:
         continue_final_message: bool | str = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         on_error: Literal["raise", "return"] = "raise",
+        progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of a list of them, in the form of the model's chat template.
 
@@ -281,7 +294,7 @@ class LLM:
 
         Args:
             messages: mappings with ``role`` and ``content``, oldest first; or a list of such conversations.
-            params, on_error: as in `generate`.
+            params, on_error, progress: as in `generate`.
             tools, chat_template, add_generation_prompt, continue_final_message, chat_template_kwargs: as
                 `specrs.chat.ChatTemplates.render` takes them, for all conversations.
 
@@ -294,7 +307,9 @@ class LLM:
             "tools": tools, "chat_template": chat_template, "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message, "chat_template_kwargs": chat_template_kwargs,
         }  # fmt: skip
-        return self.generate(self._chats.prompts(messages, options, self._encode_chat), params, on_error=on_error)
+        return self.generate(
+            self._chats.prompts(messages, options, self._encode_chat), params, on_error=on_error, progress=progress
+        )
 
     def chat_prompt(self, messages: Messages, **options: Any) -> TokenizedPrompt:
         """What `chat` has the model continue: a prompt for `generate`, `stream` and `add`.
