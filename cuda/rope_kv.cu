@@ -12,12 +12,22 @@
 // Slot 0 is the sink: a row that goes there (a dead lane, a draft behind the context wall) writes no key and no value,
 // so that the sink keeps the finite values that it was made with. A slot outside the cache is recorded and not written. A
 // position outside the table is recorded; the row's queries are zeros then, and it writes no key and no value.
+//
+// Values in the cache are finite. A tensor core multiplies a value by the weight 0 of a row that does not attend to it,
+// and 0 * NaN would carry one node's NaN to its siblings, or a token's to those before it in its chunk. So where a value
+// is NaN or infinite, zeros are written for all of its head, and NaN for all of the key: who attends to it gets NaN.
 #include "rows.cuh"
 
 namespace specrs {
 
 constexpr int MAX_PAIRS = 4;  // pairs of neighbours of a lane in each half: rotary dimensions up to 512
 constexpr int MAX_REST = 16;  // elements of a lane behind the rotated part: up to 512
+
+// Bits that are all set where a value is NaN or an infinity.
+template <typename T>
+constexpr uint16_t exponent = 0x7f80;
+template <>
+constexpr uint16_t exponent<F16> = 0x7c00;
 
 // Elements i and i + 1, the second only where it is one of `count`: one access where `wide`.
 template <typename T>
@@ -69,6 +79,25 @@ __device__ __forceinline__ float with_bias(const uint16_t *x, const uint16_t *bi
     return bias == nullptr ? v : __fadd_rn(v, T::load(bias[i]));
 }
 
+// Elements i and i + 1 of a value, as they are stored.
+template <typename T>
+__device__ __forceinline__ float2 value_pair(const uint16_t *x, const uint16_t *bias, int32_t i, int32_t count,
+                                             bool wide) {
+    const float2 v = load_pair<T>(x, i, count, wide);
+    return bias == nullptr ? v : add_pair<T>(v, bias, i, count, wide);
+}
+
+// Whether all of a value will be finite as it is stored; a warp asks.
+template <typename T>
+__device__ __forceinline__ bool is_finite(const uint16_t *x, const uint16_t *bias, int32_t count, bool wide) {
+    bool finite = true;
+    for (int32_t i = 2 * (threadIdx.x % 32); i < count; i += 64) {
+        const float2 v = value_pair<T>(x, bias, i, count, wide);
+        finite = finite && (T::store(v.x) & exponent<T>) != exponent<T> && (T::store(v.y) & exponent<T>) != exponent<T>;
+    }
+    return __all_sync(~0u, finite);
+}
+
 template <typename T>
 __device__ __forceinline__ void rope_kv(const RopeKvParams &p) {
     const int32_t row = blockIdx.x;
@@ -110,14 +139,21 @@ __device__ __forceinline__ void rope_kv(const RopeKvParams &p) {
     }
     const bool wide = p.wide != 0;
     if (value) {
+        const bool finite = is_finite<T>(x, bias, d, wide);
         for (int32_t i = 2 * lane; i < d; i += 64) {
-            float2 v = load_pair<T>(x, i, d, wide);
-            if (bias != nullptr) {
-                v = add_pair<T>(v, bias, i, d, wide);
-            }
-            store_pair<T>(out, i, d, wide, v);
+            const float2 v = value_pair<T>(x, bias, i, d, wide);
+            store_pair<T>(out, i, d, wide, finite ? v : make_float2(0.0f, 0.0f));
         }
         return;
+    }
+    if (!query) {
+        const int64_t apart = static_cast<int64_t>(p.kv_heads) * d;  // from a key to its value
+        if (!is_finite<T>(x + apart, bias == nullptr ? nullptr : bias + apart, d, wide)) {
+            for (int32_t i = lane; i < d; i += 32) {
+                out[i] = static_cast<uint16_t>(exponent<T> | 1);  // NaN
+            }
+            return;
+        }
     }
     if (!placed) {
         for (int32_t i = lane; i < d; i += 32) {

@@ -6,7 +6,7 @@
 //! Data flows one way; a module imports only from those on its left:
 //!
 //! ```text
-//! error, bounds, revert, simd -> geometry -> pool | round -> plan -> plan::write -> host | device -> graph -> py
+//! error, bounds, revert, simd -> geometry -> pool | round -> plan -> plan::write -> draft | host | device -> graph -> py
 //! ```
 //!
 //! | module | what lives there |
@@ -19,6 +19,7 @@
 //! | [`pool`] | the paged KV allocator: reference counts, sequences, leases, prefix cache, ledger |
 //! | [`round`] | what host and device both speak of: draft masks, trees, sampling parameters, accepted paths |
 //! | [`plan`] | metadata of each phase, audited before anything may use it |
+//! | [`draft`] | sources of drafts that need no head, and one tree from many sources |
 //! | [`host`] | the CPU kernels: a plain reference and a fast path for each |
 //! | `device` | CUDA kernels launched on the caller's stream (feature `cuda`) |
 //! | `graph` | captured launches that own what they point at (feature `cuda`) |
@@ -30,6 +31,7 @@
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 pub mod bounds;
+pub mod draft;
 pub mod error;
 pub mod geometry;
 pub mod host;

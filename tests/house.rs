@@ -13,7 +13,7 @@ const ORDER: &[&[&str]] = &[
     &["plan"],
     &["plan::write"],
     &["plan::certify"],
-    &["host", "device"],
+    &["draft", "host", "device"],
     &["graph"],
     &["py"],
 ];

@@ -286,6 +286,8 @@ def steady(llm: LLM, prompts: list[list[int]], count: int) -> tuple[list[list[in
     numbers = sorted(watch.ends)
     periods = [watch.ends[b] - watch.ends[a] for a, b in itertools.pairwise(numbers) if b == a + 1]
     middle = slice(3, -3)
+    if len(steps) < 9:
+        raise RuntimeError(f"{len(steps)} steady rounds: a request of {more} tokens ended too early")
     figures = {"step_ms": statistics.median(steps[middle]) * 1e3, "host_ms": statistics.median(hosts[middle]) * 1e3,
                "period_ms": statistics.median(periods[middle]) / 1e6}  # fmt: skip
     return [tokens[i] for i in ids], {name: round(ms, 4) for name, ms in figures.items()}

@@ -947,6 +947,123 @@ class DraftBeams:
         score below `min_score`. The round can go on or be finished again.
         """
 
+@type_check_only
+class _Proposal(Protocol):
+    @property
+    def parents(self) -> _List[SupportsIndex]: ...
+    @property
+    def tokens(self) -> _List[SupportsIndex]: ...
+    @property
+    def probs(self) -> _List[float]: ...
+    @property
+    def buckets(self) -> _List[SupportsIndex] | None: ...
+
+@final
+class DraftProposal:
+    """What a source of the core proposes: a tree below a request's last token, as `specrs.drafters.Proposal`
+    describes it.
+    """
+
+    @property
+    def parents(self) -> list[int]:
+        """Index of each node's parent in this proposal; -1 for a child of the request's last token."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """Token of each node."""
+
+    @property
+    def probs(self) -> list[float]:
+        """Probability that each node is accepted, given that its parent is."""
+
+    @property
+    def buckets(self) -> list[int]:
+        """Class of each node, for calibration."""
+
+    def __len__(self) -> int: ...
+
+@final
+class MergedDrafts:
+    """A tree of `merge_drafts`, for one request."""
+
+    @property
+    def parents(self) -> list[int]:
+        """Parent of each node, parents first; -1 for the root, node 0."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """Token of each node."""
+
+    @property
+    def scores(self) -> list[float]:
+        """Cumulative log-probability of each node; 0 for the root."""
+
+    @property
+    def sources(self) -> list[int]:
+        """Which sources proposed each node, a bit a source; 0 for the root."""
+
+    @property
+    def spine(self) -> int:
+        """Nodes of the deepest path, root included; they stand first."""
+
+    def pruned(
+        self,
+        nodes: SupportsIndex,
+        depth: SupportsIndex,
+        *,
+        off_spine: SupportsIndex = 8,
+        min_score: float | None = None,
+    ) -> MergedDrafts:
+        """The best nodes of this tree within closer limits, as `merge_drafts` takes them."""
+
+    def settle(self, path: _List[SupportsIndex], calibration: DraftCalibration) -> None:
+        """Tell a calibration what was accepted: `path` are the nodes that verification walked, from the root (0) on.
+        Nodes whose parent is on the path had their chance; of those, the ones on the path were accepted.
+        """
+
+    def __len__(self) -> int: ...
+
+@final
+class DraftCalibration:
+    """What the probabilities of so many sources have been worth: claims are corrected by the outcomes of their
+    source and bucket, decayed over about 500 of them.
+    """
+
+    def __new__(cls, sources: SupportsIndex) -> DraftCalibration: ...
+    @property
+    def sources(self) -> int:
+        """Sources."""
+
+    def account(self, source: SupportsIndex) -> tuple[int, int]:
+        """Of a source's nodes whose parent was accepted: how many there were, and how many were accepted."""
+
+    def corrected(self, source: SupportsIndex, bucket: SupportsIndex, prob: float) -> float:
+        """The corrected probability of a claim of a source in a bucket."""
+
+    def observe(self, source: SupportsIndex, bucket: SupportsIndex, prob: float, accepted: bool) -> None:
+        """A node that a source claimed with probability `prob`, and whose parent was accepted, was accepted or not."""
+
+def merge_drafts(
+    root: SupportsIndex,
+    vocab: SupportsIndex,
+    sources: _List[_Proposal],
+    nodes: SupportsIndex,
+    depth: SupportsIndex,
+    *,
+    calibration: DraftCalibration | None = None,
+    off_spine: SupportsIndex = 8,
+    min_score: float | None = None,
+) -> MergedDrafts:
+    """One tree from the proposals of many sources, below the token `root`: equal tokens under equal parents are one
+    node, its probability that of their union, each claim corrected by `calibration`; siblings sum to at most 1. The
+    tree takes the best nodes by cumulative log-probability: `nodes` at most, the root included, `depth` levels, none of
+    a score below `min_score`. The deepest path (the spine) stands first; no path has more than `off_spine` nodes off
+    it, as the GPU's attention asks for.
+
+    Source i of `calibration` and of the tree's masks is `sources[i]`: a `DraftProposal`, or any object with `parents`,
+    `tokens`, `probs` and `buckets`.
+    """
+
 @final
 class TreeBatch:
     """The token trees of a batch, one a request, nodes of all requests behind one another. Node 0 of each is its
@@ -954,8 +1071,18 @@ class TreeBatch:
     """
 
     @staticmethod
-    def from_parents(parents: _List[_List[SupportsIndex]], tokens: _List[_List[SupportsIndex]]) -> TreeBatch:
-        """Trees of any shape: a parent array (-1 for the root, `parents[i] < i`) and the tokens of each request."""
+    def from_parents(
+        parents: _List[_List[SupportsIndex]],
+        tokens: _List[_List[SupportsIndex]],
+        scores: _List[_List[float]] | None = None,
+    ) -> TreeBatch:
+        """Trees of any shape: a parent array (-1 for the root, `parents[i] < i`) and the tokens of each request;
+        `scores` are cumulative log-probabilities, 0 for roots.
+        """
+
+    @staticmethod
+    def from_drafts(drafts: _List[MergedDrafts]) -> TreeBatch:
+        """The trees of merged drafts, one a request, with their scores."""
 
     @staticmethod
     def from_arrays(offsets: _Tensor, tokens: _Tensor, parents: _Tensor, scores: _Tensor) -> TreeBatch:
@@ -973,8 +1100,8 @@ class TreeBatch:
 
     @property
     def scores(self) -> Array:
-        """Cumulative log-probability of each node by the draft model, float32 [nodes]; 0 for roots, and for trees
-        made by `from_parents`.
+        """Cumulative log-probability of each node by its source, float32 [nodes]; 0 for roots, and for trees made
+        without scores.
         """
 
     @property

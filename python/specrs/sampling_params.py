@@ -18,6 +18,9 @@ _MAX_TOP_K = 2**63 - 1
 _MAX_BIAS = 1e30
 _MAX_PENALTY = 1e20
 _MAX_REPETITION = 1e6
+_MAX_LOGPROBS = 20  # beside the chosen token
+_MAX_N = 4096
+_MAX_PRIORITY = 2**31
 
 
 def _refuse(name: str, value: object, why: str) -> ConfigError:
@@ -105,6 +108,22 @@ class SamplingParams:
         logit_bias: token id -> value added to its logit, in -1e30..1e30; ``-math.inf`` forbids the token.
         ignore_eos: do not end at the model's EOS.
         include_stop: keep the stop string in the text.
+        speculative: ``False`` decodes this request plainly; its tokens are the same.
+        prediction: text, or token ids, that the output is expected to hold much of, as a file that is to be edited: one
+            more source to draft from. It changes no token. ``None``: nothing is expected.
+        n: outputs of the prompt, which is prefilled once (1, at most 4096); `RequestOutput.outputs` has all. Output i
+            draws with a seed of its own, split from the request's: that of output 0 is the request's itself.
+        min_tokens: tokens before which no EOS, stop token or stop string ends the output (0). EOS and stop tokens have
+            no probability there.
+        bad_words: texts that the output never spells: the token that would complete one, of the text as it is or behind
+            a space, has no probability. A text is looked for in the output alone, token by token.
+        allowed_token_ids: all other tokens have no probability; ``None`` allows all.
+        logprobs: log-probabilities of each token and of so many most probable ones, 0..20; ``None``: none. Of the
+            model's own distribution, before any of the processors above.
+        prompt_logprobs: the same for the tokens of the prompt, but its first.
+        truncate_prompt_tokens: keep so many last tokens of the prompt; -1: as many as leave room for ``max_tokens``.
+        priority: requests with a lower number run first, and are preempted last; in -2**31..2**31 - 1 (0).
+        skip_special_tokens: leave special tokens out of the text.
 
     Raises:
         ConfigError: a value out of range or of another type, by name; ``what``, ``got`` and ``why`` are attributes.
@@ -124,6 +143,17 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = field(default_factory=dict)
     ignore_eos: bool | None = False
     include_stop: bool | None = False
+    speculative: bool | None = True
+    prediction: str | Sequence[int] | None = None
+    n: int | None = 1
+    min_tokens: int | None = 0
+    bad_words: Sequence[str] | str | None = ()
+    allowed_token_ids: Sequence[int] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    priority: int | None = 0
+    skip_special_tokens: bool | None = True
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
@@ -134,12 +164,15 @@ class SamplingParams:
                 object.__setattr__(self, name, _UNSET[name])
         if self.logit_bias is None:
             object.__setattr__(self, "logit_bias", {})
+        if self.max_tokens is not None and (self.min_tokens or 0) > self.max_tokens:
+            raise _refuse("min_tokens", self.min_tokens, f"must be at most max_tokens = {self.max_tokens}")
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> SamplingParams:
         """Build from a mapping such as a request body; a name that cannot be honoured is refused.
 
-        ``None`` is unset, and the keys of ``logit_bias`` may be decimal text, as JSON has them.
+        ``None`` is unset, the keys of ``logit_bias`` may be decimal text, as JSON has them, and ``prediction`` may be
+        ``{"type": "content", "content": text}``.
         """
         known = cls.__dataclass_fields__
         for name, value in options.items():
@@ -152,6 +185,9 @@ class SamplingParams:
             if len(numbers) < len(bias):
                 raise _refuse("logit_bias", bias, "names a token twice")
             options["logit_bias"] = numbers
+        expected = options.get("prediction")
+        if isinstance(expected, Mapping) and isinstance(expected.get("content"), str):  # as OpenAI's requests have it
+            options["prediction"] = expected["content"]
         return cls(**options)
 
     def resolved(self, defaults: SamplingParams | None = None) -> ResolvedSampling:
@@ -165,10 +201,14 @@ class SamplingParams:
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuse token ids that the model does not have, before anything is allocated for the request."""
-        for name in ("stop_token_ids", "logit_bias"):
-            for token in getattr(self, name):
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            for token in getattr(self, name) or ():
                 if token >= vocab_size:
                     raise _refuse(name, token, f"the vocabulary has {vocab_size} tokens")
+        if self.prediction is not None and not isinstance(self.prediction, str):
+            token = max(self.prediction, default=0)
+            if token >= vocab_size:
+                raise _refuse("prediction", token, f"the vocabulary has {vocab_size} tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +228,12 @@ class ResolvedSampling(SamplingParams):
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     ignore_eos: bool = False
     include_stop: bool = False
+    speculative: bool = True
+    n: int = 1
+    min_tokens: int = 0
+    bad_words: Sequence[str] = ()
+    priority: int = 0
+    skip_special_tokens: bool = True
 
     def __str__(self) -> str:
         """How tokens are picked, as an option of each field that is not neutral: ``temperature 0.6, top_p 0.9``."""
@@ -205,7 +251,8 @@ _NEUTRAL: dict[str, Any] = {
 }  # fmt: skip
 _UNSET: dict[str, Any] = {
     "stop": (), "stop_token_ids": (), "presence_penalty": 0.0, "frequency_penalty": 0.0, "ignore_eos": False,
-    "include_stop": False,
+    "include_stop": False, "speculative": True, "n": 1, "min_tokens": 0, "bad_words": (), "priority": 0,
+    "skip_special_tokens": True,
 }  # fmt: skip
 
 
@@ -243,16 +290,34 @@ def _output_penalty(name: str, value: object) -> float:
     return number
 
 
-def _stop(name: str, value: object) -> tuple[str, ...]:
-    stop = (value,) if isinstance(value, str) else _items(name, value)
-    for s in stop:
-        if not isinstance(s, str) or not s:
+def _texts(name: str, value: object) -> tuple[str, ...]:
+    texts = (value,) if isinstance(value, str) else _items(name, value)
+    for text in texts:
+        if not isinstance(text, str) or not text:
             raise _refuse(name, value, "must be non-empty strings")
-    return stop
+    return texts
 
 
-def _stop_token_ids(name: str, value: object) -> tuple[int, ...]:
+def _token_ids(name: str, value: object) -> tuple[int, ...]:
     return tuple(_integer(name, i, 0) for i in _items(name, value))
+
+
+def _allowed_token_ids(name: str, value: object) -> tuple[int, ...]:
+    ids = _token_ids(name, value)
+    if not ids:
+        raise _refuse(name, value, "must allow at least one token")
+    return ids
+
+
+def _logprobs(name: str, value: object) -> int:
+    return _integer(name, value, 0, _MAX_LOGPROBS)
+
+
+def _truncate(name: str, value: object) -> int:
+    number = _integer(name, value, -1)
+    if number == 0:
+        raise _refuse(name, number, "must be at least 1, or -1 for as many as leave room")
+    return number
 
 
 def _logit_bias(name: str, value: object) -> dict[int, float]:
@@ -267,6 +332,12 @@ def _logit_bias(name: str, value: object) -> dict[int, float]:
     return bias
 
 
+def _prediction(name: str, value: object) -> str | tuple[int, ...]:
+    if isinstance(value, str):
+        return value
+    return tuple(_integer(name, i, 0) for i in _items(name, value))
+
+
 _CHECKS: dict[str, Callable[[str, object], Any]] = {
     "max_tokens": lambda name, value: _integer(name, value, 1),
     "temperature": _temperature,
@@ -275,11 +346,22 @@ _CHECKS: dict[str, Callable[[str, object], Any]] = {
     "min_p": _min_p,
     "repetition_penalty": _repetition_penalty,
     "seed": lambda name, value: _integer(name, value, 0, _MAX_SEED),
-    "stop": _stop,
-    "stop_token_ids": _stop_token_ids,
+    "stop": _texts,
+    "stop_token_ids": _token_ids,
     "presence_penalty": _output_penalty,
     "frequency_penalty": _output_penalty,
     "logit_bias": _logit_bias,
     "ignore_eos": _flag,
     "include_stop": _flag,
+    "speculative": _flag,
+    "prediction": _prediction,
+    "n": lambda name, value: _integer(name, value, 1, _MAX_N),
+    "min_tokens": lambda name, value: _integer(name, value, 0),
+    "bad_words": _texts,
+    "allowed_token_ids": _allowed_token_ids,
+    "logprobs": _logprobs,
+    "prompt_logprobs": _logprobs,
+    "truncate_prompt_tokens": _truncate,
+    "priority": lambda name, value: _integer(name, value, -_MAX_PRIORITY, _MAX_PRIORITY - 1),
+    "skip_special_tokens": _flag,
 }

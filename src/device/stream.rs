@@ -8,7 +8,7 @@ use std::sync::{Arc, Weak};
 
 use cudarc::driver::sys;
 
-use super::driver::{Stream, named};
+use super::driver::{Relaxed, Stream, named};
 use crate::error::Result;
 
 /// A graph of this crate's own, as long as a launch of it may come or be under way.
@@ -57,6 +57,7 @@ impl RawEvent {
 
     /// Whether the stream has got there; true for one that was never recorded.
     pub(crate) fn reached(&self) -> Result<bool> {
+        let _relaxed = Relaxed::enter()?; // in torch's mode, asking would break the capture of any other stream
         // SAFETY: the event lives.
         match unsafe { sys::cuEventQuery(self.0) } {
             sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
@@ -66,6 +67,7 @@ impl RawEvent {
 
     /// Let the host wait until the stream has got there.
     pub(crate) fn wait(&self) -> Result<()> {
+        let _relaxed = Relaxed::enter()?;
         // SAFETY: the event lives.
         named("cuEventSynchronize", unsafe { sys::cuEventSynchronize(self.0).result() })
     }

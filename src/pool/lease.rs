@@ -18,7 +18,7 @@ impl Pool {
     /// leased or given twice; [`Error::Dead`]. Nothing is changed then.
     pub fn reserve(&self, wants: &[(SeqId, u32)]) -> Result<Lease> {
         let (id, buffers) = self.write()?.reserve(wants)?;
-        Ok(Lease { pool: self.clone(), id, buffers })
+        Ok(Lease { pool: self.clone(), id, buffers: Some(buffers) })
     }
 }
 
@@ -57,7 +57,8 @@ pub struct Lease {
     pool: Pool,
     /// Unique in the pool, from 1; 0 once the lease has ended.
     id: u64,
-    buffers: Buffers,
+    /// `None` once the lease has ended. Boxed: they pass from hand to hand in each round.
+    buffers: Option<Box<Buffers>>,
 }
 
 /// A commit that was refused: why, and the lease, still live. Converted to [`Error`] by `?` it drops the lease,
@@ -79,7 +80,7 @@ impl From<Box<Refused>> for Error {
 impl Lease {
     /// The sequences, in the order of the reservation.
     pub fn seqs(&self) -> &[SeqId] {
-        &self.buffers.seqs
+        self.buffers.as_ref().map_or(&[], |b| &b.seqs)
     }
 
     /// Check that this is a lease of `pool` and covers each of `seqs`, so that its owner may plan writes for them.
@@ -108,7 +109,7 @@ impl Lease {
     /// Copies of the reservation, or of the last [`renew`](Lease::renew): to launch once each, in any order, before
     /// anything more is written under this lease and before the next call that changes the pool.
     pub fn copies(&self) -> &[PageCopy] {
-        &self.buffers.copies
+        self.buffers.as_ref().map_or(&[], |b| &b.copies)
     }
 
     /// Pages of one token only: reorder a sequence's speculative positions without moving bytes. Position
@@ -128,13 +129,13 @@ impl Lease {
     /// # Errors
     /// Those of [`remap`](Lease::remap).
     pub fn remap_all<'a>(&mut self, remaps: impl Iterator<Item = (SeqId, u32, &'a [u32])>) -> Result<()> {
-        self.pool.write()?.remap_all(self.id, &mut self.buffers, remaps)
+        self.pool.write()?.remap_all(self.id, self.buffers.get_or_insert_default(), remaps)
     }
 
     /// What the last [`remap`](Lease::remap) or [`remap_all`](Lease::remap_all) did to the rows, in its order; nothing
     /// where it was refused.
     pub fn permutations(&self) -> impl Iterator<Item = Permutation<'_>> + Clone {
-        self.buffers.permutations()
+        self.buffers.iter().flat_map(|b| b.permutations())
     }
 
     /// Make sure that sequence i has pages for its row positions `0..positions[i]`, for the whole batch or not at all,
@@ -150,7 +151,7 @@ impl Lease {
     /// `row_pages`; [`Error::OutOfRange`] below the committed length; [`Error::Mismatch`] for a wrong number of
     /// positions. The lease and the pool are as before then.
     pub fn renew(&mut self, positions: &[u32]) -> Result<()> {
-        self.pool.write()?.renew(self.id, &mut self.buffers, positions)
+        self.pool.write()?.renew(self.id, self.buffers.get_or_insert_default(), positions)
     }
 
     /// Make `committed[i]` the committed length of sequence i and keep the lease with every page of it, for the round
@@ -159,7 +160,7 @@ impl Lease {
     /// # Errors
     /// Those of [`commit`](Lease::commit). Nothing is changed then.
     pub fn advance(&mut self, committed: &[u32]) -> Result<()> {
-        self.pool.write()?.advance(&mut self.buffers, committed)
+        self.pool.write()?.advance(self.buffers.get_or_insert_default(), committed)
     }
 
     /// Make `committed[i]` the committed length of sequence i and end the lease. Pages beyond the last committed

@@ -12,7 +12,7 @@ use crate::pool::state::State;
 const SPARE_BUFFERS: usize = 16;
 
 impl State {
-    pub(super) fn reserve(&mut self, wants: &[(SeqId, u32)]) -> Result<(u64, Buffers)> {
+    pub(super) fn reserve(&mut self, wants: &[(SeqId, u32)]) -> Result<(u64, Box<Buffers>)> {
         self.call += 1;
         let mut need = 0;
         for &(seq, positions) in wants {
@@ -131,7 +131,8 @@ impl State {
         Ok(())
     }
 
-    pub(super) fn commit(&mut self, buffers: &mut Buffers, committed: &[u32]) -> Result<()> {
+    pub(super) fn commit(&mut self, lease: &mut Option<Box<Buffers>>, committed: &[u32]) -> Result<()> {
+        let buffers = lease.get_or_insert_default();
         self.check_lengths(buffers, committed)?;
         let page = self.config.page;
         let width = self.config.row_pages as usize;
@@ -155,11 +156,12 @@ impl State {
             self.changes.note(&mut r.changed, row, ChangeKind::Pages, first, old);
             self.ledger.give_back(&mut line[new..old], owner)?;
         }
-        self.end(buffers);
+        self.end(lease);
         Ok(())
     }
 
-    pub(super) fn rollback(&mut self, buffers: &mut Buffers) -> Result<()> {
+    pub(super) fn rollback(&mut self, lease: &mut Option<Box<Buffers>>) -> Result<()> {
+        let buffers = lease.get_or_insert_default();
         let (page, width) = (self.config.page, self.config.row_pages as usize);
         for &seq in &buffers.seqs {
             let row = seq.row() as usize;
@@ -174,16 +176,16 @@ impl State {
                 self.ledger.restore_tail(r, page, line, owner)?;
             }
         }
-        self.end(buffers);
+        self.end(lease);
         Ok(())
     }
 
     /// What commit and rollback have in common: the accounts of the lease itself.
-    fn end(&mut self, buffers: &mut Buffers) {
+    fn end(&mut self, lease: &mut Option<Box<Buffers>>) {
+        self.settle();
+        let Some(mut buffers) = lease.take() else { return };
         // Saturating: this runs in a destructor, and the audit is where a wrong count is told.
         self.leased_rows = self.leased_rows.saturating_sub(buffers.seqs.len() as u32);
-        self.settle();
-        let mut buffers = std::mem::take(buffers);
         buffers.clear();
         if self.spare.len() < SPARE_BUFFERS {
             self.spare.push(buffers);

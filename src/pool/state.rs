@@ -36,7 +36,7 @@ pub(super) struct State {
     /// Rows that have a live lease.
     pub(super) leased_rows: u32,
     /// Cleared buffers of leases that ended.
-    pub(super) spare: Vec<Buffers>,
+    pub(super) spare: Vec<Box<Buffers>>,
     /// Page ids in passing, of `remap`.
     pub(super) scratch: Vec<i32>,
 }

@@ -34,6 +34,9 @@ impl Int {
     /// 0, as a default.
     pub(super) const ZERO: Int = Int(0);
 
+    /// 8, as a default.
+    pub(super) const EIGHT: Int = Int(8);
+
     /// The value, where it is in `min..=max`.
     pub(super) fn within(self, what: &'static str, min: i128, max: i128) -> Result<i128> {
         in_range(what, self.0, min, max)

@@ -96,7 +96,7 @@ pub(super) fn _round_end(
 }
 
 /// dst[dst_rows[i]] = src[src_rows[i]] of rows of float32, bfloat16 or float16, int32 lists; `None` is row i. -1 in either list
-/// is nothing, and so are rows behind the live ones: what nothing goes to stays as it is. No row of dst is named twice.
+/// is nothing, and so are rows behind the live ones; rows of dst that no index names stay as they are. None is named twice.
 #[pyfunction]
 #[pyo3(signature = (src, src_rows, dst, dst_rows, live, stream))]
 pub(super) fn _device_copy_rows(

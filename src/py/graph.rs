@@ -1,4 +1,4 @@
-//! CUDA graphs for Python: captured work, and the objects that it must not outlive. `python/specrs/graph.py` builds on it.
+//! CUDA graphs for Python: captured work, and the objects that it must not outlive. `python/specrs/graph/` builds on it.
 
 use std::collections::BTreeMap;
 use std::mem;

@@ -19,6 +19,7 @@
 //! | `plan` | planner, plans, the arrays of their formats, moves |
 //! | `revert` | the registry of historical faults |
 //! | `certify` | proofs of a configuration, as dictionaries |
+//! | `draft_merge` | proposals of drafters, their union in one tree, their calibration |
 //! | `trees` | draft beams, the trees of a batch |
 //! | `sampling` | samplers and verification |
 //!
@@ -35,6 +36,7 @@ mod device_plan;
 mod device_round;
 mod device_sample;
 mod dlpack;
+mod draft_merge;
 mod errors;
 mod geometry;
 #[cfg(feature = "cuda")]
@@ -92,6 +94,8 @@ mod _specrs {
     use super::dlpack::DeviceArray;
     #[pymodule_export]
     use super::dlpack::{Array, as_array};
+    #[pymodule_export]
+    use super::draft_merge::{DraftCalibration, DraftProposal, MergedDrafts, merge_drafts};
     #[pymodule_export]
     use super::errors::error_examples;
     #[pymodule_export]

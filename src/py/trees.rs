@@ -7,6 +7,7 @@ use pyo3::prelude::*;
 
 use super::arg::{Int, detached, i32s, same_len, u32s};
 use super::dlpack::{Array, Tensor};
+use super::draft_merge::MergedDrafts;
 use super::geometry::TreeShape;
 use crate::error::Result;
 use crate::host::select;
@@ -19,14 +20,38 @@ pub(super) struct TreeBatch(pub(super) round::TreeBatch);
 
 #[pymethods]
 impl TreeBatch {
-    /// Trees of any shape: a parent array (-1 for the root, `parents[i] < i`) and the tokens of each request.
+    /// Trees of any shape: a parent array (-1 for the root, `parents[i] < i`) and the tokens of each request; `scores` are
+    /// cumulative log-probabilities, 0 for roots.
     #[staticmethod]
-    fn from_parents(py: Python<'_>, parents: Vec<Vec<Int>>, tokens: Vec<Vec<Int>>) -> PyResult<Self> {
+    #[pyo3(signature = (parents, tokens, scores=None))]
+    fn from_parents(
+        py: Python<'_>,
+        parents: Vec<Vec<Int>>,
+        tokens: Vec<Vec<Int>>,
+        scores: Option<Vec<Vec<f32>>>,
+    ) -> PyResult<Self> {
         let lists = |what: &'static str, lists: &[Vec<Int>]| -> Result<Vec<Vec<i32>>> {
             lists.iter().map(|l| i32s(what, l)).collect()
         };
         let (parents, tokens) = (lists("tree parent", &parents)?, lists("tree token", &tokens)?);
-        detached(py, || round::TreeBatch::from_parents(&parents, &tokens)).map(Self)
+        detached(py, || match scores {
+            None => round::TreeBatch::from_parents(&parents, &tokens),
+            Some(scores) => round::TreeBatch::from_scored(&parents, &tokens, &scores),
+        })
+        .map(Self)
+    }
+
+    /// The trees of merged drafts, one a request, with their scores.
+    #[staticmethod]
+    fn from_drafts(py: Python<'_>, drafts: Vec<Py<MergedDrafts>>) -> PyResult<Self> {
+        let each: Vec<_> = drafts.iter().map(|d| &d.get().0).collect();
+        detached(py, || {
+            let parents: Vec<_> = each.iter().map(|d| d.parents()).collect();
+            let tokens: Vec<_> = each.iter().map(|d| d.tokens()).collect();
+            let scores: Vec<_> = each.iter().map(|d| d.scores()).collect();
+            round::TreeBatch::from_scored(&parents, &tokens, &scores)
+        })
+        .map(Self)
     }
 
     /// Trees from the arrays of a device, on the host: int32 `offsets` [B + 1], int32 `tokens` and `parents` and float32
@@ -65,8 +90,8 @@ impl TreeBatch {
         Ok(Array::line(self.0.tokens())?)
     }
 
-    /// Cumulative log-probability of each node by the draft model, float32 [nodes]; 0 for roots, and for trees made by
-    /// `from_parents`.
+    /// Cumulative log-probability of each node by its source, float32 [nodes]; 0 for roots, and for trees made without
+    /// scores.
     #[getter]
     fn scores(&self) -> PyResult<Array> {
         Ok(Array::line(self.0.scores())?)

@@ -1,7 +1,7 @@
 //! The trees of a batch, as flat arrays.
 
 use crate::bounds::fits_i32;
-use crate::error::{Error, Result, in_range};
+use crate::error::{Error, Result, in_range, same_length};
 use crate::geometry::Tree;
 
 /// One token tree a request, ragged over the batch. Nodes of all requests lie behind one another; node 0 of each
@@ -57,6 +57,32 @@ impl TreeBatch {
             batch.end_tree();
         }
         Ok(batch)
+    }
+
+    /// [`TreeBatch::from_parents`] with the cumulative log-probability of each node, 0 for roots.
+    ///
+    /// # Errors
+    /// Those of [`TreeBatch::from_parents`]; [`Error::Mismatch`] where lengths differ; [`Error::Invalid`] for NaN.
+    pub fn from_scored<P: AsRef<[i32]>, T: AsRef<[i32]>, S: AsRef<[f32]>>(
+        parents: &[P],
+        tokens: &[T],
+        scores: &[S],
+    ) -> Result<Self> {
+        let mut batch = Self::from_parents(parents, tokens)?;
+        same_length("tree scores", scores.len(), parents.len())?;
+        for (scores, parents) in scores.iter().zip(parents) {
+            same_length("tree scores", scores.as_ref().len(), parents.as_ref().len())?;
+        }
+        batch.scores.clear();
+        batch.scores.extend(scores.iter().flat_map(|s| s.as_ref()));
+        match batch.scores.iter().position(|s| s.is_nan()) {
+            None => Ok(batch),
+            Some(node) => Err(Error::Invalid {
+                what: "tree score",
+                got: format!("NaN at node {node} of all"),
+                why: "a score is a log-probability".into(),
+            }),
+        }
     }
 
     /// Trees as a device holds them: nodes behind one another, `offsets` `[B + 1]`, the other arrays at least as long as
@@ -191,6 +217,17 @@ pub(super) fn ranges(offsets: &[i32], len: usize) -> Result<Vec<std::ops::Range<
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn scores_that_a_source_gives_are_the_nodes() {
+        let (parents, tokens) = (vec![vec![-1, 0], vec![-1]], vec![vec![9, 1], vec![4]]);
+        let got = TreeBatch::from_scored(&parents, &tokens, &[vec![0.0, -0.5], vec![0.0]]).unwrap();
+        assert_eq!(got.scores(), [0.0, -0.5, 0.0]);
+        assert_eq!(got.tokens(), TreeBatch::from_parents(&parents, &tokens).unwrap().tokens());
+        for scores in [vec![vec![0.0, -0.5]], vec![vec![0.0], vec![0.0, -0.5]], vec![vec![0.0, f32::NAN], vec![0.0]]] {
+            assert!(TreeBatch::from_scored(&parents, &tokens, &scores).is_err(), "{scores:?}");
+        }
+    }
 
     #[test]
     fn arrays_of_a_device_are_the_trees_that_parents_give() {

@@ -8,6 +8,7 @@ struct Counting;
 
 thread_local! {
     static COUNT: Cell<usize> = const { Cell::new(0) };
+    static HELD: Cell<isize> = const { Cell::new(0) };
 }
 
 fn count() {
@@ -15,22 +16,29 @@ fn count() {
     let _ = COUNT.try_with(|c| c.set(c.get() + 1));
 }
 
+fn hold(bytes: isize) {
+    let _ = HELD.try_with(|c| c.set(c.get() + bytes));
+}
+
 // SAFETY: every call is the system allocator's own, with its arguments unchanged; counting touches no memory of theirs
 // and does not allocate (a `Cell` that needs no initialisation and no destructor).
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, block: Block) -> *mut u8 {
         count();
+        hold(block.size() as isize);
         // SAFETY: the caller's obligations are those of the system allocator.
         unsafe { System.alloc(block) }
     }
 
     unsafe fn dealloc(&self, at: *mut u8, block: Block) {
+        hold(-(block.size() as isize));
         // SAFETY: `at` is from `alloc` or `realloc` above, so from the system allocator, with this block.
         unsafe { System.dealloc(at, block) }
     }
 
     unsafe fn realloc(&self, at: *mut u8, block: Block, size: usize) -> *mut u8 {
         count();
+        hold(size as isize - block.size() as isize);
         // SAFETY: as `dealloc`; the new size is the caller's obligation.
         unsafe { System.realloc(at, block, size) }
     }
@@ -44,4 +52,9 @@ pub(crate) fn allocations(run: impl FnOnce()) -> usize {
     let before = COUNT.get();
     run();
     COUNT.get() - before
+}
+
+/// Bytes that this thread has allocated and not freed, since it began.
+pub(crate) fn held() -> isize {
+    HELD.get()
 }

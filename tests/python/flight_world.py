@@ -24,7 +24,7 @@ from specrs import _specrs as core
 from specrs.engine import llm as engine
 from specrs.engine.ahead import AheadPolicy, AheadTree
 from specrs.engine.batch import Batch
-from specrs.engine.host import HostDrafts, HostExecutor, Root
+from specrs.engine.host import HostDrafts, HostExecutor, Root, likeliest
 from specrs.engine.request import Request
 from specrs.models.features import FeatureRows, Features, gather
 
@@ -178,6 +178,17 @@ class Round:
                 mine.request = i
                 told.append((mine, root.start if isinstance(root, DeviceRoot) else self.batch.lens[i]))
         return told
+
+    def likeliest(self, requests: Sequence[int], count: int) -> list[tuple[list[int], list[list[int]]]] | None:
+        if not self.device.holds_logits(self.number):
+            return None
+        found = self._found
+        return likeliest(self.trees, [found.starts[p] for p in self.places], found.logits, requests, count)
+
+    def logits(self, request: int, rows: Sequence[int]) -> torch.Tensor:
+        found = self._held(self.device.holds_logits(self.number))
+        first = found.starts[self.places[request]]
+        return found.logits[[first + row for row in rows]]
 
     def drafted(self, request: int) -> bool:
         return self.run.levels > 0 and self._found.depths[self.places[request]] > 0

@@ -20,6 +20,7 @@ VALUES = [-1, 2**16, 2**20, 2**31 - 1, 2**32, 2**40, 2**63 - 1, 2**64, -(2**63),
 ROOM = 2**30  # bytes of address space beyond what the imports took
 SHAPE = core.TreeShape(2, 3, 5)
 TREES = ([[-1, 0]], [[5, 6]])
+DRAFTS = {"parents": [-1, 0], "tokens": [5, 6], "probs": [0.9, 0.8], "buckets": [3, 0]}
 
 
 class World:

@@ -17,7 +17,7 @@ from typing import Any
 STUB = Path(__file__).parents[2] / "python" / "specrs" / "_specrs.pyi"
 WIDTH = 120
 # Classes that only the stub has: protocols for type checkers.
-STUB_ONLY = {"_Tensor"}
+STUB_ONLY = {"_Tensor", "_Proposal"}
 Documented = ast.ClassDef | ast.FunctionDef
 
 

@@ -3,7 +3,8 @@
 ``llm`` is what users call, and ``aio`` in event loops, by a thread of its own (``worker``); ``prompts`` makes tokens
 of what they give. ``llm`` hands requests to ``scheduler``, which decides who runs; ``runner`` and ``drafter`` have the
 logic of a round, over ``pages`` and an ``executor``, which is a device (``host``: the CPU); ``request`` holds a
-request's state and the one function that commits tokens to it; ``text`` turns tokens into text; ``policy`` picks trees
+request's state and the one function that commits tokens to it, ``draws`` what its tokens are drawn by, ``logprobs`` how
+probable they were; ``text`` turns tokens into text; ``policy`` picks trees
 by measured cost.
 """
 
@@ -16,6 +17,7 @@ from specrs.engine.errors import (
     StepFailedError,
 )
 from specrs.engine.llm import LLM
+from specrs.engine.logprobs import Logprob
 from specrs.engine.request import FinishReason, RequestOutput, StreamEvent, TokenizedPrompt, Usage
 from specrs.engine.stats import EngineStats, RequestTimes, ServingStats
 
@@ -28,6 +30,7 @@ __all__ = [
     "EngineOverloadedError",
     "EngineStats",
     "FinishReason",
+    "Logprob",
     "RequestOutput",
     "RequestStream",
     "RequestTimes",

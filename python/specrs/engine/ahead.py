@@ -13,7 +13,7 @@ from specrs._specrs import TreeBatch, TreeShape
 from specrs.engine.batch import Batch, Passed
 from specrs.engine.costs import PLAIN
 from specrs.engine.policy import Kind, SpeculationGate, TreePolicy
-from specrs.engine.speculation import AdaptiveTree, PassKind
+from specrs.engine.speculation import AdaptiveTree, PassKind, Share
 
 _KEEP = 0.6  # of drafts accepted so far, how many are taken to be accepted a level deeper, before any was tried
 _LEARN = 0.05
@@ -26,6 +26,17 @@ def most_nodes(shape: TreeShape, levels: int) -> int:
     """Nodes of a request's tree of so many levels of drafts at most, root included."""
     k = shape.topk
     return min(shape.draft_tokens, 1 + k + (levels - 1) * k * k) if levels else 1
+
+
+def tiers(most: int) -> list[int]:
+    """Nodes of a request's tree, of up to so many, that rounds of the host's trees are made for: powers of two."""
+    return [*(1 << i for i in range(1, most.bit_length()) if 1 << i < most), most]
+
+
+def levels_for(shape: TreeShape, nodes: int) -> int:
+    """Levels of drafts whose trees have as many nodes as the tier of so many."""
+    tier = next(n for n in tiers(shape.draft_tokens) if n >= nodes)
+    return next(n for n in range(1, shape.steps + 1) if most_nodes(shape, n) >= tier)
 
 
 def drafted_levels(shape: TreeShape) -> set[int]:
@@ -51,6 +62,7 @@ class AheadTree(AdaptiveTree):
     """
 
     given = True
+    merges = False  # the device drafts and verifies in one launch
 
     def __init__(self, policy: TreePolicy, shape: TreeShape, cold: Callable[[], bool] = lambda: False) -> None:
         super().__init__(policy, shape.topk)
@@ -113,9 +125,14 @@ class AheadTree(AdaptiveTree):
         """`plain_round` does."""
 
     def spec_round(
-        self, passed: Sequence[Passed], trees: Callable[[], TreeBatch], drafting: Sequence[bool], steps: int
+        self,
+        passed: Sequence[Passed],
+        trees: Callable[[], TreeBatch],
+        drafting: Sequence[bool],
+        steps: int,
+        shares: Sequence[Share] | None = None,
     ) -> None:
-        super().spec_round(passed, trees, drafting, steps)
+        super().spec_round(passed, trees, drafting, steps, shares)
         for p, drafts in zip(passed, drafting, strict=True):
             accepted = len(p.tokens) - 1
             # One that has ended had less room than the others.

@@ -12,9 +12,9 @@ import atexit
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar
@@ -109,7 +109,8 @@ class AsyncLLM:
         return await self._submit(lambda: TokenizedPrompt(prompt, self._llm._encode(prompt, "prompt")), params)
 
     async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncGenerator[StreamEvent, None]:
-        """A request's events; the last one has its ``output``. Leaving early, or being cancelled, aborts the request.
+        """A request's events; the last one has its ``output`` (of ``n``: the last of each `StreamEvent.index`).
+        Leaving early, or being cancelled, aborts the request.
 
         An event may join those of several steps. A request that cannot go on raises nothing: its ``output`` has the
         ``error``. Raises what `submit` does, and what `RequestStream` does.
@@ -119,7 +120,7 @@ class AsyncLLM:
             yield event
 
     async def complete(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestOutput:
-        """A request's whole output. Being cancelled aborts the request. Raises what `generate` does."""
+        """A request's whole output, as `LLM.generate` gives it. Being cancelled aborts it. Raises as `generate`."""
         async with await self.submit(prompt, params) as stream:
             return await stream.output()
 
@@ -254,12 +255,16 @@ class RequestStream:
         return event
 
     async def output(self) -> RequestOutput:
-        """What the request gives in the end; events that nobody read are passed over."""
-        output = None
-        async for event in self:
-            output = event.output or output
-        assert output is not None, "the stream was read before"
-        return output
+        """What the request gives in the end, ``n`` of them as its `RequestOutput.outputs`.
+
+        Raises:
+            ConfigError: an event with the output has been read already.
+        """
+        found = {event.index: event.output async for event in self if event.output is not None}
+        if 0 not in found:
+            raise ConfigError("the stream's output has been read already")
+        first, *others = (found[i] for i in sorted(found))
+        return replace(first, others=tuple(others)) if others else first
 
     def abort(self) -> None:
         """End the request early. The stream goes on to its last event, whose output says ``"abort"``."""
@@ -309,8 +314,7 @@ class _Slot:
     tokens: int = 0
     waits: bool = False
     sent: bool = False
-    _events: list[StreamEvent] = field(default_factory=list)
-    _sizes: list[int] = field(default_factory=list)  # tokens of each event
+    _events: dict[int, list[StreamEvent]] = field(default_factory=dict)  # by the output's index
     _answer: Any = None
     _error: Exception | None = None
     _told: bool = False
@@ -327,20 +331,18 @@ class _Slot:
             self._known, self.times = True, news.times
         self._answer, self._error = news.answer, news.error
         if news.event is not None:
-            self._events.append(news.event)
-            self._sizes.append(len(news.event.token_ids) + 1)
-            while len(self._sizes) > 1 and self._sizes[-2] < 2 * self._sizes[-1]:
-                joined = StreamEvent.joined(self._events[-2:])
+            events = self._events.setdefault(news.event.index, [])
+            events.append(news.event)
+            while len(events) > 1 and len(events[-2].token_ids) < 2 * len(events[-1].token_ids) + 1:
+                joined = StreamEvent.joined(events[-2:])
                 assert joined is not None
-                self._events[-2:] = [joined]
-                self._sizes[-2:] = [sum(self._sizes[-2:])]
+                events[-2:] = [joined]
         self._ended = self._ended or news.last
         self._wake.set()
 
     def end(self) -> None:
         """Nobody reads any more."""
         self._events.clear()
-        self._sizes.clear()
         self._error, self._ended = None, True
         self._wake.set()
 
@@ -362,10 +364,7 @@ class _Slot:
             raise ConfigError("this stream belongs to another event loop: read it in the one that submitted it")
         while True:
             if self._events:
-                joined = StreamEvent.joined(self._events)
-                self._events.clear()
-                self._sizes.clear()
-                return joined
+                return StreamEvent.joined(self._events.pop(next(iter(self._events))))
             self._fail()
             if self._ended:
                 return None
@@ -403,7 +402,8 @@ class _Desk:
 
     def queue(self, slot: _Slot, prompt: Prompt, params: SamplingParams | None, began: float, most: int) -> None:
         """Hand the request to the worker."""
-        ids = prompt.token_ids if isinstance(prompt, TokenizedPrompt) else prompt
+        ids: Any = prompt.token_ids if isinstance(prompt, TokenizedPrompt) else prompt
+        ids = ids.get("prompt_token_ids") or () if isinstance(ids, Mapping) else ids
         tokens = len(ids) if hasattr(ids, "__len__") else 0
         with self._lock:
             if self.closing:

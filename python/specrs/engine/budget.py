@@ -14,7 +14,7 @@ import torch
 
 from specrs import _specrs as core
 from specrs._specrs import ConfigError, DeviceMemoryError, Geometry
-from specrs.engine.ahead import drafted_levels
+from specrs.engine.ahead import drafted_levels, tiers
 from specrs.engine.config import EngineConfig
 from specrs.engine.lanes import buckets
 from specrs.models.config import Eagle3Config, LayerConfig, ModelConfig
@@ -45,7 +45,8 @@ def attention_passes(config: EngineConfig, geometry: Geometry, drafts: bool) -> 
     for queries in {1, *range(16, config.prefill_chunk, 16), config.prefill_chunk}:
         yield 1, queries
     yield min(b, config.prefill_chunk), config.prefill_chunk
-    for queries in (1, shape.draft_tokens, shape.topk, shape.steps + 1) if drafts else (1,):
+    path = max(config.head_shape.steps, config.deepest) + 1
+    for queries in (1, shape.draft_tokens, shape.topk, path) if drafts else (1,):
         yield b, queries
 
 
@@ -88,6 +89,11 @@ class Engine:
         return replace(self, config=config, geometry=geometry)
 
     @property
+    def drafts(self) -> bool:
+        """Whether trees are verified, of a head's drafts or of others."""
+        return self.head is not None or bool(self.config.sources)
+
+    @property
     def layers(self) -> list[tuple[LayerConfig, int]]:
         """The decoder layers of both models, by their number."""
         head: list[tuple[LayerConfig, int]] = [] if self.head is None else [(self.head.config, 1)]
@@ -104,7 +110,7 @@ class Engine:
         c, g, head = self.config, self.geometry, self.head
         half, wide = self.place.activations.itemsize, self.place.logits_dtype.itemsize
         shape, b = g.shape, c.max_batch
-        nodes = b * (shape.draft_tokens if head is not None else 1)
+        nodes = b * (shape.draft_tokens if self.drafts else 1)
         rows = _up(max(c.prefill_chunk, nodes, _CALIBRATED), 16)
         assert c.max_context_len is not None
 
@@ -148,12 +154,13 @@ class Engine:
         if head is not None:
             # Of what waits for the head, and of a round of the largest batch.
             waits = _LAG * b + _BLOCKS + 2 * c.prefill_chunk + 2 * nodes
-            rounds = b * (shape.draft_tokens + shape.steps + 1)
+            rounds = b * (shape.draft_tokens + max(c.head_shape.steps, c.deepest) + 1)
             yield "features", (waits + rounds) * head.config.aux_size * half
         if c.graphs != "off":
             levels = 1 + len(drafted_levels(shape)) if head is not None else 1
             each = 2 if c.graphs == "loop" else 1  # a round, and it in a loop
-            yield "captured rounds", len(buckets(b)) * levels * each * _CAPTURED
+            given = len(tiers(shape.draft_tokens)) if c.sources else 0  # no loop: the host makes the next trees
+            yield "captured rounds", len(buckets(b)) * (levels * each + given) * _CAPTURED
         words = 2 * b * g.row_pages + 16 * (c.prefill_chunk + b) + 4 * nodes * 24
         yield "page tables, plans, trees and scratch", words * 4 + _SCRATCH
         yield "the page that padding writes to", self.page_bytes
@@ -163,7 +170,7 @@ class Engine:
         keys = self.geometry.row_pages * self.config.page_size
         for layer, _ in self.layers:
             group = layer.num_heads // layer.num_kv_heads
-            for requests, queries in attention_passes(self.config, self.geometry, self.head is not None):
+            for requests, queries in attention_passes(self.config, self.geometry, self.drafts):
                 yield self.attention(requests, queries, layer.num_kv_heads, group, layer.head_dim, keys)
 
     def loading(self) -> list[Line]:

@@ -18,36 +18,31 @@ from specrs.models.ops import KvMemory
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64)
 _RUNS = 7
+_ENOUGH = 0.5  # seconds of runs of one row count; a large model's passes vary less
 _CONTEXT = 256  # tokens before the rows: attention has its share in what a row costs
 
 
 def calibrated(
     target: LlamaModel,
     cache: KvMemory,
-    head: Eagle3Head,
-    draft_cache: KvMemory,
+    head: tuple[Eagle3Head, KvMemory] | None,
     planner: core.Planner,
     pages: Pages,
 ) -> TreePolicy:
-    """A policy over passes of a few row counts, each measured as the median of some runs."""
+    """A policy over passes of a few row counts, each measured as the median of some runs.
+
+    Args:
+        head: with its cache; ``None``: drafts come from elsewhere, and cost no pass.
+    """
     room = pages.most_tokens
     most = min(_ROWS[-1], room)
     table = [n for n in _ROWS if n <= most]
     context = min(_CONTEXT, room - most)
-    at, host = target.ops.placement, target.ops.dense.host
-    aux = at.empty(len(head.aux_layers), most, target.config.hidden_size).zero_()
-    hidden = at.empty(most, head.config.hidden_size).zero_()
+    host = target.ops.dense.host
     seq = pages.pool.create()
-    last = torch.zeros(1, dtype=torch.int64)
 
     def verify(n: int, plan: core.Plan) -> None:
-        host(target.forward(torch.arange(n) % target.config.vocab_size, plan, cache, True, None)[0])
-
-    def step(n: int, plan: core.Plan) -> None:
-        host(head.step(torch.zeros(n, dtype=torch.int64), hidden[:n], plan, draft_cache)[0])
-
-    def extend(n: int, plan: core.Plan) -> None:
-        host(head.extend(torch.zeros(n, dtype=torch.int64), [a[:n] for a in aux], plan, draft_cache, last)[0])
+        host(target.forward(torch.arange(n) % target.config.vocab_size, plan, cache, True if head else None, None)[0])
 
     pace = Pace()  # one machine
 
@@ -57,8 +52,10 @@ def calibrated(
         for n in table:
             plan = planner.extend([seq], [context], [n])
             run(n, plan)  # makes the buffers of this row count
-            times = []
+            times: list[float] = []
             for _ in range(_RUNS):
+                if sum(times) > _ENOUGH:
+                    break
                 if run is not verify:
                     verify(1, one)  # as in a round: it takes the head's weights out of the nearer caches
                 plan = planner.extend([seq], [context], [n])  # a new one: a device has to be told it each time
@@ -70,6 +67,27 @@ def calibrated(
         return PassCost(table, seconds, pace)
 
     with pages.pool.reserve([(seq, context + most)]):
-        policy = TreePolicy(Costs(measure(verify), measure(step), measure(extend)))
+        if head is None:
+            policy = TreePolicy(Costs(measure(verify), PassCost([1], [0.0], pace), PassCost([1], [0.0], pace)))
+        else:
+            policy = TreePolicy(Costs(measure(verify), *(measure(run) for run in _of_head(target, *head, most))))
     pages.pool.release([seq])
     return policy
+
+
+def _of_head(
+    target: LlamaModel, head: Eagle3Head, cache: KvMemory, most: int
+) -> tuple[Callable[[int, core.Plan], None], Callable[[int, core.Plan], None]]:
+    """Draft steps and draft_extends of up to ``most`` rows."""
+    at, host = target.ops.placement, target.ops.dense.host
+    aux = at.empty(len(head.aux_layers), most, target.config.hidden_size).zero_()
+    hidden = at.empty(most, head.config.hidden_size).zero_()
+    last = torch.zeros(1, dtype=torch.int64)
+
+    def step(n: int, plan: core.Plan) -> None:
+        host(head.step(torch.zeros(n, dtype=torch.int64), hidden[:n], plan, cache)[0])
+
+    def extend(n: int, plan: core.Plan) -> None:
+        host(head.extend(torch.zeros(n, dtype=torch.int64), [a[:n] for a in aux], plan, cache, last)[0])
+
+    return step, extend

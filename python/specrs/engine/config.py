@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
-from specrs import backends
+from specrs import backends, drafters
 from specrs._specrs import ConfigError, Geometry, TreeShape
 from specrs.backends.base import DraftAttention, KvDtype, Layout
+from specrs.drafters import Drafter
 from specrs.models.placement import DTYPES, Dtype, Placement
 
 AUTO_GPU_TREE = TreeShape(4, 6, 32)  # on a GPU, where up to some 64 rows cost little more than one
 AUTO_TREE = TreeShape(1, 8, 9)  # what the cost model picks from: chains of up to 8 tokens
+HEAD = "head"  # among `drafters`
+_LEAST_DEPTH = 16  # of trees that the host's sources make, where the cost model picks: room for branches too
+_MOST_DEPTH = 32
+_MOST_SOURCES = 16
+_NAMED = {"suffix": "SuffixDrafter", "recycling": "RecyclingDrafter"}  # by name, the class of `specrs.drafters`
+NAMES = (*_NAMED, HEAD)
+_MOST_GPU_DEPTH = 31  # 32 tokens: a request takes as many rows of a round, whatever its tree
 _INTEGERS = ("max_batch", "max_context_len", "page_size", "num_pages", "prefill_chunk")
 _MOST_REQUESTS = 1024  # of a pass on a GPU
 _FORMER = ("topk", "steps", "draft_tokens")  # of `tree`
@@ -30,8 +38,14 @@ class EngineConfig:
         num_pages: KV pages besides the sink; ``None`` holds ``max_batch`` requests of full context, or on a GPU as much
             of that as 9 tenths of its free memory take beside the weights, at least one such request.
         tree: K branches per draft step, S steps and V verified tokens, as a `TreeShape` or as ``(K, S, V)``. ``None``:
-            a cost model decides each round whether to draft and how deep (chains of up to 8 tokens; on a CPU, where
-            every row costs, they beat the wider trees tried).
+            a cost model decides each round whether to draft and how deep (the head: chains of up to 8 tokens; on a CPU,
+            where every row costs, they beat the wider trees tried). K and S are the head's; V is what is verified,
+            whoever drafted it, so that other sources reach V - 1 tokens deep.
+        drafters: where drafts come from: ``"suffix"`` (what followed the last tokens where they stood before, in the
+            prompt, the prediction or the output), ``"recycling"`` (tokens that the target lately found likely after a
+            token), ``"head"`` (the draft head), and objects of the protocol `specrs.drafters.Drafter`. All that
+            propose are merged into one tree. ``None``: the head where there is one, else suffix and recycling. An empty
+            list decodes plainly.
         draft_attention: ``"ancestors"`` (exact) or ``"lane"`` (a branch sees its own lane, as sglang's draft does);
             ``None`` is ancestors wherever the backend can.
         draft_layout: ``"dense"``, or ``"holey"``, which backends that read whole pages want; they coincide with
@@ -58,6 +72,7 @@ class EngineConfig:
     page_size: int = 16
     num_pages: int | None = None
     tree: TreeShape | tuple[int, int, int] | None = None
+    drafters: Sequence[str | Drafter] | None = None
     draft_attention: DraftAttention | None = None
     draft_layout: Layout | None = None
     attention_backend: str | backends.AttentionBackend | None = "native"
@@ -82,6 +97,7 @@ class EngineConfig:
         if self.max_context_len is not None and self.max_context_len < 2:
             raise ConfigError(f"max_context_len = {self.max_context_len}: must be at least 2, a prompt and a token")
         object.__setattr__(self, "tree", tree_shape(self.tree))
+        object.__setattr__(self, "drafters", _drafters(self.drafters))
 
     def _integer(self, name: str) -> int | None:
         value = getattr(self, name)
@@ -118,11 +134,61 @@ class EngineConfig:
         return self.tree is None
 
     @property
-    def shape(self) -> TreeShape:
-        """The tree, or the largest that the cost model picks."""
+    def head_shape(self) -> TreeShape:
+        """What the head drafts: the tree, or the largest that the cost model picks."""
         if isinstance(self.tree, TreeShape):
             return self.tree
-        return AUTO_TREE if self.device in (None, "cpu") else AUTO_GPU_TREE
+        return AUTO_TREE if self._on_host else AUTO_GPU_TREE
+
+    @property
+    def shape(self) -> TreeShape:
+        """What is verified, of which every size follows: the head's tree, or where the cost model picks and other
+        sources reach deeper, one with room for those."""
+        tree, sources = self.head_shape, self.sources
+        if not self.adaptive or not sources:
+            return tree
+        depth = min(max(_LEAST_DEPTH, *(s.depth for s in sources)), _MOST_DEPTH if self._on_host else _MOST_GPU_DEPTH)
+        if tree.draft_tokens > depth and self.drafts_by_head:
+            return tree
+        # A chain's draft slots are no more than its tokens. What the host drafts is a tree all the same.
+        return TreeShape(1, depth, depth + 1)
+
+    @property
+    def deepest(self) -> int:
+        """Levels of a verified tree below its root at most: the head's, or with other sources as many as V holds."""
+        shape = self.shape
+        return shape.draft_tokens - 1 if self.sources else min(shape.steps, shape.draft_tokens - 1)
+
+    @property
+    def sources(self) -> tuple[Drafter, ...]:
+        """Sources of drafts beside the head, of a configuration that `drafting` gave."""
+        return tuple(d for d in self.drafters or () if not isinstance(d, str))
+
+    @property
+    def drafts_by_head(self) -> bool:
+        """Whether the head is a source, of a configuration that `drafting` gave."""
+        return HEAD in (self.drafters or ())
+
+    @property
+    def _on_host(self) -> bool:
+        return self.device in (None, "cpu")
+
+    def drafting(self, head: bool) -> EngineConfig:
+        """The configuration with sources of drafts that are there, in place of names.
+
+        Args:
+            head: whether there is a draft head.
+
+        Raises:
+            ConfigError: the head is named, and there is none.
+        """
+        asked = self.drafters
+        if asked is None:
+            asked = (HEAD,) if head else tuple(n for n, c in _NAMED.items() if hasattr(drafters, c))
+        if HEAD in asked and not head:
+            raise ConfigError(f"drafters = {list(asked)!r}: there is no draft head; name its directory, draft=...")
+        made = tuple(d if d == HEAD or not isinstance(d, str) else getattr(drafters, _NAMED[d])() for d in asked)
+        return replace(self, drafters=made)
 
     @property
     def backend(self) -> backends.AttentionBackend:
@@ -207,6 +273,42 @@ class EngineConfig:
         if pages < 1:
             raise ConfigError(f"num_pages = {pages}: must be at least 1")
         return replace(self, max_context_len=context, num_pages=pages), geometry
+
+
+def _drafters(asked: object) -> tuple[str | Drafter, ...] | None:
+    """Sources of drafts as users give them.
+
+    Raises:
+        ConfigError: no list; a name that there is not; an object that is no drafter; a name twice.
+    """
+    if asked is None:
+        return None
+    if isinstance(asked, (str, bytes, Mapping)) or not isinstance(asked, Iterable):
+        raise ConfigError(f"drafters = {asked!r}: must be a list of names and drafters")
+    found, names = tuple(asked), set[str]()
+    if len(found) > _MOST_SOURCES:
+        raise ConfigError(f"drafters: {len(found)} of them; at most {_MOST_SOURCES}")
+    for i, one in enumerate(found):
+        where = f"drafters[{i}] = {one!r}"
+        if isinstance(one, str):
+            if one not in NAMES:
+                raise ConfigError(f"{where}: must be one of {', '.join(map(repr, NAMES))}, or a drafter")
+            name = one
+        else:
+            its, depth = getattr(one, "name", None), getattr(one, "depth", None)
+            if not isinstance(its, str) or not its:
+                raise ConfigError(f"{where}: a drafter has a name, a text; this one's is {its!r}")
+            name = its
+            if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
+                raise ConfigError(f"{where}: a drafter's depth is an integer of at least 1; this one's is {depth!r}")
+            if isinstance(one, type) or not callable(getattr(one, "begin", None)):
+                raise ConfigError(f"{where}: a drafter has a method begin(request)")
+            if name == HEAD:
+                raise ConfigError(f"{where}: {HEAD!r} names the draft head")
+        if name in names:
+            raise ConfigError(f"{where}: a drafter of the name {name!r} stands before it")
+        names.add(name)
+    return found
 
 
 def tree_shape(tree: object) -> TreeShape | None:

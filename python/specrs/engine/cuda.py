@@ -16,19 +16,20 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import cast
 
 import torch
 from torch.utils.dlpack import from_dlpack
 
 from specrs import _specrs as core
-from specrs.engine.ahead import AheadPolicy, AheadTree, drafted_levels, most_nodes
+from specrs.engine.ahead import AheadPolicy, AheadTree, drafted_levels, levels_for, most_nodes, tiers
 from specrs.engine.batch import Batch
 from specrs.engine.budget import attention_passes
 from specrs.engine.config import EngineConfig
 from specrs.engine.costs import PLAIN, SPECULATIVE, Costs, Pace, PassCost
-from specrs.engine.executor import Clock, Deepen, Drafted, Verified
-from specrs.engine.host import HostDrafted, HostDrafts, HostExecutor, Root, non_finite
-from specrs.engine.lanes import MOST_AHEAD, Activations, Lanes, Models, Roots, Variant, buckets
+from specrs.engine.executor import Clock, Deepen, Drafted, Verified, Watched
+from specrs.engine.host import HostDrafted, HostDrafts, HostExecutor, Root, likeliest, non_finite
+from specrs.engine.lanes import MOST_AHEAD, Activations, Lanes, Models, Roots, Variant, buckets, longest_path
 from specrs.engine.pages import Pages
 from specrs.engine.request import Request
 from specrs.engine.speculation import AdaptiveTree
@@ -91,7 +92,7 @@ class LaunchedRound:
     number: int
     variant: Variant
     places: Sequence[int]
-    given: HostDrafted | None = None
+    given: Watched | None = None
 
     @cached_property
     def _found(self) -> dict[str, torch.Tensor]:
@@ -138,13 +139,21 @@ class LaunchedRound:
         found = self._found
         if any(self._faulty):
             # Rare: the host looks at the rows, and says of each request what was wrong.
-            lanes, trees = self._held("logits", self.lanes.holds_logits(self.number)), self.trees
+            trees = self.trees
             each = zip(self.starts, trees.sizes, strict=False)
-            rows = [row for first, size in each for row in range(first, first + size)]
-            logits = lanes.logits[rows].to("cpu", torch.float32)
+            logits = self._logits([row for first, size in each for row in range(first, first + size)])
             return core.verify(trees, logits, [r.sampler for r in self.batch], self.batch.lens)
         offsets, arrays = self._of_places(found["offsets"], (found["paths"], found["tokens"]))
         return core.Accepts.from_arrays(offsets, *arrays)
+
+    def logits(self, request: int, rows: Sequence[int]) -> torch.Tensor:
+        first = self.starts[request]
+        return self._logits([first + row for row in rows])
+
+    def _logits(self, rows: list[int]) -> torch.Tensor:
+        """Of rows of the pass, on the host."""
+        lanes = self._held("logits", self.lanes.holds_logits(self.number))
+        return lanes.logits[rows].to("cpu", torch.float32)
 
     def _of_places(
         self, offsets: torch.Tensor, arrays: tuple[torch.Tensor, ...]
@@ -189,9 +198,18 @@ class LaunchedRound:
         memory = self._held("features", self.lanes.holds(self.number)).features
         assert memory is not None and not self.drafted(request)
         # The next round overwrites them. Without drafts there is one row, the root's.
-        assert list(rows) == [0], rows
-        kept = memory.stacked.narrow(1, self.starts[request], 1).clone()
-        return Features(FeatureRows(memory.aux_layers, kept), range(1))
+        first = self.starts[request]
+        if list(rows) == [0]:
+            kept = memory.stacked.narrow(1, first, 1).clone()
+        else:
+            index = torch.tensor([first + row for row in rows], device=memory.stacked.device)
+            kept = memory.stacked.index_select(1, index)
+        return Features(FeatureRows(memory.aux_layers, kept), range(len(rows)))
+
+    def likeliest(self, requests: Sequence[int], count: int) -> list[tuple[list[int], list[list[int]]]] | None:
+        if not self.lanes.holds_logits(self.number):
+            return None  # and nobody waits for a round that runs
+        return likeliest(self.trees, self.starts, self.lanes.logits, requests, count)
 
     @cached_property
     def _depths(self) -> list[int]:
@@ -241,10 +259,12 @@ class CudaExecutor(HostExecutor):
             if head is not None and head.d2t is not None:
                 to_target = head.target_ids.to(cuda, torch.int32)
             self._buckets = buckets(config.max_batch)
-            most = config.max_batch * (geometry.shape.draft_tokens if head is not None else 1)
+            trees = head is not None or bool(config.sources)
+            most = config.max_batch * (geometry.shape.draft_tokens if trees else 1)
             target.reserve(max(most, config.prefill_chunk), most)
             if head is not None:
-                head.reserve(max(config.max_batch * (self.steps + 1), config.prefill_chunk), config.max_batch)
+                path = longest_path(config, geometry, trees=True)
+                head.reserve(max(config.max_batch * path, config.prefill_chunk), config.max_batch)
             keys = geometry.row_pages * config.page_size
             for layer in [target.config] if head is None else [target.config, head.config]:
                 group = layer.num_heads // layer.num_kv_heads
@@ -254,13 +274,13 @@ class CudaExecutor(HostExecutor):
                             cuda.index, requests=requests, max_queries=queries, kv_heads=layer.num_kv_heads,
                             group=group, head_dim=layer.head_dim, max_keys=keys,
                         )
-                        for requests, queries in attention_passes(config, geometry, head is not None)
+                        for requests, queries in attention_passes(config, geometry, trees)
                     )
                 )  # fmt: skip
             self._models = Models(
                 dense, target, self.cache, head, None if drafts is None else drafts.cache, self._roots, to_target,
                 geometry, config, pool.num_pages, from_dlpack(self._table.tensor(dense.stream)), self._stream,
-                None if head is None else Activations(target, head, geometry),
+                None if head is None else Activations(target, head, config, geometry),
             )  # fmt: skip
         self._lanes: dict[int, Lanes] = {}
 
@@ -274,6 +294,8 @@ class CudaExecutor(HostExecutor):
 
     def speculation(self, pages: Pages) -> AdaptiveTree:
         shape = self.planner.geometry.shape
+        if self.drafts is None:
+            return self._speculation_of_trees(shape)
         measured = {b: [self._seconds(b, levels) for levels in (0, 1, shape.steps)] for b in {1, self._buckets[-1]}}
         plain, shallow, deep = measured[1]
         step = max(deep - shallow, 0.0) / max(shape.steps - 1, 1)
@@ -294,14 +316,25 @@ class CudaExecutor(HostExecutor):
         )
         return AheadTree(AheadPolicy(costs), shape, lambda: self._running is not None and self._running.cold)
 
+    def _speculation_of_trees(self, shape: core.TreeShape) -> AdaptiveTree:
+        """Of an engine whose drafts the host makes, at no cost of the device: what rounds of their trees take."""
+        sizes, pace = {1, self._buckets[-1]}, Pace()
+        deep = [levels_for(shape, n) for n in tiers(shape.draft_tokens) if n >= min(8, shape.draft_tokens)]
+        target = {b * most_nodes(shape, n): self._seconds(b, n) for b in sizes for n in (0, *deep)}
+        rows, nothing = sorted(target), PassCost([1], [0.0], pace)
+        overhead = PassCost([PLAIN, SPECULATIVE], [_OVERHEAD, _OVERHEAD], pace)
+        costs = Costs(PassCost(rows, [target[n] for n in rows], pace), nothing, PassCost([1], [0.0], pace), overhead)
+        return AheadTree(AheadPolicy(costs), shape, lambda: self._running is not None and self._running.cold)
+
     def _seconds(self, size: int, levels: int) -> float:
         """Of a round of a bucket whose lanes are all dead: its passes run over as many rows."""
         lanes = self._of(size)
         lanes.give([], [], [], [], 1)
+        heads = self.drafts is not None
         seconds = []
         for _ in range(_RUNS + 3):  # the first ones make memory, and a graph
             started = time.perf_counter()
-            lanes.landed(lanes.launch(Variant(size, levels, True, None), self._graphs))
+            lanes.landed(lanes.launch(Variant(size, levels, heads, None, trees=levels > 0 and not heads), self._graphs))
             seconds.append(time.perf_counter() - started)
         return statistics.median(seconds[3:])
 
@@ -324,11 +357,11 @@ class CudaExecutor(HostExecutor):
     def verify(self, batch: Batch, drafted: Drafted, follow: bool, clock: Clock) -> Verified:
         if isinstance(drafted, AskedRound):
             return self._launched(drafted, follow)
-        assert isinstance(drafted, HostDrafted)
+        given, shape = cast(Watched, drafted), self.planner.geometry.shape
         # Where the head is up to date it runs over what is accepted, as if the device had drafted.
-        steps = self.planner.geometry.shape.steps
-        depths = [steps if r.followed and r.root is not None else 0 for r in batch]
-        return self._launched(AskedRound(batch, depths, steps), follow, drafted)
+        levels = shape.steps if isinstance(drafted, HostDrafted) else levels_for(shape, max(given.trees.sizes))
+        depths = [levels if r.followed and r.root is not None else 0 for r in batch]
+        return self._launched(AskedRound(batch, depths, levels), follow, given)
 
     def commit(self, batch: Batch, lease: core.Lease, verified: Verified) -> None:
         if isinstance(verified, LaunchedRound):
@@ -337,7 +370,7 @@ class CudaExecutor(HostExecutor):
         else:
             super().commit(batch, lease, verified)
 
-    def _launched(self, asked: AskedRound, follow: bool, given: HostDrafted | None = None) -> LaunchedRound:
+    def _launched(self, asked: AskedRound, follow: bool, given: Watched | None = None) -> LaunchedRound:
         """Launch a round, of drafts that the device makes or, ``given``, the host has made."""
         batch, levels = asked.batch, asked.levels
         lanes = self._running = self._of(next(b for b in self._buckets if b >= len(batch)))

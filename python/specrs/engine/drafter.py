@@ -101,11 +101,18 @@ class Drafter:
 
     def draft(self, batch: Batch, drafting: Sequence[bool], speculation: GivenTree) -> Drafted:
         """Draft trees for those that are ``drafting``, whose draft KV is up to date; roots for the others."""
-        depths = [r.max_depth if d and r.followed else 0 for r, d in zip(batch, drafting, strict=True)]
         if speculation.given and not self._observers:
+            depths = [r.max_depth if d and r.followed else 0 for r, d in zip(batch, drafting, strict=True)]
             cap = speculation.cap(batch, drafting)
             return self._executor.draft(batch, [min(n, cap) for n in depths], None, speculation.timed)
         limit = speculation.limit(batch, drafting)
+        drafted = self.grow(batch, drafting, speculation, limit)
+        least = speculation.least_score(batch, drafted.trees, drafted.steps, limit)
+        return drafted if least is None else self._executor.cut(drafted, least)
+
+    def grow(self, batch: Batch, drafting: Sequence[bool], speculation: GivenTree, limit: float) -> Watched:
+        """Draft step by step, as long as another step pays, in a round that may take ``limit`` seconds."""
+        depths = [r.max_depth if d and r.followed else 0 for r, d in zip(batch, drafting, strict=True)]
 
         def deepen(beams: DraftBeams, depths: Sequence[int], levels: int) -> bool:
             if not speculation.deepen(batch, beams, depths, levels, limit):
@@ -114,9 +121,7 @@ class Drafter:
                 o.drafted(beams)
             return True
 
-        drafted = cast(Watched, self._executor.draft(batch, depths, deepen, speculation.timed))
-        least = speculation.least_score(batch, drafted.trees, drafted.steps, limit)
-        return drafted if least is None else self._executor.cut(drafted, least)
+        return cast(Watched, self._executor.draft(batch, depths, deepen, speculation.timed))
 
     def _entries(self, reqs: Sequence[Request], keep: int = 0) -> Entries:
         """All positions that wait, but each request's last ``keep``."""

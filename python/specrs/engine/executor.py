@@ -17,6 +17,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import ParamSpec, Protocol, TypeVar
 
+import torch
+
 from specrs._specrs import Accepts, DraftBeams, Lease, Moves, NonFiniteError, Planner, TreeBatch
 from specrs._specrs import Sequence as KvSequence
 from specrs.engine.batch import Batch
@@ -57,6 +59,10 @@ class Pass(Protocol):
     def features(self, request: int, rows: Sequence[int]) -> Features:
         """The target's features of some of a request's rows in the pass, in order. The pass must have kept them."""
 
+    def logits(self, request: int, rows: Sequence[int]) -> torch.Tensor:
+        """Logits of some of a request's rows in the pass, in order: float32 [n, vocab] on the host, until the next pass
+        overwrites them. A prefill has those of its `Request.scored_rows` and of rows that drew."""
+
     def root(self, request: int) -> object | None:
         """The head's result for the request's new last token (`Request.root`), where the head has run over what was
         accepted of it; then nobody asks for those features."""
@@ -84,6 +90,10 @@ class Verified(Pass, Protocol):
     @property
     def faults(self) -> Sequence[tuple[NonFiniteError, int]]:
         """Those of the drafts (`Watched.faults`)."""
+
+    def likeliest(self, requests: Sequence[int], count: int) -> Sequence[tuple[list[int], list[list[int]]]] | None:
+        """Of some requests, in ascending order, the tokens of their trees' nodes, and after each the target's likeliest
+        next tokens, so many, the likeliest first. ``None`` where the device no longer has the scores."""
 
     @property
     def lost(self) -> Sequence[int]:
@@ -155,7 +165,7 @@ class Executor(Protocol):
         """Within the context, this thread's work is the executor's: on its device, and in its order."""
 
     def speculation(self, pages: Pages) -> AdaptiveTree:
-        """Picks trees by what passes take on this device, of an engine with a head; measures them."""
+        """Picks trees by what passes take on this device, of an engine that drafts; measures them."""
 
     def copy(self, moves: Moves) -> None:
         """Copy KV from slot to slot, in every cache."""
@@ -168,7 +178,8 @@ class Executor(Protocol):
         """Write the KV of each request's last token, and draw the next one: a tree of a root."""
 
     def verify(self, batch: Batch, drafted: Drafted, follow: bool, clock: Clock) -> Verified:
-        """Write the KV of all nodes, and accept from each tree's root on what decoding would draw."""
+        """Write the KV of all nodes, and accept from each tree's root on what decoding would draw. drafted: what
+        `drafts` gave, or any `Watched` whose trees the host made."""
 
     def commit(self, batch: Batch, lease: Lease, verified: Verified) -> None:
         """Make the KV of accepted paths the end of each request's prefix; then the lease can be committed."""

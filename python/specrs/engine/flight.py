@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from specrs._specrs import Lease
 from specrs.engine.batch import Batch
 from specrs.engine.executor import Verified
+from specrs.engine.gathering import Planted
 from specrs.engine.request import Request
 
 
@@ -27,12 +28,14 @@ class Flight:
         lens: positions of each sequence that the lease has committed.
         need: positions behind its committed ones that a round may write, per request.
         longest: positions that a round commits at most, per request.
-        drafting: which requests draft; ``None`` in rounds without drafts.
+        drafting: which requests the head drafts for; ``None`` in rounds without it.
         steps: draft steps of a round.
+        planted: trees with drafts of other sources, of a round that has some; no other round is launched behind it.
         rounds: launched, not landed.
         alone: no round is launched before the first one has landed.
         last: no round is launched any more.
         landed: how many have.
+        began: when the first one was begun, on the performance counter.
         out: rows of the batch that later rounds say nothing of.
     """
 
@@ -44,9 +47,11 @@ class Flight:
     drafting: list[bool] | None
     steps: int
     rounds: deque[Verified]
+    planted: Planted | None = None
     alone: bool = False
     last: bool = False
     landed: int = 0
+    began: float = 0.0
     out: set[int] = field(default_factory=set)
 
     def carries(self, requests: list[Request]) -> bool:

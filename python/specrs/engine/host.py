@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
+from typing import cast
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -34,11 +35,16 @@ from specrs.models.ops import KvMemory
 class _Pass:
     aux: FeatureRows | None  # features of its rows
     starts: Sequence[int]  # each request's first row
+    scores: torch.Tensor  # float32 logits on the host, memory of the next pass too
 
     def features(self, request: int, rows: Sequence[int]) -> Features:
         assert self.aux is not None
         first = self.starts[request]
         return Features(self.aux, [first + row for row in rows])
+
+    def logits(self, request: int, rows: Sequence[int]) -> torch.Tensor:
+        first = self.starts[request]
+        return self.scores[[first + row for row in rows]]
 
     def root(self, request: int) -> object | None:
         return None
@@ -47,6 +53,11 @@ class _Pass:
 @dataclass(eq=False)
 class HostPrefilled(_Pass):
     drawn: list[tuple[list[int], core.NonFiniteError | None]]
+    kept: dict[int, int]  # where the logits of a row are
+
+    def logits(self, request: int, rows: Sequence[int]) -> torch.Tensor:
+        first = self.starts[request]
+        return self.scores[[self.kept[first + row] for row in rows]]
 
 
 @dataclass(eq=False)
@@ -55,6 +66,9 @@ class HostVerified(_Pass):
     accepts: core.Accepts
     faults: Sequence[tuple[core.NonFiniteError, int]]
     lost: Sequence[int] = ()
+
+    def likeliest(self, requests: Sequence[int], count: int) -> list[tuple[list[int], list[list[int]]]]:
+        return likeliest(self.trees, self.starts, self.scores, requests, count)
 
 
 @dataclass(eq=False)
@@ -111,8 +125,8 @@ class HostExecutor:
         return nullcontext()
 
     def speculation(self, pages: Pages) -> AdaptiveTree:
-        assert self.drafts is not None
-        policy = calibrated(self.target, self.cache, self.drafts.head, self.drafts.cache, self.planner, pages)
+        head = None if self.drafts is None else (self.drafts.head, self.drafts.cache)
+        policy = calibrated(self.target, self.cache, head, self.planner, pages)
         return AdaptiveTree(policy, self.planner.geometry.shape.topk)
 
     def copy(self, moves: core.Moves) -> None:
@@ -126,11 +140,14 @@ class HostExecutor:
         tokens = [t for r, start, n in each for t in r.tokens[start : start + n]]
         ends = list(accumulate(counts))
         plan = self.planner.extend(batch.seqs, batch.lens, counts)
-        rows = torch.tensor([ends[i] - 1 for i in drawing], dtype=torch.int64)
+        starts = [end - n for end, n in zip(ends, counts, strict=True)]
+        kept = [ends[i] - 1 for i in drawing]
+        for r, start, n in zip(batch, starts, counts, strict=True):
+            kept += [start + row for row in r.scored_rows(n)]
         aux = self._features(follow, len(tokens))
-        logits = self._logits(torch.tensor(tokens), plan, aux, rows)
+        logits = self._logits(torch.tensor(tokens), plan, aux, torch.tensor(kept, dtype=torch.int64))
         drawn = [_draw(batch.requests[i], logits[j]) for j, i in enumerate(drawing)]
-        return HostPrefilled(aux, [end - n for end, n in zip(ends, counts, strict=True)], drawn)
+        return HostPrefilled(aux, starts, logits, drawn, {row: i for i, row in enumerate(kept)})
 
     def decode(self, batch: Batch, follow: bool, clock: Clock) -> Verified:
         trees = core.TreeBatch.from_parents([[-1]] * len(batch), [[r.tokens[-1]] for r in batch])
@@ -138,11 +155,10 @@ class HostExecutor:
         return self._verify(batch, trees, plan, range(len(batch)), follow, clock, ())
 
     def verify(self, batch: Batch, drafted: Drafted, follow: bool, clock: Clock) -> Verified:
-        assert isinstance(drafted, HostDrafted)
-        trees = drafted.trees
+        trees, faults = cast(Watched, drafted).trees, cast(Watched, drafted).faults
         plan = self.planner.verify(batch.seqs, batch.lens, trees)
         starts = list(accumulate(trees.sizes, initial=0))
-        return self._verify(batch, trees, plan, starts, follow, clock, drafted.faults)
+        return self._verify(batch, trees, plan, starts, follow, clock, faults)
 
     def _verify(
         self,
@@ -158,7 +174,7 @@ class HostExecutor:
         aux = self._features(follow, len(tokens))
         logits = clock("target", len(tokens), self._logits, tokens, plan, aux, None)
         accepts = core.verify(trees, logits, [r.sampler for r in batch], batch.lens)
-        return HostVerified(aux, starts, trees, accepts, faults)
+        return HostVerified(aux, starts, logits, trees, accepts, faults)
 
     def commit(self, batch: Batch, lease: core.Lease, verified: Verified) -> None:
         moves = self.planner.commit(lease, batch.seqs, batch.lens, verified.accepts)
@@ -218,6 +234,7 @@ class HostDrafts:
         self.beams = core.DraftBeams(geometry.max_batch, geometry.shape, head.d2t, vocab_size)
         self.vocabulary = frozenset(head.target_ids.tolist())
         self._planner, self._geometry, self._mode = planner, geometry, config.branches_attend
+        self._levels = config.head_shape.steps  # the geometry's may be those of deeper sources
         self._lent: list[tuple[Request, Root]] = []  # roots that are the head's own memory
         # Of a request that does not draft.
         self._no_root = Root(torch.zeros(self.beams.draft_vocab), head.placement.empty(head.config.hidden_size).zero_())
@@ -263,7 +280,7 @@ class HostDrafts:
             # Whole pages bring the prefix's tail along before a branch.
             self.head.dense.kv_move(self.cache, self._planner.tail_copies(batch.seqs, batch.lens))
         steps = 0
-        while steps < min(shape.steps, max(depths)) - 1 and (deepen is None or deepen(beams, depths, steps + 1)):
+        while steps < min(self._levels, max(depths)) - 1 and (deepen is None or deepen(beams, depths, steps + 1)):
             plan = self._planner.draft(batch.seqs, batch.lens, steps, beams, self._mode)
             tokens = from_dlpack(beams.tokens)
             # The only beam of a request continues itself.
@@ -309,6 +326,21 @@ class HostDrafts:
             if request.root is root:
                 root.keep()
         self._lent.clear()
+
+
+def likeliest(
+    trees: core.TreeBatch, starts: Sequence[int], logits: torch.Tensor, requests: Sequence[int], count: int
+) -> list[tuple[list[int], list[list[int]]]]:
+    """`Verified.likeliest` by the logits of all nodes; ``starts`` has each request's first row, and behind the last."""
+    tokens, sizes = from_dlpack(trees.tokens), trees.sizes
+    rows = [row for i in requests for row in range(starts[i], starts[i] + sizes[i])]
+    whole = len(rows) == len(logits)
+    top = (logits if whole else logits[rows]).topk(min(count, logits.shape[1])).indices.tolist()
+    each, first, offsets = [], 0, [0, *accumulate(sizes)]
+    for i in requests:
+        each.append((tokens[offsets[i] : offsets[i] + sizes[i]].tolist(), top[first : first + sizes[i]]))
+        first += sizes[i]
+    return each
 
 
 def _stack(rows: list[torch.Tensor]) -> torch.Tensor:

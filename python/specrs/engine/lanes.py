@@ -77,14 +77,14 @@ class Roots:
 
     A root is valid until the next round that drafts for its row.
 
-    Two more rows: `nowhere` is written for dead lanes, `nothing` is read for lanes that do not draft, and stays 0.
+    One more row, `nothing`, is read for lanes that do not draft, and stays 0.
     """
 
     def __init__(self, head: Eagle3Head, rows: int) -> None:
         at = head.placement
-        self.nowhere, self.nothing = rows, rows + 1
-        self.logits = at.for_logits().empty(rows + 2, head.vocab_size).zero_()
-        self.hidden = at.empty(rows + 2, head.config.hidden_size).zero_()
+        self.nothing = rows
+        self.logits = at.for_logits().empty(rows + 1, head.vocab_size).zero_()
+        self.hidden = at.empty(rows + 1, head.config.hidden_size).zero_()
 
     def put(self, row: int, logits: torch.Tensor, hidden: torch.Tensor) -> None:
         """Keep a root's logits and hidden state."""
@@ -120,11 +120,11 @@ class Activations:
         root_logits, root_hidden, step_hidden: the head's, B, B and B * K rows.
     """
 
-    def __init__(self, target: LlamaModel, head: Eagle3Head, geometry: Geometry) -> None:
+    def __init__(self, target: LlamaModel, head: Eagle3Head, config: EngineConfig, geometry: Geometry) -> None:
         at, shape, b = head.placement, geometry.shape, geometry.max_batch
         layers, wide, h = len(head.aux_layers), target.config.hidden_size, head.config.hidden_size
         self.features = at.empty(layers, b * shape.draft_tokens, wide)
-        self.path_features = at.empty(layers, b * longest_path(geometry), wide)
+        self.path_features = at.empty(layers, b * longest_path(config, geometry, trees=True), wide)
         self.root_logits = at.for_logits().empty(b, head.vocab_size)
         self.root_hidden, self.step_hidden = at.empty(b, h), at.empty(b * shape.topk, h)
 
@@ -176,7 +176,9 @@ class Lanes:
         # With a processor for each row of logits, all are looked at at once.
         self._processors = torch.cuda.get_device_properties(cuda).multi_processor_count
         k, c, v = shape.topk, shape.candidates, shape.draft_tokens
-        path = self._path = longest_path(g)
+        # Of trees that the device drafts, and of those that the host makes, which may be deeper.
+        self._paths = {trees: longest_path(models.config, g, trees) for trees in (False, True)}
+        path = max(self._paths.values())
         # 8-byte arrays first, so that they are aligned.
         self._given = _Fields(
             sampling=batch * 12, root_from=batch, root_to=batch, rows=batch, lens=batch, roots=batch, depths=batch,
@@ -224,7 +226,7 @@ class Lanes:
                 "next_child": ("int32", [batch * v]),
                 "next_sibling": ("int32", [batch * v]),
             }
-        if g.page_size > 1 and k > 1:
+        if g.page_size > 1 and (k > 1 or models.config.sources):
             moves = batch * path
             regions |= {name: ("int32", [moves]) for name in ("move src", "move dst")}
             regions["move offsets"] = ("int32", [batch + 1])
@@ -253,17 +255,19 @@ class Lanes:
         self._sampled_by: int | None = None
         self._edits: dict[int, tuple[torch.Tensor, ...]] = {}
         self._edits_host: dict[int, torch.Tensor] = {}
-        self._plans = {name: self._plan(name, 0) for name in ("draft", "extend", "decode")}
+        self._plans = {name: self._plan(name, 0) for name in ("draft", "decode")}
+        self._extends = {trees: self._plan("extend", most) for trees, most in self._paths.items()}
         self._verifies = [self._plan("verify", most_nodes(shape, levels)) for levels in range(shape.steps + 1)]
         # Each counts in its own place, which depends on its sizes; a launch leaves it ready for the next of the same.
         self._scratch = {
-            (levels, sampled): torch.zeros(
-                core._device_verify_scratch(batch * most_nodes(shape, levels), batch, path if levels else 1),
+            (levels, sampled, trees): torch.zeros(
+                core._device_verify_scratch(batch * most_nodes(shape, levels), batch, most if levels else 1),
                 dtype=torch.int64,
                 device=cuda,
             )
             for levels in range(shape.steps + 1)
             for sampled in (False, True)
+            for trees, most in self._paths.items()
         }
         self.features: FeatureRows | None = None
         if models.activations is not None:
@@ -282,7 +286,7 @@ class Lanes:
         self.features = FeatureRows(aux, act.features[:, : b * shape.draft_tokens])
         nodes = [b * most_nodes(shape, levels) for levels in range(shape.steps + 1)]
         self._features = [FeatureRows(aux, act.features[:, :n]) for n in nodes]
-        self._path_features = act.path_features[:, : b * self._path]
+        self._path_features = act.path_features[:, : b * max(self._paths.values())]
         self.root_logits, self._root_hidden = act.root_logits[:b], act.root_hidden[:b]
         self._step_hidden = act.step_hidden[: b * shape.topk]
         a, out = self._a, self._out
@@ -296,10 +300,10 @@ class Lanes:
         )  # fmt: skip
 
     def _plan(self, name: str, nodes: int) -> DevicePlan:
-        """The plan of a phase; of verification, for so many nodes a request."""
+        """The plan of a phase; of verification and of accepted paths, for so many nodes a request."""
         arrays = self._arrays(name, nodes)
         mask = arrays[6] if arrays[6].numel() else None
-        most = {"draft": self._shape.topk, "verify": nodes, "extend": self._path, "decode": 1}[name]
+        most = {"draft": self._shape.topk, "verify": nodes, "extend": nodes, "decode": 1}[name]
         _, _, starts, lens, positions, out_slots, _ = arrays
         return DevicePlan(
             name, positions, out_slots, lens, starts, self._m.table, mask, arrays[0], most, self._m.geometry.page_size
@@ -309,7 +313,7 @@ class Lanes:
         """Of a plan: rows, versions, qo_indptr, prefix_lens, positions, out_slots, mask."""
         names = ("rows", "versions", "qo_indptr", "prefix_lens", "positions", "out_slots", "mask")
         arrays = [self._a.get(f"{name} {array}", self._no_mask) for array in names]
-        if name == "verify":
+        if name in ("verify", "extend"):
             arrays[4:] = [array[: self.batch * nodes] for array in arrays[4:]]
         return tuple(arrays)
 
@@ -366,8 +370,8 @@ class Lanes:
         if roots is not None:
             drafting = [(row, depth > 0) for row, depth in zip(rows, depths, strict=True)]
             n["root_from"][:live] = [row if drafts else roots.nothing for row, drafts in drafting]
-            n["root_to"][:live] = [row if drafts else roots.nowhere for row, drafts in drafting]
-            n["root_from"][live:], n["root_to"][live:] = roots.nothing, roots.nowhere
+            n["root_to"][:live] = [row if drafts else -1 for row, drafts in drafting]
+            n["root_from"][live:], n["root_to"][live:] = roots.nothing, -1
 
     def give_trees(self, trees: core.TreeBatch) -> None:
         """Say what the next launch verifies, of a variant whose trees the host makes: one for each live request."""
@@ -408,9 +412,9 @@ class Lanes:
                 for i, part in enumerate(edits):
                     host[i * room : i * room + used] = part.view(torch.int32)
                 self._edits[room][0].copy_(host, non_blocking=True)
-        # Without penalties and biases nothing changes from round to round.
+        # Without penalties and biases nothing changes from round to round; biases alone are where they were.
         self.changing = bool(used or penalised)
-        self._samplers, self._sampled_by = [] if self.changing else list(samplers), room
+        self._samplers, self._sampled_by = [] if penalised else list(samplers), room
         return room
 
     def launch(self, variant: Variant, graphs: bool) -> int:
@@ -552,9 +556,9 @@ class Lanes:
         self.logits = target.forward(tokens, cast(Plan, plan), cache, features if variant.follow else None)[0]
         self._accept(variant)
         if variant.levels:
-            self._commit()
+            self._commit(variant)
             if variant.follow:
-                self._extend()
+                self._extend(variant)
         self._end(handle)
 
     def _poison(self, names: list[str]) -> None:
@@ -629,9 +633,9 @@ class Lanes:
     def _accept(self, variant: Variant) -> None:
         b, out, given, stream = self.batch, self._out, self._in, self._m.dense.stream
         nodes = most_nodes(self._shape, variant.levels)
-        scratch = self._scratch[variant.levels, variant.edits is not None]
+        scratch = self._scratch[variant.levels, variant.edits is not None, variant.trees]
         if variant.levels:
-            rows, path = b * nodes, self._path
+            rows, path = b * nodes, self._paths[variant.trees]
             made = self._trees_in if variant.trees else out
             trees = (made["tree_tokens"][:rows], made["tree_parents"][:rows], made["tree_offsets"])
         else:
@@ -650,10 +654,10 @@ class Lanes:
         samplers = (self._sampling, given["edit_begins"], given["edit_counts"], tokens, biases, outputs)
         core._device_sample_verify(*common, samplers, accepts, scratch, full, stream)
 
-    def _commit(self) -> None:
+    def _commit(self, variant: Variant) -> None:
         """Make the KV of accepted paths the end of each prefix."""
         m, out, given = self._m, self._out, self._in
-        if self._shape.topk == 1:
+        if self._shape.topk == 1 and not (variant.trees and m.config.sources):
             return  # a chain is where it belongs
         moves = None
         if m.geometry.page_size > 1:
@@ -665,16 +669,18 @@ class Lanes:
         if moves is not None:
             core._device_kv_move(m.cache.tensor, *moves, m.dense.stream)
 
-    def _extend(self) -> None:
+    def _extend(self, variant: Variant) -> None:
         """The head's pass over the accepted path, up to the next root."""
         m, out = self._m, self._out
         assert m.head is not None and m.roots is not None and m.draft_cache is not None and self.features is not None
-        self._plan_step("extend", (out["offsets"], None, None))
-        for layer, features in zip(self.features.layers, self._path_features, strict=True):
-            core._device_gather_rows(layer, out["rows"], 0, None, features, m.dense.stream)
-        plan = cast(Plan, self._plans["extend"])
+        path = self._paths[variant.trees]
+        nodes, plan = self.batch * path, cast(Plan, self._extends[variant.trees])
+        self._plan_step("extend", (out["offsets"], None, None), nodes=path)
+        path_features = self._path_features[:, :nodes]
+        for layer, features in zip(self.features.layers, path_features, strict=True):
+            core._device_gather_rows(layer, out["rows"][:nodes], 0, None, features, m.dense.stream)
         logits, hidden = m.head.extend(
-            out["tokens"], self._path_features.unbind(0), plan, m.draft_cache, out["offsets"][1:], -1
+            out["tokens"][:nodes], path_features.unbind(0), plan, m.draft_cache, out["offsets"][1:], -1
         )
         rows, stream = self._in["root_to"], m.dense.stream
         core._device_copy_rows(logits, None, m.roots.logits, rows, None, stream)
@@ -690,9 +696,10 @@ def _allocations(cuda: torch.device) -> int:
     return int(torch.cuda.memory_stats(cuda)["allocation.all.allocated"])
 
 
-def longest_path(geometry: Geometry) -> int:
-    """Nodes of an accepted path at most."""
-    return min(geometry.shape.steps + 1, geometry.max_context_len)
+def longest_path(config: EngineConfig, geometry: Geometry, trees: bool) -> int:
+    """Nodes of an accepted path at most, of trees that the device drafts, or that the host makes."""
+    levels = config.head_shape.steps
+    return min(max(levels, config.deepest if trees else 0) + 1, geometry.max_context_len)
 
 
 def buckets(most: int) -> list[int]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,18 +17,19 @@ from specrs._specrs import Accepts, ConfigError, Pool, PoolExhaustedError, TreeB
 from specrs.backends import Capabilities
 from specrs.capsule.file import save
 from specrs.capsule.recorder import RoundRecorder
-from specrs.chat import ChatTemplates, Messages
 from specrs.engine.config import EngineConfig
+from specrs.engine.conversing import Conversing
 from specrs.engine.cuda import CudaExecutor
 from specrs.engine.errors import EngineBusyError, EngineClosedError
 from specrs.engine.host import HostExecutor
 from specrs.engine.observer import RoundObserver, Watching
 from specrs.engine.placing import Wanted
-from specrs.engine.prompts import Chats, Prompt, load_tokenizer
-from specrs.engine.request import Request, RequestOutput, StreamEvent, TokenizedPrompt
+from specrs.engine.prompts import Chats, Given, Prompt, load_tokenizer, spellings, truncated
+from specrs.engine.request import Request, RequestOutput, StreamEvent
 from specrs.engine.runner import Runner
 from specrs.engine.scheduler import Scheduler
 from specrs.engine.stats import EngineStats
+from specrs.engine.token_bytes import TokenTable
 from specrs.models import (
     ModelConfig,
     default_sampling,
@@ -42,7 +43,7 @@ from specrs.models import (
 from specrs.sampling_params import ResolvedSampling, SamplingParams
 
 
-class LLM:
+class LLM(Conversing):
     """A model, its draft head and the engine that runs them on the CPU or a GPU.
 
     One thread at a time may use an engine (EngineBusyError otherwise); several engines may run in as many threads.
@@ -52,12 +53,12 @@ class LLM:
         model: Hugging Face directory (``config.json``, safetensors, ``tokenizer.json``), or ``org/name``, of the local
             hub cache or downloaded into it; ``None`` is the small model in the package, with its draft head unless
             ``draft`` says otherwise.
-        draft: directory (or ``org/name``) of an EAGLE-3 head for the model; ``None`` with a model given is plain
-            decoding.
-        speculative: ``False`` decodes plainly even where a draft head is there.
+        draft: directory (or ``org/name``) of an EAGLE-3 head for the model; ``None`` with a model given: drafts come
+            from the text itself (``drafters``).
+        speculative: ``False`` decodes plainly, whatever there is to draft from.
         progress: bars on stderr while files are downloaded and weights are loaded; ``None``: on a terminal alone.
         options: fields of `EngineConfig`: ``max_batch``, ``max_context_len``, ``page_size``, ``num_pages``,
-            ``tree``, ``draft_attention``, ``draft_layout``, ``attention_backend``, ``prefix_cache``,
+            ``tree``, ``drafters``, ``draft_attention``, ``draft_layout``, ``attention_backend``, ``prefix_cache``,
             ``prefill_chunk``, ``kv_dtype``, ``device``, ``dtype``, ``graphs``. Without ``device``, the engine runs on a
             GPU where one is that runs the model and holds it, and else on the CPU; `LLM.device` says which, and why.
 
@@ -92,6 +93,9 @@ class LLM:
                 raise ConfigError(f"{name} = {path!r}: must be the path of a directory")
         model = locate(model, "model", progress=progress)
         draft = None if draft is None else locate(draft, "draft", progress=progress)
+        config = config.drafting(draft is not None) if speculative else replace(config, drafters=())
+        if not config.drafts_by_head:
+            draft = None
         # What cannot run is refused before weights are read: options and sizes first, then files.
         recurrent = has_recurrent_state(model)
         if recurrent:
@@ -101,7 +105,7 @@ class LLM:
         shapes.check_context(context)
         #: What requests get where their own parameters are unset: of the model's generation_config.json, else greedy.
         self.default_sampling = default_sampling(model).resolved()
-        wanted = Wanted(config, model, shapes, draft if speculative else None, speculative and recurrent)
+        wanted = Wanted(config, model, shapes, draft, speculative and recurrent)
         site = wanted.site()
         self.config, geometry, ops = site.config, site.geometry, site.ops
         assert self.config.num_pages is not None
@@ -117,7 +121,8 @@ class LLM:
         pool = Pool(self.config.num_pages + 1, config.page_size, config.max_batch, geometry.row_pages)
         make = HostExecutor if site.place.is_host else CudaExecutor
         executor = make(target, head, self.config, geometry, pool)
-        runner = Runner(executor, pool, self.config, geometry)
+        runner = Runner(executor, pool, self.config, geometry, self.vocab_size)
+        runner.spell = None if self.tokenizer is None else TokenTable(self.tokenizer)
         self._parts: tuple[Runner, Scheduler] | None = (runner, Scheduler(runner))  # None: closed
         draft = None if head is None else str(draft)
         self._numerics = {
@@ -136,6 +141,7 @@ class LLM:
         self._left: deque[Request] = deque()  # requests of streams that were closed, still to be aborted
         self._next_id = 0
         self._inboxes: dict[int, deque[StreamEvent]] = {}  # of requests that a stream waits for
+        self._bad_words: tuple[tuple[str, ...], list[tuple[int, ...]]] = ((), [])  # of the last request that had some
         self._unclaimed: list[StreamEvent] = []  # of requests added by `add`, seen while a stream stepped
         with executor.entered():
             runner.calibrate()
@@ -204,8 +210,8 @@ class LLM:
         """Abort what closed streams left; the caller has the turn."""
         while self._left:
             request = self._left[0]
-            self._scheduler.abort(request.request_id)  # may raise what came of a round in flight: then once more
-            self._inboxes.pop(request.request_id, None)
+            self._scheduler.abort(request.asked_id)  # may raise what came of a round in flight: then once more
+            self._inboxes.pop(request.asked_id, None)
             self._left.popleft()
 
     # -- whole requests -----------------------------------------------------------------------------------------
@@ -218,13 +224,14 @@ class LLM:
         on_error: Literal["raise", "return"] = "raise",
         progress: bool | None = None,
     ) -> list[RequestOutput]:
-        """Generate for each prompt; outputs in the order of the prompts.
+        """Generate for each prompt; outputs in the order of the prompts, ``n`` of one as its `RequestOutput.outputs`.
 
         A request that cannot go on ends alone, with ``finish_reason`` ``"error"`` and its ``error`` on its output; the
         others run to their ends.
 
         Args:
-            prompts: texts, or sequences of token ids; an empty list gives an empty list.
+            prompts: texts, sequences of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; an empty list
+                gives an empty list.
             params: one for all, or one for each; a field that is unset takes the model's value (`default_sampling`).
             on_error: what a request that could not go on does once all have ended. ``"raise"``: the first such error,
                 in the order of the prompts, with every output as its ``outputs``. ``"return"``: nothing; look at
@@ -246,14 +253,17 @@ class LLM:
         bars.wanted(progress)
         with self._turn():
             requests = self._requests(prompts, params)
-            outputs = {}
+            ended = {}
             with closing(self._drain(requests, nullcontext)) as events, bars.requests(len(requests), progress) as tell:
                 for event in events:
                     if event.output is not None:
-                        outputs[event.request_id] = event.output
+                        ended[event.request_id, event.index] = event.output
                     tell(len(event.token_ids), event.output is not None)
-        ordered = [outputs[r.request_id] for r in requests]
-        error = next((o.error for o in ordered if o.error is not None), None)
+        outputs = [ended[r.asked_id, r.index] for r in requests]
+        error = next((o.error for o in outputs if o.error is not None), None)
+        ordered = [
+            replace(o, others=tuple(outputs[i + 1 : i + o.params.n])) for i, o in enumerate(outputs) if not o.index
+        ]
         if error is not None and on_error == "raise":
             error.outputs = ordered  # type: ignore[attr-defined]
             raise error
@@ -264,7 +274,8 @@ class LLM:
     ) -> Generator[StreamEvent]:
         """As ``generate``, but yield each request's progress; ``request_id`` counts up in the order of the prompts.
 
-        A request that cannot go on raises nothing: its last event's ``output`` has the ``error``.
+        A request that cannot go on raises nothing: its last event's ``output`` has the ``error``. Of a prompt with
+        ``n`` outputs, all events have one ``request_id``, and ``index`` says whose they are.
 
         Prompts and parameters are checked at once; the requests are queued by the first ``next``. Closing the
         iterator early aborts what still runs. Several streams of one engine may be read in turn.
@@ -273,59 +284,6 @@ class LLM:
             requests = self._requests(prompts, params)
         return self._drain(requests, self._turn)
 
-    # -- conversations ------------------------------------------------------------------------------------------
-
-    def chat(
-        self,
-        messages: Messages | Sequence[Messages],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        tools: Sequence[Any] | None = None,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool | str = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        on_error: Literal["raise", "return"] = "raise",
-        progress: bool | None = None,
-    ) -> list[RequestOutput]:
-        """Answer a conversation, or each of a list of them, in the form of the model's chat template.
-
-        The output's ``prompt`` is the text that the template made. One conversation gives a list of one output.
-
-        Args:
-            messages: mappings with ``role`` and ``content``, oldest first; or a list of such conversations.
-            params, on_error, progress: as in `generate`.
-            tools, chat_template, add_generation_prompt, continue_final_message, chat_template_kwargs: as
-                `specrs.chat.ChatTemplates.render` takes them, for all conversations.
-
-        Raises:
-            ChatTemplateError: a `ConfigError`: the model has no template, or its template refuses a conversation.
-            ChatLimitError: of those, a template that took too long or wrote too much.
-            As `generate` otherwise.
-        """
-        options: dict[str, Any] = {
-            "tools": tools, "chat_template": chat_template, "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message, "chat_template_kwargs": chat_template_kwargs,
-        }  # fmt: skip
-        return self.generate(
-            self._chats.prompts(messages, options, self._encode_chat), params, on_error=on_error, progress=progress
-        )
-
-    def chat_prompt(self, messages: Messages, **options: Any) -> TokenizedPrompt:
-        """What `chat` has the model continue: a prompt for `generate`, `stream` and `add`.
-
-        Any thread may call it at any time. messages: one conversation; options: of
-        `specrs.chat.ChatTemplates.render`.
-        """
-        return self._chats.prompt(messages, options, self._encode_chat)
-
-    @property
-    def chat_templates(self) -> ChatTemplates:
-        """The model's chat templates, which may be none. Raises ChatTemplateError where its files are malformed."""
-        return self._chats.templates
-
-    # -- checks -------------------------------------------------------------------------------------------------
-
     def _requests(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[Request]:
@@ -333,13 +291,14 @@ class LLM:
             raise ConfigError(f"prompts is a {type(prompts).__name__}: give a list of prompts")
         if params is None or isinstance(params, SamplingParams):
             one = self._request_params(params or SamplingParams(), "params")
-            return [self._request(p, one, f"prompts[{i}]") for i, p in enumerate(prompts)]
+            return [r for i, p in enumerate(prompts) for r in self._request(p, one, f"prompts[{i}]")]
         if not isinstance(params, Sequence):
             raise ConfigError(f"params is a {type(params).__name__}: give SamplingParams, or a list of them")
         if len(params) != len(prompts):
             raise ConfigError(f"params has {len(params)} entries for {len(prompts)} prompts")
         checked = [self._request_params(p, f"params[{i}]") for i, p in enumerate(params)]
-        return [self._request(p, c, f"prompts[{i}]") for i, (p, c) in enumerate(zip(prompts, checked, strict=True))]
+        each = enumerate(zip(prompts, checked, strict=True))
+        return [r for i, (p, c) in each for r in self._request(p, c, f"prompts[{i}]")]
 
     def _drain(
         self, requests: list[Request], turn: Callable[[], AbstractContextManager[None]]
@@ -351,11 +310,11 @@ class LLM:
         where the engine is idle, else by whoever uses it next.
         """
         inbox: deque[StreamEvent] = deque()
-        live = {r.request_id for r in requests}
+        live = {(r.asked_id, r.index) for r in requests}
         try:
             with turn():
                 for request in requests:
-                    self._inboxes[request.request_id] = inbox
+                    self._inboxes[request.asked_id] = inbox
                     self._scheduler.add(request)
             while live:
                 while not inbox:
@@ -363,7 +322,7 @@ class LLM:
                         self._unclaimed.extend(self._step())
                 event = inbox.popleft()
                 if event.output is not None:
-                    live.discard(event.request_id)
+                    live.discard((event.request_id, event.index))
                 yield event
         finally:
             self._left.extend(requests)
@@ -382,13 +341,14 @@ class LLM:
 
     def add(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
         """Queue a request and return its id; ``step`` makes it progress."""
-        return self._enqueue(prompt, params).request_id
+        return self._enqueue(prompt, params)[0].request_id
 
-    def _enqueue(self, prompt: Prompt, params: SamplingParams | None) -> Request:
+    def _enqueue(self, prompt: Prompt, params: SamplingParams | None) -> list[Request]:
         with self._turn():
-            request = self._request(prompt, self._request_params(params or SamplingParams(), "params"), "prompt")
-            self._scheduler.add(request)
-            return request
+            requests = self._request(prompt, self._request_params(params or SamplingParams(), "params"), "prompt")
+            for request in requests:
+                self._scheduler.add(request)
+            return requests
 
     def step(self) -> list[StreamEvent]:
         """One step of everything that runs: admission, a chunk of prefill, a round.
@@ -414,17 +374,21 @@ class LLM:
         """End a request early, with the output that it has; ``None`` where it is not live.
 
         The event carries whatever of the request ``step`` has not returned yet, its own end included. A stream that
-        waits for the request gets the event too, and goes on with its others.
+        waits for the request gets the event too, and goes on with its others. Of a request with several outputs
+        (``n``), this is the event of the first that has one; the next ``step`` returns the others.
         """
         with self._turn():
-            held = [e for e in self._unclaimed if e.request_id == request_id]
+            news = [e for e in self._unclaimed if e.request_id == request_id]
             self._unclaimed = [e for e in self._unclaimed if e.request_id != request_id]
-            event = self._scheduler.abort(request_id)
-            event = StreamEvent.joined(held if event is None else [*held, event])
+            news += self._scheduler.abort(request_id)
+            each = [[e for e in news if e.index == i] for i in sorted({e.index for e in news})]
+            events = [event for some in each if (event := StreamEvent.joined(some)) is not None]
             inbox = self._inboxes.get(request_id)
-            if event is not None and inbox is not None:
-                inbox.append(event)
-            return event
+            if inbox is not None:
+                inbox.extend(events)
+            else:
+                self._unclaimed += events[1:]
+            return events[0] if events else None
 
     @property
     def unfinished(self) -> int:
@@ -451,13 +415,13 @@ class LLM:
 
     @property
     def speculative(self) -> bool:
-        """Whether a draft head is in use."""
-        return self._runner.drafter is not None
+        """Whether drafts are in use: a head's, or those of other sources."""
+        return self._runner.drafter is not None or self._runner.gathering is not None
 
     @property
     def max_tokens_per_round(self) -> int:
         """Most tokens that a round yields: the tree's depth and the bonus token."""
-        return self._runner.geometry.shape.steps + 1
+        return self._runner.config.deepest + 1
 
     @contextmanager
     def watching(self, watch: Callable[[TreeBatch, Accepts], None]) -> Iterator[None]:
@@ -519,66 +483,79 @@ class LLM:
             raise ConfigError(f"{where}: not encodable as UTF-8 at character {e.start}: {e.reason}") from None
         return list(tokenizer.encode(text, add_special_tokens=special).ids)
 
-    def _encode_chat(self, text: str, where: str) -> list[int]:
-        return self._encode(text, where, special=False)  # the template wrote its own
-
     def _request_params(self, params: object, where: str) -> ResolvedSampling:
         """Check a request's parameters against the model, and let it decide what they leave unset."""
         if not isinstance(params, SamplingParams):
             raise ConfigError(f"{where} is a {type(params).__name__}: must be SamplingParams")
         try:
-            if params.stop and self.tokenizer is None:
-                raise ConfigError(f"SamplingParams.stop = {params.stop!r}: the model directory has no tokenizer.json")
+            for name in ("stop", "bad_words"):
+                texts = getattr(params, name)
+                if texts and self.tokenizer is None:
+                    raise ConfigError(f"SamplingParams.{name} = {texts!r}: the model directory has no tokenizer.json")
             params.check_vocabulary(self.vocab_size)
+            self._spellings(params)
+            return params.resolved(self.default_sampling)
         except ConfigError as e:
             e.args = (f"{where}: {e}",)
             raise
-        return params.resolved(self.default_sampling)
 
-    def _request(self, prompt: Prompt, params: ResolvedSampling, where: str) -> Request:
-        """Check everything about a request before anything is allocated for it."""
-        text = prompt if isinstance(prompt, str) else None
-        if isinstance(prompt, TokenizedPrompt):
-            text, prompt = prompt.text, prompt.token_ids
-        ids = self._encode(prompt, where) if isinstance(prompt, str) else _token_ids(prompt, where)
+    def _spellings(self, params: SamplingParams) -> list[tuple[int, ...]]:
+        """Token ids of bad words, each as it is and behind a space."""
+        if not params.bad_words:
+            return []
+        words = tuple(params.bad_words)
+        if self._bad_words[0] != words:
+            assert self.tokenizer is not None
+            self._bad_words = words, spellings(self.tokenizer, words, self.vocab_size)
+        return self._bad_words[1]
+
+    def _request(self, prompt: Prompt, params: ResolvedSampling, where: str) -> list[Request]:
+        """Check everything about a prompt before anything is allocated for it. A request for each of its outputs."""
+        given = Given.of(prompt, where)
+        text, ids = given.text, given.ids
+        if ids is None:
+            assert text is not None
+            ids = self._encode(text, where)
+        context = self.config.max_context_len
+        assert context is not None
+        ids = truncated(ids, params.truncate_prompt_tokens, context - params.max_tokens)
         if not ids:
             raise ConfigError(f"{where}: empty, there is nothing to continue")
         for i, token in enumerate(ids):
             if not 0 <= token < self.vocab_size:
                 raise ConfigError(f"{where}[{i}] = {token}: outside the vocabulary 0..{self.vocab_size - 1}")
-        context = self.config.max_context_len
-        assert context is not None
         if len(ids) >= context:
             raise ConfigError(f"{where}: {len(ids)} tokens leave no room to generate in max_context_len = {context}")
-        request = Request.create(
-            self._next_id,
-            text,
-            ids,
-            params,
-            vocab_size=self.vocab_size,
-            eos_ids=self.eos_ids,
-            max_context_len=context,
-            decoder=self.tokenizer,
-        )
-        try:
-            self._scheduler.check(request)
-        except PoolExhaustedError as e:
-            e.args = (f"{where}: {e}",)
-            raise
-        self._next_id += 1
-        return request
+        prediction = self._prediction(params.prediction, where)[:context]
+        requests: list[Request] = []
+        for index in range(params.n):
+            request = Request.create(
+                self._next_id + index,
+                text,
+                ids,
+                params,
+                vocab_size=self.vocab_size,
+                eos_ids=self.eos_ids,
+                max_context_len=context,
+                decoder=self.tokenizer,
+                bad_words=self._spellings(params),
+                prediction=prediction,
+                leader=requests[0] if requests else None,
+                index=index,
+            )
+            try:
+                self._scheduler.check(request)
+            except PoolExhaustedError as e:
+                e.args = (f"{where}: {e}",)
+                raise
+            requests.append(request)
+        self._next_id += params.n
+        return requests
 
-
-def _token_ids(prompt: object, where: str) -> list[int]:
-    """A prompt that is no text: a list or an array of integers."""
-    if isinstance(prompt, (bytes, Mapping, Set)) or not isinstance(prompt, Iterable):
-        raise ConfigError(f"{where} is a {type(prompt).__name__}: must be a text or a sequence of token ids")
-    ids = []
-    for i, token in enumerate(prompt):
-        try:
-            if isinstance(token, bool):
-                raise TypeError
-            ids.append(operator.index(token))  # numpy's and torch's integers too
-        except TypeError:
-            raise ConfigError(f"{where}[{i}] = {token!r}: must be a token id") from None
-    return ids
+    def _prediction(self, expected: str | Sequence[int] | None, where: str) -> list[int]:
+        """Tokens that the user expects in the output."""
+        if expected is None:
+            return []
+        if not isinstance(expected, str):
+            return list(expected)
+        return self._encode(expected, f"{where}: SamplingParams.prediction", special=False)

@@ -21,6 +21,7 @@ class Pages:
         geometry: what a round reserves.
         copy: copies what a lease says, in every cache over the pool's pages (`Executor.copy`).
         drafts: whether a draft head writes KV of its own.
+        trees: whether rounds may verify drafts, of whatever source.
     """
 
     def __init__(
@@ -30,9 +31,10 @@ class Pages:
         geometry: core.Geometry,
         copy: Callable[[core.Moves], None],
         drafts: bool,
+        trees: bool,
     ) -> None:
         self.pool, self._config, self._copy, self._drafts = pool, config, copy, drafts
-        self.round_positions = geometry.alloc_len_per_decode if drafts else 1
+        self.round_positions = geometry.alloc_len_per_decode if trees else 1
         """Positions behind the committed ones that a round may write, per request."""
 
     @property
@@ -67,6 +69,8 @@ class Pages:
             most: positions that it may share.
         """
         if self._config.prefix_cache:
+            if request.unscored < request.prompt_len - 1:  # whose logits are wanted
+                most = request.unscored if most is None else min(most, request.unscored)
             # At least one position is computed: its logits, or its features for the draft, are wanted.
             request.admit(*self.pool.cache_lookup(request.tokens[: request.prefill_target - 1], most))
         else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -116,7 +116,7 @@ class Wanted:
         place = placed(asked, self.model, self.sizes, None if head is None else head.config, self.config.dtype)
         config, drafts = self.config.on(place).route(self.recurrent)
         if not drafts:
-            head = None
+            head, config = None, replace(config, drafters=())
         config, geometry = config.resolve(context)
         topk = geometry.shape.topk
         if head is not None and topk > head.config.draft_vocab_size:

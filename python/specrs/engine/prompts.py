@@ -1,8 +1,10 @@
-"""What a request begins with: the model's tokenizer, and conversations as its chat template writes them."""
+"""Prompts as users give them: texts, token ids, a mapping with either, conversations; and the tokenizer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +15,67 @@ from specrs.engine.request import TokenizedPrompt
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-Prompt = str | Sequence[int] | TokenizedPrompt
+Prompt = str | Sequence[int] | Mapping[str, Any] | TokenizedPrompt
+
+_KEYS = ("prompt", "prompt_token_ids")
+
+
+@dataclass(frozen=True)
+class Given:
+    """A prompt taken apart: its text, its tokens, or both, where the tokens count."""
+
+    text: str | None
+    ids: list[int] | None
+
+    @classmethod
+    def of(cls, prompt: object, where: str) -> Given:
+        """A text, a list or an array of integers, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``, a
+        `TokenizedPrompt`.
+
+        Raises:
+            ConfigError: anything else; ``where`` is what the message calls it.
+        """
+        if isinstance(prompt, str):
+            return cls(prompt, None)
+        if isinstance(prompt, TokenizedPrompt):
+            return cls(prompt.text, _token_ids(prompt.token_ids, where))
+        if not isinstance(prompt, Mapping):
+            return cls(None, _token_ids(prompt, where))
+        for key in prompt:
+            if key not in _KEYS:
+                kind, known = type(prompt).__name__, ", ".join(_KEYS)
+                raise ConfigError(f"{where} is a {kind} with {key!r}: supported are {known}")
+        text, ids = (prompt.get(key) for key in _KEYS)
+        if text is not None and not isinstance(text, str):
+            raise ConfigError(f"{where}['prompt'] is a {type(text).__name__}: must be a text")
+        if text is None and ids is None:
+            raise ConfigError(f"{where} = {dict(prompt)!r}: must have 'prompt' or 'prompt_token_ids'")
+        return cls(text, None if ids is None else _token_ids(ids, f"{where}['prompt_token_ids']"))
+
+
+def truncated(ids: list[int], keep: int | None, room: int) -> list[int]:
+    """The last ``keep`` tokens of a prompt; -1: of as many as leave ``room``, one at least. ``None`` keeps all."""
+    if keep is None:
+        return ids
+    return ids[-(max(room, 1) if keep < 0 else keep) :]
+
+
+def spellings(tokenizer: Tokenizer, words: Sequence[str], vocab: int) -> list[tuple[int, ...]]:
+    """Token ids of ``bad_words``, each as it is and behind a space, as it stands within a text; without those that have
+    a token which the model lacks, and so never come.
+
+    Raises:
+        ConfigError: a word that the tokenizer makes nothing of.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        for text in (word, " " + word.lstrip(" ")):
+            ids = tuple(tokenizer.encode(text, add_special_tokens=False).ids)
+            if not ids:
+                raise ConfigError(f"SamplingParams.bad_words: {text!r} has no tokens")
+            if max(ids) < vocab:
+                found[ids] = None
+    return list(found)
 
 
 Encode = Callable[[str, str], list[int]]
@@ -69,3 +131,18 @@ def load_tokenizer(model: Path) -> Tokenizer | None:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _token_ids(prompt: object, where: str) -> list[int]:
+    """A prompt that is no text: a list or an array of integers."""
+    if isinstance(prompt, (str, bytes, Mapping, Set)) or not isinstance(prompt, Iterable):
+        raise ConfigError(f"{where} is a {type(prompt).__name__}: must be a text or a sequence of token ids")
+    ids = []
+    for i, token in enumerate(prompt):
+        try:
+            if isinstance(token, bool):
+                raise TypeError
+            ids.append(operator.index(token))  # numpy's and torch's integers too
+        except TypeError:
+            raise ConfigError(f"{where}[{i}] = {token!r}: must be a token id") from None
+    return ids

@@ -10,6 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from specrs._specrs import NonFiniteError, Sampler
+from specrs.engine.draws import Draws
+from specrs.engine.logprobs import TokenLogprobs
+from specrs.engine.seeds import split
 from specrs.engine.text import Decoder, Detokenizer, StopMatcher
 
 if TYPE_CHECKING:
@@ -66,7 +69,7 @@ class RequestOutput:
     Attributes:
         request_id: as ``LLM.add`` returned it.
         prompt: the prompt's text, where it was given as text.
-        prompt_token_ids: its tokens.
+        prompt_token_ids: its tokens, those that ``truncate_prompt_tokens`` kept.
         token_ids: generated tokens; ends with EOS or the stop token where one ended it.
         text: generated text, without special tokens, cut at a stop string.
         finish_reason: see `FinishReason`.
@@ -84,6 +87,13 @@ class RequestOutput:
             token id of the first bad logit. Tokens and text are those before it, else ``None``.
         draft_error: why the draft head was given up for this request, whose tokens do not depend on it; ``None`` where
             it was not. Fields as in ``error``.
+        index: which of the prompt's ``n`` outputs this is.
+        logprobs: per token of ``token_ids``, by token id: of the token itself first, then of the most probable ones;
+            ``None`` where they were not asked for.
+        prompt_logprobs: the same per token of the prompt, ``None`` for its first; shorter where the request ended
+            before its prompt was read.
+        cumulative_logprob: sum of the log-probabilities of ``token_ids``; ``None`` without ``logprobs``.
+        others: of a prompt's output 0 from ``LLM.generate``, those behind it.
     """
 
     request_id: int
@@ -102,6 +112,16 @@ class RequestOutput:
     seconds: float
     error: NonFiniteError | None = None
     draft_error: NonFiniteError | None = None
+    index: int = 0
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    cumulative_logprob: float | None = None
+    others: tuple[RequestOutput, ...] = field(default=(), repr=False)
+
+    @property
+    def outputs(self) -> list[RequestOutput]:
+        """All ``n`` of the prompt in order, this one first: of the output that ``LLM.generate`` returned."""
+        return [self, *self.others]
 
     @property
     def mean_accepted(self) -> float:
@@ -114,13 +134,17 @@ class StreamEvent:
     """Progress of one request: the tokens of a prefill or of one round.
 
     ``pieces`` is the released text as ``(text, drafted)`` runs; text that may be the beginning of a stop string, or
-    of an unfinished character, comes with a later event. The last event of a request carries its ``output``.
+    of an unfinished character, comes with a later event. The last event of a request carries its ``output``; of a
+    request with ``n`` outputs, the last event of each does, and ``index`` says whose an event is. ``logprobs`` is that
+    of ``token_ids``, as `RequestOutput.logprobs`.
     """
 
     request_id: int
     token_ids: list[int]
     pieces: list[tuple[str, bool]]
     output: RequestOutput | None = None
+    index: int = 0
+    logprobs: list[TokenLogprobs] | None = None
 
     @property
     def text(self) -> str:
@@ -129,11 +153,13 @@ class StreamEvent:
 
     @classmethod
     def joined(cls, events: Sequence[StreamEvent]) -> StreamEvent | None:
-        """One event in place of a request's successive ones; ``None`` in place of none."""
+        """One event in place of successive ones of a request's output; ``None`` in place of none."""
         if not events:
             return None
         tokens, pieces = [t for e in events for t in e.token_ids], [p for e in events for p in e.pieces]
-        return cls(events[-1].request_id, tokens, pieces, events[-1].output)
+        last = events[-1]
+        scored = [p for e in events for p in e.logprobs or ()] if any(e.logprobs is not None for e in events) else None
+        return cls(last.request_id, tokens, pieces, last.output, last.index, scored)
 
 
 @dataclass(frozen=True)
@@ -143,6 +169,7 @@ class Committed:
     kept: int  # of the tokens offered
     pieces: list[tuple[str, bool]]
     finished: bool
+    logprobs: list[TokenLogprobs] | None = None  # of what was kept
 
 
 @dataclass(frozen=True)
@@ -160,6 +187,9 @@ class Request:
 
     Invariant between rounds of a running request: ``committed == len(tokens) - 1``, the target's KV is valid on
     ``[0, committed)``, and the draft's on ``[0, draft_valid)``.
+
+    A prompt with ``n`` outputs has a request for each: ``request_id`` is the request's own, ``asked_id`` that of the
+    first one, which users know. The others wait until the first one has its first token, and share its pages.
     """
 
     request_id: int
@@ -169,9 +199,13 @@ class Request:
     params: ResolvedSampling
     seed: int
     ending: Ending
-    sampler: Sampler
+    draws: Draws
     stops: StopMatcher
     detokenizer: Detokenizer | None
+    prediction: list[int] = field(default_factory=list)  # tokens that its output is expected to hold
+    leader: Request | None = None  # the first one of a prompt's requests, where this is another
+    index: int = 0  # among them
+    arrival: int = 0  # among the scheduler's requests
     started: float | None = None  # when it was admitted first, on the performance counter
 
     row: KvSequence | None = None  # of the page table, while admitted
@@ -185,13 +219,15 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: NonFiniteError | None = None
+    logprobs: list[TokenLogprobs] | None = None  # of the output, where they are wanted
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # of the prompt's tokens so far, where they are wanted
 
     # Draft state: the target's features of positions whose draft KV is not written yet, and what the last
     # draft_extend gave for the root, of which the executor alone knows what it is.
     pending: list[Features] = field(default_factory=list)
     lag: int = 0  # their positions
     root: object | None = None
-    followed: bool = True  # by the draft head; once false, the request decodes plainly to its end
+    followed: bool = True  # by the draft head; once false, the head drafts for the request no more
     draft_error: NonFiniteError | None = None  # why it is not, where that is a fault
     _draft_kept: int = 0  # where it is not: positions whose draft KV is sound
 
@@ -207,22 +243,16 @@ class Request:
         eos_ids: frozenset[int],
         max_context_len: int,
         decoder: Decoder | None,
+        prediction: Sequence[int] = (),
+        bad_words: Sequence[Sequence[int]] = (),
+        leader: Request | None = None,
+        index: int = 0,
     ) -> Request:
         """A request before its admission. Arguments were checked by ``LLM.add``."""
-        seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(8), "little")
-        sampler = Sampler(
-            vocab_size,
-            prompt_ids,
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            seed=seed,
-            repetition_penalty=params.repetition_penalty,
-            presence_penalty=params.presence_penalty,
-            frequency_penalty=params.frequency_penalty,
-            logit_bias=dict(params.logit_bias),
-        )
+        if leader is not None:
+            seed = split(leader.seed, index)
+        else:
+            seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(8), "little")
         ending = Ending(
             eos_ids=frozenset() if params.ignore_eos else eos_ids,
             stop_ids=frozenset(params.stop_token_ids),
@@ -236,10 +266,38 @@ class Request:
             params=replace(params, seed=seed),
             seed=seed,
             ending=ending,
-            sampler=sampler,
+            draws=Draws(vocab_size, prompt_ids, params, seed, ending.eos_ids | ending.stop_ids, bad_words),
             stops=StopMatcher(params.stop, params.include_stop),
-            detokenizer=None if decoder is None else Detokenizer(decoder, prompt_ids[-_CONTEXT_TOKENS:]),
+            detokenizer=None
+            if decoder is None
+            else Detokenizer(decoder, prompt_ids[-_CONTEXT_TOKENS:], params.skip_special_tokens),
+            leader=leader,
+            index=index,
+            logprobs=None if params.logprobs is None else [],
+            prompt_logprobs=None if params.prompt_logprobs is None or leader is not None else [None],
+            prediction=list(prediction),
+            followed=params.speculative,
         )
+
+    @property
+    def asked_id(self) -> int:
+        """The id that users know."""
+        return self.request_id if self.leader is None else self.leader.request_id
+
+    @property
+    def held(self) -> bool:
+        """Whether it waits for its prompt's first request to be prefilled."""
+        return self.leader is not None and self.leader.produced == 0 and self.leader.finish_reason is None
+
+    @property
+    def sampler(self) -> Sampler:
+        """By which the next round draws."""
+        return self.draws.sampler
+
+    @property
+    def alone(self) -> bool:
+        """Whether its next round can begin only once what this one gave has been looked at."""
+        return self.logprobs is not None or self.draws.varies
 
     @property
     def seq(self) -> KvSequence:
@@ -278,16 +336,36 @@ class Request:
     @property
     def max_depth(self) -> int:
         """Deepest draft node that can still be used: a round of depth d yields at most d + 1 tokens."""
-        return max(self.remaining - 1, 0)
+        return max(min(self.remaining, self.draws.room) - 1, 0)
 
-    def commit(self, new: list[int], *, round_: bool, error: NonFiniteError | None = None) -> Committed:
+    @property
+    def unscored(self) -> int:
+        """Positions of the prompt from 0 on whose logits are known or not wanted."""
+        known = self.prompt_logprobs
+        return self.prompt_len - 1 if known is None else len(known) - 1
+
+    def scored_rows(self, count: int) -> range:
+        """Of the next ``count`` positions of prefill, those whose logits say log-probabilities of the prompt."""
+        return range(max(self.unscored - self.committed, 0), min(count, self.prompt_len - 1 - self.committed))
+
+    def commit(
+        self,
+        new: list[int],
+        *,
+        round_: bool,
+        error: NonFiniteError | None = None,
+        cut: bool = False,
+        logprobs: Sequence[TokenLogprobs] = (),
+    ) -> Committed:
         """Append what a prefill (``round_`` false) or a round drew, up to the first reason to stop.
 
         All of ``new`` but its last token are accepted draft tokens. With ``error`` all of it are: the token after them
-        could not be drawn, and the request ends there, unless it stops before. This is the only place that decides what
+        could not be drawn, and the request ends there, unless it stops before. Where it is ``cut`` all of it are too,
+        and the token after them is to be drawn again. This is the only place that decides what
         a request's output is; text, usage and the accepted-length histogram follow from what it keeps.
+        ``logprobs``: those of ``new``, where the request wants them.
         """
-        drafts = len(new) if error is not None else len(new) - 1
+        drafts = len(new) if error is not None or cut else len(new) - 1
         pieces: list[tuple[str, bool]] = []
         kept = 0
         for i, token in enumerate(new):
@@ -300,7 +378,8 @@ class Request:
             if token in self.ending.eos_ids or token in self.ending.stop_ids:
                 self._finish(FinishReason.STOP, token if token in self.ending.stop_ids else None)
             elif self.detokenizer is not None:
-                released, hit = self.stops.push(self.detokenizer.push(token))
+                may_stop = self.produced >= self.params.min_tokens
+                released, hit = self.stops.push(self.detokenizer.push(token), may_stop)
                 if released:
                     pieces.append((released, accepted))
                 if hit is not None:
@@ -312,7 +391,11 @@ class Request:
         if error is not None and self.finish_reason is None:
             self.error = self._named(error)
             self._finish(FinishReason.ERROR, None)
-        self.sampler.commit(new[:kept])
+        self.draws.commit(new[:kept])
+        scored = None
+        if self.logprobs is not None:
+            scored = list(logprobs[:kept])
+            self.logprobs += scored
         if round_:
             self.rounds += 1
             self.accepted_lengths.extend([0] * (kept + 1 - len(self.accepted_lengths)))
@@ -320,7 +403,12 @@ class Request:
         if self.finish_reason is not None and not isinstance(self.stop_reason, str):
             pieces.extend(self._flush())
         self.text.extend(text for text, _ in pieces)
-        return Committed(kept=kept, pieces=pieces, finished=self.finish_reason is not None)
+        return Committed(kept, pieces, self.finish_reason is not None, scored)
+
+    def event(self, tokens: Sequence[int], committed: Committed) -> StreamEvent:
+        """What a commit tells the user."""
+        output = self.output() if committed.finished else None
+        return StreamEvent(self.asked_id, list(tokens), committed.pieces, output, self.index, committed.logprobs)
 
     def abort(self) -> list[tuple[str, bool]]:
         """End the request as the caller wishes; what was held back is released."""
@@ -371,7 +459,7 @@ class Request:
         self.root = None
 
     def give_up_drafts(self, valid: int, error: NonFiniteError | None = None) -> None:
-        """Decode plainly from now on; ``valid`` positions of draft KV are sound."""
+        """No drafts of the head from now on; ``valid`` positions of draft KV are sound."""
         self.followed, self._draft_kept = False, valid
         self.draft_error = None if error is None else self._named(error)
         self.forget_features()
@@ -379,10 +467,10 @@ class Request:
     def _named(self, error: NonFiniteError) -> NonFiniteError:
         """An error of a pass as one of this request: by its id and position, not by rows of a batch."""
         position = len(self.tokens)
-        text = f"request {self.request_id}: {error.what}: {error.value} at position {position}, index {error.index}"
+        text = f"request {self.asked_id}: {error.what}: {error.value} at position {position}, index {error.index}"
         named = NonFiniteError(text)
         named.kind, named.what, named.value, named.index = error.kind, error.what, error.value, error.index
-        named.request, named.row, named.position = self.request_id, -1, position
+        named.request, named.row, named.position = self.asked_id, -1, position
         return named
 
     def _finish(self, reason: FinishReason, stop_reason: str | int | None) -> None:
@@ -400,8 +488,11 @@ class Request:
         """What the user gets."""
         assert self.finish_reason is not None
         generated = self.tokens[self.prompt_len :]
+        scored, prompt = self.logprobs, self.prompt_logprobs
+        if self.leader is not None:
+            prompt = self.leader.prompt_logprobs
         return RequestOutput(
-            request_id=self.request_id,
+            request_id=self.asked_id,
             prompt=self.prompt,
             prompt_token_ids=self.tokens[: self.prompt_len],
             token_ids=generated,
@@ -417,4 +508,10 @@ class Request:
             seconds=0.0 if self.started is None else time.perf_counter() - self.started,
             error=self.error,
             draft_error=self.draft_error,
+            index=self.index,
+            logprobs=None if scored is None else list(scored),
+            prompt_logprobs=None if prompt is None else list(prompt),
+            cumulative_logprob=None
+            if scored is None
+            else sum(p[t].logprob for p, t in zip(scored, generated, strict=True)),
         )

@@ -8,20 +8,27 @@ request ends with its error. The device's part stands behind `Executor`.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from specrs import _specrs as core
+from specrs.engine.ahead import tiers
 from specrs.engine.batch import Batch, Passed
 from specrs.engine.config import EngineConfig
 from specrs.engine.drafter import Drafter
-from specrs.engine.executor import Executor, Verified
+from specrs.engine.executor import Drafted, Executor, Pass, Verified
 from specrs.engine.flight import Flight
+from specrs.engine.gathering import Gathered, Gathering, Planted
+from specrs.engine.logprobs import TokenBytes, TokenLogprobs, of_rows
 from specrs.engine.observer import RoundObserver
 from specrs.engine.pages import Pages
 from specrs.engine.request import FinishReason, Request
+from specrs.engine.sources import Source, Sources
 from specrs.engine.speculation import GivenTree
+
+_LEAST_SCORED, _MOST_SCORED = 16, 128
 
 
 class Runner:
@@ -31,25 +38,42 @@ class Runner:
         executor: the device that runs them.
         pages: of all requests.
         drafter: what the head is told; ``None`` without a head.
+        gathering: drafts of other sources; ``None`` without any.
         speculation: whether and how far a batch drafts.
         observers: see every round.
+        spell: gives a token's bytes; ``None`` without a tokenizer.
     """
 
-    def __init__(self, executor: Executor, pool: core.Pool, config: EngineConfig, geometry: core.Geometry) -> None:
+    def __init__(
+        self, executor: Executor, pool: core.Pool, config: EngineConfig, geometry: core.Geometry, vocab_size: int
+    ) -> None:
         self.executor, self.config, self.geometry = executor, config, geometry
         self.observers: list[RoundObserver] = []
+        self.spell: TokenBytes | None = None
         self.speculation: GivenTree = GivenTree()
         drafts = executor.drafts
         self.drafter = None if drafts is None else Drafter(drafts, self.observers)
-        self.pages = Pages(pool, config, geometry, executor.copy, drafts is not None)
+        self.gathering: Gathering | None = None
+        if config.sources:
+            named = Sources(tuple(map(Source.of, config.sources)), vocab_size)
+            most = geometry.shape.draft_tokens
+            sizes = None if executor.placement.is_host else tiers(most)
+            self.gathering = Gathering(named, most, config.deepest, sizes)
+        trees = drafts is not None or self.gathering is not None
+        self.pages = Pages(pool, config, geometry, executor.copy, drafts is not None, trees)
+        rows = geometry.max_batch * (geometry.shape.draft_tokens if trees else 1)
+        #: Rows of the prompt, in one pass, whose logits are wanted: no more than rounds have memory for.
+        self.scored_rows = min(max(rows, _LEAST_SCORED), _MOST_SCORED)
         self._flight: Flight | None = None
         self._landed: list[Passed] = []  # that nobody has been told of
         self._alone = False  # the next round runs with none behind it
 
     def calibrate(self) -> None:
         """Measure the passes for the cost model, where it decides (some hundred milliseconds at worst)."""
-        if self.drafter is not None and self.config.adaptive:
-            self.speculation = self.executor.speculation(self.pages)
+        if (self.drafter is not None or self.gathering is not None) and self.config.adaptive:
+            self.speculation = adaptive = self.executor.speculation(self.pages)
+            if self.gathering is not None:
+                self.gathering.price(adaptive.policy.costs)
 
     def admit(self, request: Request) -> None:
         """Give the request a row of the page table, and decide whether the head follows it.
@@ -79,6 +103,8 @@ class Runner:
             self.pages.share_prefix(request)
         self.pages.release(request)
         self.speculation.forget(request)
+        if self.gathering is not None:
+            self.gathering.forget(request)
 
     def _complete(self, r: Request) -> None:
         """Write the last entries of draft KV where they complete a page that a later request would go on from."""
@@ -98,13 +124,20 @@ class Runner:
         with _naming(batch.requests), self._abandoning(), lease:
             prefilled = self.executor.prefill(batch, counts, drawing, self._follow(batch))
             drawn = prefilled.drawn
+            prompts = [self._prompt_logprobs(r, i, n, prefilled) for i, (r, n) in enumerate(chunks)]
+            firsts = [
+                self._logprobs(batch.requests[i], i, prefilled, [counts[i] - 1], first)
+                for i, (first, _) in zip(drawing, drawn, strict=True)
+            ]
             lease.commit([n + more for n, more in zip(batch.lens, counts, strict=True)])
         passed = []
-        for r, n in chunks:
+        for (r, n), scored in zip(chunks, prompts, strict=True):
             r.committed += n
-        for i, (first, error) in zip(drawing, drawn, strict=True):
+            if r.prompt_logprobs is not None:
+                r.prompt_logprobs += scored
+        for i, (first, error), scored in zip(drawing, drawn, firsts, strict=True):
             r = batch.requests[i]
-            passed.append(Passed(r, first, r.commit(first, round_=False, error=error)))
+            passed.append(Passed(r, first, r.commit(first, round_=False, error=error, logprobs=scored)))
         if self.drafter is not None:
             try:
                 with self._abandoning():
@@ -119,6 +152,23 @@ class Runner:
                 self.pages.share_prefix(r)
         return passed
 
+    def _logprobs(
+        self, r: Request, i: int, passed: Pass, rows: Sequence[int], tokens: Sequence[int]
+    ) -> list[TokenLogprobs]:
+        """Of tokens that rows of a request's pass gave, where the request wants them."""
+        if r.params.logprobs is None or not tokens:
+            return []
+        return of_rows(passed.logits(i, rows[: len(tokens)]), tokens, r.params.logprobs, self.spell)
+
+    def _prompt_logprobs(self, r: Request, i: int, count: int, prefilled: Pass) -> list[TokenLogprobs]:
+        """Of the prompt's tokens behind rows of a chunk."""
+        rows, most = r.scored_rows(count), r.params.prompt_logprobs
+        if not rows or most is None:
+            return []
+        first = r.committed + 1
+        tokens = r.tokens[first + rows.start : first + rows.stop]
+        return of_rows(prefilled.logits(i, rows), tokens, most, self.spell)
+
     def _prefill_lease(self, batch: Batch, counts: Sequence[int]) -> core.Lease:
         try:
             return self.pages.lease(batch, counts)
@@ -132,11 +182,15 @@ class Runner:
         """One token for each request, without drafts."""
         return self.land() or self._go(self._begin(Batch(reqs), None))
 
-    def round(self, reqs: Sequence[Request]) -> list[Passed]:
+    def round(self, reqs: Sequence[Request], stays: bool = True) -> list[Passed]:
         """Draft a tree for each request, verify it, commit what was accepted.
 
         Where the executor runs ahead, this lands the oldest round in flight; a round of another batch waits until all
         have landed. Each request may pass several times, in order.
+
+        Args:
+            reqs: the batch.
+            stays: whether the next round is likely to be one of the same batch; else none is launched ahead.
         """
         if self._landed:
             return self._news()
@@ -144,11 +198,13 @@ class Runner:
             if self.observers or not self._flight.carries(list(reqs)):
                 return self.land()
             self.speculation.begin(speculative=self._flight.drafting is not None)
-            return self._go(self._flight)
+            return self._go(self._flight, stays)
         batch, drafter, drafting = Batch(reqs), self.drafter, None
+        gathered = None if self.gathering is None else self.gathering.ask(batch)
         if drafter is not None and any(r.followed and r.max_depth > 0 for r in reqs):
-            drafting = self.speculation.drafting(batch, drafter)
-        return self._go(self._begin(batch, drafting if drafting and any(drafting) else None))
+            asked = self.speculation.drafting(batch, drafter)
+            drafting = [d and r.draws.room > 1 for r, d in zip(batch, asked, strict=True)]
+        return self._go(self._begin(batch, drafting if drafting and any(drafting) else None, gathered), stays)
 
     def land(self) -> list[Passed]:
         """Land every round in flight. What a failed step had landed comes too."""
@@ -174,54 +230,83 @@ class Runner:
         try:
             self.abandon()
         finally:
+            if self.gathering is not None:
+                self.gathering.close()
             self.executor.close()
 
     def _news(self) -> list[Passed]:
         news, self._landed = self._landed, []
         return news
 
-    def _begin(self, batch: Batch, drafting: list[bool] | None) -> Flight:
-        """Launch a round. ``drafting``: whose drafts it has; ``None`` without."""
+    def _begin(self, batch: Batch, drafting: list[bool] | None, gathered: Gathered | None = None) -> Flight:
+        """Launch a round.
+
+        Args:
+            drafting: for whom the head drafts; ``None`` for nobody.
+            gathered: drafts of other sources; ``None`` without any.
+        """
         drafter, speculation = self.drafter, self.speculation
-        speculation.begin(speculative=drafting is not None)
-        need = 1 if drafting is None else self.geometry.alloc_len_per_decode
+        alone = gathered is not None and gathered.pays
+        if drafting is not None and gathered is not None and alone:
+            alone = gathered.rate > speculation.rate(batch, drafting)
+            drafting = None if alone else drafting  # without the head's passes, tokens come faster
+        drafts, began = drafting is not None or alone, time.perf_counter()
+        speculation.begin(speculative=drafts)
+        need = self.geometry.alloc_len_per_decode if drafts else 1
         lease = self.pages.lease(batch, [need] * len(batch))
         with _naming(batch.requests), self._rolled_back(batch, lease):
             for o in self.observers:
-                o.reserved(batch.requests, [n + need for n in batch.lens], speculative=drafting is not None)
-            if drafting is None or drafter is None:
-                steps, verified = 0, self.executor.decode(batch, self._follow(batch), speculation.timed)
+                o.reserved(batch.requests, [n + need for n in batch.lens], speculative=drafts)
+            drafted: Drafted | None = None
+            if drafting is not None and drafter is not None:
+                drafted = self._drafted(batch, drafting, drafter, gathered)
+            elif alone and gathered is not None and self.gathering is not None:
+                drafted = self.gathering.planted(gathered)
+            if drafted is None:
+                verified = self.executor.decode(batch, self._follow(batch), speculation.timed)
             else:
-                followed = [r for r, d in zip(batch, drafting, strict=True) if d]
-                drafter.write(followed)
-                drafter.extend(followed, speculation)
-                drafted = drafter.draft(batch, drafting, speculation)
-                steps = drafted.steps
                 verified = self.executor.verify(batch, drafted, self._follow(batch), speculation.timed)
-            longest = 1 if drafting is None else self.geometry.shape.steps + 1
-            alone, self._alone = self._alone or bool(self.observers), False
-            flight = Flight(batch.requests, lease, batch.lens, need, longest, drafting, steps, deque([verified]), alone)
-            self._flight = flight
+            planted = drafted if isinstance(drafted, Planted) else None
+            longest = self.config.deepest + 1 if drafts else 1
+            single = self._alone or bool(self.observers) or planted is not None or any(r.alone for r in batch)
+            self._alone = False
+            steps = 0 if drafted is None else drafted.steps
+            self._flight = flight = Flight(
+                batch.requests, lease, batch.lens, need, longest, drafting, steps, deque([verified]), planted, single,
+                began=began,
+            )  # fmt: skip
         return flight
 
-    def _go(self, flight: Flight) -> list[Passed]:
+    def _drafted(self, batch: Batch, drafting: list[bool], drafter: Drafter, gathered: Gathered | None) -> Drafted:
+        """The head's drafts, with those of other sources where both can be in one tree."""
+        speculation, gathering = self.speculation, self.gathering
+        followed = [r for r, d in zip(batch, drafting, strict=True) if d]
+        drafter.write(followed)
+        drafter.extend(followed, speculation)
+        if gathering is None or gathered is None or not speculation.merges or not gathered.nodes:
+            return drafter.draft(batch, drafting, speculation)
+        limit = speculation.limit(batch, drafting)
+        grown = drafter.grow(batch, drafting, speculation, limit)
+        return gathering.beside(batch, gathered, grown.trees, grown.steps, grown.faults, limit, speculation.costs)
+
+    def _go(self, flight: Flight, stays: bool = True) -> list[Passed]:
         """Launch what can be, and land the oldest round; all of them once a request has ended, whose pages are leased
         as long as rounds are in flight."""
         with _naming(flight.requests), self._abandoning():
-            self._launch_ahead(flight)
+            self._launch_ahead(flight, stays)
             self._land(flight)
             if flight.out:
                 self._land_all(flight)
         return self._news()
 
-    def _launch_ahead(self, flight: Flight) -> None:
+    def _launch_ahead(self, flight: Flight, stays: bool) -> None:
         last = flight.rounds[-1]
         # It waits for the last round: only where that is the one to land.
         following = self.executor.following(last) if len(flight.rounds) == 1 else None
         if following is not None:
             flight.rounds.append(following)
             return
-        if flight.alone or flight.last or len(flight.rounds) > 1:
+        if not stays or flight.alone or flight.last or len(flight.rounds) > 1:
             return
         most = self.executor.ahead(last)
         if most and flight.drafting is not None:
@@ -277,10 +362,48 @@ class Runner:
         passed = self._commit(flight, batch, rows, verified, drafting, observers)
         for o in observers:
             o.ended()
-        if drafting is None:
+        if flight.planted is not None and self.gathering is not None:
+            self._settle(flight, flight.planted, self.gathering, rows, passed, drafting)
+        elif drafting is None:
             self.speculation.plain_round(batch)
         else:
             self.speculation.spec_round(passed, lambda: verified.trees, drafting, flight.steps)
+        if flight.rounds and not flight.last and self._tempted(flight):
+            flight.last = True  # the next one drafts, from tokens that the host must know
+            self.executor.hasten()
+
+    def _settle(
+        self,
+        flight: Flight,
+        planted: Planted,
+        gathering: Gathering,
+        rows: Sequence[int],
+        passed: Sequence[Passed],
+        drafting: Sequence[bool] | None,
+    ) -> None:
+        """Tell those who drafted what came of a round with drafts of the host's sources."""
+        seconds = time.perf_counter() - flight.began
+        if drafting is None:
+            self.speculation.spec_round(passed, lambda: planted.trees, [False] * len(passed), 0)
+            gathering.landed(passed, planted, seconds, None)
+            return
+        shares = [gathering.share(planted.head[row], p) for row, p in zip(rows, passed, strict=True)]
+        self.speculation.spec_round(passed, lambda: planted.trees, drafting, flight.steps, shares)
+        gathering.landed(passed, planted, seconds, [share.accepted for share in shares])
+
+    def _tempted(self, flight: Flight) -> bool:
+        """Whether the host's sources know better than the rounds that run: these are let run out then."""
+        batch, _ = flight.batch()
+        if self.gathering is None or not len(batch):
+            return False
+        gathered = self.gathering.ask(batch, idle=False)
+        if gathered is None or not gathered.pays:
+            return False
+        speculation, drafting = self.speculation, flight.drafting
+        if drafting is None or speculation.merges:
+            return True
+        drew = [drafting[row] for row in flight.batch()[1]]
+        return any(drew) and gathered.rate > speculation.rate(batch, drew)
 
     def _commit(
         self,
@@ -292,11 +415,18 @@ class Runner:
         observers: Sequence[RoundObserver],
     ) -> list[Passed]:
         accepts, faults, lease = verified.accepts, verified.faults, flight.lease
+        paths, drawn, errors, lens = accepts.paths, accepts.tokens, accepts.errors, list(flight.lens)
+        cuts = [False] * len(batch)
+        for i, r in enumerate(batch):
+            stand = r.draws.standing(drawn[i], len(paths[i]))
+            if stand < len(paths[i]):
+                # The token behind these is drawn again, as if the walk had ended there.
+                paths[i], drawn[i], errors[i], cuts[i] = paths[i][:stand], drawn[i][:stand], None, True
+        logprobs = [self._logprobs(r, i, verified, paths[i], drawn[i]) for i, r in enumerate(batch)]
         for o in observers:
             o.verified(verified.trees, accepts)
         self.executor.commit(batch, lease, verified)
-        paths, lens = accepts.paths, list(flight.lens)
-        # Whole paths: where a request keeps less, it has ended, and gives its pages back.
+        # Whole paths, or what stands of them: where a request keeps less, it has ended, and gives its pages back.
         for row, n, path in zip(rows, batch.lens, paths, strict=True):
             lens[row] = n + len(path)
         overtaken = bool(flight.rounds)
@@ -312,8 +442,8 @@ class Runner:
             if batch.requests[error.request].followed:  # a round in flight tells it again
                 batch.requests[error.request].give_up_drafts(sound, error)
         passed = [
-            Passed(r, drawn, r.commit(drawn, round_=True, error=error))
-            for r, drawn, error in zip(batch, accepts.tokens, accepts.errors, strict=True)
+            Passed(r, tokens, r.commit(tokens, round_=True, error=error, cut=cut, logprobs=scored))
+            for r, tokens, error, cut, scored in zip(batch, drawn, errors, cuts, logprobs, strict=True)
         ]
         for p in passed:
             p.request.committed += p.committed.kept
@@ -322,8 +452,13 @@ class Runner:
         kept = [p.committed.kept for p in passed]
         for o in observers:
             o.committed(kept)
+        if self.gathering is not None:
+            self.gathering.watch(batch, verified)
         if self.drafter is not None:
             self.drafter.remember(batch, verified, [p[:n] for p, n in zip(paths, kept, strict=True)], overtaken)
+            for r, cut in zip(batch, cuts, strict=True):
+                if cut:
+                    r.root = None  # a device's head has run beyond what stands
             if drafting is not None and not overtaken:
                 drew = [r for r, drafts in zip(batch, drafting, strict=True) if drafts and r.finish_reason is None]
                 self.drafter.extend(drew, self.speculation)
@@ -383,7 +518,7 @@ def _naming(batch: Sequence[Request]) -> Iterator[None]:
     except core.SpecrsError as error:
         row = getattr(error, "request", None)
         if isinstance(row, int) and 0 <= row < len(batch):
-            name = batch[row].request_id
+            name = batch[row].asked_id
             error.request = name  # type: ignore[attr-defined]
             error.args = (f"{error} (row {row} of the batch is request {name})",)
         raise

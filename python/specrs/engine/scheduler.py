@@ -6,13 +6,16 @@ next round, the one admitted last gives its pages back and starts over later. It
 prompt and output are prefilled again, to the same bits. A request that could not run alone is refused when it is
 added, and what only the prefix cache holds can always be evicted; so the one admitted first always gets its pages,
 and every step makes progress.
+
+A request's priority comes before that order: the lowest number is admitted first and preempted last.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
+from bisect import insort
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from specrs._specrs import PoolExhaustedError
 from specrs.engine.batch import Passed
@@ -25,8 +28,9 @@ class Scheduler:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._waiting: deque[Request] = deque()
-        self._admitted: list[Request] = []  # in order of admission
+        self._waiting: list[Request] = []  # by priority, then in order of arrival
+        self._admitted: list[Request] = []  # by priority, then in order of admission
+        self._arrived = 0
         self._news: list[StreamEvent] = []  # of this step; after an error, what the next one returns
         #: Requests of the pass that runs; after an error, of the one that failed (none: it was no pass that failed).
         self.passing: list[Request] = []
@@ -62,23 +66,24 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request."""
-        self._waiting.append(request)
+        self._arrived += 1
+        request.arrival = self._arrived
+        insort(self._waiting, request, key=_turn)
 
-    def abort(self, request_id: int) -> StreamEvent | None:
-        """End a request early. The event carries what no step has returned yet; ``None`` where there is nothing."""
-        if any(r.request_id == request_id for r in self._admitted):
+    def abort(self, request_id: int) -> list[StreamEvent]:
+        """End every output of a request early. An event of each carries what no step has returned yet, if anything."""
+        if any(r.asked_id == request_id for r in self._admitted):
             self._news += [self._event(p) for p in self._runner.land()]  # its pages are leased as long as rounds run
         news = [e for e in self._news if e.request_id == request_id]
         self._news = [e for e in self._news if e.request_id != request_id]
         for group in (self._admitted, self._waiting):
-            for request in group:
-                if request.request_id == request_id:
-                    group.remove(request)
-                    pieces = request.abort()
-                    self._runner.end(request)
-                    news.append(StreamEvent(request_id, [], pieces, request.output()))
-                    return StreamEvent.joined(news)
-        return StreamEvent.joined(news)  # ended by itself, in a step that failed later
+            for request in [r for r in group if r.asked_id == request_id]:
+                group.remove(request)
+                pieces = request.abort()
+                self._runner.end(request)
+                news.append(StreamEvent(request_id, [], pieces, request.output(), request.index))
+        each = [[e for e in news if e.index == i] for i in sorted({e.index for e in news})]
+        return [event for events in each if (event := StreamEvent.joined(events)) is not None]
 
     def step(self) -> list[StreamEvent]:
         """Admit, prefill one chunk, run one round. An error leaves every request as it was before the failed pass.
@@ -93,29 +98,39 @@ class Scheduler:
         new = {id(p.request) for p in prefilled}
         ready = [r for r in self._admitted if r.ready and id(r) not in new]  # its first token is this step's news
         if ready:
-            self._news += [self._event(p) for p in self._with_pages(ready, self._runner.round)]
+            # Who is still in its prompt, or has left it in this step, waits for every round that is in flight.
+            stays = len(ready) == len(self._admitted)
+            self._news += [self._event(p) for p in self._with_pages(ready, partial(self._runner.round, stays=stays))]
         news, self._news = self._news, []
         return news
 
     def _admit(self) -> None:
-        while self._waiting and len(self._admitted) < self._runner.config.max_batch:
-            request = self._waiting[0]
+        while len(self._admitted) < self._runner.config.max_batch:
+            request = next((r for r in self._waiting if not r.held), None)
+            if request is None:
+                return
             self._runner.admit(request)
             # Beside others, a request enters only where a round of all of them fits: else what was preempted for want
             # of pages would come back at once. Admitted for the question, it counts what it shares once.
             if self._admitted and not self._runner.pages.has_room([*self._admitted, request]):
                 self._runner.release(request)
                 return
-            self._waiting.popleft()
+            self._waiting.remove(request)
             request.started = request.started or time.perf_counter()
-            self._admitted.append(request)
+            insort(self._admitted, request, key=_priority)  # behind its equals
 
     def _prefill(self) -> list[Passed]:
         budget = self._runner.config.prefill_chunk
+        scored = max(self._runner.scored_rows - len(self._admitted), 1)
         chunks: list[tuple[Request, int]] = []
         for request in self._admitted:
             if not request.ready and budget > 0:
                 n = min(request.prefill_target - request.committed, budget)
+                if request.scored_rows(n):
+                    if not scored:
+                        continue
+                    n = min(n, scored)
+                    scored -= n
                 chunks.append((request, n))
                 budget -= n
         while chunks:
@@ -150,12 +165,20 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         self._admitted.remove(request)
         self._runner.release(request)
-        self._waiting.appendleft(request)
+        insort(self._waiting, request, key=_turn)
 
     def _event(self, p: Passed) -> StreamEvent:
         request, kept = p.request, p.tokens[: p.committed.kept]
-        if not p.committed.finished:
-            return StreamEvent(request.request_id, kept, p.committed.pieces)
-        self._admitted.remove(request)
-        self._runner.end(request)
-        return StreamEvent(request.request_id, kept, p.committed.pieces, request.output())
+        if p.committed.finished:
+            self._admitted.remove(request)
+            self._runner.end(request)
+        return request.event(kept, p.committed)
+
+
+def _priority(request: Request) -> int:
+    return request.params.priority
+
+
+def _turn(request: Request) -> tuple[int, int]:
+    """What is preempted comes before what waits already, of the same priority: it has arrived earlier."""
+    return request.params.priority, request.arrival

@@ -9,13 +9,14 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal, ParamSpec, Protocol, TypeVar
 
 from torch.utils.dlpack import from_dlpack
 
 from specrs._specrs import DraftBeams, TreeBatch
 from specrs.engine.batch import Batch, Passed
-from specrs.engine.costs import PLAIN, SPECULATIVE, PassCost
+from specrs.engine.costs import PLAIN, SPECULATIVE, Costs, PassCost
 from specrs.engine.policy import SpeculationGate, Standing, Step, TreePolicy
 from specrs.engine.request import Request
 
@@ -42,9 +43,13 @@ class GivenTree:
 
     Attributes:
         given: whether depth and size of trees are known before a round, so that nobody asks during it.
+        merges: whether the head's drafts and those of other sources can be one tree; else a round has either.
+        costs: of passes, by which nodes of a merged tree are chosen; ``None``: all are verified.
     """
 
     given = True
+    merges = True
+    costs: Costs | None = None
 
     def follows(self, request: Request) -> bool:
         """Whether the head follows a request that was just admitted, perhaps not for the first time.
@@ -76,6 +81,10 @@ class GivenTree:
         """Seconds that the round may take."""
         return math.inf
 
+    def rate(self, batch: Batch, drafting: Sequence[bool]) -> float:
+        """Tokens a second that a round with the head's drafts is expected to yield."""
+        return math.inf
+
     def deepen(self, batch: Batch, beams: DraftBeams, depths: Sequence[int], levels: int, limit: float) -> bool:
         """Whether another draft step pays."""
         return True
@@ -99,12 +108,31 @@ class GivenTree:
         """A round without drafts ended."""
 
     def spec_round(
-        self, passed: Sequence[Passed], trees: Callable[[], TreeBatch], drafting: Sequence[bool], steps: int
+        self,
+        passed: Sequence[Passed],
+        trees: Callable[[], TreeBatch],
+        drafting: Sequence[bool],
+        steps: int,
+        shares: Sequence[Share] | None = None,
     ) -> None:
-        """A round with drafts ended; ``trees`` gives those that were verified."""
+        """A round with drafts ended; ``trees`` gives those that were verified. drafting: for whom the head drafted.
+        shares: of each request, the head's part where other sources drafted too."""
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """The head's part of a request's tree.
+
+    Attributes:
+        scores: that it gave its nodes, best first.
+        accepted: of its drafts.
+    """
+
+    scores: list[float]
+    accepted: int
 
 
 class AdaptiveTree(GivenTree):
@@ -113,7 +141,7 @@ class AdaptiveTree(GivenTree):
     given = False
 
     def __init__(self, policy: TreePolicy, topk: int) -> None:
-        self.policy = policy
+        self.policy, self.costs = policy, policy.costs
         self._topk = topk
         self._gates: dict[int, SpeculationGate] = {}  # by request, from its first admission to its end
         self._again: dict[int, int] = {}  # by request, positions of its prefill that only the head needs
@@ -206,6 +234,10 @@ class AdaptiveTree(GivenTree):
         accounts = [self._gate(r).account(r.produced) for r, d in zip(batch, drafting, strict=True) if d]
         return self.policy.limit(len(batch), accounts)
 
+    def rate(self, batch: Batch, drafting: Sequence[bool]) -> float:
+        gains = [self._gate(r).kind.gain for r, drafts in zip(batch, drafting, strict=True) if drafts]
+        return sum(gains) / len(gains) * len(batch) / self.policy.costs.plain(len(batch))
+
     def deepen(self, batch: Batch, beams: DraftBeams, depths: Sequence[int], levels: int, limit: float) -> bool:
         each = zip(batch, beams.scores(), depths, strict=True)
         live = [(self._gate(r).kind, scores) for r, scores, depth in each if depth > levels]
@@ -242,7 +274,12 @@ class AdaptiveTree(GivenTree):
         self._batch = len(batch)
 
     def spec_round(
-        self, passed: Sequence[Passed], trees: Callable[[], TreeBatch], drafting: Sequence[bool], steps: int
+        self,
+        passed: Sequence[Passed],
+        trees: Callable[[], TreeBatch],
+        drafting: Sequence[bool],
+        steps: int,
+        shares: Sequence[Share] | None = None,
     ) -> None:
         self._observe_overhead(SPECULATIVE)
         if any(p.request.error is not None for p in passed) or not any(drafting):
@@ -255,11 +292,15 @@ class AdaptiveTree(GivenTree):
         took = self._charged(seconds) / costs.plain(batch)
         self._caught_up = 0.0  # before this round, not before those behind it
         extra = (took - 1.0) * batch / sum(drafting)  # those who drafted share it
-        for p, drafts, scores in zip(passed, drafting, _draft_scores(verified), strict=True):
+        if shares is None:
+            each = zip(_draft_scores(verified), passed, strict=True)
+            shares = [Share(scores, len(p.tokens) - 1) for scores, p in each]
+        for p, drafts, share in zip(passed, drafting, shares, strict=True):
             if drafts:
                 gate = self._gate(p.request)
-                gate.kind.learn(scores, len(p.tokens) - 1, drawn / batch / cost)
-                gate.spec_round(p.committed.kept - 1 - extra, len(p.tokens) - 1)  # what came after a stop won nothing
+                gate.kind.learn(share.scores, share.accepted, drawn / batch / cost)
+                won = min(p.committed.kept - 1, share.accepted)  # what came after a stop won nothing
+                gate.spec_round(won - extra, share.accepted)
 
     def _charged(self, seconds: float) -> float:
         """What accounts pay for a round that is modelled to take so long: the time that it did take. On a machine that

@@ -24,15 +24,15 @@ class Detokenizer:
     (leading spaces, byte fallback); bytes of an unfinished UTF-8 character wait for the next token.
     """
 
-    def __init__(self, decoder: Decoder, context: Sequence[int]):
-        self._decoder = decoder
+    def __init__(self, decoder: Decoder, context: Sequence[int], skip_special_tokens: bool = True):
+        self._decoder, self._skip = decoder, skip_special_tokens
         self._ids = list(context)
         self._start = 0  # window start
         self._read = len(self._ids)  # tokens whose text was released
         self._known = self._decode()  # text of the window's released tokens
 
     def _decode(self) -> str:
-        return self._decoder.decode(self._ids[self._start :], skip_special_tokens=True)
+        return self._decoder.decode(self._ids[self._start :], skip_special_tokens=self._skip)
 
     def push(self, token: int) -> str:
         """The text that ``token`` completes; empty while a character is unfinished."""
@@ -65,13 +65,13 @@ class StopMatcher:
         self._longest = max((len(s) for s in self._stop), default=0)
         self._held = ""
 
-    def push(self, piece: str) -> tuple[str, str | None]:
-        """Text released by ``piece``, and the stop string that it completed, if any."""
+    def push(self, piece: str, may_stop: bool = True) -> tuple[str, str | None]:
+        """Text released by ``piece``, and the stop string that it completed, if any and if it ``may_stop`` already."""
         if not self._stop:
             return piece, None
         window = self._held + piece
         hits = [(at + len(s), at, s) for s in self._stop if (at := window.find(s)) >= 0]
-        if hits:
+        if hits and may_stop:
             # What ends first was completed first; of two that end together, the longer one (it begins earlier).
             end, at, s = min(hits)
             self._held = ""

@@ -68,6 +68,7 @@ class News:
         event: its progress; the last one has its output.
         error: it ended with, or the question did; nothing follows.
         answer: to a question.
+        done: all of its outputs are there.
     """
 
     key: int
@@ -75,12 +76,26 @@ class News:
     event: StreamEvent | None = None
     error: Exception | None = None
     answer: Any = None
+    done: bool = False
 
     @property
     def last(self) -> bool:
         """Whether nothing follows for this key."""
-        ended = self.event is not None and self.event.output is not None
-        return ended or self.error is not None or self.answer is not None
+        return self.done or self.error is not None or self.answer is not None
+
+
+@dataclass
+class _Live:
+    """What was added: the requests of its outputs, which have one id; and which of them have not ended."""
+
+    requests: list[Request]
+    times: RequestTimes
+    open: set[int]
+
+    @property
+    def request_id(self) -> int:
+        """As events name them."""
+        return self.requests[0].request_id
 
 
 class Worker:
@@ -95,7 +110,7 @@ class Worker:
     def __init__(self, llm: LLM, tell: Callable[[list[News]], None], close: bool) -> None:
         self._llm, self._tell, self._close = llm, tell, close
         self.inbox: queue.SimpleQueue[Add | Abort | Audit | Shutdown] = queue.SimpleQueue()
-        self._live: dict[int, tuple[Request, RequestTimes]] = {}  # by key
+        self._live: dict[int, _Live] = {}  # by key
         self._keys: dict[int, int] = {}  # by request id
         self._news: list[News] = []
         self._until: float | None = None  # once it shuts down
@@ -171,12 +186,12 @@ class Worker:
             self._news.append(News(message.key, error=EngineClosedError()))
             return
         try:
-            request = _when_free(lambda: self._llm._enqueue(message.prompt, message.params))
+            requests = _when_free(lambda: self._llm._enqueue(message.prompt, message.params))
         except Exception as error:
             self._news.append(News(message.key, error=error))
             return
-        self._live[message.key] = request, times
-        self._keys[request.request_id] = message.key
+        live = self._live[message.key] = _Live(requests, times, {r.index for r in requests})
+        self._keys[live.request_id] = message.key
         self._news.append(News(message.key, replace(times)))  # taken
 
     def _step(self) -> None:
@@ -191,9 +206,10 @@ class Worker:
             self.steps += 1
             self.last_step = time.monotonic() - began
         told = {key for event in events if (key := self._event(event)) is not None}
-        for key, (request, times) in self._live.items():
-            if times.admitted is None and request.started is not None:
-                times.admitted = request.started
+        for key, live in self._live.items():
+            times, started = live.times, live.requests[0].started
+            if times.admitted is None and started is not None:
+                times.admitted = started
                 if key not in told:
                     self._news.append(News(key, replace(times)))
 
@@ -202,35 +218,42 @@ class Worker:
         key = self._keys.get(event.request_id)
         if key is None:
             return None
-        request, times = self._live[key]
-        now = time.perf_counter()
-        times.admitted = request.started if times.admitted is None else times.admitted
+        live, now = self._live[key], time.perf_counter()
+        times = live.times
+        times.admitted = live.requests[0].started if times.admitted is None else times.admitted
         if times.first_token is None and event.token_ids:
             times.first_token = now
-        if event.output is not None or error is not None:
+        if event.output is not None:
+            live.open.discard(event.index)
+        done = not live.open or error is not None
+        if done:
             times.finished = now
             self._forget(key)
-        self._news.append(News(key, replace(times), event if error is None else replace(event, output=None), error))
+        event = event if error is None else replace(event, output=None)
+        self._news.append(News(key, replace(times), event, error, done=done))
         return key
 
     def _abort(self, key: int) -> None:
         """End a request. What comes of a round in flight may fail first; then once more."""
         if key not in self._live or self.fatal is not None:
             return
-        event = self._ended(self._live[key][0])
-        if event is not None:
+        for event in self._ended(self._live[key].request_id):
             self._event(event)
 
-    def _ended(self, request: Request) -> StreamEvent | None:
+    def _ended(self, request_id: int) -> list[StreamEvent]:
+        """The last events of all outputs of a request that ends now."""
+        events: list[StreamEvent] = []
         for attempt in (1, 2):
             try:
-                return _when_free(lambda: self._llm.abort(request.request_id))
+                while (event := _when_free(lambda: self._llm.abort(request_id))) is not None:
+                    events.append(event)
+                return events
             except Exception as error:
                 fault = self._fault(error)
                 if fault is not None or attempt == 2:
                     self._fail_all(fault or error)
-                    break
-        return None
+                    return []
+        return events
 
     def _failed(self, error: Exception) -> None:
         """A step raised: the requests of the pass that failed end, and the others go on."""
@@ -241,20 +264,23 @@ class Worker:
         scheduler = self._llm._scheduler
         # No pass failed: what did is common to all that run, or that would enter.
         for group in (scheduler.passing, scheduler.running, scheduler.waiting[:1]):
-            ended = [r for r in group if r.request_id in self._keys]
+            ended = list(dict.fromkeys(r.asked_id for r in group if r.asked_id in self._keys))
             if ended:
                 break
         else:
             self._fail_all(error)
             return
-        for request in ended:
-            event = self._ended(request)
+        for request_id in ended:
+            events = self._ended(request_id)
             if self.fatal is not None:
                 return
-            event = event or StreamEvent(request.request_id, [], [])
             # One that had ended by itself, in an earlier pass of the step, has its end.
-            sound = event.output is not None and event.output.finish_reason is not FinishReason.ABORT
-            self._event(event, None if sound else StepFailedError(error, event.output))
+            sound = [e for e in events if e.output is not None and e.output.finish_reason is not FinishReason.ABORT]
+            broken = [e for e in events if e not in sound] or [StreamEvent(request_id, [], [])][len(events) :]
+            for event in sound:
+                self._event(event)
+            for event in broken[:1]:
+                self._event(event, StepFailedError(error, event.output))
 
     def _fault(self, error: Exception) -> BaseException | None:
         """What the engine cannot go on from: pages that do not add up, a CUDA context that nothing runs in any more."""
@@ -265,12 +291,12 @@ class Worker:
     def _fail_all(self, error: BaseException) -> None:
         self.fatal = error
         for key in list(self._live):
-            times = self._live[key][1]
+            times = self._live[key].times
             self._forget(key)
             self._news.append(News(key, replace(times), error=EngineFailedError(error)))
 
     def _forget(self, key: int) -> None:
-        del self._keys[self._live.pop(key)[0].request_id]
+        del self._keys[self._live.pop(key).request_id]
 
     def _flush(self) -> None:
         news, self._news = self._news, []

@@ -193,7 +193,7 @@ def test_a_reader_that_sleeps_finds_one_event(llm: LLM) -> None:
             stream = await engine.submit([1, 2], each)
             most = 0
             while engine.stats().engine.running or stream.times.finished is None:
-                most = max(most, len(stream._slot._events))
+                most = max(most, sum(map(len, stream._slot._events.values())))
                 await asyncio.sleep(0)
             events = [e async for e in stream]
             assert len(events) == 1 and tokens(events) == want.token_ids and events[0].output is not None
@@ -400,11 +400,11 @@ def test_a_pass_that_fails_takes_its_requests_and_no_others(
     runner, failed, count = llm._runner, set(), iter(range(10**6))
     plain = getattr(runner, where)
 
-    def failing(part: Any) -> Any:
+    def failing(part: Any, **more: Any) -> Any:
         if next(count) % 9 == 4 and not (isinstance(error, PoolExhaustedError) and len(llm._scheduler.running) > 1):
             failed.update(r.request_id for r in (part if where == "round" else [r for r, _ in part]))
             raise error
-        return plain(part)
+        return plain(part, **more)
 
     async def main() -> None:
         async with AsyncLLM(llm) as engine:
@@ -562,3 +562,44 @@ def test_somebody_else_at_the_engine_is_waited_for(llm: LLM) -> None:
             assert (await task).token_ids == want.token_ids
 
     run(main)
+
+
+def test_several_outputs_of_a_prompt(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    each = SamplingParams(max_tokens=30, n=4, seed=5, temperature=1.2, ignore_eos=True)
+    [want] = llm.generate([[1, 2, 3]], each)
+
+    async def main() -> None:
+        async with AsyncLLM(llm) as engine:
+            first, second = await asyncio.gather(engine.complete([1, 2, 3], each), engine.complete([1, 2, 3], each))
+            for out in (first, second):
+                assert [o.token_ids for o in out.outputs] == [o.token_ids for o in want.outputs]
+            got: dict[int, list[int]] = {}
+            async for event in engine.generate([1, 2, 3], each):
+                got.setdefault(event.index, []).extend(event.token_ids)
+                await asyncio.sleep(0.01)
+            assert [got[i] for i in range(4)] == [o.token_ids for o in want.outputs]
+            for leave in (0, 1, 3):
+                stream = await engine.submit([1, 2, 3], SamplingParams(max_tokens=100, n=4, ignore_eos=True))
+                for _ in range(leave):
+                    await stream.__anext__()
+                stream.close()
+            clean(await engine.audit())
+            stream = await engine.submit([1, 2, 3], SamplingParams(max_tokens=200, n=4, ignore_eos=True))
+            stream.abort()
+            assert [o.finish_reason for o in (await stream.output()).outputs] == ["abort"] * 4
+            plain = llm._runner.round
+
+            def fails(*_: Any, **__: Any) -> Any:
+                raise RuntimeError("injected")
+
+            stream = await engine.submit([1, 2, 3], each)
+            await stream.__anext__()
+            monkeypatch.setattr(llm._runner, "round", fails)
+            with pytest.raises(StepFailedError):
+                await stream.output()
+            monkeypatch.setattr(llm._runner, "round", plain)
+            clean(await engine.audit())
+            assert (await engine.complete([1, 2, 3], each)).outputs[3].token_ids == want.outputs[3].token_ids
+
+    run(main)
+    assert llm.unfinished == 0

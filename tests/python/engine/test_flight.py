@@ -216,7 +216,7 @@ def test_drafts_are_those_of_rounds_one_by_one(
 ) -> None:
     """A wrong root, or wrong features, would cost acceptance and no token."""
     device = Told(level=level)
-    job = work(random.Random(page), 12, penalties=0.0)
+    job = work(random.Random(page), 20, penalties=0.0)
     options = options_of(shape, page, prefix_cache=False)
     ordinary = run(LLM(world.target, world.draft, **options), job)
     llm = flying(world.target, world.draft, monkeypatch, device, **options)
@@ -429,7 +429,7 @@ def test_a_lane_with_nan_ends_alone(
     """Scores that were overwritten before anybody saw that they were NaN are computed once more, and say the same."""
     device, rng, failed = Told(level=level), random.Random(f"{shape} {page}"), 0
     llm = flying(poisoned.target, poisoned.draft, monkeypatch, device, **options_of(shape, page, prefill_chunk=8))
-    for _ in range(3):
+    for _ in range(5):
         job = work(rng, 10, penalties=0.0, tokens=[t for t in range(3, VOCAB) if t != BAD])
         ran = run(llm, job)
         check(poisoned, job, ran)

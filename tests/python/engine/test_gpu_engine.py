@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import itertools
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +196,7 @@ def test_long_contexts_give_the_bits_of_plain_decoding(pair: Pair) -> None:
     """Over the borders of blocks and splits."""
     prompts, params = requests(2, "greedy", long=1100)
     prompts = [[*p, *prompts[-1]] * 3 for p in prompts[:3]]
-    params = params[:3]
+    params = [*params[:2], replace(params[2], max_tokens=60, ignore_eos=True)]  # who joins last runs on alone
     want = plain(pair, prompts, params)
     for tree, page, chunk in (((8, 6, 64), 16, 100), ((2, 5, 12), 1, 512), ((1, 6, 7), 64, 1000)):
         with LLM(pair.target, pair.draft, device="cuda", tree=tree, page_size=page, max_batch=3,

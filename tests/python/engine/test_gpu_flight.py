@@ -10,6 +10,7 @@ import ctypes
 import gc
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,14 +31,17 @@ VOCAB = 16
 TREES = {"plain": None, "chain": (1, 4, 5), "tree": (4, 3, 12), "deep": (3, 6, 20)}
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    root = tmp_path_factory.mktemp("gpu")
+def pair_in(root: Path, **options: Any) -> Pair:
     sizes = {"vocab_size": VOCAB, "eos_token_id": 3, "bos_token_id": None, "max_position_embeddings": 1024}
     target = write_target(root / "target", dtype=torch.bfloat16, head_dim=64, **sizes)
-    draft = write_eagle3(root / "draft", target, draft_vocab_size=VOCAB, dtype=torch.bfloat16, head_dim=64)
+    draft = write_eagle3(root / "draft", target, draft_vocab_size=VOCAB, dtype=torch.bfloat16, head_dim=64, **options)
     agree(target, draft)
     return Pair(target, draft)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return pair_in(tmp_path_factory.mktemp("gpu"))
 
 
 @pytest.fixture(autouse=True)
@@ -360,3 +364,38 @@ def test_a_variant_that_cannot_be_captured_runs_without_a_graph(pair: Pair, monk
     monkeypatch.setattr(Lanes, "_end", waits)
     with engine(pair, "plain", max_batch=1) as llm, pytest.warns(RuntimeWarning, match="runs without a CUDA graph"):
         assert llm.generate([[1, 2, 3]], params)[0].token_ids == want
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("graphs", ["off", "round", "loop"])
+def test_nan_in_flight_is_nobody_elses(tmp_path: Path, tree: str, graphs: str) -> None:
+    """A request that emits `bad` fails at the position after it, while others' prompts run and rounds are in flight."""
+    pair = pair_in(tmp_path, own_embedding=True)  # so that the head stays sound
+    bad, requests = 7, work(2, 24)
+    requests = [([t if t != bad else 8 for t in prompt], params) for prompt, params in requests]
+
+    def poisoned(tree: str, **options: Any) -> LLM:
+        llm = engine(pair, tree, **options)
+        embedding: Any = llm._runner.executor.target.embedding  # type: ignore[attr-defined]
+        embedding.table[bad].fill_(float("nan"))  # a checkpoint with NaN would be refused
+        return llm
+
+    def told(output: Any) -> tuple[Any, ...]:
+        error = output.error
+        return output.token_ids, output.finish_reason, error and (error.request == output.request_id, error.position)
+
+    with poisoned("plain", graphs="off", max_batch=1) as llm:
+        want = [told(llm.generate([prompt], params, on_error="return")[0]) for prompt, params in requests]
+    ends = [reason for _, reason, _ in want]
+    assert 2 < ends.count("error") < len(ends) - 2, ends
+    for page, batch in ((1, 5), (16, 8)):
+        with poisoned(tree, graphs=graphs, page_size=page, max_batch=batch, prefill_chunk=32) as llm:
+            for again in range(2):
+                rng, waiting, ids, outputs = random.Random(again), list(requests), [], {}
+                while waiting or llm.unfinished:
+                    while waiting and (rng.random() < 0.3 or not llm.unfinished):
+                        ids.append(llm.add(*waiting.pop(0)))
+                    outputs |= {e.request_id: e.output for e in llm.step() if e.output is not None}
+                assert [told(outputs[i]) for i in ids] == want
+                assert all(outputs[i].draft_error is None for i in ids)
+                assert llm.audit()["leased_sequences"] == 0

@@ -26,7 +26,11 @@ from specrs import ConfigError, SamplingParams
         ("top_k", 10**30), ("logit_bias", [1]), ("logit_bias", {1: math.inf}), ("logit_bias", {1: 1e300}),
         ("logit_bias", {"7": 1.0}), ("presence_penalty", 1e39), ("frequency_penalty", -1e39),
         ("repetition_penalty", 1e-60), ("frequency_penalty", -3e38), ("repetition_penalty", 1.2e-38),
-        ("presence_penalty", -3e38), ("logit_bias", {1: 3e38}),
+        ("presence_penalty", -3e38), ("logit_bias", {1: 3e38}), ("n", 0), ("n", 4097), ("n", True), ("min_tokens", -1),
+        ("bad_words", [""]), ("bad_words", [3]), ("bad_words", 3), ("allowed_token_ids", []),
+        ("allowed_token_ids", [-1]), ("allowed_token_ids", "12"), ("logprobs", 21), ("logprobs", -1),
+        ("logprobs", True), ("prompt_logprobs", 21), ("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", -2),
+        ("priority", 2**31), ("priority", 0.5), ("skip_special_tokens", 1),
     ],
 )  # fmt: skip
 def test_refused_by_name(name: str, value: Any) -> None:
@@ -103,11 +107,21 @@ def test_ids_outside_the_vocabulary_are_refused() -> None:
         SamplingParams(logit_bias={100: 1.0}).check_vocabulary(100)
     with pytest.raises(ConfigError, match="stop_token_ids"):
         SamplingParams(stop_token_ids=[100]).check_vocabulary(100)
+    with pytest.raises(ConfigError, match="allowed_token_ids"):
+        SamplingParams(allowed_token_ids=[100]).check_vocabulary(100)
     SamplingParams(stop_token_ids=[99], logit_bias={99: -1}).check_vocabulary(100)
 
 
 def test_a_single_stop_string_is_a_list_of_one() -> None:
-    assert SamplingParams(stop="END").stop == ("END",)
+    assert SamplingParams(stop="END").stop == ("END",) and SamplingParams(bad_words="x").bad_words == ("x",)
+
+
+def test_as_many_tokens_as_must_come_may_come() -> None:
+    with pytest.raises(ConfigError, match="min_tokens = 5: must be at most max_tokens = 4"):
+        SamplingParams(min_tokens=5, max_tokens=4)
+    with pytest.raises(ConfigError, match="max_tokens = 128"):
+        SamplingParams(min_tokens=129).resolved()
+    assert SamplingParams(min_tokens=50).resolved(SamplingParams(max_tokens=50)).min_tokens == 50
 
 
 def test_import_is_light() -> None:

@@ -97,7 +97,8 @@ def nothing_leaked(llm: LLM) -> None:
 
 def need(llm: LLM, prompt: list[int], params: SamplingParams) -> int:
     """Pages that a request has at most at once, where it runs alone."""
-    most = llm._runner.pages.most_positions(llm._request(prompt, llm._request_params(params, "params"), "prompt"))
+    [request] = llm._request(prompt, llm._request_params(params, "params"), "prompt")
+    most = llm._runner.pages.most_positions(request)
     return -(-most // llm.config.page_size)
 
 

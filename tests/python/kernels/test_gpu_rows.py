@@ -445,6 +445,38 @@ def test_rope_and_cache(canaries, dtype, heads, kv_heads, d, rotary, extra):
     assert same(alone, want)
 
 
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("d", [64, 80, 6])
+def test_values_in_the_cache_are_finite(canaries, dtype, d):
+    """What would poison rows that do not attend to a value marks its key, for those that do."""
+    rows, heads, kv_heads = 6, 2, 2
+    qkv = random_rows(rows, 6 * d, dtype=dtype, seed=3).view(rows, 6, d)
+    bias = torch.zeros(6, d, dtype=dtype)
+    bias[5, d - 1] = 3e38 if dtype == torch.bfloat16 else 6e4
+    qkv[1, 4, d - 1], qkv[2, 5, 0], qkv[3, 4, 1] = float("nan"), float("inf"), -float("inf")
+    qkv[4, 5, d - 1] = bias[5, d - 1]  # finite but for the bias
+    qkv[5, 3, 1] = float("nan")  # a key: its own affair
+    tables = rope_tables(8, d // 2)
+    _, k, v = rope_reference(
+        qkv.view(rows, -1), heads, kv_heads, bias.view(-1), None, None, 1e-6, tables, list(range(rows))
+    )
+    cache = canaries.empty(1, 2, rows + 1, kv_heads, d, dtype=dtype)
+    core._device_rope_kv(
+        canaries.of(qkv.view(rows, -1)), heads, kv_heads, canaries.of(bias.view(-1)), None, None, 1e-6,
+        tuple(canaries.of(t) for t in tables), canaries.of(list(range(rows))), canaries.of(list(range(1, rows + 1))),
+        canaries.empty(rows, heads * d, dtype=dtype), cache, 0, handle(),
+    )  # fmt: skip
+    keys, values = cache[0, 0, 1:].cpu(), cache[0, 1, 1:].cpu()
+    bad = torch.zeros(rows, kv_heads, dtype=torch.bool)
+    bad[1, 0] = bad[2, 1] = bad[3, 0] = bad[4, 1] = True
+    assert (values[bad] == 0).all() and keys[bad].isnan().all()
+    assert same(values[~bad], v.view(rows, kv_heads, d)[~bad])
+    good = ~bad
+    good[5, 1] = False
+    assert same(keys[good], k.view(rows, kv_heads, d)[good])
+    assert keys[5, 1].isnan().any() and not keys[5, 1].isnan().all()
+
+
 def test_a_head_does_not_depend_on_its_batch():
     rows, heads, kv_heads, d = 200, 8, 2, 128
     qkv = random_rows(rows, 12 * d, dtype=torch.bfloat16).to(CUDA)

@@ -1,0 +1,104 @@
+"""What a source of drafts is to the engine: a small protocol, which a class of a user's own may follow.
+
+A source proposes trees of tokens that may come next. Verification draws the target's own tokens and follows the drafts
+that carry them, so nothing that a source says can change an output: probabilities decide time alone. A source never
+sees another request's text, unless it is written to share it.
+
+One `Drafter` serves an engine; it begins a `Drafting` for each request that drafts. The engine tells a drafting which
+tokens were committed, asks it for a tree before each round, and closes it when the request ends::
+
+    class Repeat:
+        name, depth = "repeat", 4
+
+        def begin(self, request):
+            return Repeating(request.prompt[-1])
+
+All calls for one engine come from one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+
+@dataclass(frozen=True)
+class DraftRequest:
+    """What a source may know of a request as it begins.
+
+    Attributes:
+        request_id: the engine's, unique while the engine lives.
+        prompt: its tokens.
+        vocab_size: of the target; every token proposed must be below.
+        prediction: tokens that the user expects in the output, in order; it need not follow the prompt.
+        cache_salt: what the operator keys shared state by; requests of different salts may share nothing. ``None``: the
+            request shares nothing with any other.
+    """
+
+    request_id: int
+    prompt: Sequence[int]
+    vocab_size: int
+    prediction: Sequence[int] = ()
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A tree below a request's last token, as lists of equal length; parents stand before their children.
+
+    Attributes:
+        parents: index of each node's parent in this proposal; -1 for a child of the request's last token.
+        tokens: of each node; siblings have different ones.
+        probs: that the node is accepted, given that its parent is; in (0, 1].
+        buckets: class of each node, in 0..63, for calibration: a source's nodes of one bucket are corrected alike (a
+            length of match, a rank); ``None``: all are of class 0.
+    """
+
+    parents: Sequence[int] = ()
+    tokens: Sequence[int] = ()
+    probs: Sequence[float] = ()
+    buckets: Sequence[int] | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+class Drafting(Protocol):
+    """One request's drafts from one source."""
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """These tokens were committed behind the prompt and what was told before, in order."""
+
+    def propose(self, nodes: int, depth: int) -> Proposal:
+        """At most so many nodes, none deeper than so many levels below the last token; perhaps none."""
+
+    def bytes(self) -> int:
+        """Memory that it holds."""
+
+    def close(self) -> None:
+        """The request has ended, or drafts no longer. Called once or more often; no other call follows."""
+
+
+@runtime_checkable
+class Observing(Protocol):
+    """A `Drafting` that learns from what the target made of a verified tree, accepted or not (token recycling)."""
+
+    def observe(self, tokens: Sequence[int], top: Sequence[Sequence[int]]) -> None:
+        """After each of these tokens, nodes of a verified tree, the target's likeliest next tokens were ``top``, the
+        likeliest first, at most 8."""
+
+
+class Drafter(Protocol):
+    """A source of drafts; one serves an engine.
+
+    Attributes:
+        name: in metrics, and in calibration; no two sources of an engine have the same.
+        depth: levels below a request's last token that it proposes at most.
+    """
+
+    name: str
+    depth: int
+
+    def begin(self, request: DraftRequest) -> Drafting:
+        """The request drafts from now on."""

@@ -1,0 +1,135 @@
+"""What a request's tokens are drawn by: its sampler, and bans that hold for some of its tokens.
+
+Some tokens are banned everywhere: all but ``allowed_token_ids``, and bad words of one token. Two bans come and go:
+
+* Before ``min_tokens``, nothing is drawn that would end the output.
+* A bad word of several tokens bans its last one behind the others.
+
+A round draws all its tokens by one sampler, so a ban that holds for some of them needs care. How many tokens one
+sampler may draw is known for ``min_tokens`` (`Draws.room`): the round's tree is made no deeper. Where a bad word is
+about to be completed is known when tokens have been drawn: `Draws.standing` counts those that were drawn as they should
+be. The round keeps these. The next one draws one token, by a sampler that has the ban. Its seed and position are the
+same, so tokens are those that plain decoding draws under the same bans.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Collection, Mapping, Sequence
+
+from specrs._specrs import Sampler
+from specrs.sampling_params import ResolvedSampling
+
+
+class Draws:
+    """Samplers of one request, whose ``output`` they follow.
+
+    Args:
+        vocab: columns of a row of logits.
+        prompt: token ids.
+        params: of the request.
+        seed: of its random numbers.
+        endings: tokens that would end the output.
+        bad_words: token ids of each bad word, one at least.
+    """
+
+    def __init__(
+        self,
+        vocab: int,
+        prompt: Sequence[int],
+        params: ResolvedSampling,
+        seed: int,
+        endings: Collection[int] = (),
+        bad_words: Sequence[Sequence[int]] = (),
+    ) -> None:
+        self._vocab, self._prompt, self._params, self._seed = vocab, list(prompt), params, seed
+        self._endings = frozenset(token for token in endings if token < vocab)
+        self._least = params.min_tokens if self._endings else 0  # tokens before one of them
+        self._output: list[int] = []
+        self._words: dict[int, list[tuple[int, ...]]] = {}  # those of several tokens, by the last but one
+        for word in dict.fromkeys(map(tuple, bad_words)):
+            if len(word) > 1:
+                self._words.setdefault(word[-2], []).append(word)
+        self._longest = max(map(len, bad_words), default=1)
+        self._bias: Mapping[int, float] = dict(params.logit_bias)
+        if params.allowed_token_ids is not None:
+            banned = set(range(vocab)).difference(params.allowed_token_ids)
+            self._bias = {**self._bias, **dict.fromkeys(banned, -math.inf)}
+        self._bias = {**self._bias, **{word[0]: -math.inf for word in bad_words if len(word) == 1}}
+        penalised = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
+        self._penalised = penalised
+        self._free = self._sampler(())
+        self._early = self._sampler(self._endings) if self._least else self._free
+        self._banned: frozenset[int] = frozenset()  # by the words that the output may be about to complete
+        self.sampler = self._early
+        """By which the next token is drawn, and those behind it as far as there is `room`."""
+
+    def _sampler(self, banned: Collection[int]) -> Sampler:
+        p = self._params
+        sampler = Sampler(
+            self._vocab,
+            self._prompt,
+            temperature=p.temperature,
+            top_k=p.top_k,
+            top_p=p.top_p,
+            min_p=p.min_p,
+            seed=self._seed,
+            repetition_penalty=p.repetition_penalty,
+            presence_penalty=p.presence_penalty,
+            frequency_penalty=p.frequency_penalty,
+            logit_bias={**self._bias, **dict.fromkeys(banned, -math.inf)} if banned else dict(self._bias),
+        )
+        if self._penalised:
+            sampler.commit(self._output)
+        return sampler
+
+    @property
+    def room(self) -> int:
+        """Tokens, from the next one on, that are drawn by `sampler`."""
+        if self._banned:
+            return 1
+        return self._least - len(self._output) if len(self._output) < self._least else sys.maxsize
+
+    @property
+    def varies(self) -> bool:
+        """Whether the next round may begin elsewhere than where this one ends, or draw by another sampler."""
+        return bool(self._words) or len(self._output) < self._least
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """These tokens are the output's next ones."""
+        self._output += tokens
+        early = len(self._output) < self._least
+        if self._penalised and tokens:
+            self._free.commit(list(tokens))
+            if early and self._early is not self._free:
+                self._early.commit(list(tokens))
+        self._banned = self._behind(self._output, len(self._output))
+        if self._banned:
+            self.sampler = self._sampler(self._banned | self._endings if early else self._banned)
+        else:
+            self.sampler = self._early if early else self._free
+
+    def standing(self, tokens: Sequence[int], draws: int) -> int:
+        """How many draws of a round stand; the others were made without a ban that holds for them.
+
+        Args:
+            tokens: that they gave, in order.
+            draws: as many as tokens, or one more that gave none.
+        """
+        if not self._words:
+            return draws
+        tail = self._output[-self._longest :]
+        path = [*tail, *tokens]
+        for i in range(1, draws):  # the first one was drawn under the bans behind the output
+            banned = self._behind(path, len(tail) + i)
+            # The largest logit is the largest without the banned ones, unless it is one of them.
+            sound = self._params.temperature == 0 and i < len(tokens) and tokens[i] not in banned
+            if banned and not sound:
+                return i
+        return draws
+
+    def _behind(self, output: list[int], end: int) -> frozenset[int]:
+        """Tokens that would complete a bad word of several tokens behind ``output[:end]``."""
+        words = self._words.get(output[end - 1], ()) if end else ()
+        return frozenset(w[-1] for w in words if tuple(output[max(end + 1 - len(w), 0) : end]) == w[:-1])

@@ -1,0 +1,415 @@
+"""Drafts that the host gathers from sources beside the head, and whether they pay.
+
+Before a round each source may propose a tree for each request; those of one request are merged into one, whose best
+nodes are verified, as many as their expected tokens are worth of the round's modelled time. After it every proposal is
+held against what the target drew, verified or not: that calibrates the source's probabilities, and tells how many
+tokens it wins. A source that wins less than asking it costs is asked rarely; a request whose drafts lose decodes
+plainly.
+
+Nothing decided here can change a token.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch.utils.dlpack import from_dlpack
+
+from specrs._specrs import DraftCalibration, MergedDrafts, TreeBatch, merge_drafts
+from specrs.drafters import Proposal
+from specrs.engine.batch import Batch, Passed
+from specrs.engine.costs import SPECULATIVE, Costs
+from specrs.engine.executor import Verified
+from specrs.engine.policy import Kind, SpeculationGate, TreePolicy
+from specrs.engine.request import Request
+from specrs.engine.sources import Part, Sources, Told
+from specrs.engine.speculation import Share
+
+LIKELIEST = 8
+"""Next tokens of a verified node that sources which observe are told."""
+
+_IDLE = 0.003  # of a plain round, what asking a source may take for each, as long as it wins less than that
+_LONGEST_REST = 512  # rounds
+_WINS = 0.5  # tokens that a source is taken to win, before it was asked
+_LEARN, _LEARN_ALL = 0.1, 0.02  # weight of a proposal, among its request's and among the source's
+_MARGIN = 1.01  # by which drafts must beat plain decoding
+MAX_NODES = 1024  # of a tree, as the core has it
+_LEAST = math.log(0.02)  # nodes less likely are never verified, where a cost model decides
+_NOTHING = Proposal()
+_DECILES = 10
+
+
+@dataclass(eq=False)
+class _Worth:
+    """What a source is worth to the engine, or to one request.
+
+    Attributes:
+        wins: smoothed tokens that the target drew as it had proposed.
+        asking, watching: smoothed seconds of asking it once, and of telling it what came of a round.
+    """
+
+    wins: float = _WINS
+    asking: float = 0.0
+    watching: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """What it takes of a round."""
+        return self.asking + self.watching
+
+
+@dataclass(eq=False)
+class _Live:
+    """A request that drafts.
+
+    Attributes:
+        told: its draftings.
+        gate: its account, where a cost model decides.
+        worth: of each source, to this request.
+        rest: of each source, rounds until it is asked again.
+        parts: what each source proposed last.
+        at: tokens of the request when they did; 0 once the proposals have been judged.
+    """
+
+    told: list[Told]
+    gate: SpeculationGate | None
+    worth: list[_Worth]
+    rest: list[int]
+    parts: list[Part | None]
+    at: int = 0
+
+
+@dataclass(eq=False)
+class Gathered:
+    """What sources propose for a round of a batch.
+
+    Attributes:
+        batch: its requests.
+        parts: of each request, each source's proposal.
+        merged: of each request, the tree of all of them; a root alone where there is nothing.
+        rate: tokens a second that a round with the best nodes of these trees is expected to yield.
+        least: score from which on nodes are worth verifying.
+        most: nodes of a tree that are, root included.
+        pays: whether that is better than plain decoding.
+    """
+
+    batch: Batch
+    parts: list[list[Part | None]]
+    merged: list[MergedDrafts]
+    rate: float = math.inf
+    least: float = -math.inf
+    most: int = MAX_NODES
+    pays: bool = True
+
+    @property
+    def nodes(self) -> int:
+        """Drafts of all requests."""
+        return sum(len(tree) - 1 for tree in self.merged)
+
+
+@dataclass(eq=False)
+class Planted:
+    """Trees that the host made, as an executor verifies them (`executor.Watched`).
+
+    Attributes:
+        gathered: where their nodes are from.
+        head: of each request, what the head proposed; empty without a head.
+    """
+
+    gathered: Gathered
+    drafts: list[MergedDrafts]
+    steps: int = 0
+    faults: Sequence[object] = ()
+    head: list[Part | None] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.trees = TreeBatch.from_drafts(self.drafts)
+
+
+class Gathering:
+    """Asks the sources of an engine, and decides by what they are worth.
+
+    Args:
+        sources: of the engine.
+        nodes: of a request's tree, root included.
+        depth: its levels at most.
+        tiers: where each request of a round takes as many rows as the largest tree, the sizes that rounds are made for,
+            ascending; ``None`` where a round takes a row for each node.
+    """
+
+    def __init__(self, sources: Sources, nodes: int, depth: int, tiers: Sequence[int] | None = None) -> None:
+        self.sources, self._nodes, self._depth, self._tiers = sources, nodes, depth, tiers
+        self.calibration = DraftCalibration(len(sources.all) + 1)  # the head is the last
+        self._policy: TreePolicy | None = None
+        self._certain = Kind(hits=0.5, temper=1.0)  # scores are calibrated
+        self._worth = [_Worth() for _ in sources.all]
+        self._live: dict[int, _Live] = {}
+        self._batch = 1  # of the last round
+
+    def price(self, costs: Costs) -> None:
+        """From now on a cost model decides what is asked and verified."""
+        self._policy = TreePolicy(costs)
+
+    # -- before a round -----------------------------------------------------------------------------------------
+
+    def ask(self, batch: Batch, *, idle: bool = True) -> Gathered | None:
+        """What the sources propose; ``None`` for nothing.
+
+        Args:
+            idle: whether the round waits for the answer; else a device is busy meanwhile, and it costs nothing.
+        """
+        parts = [self._parts(r, len(batch), idle) for r in batch]
+        self._batch = len(batch)
+        if not any(one is not None for each in parts for one in each):
+            return None
+        return self._weighed(batch, parts)
+
+    def _parts(self, r: Request, batch: int, idle: bool) -> list[Part | None]:
+        none: list[Part | None] = [None] * len(self.sources.all)
+        if not r.params.speculative or r.max_depth < 1:
+            return none
+        live = self._of(r, batch)
+        self._judge(r, live)
+        policy, gate = self._policy, live.gate
+        plain = 0.0 if policy is None else policy.costs.plain(batch) / batch
+        asking = 0.0
+        for i, told in enumerate(live.told):
+            if policy is not None and live.rest[i] > 0:
+                live.rest[i] -= 1
+                continue
+            if gate is not None and idle and gate.account(r.produced) * plain < live.worth[i].seconds:
+                continue
+            started = time.perf_counter()
+            none[i] = told.propose(r.tokens, self._nodes - 1, min(self._depth, r.max_depth), self.sources.vocab_size)
+            seconds = time.perf_counter() - started
+            asking += seconds
+            for worth, learn in ((live.worth[i], _LEARN), (self._worth[i], _LEARN_ALL)):
+                worth.asking += (learn if worth.asking else 1.0) * (seconds - worth.asking)
+            asking += live.worth[i].watching
+            if policy is not None and live.worth[i].wins * plain < live.worth[i].seconds:
+                live.rest[i] = min(int(live.worth[i].seconds / (_IDLE * plain)), _LONGEST_REST)
+        if gate is not None and idle:
+            gate.pay(asking / plain)
+        live.parts, live.at = none, len(r.tokens)
+        return none
+
+    def _of(self, r: Request, batch: int) -> _Live:
+        live = self._live.get(r.request_id)
+        if live is None:
+            gate = None
+            if self._policy is not None:
+                gate = self._policy.gate(r.params.temperature, r.remaining, r.prompt_len, batch)
+            worth = [_Worth(w.wins, w.asking, w.watching) for w in self._worth]
+            count = len(self.sources.all)
+            live = _Live(self.sources.of(r), gate, worth, [0] * count, [None] * count)
+            self._live[r.request_id] = live
+        return live
+
+    def _weighed(self, batch: Batch, parts: list[list[Part | None]]) -> Gathered:
+        """The merged trees, and what they are worth."""
+        roots = [r.tokens[-1] for r in batch]
+        merged = [self._merged(r, p, None) for r, p in zip(batch, parts, strict=True)]
+        gathered = Gathered(batch, parts, merged)
+        policy, size = self._policy, len(batch)
+        if policy is None:
+            return gathered
+        accounts = [self._account(r) for r in batch]
+        stake = policy.costs.target.at(size + 1) + policy.costs.overhead.at(SPECULATIVE) - policy.costs.plain(size)
+        least = stake / policy.costs.plain(size) * size  # of one node, on the account of one request
+        for i, account in enumerate(accounts):
+            if account < least:
+                merged[i] = merge_drafts(roots[i], self.sources.vocab_size, [], 1, 0)
+        drafting = [a for a, tree in zip(accounts, merged, strict=True) if len(tree) > 1]
+        limit = policy.limit(size, drafting) if drafting else 0.0
+        if self._tiers is not None:
+            self._tier(gathered, policy.costs, limit)
+            return gathered
+        scores = sorted((s for tree in merged for s in tree.scores[1:] if s >= _LEAST), reverse=True)
+        nodes = [(score, self._certain) for score in scores]
+        overhead = policy.costs.overhead.at(SPECULATIVE)
+        choice = policy.choose(size, nodes, overhead, limit)
+        seconds = overhead + policy.costs.target.at(size + choice.nodes)
+        gathered.rate, gathered.least = choice.expected / seconds, choice.min_score
+        gathered.pays = choice.nodes > 0 and gathered.rate > _MARGIN * size / policy.costs.plain(size)
+        return gathered
+
+    def _tier(self, gathered: Gathered, costs: Costs, limit: float) -> None:
+        """Choose the size of all trees, each of which takes as many rows."""
+        size = len(gathered.merged)
+        chances = [sorted((math.exp(s) for s in tree.scores[1:] if s >= _LEAST), reverse=True)
+                   for tree in gathered.merged]  # fmt: skip
+        plain = size / costs.plain(size)
+        gathered.rate, gathered.least, gathered.pays = plain, _LEAST, False
+        deepest = max(map(len, chances), default=0)
+        for i, tier in enumerate(self._tiers or ()):
+            if i and (self._tiers or ())[i - 1] > deepest:
+                break  # it would be filled by no tree
+            seconds = costs.overhead.at(SPECULATIVE) + costs.target.at(size * tier)
+            rate = (size + sum(sum(c[: tier - 1]) for c in chances)) / seconds
+            if seconds <= limit and rate > max(gathered.rate, _MARGIN * plain):
+                gathered.rate, gathered.most, gathered.pays = rate, tier, True
+
+    def _account(self, r: Request) -> float:
+        live = self._live.get(r.request_id)
+        if live is None or live.gate is None:
+            return 0.0
+        gate, policy = live.gate, self._policy
+        if policy is not None and gate.kind.trusted() and not gate.refused:
+            gate.credit(2.0 * max(policy.stake(self._batch, self._batch), 0.0), r.produced)
+        return gate.account(r.produced)
+
+    def _merged(self, r: Request, parts: Sequence[Part | None], head: Part | None) -> MergedDrafts:
+        each = [p if p is not None else _NOTHING for p in (*parts, head)]
+        depth = max(min(self._depth, r.max_depth), 0)
+        return merge_drafts(
+            r.tokens[-1], self.sources.vocab_size, each, self._nodes, depth, calibration=self.calibration
+        )
+
+    def planted(self, gathered: Gathered) -> Planted:
+        """The best of what the sources proposed, as trees."""
+        least = gathered.least
+        most = min(self._nodes, gathered.most)
+        drafts = [tree.pruned(most, self._depth, min_score=least) for tree in gathered.merged]
+        return Planted(gathered, drafts)
+
+    def beside(
+        self, batch: Batch, gathered: Gathered, trees: TreeBatch, steps: int, faults: Sequence[object], limit: float,
+        costs: Costs | None,
+    ) -> Planted:  # fmt: skip
+        """The trees of the head and of the other sources, merged.
+
+        Args:
+            batch: requests of the round.
+            gathered: of the other sources.
+            trees: the head's, with the cumulative log-probability that it gives each node.
+            steps, faults: of the head's drafting.
+            limit: seconds that the round may take.
+            costs: by which the best nodes are chosen; ``None``: all that there is room for.
+        """
+        head = head_parts(trees, len(self.sources.all))
+        drafts = [self._merged(r, p, h) for r, p, h in zip(batch, gathered.parts, head, strict=True)]
+        policy = self._policy
+        if costs is not None and policy is not None:
+            scores = sorted((s for tree in drafts for s in tree.scores[1:] if s >= _LEAST), reverse=True)
+            drafting = costs.drafting(len(batch), len(batch), steps)
+            choice = policy.choose(len(batch), [(s, self._certain) for s in scores], drafting, limit)
+            drafts = [tree.pruned(self._nodes, self._depth, min_score=choice.min_score) for tree in drafts]
+        return Planted(gathered, drafts, steps, faults, head)
+
+    # -- after it -----------------------------------------------------------------------------------------------
+
+    def landed(self, passed: Sequence[Passed], planted: Planted, seconds: float, others: Sequence[int] | None) -> None:
+        """A round with these trees ended.
+
+        Args:
+            passed: what it gave each request that it tells of.
+            planted: its trees.
+            seconds: that it took.
+            others: of each of these requests, tokens that another source has won and pays for; ``None`` without one.
+        """
+        policy, batch = self._policy, len(passed)
+        if policy is None or any(p.request.error is not None for p in passed):
+            return
+        sizes = {r.request_id: len(tree) for r, tree in zip(planted.gathered.batch, planted.drafts, strict=True)}
+        drew = {p.request.request_id for p in passed if sizes.get(p.request.request_id, 1) > 1}
+        costs = policy.costs
+        rows = sum(sizes.values())
+        if self._tiers is not None:
+            rows = len(sizes) * next((n for n in self._tiers if n >= max(sizes.values())), self._nodes)
+        modelled = costs.overhead.at(SPECULATIVE) + costs.target.at(rows)
+        took = min(max(seconds, modelled / 2), 2 * modelled) / costs.plain(batch)
+        extra = 0.0 if others is not None else (took - 1.0) * batch / max(len(drew), 1)
+        for i, p in enumerate(passed):
+            live = self._live.get(p.request.request_id)
+            if p.request.request_id in drew and live is not None and live.gate is not None:
+                won = p.committed.kept - 1 - (0 if others is None else others[i])
+                live.gate.spec_round(won - extra, max(won, 0))
+
+    def _judge(self, r: Request, live: _Live) -> None:
+        """Hold what the sources proposed last against the tokens that came."""
+        if not live.at:
+            return
+        drawn, live.at = r.tokens[live.at :], 0
+        if not drawn:
+            return
+        for i, part in enumerate(live.parts):
+            if part is None:
+                continue
+            hits = self.grade(part, drawn)
+            for worth, learn in ((live.worth[i], _LEARN), (self._worth[i], _LEARN_ALL)):
+                worth.wins += learn * (hits - worth.wins)
+            if hits:
+                live.rest[i] = 0
+
+    def grade(self, part: Part, drawn: Sequence[int]) -> int:
+        """Calibrate a source by a proposal and the tokens that came; how many of these it had proposed."""
+        hits = 0
+        for node, hit in part.trials(drawn):
+            self.calibration.observe(part.source, part.buckets[node], part.probs[node], hit)
+            hits += hit
+        return hits
+
+    def share(self, head: Part | None, passed: Passed) -> Share:
+        """The head's part of what a round gave a request, by which the head is calibrated."""
+        if head is None:
+            return Share([], 0)
+        scores: list[float] = []
+        for parent, prob in zip(head.parents, head.probs, strict=True):
+            scores.append(math.log(prob) + (scores[parent] if parent >= 0 else 0.0))
+        return Share(sorted(scores, reverse=True), self.grade(head, passed.tokens))
+
+    def watch(self, batch: Batch, verified: Verified) -> None:
+        """Tell sources that learn from verified trees what the target made of these, of requests that go on."""
+        started = time.perf_counter()
+        learning = [(i, told) for i, r in enumerate(batch) if r.finish_reason is None for told in self._learning(r)]
+        if not learning:
+            return
+        requests = sorted({i for i, _ in learning})
+        rows = verified.likeliest(requests, LIKELIEST)
+        if rows is None:  # a device has moved on
+            return
+        told_of = dict(zip(requests, rows, strict=True))
+        for i, told in learning:
+            told.observe(*told_of[i])
+        each = (time.perf_counter() - started) / len(learning)
+        for i, told in learning:
+            for worth in (self._live[batch.requests[i].request_id].worth[told.index], self._worth[told.index]):
+                worth.watching += _LEARN * (each - worth.watching)
+
+    def _learning(self, r: Request) -> list[Told]:
+        live = self._live.get(r.request_id)
+        if live is None:
+            return []
+        return [t for t, rest in zip(live.told, live.rest, strict=True) if t.observes and t.drafting and not rest]
+
+    def forget(self, r: Request) -> None:
+        """The request has ended."""
+        live = self._live.pop(r.request_id, None)
+        if live is not None:
+            self._judge(r, live)
+            if live.gate is not None:
+                live.gate.end(r.produced)
+        self.sources.forget(r)
+
+    def close(self) -> None:
+        """Every request has ended."""
+        self._live.clear()
+        self.sources.close()
+
+
+def head_parts(trees: TreeBatch, source: int) -> list[Part | None]:
+    """The head's trees as proposals: a node's probability is what it adds to its parent's."""
+    arrays = [from_dlpack(a).tolist() for a in (trees.parents, trees.tokens, trees.scores)]
+    parts: list[Part | None] = []
+    first = 0
+    for size in trees.sizes:
+        parents, tokens, scores = (array[first : first + size] for array in arrays)
+        first += size
+        probs = [min(max(math.exp(s - scores[p]), 1e-6), 1.0) for s, p in zip(scores[1:], parents[1:], strict=True)]
+        buckets = [min(int(p * _DECILES), _DECILES - 1) for p in probs]
+        part = Part(source, [p - 1 for p in parents[1:]], tokens[1:], probs, buckets)
+        parts.append(part if part.tokens else None)
+    return parts

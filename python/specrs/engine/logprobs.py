@@ -1,0 +1,73 @@
+"""Log-probabilities of tokens, from the target's own row of logits.
+
+A row is reduced alone, in float64 and one fixed order, so its numbers depend on its bits alone: the same logits give
+the same log-probabilities with and without speculation, in any batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+TokenBytes = Callable[[int], bytes]
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Of a token at a position.
+
+    Attributes:
+        logprob: natural logarithm of its probability.
+        rank: its place among all tokens, 1 for the most probable one; of equal ones the lower id comes first.
+        bytes: of its text, which alone need not be a character; ``None`` without a tokenizer.
+    """
+
+    logprob: float
+    rank: int
+    bytes: bytes | None = None
+
+    @property
+    def decoded_token(self) -> str | None:
+        """Its text, where bytes that are no character alone are U+FFFD."""
+        return None if self.bytes is None else self.bytes.decode("utf-8", "replace")
+
+
+TokenLogprobs = dict[int, Logprob]
+"""Of a position: the token that is there first, then the most probable ones in their order."""
+
+
+def of_rows(
+    logits: torch.Tensor, tokens: Sequence[int], most: int, spell: TokenBytes | None = None
+) -> list[TokenLogprobs]:
+    """Of the token behind each row of logits, float32 [n, vocab] on the host, and the ``most`` probable ones."""
+    return [of_row(row, token, most, spell) for row, token in zip(logits.numpy(), tokens, strict=True)]
+
+
+def of_row(row: npt.NDArray[np.float32], token: int, most: int, spell: TokenBytes | None = None) -> TokenLogprobs:
+    """Of a token and the ``most`` probable ones, by a row of logits."""
+    with np.errstate(invalid="ignore"):  # NaN says for itself what is wrong
+        x = row.astype(np.float64)
+        x -= x.max()
+        x -= math.log(np.exp(x).sum())
+        best = _best(row, most)
+        more, same = int((row > row[token]).sum()), int((row[:token] == row[token]).sum())
+    ranks = {token: more + same + 1}
+    ranks.update((int(t), i + 1) for i, t in enumerate(best))
+    return {t: Logprob(float(x[t]), rank, None if spell is None else spell(t)) for t, rank in ranks.items()}
+
+
+def _best(x: npt.NDArray[np.float32], most: int) -> npt.NDArray[np.int64]:
+    """The ``most`` largest, ties by lower id."""
+    if not most:
+        return np.empty(0, np.int64)
+    if most < len(x):
+        least = np.partition(x, len(x) - most)[len(x) - most]
+        some = np.flatnonzero(x >= least)
+    else:
+        some = np.arange(len(x))
+    return some[np.argsort(-x[some], kind="stable")][:most]

@@ -1,0 +1,250 @@
+"""Sources of drafts beside the head: one engine's drafters, and what each says of each request.
+
+A drafter may be a user's own. What it raises, or says that is no tree, costs its request drafts and the user a warning
+that names it; the request goes on, and nothing leaves this module that is out of bounds.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from specrs.drafters import Drafter, Drafting, DraftRequest, Observing, Proposal
+from specrs.engine.request import Request
+
+_BUCKETS = 64  # of calibration, of a source
+_LEAST = 1e-30  # the core's probabilities have 32 bits: one below these would be 0
+
+
+@dataclass(frozen=True)
+class Source:
+    """A drafter of an engine, under the name and depth that it had when the engine was made.
+
+    Attributes:
+        name: in warnings and counts.
+        depth: levels below a request's last token that it is asked for at most.
+        drafter: what drafts.
+    """
+
+    name: str
+    depth: int
+    drafter: Drafter
+
+    @classmethod
+    def of(cls, drafter: Drafter) -> Source:
+        """The source that a drafter is."""
+        return drafter if isinstance(drafter, Source) else cls(drafter.name, drafter.depth, drafter)
+
+    def begin(self, request: DraftRequest) -> Drafting:
+        """As `Drafter.begin`."""
+        return self.drafter.begin(request)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A checked proposal: what one source says may come next. `merge_drafts` takes it.
+
+    Attributes:
+        source: its index among the engine's; the head's is behind them.
+        parents, tokens, probs, buckets: as `Proposal` has them, of equal length.
+    """
+
+    source: int
+    parents: list[int]
+    tokens: list[int]
+    probs: list[float]
+    buckets: list[int]
+
+    def trials(self, drawn: Sequence[int]) -> Iterator[tuple[int, bool]]:
+        """Nodes whose parent the target's tokens reached, each with whether it was the next of them.
+
+        The target decides of all of these, verified or not: ``drawn`` has the token after each that it reached.
+        """
+        children: dict[int, list[int]] = {}
+        for i, parent in enumerate(self.parents):
+            children.setdefault(parent, []).append(i)
+        node = -1
+        for token in drawn:
+            found = -1
+            for i in children.get(node, ()):
+                hit = self.tokens[i] == token
+                yield i, hit
+                if hit:
+                    found = i
+            if found < 0:
+                return
+            node = found
+
+
+def checked(proposal: Proposal, source: int, nodes: int, depth: int, vocab_size: int) -> Part:
+    """A proposal that can be relied on. Raises ValueError, TypeError and whatever reading it raises where it is none.
+
+    Nothing is read of a proposal behind one node more than it may have.
+    """
+    parents = [operator.index(p) for p in islice(proposal.parents, nodes + 1)]
+    tokens = [operator.index(t) for t in islice(proposal.tokens, nodes + 1)]
+    probs = [float(p) for p in islice(proposal.probs, nodes + 1)]
+    count = len(tokens)
+    buckets = [0] * count
+    if proposal.buckets is not None:
+        buckets = [operator.index(b) for b in islice(proposal.buckets, nodes + 1)]
+    if count > nodes:
+        raise ValueError(f"more than {nodes} nodes")
+    sizes = [len(parents), count, len(probs), len(buckets)]
+    if any(size != count for size in sizes):
+        raise ValueError(f"parents, tokens, probs and buckets of {sizes} entries: they must be of equal length")
+    levels: list[int] = []
+    seen: set[tuple[int, int]] = set()
+    for i, (parent, token, prob, bucket) in enumerate(zip(parents, tokens, probs, buckets, strict=True)):
+        if not -1 <= parent < i:
+            raise ValueError(f"parents[{i}] = {parent}: must be -1 or a node before it")
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"tokens[{i}] = {token}: outside the vocabulary 0..{vocab_size - 1}")
+        if not 0.0 < prob <= 1.0:  # neither is NaN
+            raise ValueError(f"probs[{i}] = {prob}: must be in (0, 1]")
+        if not 0 <= bucket < _BUCKETS:
+            raise ValueError(f"buckets[{i}] = {bucket}: must be in 0..{_BUCKETS - 1}")
+        if (parent, token) in seen:
+            raise ValueError(f"tokens[{i}] = {token}: a sibling before it has the same token")
+        probs[i] = max(prob, _LEAST)
+        seen.add((parent, token))
+        levels.append(1 if parent < 0 else levels[parent] + 1)
+        if levels[i] > depth:
+            raise ValueError(f"node {i} lies {levels[i]} levels deep; {depth} were asked for")
+    return Part(source, parents, tokens, probs, buckets)
+
+
+@dataclass(eq=False)
+class Told:
+    """One request's drafting of one source.
+
+    Attributes:
+        drafting: ``None`` once it has failed or is closed.
+        tokens: of the request, that it has been told of.
+        observes: whether it learns from verified trees.
+    """
+
+    source: Source
+    index: int
+    request_id: int
+    drafting: Drafting | None = None
+    tokens: int = 0
+    observes: bool = False
+
+    def begin(self, request: DraftRequest) -> None:
+        """Ask the drafter for a drafting of the request."""
+        try:
+            self.drafting = self.source.begin(request)
+            if self.drafting is None:
+                raise TypeError("begin() returned None; it returns a drafting")
+            self.observes = isinstance(self.drafting, Observing)
+        except Exception as error:
+            self.fail("begin", error)
+        self.tokens = len(request.prompt)
+
+    def catch_up(self, tokens: Sequence[int]) -> None:
+        """Tell it the request's tokens that it does not know."""
+        if self.drafting is None or len(tokens) <= self.tokens:
+            return
+        new, self.tokens = list(tokens[self.tokens :]), len(tokens)
+        try:
+            self.drafting.extend(new)
+        except Exception as error:
+            self.fail("extend", error)
+
+    def propose(self, tokens: Sequence[int], nodes: int, depth: int, vocab_size: int) -> Part | None:
+        """What it proposes behind a request's tokens, of which it is told first; ``None`` for nothing."""
+        depth = min(depth, self.source.depth)
+        if nodes < 1 or depth < 1:
+            return None
+        self.catch_up(tokens)
+        if self.drafting is None:
+            return None
+        try:
+            part = checked(self.drafting.propose(nodes, depth), self.index, nodes, depth, vocab_size)
+            return part if part.tokens else None
+        except Exception as error:
+            self.fail("propose", error)
+            return None
+
+    def observe(self, tokens: Sequence[int], top: Sequence[Sequence[int]]) -> None:
+        """Tell it what the target made of a verified tree."""
+        if self.drafting is None or not self.observes:
+            return
+        try:
+            self.drafting.observe(tokens, top)  # type: ignore[attr-defined]
+        except Exception as error:
+            self.fail("observe", error)
+
+    def bytes(self) -> int:
+        """Memory that it says it holds."""
+        if self.drafting is None:
+            return 0
+        try:
+            return max(operator.index(self.drafting.bytes()), 0)
+        except Exception as error:
+            self.fail("bytes", error)
+            return 0
+
+    def fail(self, what: str, error: Exception) -> None:
+        """The request goes on without it."""
+        self.close(quiet=True)
+        text = f"drafter {self.source.name!r}: {what}(): {type(error).__name__}: {error}"
+        warnings.warn(f"{text}; request {self.request_id} goes on without it", RuntimeWarning, stacklevel=2)
+
+    def close(self, quiet: bool = False) -> None:
+        """It drafts no more. quiet: it has failed already, and nobody is told of another error."""
+        drafting, self.drafting = self.drafting, None
+        if drafting is None:
+            return
+        try:
+            drafting.close()
+        except Exception as error:
+            if not quiet:
+                text = f"drafter {self.source.name!r}: close(): {type(error).__name__}: {error}"
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+@dataclass(eq=False)
+class Sources:
+    """The drafters of one engine, and their draftings of each live request.
+
+    Attributes:
+        all: the drafters, in the user's order.
+        vocab_size: of the target.
+    """
+
+    all: tuple[Source, ...]
+    vocab_size: int
+    _told: dict[int, list[Told]] = field(default_factory=dict)  # by request
+
+    def of(self, request: Request) -> list[Told]:
+        """A request's draftings, begun where it has none. Each is told of tokens by `Told.propose`."""
+        told = self._told.get(request.request_id)
+        if told is None:
+            told = [Told(source, i, request.request_id) for i, source in enumerate(self.all)]
+            self._told[request.request_id] = told
+            prompt = tuple(request.tokens[: request.prompt_len])
+            known = DraftRequest(request.request_id, prompt, self.vocab_size, tuple(request.prediction))
+            for one in told:
+                one.begin(known)
+        return told
+
+    def forget(self, request: Request) -> None:
+        """The request has ended, or has never begun."""
+        for one in self._told.pop(request.request_id, ()):
+            one.close()
+
+    def close(self) -> None:
+        """Every request has ended."""
+        told, self._told = self._told, {}
+        for each in told.values():
+            for one in each:
+                one.close()
+
+    def bytes(self) -> int:
+        """Memory that all of them say they hold."""
+        return sum(one.bytes() for told in self._told.values() for one in told)

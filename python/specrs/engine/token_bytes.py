@@ -1,0 +1,74 @@
+"""The bytes that each token stands for, from a tokenizer's own table.
+
+Decoding an id alone would say less: bytes of an unfinished character come out as U+FFFD, and a leading space may
+vanish.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class TokenTable:
+    """Bytes of a tokenizer's tokens, by id.
+
+    The decoder says how tokens are written: in the byte-level alphabet; with ``<0x..>`` for bytes; with a mark for a
+    space; or with a prefix for what goes on within a word. A token's bytes are those that it has within a text, so a
+    first token's space, which a decoder may strip, is among them.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._added = {i: t.content.encode() for i, t in tokenizer.get_added_tokens_decoder().items()}
+        parts = _decoders(None if tokenizer.decoder is None else json.loads(tokenizer.decoder.__getstate__()))
+        kinds = {part["type"]: part for part in parts}
+        self._alphabet = _byte_level() if "ByteLevel" in kinds else None
+        self._fallback = "ByteFallback" in kinds
+        self._spaces = [p["replacement"] for p in parts if p["type"] == "Metaspace"]
+        replaced = [p["pattern"] for p in parts if p["type"] == "Replace" and p.get("content") == " "]
+        self._spaces += [pattern["String"] for pattern in replaced if "String" in pattern]
+        self._prefix = kinds["WordPiece"]["prefix"] if "WordPiece" in kinds else None
+        self._known: dict[int, bytes] = {}
+
+    def __call__(self, token: int) -> bytes:
+        """Of a token; none where the tokenizer lacks it (a model may have more rows than that)."""
+        found = self._known.get(token)
+        if found is None:
+            found = self._known[token] = self._added[token] if token in self._added else self._spelled(token)
+        return found
+
+    def _spelled(self, token: int) -> bytes:
+        text = self._tokenizer.id_to_token(token)
+        if text is None:
+            return b""
+        if self._alphabet is not None and all(c in self._alphabet for c in text):
+            return bytes(self._alphabet[c] for c in text)
+        if self._fallback and (byte := _BYTE.fullmatch(text)):
+            return bytes([int(byte[1], 16)])
+        for mark in self._spaces:
+            text = text.replace(mark, " ")
+        if self._prefix is not None:
+            text = text[len(self._prefix) :] if text.startswith(self._prefix) else f" {text}"
+        return text.encode("utf-8", "replace")
+
+
+def _decoders(state: dict[str, Any] | None) -> list[dict[str, Any]]:
+    if state is None:
+        return []
+    parts = state.get("decoders") if state["type"] == "Sequence" else None
+    return [state] if parts is None else [one for part in parts for one in _decoders(part)]
+
+
+def _byte_level() -> dict[str, int]:
+    """The byte of each letter of the byte-level alphabet: printable bytes of Latin-1 stand for themselves, the others,
+    in order, for the characters from U+0100 on."""
+    own = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    rest = [b for b in range(256) if b not in set(own)]
+    return {chr(b): b for b in own} | {chr(256 + i): b for i, b in enumerate(rest)}

@@ -1,0 +1,19 @@
+//! Sources of drafts that need no head, and one tree from many sources.
+//!
+//! Place in the flow: right of `round`, beside `host` and `device`. Verification draws the target's own tokens and follows
+//! the drafts that carry them, so nothing here can change an output: probabilities decide time alone.
+
+pub mod automaton;
+mod calibration;
+mod edges;
+mod merge;
+mod mix;
+mod proposal;
+pub mod recycle;
+mod suffix;
+
+pub use calibration::{Account, Calibration, MAX_SOURCES};
+pub use merge::{MergeLimits, MergedDrafts, merge};
+pub use proposal::{BUCKETS, MAX_PROPOSED, Proposal};
+pub use recycle::RecycledTokens;
+pub use suffix::{FEWEST_BYTES, MOST_BYTES, SuffixDrafts};

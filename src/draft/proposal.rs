@@ -1,0 +1,77 @@
+//! What a source proposes: a tree below a request's last token.
+
+use crate::error::{Error, Result, in_range, same_length};
+
+/// Most nodes of one proposal.
+pub const MAX_PROPOSED: usize = 4096;
+/// Classes of nodes that a source can tell apart.
+pub const BUCKETS: usize = 64;
+
+/// Nodes in lists of equal length, parents before their children.
+///
+/// A proposal from outside is checked by [`Proposal::check`] before anything reads it.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Proposal {
+    /// Index of each node's parent here; -1 for a child of the request's last token.
+    pub parents: Vec<i32>,
+    /// Token of each node.
+    pub tokens: Vec<u32>,
+    /// Probability that the node is accepted, given that its parent is; in (0, 1].
+    pub probs: Vec<f32>,
+    /// Class of each node for calibration, below [`BUCKETS`]. Empty: all are of class 0.
+    pub buckets: Vec<u8>,
+}
+
+impl Proposal {
+    /// Nodes.
+    pub fn len(&self) -> usize {
+        self.tokens.len()
+    }
+
+    /// Whether nothing is proposed.
+    pub fn is_empty(&self) -> bool {
+        self.tokens.is_empty()
+    }
+
+    /// Class of a node.
+    pub fn bucket(&self, node: usize) -> u8 {
+        self.buckets.get(node).copied().unwrap_or(0)
+    }
+
+    /// Append a node; returns its index.
+    pub(super) fn push(&mut self, parent: i32, token: u32, prob: f32, bucket: u8) -> usize {
+        self.parents.push(parent);
+        self.tokens.push(token);
+        self.probs.push(prob);
+        self.buckets.push(bucket);
+        self.tokens.len() - 1
+    }
+
+    /// Check every node, for a vocabulary of `vocab` tokens.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] for the number of nodes, a parent, token or bucket; [`Error::Mismatch`] for lists of other
+    /// lengths; [`Error::Invalid`] for a probability outside (0, 1].
+    pub fn check(&self, vocab: u32) -> Result<()> {
+        let nodes = self.tokens.len();
+        in_range("proposed nodes", nodes as u64, 0, MAX_PROPOSED as i128)?;
+        same_length("proposal parents", self.parents.len(), nodes)?;
+        same_length("proposal probs", self.probs.len(), nodes)?;
+        if !self.buckets.is_empty() {
+            same_length("proposal buckets", self.buckets.len(), nodes)?;
+        }
+        for (node, &parent) in self.parents.iter().enumerate() {
+            in_range("proposal parent", parent, -1, node as i128 - 1)?;
+        }
+        self.tokens.iter().try_for_each(|&t| in_range("proposed token", t, 0, i128::from(vocab) - 1).map(drop))?;
+        self.buckets.iter().try_for_each(|&b| in_range("proposal bucket", b, 0, BUCKETS as i128 - 1).map(drop))?;
+        match self.probs.iter().position(|&p| !(p > 0.0 && p <= 1.0)) {
+            None => Ok(()),
+            Some(node) => Err(Error::Invalid {
+                what: "proposal prob",
+                got: format!("probs[{node}] = {}", self.probs[node]),
+                why: "a probability is above 0 and at most 1".into(),
+            }),
+        }
+    }
+}

@@ -1,0 +1,274 @@
+"""Drafts without a head, and beside one: tokens are those of plain decoding, whoever drafts and whatever he says."""
+
+from __future__ import annotations
+
+import gc
+import random
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from drafters_world import ODD, RUBBISH, Fails, Likeliest, Ngrams, Says
+from exact_world import PAGES, SAMPLED, check, plain, requests
+from modelzoo import VOCAB, Pair
+from specrs import LLM, ConfigError, SamplingParams
+from specrs.drafters import DraftRequest, Proposal
+from specrs.engine import RequestOutput
+
+
+def ngrams() -> list[Any]:
+    return [Ngrams()]
+
+
+def both() -> list[Any]:
+    return [Ngrams(depth=32), Likeliest()]
+
+
+MIXES: dict[str, Any] = {
+    "ngrams": ngrams,
+    "likeliest": lambda: [Likeliest()],
+    "both": both,
+    "head": lambda: ["head"],
+    "all": lambda: ["head", *both()],
+    "hostile": lambda: [Says(RUBBISH["too deep"]), Ngrams(), Says(ODD["certain and wrong"], name="wrong")],
+    "hostile with a head": lambda: ["head", Says(ODD["certain and wrong"]), Fails("propose")],
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "chain": {"tree": (1, 15, 16)},
+    "tree": {"tree": (2, 3, 11)},
+    "auto": {},
+    "holey": {"tree": (2, 3, 11), "draft_layout": "holey", "attention_backend": "triton"},
+    "flashinfer": {"tree": (1, 12, 13), "attention_backend": "flashinfer"},
+    "flash_attention": {"tree": (2, 3, 9), "attention_backend": "flash_attention"},
+}
+
+
+def engine(pair: Pair, drafters: Sequence[Any], **options: Any) -> LLM:
+    return LLM(pair.target, pair.draft if "head" in drafters else None, drafters=drafters, **options)
+
+
+def won(outputs: Sequence[RequestOutput]) -> int:
+    return sum(sum(o.drafted) for o in outputs)
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.filterwarnings("ignore:drafter")
+def test_every_mix_gives_the_plain_tokens(tiny: Pair, mix: str, page_size: int, sampled: bool) -> None:
+    prompts, params = requests(8, seed=page_size, **(SAMPLED if sampled else {}))
+    want = plain(tiny, prompts, params)
+    for i, (name, layout) in enumerate(LAYOUTS.items()):
+        if name == "holey" and page_size == 1:
+            continue
+        llm = engine(tiny, MIXES[mix](), page_size=page_size, max_batch=[8, 3, 1, 5][i % 4], prefill_chunk=11, **layout)
+        outputs = check(llm, prompts, params, want)
+        if not sampled and name in ("chain", "tree"):
+            assert won(outputs) > 2, f"{name}: drafts must have been accepted for this to mean anything"
+        llm.close()
+
+
+@pytest.mark.parametrize("drafters", [ngrams, both], ids=["ngrams", "both"])
+def test_deep_chains_are_accepted_whole(ternary: Pair, drafters: Any) -> None:
+    """A text that repeats itself: paths of more than 20 tokens."""
+    prompt = [0, 1, 2] * 20
+    params = SamplingParams(max_tokens=120, logit_bias={0: -1e9})
+    want = LLM(ternary.target, speculative=False).generate([prompt], [params])[0].token_ids
+    for page_size in PAGES:
+        llm = engine(ternary, drafters(), tree=(1, 32, 33), page_size=page_size)
+        out = llm.generate([prompt], [params])[0]
+        assert out.token_ids == want
+        llm.audit()
+
+
+def test_drafting_is_told_every_token_once_and_closed_once(tiny: Pair) -> None:
+    prompts, params = requests(8, seed=5, **SAMPLED)
+    source = Ngrams()
+    llm = engine(tiny, [source], tree=(1, 12, 13), page_size=4, max_batch=3)
+    outputs = llm.generate(prompts, params)
+    assert sorted(source.begun) == sorted(set(source.closed)) == sorted(source.closed)
+    for out in outputs:
+        if out.request_id in source.told:
+            told = source.told[out.request_id]
+            assert told == out.token_ids[: len(told)] and len(told) <= len(out.token_ids)
+
+
+def test_a_source_that_observes_is_told_the_targets_likeliest_tokens(tiny: Pair) -> None:
+    seen: list[tuple[list[int], list[list[int]]]] = []
+
+    class Watches(Likeliest):
+        def begin(self, request: DraftRequest) -> Any:
+            inner = super().begin(request)
+            observe = inner.observe
+
+            def watched(tokens: Sequence[int], top: Sequence[Sequence[int]]) -> None:
+                seen.append((list(tokens), [list(row) for row in top]))
+                observe(tokens, top)
+
+            inner.observe = watched  # type: ignore[method-assign]
+            return inner
+
+    out = engine(tiny, [Watches()], tree=(1, 12, 13)).generate([[1, 2, 3]], SamplingParams(max_tokens=30))[0]
+    following = dict(zip([3, *out.token_ids], out.token_ids, strict=False))
+    rounds = [(tokens, top) for tokens, top in seen if tokens]
+    assert len(rounds) >= out.rounds - 1
+    # A greedy target's likeliest token after a root is the token that came.
+    produced = iter(out.token_ids)
+    assert all(len(row) == 8 for _, top in rounds for row in top)
+    roots = [tokens[0] for tokens, _ in rounds]
+    assert all(token in out.token_ids for token in roots) and following
+    first = next(produced)
+    assert roots[0] == first and rounds[0][1][0][0] == out.token_ids[1]
+
+
+def test_requests_that_want_none_are_not_drafted_for(tiny: Pair) -> None:
+    prompts, params = requests(6, seed=9)
+    params = [SamplingParams(max_tokens=p.max_tokens, seed=p.seed, speculative=i % 2 == 0)
+              for i, p in enumerate(params)]  # fmt: skip
+    want = plain(tiny, prompts, params)
+    for mix in ("ngrams", "all", "head"):
+        source: list[Any] = MIXES[mix]()
+        llm = engine(tiny, source, tree=(2, 3, 11), max_batch=4)
+        outputs = check(llm, prompts, params, want)
+        assert not any(any(o.drafted) for i, o in enumerate(outputs) if i % 2), "it asked for none"
+        assert won(outputs) > 5
+        for one in source:
+            if isinstance(one, Ngrams):
+                assert set(one.begun) <= {o.request_id for i, o in enumerate(outputs) if i % 2 == 0}
+
+
+def test_a_prediction_is_drafted_from(bytes_pair: Pair) -> None:
+    llm = LLM(bytes_pair.target, drafters=[Ngrams(depth=32)], tree=(1, 32, 33))
+    prompt, params = [5, 6, 7], SamplingParams(max_tokens=60, ignore_eos=True)
+    plainly = llm.generate([prompt], params)[0]
+    told = SamplingParams(max_tokens=60, ignore_eos=True, prediction=[7, *plainly.token_ids])
+    expected = llm.generate([prompt], told)[0]
+    assert expected.token_ids == plainly.token_ids
+    assert expected.rounds < plainly.rounds / 3
+    text = llm.tokenizer.decode(plainly.token_ids) if llm.tokenizer is not None else ""
+    assert llm.generate([prompt], SamplingParams(max_tokens=60, ignore_eos=True, prediction=text))[
+        0
+    ].token_ids == plainly.token_ids  # fmt: skip
+    with pytest.raises(ConfigError, match=r"prediction = 300: the vocabulary has 300 tokens"):
+        llm.generate([prompt], SamplingParams(prediction=[300]))
+    assert SamplingParams.from_dict({"prediction": {"type": "content", "content": "abc"}}).prediction == "abc"
+
+
+@pytest.mark.parametrize("says", [*RUBBISH, *ODD])
+@pytest.mark.parametrize("options", [{"tree": (1, 12, 13)}, {}], ids=["tree", "auto"])
+def test_rubbish_costs_drafts_and_a_warning(tiny: Pair, says: str, options: dict[str, Any]) -> None:
+    prompts, params = requests(3, seed=2)
+    want = plain(tiny, prompts, params)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        llm = engine(tiny, [Says({**RUBBISH, **ODD}[says], name="mine"), Ngrams()], max_batch=3, **options)
+        check(llm, prompts, params, want)
+    mine = [str(w.message) for w in told if "drafter" in str(w.message)]
+    assert bool(mine) == (says in RUBBISH)
+    assert all("drafter 'mine': propose()" in m and "goes on without it" in m for m in mine), mine
+
+
+@pytest.mark.parametrize("method", ["begin", "extend", "propose", "observe", "close", "bytes"])
+def test_an_error_of_a_drafter_is_no_error_of_the_request(tiny: Pair, method: str) -> None:
+    prompts, params = requests(4, seed=4)
+    want = plain(tiny, prompts, params)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        llm = engine(tiny, [Fails(method, name="mine"), Ngrams()], tree=(1, 12, 13), max_batch=2)
+        outputs = check(llm, prompts, params, want)
+        assert llm._runner.gathering is not None
+        llm.add(prompts[0], params[0])
+        llm.step()
+        llm.step()
+        llm._runner.gathering.sources.bytes()
+    mine = [str(w.message) for w in told if "drafter 'mine'" in str(w.message)]
+    assert won(outputs) > 5 and mine
+    assert all(f"no {method}" in m for m in mine), mine
+
+
+def test_a_drafter_that_calls_the_engine_is_refused(tiny: Pair) -> None:
+    llm: LLM
+
+    def reenters(nodes: int, depth: int) -> Any:
+        return llm.generate([[1]])
+
+    llm = engine(tiny, [Says(reenters)], tree=(1, 3, 4))
+    with pytest.warns(RuntimeWarning, match="EngineBusyError"):
+        out = llm.generate([[1, 2]], SamplingParams(max_tokens=9))[0]
+    assert len(out.token_ids) == 9
+
+
+def test_preempted_and_aborted_requests_keep_their_drafting(tiny: Pair) -> None:
+    prompts, params = requests(8, seed=11, **SAMPLED)
+    want = plain(tiny, prompts, params)
+    source = Ngrams()
+    llm = engine(tiny, [source, Likeliest()], tree=(2, 3, 8), page_size=4, max_batch=8, num_pages=40)
+    check(llm, prompts, params, want)
+    ids = [llm.add(p, s) for p, s in zip(prompts, params, strict=True)]
+    for _ in range(3):
+        llm.step()
+    for request in ids[::2]:
+        llm.abort(request)
+    while llm.unfinished:
+        llm.step()
+    assert sorted(source.begun) == sorted(source.closed)
+    assert llm._runner.gathering is not None and not llm._runner.gathering._live
+    llm.audit()
+
+
+def test_closing_an_engine_closes_its_draftings(tiny: Pair) -> None:
+    source = Ngrams()
+    llm = engine(tiny, [source], tree=(1, 3, 4))
+    llm.add([1, 2, 3], SamplingParams(max_tokens=50))
+    for _ in range(4):
+        llm.step()
+    assert source.begun == [0] and not source.closed
+    llm.close()
+    assert source.closed == [0]
+    gc.collect()
+
+
+def test_prefix_cache_and_chunks_change_nothing(tiny: Pair) -> None:
+    prompts, params = requests(8, seed=3, **SAMPLED)
+    want = plain(tiny, prompts, params)
+    llm = engine(tiny, both(), tree=(1, 12, 13), page_size=4, max_batch=2, prefill_chunk=7)
+    check(llm, prompts, params, want)
+    again = check(llm, prompts, params, want)
+    assert sum(o.usage.cached_tokens for o in again) > 150
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.filterwarnings("ignore:drafter")
+def test_random_configurations(tiny: Pair, seed: int) -> None:
+    rng = random.Random(seed)
+    k, s = rng.randrange(1, 5), rng.randrange(1, 6)
+    v = rng.randrange(1, min(40, 1 + k + (s - 1) * k * k) + 1)
+    tree = {} if rng.random() < 0.2 else {"tree": (k, s, v)}
+    prompts, params = requests(rng.randrange(1, 9), seed=2000 + seed, **(SAMPLED if rng.random() < 0.7 else {}))
+    want = plain(tiny, prompts, params)
+    llm = engine(tiny, MIXES[rng.choice([*MIXES])](), page_size=2 ** rng.randrange(6), max_batch=rng.randrange(1, 9),
+                 prefill_chunk=rng.randrange(1, 80), prefix_cache=rng.random() < 0.5, **tree)  # fmt: skip
+    check(llm, prompts, params, want)
+
+
+def test_options_that_name_no_drafter_are_refused(tiny: Pair) -> None:
+    class NoName:
+        depth = 3
+
+        def begin(self, request: DraftRequest) -> Any:
+            return None
+
+    for drafters, match in [
+        ("suffix", "must be a list"), ([1], "has a name"), (["sufix"], "must be one of 'suffix', 'recycling', 'head'"),
+        (["head"], "there is no draft head"), ([NoName()], "has a name"), ([Ngrams], "has a method begin"),
+        ([Ngrams(), Ngrams()], "stands before it"), ([Ngrams(depth=0)], "at least 1"), ([Ngrams(name="head")], "names"),
+        ([Ngrams(name=str(i)) for i in range(17)], "at most 16"),
+    ]:  # fmt: skip
+        with pytest.raises(ConfigError, match=match):
+            LLM(tiny.target, drafters=drafters)
+    llm = LLM(tiny.target, drafters=[])
+    assert (not llm.speculative and llm.max_tokens_per_round == 1) or llm.config.deepest >= 0
+    assert VOCAB == 10 and Proposal().tokens == ()
