@@ -49,22 +49,53 @@ from specrs.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from specrs.backends import UnsupportedCombinationError
-    from specrs.engine import LLM, EngineBusyError, EngineClosedError, FinishReason, Logprob, RequestOutput, StreamEvent
+    from specrs.chat import ChatLimitError, ChatTemplateError
+    from specrs.engine import (
+        LLM,
+        AsyncLLM,
+        EngineBusyError,
+        EngineClosedError,
+        EngineFailedError,
+        EngineOverloadedError,
+        FinishReason,
+        Logprob,
+        RequestOutput,
+        StepFailedError,
+        StreamEvent,
+        TokenizedPrompt,
+    )
     from specrs.graph import GraphRuntime
-    from specrs.models import DraftMismatchError, ModelFileError, UnsupportedModelError
+    from specrs.models import DraftMismatchError, HubError, ModelFileError, UnsupportedModelError
 
 _LAZY = {
     **dict.fromkeys(
-        ("LLM", "EngineBusyError", "EngineClosedError", "FinishReason", "Logprob", "RequestOutput", "StreamEvent"),
+        (
+            "LLM",
+            "AsyncLLM",
+            "EngineBusyError",
+            "EngineClosedError",
+            "EngineFailedError",
+            "EngineOverloadedError",
+            "FinishReason",
+            "Logprob",
+            "RequestOutput",
+            "StepFailedError",
+            "StreamEvent",
+            "TokenizedPrompt",
+        ),
         "specrs.engine",
     ),
-    **dict.fromkeys(("DraftMismatchError", "ModelFileError", "UnsupportedModelError"), "specrs.models"),
+    **dict.fromkeys(("DraftMismatchError", "HubError", "ModelFileError", "UnsupportedModelError"), "specrs.models"),
+    **dict.fromkeys(("ChatLimitError", "ChatTemplateError"), "specrs.chat"),
     "UnsupportedCombinationError": "specrs.backends",
     "GraphRuntime": "specrs.graph",
 }
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
+    "ChatLimitError",
+    "ChatTemplateError",
     "ConfigError",
     "CudaError",
     "DeviceLens",
@@ -72,11 +103,14 @@ __all__ = [
     "DraftMismatchError",
     "EngineBusyError",
     "EngineClosedError",
+    "EngineFailedError",
+    "EngineOverloadedError",
     "FinishReason",
     "FormatBuffers",
     "Geometry",
     "GraphCaptureError",
     "GraphRuntime",
+    "HubError",
     "KvCache",
     "LedgerError",
     "Logprob",
@@ -93,7 +127,9 @@ __all__ = [
     "SpecrsError",
     "StaleHandleError",
     "StaleOutputError",
+    "StepFailedError",
     "StreamEvent",
+    "TokenizedPrompt",
     "Tree",
     "TreeBatch",
     "TreeShape",

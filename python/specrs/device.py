@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "broken",
     "check",
     "cublaslt_folders",
     "cuda_available",
@@ -116,6 +117,22 @@ def kv_move(
 
         handle = torch.cuda.current_stream(cache.device).cuda_stream
     _device_kv_move(cache, src, dst, offsets, handle)
+
+
+def broken(name: str | None) -> Exception | None:
+    """The error that sticks to a CUDA context in which nothing runs any more; ``None`` of a sound one, and of the CPU.
+
+    Waits for the device. name: ``"cuda:0"``, or ``"cpu"``.
+    """
+    if name is None or not name.startswith("cuda"):
+        return None
+    import torch
+
+    try:
+        torch.cuda.synchronize(torch.device(name))
+    except Exception as error:  # of torch's own kinds
+        return error
+    return None
 
 
 def cublaslt_folders() -> list[str]:

@@ -10,6 +10,7 @@ import torch
 from modelzoo import VOCAB, Pair, write_eagle3, write_target
 from specrs import num_threads, set_num_threads
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # tests download nothing
 os.environ.setdefault("SPECRS_DEVICE", "cpu")  # tests name the GPU where they mean it
 set_num_threads(num_threads())  # the kernels keep theirs, whatever torch is given
 torch.set_num_threads(1)  # the models here are tiny: waking torch's threads costs more than they bring

@@ -1,24 +1,42 @@
 """The engine: batches of requests through prefill, draft, verify and commit. Imports torch.
 
-``llm`` is what users call; it hands requests to ``scheduler``, which decides who runs; ``runner`` and ``drafter`` have
-the logic of a round, over ``pages`` and an ``executor``, which is a device (``host``: the CPU); ``request`` holds a
+``llm`` is what users call, and ``aio`` in event loops, by a thread of its own (``worker``); ``prompts`` makes tokens
+of what they give. ``llm`` hands requests to ``scheduler``, which decides who runs; ``runner`` and ``drafter`` have the
+logic of a round, over ``pages`` and an ``executor``, which is a device (``host``: the CPU); ``request`` holds a
 request's state and the one function that commits tokens to it, ``draws`` what its tokens are drawn by, ``logprobs`` how
 probable they were; ``text`` turns tokens into text; ``policy`` picks trees
 by measured cost.
 """
 
-from specrs.engine.errors import EngineBusyError, EngineClosedError
+from specrs.engine.aio import AsyncLLM, RequestStream
+from specrs.engine.errors import (
+    EngineBusyError,
+    EngineClosedError,
+    EngineFailedError,
+    EngineOverloadedError,
+    StepFailedError,
+)
 from specrs.engine.llm import LLM
 from specrs.engine.logprobs import Logprob
-from specrs.engine.request import FinishReason, RequestOutput, StreamEvent, Usage
+from specrs.engine.request import FinishReason, RequestOutput, StreamEvent, TokenizedPrompt, Usage
+from specrs.engine.stats import EngineStats, RequestTimes, ServingStats
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "EngineBusyError",
     "EngineClosedError",
+    "EngineFailedError",
+    "EngineOverloadedError",
+    "EngineStats",
     "FinishReason",
     "Logprob",
     "RequestOutput",
+    "RequestStream",
+    "RequestTimes",
+    "ServingStats",
+    "StepFailedError",
     "StreamEvent",
+    "TokenizedPrompt",
     "Usage",
 ]

@@ -11,7 +11,7 @@ from specrs import backends, drafters
 from specrs._specrs import ConfigError, Geometry, TreeShape
 from specrs.backends.base import DraftAttention, KvDtype, Layout
 from specrs.drafters import Drafter
-from specrs.models.placement import Placement
+from specrs.models.placement import DTYPES, Dtype, Placement
 
 AUTO_GPU_TREE = TreeShape(4, 6, 32)  # on a GPU, where up to some 64 rows cost little more than one
 AUTO_TREE = TreeShape(1, 8, 9)  # what the cost model picks from: chains of up to 8 tokens
@@ -57,6 +57,9 @@ class EngineConfig:
         device: ``"cpu"``, ``"cuda"`` or ``"cuda:N"``, which is an error where it cannot be; ``None`` is what the
             environment variable ``SPECRS_DEVICE`` says, else a GPU where one is that runs the model and holds it, else
             the CPU.
+        dtype: what a model computes in. ``"auto"``: on a GPU bf16 and f16 checkpoints in their own type, f32 ones in
+            bf16; on the CPU float32, over weights as the checkpoint has them. ``"bfloat16"`` or ``"float16"``: a GPU in
+            that type. ``"float32"``: the CPU, and an error on a GPU.
         graphs: how much of the rounds is one launch, as `specrs.backends.matrix` has it. On a GPU, ``"round"`` (the
             default there) replays the launches of a round as one CUDA graph, made for each size of batch, and launches
             the next round before the host knows what this one found; with ``"loop"`` the device goes on by itself, for
@@ -77,6 +80,7 @@ class EngineConfig:
     prefill_chunk: int = 512
     kv_dtype: KvDtype | None = None
     device: str | None = None
+    dtype: Dtype = "auto"
     graphs: backends.GraphLevel | None = None
 
     def __post_init__(self) -> None:
@@ -88,6 +92,8 @@ class EngineConfig:
         if self.graphs not in (None, *backends.GRAPH_LEVELS):
             levels = ", ".join(map(repr, backends.GRAPH_LEVELS))
             raise ConfigError(f"graphs = {self.graphs!r}: must be one of {levels}, or None for the device's default")
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype = {self.dtype!r}: must be one of {', '.join(map(repr, DTYPES))}")
         if self.max_context_len is not None and self.max_context_len < 2:
             raise ConfigError(f"max_context_len = {self.max_context_len}: must be at least 2, a prompt and a token")
         object.__setattr__(self, "tree", tree_shape(self.tree))

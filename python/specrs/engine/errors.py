@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from specrs._specrs import SpecrsError
+
+if TYPE_CHECKING:
+    from specrs.engine.request import RequestOutput
 
 
 class EngineBusyError(SpecrsError):
@@ -20,3 +25,37 @@ class EngineClosedError(SpecrsError):
 
     def __init__(self) -> None:
         super().__init__("this LLM is closed: its weights and caches are freed; make another one")
+
+
+class EngineOverloadedError(SpecrsError):
+    """As much waits for an `AsyncLLM` as may wait. The request was not queued; a later try may find room.
+
+    Attributes: `what` waits, how much of it there would be (`got`), `limit`.
+    """
+
+    def __init__(self, what: str, got: int, limit: int) -> None:
+        super().__init__(f"overloaded: {got} {what} would wait for this engine; at most {limit}. Try again later")
+        self.what, self.got, self.limit = what, got, limit
+
+
+class StepFailedError(SpecrsError):
+    """A pass of the engine failed, and its requests ended with it; the engine goes on. ``__cause__`` is the error.
+
+    Attributes: `output`: what the request had by then, with ``finish_reason`` ``"abort"``.
+    """
+
+    def __init__(self, error: BaseException, output: RequestOutput | None) -> None:
+        super().__init__(f"a pass of this request failed: {type(error).__name__}: {error}")
+        self.output = output
+        self.__cause__ = error
+
+
+class EngineFailedError(SpecrsError):
+    """An `AsyncLLM` that cannot go on: its GPU context, or its account of pages, is broken. ``__cause__`` says how.
+
+    Every request of it gets this error, and every later one. What works is another process.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(f"this engine cannot go on: {type(error).__name__}: {error}")
+        self.__cause__ = error

@@ -9,23 +9,26 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from specrs import assets
+from specrs import progress as bars
 from specrs._specrs import Accepts, ConfigError, Pool, PoolExhaustedError, TreeBatch, __version__
 from specrs.backends import Capabilities
 from specrs.capsule.file import save
 from specrs.capsule.recorder import RoundRecorder
 from specrs.engine.config import EngineConfig
+from specrs.engine.conversing import Conversing
 from specrs.engine.cuda import CudaExecutor
 from specrs.engine.errors import EngineBusyError, EngineClosedError
 from specrs.engine.host import HostExecutor
 from specrs.engine.observer import RoundObserver, Watching
 from specrs.engine.placing import Wanted
-from specrs.engine.prompts import Given, Prompt, spellings, truncated
+from specrs.engine.prompts import Chats, Given, Prompt, load_tokenizer, spellings, truncated
 from specrs.engine.request import Request, RequestOutput, StreamEvent
 from specrs.engine.runner import Runner
 from specrs.engine.scheduler import Scheduler
+from specrs.engine.stats import EngineStats
 from specrs.engine.token_bytes import TokenTable
 from specrs.models import (
     ModelConfig,
@@ -39,27 +42,25 @@ from specrs.models import (
 )
 from specrs.sampling_params import ResolvedSampling, SamplingParams
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
-
-class LLM:
+class LLM(Conversing):
     """A model, its draft head and the engine that runs them on the CPU or a GPU.
 
     One thread at a time may use an engine (EngineBusyError otherwise); several engines may run in as many threads.
     ``close``, or a ``with`` block, frees weights and caches.
 
     Args:
-        model: Hugging Face directory (``config.json``, safetensors, ``tokenizer.json``), or ``org/name`` of one in the
-            local hub cache; ``None`` is the small model in the package, with its draft head unless ``draft`` says
-            otherwise.
+        model: Hugging Face directory (``config.json``, safetensors, ``tokenizer.json``), or ``org/name``, of the local
+            hub cache or downloaded into it; ``None`` is the small model in the package, with its draft head unless
+            ``draft`` says otherwise.
         draft: directory (or ``org/name``) of an EAGLE-3 head for the model; ``None`` with a model given: drafts come
             from the text itself (``drafters``).
         speculative: ``False`` decodes plainly, whatever there is to draft from.
+        progress: bars on stderr while files are downloaded and weights are loaded; ``None``: on a terminal alone.
         options: fields of `EngineConfig`: ``max_batch``, ``max_context_len``, ``page_size``, ``num_pages``,
             ``tree``, ``drafters``, ``draft_attention``, ``draft_layout``, ``attention_backend``, ``prefix_cache``,
-            ``prefill_chunk``, ``kv_dtype``, ``device``, ``graphs``. Without ``device``, the engine runs on a GPU where
-            one is that runs the model and holds it, and else on the CPU; `LLM.device` says which, and why.
+            ``prefill_chunk``, ``kv_dtype``, ``device``, ``dtype``, ``graphs``. Without ``device``, the engine runs on a
+            GPU where one is that runs the model and holds it, and else on the CPU; `LLM.device` says which, and why.
 
     Raises:
         ConfigError: an option or a file that does not fit, with the value and the limit.
@@ -80,16 +81,18 @@ class LLM:
         draft: str | Path | None = None,
         *,
         speculative: bool = True,
+        progress: bool | None = None,
         **options: Any,
     ) -> None:
         config = EngineConfig.of(options)
+        bars.wanted(progress)
         if model is None:
             model, draft = assets.model_dir(), assets.draft_dir() if draft is None else draft
         for name, path in (("model", model), ("draft", draft)):
             if path is not None and not isinstance(path, (str, os.PathLike)):
                 raise ConfigError(f"{name} = {path!r}: must be the path of a directory")
-        model = locate(model, "model")
-        draft = None if draft is None else locate(draft, "draft")
+        model = locate(model, "model", progress=progress)
+        draft = None if draft is None else locate(draft, "draft", progress=progress)
         config = config.drafting(draft is not None) if speculative else replace(config, drafters=())
         if not config.drafts_by_head:
             draft = None
@@ -107,9 +110,11 @@ class LLM:
         self.config, geometry, ops = site.config, site.geometry, site.ops
         assert self.config.num_pages is not None
         follow_torch()
-        target = load_target(model, ops, max_context_len=context)
-        head = load_draft(draft, target) if draft is not None and site.drafts else None
-        self.tokenizer = _load_tokenizer(model)
+        with bars.loading(bars.weight_bytes(model, draft if site.drafts else None), progress):
+            target = load_target(model, ops, max_context_len=context)
+            head = load_draft(draft, target) if draft is not None and site.drafts else None
+        self.tokenizer = load_tokenizer(model)
+        self._chats = Chats(model)
         self.vocab_size: int = target.config.vocab_size
         self.eos_ids = frozenset(target.config.eos_token_ids)
         # Page 0 is the sink.
@@ -217,6 +222,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         on_error: Literal["raise", "return"] = "raise",
+        progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Generate for each prompt; outputs in the order of the prompts, ``n`` of one as its `RequestOutput.outputs`.
 
@@ -230,6 +236,7 @@ class LLM:
             on_error: what a request that could not go on does once all have ended. ``"raise"``: the first such error,
                 in the order of the prompts, with every output as its ``outputs``. ``"return"``: nothing; look at
                 ``finish_reason``.
+            progress: a bar on stderr; ``None``: on a terminal, of several prompts.
 
         Raises:
             ConfigError: a prompt without tokens, a token outside the vocabulary, a prompt that leaves no room in the
@@ -243,10 +250,15 @@ class LLM:
         """
         if on_error not in ("raise", "return"):
             raise ConfigError(f"on_error = {on_error!r}: must be 'raise' or 'return'")
+        bars.wanted(progress)
         with self._turn():
             requests = self._requests(prompts, params)
-            with closing(self._drain(requests, nullcontext)) as events:
-                ended = {(e.request_id, e.index): e.output for e in events if e.output is not None}
+            ended = {}
+            with closing(self._drain(requests, nullcontext)) as events, bars.requests(len(requests), progress) as tell:
+                for event in events:
+                    if event.output is not None:
+                        ended[event.request_id, event.index] = event.output
+                    tell(len(event.token_ids), event.output is not None)
         outputs = [ended[r.asked_id, r.index] for r in requests]
         error = next((o.error for o in outputs if o.error is not None), None)
         ordered = [
@@ -329,11 +341,14 @@ class LLM:
 
     def add(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
         """Queue a request and return its id; ``step`` makes it progress."""
+        return self._enqueue(prompt, params)[0].request_id
+
+    def _enqueue(self, prompt: Prompt, params: SamplingParams | None) -> list[Request]:
         with self._turn():
             requests = self._request(prompt, self._request_params(params or SamplingParams(), "params"), "prompt")
             for request in requests:
                 self._scheduler.add(request)
-            return requests[0].request_id
+            return requests
 
     def step(self) -> list[StreamEvent]:
         """One step of everything that runs: admission, a chunk of prefill, a round.
@@ -379,6 +394,12 @@ class LLM:
     def unfinished(self) -> int:
         """Requests that wait or run, or whose output ``step`` has not returned yet."""
         return self._scheduler.unfinished + sum(e.output is not None for e in self._unclaimed)
+
+    def stats(self) -> EngineStats:
+        """How much runs, waits, and lies in the pool, between two steps."""
+        with self._turn():
+            scheduler = self._scheduler
+            return EngineStats.of(scheduler.running, scheduler.waiting, self._runner.pages.pool.stats())
 
     @property
     def numerics(self) -> dict[str, Any]:
@@ -448,9 +469,10 @@ class LLM:
         return self._encode(text, "prompt")
 
     def _encode(self, text: str, where: str, special: bool = True) -> list[int]:
+        tokenizer = self.tokenizer
         if self._parts is None:
             raise EngineClosedError
-        if self.tokenizer is None:
+        if tokenizer is None:
             raise ConfigError(
                 f"{where}: the model directory has no tokenizer.json; give prompts as token ids, or write one with "
                 "transformers: AutoTokenizer.from_pretrained(directory).save_pretrained(directory)"
@@ -459,7 +481,7 @@ class LLM:
             text.encode()
         except UnicodeEncodeError as e:
             raise ConfigError(f"{where}: not encodable as UTF-8 at character {e.start}: {e.reason}") from None
-        return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
+        return list(tokenizer.encode(text, add_special_tokens=special).ids)
 
     def _request_params(self, params: object, where: str) -> ResolvedSampling:
         """Check a request's parameters against the model, and let it decide what they leave unset."""
@@ -537,15 +559,3 @@ class LLM:
         if not isinstance(expected, str):
             return list(expected)
         return self._encode(expected, f"{where}: SamplingParams.prediction", special=False)
-
-
-def _load_tokenizer(model: Path) -> Tokenizer | None:
-    path = model / "tokenizer.json"
-    if not path.exists():
-        return None
-    from tokenizers import Tokenizer
-
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as e:  # the library raises bare Exception
-        raise ConfigError(f"tokenizer.json: {e}") from e

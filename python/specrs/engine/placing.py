@@ -108,12 +108,12 @@ class Wanted:
     def _for_the_host(self) -> bool:
         """Whether options name what the CPU alone has."""
         native = isinstance(self.config.backend, (backends.Native, backends.NativeCuda))
-        return self.config.kv_dtype == "float32" or not native
+        return "float32" in (self.config.kv_dtype, self.config.dtype) or not native
 
     def _on(self, asked: str, why: str) -> Site:
         context = self.config.max_context_len or self.sizes.max_context_len
         head = None if self.draft is None else Head(*Eagle3Head.check(self.draft, self.sizes))
-        place = placed(asked, self.model, self.sizes, None if head is None else head.config)
+        place = placed(asked, self.model, self.sizes, None if head is None else head.config, self.config.dtype)
         config, drafts = self.config.on(place).route(self.recurrent)
         if not drafts:
             head, config = None, replace(config, drafters=())

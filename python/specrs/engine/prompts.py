@@ -1,18 +1,21 @@
-"""Prompts as users give them: texts, token ids, or a mapping with either."""
+"""Prompts as users give them: texts, token ids, a mapping with either, conversations; and the tokenizer."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specrs._specrs import ConfigError
+from specrs.chat import ChatTemplates, Messages, conversations
+from specrs.engine.request import TokenizedPrompt
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
+Prompt = str | Sequence[int] | Mapping[str, Any] | TokenizedPrompt
 
 _KEYS = ("prompt", "prompt_token_ids")
 
@@ -26,13 +29,16 @@ class Given:
 
     @classmethod
     def of(cls, prompt: object, where: str) -> Given:
-        """A text, a list or an array of integers, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``.
+        """A text, a list or an array of integers, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``, a
+        `TokenizedPrompt`.
 
         Raises:
             ConfigError: anything else; ``where`` is what the message calls it.
         """
         if isinstance(prompt, str):
             return cls(prompt, None)
+        if isinstance(prompt, TokenizedPrompt):
+            return cls(prompt.text, _token_ids(prompt.token_ids, where))
         if not isinstance(prompt, Mapping):
             return cls(None, _token_ids(prompt, where))
         for key in prompt:
@@ -70,6 +76,61 @@ def spellings(tokenizer: Tokenizer, words: Sequence[str], vocab: int) -> list[tu
             if max(ids) < vocab:
                 found[ids] = None
     return list(found)
+
+
+Encode = Callable[[str, str], list[int]]
+"""Tokens of a text that has its special tokens already; and what errors call it."""
+
+
+class Chats:
+    """Conversations with one model. Any thread may call it at any time."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._templates: ChatTemplates | None = None
+
+    @property
+    def templates(self) -> ChatTemplates:
+        """The model's templates, read once they are asked for."""
+        if self._templates is None:
+            self._templates = ChatTemplates.of(self._directory)
+        return self._templates
+
+    def prompt(
+        self, messages: Messages, options: Mapping[str, Any], encode: Encode, where: str = "messages"
+    ) -> TokenizedPrompt:
+        """One conversation, by options of `ChatTemplates.render`."""
+        text = self.templates.render(messages, where=where, **options)
+        return TokenizedPrompt(text, encode(text, where))
+
+    def prompts(
+        self, messages: Messages | Sequence[Messages], options: Mapping[str, Any], encode: Encode
+    ) -> list[TokenizedPrompt]:
+        """One conversation, or each of a list of them."""
+        return [self.prompt(chat, options, encode, where) for chat, where in zip(*conversations(messages), strict=True)]
+
+
+def load_tokenizer(model: Path) -> Tokenizer | None:
+    """Of a model directory; ``None`` where it has none.
+
+    Prompts are never cut or filled up, whatever the file says: the tokenizer is shared by threads, and such settings
+    would be changed under them.
+
+    Raises:
+        ConfigError: a ``tokenizer.json`` that is none.
+    """
+    path = model / "tokenizer.json"
+    if not path.exists():
+        return None
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as e:  # the library raises bare Exception
+        raise ConfigError(f"tokenizer.json: {e}") from e
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _token_ids(prompt: object, where: str) -> list[int]:

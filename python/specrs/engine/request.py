@@ -23,6 +23,19 @@ if TYPE_CHECKING:
 _CONTEXT_TOKENS = 8  # of the prompt, given to the detokenizer
 
 
+@dataclass(frozen=True)
+class TokenizedPrompt:
+    """A prompt whose tokens are settled, with the text that they stand for.
+
+    Attributes:
+        text: for whoever reads the output; nothing is made of it.
+        token_ids: what the model continues.
+    """
+
+    text: str
+    token_ids: Sequence[int]
+
+
 class FinishReason(str, enum.Enum):
     """Why a request ended."""
 

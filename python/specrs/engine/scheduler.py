@@ -32,11 +32,23 @@ class Scheduler:
         self._admitted: list[Request] = []  # by priority, then in order of admission
         self._arrived = 0
         self._news: list[StreamEvent] = []  # of this step; after an error, what the next one returns
+        #: Requests of the pass that runs; after an error, of the one that failed (none: it was no pass that failed).
+        self.passing: list[Request] = []
 
     @property
     def unfinished(self) -> int:
         """Requests that wait or run, or whose output no step has returned yet."""
         return len(self._waiting) + len(self._admitted) + sum(e.output is not None for e in self._news)
+
+    @property
+    def running(self) -> list[Request]:
+        """Requests that have a row of the page table."""
+        return list(self._admitted)
+
+    @property
+    def waiting(self) -> list[Request]:
+        """Requests that have none: new ones, and those that were preempted."""
+        return list(self._waiting)
 
     def check(self, request: Request) -> None:
         """Refuse a request that the pool could not hold even alone.
@@ -78,6 +90,7 @@ class Scheduler:
 
         What an earlier pass of a failed step gave comes with the next step, or with `abort`.
         """
+        self.passing = []
         self._admit()
         prefilled = self._prefill()
         # Before the round, which may fail or preempt: what prefill ended is out of the way, and its pages are back.
@@ -121,6 +134,7 @@ class Scheduler:
                 chunks.append((request, n))
                 budget -= n
         while chunks:
+            self.passing = [r for r, _ in chunks]
             try:
                 return self._runner.prefill(chunks)
             except PoolExhaustedError:
@@ -136,6 +150,7 @@ class Scheduler:
 
     def _with_pages(self, reqs: list[Request], run: Callable[[Sequence[Request]], list[Passed]]) -> list[Passed]:
         while True:
+            self.passing = list(reqs)
             try:
                 return run(reqs)
             except PoolExhaustedError:

@@ -2,12 +2,12 @@
 torch."""
 
 from specrs.models.attention import HostAttention, ReadAttention, TorchAttention
-from specrs.models.cache import check_memory, new_cache
+from specrs.models.cache import cache_bytes, check_memory, new_cache
 from specrs.models.config import Eagle3Config, LayerConfig, ModelConfig, RopeConfig, has_recurrent_state
 from specrs.models.cuda import CudaAttention, CudaDense, placed
 from specrs.models.dense import HostDense, TorchDense, follow_torch
 from specrs.models.eagle3 import Eagle3Head
-from specrs.models.errors import DraftMismatchError, ModelFileError, UnsupportedModelError
+from specrs.models.errors import DraftMismatchError, HubError, ModelFileError, UnsupportedModelError
 from specrs.models.generation import default_sampling
 from specrs.models.llama import LlamaModel
 from specrs.models.load import load_draft, load_target
@@ -32,6 +32,7 @@ __all__ = [
     "Heads",
     "HostAttention",
     "HostDense",
+    "HubError",
     "LayerConfig",
     "Linear",
     "LlamaModel",
@@ -44,6 +45,7 @@ __all__ = [
     "TorchAttention",
     "TorchDense",
     "UnsupportedModelError",
+    "cache_bytes",
     "check_memory",
     "cuda_ops",
     "default_sampling",

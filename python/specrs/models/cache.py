@@ -44,6 +44,11 @@ def new_cache(
     return KvCache(memory, page_size) if placement.is_host else DeviceKvCache(memory, page_size)
 
 
+def cache_bytes(config: LayerConfig, layers: int, num_pages: int, page_size: int, kv_dtype: str) -> int:
+    """Bytes of what `new_cache` makes; num_pages: the sink included."""
+    return math.prod(_shape(config, layers, num_pages, page_size)) * int(getattr(torch, kv_dtype).itemsize)
+
+
 def check_memory(config: LayerConfig, layers: int, num_pages: int, page_size: int, kv_dtype: str) -> None:
     """Refuses a cache of the host's that `new_cache` would get no memory for, without touching any.
 

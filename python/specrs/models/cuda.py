@@ -34,7 +34,7 @@ from specrs.backends import Capabilities, NativeCuda
 from specrs.models.config import Eagle3Config, ModelConfig
 from specrs.models.loader import Checkpoint
 from specrs.models.ops import Embedding, Heads, KvMemory, Linear
-from specrs.models.placement import HOST, Placement
+from specrs.models.placement import HOST, Dtype, Placement
 
 _MOST_ROWS = 2048  # of one launch of a product; longer passes take several
 HEAD_DIMS = (64, 96, 128)
@@ -55,7 +55,9 @@ def unavailable() -> str | None:
     return None
 
 
-def placed(asked: str, model: Path, sizes: ModelConfig, head: Eagle3Config | None = None) -> Placement:
+def placed(
+    asked: str, model: Path, sizes: ModelConfig, head: Eagle3Config | None = None, dtype: Dtype = "auto"
+) -> Placement:
     """Where a model computes.
 
     Args:
@@ -64,12 +66,18 @@ def placed(asked: str, model: Path, sizes: ModelConfig, head: Eagle3Config | Non
             own, f32 ones in bf16.
         sizes: of the model.
         head: sizes of its draft head.
+        dtype: what it computes in; ``"auto"``: what the device takes for this model.
 
     Raises:
-        ConfigError: no such device, or a model or head that a GPU does not run.
+        ConfigError: no such device, a dtype that it does not compute in, or a model or head that a GPU does not run.
         CudaError: a GPU is asked for, and there are no kernels in this build, no driver, no GPU, or torch has no CUDA.
     """
     if asked == "cpu":
+        if dtype not in ("auto", HOST.dtype_name):
+            raise ConfigError(
+                f"dtype = {dtype!r}: the CPU computes in {HOST.dtype_name}, over weights as the checkpoint has them; "
+                f"dtype='auto' runs this model, and a GPU computes in {dtype}"
+            )
         return HOST
     found = re.fullmatch(r"cuda(?::(\d{1,4}))?", asked) if isinstance(asked, str) else None
     if found is None:
@@ -82,8 +90,11 @@ def placed(asked: str, model: Path, sizes: ModelConfig, head: Eagle3Config | Non
     for whose, part in (("", sizes), ("the draft head: ", head)):
         if part is not None and (why := why_not(part)) is not None:
             raise ConfigError(f"device = {asked!r}: {whose}{why}; device='cpu' runs this model")
+    if dtype == "float32":
+        raise ConfigError(f"dtype = {dtype!r}: {asked!r} computes in bfloat16 or float16; device='cpu' has float32")
     cuda = torch.device("cuda", ordinal)
     half = torch.float16 if Checkpoint(model).dtype("model.embed_tokens.weight") == "F16" else torch.bfloat16
+    half = half if dtype == "auto" else getattr(torch, dtype)
     return Placement(cuda, half, half, torch.float32)
 
 

@@ -36,7 +36,7 @@ class Eagle3Head:
         aux_layers = config.aux_layers_for(target.config)
         self.config = config
         self.aux_layers = aux_layers
-        self.d2t, self.target_ids = _vocabulary_map(config, weights, target)
+        self.d2t, self.target_ids = _vocabulary_map(config, weights, target.config)
         self.placement = at = ops.placement
         self.dense = dense = ops.dense
         self._eps = config.rms_norm_eps
@@ -96,6 +96,15 @@ class Eagle3Head:
         """
         config = Eagle3Config.from_directory(directory)
         return config, _check_files(config, Checkpoint(directory, _plain_name), target)
+
+    @staticmethod
+    def check_vocabulary(directory: str | Path, target: ModelConfig) -> int:
+        """How many of the target's tokens the head can draft, by its vocabulary map; of a head that `check` passed.
+
+        Raises DraftMismatchError.
+        """
+        config = Eagle3Config.from_directory(directory)
+        return len(_vocabulary_map(config, Checkpoint(directory, _plain_name), target)[1])
 
     @property
     def vocab_size(self) -> int:
@@ -302,7 +311,7 @@ def _check_files(config: Eagle3Config, weights: Checkpoint, target: ModelConfig)
 
 
 def _vocabulary_map(
-    config: Eagle3Config, weights: Checkpoint, target: LlamaModel
+    config: Eagle3Config, weights: Checkpoint, target: ModelConfig
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """(d2t int64 [draft vocabulary]: what to add to a draft id, None where nothing is, and the sums: target ids), on
     the host."""
@@ -314,7 +323,7 @@ def _vocabulary_map(
         return None, draft
     d2t = weights.load("d2t").to(HOST.device).long()
     ids = draft + d2t
-    limit = target.config.vocab_size
+    limit = target.vocab_size
     outside = ((ids < 0) | (ids >= limit)).nonzero().flatten()
     if outside.numel():
         at = int(outside[0])

@@ -39,6 +39,10 @@ class ModelFileError(ConfigError):
         self.why = why
 
 
+class HubError(ModelFileError):
+    """A model of the hub that the local hub cache lacks, and that was not downloaded; ``why`` says why."""
+
+
 class DraftMismatchError(ConfigError):
     """A draft head that does not fit its target model.
 

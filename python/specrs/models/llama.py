@@ -35,7 +35,7 @@ class LlamaModel:
     def __init__(self, config: ModelConfig, weights: Checkpoint, ops: Ops, max_context_len: int) -> None:
         config.check_context(max_context_len)
         kind = LayerKind(config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm)
-        weights.check(self.shapes(config), ignored=("lm_head.weight",) if config.tie_word_embeddings else ())
+        self.check_files(config, weights)
         self.config = config
         self.max_context_len = max_context_len
         self.aux_layers: tuple[int, ...] = ()
@@ -67,6 +67,11 @@ class LlamaModel:
         config = ModelConfig.from_directory(directory)
         weights = Checkpoint(directory, placement=ops.placement)
         return cls(config, weights, ops, max_context_len or config.max_context_len)
+
+    @classmethod
+    def check_files(cls, config: ModelConfig, weights: Checkpoint) -> None:
+        """Every tensor's name, shape and dtype, from headers. Raises ModelFileError."""
+        weights.check(cls.shapes(config), ignored=("lm_head.weight",) if config.tie_word_embeddings else ())
 
     @staticmethod
     def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

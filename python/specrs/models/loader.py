@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from specrs import progress
 from specrs.models.errors import ModelFileError
 from specrs.models.placement import HOST, Placement
 
@@ -154,6 +155,7 @@ class Checkpoint:
         except (SafetensorError, OSError, ValueError) as error:
             raise ModelFileError(stored.path, f"not readable: {error}", stored.name) from error
         self._read += tensor.nbytes
+        progress.read(tensor.nbytes)
         if not at.is_host and tensor.is_floating_point():
             tensor = tensor if at.weights is None else tensor.to(at.weights)
             _check_finite(tensor, stored)

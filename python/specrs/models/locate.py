@@ -1,17 +1,25 @@
-"""From what a user names to a model directory: a path, or a Hugging Face id whose snapshot is in the local hub cache.
+"""From what a user names to a model directory: a path, or a Hugging Face id.
 
-Nothing is downloaded. What is no model directory is recognised by what lies there, and refused with what would work.
+A snapshot of an id is taken from the local hub cache; where it has none, `huggingface_hub` downloads one into it, the
+files that specrs reads alone. `HF_HUB_OFFLINE` and `TRANSFORMERS_OFFLINE` forbid that. What is no model directory is
+recognised by what lies there, and refused with what would work.
 The hub cache is read by its layout, https://huggingface.co/docs/huggingface_hub/guides/manage-cache:
 `models--ORG--NAME/refs/main` names the revision, `snapshots/REVISION` is the directory.
 """
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from specrs.models.errors import ModelFileError
+from specrs.models.errors import HubError, ModelFileError
+from specrs.progress import wanted
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _NEEDS = {
@@ -20,15 +28,25 @@ _NEEDS = {
 }
 
 
-def locate(given: str | os.PathLike[str], role: str) -> Path:
+_READ = [  # of a repository: neither pickles, nor the same weights in other formats
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "chat_template.jinja", "additional_chat_templates/*.jinja", "model*.safetensors", "model.safetensors.index.json",
+]  # fmt: skip
+_OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+
+
+def locate(given: str | os.PathLike[str], role: str, *, download: bool = True, progress: bool | None = None) -> Path:
     """The directory of a model or of a draft head.
 
     Args:
         given: a path, or ``org/name``.
         role: ``"model"`` or ``"draft"``, the argument that errors name.
+        download: whether a snapshot that the hub cache lacks may be downloaded.
+        progress: of a download; see `specrs.progress`.
 
     Raises:
         ModelFileError: nothing there that can be loaded, with what there is and what would work.
+        HubError: a `ModelFileError`: it is not in the hub cache, and could not be downloaded; ``why`` says why.
     """
     path = Path(given)
     if path.is_dir():
@@ -36,8 +54,15 @@ def locate(given: str | os.PathLike[str], role: str) -> Path:
         return path
     if path.exists():
         raise ModelFileError(path, f"{role}: {_file(path)}; give {_NEEDS[role]}")
-    if _HUB_ID.fullmatch(os.fspath(given)):
-        return _cached(os.fspath(given), role)
+    name = os.fspath(given)
+    if _HUB_ID.fullmatch(name):
+        try:
+            return _cached(name, role)
+        except HubError as missing:
+            if not download:
+                raise
+            _download(name, role, missing, wanted(progress))
+        return _cached(name, role)
     raise ModelFileError(path, f"{role}: no such directory; give {_NEEDS[role]}, or org/name of one in the hub cache")
 
 
@@ -57,7 +82,7 @@ def _cached(name: str, role: str) -> Path:
     try:
         revision = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
-        raise ModelFileError(
+        raise HubError(
             Path(name),
             f"{role}: no such directory, and no snapshot of {name!r} in the hub cache {cache}. To download it: {get} "
             f"(then {role}={name.split('/')[1]!r})",
@@ -67,12 +92,63 @@ def _cached(name: str, role: str) -> Path:
         Path(revision).name != revision
         or not (snapshot / "config.json").is_file()
         or not _has(snapshot, "*.safetensors")
+        or not _whole(snapshot)
     ):
-        raise ModelFileError(
-            snapshot, f"{role}: the hub cache has no whole snapshot of {name!r}. To download it: {get}"
-        )
+        raise HubError(snapshot, f"{role}: the hub cache has no whole snapshot of {name!r}. To download it: {get}")
     _check(snapshot, role)
     return snapshot
+
+
+def _whole(snapshot: Path) -> bool:
+    """Whether every shard that the index names is there: a download may have been cut."""
+    try:
+        index = json.loads((snapshot / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        return all((snapshot / shard).is_file() for shard in set(index["weight_map"].values()))
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return True  # the loader says what is wrong with it
+
+
+def _download(name: str, role: str, missing: HubError, shown: bool) -> None:
+    """Bring a snapshot into the hub cache. missing: why it is wanted, which errors begin with.
+
+    Raises:
+        HubError: it is forbidden, or it failed.
+    """
+
+    def failed(why: str) -> HubError:
+        return HubError(missing.path, f"{missing.why}. It was not downloaded: {why}")
+
+    for variable in _OFFLINE:
+        if os.environ.get(variable, "").upper() in ("1", "ON", "YES", "TRUE"):
+            raise failed(f"{variable} = {os.environ[variable]!r}")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise failed("huggingface_hub is not installed") from None
+    try:
+        with _quiet(not shown):
+            snapshot = Path(snapshot_download(name, allow_patterns=_READ, cache_dir=hub_cache()))
+    except Exception as error:  # of its own kinds, of its HTTP client's, of the disk's
+        said = " ".join(str(error).split()) or "no reason given"
+        raise failed(f"{type(error).__name__}: {said}") from error
+    if not _has(snapshot, "*.safetensors"):
+        raise failed("the repository has no model*.safetensors (pickled weights and GGUF are not read)")
+
+
+@contextmanager
+def _quiet(quiet: bool) -> Iterator[None]:
+    """Without the bars of huggingface_hub, which are on or off for a process."""
+    utils: Any = importlib.import_module("huggingface_hub.utils")
+    if not quiet or utils.are_progress_bars_disabled():
+        yield
+        return
+    utils.disable_progress_bars()
+    try:
+        yield
+    finally:
+        utils.enable_progress_bars()
 
 
 def _has(directory: Path, pattern: str) -> bool:

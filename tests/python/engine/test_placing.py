@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 import modelzoo
 from modelzoo import Pair
 from specrs import LLM, ConfigError, CudaError, DraftMismatchError, SamplingParams, cuda_available
 from specrs.models import Eagle3Config, ModelConfig
-from specrs.models.cuda import unavailable, why_not
+from specrs.models.cuda import placed, unavailable, why_not
 
 no_gpu = pytest.mark.skipif(cuda_available(), reason="a GPU is there")
 
@@ -87,3 +88,33 @@ def test_numerics_of_the_cpu_name_the_dtype_of_every_weight(tiny: Pair) -> None:
     assert {"fc", "midlayer.self_attn.o_proj", "lm_head"} < found["draft"].keys()
     with LLM(tiny.target, device="cpu", attention_backend="triton") as llm:
         assert (llm.numerics["attention"], llm.numerics["draft"]) == ("triton", None)
+
+
+def test_the_cpu_computes_in_float32(tiny: Pair) -> None:
+    outputs = []
+    for dtype in ("auto", "float32"):
+        with LLM(tiny.target, device="cpu", dtype=dtype) as llm:
+            outputs.append(llm.generate([[1, 2]], SamplingParams(max_tokens=8))[0].token_ids)
+            assert llm.numerics["activations"] == "float32"
+    assert outputs[0] == outputs[1]
+    for dtype in ("bfloat16", "float16"):
+        with pytest.raises(ConfigError, match=f"dtype = '{dtype}': the CPU computes in float32.*dtype='auto' runs"):
+            LLM(tiny.target, device="cpu", dtype=dtype)
+    for bad in ("int8", None, 16):
+        with pytest.raises(ConfigError, match=r"dtype = .*: must be one of 'auto', 'float32', 'bfloat16', 'float16'"):
+            LLM(tiny.target, dtype=bad)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_gpu_computes_in_16_bits(stored: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is settled before the GPU is touched."""
+    monkeypatch.setattr("specrs.models.cuda.unavailable", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    target = modelzoo.write_target(tmp_path / "target", dtype=stored, head_dim=64, vocab_size=304)
+    sizes = ModelConfig.from_directory(target)
+    own = torch.bfloat16 if stored is torch.float32 else stored
+    for dtype, want in (("auto", own), ("bfloat16", torch.bfloat16), ("float16", torch.float16)):
+        place = placed("cuda:0", target, sizes, None, dtype)  # type: ignore[arg-type]
+        assert (place.activations, place.weights, place.logits) == (want, want, torch.float32)
+    with pytest.raises(ConfigError, match="dtype = 'float32': 'cuda:0' computes in bfloat16 or float16; device='cpu'"):
+        placed("cuda:0", target, sizes, None, "float32")

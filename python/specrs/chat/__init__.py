@@ -1,0 +1,29 @@
+"""From a conversation to the text that a chat model continues, by the template that comes with the model.
+
+    templates = ChatTemplates.of(directory)
+    text = templates.render([{"role": "user", "content": "hello"}])
+
+A template is a program in Jinja. It runs in jinja2's sandbox, in the dialect that transformers gives it
+(https://huggingface.co/docs/transformers/chat_templating): blocks trimmed, `break` and `continue`, the tag
+`{% generation %}`, `raise_exception`, `strftime_now`, and a `tojson` that leaves HTML alone. The text is that of
+`apply_chat_template`. A model without a template is an error: what it would read as a conversation is not guessed.
+
+Neither torch nor transformers is needed. jinja2 is imported with the first template.
+"""
+
+from __future__ import annotations
+
+from specrs.chat.apart import apart
+from specrs.chat.errors import ChatLimitError, ChatTemplateError, RenderLimits
+from specrs.chat.messages import conversations
+from specrs.chat.templates import ChatTemplates, Messages
+
+__all__ = [
+    "ChatLimitError",
+    "ChatTemplateError",
+    "ChatTemplates",
+    "Messages",
+    "RenderLimits",
+    "apart",
+    "conversations",
+]

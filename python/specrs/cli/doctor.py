@@ -1,0 +1,338 @@
+"""``specrs doctor``: what this machine and these files can do, by the checks that ``specrs.LLM`` makes.
+
+It loads no weights and downloads nothing. Without MODEL, it looks at the small model in the package. Exit status 0: the
+configuration runs. 1: it does not, or a file has a fault; each problem comes with its remedy. 2: the command is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from specrs._specrs import DeviceMemoryError, SpecrsError, __version__, num_threads
+from specrs.cli import options
+from specrs.cli.certify import human
+
+if TYPE_CHECKING:
+    from specrs.engine.config import EngineConfig
+    from specrs.models import Eagle3Config, ModelConfig
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line.
+
+    Attributes:
+        section, name: where it belongs, and what was looked at.
+        value: what was found; plain values for JSON.
+        problem: why it does not do; ``None``: it does.
+        remedy: what would.
+        note: what is worth knowing of something that does.
+    """
+
+    section: str
+    name: str
+    value: Any = None
+    problem: str | None = None
+    remedy: str | None = None
+    note: str | None = None
+
+
+@dataclass
+class Report:
+    """Findings in the order in which they were made."""
+
+    findings: list[Finding] = field(default_factory=list)
+
+    def add(self, section: str, name: str, value: Any, note: str | None = None) -> None:
+        """Something that does."""
+        self.findings.append(Finding(section, name, value, note=note))
+
+    def check(self, section: str, name: str, work: Callable[[], _T], remedy: str) -> _T | None:
+        """What ``work`` gives; ``None``, and a problem, where it raises. Warnings become notes."""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                found = work()
+            except (SpecrsError, OSError, RuntimeError) as error:  # torch's own errors are of the latter
+                remedy = error.hint.lstrip("; ") if isinstance(error, DeviceMemoryError) else remedy
+                self.findings.append(Finding(section, name, None, str(error), remedy))
+                found = None
+        for warning in caught:
+            self.findings.append(Finding(section, name, note=str(warning.message)))
+        return found
+
+    @property
+    def problems(self) -> list[Finding]:
+        """Of all findings."""
+        return [f for f in self.findings if f.problem is not None]
+
+
+def add_parser(commands: Any) -> None:
+    """Declare the subcommand."""
+    p = commands.add_parser("doctor", help="what this machine and these files can do", description=__doc__)
+    p.add_argument("model", nargs="?", metavar="MODEL",
+                   help="Hugging Face directory, or org/name; default: the small model in the package")  # fmt: skip
+    p.add_argument("--draft", help="directory of an EAGLE-3 head for the model")
+    options.add_device(p)
+    p.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: auto)")
+    options.add_threads(p)
+    engine = p.add_argument_group("configuration")
+    engine.add_argument("--max-batch", type=int, default=8, help="requests at once (default: %(default)s)")
+    engine.add_argument("--max-context", type=int, help="tokens of a request (default: the model's limit)")
+    engine.add_argument("--num-pages", type=int, help="KV pages (default: a full load, or what the GPU holds)")
+    engine.add_argument("--kv-dtype", help="element type of the KV caches (default: the device's)")
+    options.add_tree(engine)
+    options.add_attention(engine)
+    p.add_argument("--json", action="store_true", help="print everything as JSON")
+    p.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Look at everything."""
+    from specrs.engine.config import EngineConfig
+
+    options.set_threads(args)
+    config = EngineConfig.of({
+        **options.engine_options(args), "dtype": args.dtype, "max_batch": args.max_batch, "kv_dtype": args.kv_dtype,
+        "max_context_len": args.max_context, "num_pages": args.num_pages,
+    })  # fmt: skip
+    report = Report()
+    _machine(report)
+    _devices(report)
+    model, draft = args.model, args.draft
+    if model is None:
+        from specrs import assets
+
+        model, draft = assets.model_dir(), assets.draft_dir() if draft is None else draft
+    found = _model(report, model, config)
+    head = None if draft is None or found is None else _head(report, draft, found[1])
+    if found is not None and (draft is None or head is not None):
+        _configuration(report, config, *found, head)
+    print(json.dumps(_as_json(report), indent=1) if args.json else _as_text(report))
+    return 1 if report.problems else 0
+
+
+# -- what there is --------------------------------------------------------------------------------------------------
+
+
+def _machine(report: Report) -> None:
+    import torch
+
+    from specrs import _specrs as core
+
+    instructions, rule = core._numerics_ids()
+    report.add("machine", "specrs", __version__)
+    report.add("machine", "python", platform.python_version())
+    report.add("machine", "torch", torch.__version__)
+    note = "no vector instructions: kernels of the CPU are slow" if instructions == "scalar" else None
+    report.add("machine", "cpu instructions", instructions, note)
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    report.add("machine", "cpus of this process", allowed)
+    report.add("machine", "threads of the kernels", num_threads())
+    pages, each = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    report.add("machine", "memory", pages * each)
+    if rule is not None:
+        report.add("machine", "rule of attention on a GPU", rule)
+
+
+def _devices(report: Report) -> None:
+    """GPUs; that there is none is a problem of a configuration that wants one."""
+    import torch
+
+    from specrs import device
+    from specrs.engine.budget import free_bytes
+    from specrs.models.cuda import unavailable
+
+    why = unavailable()
+    if why is not None:
+        report.add("gpu", "usable", False, why)
+        return
+    report.add("gpu", "usable", True)
+    for i in range(torch.cuda.device_count()):
+        section, at = f"gpu cuda:{i}", torch.device("cuda", i)
+        report.add(section, "name", torch.cuda.get_device_name(i))
+        remedy = "specrs needs compute capability 8.0 or later, and a driver of CUDA 13"
+        capability = report.check(section, "kernels", lambda i=i: device.init(i), remedy)  # type: ignore[misc]
+        if capability is None:
+            continue
+        report.add(section, "compute capability", f"{capability // 10}.{capability % 10}")
+        report.add(section, "memory", torch.cuda.get_device_properties(i).total_memory)
+        report.add(section, "free for an engine", free_bytes(at))
+        remedy = "install torch built for CUDA 13, whose cublasLt specrs takes"
+        products = report.check(section, "cublasLt", lambda i=i: device.products(i), remedy)  # type: ignore[misc]
+        if products is not None:
+            told = json.loads(products.numerics())
+            report.add(section, "driver", f"CUDA {told['driver_cuda']}")
+            report.add(section, "cublasLt", told["cublaslt"], told["cublaslt_path"])
+
+
+# -- what the files are ---------------------------------------------------------------------------------------------
+
+
+def _model(report: Report, given: str | Path, config: EngineConfig) -> tuple[Path, ModelConfig] | None:
+    from specrs.chat import ChatTemplates
+    from specrs.engine.prompts import load_tokenizer
+    from specrs.models import Checkpoint, LlamaModel, ModelConfig, default_sampling, locate
+
+    section = "model"
+    remedy = "give the directory of a model that specrs runs (README: models), or org/name of one on the hub"
+    path = report.check(section, "directory", lambda: locate(given, "model", download=False), remedy)
+    if path is None:
+        return None
+    report.add(section, "directory", str(path))
+    remedy = "give a model of a family that specrs runs (README: models)"
+    sizes = report.check(section, "config.json", lambda: ModelConfig.from_directory(path), remedy)
+    if sizes is None:
+        return None
+    report.add(section, "architecture", sizes.architecture)
+    report.add(section, "layers", sizes.num_layers)
+    report.add(section, "hidden size", sizes.hidden_size)
+    report.add(section, "vocabulary", sizes.vocab_size)
+    report.add(section, "context", sizes.max_context_len)
+    if config.max_context_len is not None:
+        remedy = f"--max-context {sizes.max_context_len} or less"
+        report.check(section, "context", lambda: sizes.check_context(config.max_context_len or 1), remedy)
+    remedy = "download the model again: hf download ORG/NAME --local-dir DIRECTORY"
+    if report.check(section, "weights", lambda: LlamaModel.check_files(sizes, Checkpoint(path)) or True, remedy):
+        dtype = Checkpoint(path).dtype("model.embed_tokens.weight")
+        report.add(section, "weights", sum(f.stat().st_size for f in path.glob("*.safetensors")), dtype)
+    remedy = "download tokenizer.json again"
+    tokenizer = report.check(section, "tokenizer", lambda: load_tokenizer(path), remedy)
+    if tokenizer is not None:
+        tokens = tokenizer.get_vocab_size()
+        more = tokens - sizes.vocab_size
+        note = f"{more} tokens that the model does not have: prompts that hold one are refused" if more > 0 else None
+        report.add(section, "tokenizer", tokens, note)
+    elif not (path / "tokenizer.json").exists():
+        report.add(section, "tokenizer", None, "no tokenizer.json: prompts are token ids, outputs have no text")
+    remedy = "correct the file that is named, or give chat_template= with each conversation"
+    templates = report.check(section, "chat templates", lambda: ChatTemplates.of(path), remedy)
+    if templates is not None:
+        note = None if templates.templates else "none: llm.chat needs chat_template="
+        report.add(section, "chat templates", sorted(templates.templates), note)
+    remedy = "correct or remove generation_config.json"
+    sampling = report.check(section, "default sampling", lambda: default_sampling(path).resolved(), remedy)
+    if sampling is not None:
+        report.add(section, "default sampling", str(sampling))
+    return path, sizes
+
+
+def _head(report: Report, given: str | Path, sizes: ModelConfig) -> tuple[Path, Eagle3Config] | None:
+    from specrs.models import Eagle3Head, locate
+
+    section = "draft head"
+    remedy = "give the directory of an EAGLE-3 head"
+    path = report.check(section, "directory", lambda: locate(given, "draft", download=False), remedy)
+    if path is None:
+        return None
+    report.add(section, "directory", str(path))
+    remedy = "a head works with the one model that it was trained for: give that model, or its head"
+    checked = report.check(section, "fits the model", lambda: Eagle3Head.check(path, sizes), remedy)
+    if checked is None:
+        return None
+    config, _ = checked
+    mapped = report.check(section, "vocabulary map", lambda: Eagle3Head.check_vocabulary(path, sizes), remedy)
+    if mapped is None:
+        return None
+    report.add(section, "fits the model", True)
+    report.add(section, "hidden size", config.hidden_size)
+    report.add(section, "features of layers", list(config.aux_layers_for(sizes)))
+    report.add(section, "vocabulary", mapped, f"of {sizes.vocab_size} tokens: others are never drafted")
+    return path, config
+
+
+def _configuration(
+    report: Report, config: EngineConfig, model: Path, sizes: ModelConfig, head: tuple[Path, Eagle3Config] | None
+) -> None:
+    from specrs.engine.placing import Wanted
+    from specrs.models import cache_bytes, has_recurrent_state
+
+    section = "configuration"
+    recurrent = has_recurrent_state(model)
+    remedy = "change the option that is named; the message says what works"
+    wanted = Wanted(config, model, sizes, None if head is None else head[0], recurrent)
+    site = report.check(section, "runs", wanted.site, remedy)
+    if site is None:
+        return
+    c = site.config
+    assert c.num_pages is not None and c.kv_dtype is not None
+    report.add(section, "runs on", site.name)
+    report.add(section, "computes in", site.place.dtype_name)
+    report.add(section, "drafts", site.drafts)
+    report.add(section, "tree", "auto" if c.adaptive else [c.shape.topk, c.shape.steps, c.shape.draft_tokens])
+    report.add(section, "requests at once", c.max_batch)
+    report.add(section, "context", c.max_context_len)
+    pool = c.num_pages * c.page_size
+    report.add(section, "KV pool, tokens", pool, f"{c.num_pages} pages of {c.page_size}, {c.kv_dtype}")
+    if site.budget is not None:
+        for name, size in site.budget.lines:
+            report.add("memory", name, size)
+        report.add("memory", "KV pool", site.budget.pages * site.budget.page_bytes)
+        report.add("memory", "in all", site.budget.bytes, f"{human(site.budget.have)} were free")
+        return
+    kv = cache_bytes(sizes, sizes.num_layers, c.num_pages + 1, c.page_size, c.kv_dtype)
+    weights = sum(f.stat().st_size for f in model.glob("*.safetensors"))
+    report.add("memory", "weights of the target, about", weights)
+    report.add("memory", "KV pool of the target", kv)
+    if head is not None and site.drafts:
+        directory, its = head
+        kv_head = cache_bytes(its, 1, c.num_pages + 1, c.page_size, c.kv_dtype)
+        weights_head = sum(f.stat().st_size for f in directory.glob("*.safetensors"))
+        report.add("memory", "weights of the draft head, about", weights_head)
+        report.add("memory", "KV pool of the draft head", kv_head)
+        kv, weights = kv + kv_head, weights + weights_head
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if weights + kv > there:
+        problem = f"{human(weights + kv)} are needed; the machine has {human(there)}"
+        remedy = "a smaller --max-batch, --max-context or --num-pages, or --kv-dtype bfloat16, takes less"
+        report.findings.append(Finding("memory", "in all", weights + kv, problem, remedy))
+
+
+# -- telling --------------------------------------------------------------------------------------------------------
+
+
+def _as_json(report: Report) -> dict[str, Any]:
+    sections: dict[str, list[dict[str, Any]]] = {}
+    for f in report.findings:
+        told = {"name": f.name, "value": f.value, "problem": f.problem, "remedy": f.remedy, "note": f.note}
+        sections.setdefault(f.section, []).append(told)
+    return {"ok": not report.problems, "problems": len(report.problems), "sections": sections}
+
+
+def _as_text(report: Report) -> str:
+    lines, section = [], None
+    width = max(len(f.name) for f in report.findings)
+    for f in report.findings:
+        if f.section != section:
+            lines.append(f"{'' if section is None else chr(10)}{f.section}")
+            section = f.section
+        if f.problem is not None:
+            lines += [f"  {f.name:{width}}  PROBLEM: {f.problem}", f"  {'':{width}}  remedy: {f.remedy}"]
+            continue
+        value = _shown(f)
+        lines.append(f"  {f.name:{width}}  {value}{'' if f.note is None else f'{value and chr(32)}({f.note})'}")
+    count = len(report.problems)
+    lines.append("\n" + ("No problems." if not count else f"{count} problem{'s' if count > 1 else ''}."))
+    return "\n".join(lines)
+
+
+def _shown(f: Finding) -> str:
+    if f.value is None:
+        return ""
+    if isinstance(f.value, bool):
+        return "yes" if f.value else "no"
+    if isinstance(f.value, int) and (f.section == "memory" or f.name in ("memory", "free for an engine", "weights")):
+        return human(f.value)
+    if isinstance(f.value, list):
+        return ", ".join(map(str, f.value)) or "none"
+    return f"{f.value:,}" if isinstance(f.value, int) else str(f.value)

@@ -1,0 +1,501 @@
+"""``specrs.AsyncLLM``: an engine for programs that live in event loops.
+
+A `Worker` thread owns the `LLM`. Event loops put requests into its inbox; once a step it hands each loop everything
+that is new in one call. A reader that is slow finds the deltas of several steps merged into one event, so nothing
+piles up but the request's own tokens. What waits for the engine is bounded, and refused beyond that before it starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from threading import Lock
+from typing import Any, TypeVar
+
+from specrs._specrs import ConfigError
+from specrs.chat import ChatTemplates, Messages
+from specrs.engine.errors import EngineClosedError, EngineFailedError, EngineOverloadedError
+from specrs.engine.llm import LLM
+from specrs.engine.prompts import Prompt
+from specrs.engine.request import RequestOutput, StreamEvent, TokenizedPrompt
+from specrs.engine.stats import RequestTimes, ServingStats
+from specrs.engine.worker import Abort, Add, Audit, News, Shutdown, Worker
+from specrs.sampling_params import SamplingParams
+
+_T = TypeVar("_T")
+_GRACE = 30.0  # seconds for the step that runs when the time to drain is over
+_AT_EXIT = 5.0  # seconds that the end of the process waits for the step that runs
+_RUNNING: weakref.WeakSet[Worker] = weakref.WeakSet()
+
+
+class AsyncLLM:
+    """An `LLM` in a thread of its own, for any number of event loops.
+
+    Args:
+        model: as `LLM` takes it; or an `LLM`, which nobody else may use until `aclose`, and which stays open then.
+        draft, options: as `LLM` takes them.
+        max_waiting: most requests that wait for a place in the batch.
+        max_waiting_tokens: most prompt tokens of those; one request may always wait, whatever its length.
+        pool_threads: that render conversations and tokenise.
+
+    The model is loaded here, which takes as long as `LLM` takes: in a loop that others use, call it in a thread.
+
+    Raises:
+        ConfigError: limits below 1; and what `LLM` raises.
+
+    Example:
+        >>> async with AsyncLLM() as engine:
+        ...     async for event in engine.generate("def fibonacci(n):"):
+        ...         print(event.text, end="")
+    """
+
+    def __init__(
+        self,
+        model: str | Path | LLM | None = None,
+        draft: str | Path | None = None,
+        *,
+        max_waiting: int = 512,
+        max_waiting_tokens: int = 1 << 20,
+        pool_threads: int = 2,
+        **options: Any,
+    ) -> None:
+        limits = {"max_waiting": max_waiting, "max_waiting_tokens": max_waiting_tokens, "pool_threads": pool_threads}
+        for name, value in limits.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} = {value!r}: must be an integer of at least 1")
+        if isinstance(model, LLM):
+            if draft is not None or options:
+                given = ", ".join(["draft"] * (draft is not None) + list(options))
+                raise ConfigError(f"{given}: the LLM that is handed over has its own")
+            if model.unfinished:
+                raise ConfigError(f"the LLM that is handed over has {model.unfinished} requests of its own")
+        llm = model if isinstance(model, LLM) else LLM(model, draft, **options)
+        self._llm = llm
+        self._most, self._most_tokens = max_waiting, max_waiting_tokens
+        self._pool = ThreadPoolExecutor(pool_threads, thread_name_prefix="specrs-prompts")
+        self._desk = desk = _Desk()
+        self._worker = worker = Worker(llm, desk.tell, close=llm is not model)
+        desk.inbox = worker.inbox
+        worker.thread.start()
+        # An engine that nobody closes ends with the last who knows it, or with the process.
+        _RUNNING.add(worker)
+        self._finalizer = weakref.finalize(self, _abandon, worker)
+        self._finalizer.atexit = False
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    async def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestStream:
+        """Queue a request, and return its stream once the engine has taken it.
+
+        Args:
+            prompt: a text, token ids, or what `chat_prompt` gives.
+            params: as in `LLM.generate`.
+
+        Raises:
+            EngineOverloadedError: too much waits already; nothing was started.
+            EngineClosedError: `aclose` was called.
+            EngineFailedError: the engine cannot go on.
+            ConfigError, PoolExhaustedError: as `LLM.add`.
+        """
+        if not isinstance(prompt, str):
+            return await self._submit(lambda: prompt, params, pooled=False)
+        return await self._submit(lambda: TokenizedPrompt(prompt, self._llm._encode(prompt, "prompt")), params)
+
+    async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncGenerator[StreamEvent, None]:
+        """A request's events; the last one has its ``output`` (of ``n``: the last of each `StreamEvent.index`).
+        Leaving early, or being cancelled, aborts the request.
+
+        An event may join those of several steps. A request that cannot go on raises nothing: its ``output`` has the
+        ``error``. Raises what `submit` does, and what `RequestStream` does.
+        """
+        stream = await self.submit(prompt, params)
+        async for event in _events(stream):
+            yield event
+
+    async def complete(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestOutput:
+        """A request's whole output, as `LLM.generate` gives it. Being cancelled aborts it. Raises as `generate`."""
+        async with await self.submit(prompt, params) as stream:
+            return await stream.output()
+
+    async def chat(
+        self, messages: Messages, params: SamplingParams | None = None, **options: Any
+    ) -> AsyncGenerator[StreamEvent, None]:
+        """As `generate`, of one conversation, by options of `specrs.chat.ChatTemplates.render`.
+
+        Raises:
+            ChatTemplateError: as `LLM.chat`.
+        """
+        stream = await self._submit(lambda: self._llm.chat_prompt(messages, **options), params)
+        async for event in _events(stream):
+            yield event
+
+    async def chat_prompt(self, messages: Messages, **options: Any) -> TokenizedPrompt:
+        """As `LLM.chat_prompt`, in the pool."""
+        return await self._pooled(lambda: self._llm.chat_prompt(messages, **options))
+
+    async def encode(self, text: str) -> list[int]:
+        """As `LLM.encode`, in the pool."""
+        return await self._pooled(lambda: self._llm.encode(text))
+
+    async def _pooled(self, work: Callable[[], _T]) -> _T:
+        if self._desk.closing:
+            raise EngineClosedError
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    async def _submit(
+        self, make: Callable[[], Prompt], params: SamplingParams | None, pooled: bool = True
+    ) -> RequestStream:
+        began = time.perf_counter()
+        slot = self._desk.reserve(asyncio.get_running_loop(), RequestTimes(began), self._most, self._worker)
+        try:
+            prompt = await self._pooled(make) if pooled else make()
+            self._desk.queue(slot, prompt, params, began, self._most_tokens)
+            await slot.taken()
+        except BaseException:
+            self._desk.leave(slot)
+            raise
+        return RequestStream(self, slot)
+
+    # -- the engine ---------------------------------------------------------------------------------------------
+
+    @property
+    def healthy(self) -> bool:
+        """Whether requests can be served: the engine's thread is there, and its device and ledger are sound."""
+        return self._worker.thread.is_alive() and self._worker.fatal is None and not self._desk.closing
+
+    def stats(self) -> ServingStats:
+        """How it goes. Any thread may ask at any time, and waits for nothing."""
+        worker, began = self._worker, self._worker.step_began
+        return ServingStats(
+            engine=worker.stats,
+            submitted=self._desk.waiting,
+            submitted_tokens=self._desk.waiting_tokens,
+            steps=worker.steps,
+            last_step=worker.last_step,
+            stepping=0.0 if began is None else time.monotonic() - began,
+            healthy=self.healthy,
+        )
+
+    async def audit(self) -> dict[str, int]:
+        """As `LLM.audit`, between two steps, after every abort of before."""
+        slot = self._desk.ask(asyncio.get_running_loop(), self._worker)
+        found: dict[str, int] = await slot.answered()
+        return found
+
+    @property
+    def chat_templates(self) -> ChatTemplates:
+        """As `LLM.chat_templates`."""
+        return self._llm.chat_templates
+
+    @property
+    def llm(self) -> LLM:
+        """The engine itself, for what never changes: `LLM.device`, `LLM.numerics`, `LLM.default_sampling`. Whatever
+        steps, adds or aborts is the thread's alone."""
+        return self._llm
+
+    def __repr__(self) -> str:
+        return f"AsyncLLM({self._llm!r}, {'closed' if self._desk.closing else f'{self._desk.waiting} waiting'})"
+
+    async def aclose(self, *, drain: bool = True, timeout: float = 30.0) -> None:
+        """Refuse new requests, finish those that there are, free the engine.
+
+        Args:
+            drain: let requests run to their ends; else abort them.
+            timeout: seconds for them to do so; what runs then is aborted. Streams get the last events, with
+                ``finish_reason`` ``"abort"``.
+
+        Raises:
+            TimeoutError: a step went on for 30 seconds beyond that; the thread ends by itself once it is over.
+        """
+        wait = timeout if drain else 0.0
+        self._desk.close(wait)
+        thread = self._worker.thread
+        await asyncio.get_running_loop().run_in_executor(None, thread.join, max(wait, 0.0) + _GRACE)
+        if thread.is_alive():
+            raise TimeoutError(f"the engine's step went on for {_GRACE} seconds after the time to drain")
+        self._finalizer.detach()
+        self._pool.shutdown(wait=False)
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        await self.aclose(drain=kind is None)
+
+
+class RequestStream:
+    """One request's events, for one event loop: ``async for``, or ``async with`` to be sure that it is aborted.
+
+    Iterating raises `StepFailedError` where a pass of the request failed, and `EngineFailedError` where the engine
+    cannot go on.
+    """
+
+    def __init__(self, engine: AsyncLLM, slot: _Slot) -> None:
+        self._engine, self._slot = engine, slot
+
+    @property
+    def times(self) -> RequestTimes:
+        """When the request came, left the queue, had its first token, ended; as far as it did."""
+        return self._slot.times
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> StreamEvent:
+        event = await self._slot.next()
+        if event is None:
+            raise StopAsyncIteration
+        return event
+
+    async def output(self) -> RequestOutput:
+        """What the request gives in the end, ``n`` of them as its `RequestOutput.outputs`.
+
+        Raises:
+            ConfigError: an event with the output has been read already.
+        """
+        found = {event.index: event.output async for event in self if event.output is not None}
+        if 0 not in found:
+            raise ConfigError("the stream's output has been read already")
+        first, *others = (found[i] for i in sorted(found))
+        return replace(first, others=tuple(others)) if others else first
+
+    def abort(self) -> None:
+        """End the request early. The stream goes on to its last event, whose output says ``"abort"``."""
+        self._engine._desk.abort(self._slot)
+
+    def close(self) -> None:
+        """Leave the stream, and abort the request where it still runs. Closing again does nothing."""
+        self._engine._desk.leave(self._slot)
+        self._slot.end()
+
+    async def aclose(self) -> None:
+        """As `close`."""
+        self.close()
+
+    async def __aenter__(self) -> RequestStream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self._engine._desk.abort(self._slot)  # which takes no lock: the garbage collector runs anywhere
+
+
+async def _events(stream: RequestStream) -> AsyncGenerator[StreamEvent, None]:
+    try:
+        async for event in stream:
+            yield event
+    finally:
+        stream.close()
+
+
+@dataclass(eq=False)
+class _Slot:
+    """What one request has for its reader. Its loop alone touches what is not said to be the desk's.
+
+    Attributes:
+        loop: of the reader.
+        times: of the request, as last told.
+        key, tokens, waits, sent: of the desk: number, tokens of the prompt, whether it counts as waiting, whether the
+            engine knows of it.
+    """
+
+    loop: asyncio.AbstractEventLoop
+    times: RequestTimes
+    key: int
+    tokens: int = 0
+    waits: bool = False
+    sent: bool = False
+    _events: dict[int, list[StreamEvent]] = field(default_factory=dict)  # by the output's index
+    _answer: Any = None
+    _error: Exception | None = None
+    _told: bool = False
+    _known: bool = False  # by the engine, as a request
+    _ended: bool = False
+    _wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def put(self, news: News) -> None:
+        """What the worker tells. Events that wait are joined, so that there are few: each at least twice the next."""
+        if self._ended:
+            return  # nobody reads
+        self._told = True
+        if news.times is not None:
+            self._known, self.times = True, news.times
+        self._answer, self._error = news.answer, news.error
+        if news.event is not None:
+            events = self._events.setdefault(news.event.index, [])
+            events.append(news.event)
+            while len(events) > 1 and len(events[-2].token_ids) < 2 * len(events[-1].token_ids) + 1:
+                joined = StreamEvent.joined(events[-2:])
+                assert joined is not None
+                events[-2:] = [joined]
+        self._ended = self._ended or news.last
+        self._wake.set()
+
+    def end(self) -> None:
+        """Nobody reads any more."""
+        self._events.clear()
+        self._error, self._ended = None, True
+        self._wake.set()
+
+    async def taken(self) -> None:
+        """Wait until the engine has the request; raise why it has not. What it met later is for who reads."""
+        while not self._told:
+            await self._wake.wait()
+        if not self._known:
+            self._fail()
+
+    async def answered(self) -> Any:
+        """Wait for the answer to a question."""
+        await self.taken()
+        return self._answer
+
+    async def next(self) -> StreamEvent | None:
+        """What came since the last event; ``None`` behind the end."""
+        if asyncio.get_running_loop() is not self.loop:
+            raise ConfigError("this stream belongs to another event loop: read it in the one that submitted it")
+        while True:
+            if self._events:
+                return StreamEvent.joined(self._events.pop(next(iter(self._events))))
+            self._fail()
+            if self._ended:
+                return None
+            self._wake.clear()
+            await self._wake.wait()
+
+    def _fail(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+class _Desk:
+    """Between event loops and the worker: who waits for what. Its methods may be called from any thread."""
+
+    inbox: Any  # of the worker
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._slots: dict[int, _Slot] = {}
+        self._next = 0
+        self.waiting = self.waiting_tokens = 0
+        self.closing = False
+
+    def reserve(self, loop: asyncio.AbstractEventLoop, times: RequestTimes, most: int, worker: Worker) -> _Slot:
+        """A place in the queue."""
+        with self._lock:
+            self._check(worker)
+            if self.waiting >= most:
+                raise EngineOverloadedError("requests", self.waiting + 1, most)
+            slot = self._new(loop, times)
+            slot.waits = True
+            self.waiting += 1
+            return slot
+
+    def queue(self, slot: _Slot, prompt: Prompt, params: SamplingParams | None, began: float, most: int) -> None:
+        """Hand the request to the worker."""
+        ids: Any = prompt.token_ids if isinstance(prompt, TokenizedPrompt) else prompt
+        ids = ids.get("prompt_token_ids") or () if isinstance(ids, Mapping) else ids
+        tokens = len(ids) if hasattr(ids, "__len__") else 0
+        with self._lock:
+            if self.closing:
+                raise EngineClosedError
+            if self.waiting_tokens and self.waiting_tokens + tokens > most:
+                raise EngineOverloadedError("prompt tokens", self.waiting_tokens + tokens, most)
+            slot.tokens, slot.sent = tokens, True
+            self.waiting_tokens += tokens
+            self.inbox.put(Add(slot.key, prompt, params, began))
+
+    def ask(self, loop: asyncio.AbstractEventLoop, worker: Worker) -> _Slot:
+        """Ask for an audit."""
+        with self._lock:
+            self._check(worker)
+            slot = self._new(loop, RequestTimes(time.perf_counter()))
+            self.inbox.put(Audit(slot.key))
+            return slot
+
+    def _check(self, worker: Worker) -> None:
+        if self.closing:
+            raise EngineClosedError
+        if worker.fatal is not None:
+            raise EngineFailedError(worker.fatal)
+
+    def _new(self, loop: asyncio.AbstractEventLoop, times: RequestTimes) -> _Slot:
+        self._next += 1
+        slot = self._slots[self._next] = _Slot(loop, times, self._next)
+        return slot
+
+    def abort(self, slot: _Slot) -> None:
+        """End a request; what comes of it is told."""
+        if slot.key in self._slots:
+            self.inbox.put(Abort(slot.key))
+
+    def leave(self, slot: _Slot) -> None:
+        """Nobody reads a request any more: it is nobody's, and ends."""
+        with self._lock:
+            known = self._slots.pop(slot.key, None) is not None
+            if known:
+                self._enters(slot)
+        if known and slot.sent:
+            self.inbox.put(Abort(slot.key))
+
+    def _enters(self, slot: _Slot) -> None:
+        """It waits no more."""
+        if slot.waits:
+            slot.waits = False
+            self.waiting -= 1
+            self.waiting_tokens -= slot.tokens
+
+    def close(self, wait: float) -> None:
+        """Take nothing more; the worker ends after so many seconds."""
+        with self._lock:
+            self.closing = True
+            self.inbox.put(Shutdown(time.monotonic() + wait))
+
+    def tell(self, news: list[News]) -> None:
+        """Hand every loop what is new of its requests, in one call each. For the worker's thread."""
+        hands: dict[asyncio.AbstractEventLoop, list[tuple[_Slot, News]]] = defaultdict(list)
+        with self._lock:
+            for one in news:
+                slot = self._slots.get(one.key)
+                if slot is None:
+                    continue
+                if one.last or (one.times is not None and one.times.admitted is not None):
+                    self._enters(slot)
+                if one.last:
+                    del self._slots[one.key]
+                hands[slot.loop].append((slot, one))
+        for loop, some in hands.items():
+            try:
+                loop.call_soon_threadsafe(_hand, some)
+            except RuntimeError:  # the loop is closed, and whoever read in it is gone
+                for slot, _ in some:
+                    self.leave(slot)
+
+
+def _hand(some: Iterable[tuple[_Slot, News]]) -> None:
+    for slot, news in some:
+        slot.put(news)
+
+
+def _abandon(worker: Worker) -> None:
+    """Nobody closed the engine, and nobody can any more."""
+    worker.inbox.put(Shutdown(time.monotonic()))
+
+
+@atexit.register
+def _at_exit() -> None:
+    """A thread within torch must not be there when the interpreter goes."""
+    workers = list(_RUNNING)
+    for worker in workers:
+        _abandon(worker)
+    for worker in workers:
+        worker.thread.join(_AT_EXIT)

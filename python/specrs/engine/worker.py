@@ -1,0 +1,313 @@
+"""The thread that owns an `LLM`: it drains an inbox between steps, and tells once a step what came of everything.
+
+It knows nothing of event loops. What goes in and comes out are plain values, so that another boundary, a process say,
+can take the place of this one.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from specrs import device
+from specrs._specrs import LedgerError
+from specrs.engine.errors import EngineBusyError, EngineClosedError, EngineFailedError, StepFailedError
+from specrs.engine.request import FinishReason, Request, StreamEvent
+from specrs.engine.stats import EngineStats, RequestTimes
+
+if TYPE_CHECKING:
+    from specrs.engine.llm import LLM
+    from specrs.engine.prompts import Prompt
+    from specrs.sampling_params import SamplingParams
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Add:
+    """Queue a request. key: of the sender's own; submitted: on the performance counter."""
+
+    key: int
+    prompt: Prompt
+    params: SamplingParams | None
+    submitted: float
+
+
+@dataclass(frozen=True)
+class Abort:
+    """End a request, whose last event tells so; nothing where it has ended."""
+
+    key: int
+
+
+@dataclass(frozen=True)
+class Audit:
+    """Check the page ledger, and answer with the pool's counts."""
+
+    key: int
+
+
+@dataclass(frozen=True)
+class Shutdown:
+    """Finish what was added before, until a time on the monotonic clock; then end the rest, and the thread."""
+
+    until: float
+
+
+@dataclass(frozen=True)
+class News:
+    """Of one request, or the answer to one question.
+
+    Attributes:
+        key: the sender's.
+        times: of the request so far; a copy.
+        event: its progress; the last one has its output.
+        error: it ended with, or the question did; nothing follows.
+        answer: to a question.
+        done: all of its outputs are there.
+    """
+
+    key: int
+    times: RequestTimes | None = None
+    event: StreamEvent | None = None
+    error: Exception | None = None
+    answer: Any = None
+    done: bool = False
+
+    @property
+    def last(self) -> bool:
+        """Whether nothing follows for this key."""
+        return self.done or self.error is not None or self.answer is not None
+
+
+@dataclass
+class _Live:
+    """What was added: the requests of its outputs, which have one id; and which of them have not ended."""
+
+    requests: list[Request]
+    times: RequestTimes
+    open: set[int]
+
+    @property
+    def request_id(self) -> int:
+        """As events name them."""
+        return self.requests[0].request_id
+
+
+class Worker:
+    """An engine and its thread.
+
+    Args:
+        llm: from now on used by the thread alone.
+        tell: called once a step, by the thread, with everything that is new; it must not wait, nor raise.
+        close: whether the engine is closed at the end.
+    """
+
+    def __init__(self, llm: LLM, tell: Callable[[list[News]], None], close: bool) -> None:
+        self._llm, self._tell, self._close = llm, tell, close
+        self.inbox: queue.SimpleQueue[Add | Abort | Audit | Shutdown] = queue.SimpleQueue()
+        self._live: dict[int, _Live] = {}  # by key
+        self._keys: dict[int, int] = {}  # by request id
+        self._news: list[News] = []
+        self._until: float | None = None  # once it shuts down
+        #: What the engine cannot go on from; ``None`` while it can.
+        self.fatal: BaseException | None = None
+        self.stats: EngineStats = llm.stats()
+        self.steps, self.last_step = 0, 0.0
+        self.step_began: float | None = None  # on the monotonic clock, while one runs
+        self.thread = threading.Thread(target=self._run, name="specrs-engine", daemon=True)
+
+    # -- the thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except BaseException as error:  # a fault of this loop itself: nobody may wait for ever
+            self._fail_all(error)
+            self._flush()
+            while self._until is None:
+                self._take(self.inbox.get())
+                self._flush()
+        finally:
+            if self._close:
+                try:
+                    _when_free(self._llm.close)
+                except Exception as error:
+                    self.fatal = self.fatal or error
+
+    def _turn(self) -> bool:
+        """Take what came, make a step, tell what is new. Whether there is more to do."""
+        self._listen()
+        if self._until is not None and self._live and time.monotonic() >= self._until:
+            for key in list(self._live):
+                self._abort(key)
+        if self._live and self.fatal is None:
+            self._step()
+        if self.fatal is None:
+            self.stats = _when_free(self._llm.stats)
+        self._flush()
+        return self._until is None or bool(self._live)
+
+    def _listen(self) -> None:
+        """Everything in the inbox; waits for it where nothing runs."""
+        wait = not self._live and self._until is None
+        while True:
+            try:
+                message = self.inbox.get(block=wait)
+            except queue.Empty:
+                return
+            self._take(message)
+            wait = False
+
+    def _take(self, message: Add | Abort | Audit | Shutdown) -> None:
+        if isinstance(message, Add):
+            self._add(message)
+        elif isinstance(message, Abort):
+            self._abort(message.key)
+        elif isinstance(message, Audit):
+            try:
+                self._news.append(News(message.key, answer=_when_free(self._llm.audit)))
+            except Exception as error:
+                self._news.append(News(message.key, error=error))
+        else:
+            self._until = message.until
+
+    def _add(self, message: Add) -> None:
+        times = RequestTimes(message.submitted)
+        if self.fatal is not None:
+            self._news.append(News(message.key, error=EngineFailedError(self.fatal)))
+            return
+        if self._until is not None:
+            self._news.append(News(message.key, error=EngineClosedError()))
+            return
+        try:
+            requests = _when_free(lambda: self._llm._enqueue(message.prompt, message.params))
+        except Exception as error:
+            self._news.append(News(message.key, error=error))
+            return
+        live = self._live[message.key] = _Live(requests, times, {r.index for r in requests})
+        self._keys[live.request_id] = message.key
+        self._news.append(News(message.key, replace(times)))  # taken
+
+    def _step(self) -> None:
+        began = self.step_began = time.monotonic()
+        try:
+            events = _when_free(self._llm.step)
+        except Exception as error:
+            self._failed(error)
+            return
+        finally:
+            self.step_began = None
+            self.steps += 1
+            self.last_step = time.monotonic() - began
+        told = {key for event in events if (key := self._event(event)) is not None}
+        for key, live in self._live.items():
+            times, started = live.times, live.requests[0].started
+            if times.admitted is None and started is not None:
+                times.admitted = started
+                if key not in told:
+                    self._news.append(News(key, replace(times)))
+
+    def _event(self, event: StreamEvent, error: Exception | None = None) -> int | None:
+        """Tell a request's progress; the key that it has, unless nobody knows the request."""
+        key = self._keys.get(event.request_id)
+        if key is None:
+            return None
+        live, now = self._live[key], time.perf_counter()
+        times = live.times
+        times.admitted = live.requests[0].started if times.admitted is None else times.admitted
+        if times.first_token is None and event.token_ids:
+            times.first_token = now
+        if event.output is not None:
+            live.open.discard(event.index)
+        done = not live.open or error is not None
+        if done:
+            times.finished = now
+            self._forget(key)
+        event = event if error is None else replace(event, output=None)
+        self._news.append(News(key, replace(times), event, error, done=done))
+        return key
+
+    def _abort(self, key: int) -> None:
+        """End a request. What comes of a round in flight may fail first; then once more."""
+        if key not in self._live or self.fatal is not None:
+            return
+        for event in self._ended(self._live[key].request_id):
+            self._event(event)
+
+    def _ended(self, request_id: int) -> list[StreamEvent]:
+        """The last events of all outputs of a request that ends now."""
+        events: list[StreamEvent] = []
+        for attempt in (1, 2):
+            try:
+                while (event := _when_free(lambda: self._llm.abort(request_id))) is not None:
+                    events.append(event)
+                return events
+            except Exception as error:
+                fault = self._fault(error)
+                if fault is not None or attempt == 2:
+                    self._fail_all(fault or error)
+                    return []
+        return events
+
+    def _failed(self, error: Exception) -> None:
+        """A step raised: the requests of the pass that failed end, and the others go on."""
+        fault = self._fault(error)
+        if fault is not None:
+            self._fail_all(fault)
+            return
+        scheduler = self._llm._scheduler
+        # No pass failed: what did is common to all that run, or that would enter.
+        for group in (scheduler.passing, scheduler.running, scheduler.waiting[:1]):
+            ended = list(dict.fromkeys(r.asked_id for r in group if r.asked_id in self._keys))
+            if ended:
+                break
+        else:
+            self._fail_all(error)
+            return
+        for request_id in ended:
+            events = self._ended(request_id)
+            if self.fatal is not None:
+                return
+            # One that had ended by itself, in an earlier pass of the step, has its end.
+            sound = [e for e in events if e.output is not None and e.output.finish_reason is not FinishReason.ABORT]
+            broken = [e for e in events if e not in sound] or [StreamEvent(request_id, [], [])][len(events) :]
+            for event in sound:
+                self._event(event)
+            for event in broken[:1]:
+                self._event(event, StepFailedError(error, event.output))
+
+    def _fault(self, error: Exception) -> BaseException | None:
+        """What the engine cannot go on from: pages that do not add up, a CUDA context that nothing runs in any more."""
+        if isinstance(error, LedgerError):
+            return error
+        return device.broken(self._llm.config.device)
+
+    def _fail_all(self, error: BaseException) -> None:
+        self.fatal = error
+        for key in list(self._live):
+            times = self._live[key].times
+            self._forget(key)
+            self._news.append(News(key, replace(times), error=EngineFailedError(error)))
+
+    def _forget(self, key: int) -> None:
+        del self._keys[self._live.pop(key).request_id]
+
+    def _flush(self) -> None:
+        news, self._news = self._news, []
+        if news:
+            self._tell(news)
+
+
+def _when_free(call: Callable[[], _T]) -> _T:
+    """What a call gives, once nobody else is at the engine: an audit of its owner's, say, which is short."""
+    while True:
+        try:
+            return call()
+        except EngineBusyError:
+            time.sleep(1e-3)

@@ -1,0 +1,84 @@
+"""Progress bars on stderr: of many prompts, of weights that load.
+
+``progress=None`` shows them where stderr is a terminal and the work is long; ``True`` always, ``False`` never. tqdm
+draws them, and is imported with the first.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+
+from specrs._specrs import ConfigError
+
+_read: ContextVar[Callable[[int], None] | None] = ContextVar("specrs.progress.read", default=None)
+
+
+def wanted(progress: bool | None) -> bool:
+    """Whether to show a bar.
+
+    Raises:
+        ConfigError: neither a bool nor None.
+    """
+    if progress is not None and not isinstance(progress, bool):
+        raise ConfigError(f"progress = {progress!r}: must be True, False, or None for a bar on a terminal alone")
+    if progress is not None:
+        return progress
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+@contextmanager
+def loading(total: int, progress: bool | None) -> Iterator[None]:
+    """Show how many of ``total`` bytes `read` was told of within the context."""
+    if not wanted(progress):
+        yield
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=total, desc="weights", unit="B", unit_scale=True, unit_divisor=1024, file=sys.stderr) as bar:
+        token = _read.set(bar.update)
+        try:
+            yield
+            bar.update(total - bar.n)  # headers, and what a model leaves in its files
+        finally:
+            _read.reset(token)
+
+
+def weight_bytes(*directories: Path | None) -> int:
+    """Of the files in which their weights are."""
+    return sum(file.stat().st_size for d in directories if d is not None for file in d.glob("model*.safetensors"))
+
+
+def read(count: int) -> None:
+    """So many bytes of weights have been read."""
+    update = _read.get()
+    if update is not None:
+        update(count)
+
+
+@contextmanager
+def requests(total: int, progress: bool | None) -> Iterator[Callable[[int, int], None]]:
+    """Show how many of ``total`` requests have ended; tell it the tokens that came, and the requests that ended.
+
+    One request alone has no bar unless it is asked for.
+    """
+    if not wanted(progress) or (progress is None and total < 2):
+        yield lambda tokens, ended: None
+        return
+    from tqdm import tqdm
+
+    count = 0
+    with tqdm(total=total, desc="prompts", unit="prompt", file=sys.stderr) as bar:
+
+        def tell(tokens: int, ended: int) -> None:
+            nonlocal count
+            count += tokens
+            if ended:
+                elapsed = bar.format_dict["elapsed"]
+                bar.set_postfix_str(f"{count / elapsed:.0f} tokens/s" if elapsed > 0 else "", refresh=False)
+                bar.update(ended)
+
+        yield tell

@@ -1,0 +1,157 @@
+"""`specrs doctor` says of a configuration what `LLM` does with it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modelzoo import Pair, edit_config, read_weights, write_weights
+from specrs import LLM, SpecrsError
+from specrs.cli import main
+
+
+def doctor(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[str, Any]]:
+    status = main(["doctor", *argv, "--json"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def problems(report: dict[str, Any]) -> list[dict[str, Any]]:
+    return [f for section in report["sections"].values() for f in section if f["problem"] is not None]
+
+
+def values(report: dict[str, Any], section: str) -> dict[str, Any]:
+    return {f["name"]: f["value"] for f in report["sections"][section] if f["value"] is not None}
+
+
+def test_the_model_in_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    status, report = doctor(capsys)
+    assert status == 0 and report["ok"] and not problems(report)
+    assert values(report, "model")["architecture"] == "LlamaForCausalLM"
+    assert values(report, "draft head")["features of layers"] == [2, 6, 9]
+    assert values(report, "gpu")["usable"] is False or "gpu cuda:0" in report["sections"]
+    with LLM(device="cpu") as llm:
+        found = values(report, "configuration")
+        assert found["runs on"].split()[0] == llm.device.split()[0] and found["requests at once"] == 8
+        if llm.device.startswith("cpu"):
+            kv = llm._runner.executor.kv.tensor if hasattr(llm._runner.executor, "kv") else None
+            assert kv is None or values(report, "memory")["KV pool of the target"] == kv.nbytes
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert out.endswith("No problems.\n") and "threads of the kernels" in out and "PROBLEM" not in out
+
+
+def broken(pair: Pair, root: Path, how: str) -> tuple[Path, Path, list[str], dict[str, Any]]:
+    """Directories with a fault, and options with one: for the command line, and for `LLM`."""
+    model, draft = root / "model", root / "draft"
+    shutil.copytree(pair.target, model)
+    shutil.copytree(pair.draft, draft)
+    argv: list[str] = []
+    options: dict[str, Any] = {}
+    if how == "no model":
+        shutil.rmtree(model)
+    elif how == "a pickle":
+        (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    elif how == "a cut file":
+        whole = (model / "model.safetensors").read_bytes()
+        (model / "model.safetensors").write_bytes(whole[:100])
+    elif how == "a tensor less":
+        weights = read_weights(model)
+        weights.pop("model.norm.weight")
+        write_weights(model, weights)
+    elif how == "an unknown family":
+        edit_config(model, architectures=["UnheardOfForCausalLM"])
+    elif how == "experts":
+        edit_config(model, num_local_experts=8)
+    elif how == "no tokenizer":
+        (model / "tokenizer.json").write_text("{")
+    elif how == "a bad default":
+        (model / "generation_config.json").write_text('{"do_sample": true, "temperature": -1}')
+    elif how == "no head":
+        shutil.rmtree(draft)
+    elif how == "a head of another width":
+        edit_config(draft, target_hidden_size=72)
+    elif how == "layers that there are not":
+        edit_config(draft, eagle_aux_hidden_state_layer_ids=[1, 2, 40])
+    elif how == "a vocabulary map that leaves it":
+        weights = read_weights(draft)
+        weights["d2t"][-1] = 10**6
+        write_weights(draft, weights)
+    elif how == "a long context":
+        argv, options = ["--max-context", "99999"], {"max_context_len": 99999}
+    elif how == "no GPU":
+        argv, options = ["--device", "cuda:77"], {"device": "cuda:77"}
+    elif how == "a wide tree":
+        argv, options = ["--tree", "9,2,10"], {"tree": (9, 2, 10)}
+    elif how == "half on the CPU":
+        argv, options = ["--dtype", "float16", "--device", "cpu"], {"dtype": "float16", "device": "cpu"}
+    elif how == "a page of three":
+        argv, options = ["--page-size", "3"], {"page_size": 3}
+    elif how == "a backend's limit":
+        argv = ["--attention-backend", "flash_attention", "--draft-layout", "holey", "--draft-attention", "ancestors"]
+        argv += ["--tree", "3,3,9"]
+        options = {"attention_backend": "flash_attention", "draft_layout": "holey", "draft_attention": "ancestors"}
+        options["tree"] = (3, 3, 9)
+    return model, draft, argv, options
+
+
+FAULTS = [
+    "no model", "a pickle", "a cut file", "a tensor less", "an unknown family", "experts", "no tokenizer",
+    "a bad default", "no head", "a head of another width", "layers that there are not",
+    "a vocabulary map that leaves it", "a long context", "no GPU", "a wide tree", "half on the CPU", "a page of three",
+    "a backend's limit",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("how", [*FAULTS, "nothing"])
+def test_a_problem_is_the_error_of_the_engine(
+    how: str, tiny: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, draft, argv, options = broken(tiny, tmp_path, how)
+    status, report = doctor(capsys, str(model), "--draft", str(draft), *argv)
+    found = problems(report)
+    try:
+        with LLM(model, draft, **options):
+            pass
+    except SpecrsError as error:
+        assert status == 1 and not report["ok"] and report["problems"] == len(found)
+        assert str(error) in [f["problem"] for f in found]
+        assert all(f["remedy"] for f in found)
+        assert main(["doctor", str(model), "--draft", str(draft), *argv]) == 1
+        out = capsys.readouterr().out
+        assert f"PROBLEM: {error}" in out and "remedy: " in out
+    else:
+        assert how == "nothing" and status == 0 and not found
+
+
+def test_what_is_worth_knowing(bytes_pair: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(bytes_pair.target, model)
+    edit_config(model, vocab_size=250)
+    weights = read_weights(model)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[name] = weights[name][:250].contiguous()
+    write_weights(model, weights)
+    (model / "generation_config.json").write_text('{"num_beams": 4}')
+    status, report = doctor(capsys, str(model))
+    notes = [f["note"] for section in report["sections"].values() for f in section if f["note"]]
+    assert status == 0 and any("9 tokens that the model does not have" in note for note in notes)
+    assert any("num_beams = 4 is not implemented" in note for note in notes)
+    assert any("llm.chat needs chat_template=" in note for note in notes) and "draft head" not in report["sections"]
+
+
+def test_a_wrong_command_is_status_2(tiny: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", str(tiny.target), "--dtype", "int8"]) == 2
+    assert "dtype = 'int8': must be one of 'auto', 'float32'" in capsys.readouterr().err
+    assert main(["doctor", str(tiny.target), "--tree", "x"]) == 2
+    assert main(["doctor", "org/name"]) == 1  # nothing is downloaded
+    assert "no snapshot of 'org/name'" in capsys.readouterr().out
+
+
+def test_memory_that_no_machine_has(tiny: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    status, report = doctor(capsys, str(tiny.target), "--num-pages", "2000000000")
+    [found] = problems(report)
+    assert status == 1 and found["remedy"]
