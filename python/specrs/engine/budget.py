@@ -117,7 +117,9 @@ class Engine:
             yield "weights of the draft head", _bytes(head.shapes, half) + again * half
             tensors += len(head.shapes) + 4
         positions = c.max_context_len + ROPE_SLACK
-        yield "rotary tables", sum(2 * positions * (layer.head_dim // 2) * 4 for layer, _ in self.layers)
+        turning = sum(2 * positions * (layer.head_dim // 2) * 4 for layer, _ in self.layers)
+        still = 2 * positions * 2 * 4 if None in self.target.layer_ropes else 0
+        yield "rotary tables", turning + still
 
         t = self.target
         units = [(4 * t.hidden_size + t.qkv_size + 2 * t.q_size + 2 * t.intermediate_size) * rows]

@@ -10,22 +10,17 @@ EAGLE-3 head and says whether it fits a target.
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from specrs.models.errors import DraftMismatchError, ModelFileError, UnsupportedModelError
+from specrs.models.errors import DraftMismatchError, UnsupportedModelError
+from specrs.models.families import FAMILIES, LLAMA, Block, Family
+from specrs.models.reading import Reader, read_json
 
-# What each architecture adds to the common Llama block: (bias of q/k/v, bias of o, RMSNorm of each q/k head).
-# None: the config's `attention_bias` says.
-_ARCHITECTURES: dict[str, tuple[bool | None, bool | None, bool]] = {
-    "LlamaForCausalLM": (None, None, False),
-    "MistralForCausalLM": (False, False, False),
-    "Qwen2ForCausalLM": (True, False, False),
-    "Qwen3ForCausalLM": (None, None, True),
-}
+_LLAMA = FAMILIES["LlamaForCausalLM"]
 _EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
 
 # How published models declare layers with a state that is overwritten token by token: by their own keys, by their name,
@@ -48,14 +43,11 @@ _LAYER_LISTS = ("layer_types", "layers_block_type", "block_types")
 _RECURRENT_LAYERS = ("mamba", "linear", "recurrent", "ssm", "rwkv", "conv", "lstm", "deltanet", "retention")
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
 
+_KINDS = ("full_attention", "sliding_attention")  # of layers
 GENERATION = "generation_config.json"
 
-# Larger than any model there is; it keeps sizes far from what overflows an int64 product.
-_MAX_DIM = 1 << 24
 # As of the core.
 _MAX_CONTEXT = 1 << 24
-# Numbers become f32.
-_MAX_NUMBER = 1e30
 # Keys that change what attention reads, with the one value that the models here have.
 _FIXED = {
     "is_causal": True,
@@ -70,7 +62,7 @@ class RopeConfig:
     """Rotary embedding: its base and how its frequencies are scaled. `specrs.models.rope` computes the tables."""
 
     kind: str
-    """One of default, linear, dynamic, llama3, yarn."""
+    """One of default, linear, dynamic, llama3, yarn, longrope."""
     theta: float
     factor: float = 1.0
     original_max_position: int = 0
@@ -84,6 +76,10 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    share: float = 1.0
+    """Of a head's elements, those that are rotated: the first ones."""
+    short_factors: tuple[float, ...] = ()
+    """Of longrope: what each period is multiplied by, within `original_max_position` tokens."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +114,7 @@ class LayerConfig:
 
 @dataclass(frozen=True)
 class ModelConfig(LayerConfig):
-    """A target model: the common Llama block with the few differences of its relatives."""
+    """A target model: the common Llama block with the few differences of its relatives (`families`)."""
 
     architecture: str
     num_layers: int
@@ -128,12 +124,16 @@ class ModelConfig(LayerConfig):
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    """RMSNorm over head_dim of each query and key head before the rotary embedding (Qwen3)."""
+    """RMSNorm over head_dim of each query and key head before the rotary embedding (Qwen3, Gemma 3)."""
     sliding_window: int | None
     """Attention window in tokens of at least one layer; contexts up to it are ordinary causal attention."""
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     """Of config.json and generation_config.json together, ascending, without duplicates."""
+    block: Block = LLAMA
+    """What else the forward pass does differently from Llama's."""
+    layer_ropes: tuple[RopeConfig | None, ...] = ()
+    """Of each layer, its rotary embedding, ``None`` for none; empty where all have `rope`."""
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> ModelConfig:
@@ -151,16 +151,18 @@ class ModelConfig(LayerConfig):
         cls, raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None, path: Path | None = None
     ) -> ModelConfig:
         """The same from parsed JSON; `path` is only named in errors."""
-        get = _Reader(raw, path)
-        architecture = _architecture(get, tuple(_ARCHITECTURES))
-        qkv_bias, o_bias, qk_norm = _ARCHITECTURES[architecture]
+        architecture = _architecture(Reader(raw, path), tuple(FAMILIES))
+        family = FAMILIES[architecture]
+        get = Reader({**family.defaults, **raw}, path)
         attention_bias = get.boolean("attention_bias", False)
         num_layers = get.integer("num_hidden_layers", maximum=4096)
         vocab_size = get.integer("vocab_size")
-        layer = _layer(get, head_dim_default=128 if architecture == "Qwen3ForCausalLM" else None)
+        layer = _layer(get, family)
+        window = _sliding_window(get, family, num_layers)  # checks the kinds of layers, too
+        layer_ropes = _layer_ropes(get, family, layer, num_layers)
         eos = {*_token_ids(get, "eos_token_id", vocab_size)}
         beside = None if path is None else path.with_name(GENERATION)
-        eos.update(_token_ids(_Reader(generation or {}, beside), "eos_token_id", vocab_size))
+        eos.update(_token_ids(Reader(generation or {}, beside), "eos_token_id", vocab_size))
         bos = _token_ids(get, "bos_token_id", vocab_size)
         return cls(
             **vars(layer),
@@ -168,14 +170,20 @@ class ModelConfig(LayerConfig):
             num_layers=num_layers,
             vocab_size=vocab_size,
             tie_word_embeddings=get.boolean("tie_word_embeddings", False),
-            qkv_bias=attention_bias if qkv_bias is None else qkv_bias,
-            o_bias=attention_bias if o_bias is None else o_bias,
-            mlp_bias=get.boolean("mlp_bias", False) if architecture == "LlamaForCausalLM" else False,
-            qk_norm=qk_norm,
-            sliding_window=_sliding_window(get, architecture, num_layers),
+            qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+            o_bias=attention_bias if family.o_bias is None else family.o_bias,
+            mlp_bias=get.boolean("mlp_bias", False) if family.mlp_bias is None else family.mlp_bias,
+            qk_norm=family.qk_norm == "head",
+            sliding_window=window,
             bos_token_id=bos[0] if bos else None,
             eos_token_ids=tuple(sorted(eos)),
+            block=family.block(get, layer.hidden_size),
+            layer_ropes=layer_ropes,
         )
+
+    def rope_of(self, layer: int) -> RopeConfig | None:
+        """The rotary embedding of a layer; ``None`` where it has none."""
+        return self.layer_ropes[layer] if self.layer_ropes else self.rope
 
     @property
     def max_context_len(self) -> int:
@@ -183,6 +191,8 @@ class ModelConfig(LayerConfig):
         limit = self.max_position_embeddings
         if self.rope.kind == "yarn":
             limit = max(limit, int(self.rope.factor * self.rope.original_max_position))
+        if self.rope.kind == "longrope":
+            limit = min(limit, self.rope.original_max_position)
         limit = min(limit, _MAX_CONTEXT)
         return limit if self.sliding_window is None else min(limit, self.sliding_window)
 
@@ -196,13 +206,13 @@ class ModelConfig(LayerConfig):
                 f"max_context_len <= {self.sliding_window} works, where the window changes nothing",
             )
         if max_context_len > self.max_context_len:
-            dynamic = (
-                " (dynamic rope scaling changes keys already cached beyond it)" if self.rope.kind == "dynamic" else ""
-            )
+            what = f"{'original_' if self.rope.kind == 'longrope' else ''}max_position_embeddings"
+            changing = self.rope.kind in ("dynamic", "longrope")
+            dynamic = f" ({self.rope.kind} rope scaling changes keys already cached beyond it)" if changing else ""
             raise UnsupportedModelError(
                 "max_context_len",
                 max_context_len,
-                f"the model serves positions up to max_position_embeddings = {self.max_context_len}{dynamic}; "
+                f"the model serves positions up to {what} = {self.max_context_len}{dynamic}; "
                 f"max_context_len <= {self.max_context_len} works",
             )
 
@@ -233,7 +243,7 @@ class Eagle3Config(LayerConfig):
     def from_dict(cls, raw: Mapping[str, Any], path: Path | None = None) -> Eagle3Config:
         """The same from parsed JSON; `path` is only named in errors."""
         nested = raw.get("transformer_layer_config")
-        get = _Reader({**nested, **raw} if isinstance(nested, dict) else raw, path)
+        get = Reader({**nested, **raw} if isinstance(nested, dict) else raw, path)
         _architecture(get, _EAGLE3_ARCHITECTURES)
         if (layers := get.integer("num_hidden_layers", 1, maximum=4096)) != 1:
             get.refuse("num_hidden_layers", layers, "only heads of one layer are implemented")
@@ -314,61 +324,7 @@ def has_recurrent_state(directory: str | Path) -> bool:
     return recurrent_layers(read_json(Path(directory) / "config.json")) is not None
 
 
-class _Reader:
-    """Typed access to parsed JSON: a value of the wrong type or range is an error that names the key and the limit."""
-
-    def __init__(self, raw: Mapping[str, Any], path: Path | None) -> None:
-        self.raw = raw
-        self.path = path
-
-    def refuse(self, what: str, got: object, why: str) -> NoReturn:
-        raise UnsupportedModelError(what, got, why, self.path)
-
-    def integer(self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = _MAX_DIM) -> int:
-        value = self.raw.get(key)
-        if value is None:
-            if default is None:
-                self.refuse(key, None, f"required: an integer in {minimum}..={maximum}")
-            return default
-        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
-            self.refuse(key, value, f"must be an integer in {minimum}..={maximum}")
-        return value
-
-    def number(
-        self, key: str, default: float | None = None, *, above: float = 0.0, maximum: float = _MAX_NUMBER
-    ) -> float:
-        value = self.raw.get(key)
-        if value is None:
-            if default is None:
-                self.refuse(key, None, f"required: a number > {above}")
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not above < value <= maximum:
-            self.refuse(key, value, f"must be a finite number > {above}, at most {maximum:g}")
-        return float(value)
-
-    def boolean(self, key: str, default: bool) -> bool:
-        value = self.raw.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            self.refuse(key, value, "must be true or false")
-        return value
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. ModelFileError: no such file, or no JSON object."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelFileError(path, "no such file; a Hugging Face model directory is needed") from None
-    except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, or a number too long
-        raise ModelFileError(path, f"not readable as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelFileError(path, f"a JSON object is needed, not {type(value).__name__}")
-    return value
-
-
-def _architecture(get: _Reader, known: tuple[str, ...]) -> str:
+def _architecture(get: Reader, known: tuple[str, ...]) -> str:
     """The architecture, after refusing by name what no code here could run exactly."""
     raw = get.raw
     names = raw.get("architectures")
@@ -387,29 +343,30 @@ def _architecture(get: _Reader, known: tuple[str, ...]) -> str:
         hint = ""
         if name in _EAGLE3_ARCHITECTURES:
             hint = "an EAGLE-3 draft head: give it as draft, beside the model that it was trained for; "
-        elif name in _ARCHITECTURES:
+        elif name in FAMILIES:
             hint = "a model, no draft head: draft needs an EAGLE-3 head; "
         get.refuse("architectures", names, f"{hint}implemented: one of {', '.join(known)}")
     if raw.get("quantization_config") or raw.get("compression_config"):
         got = raw.get("quantization_config") or raw.get("compression_config")
         get.refuse("quantization_config", got, "quantised weights are not implemented; use the bf16, f16 or f32 model")
-    if (act := raw.get("hidden_act", "silu")) not in ("silu", "swish"):
-        get.refuse("hidden_act", act, "only silu is implemented")
+    family = FAMILIES.get(name, _LLAMA)
+    if (act := raw.get(family.act_key, family.acts[0])) not in family.acts:
+        get.refuse(family.act_key, act, f"only {family.acts[0]} is implemented")
     for key, value in _FIXED.items():
         if (got := get.boolean(key, value)) is not value:
             get.refuse(key, got, f"only {str(value).lower()} is implemented: causal self-attention over the text")
     return name
 
 
-def _layer(get: _Reader, head_dim_default: int | None = None) -> LayerConfig:
+def _layer(get: Reader, family: Family = _LLAMA) -> LayerConfig:
     hidden = get.integer("hidden_size")
     heads = get.integer("num_attention_heads", maximum=4096)
     kv_heads = get.integer("num_key_value_heads", heads, maximum=4096)
     if heads % kv_heads:
         get.refuse("num_key_value_heads", kv_heads, f"must divide num_attention_heads = {heads}")
-    if get.raw.get("head_dim") is None and head_dim_default is None and hidden % heads:
+    if get.raw.get("head_dim") is None and family.head_dim is None and hidden % heads:
         get.refuse("num_attention_heads", heads, f"must divide hidden_size = {hidden} where there is no head_dim")
-    head_dim = get.integer("head_dim", head_dim_default or hidden // heads, maximum=4096)
+    head_dim = get.integer("head_dim", family.head_dim or hidden // heads, maximum=4096)
     if head_dim % 2:
         get.refuse("head_dim", head_dim, "must be even: rotary embeddings turn pairs; every even size works")
     max_position = get.integer("max_position_embeddings", 2048, maximum=(1 << 31) - 1)
@@ -420,26 +377,80 @@ def _layer(get: _Reader, head_dim_default: int | None = None) -> LayerConfig:
         head_dim=head_dim,
         intermediate_size=get.integer("intermediate_size"),
         rms_norm_eps=get.number("rms_norm_eps", 1e-6, maximum=1.0),
-        rope=_rope(get, max_position),
+        rope=_rope(get, family, max_position, head_dim),
         max_position_embeddings=max_position,
     )
 
 
-def _rope(get: _Reader, max_position: int) -> RopeConfig:
-    """Both spellings: `rope_scaling` beside `rope_theta`, and transformers 5's `rope_parameters` with all in one."""
-    key = "rope_parameters" if get.raw.get("rope_parameters") is not None else "rope_scaling"
-    rope = get.raw.get(key) or {}
-    if not isinstance(rope, dict):
-        get.refuse(key, rope, "must be an object")
+def _rope(get: Reader, family: Family, max_position: int, head_dim: int) -> RopeConfig:
+    """Both spellings: `rope_scaling` beside `rope_theta`, and transformers 5's `rope_parameters` with all in one. Of a
+    family with an embedding for each kind of layer, that of layers without a window."""
+    if family.ropes == "typed":
+        return _rope_from(get, family, *_rope_of_kind(get, "full_attention"), max_position, head_dim)
+    key, rope = _rope_object(get)
     if rope and all(isinstance(value, dict) for value in rope.values()):  # one entry per kind of attention layer
         if len(rope) != 1:
             get.refuse(key, sorted(rope), "one rotary embedding for all layers is implemented")
         (rope,) = rope.values()
-    read = _Reader(rope, get.path)
+    return _rope_from(get, family, key, rope, max_position, head_dim)
+
+
+def _rope_object(get: Reader) -> tuple[str, dict[str, Any]]:
+    """The key of what is said about rotary embeddings, and its object."""
+    key = "rope_parameters" if get.raw.get("rope_parameters") is not None else "rope_scaling"
+    rope = get.raw.get(key) or {}
+    if not isinstance(rope, dict):
+        get.refuse(key, rope, "must be an object")
+    return key, rope
+
+
+def _rope_of_kind(get: Reader, kind: str) -> tuple[str, dict[str, Any]]:
+    """The same of one kind of attention layer; a spelling without kinds speaks of those without a window."""
+    key, rope = _rope_object(get)
+    kinds = {name: value or {} for name, value in rope.items() if name in _KINDS}
+    found = kinds.get(kind, {}) if kinds or kind == "sliding_attention" else rope
+    if not isinstance(found, dict):
+        get.refuse(f"{key}.{kind}", found, "must be an object")
+    return key, found
+
+
+def _layer_ropes(get: Reader, family: Family, layer: LayerConfig, num_layers: int) -> tuple[RopeConfig | None, ...]:
+    """Each layer's rotary embedding; empty where all have the same."""
+    if family.ropes == "some":
+        every = get.integer("no_rope_layer_interval", 4, maximum=4096)
+        flags = get.raw.get("no_rope_layers")
+        if flags is None:
+            flags = [int((i + 1) % every != 0) for i in range(num_layers)]
+        # A list may be longer than the model.
+        if not isinstance(flags, list) or len(flags) < num_layers or any(flag not in (0, 1) for flag in flags):
+            get.refuse("no_rope_layers", flags, f"must be a list of 0 (none) and 1, for each of {num_layers} layers")
+        return () if all(flags[:num_layers]) else tuple(layer.rope if flag else None for flag in flags[:num_layers])
+    if family.ropes == "typed":
+        key, own = _rope_of_kind(get, "sliding_attention")
+        theta = Reader(own, get.path).number("rope_theta", get.number("rope_local_base_freq"))
+        plain = Reader({**get.raw, "rope_theta": theta}, get.path)
+        local = _rope_from(plain, family, key, own, layer.max_position_embeddings, layer.head_dim)
+        kinds = _layer_kinds(get, family, num_layers)
+        return tuple(local if kind == "sliding_attention" else layer.rope for kind in kinds)
+    return ()
+
+
+def _rope_from(
+    get: Reader, family: Family, key: str, rope: dict[str, Any], max_position: int, head_dim: int
+) -> RopeConfig:
+    read = Reader(rope, get.path)
     theta = read.number("rope_theta", get.number("rope_theta", 10000.0))
-    for place in (read, get):
-        if (partial := place.number("partial_rotary_factor", 1.0)) != 1.0:
-            get.refuse("partial_rotary_factor", partial, "only 1.0 is implemented")
+    share = 1.0
+    for place in (get, read):  # the latter has priority
+        share = place.number("partial_rotary_factor", share)
+        if share != 1.0 and not family.partial_rotary:
+            get.refuse("partial_rotary_factor", share, "only 1.0 is implemented")
+    rotary = int(head_dim * share)
+    if share > 1.0 or rotary % 2 or not rotary:
+        why = f"must leave an even number of a head's {head_dim} elements, at least 2"
+        get.refuse("partial_rotary_factor", share, why)
+    if family.longrope:
+        return _longrope(get, key, read, theta, share, rotary, max_position)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         if rope.get("mrope_section"):
@@ -474,25 +485,62 @@ def _rope(get: _Reader, max_position: int) -> RopeConfig:
     )
 
 
-def _sliding_window(get: _Reader, architecture: str, num_layers: int) -> int | None:
+def _longrope(
+    get: Reader, key: str, read: Reader, theta: float, share: float, rotary: int, max_position: int
+) -> RopeConfig:
+    """LongRoPE (https://arxiv.org/abs/2402.13753) within the context before scaling, where its frequencies stay."""
+    kind = read.raw.get("rope_type", read.raw.get("type", "default"))
+    if kind == "default":
+        return RopeConfig("default", theta, share=share)
+    if kind not in ("longrope", "su", "yarn"):  # earlier names of the same
+        get.refuse(f"{key}.rope_type", kind, "implemented: default, longrope")
+    original = get.integer("original_max_position_embeddings", max_position)  # beside the rope object, as above
+    factor = read.number("factor", max_position / original)
+    scale = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(max(original, 2)))
+    return RopeConfig(
+        "longrope",
+        theta,
+        factor,
+        original,
+        attention_factor=read.number("attention_factor", scale),
+        share=share,
+        short_factors=read.numbers("short_factor", rotary // 2),
+    )
+
+
+def _layer_kinds(get: Reader, family: Family, num_layers: int) -> list[str]:
+    """The kind of attention of each layer, of a family whose configuration names kinds or has a pattern of them."""
+    kinds = get.raw.get("layer_types")
+    if kinds is None:
+        every = get.integer("sliding_window_pattern", family.pattern, maximum=4096)
+        return ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(num_layers)]
+    if len(kinds) != num_layers:
+        get.refuse("layer_types", kinds, f"must name the kind of each of {num_layers} layers")
+    return list(kinds)
+
+
+def _sliding_window(get: Reader, family: Family, num_layers: int) -> int | None:
     """The window where at least one layer uses it. Qwen models name one that they switch off."""
     kinds = get.raw.get("layer_types")
-    known = ("full_attention", "sliding_attention")
-    if kinds is not None and (not isinstance(kinds, list) or any(kind not in known for kind in kinds)):
+    if kinds is not None and (not isinstance(kinds, list) or any(kind not in _KINDS for kind in kinds)):
         get.refuse("layer_types", kinds, "only full_attention and sliding_attention are implemented")
-    if get.raw.get("sliding_window") is None or architecture == "LlamaForCausalLM":
+    if get.raw.get("sliding_window") is None or family.window == "none":
         return None
     window = get.integer("sliding_window", maximum=(1 << 31) - 1)
-    if architecture == "MistralForCausalLM":
+    if family.window == "all":
         return window
+    if family.window == "typed":
+        return window if "sliding_attention" in _layer_kinds(get, family, num_layers) else None
     if not get.boolean("use_sliding_window", False):
         return None
     if kinds is not None:
         return window if "sliding_attention" in kinds else None
+    if family.ropes == "some":  # layers without a rotary embedding are those with a window, if there are any
+        return window
     return window if get.integer("max_window_layers", 28, minimum=0) < num_layers else None
 
 
-def _token_ids(get: _Reader, key: str, vocab_size: int) -> tuple[int, ...]:
+def _token_ids(get: Reader, key: str, vocab_size: int) -> tuple[int, ...]:
     value = get.raw.get(key)
     if value is None:
         return ()
@@ -503,7 +551,7 @@ def _token_ids(get: _Reader, key: str, vocab_size: int) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _aux_layers(get: _Reader, eagle: Mapping[str, Any]) -> tuple[int, ...] | None:
+def _aux_layers(get: Reader, eagle: Mapping[str, Any]) -> tuple[int, ...] | None:
     """Layers whose input is captured.
 
     Two conventions are published under one name. Beside the other keys (speculators, vLLM) the numbers count residual

@@ -68,11 +68,11 @@ class Eagle3Head:
         )
         self._rope = ops.attention.rope(*rope_tables(config.rope, config.head_dim, target.max_context_len + ROPE_SLACK))
         qkv_wide = config.qkv_size
-        wide = {"attended": config.q_size, "act": config.intermediate_size}
-        self._extend_work = Workspace(at, x=h, e=h, n=h, y=h, part=qkv_wide, qkv=qkv_wide, **wide)
+        wide = LayerTail.widths(config)
+        self._extend_work = Workspace(at, x=h, e=h, n=h, part=qkv_wide, qkv=qkv_wide, **wide)
         self._write_work = Workspace(at, x=h, e=h, n=h, part=2 * config.kv_size, kv=2 * config.kv_size)
-        self._extend_tail = Workspace(at, x=h, y=h, hidden=h, **wide)
-        self._step_work = Workspace(at, e=h, n=h, y=h, part=qkv_wide, qkv=qkv_wide, hidden=h, **wide)
+        self._extend_tail = Workspace(at, x=h, hidden=h, **wide)
+        self._step_work = Workspace(at, e=h, n=h, part=qkv_wide, qkv=qkv_wide, hidden=h, **wide)
         self._extend_logits, self._step_logits = (
             Workspace(at.for_logits(), logits=config.draft_vocab_size) for _ in range(2)
         )

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from specrs._specrs import ConfigError
-from specrs.models.config import GENERATION, read_json
+from specrs.models.config import GENERATION
 from specrs.models.errors import UnsupportedModelError
+from specrs.models.reading import read_json
 from specrs.sampling_params import SamplingParams
 
 _FIELDS = {

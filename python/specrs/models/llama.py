@@ -1,5 +1,4 @@
-"""The target model: Llama and its close relatives (Mistral, Qwen2, Qwen3), over any device's operations and attention
-(`Ops`).
+"""The target model: Llama and its close relatives (`families`), over any device's operations and attention (`Ops`).
 
     model = LlamaModel.load(directory, ops, max_context_len=2048)
     kv = model.new_cache(num_pages, page_size)
@@ -12,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,10 +20,11 @@ from specrs.models.cache import new_cache
 from specrs.models.config import ModelConfig
 from specrs.models.errors import UnsupportedModelError
 from specrs.models.features import FeatureMemory, FeatureRows
-from specrs.models.layer import LayerKind, LayerTail, Workspace, layer_shapes, qkv_names, stacked
+from specrs.models.layer import LayerKind, LayerTail, Workspace, layer_shapes, norm_weight, qkv_of, qkv_products
 from specrs.models.loader import Checkpoint
 from specrs.models.ops import KvMemory, Linear, Ops
 from specrs.models.rope import rope_tables
+from specrs.models.rowwise import soft_cap
 
 # Draft rows of a request at the context wall are computed before the tree is clamped to it, and may lie past it.
 ROPE_SLACK = 256
@@ -34,7 +35,7 @@ class LlamaModel:
 
     def __init__(self, config: ModelConfig, weights: Checkpoint, ops: Ops, max_context_len: int) -> None:
         config.check_context(max_context_len)
-        kind = LayerKind(config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm)
+        kind = LayerKind.of(config)
         weights.check(self.shapes(config), ignored=("lm_head.weight",) if config.tie_word_embeddings else ())
         self.config = config
         self.max_context_len = max_context_len
@@ -47,15 +48,18 @@ class LlamaModel:
         self.embedding = dense.embedding(table)
         head = table if config.tie_word_embeddings else weights.load("lm_head.weight")
         self.lm_head: Linear = dense.linear(head, scores=True)
-        self._norm = at.vector(weights.load("model.norm.weight"))
+        norm = norm_weight(at, weights, "model.norm", config.block)
+        assert norm is not None
+        self._norm = norm
         prefixes = [f"model.layers.{i}." for i in range(config.num_layers)]
-        self._input_norms = [at.vector(weights.load(f"{prefix}input_layernorm.weight")) for prefix in prefixes]
-        self._qkv = [stacked(dense, weights, list(qkv_names(prefix)), kind.qkv_bias) for prefix in prefixes]
+        names = [kind.norms(prefix).before_attention for prefix in prefixes]
+        self._input_norms = [norm_weight(at, weights, name, config.block) for name in names]
+        self._qkv = [qkv_of(ops, config, kind, weights, prefix) for prefix in prefixes]
         self._tails = [LayerTail(ops, config, kind, weights, prefix) for prefix in prefixes]
-        self._rope = ops.attention.rope(*rope_tables(config.rope, config.head_dim, max_context_len + ROPE_SLACK))
-        wide = {"attended": config.q_size, "act": config.intermediate_size}
-        self._work = Workspace(at, x=h, y=h, qkv=config.qkv_size, **wide)
-        self._tail_work = Workspace(at, x=h, y=h, **wide)
+        self._ropes = self._rope_tables()
+        wide = LayerTail.widths(config, config.block)
+        self._work = Workspace(at, x=h, qkv=config.qkv_size, **wide)
+        self._tail_work = Workspace(at, x=h, **wide)
         self._logits = Workspace(at.for_logits(), logits=config.vocab_size)
 
     @classmethod
@@ -72,7 +76,7 @@ class LlamaModel:
     def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         """Every tensor of the checkpoint with its shape."""
         h = config.hidden_size
-        kind = LayerKind(config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm)
+        kind = LayerKind.of(config)
         shapes: dict[str, tuple[int, ...]] = {
             "model.embed_tokens.weight": (config.vocab_size, h),
             "model.norm.weight": (h,),
@@ -81,9 +85,18 @@ class LlamaModel:
             shapes["lm_head.weight"] = (config.vocab_size, h)
         for i in range(config.num_layers):
             prefix = f"model.layers.{i}."
-            shapes[f"{prefix}input_layernorm.weight"] = (h,)
+            if (norm := kind.norms(prefix).before_attention) is not None:
+                shapes[f"{norm}.weight"] = (h,)
             shapes.update(layer_shapes(config, kind, prefix, h))
         return shapes
+
+    def _rope_tables(self) -> list[Any]:
+        """Each layer's, made once for each embedding that there is."""
+        config, positions = self.config, self.max_context_len + ROPE_SLACK
+        each = [config.rope_of(i) for i in range(config.num_layers)]
+        rope = self.ops.attention.rope
+        made = {of: rope(*rope_tables(of, config.head_dim, positions)) for of in set(each)}
+        return [made[of] for of in each]
 
     def reserve(self, rows: int, logit_rows: int) -> None:
         """Memory for passes of so many rows, and of so many that logits are wanted of: memory that a graph was captured
@@ -103,7 +116,7 @@ class LlamaModel:
     def products(self) -> Iterator[tuple[str, Linear]]:
         """Every product of the model, by what its weight is called; q, k and v are one, and gate and up."""
         for i, (qkv, tail) in enumerate(zip(self._qkv, self._tails, strict=True)):
-            yield f"model.layers.{i}.self_attn.qkv_proj", qkv
+            yield from qkv_products(qkv, f"model.layers.{i}.")
             yield from tail.products(f"model.layers.{i}.")
         yield "lm_head", self.lm_head
 
@@ -136,7 +149,7 @@ class LlamaModel:
         rows = check_rows(tokens, plan)
         w = self._work.rows(rows)
         x, qkv, attended = w["x"], w["qkv"], w["attended"]
-        eps, rope = self.config.rms_norm_eps, self._rope
+        eps, scale = self.config.rms_norm_eps, self.config.block.embedding_scale
         features = self._check_features(aux, rows)
         if not rows:
             return self._logits.rows(0)["logits"], features
@@ -144,13 +157,15 @@ class LlamaModel:
         if features is not None:
             x, turns = features.first, features.turns
         self.embedding.lookup(tokens, x)
+        if scale != 1.0:
+            x.mul_(scale)
         last = len(self._tails) - 1
         for i, tail in enumerate(self._tails):
             out = turns.get(i, x)
             if features is not None and i == features.last:
                 out = w["x"]
             self._qkv[i].forward(x, qkv, None, self._input_norms[i], eps)
-            tail.attend(kv, i, plan, qkv, rope, attended)
+            tail.attend(kv, i, plan, qkv, self._ropes[i], attended)
             if i == last and logit_rows is not None:
                 # From here on rows are independent, and only these are read.
                 w = self._tail_work.rows(logit_rows.numel())
@@ -166,7 +181,16 @@ class LlamaModel:
         logits = self._logits.rows(x.shape[0])["logits"]
         if x.shape[0]:
             self.lm_head.forward(x, logits, None, self._norm, eps)
+            self.finish(logits)
         return logits, features
+
+    def finish(self, logits: torch.Tensor) -> None:
+        """From the last product's outputs to logits, in place."""
+        block = self.config.block
+        if block.logits_divisor != 1.0:
+            logits.div_(block.logits_divisor)
+        if block.logits_cap is not None:
+            soft_cap(logits, block.logits_cap, logits)
 
     def _check_features(self, aux: FeatureRows | bool | None, rows: int) -> FeatureRows | None:
         if aux is None or aux is False:
