@@ -26,6 +26,7 @@ from specrs.engine.request import Request, RequestOutput, StreamEvent
 from specrs.engine.runner import Runner
 from specrs.engine.scheduler import Scheduler
 from specrs.models import (
+    LiveModel,
     ModelConfig,
     default_sampling,
     follow_torch,
@@ -51,8 +52,8 @@ class LLM:
 
     Args:
         model: Hugging Face directory (``config.json``, safetensors, ``tokenizer.json``), or ``org/name`` of one in the
-            local hub cache; ``None`` is the small model in the package, with its draft head unless ``draft`` says
-            otherwise.
+            local hub cache; a `LiveModel` is one in memory, as `specrs.hf.from_model` makes it; ``None`` is the small
+            model in the package, with its draft head unless ``draft`` says otherwise.
         draft: directory (or ``org/name``) of an EAGLE-3 head for the model; ``None`` with a model given is plain
             decoding.
         speculative: ``False`` decodes plainly even where a draft head is there.
@@ -76,7 +77,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | Path | None = None,
+        model: str | Path | LiveModel | None = None,
         draft: str | Path | None = None,
         *,
         speculative: bool = True,
@@ -85,10 +86,10 @@ class LLM:
         config = EngineConfig.of(options)
         if model is None:
             model, draft = assets.model_dir(), assets.draft_dir() if draft is None else draft
-        for name, path in (("model", model), ("draft", draft)):
+        for name, path in (("model", None if isinstance(model, LiveModel) else model), ("draft", draft)):
             if path is not None and not isinstance(path, (str, os.PathLike)):
                 raise ConfigError(f"{name} = {path!r}: must be the path of a directory")
-        model = locate(model, "model")
+        model = model if isinstance(model, LiveModel) else locate(model, "model")
         draft = None if draft is None else locate(draft, "draft")
         # What cannot run is refused before weights are read: options and sizes first, then files.
         recurrent = has_recurrent_state(model)
@@ -505,7 +506,9 @@ def _token_ids(prompt: object, where: str) -> list[int]:
     return ids
 
 
-def _load_tokenizer(model: Path) -> Tokenizer | None:
+def _load_tokenizer(model: Path | LiveModel) -> Tokenizer | None:
+    if isinstance(model, LiveModel):
+        return model.tokenizer
     path = model / "tokenizer.json"
     if not path.exists():
         return None

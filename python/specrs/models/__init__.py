@@ -9,6 +9,7 @@ from specrs.models.dense import HostDense, TorchDense, follow_torch
 from specrs.models.eagle3 import Eagle3Head
 from specrs.models.errors import DraftMismatchError, ModelFileError, UnsupportedModelError
 from specrs.models.generation import default_sampling
+from specrs.models.live import LiveModel, ModelSource
 from specrs.models.llama import LlamaModel
 from specrs.models.load import load_draft, load_target
 from specrs.models.loader import Checkpoint
@@ -34,9 +35,11 @@ __all__ = [
     "HostDense",
     "LayerConfig",
     "Linear",
+    "LiveModel",
     "LlamaModel",
     "ModelConfig",
     "ModelFileError",
+    "ModelSource",
     "Ops",
     "Placement",
     "ReadAttention",

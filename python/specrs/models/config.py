@@ -18,7 +18,8 @@ from typing import Any
 
 from specrs.models.errors import DraftMismatchError, UnsupportedModelError
 from specrs.models.families import FAMILIES, LLAMA, Block, Family
-from specrs.models.reading import Reader, read_json
+from specrs.models.live import ModelSource, model_json
+from specrs.models.reading import Reader
 
 _LLAMA = FAMILIES["LlamaForCausalLM"]
 _EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
@@ -136,15 +137,13 @@ class ModelConfig(LayerConfig):
     """Of each layer, its rotary embedding, ``None`` for none; empty where all have `rope`."""
 
     @classmethod
-    def from_directory(cls, directory: str | Path) -> ModelConfig:
+    def from_directory(cls, directory: ModelSource) -> ModelConfig:
         """Reads `config.json` and, where there is one, `generation_config.json`.
 
         Raises ModelFileError (missing or not JSON) and UnsupportedModelError (a value that cannot be honoured).
         """
-        directory = Path(directory)
-        path = directory / "config.json"
-        generation = directory / GENERATION
-        return cls.from_dict(read_json(path), read_json(generation) if generation.is_file() else {}, path)
+        raw, path = model_json(directory, "config.json")
+        return cls.from_dict(raw, model_json(directory, GENERATION, optional=True)[0], path)
 
     @classmethod
     def from_dict(
@@ -236,8 +235,7 @@ class Eagle3Config(LayerConfig):
 
         Raises ModelFileError and UnsupportedModelError.
         """
-        path = Path(directory) / "config.json"
-        return cls.from_dict(read_json(path), path)
+        return cls.from_dict(*model_json(directory, "config.json"))
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], path: Path | None = None) -> Eagle3Config:
@@ -319,9 +317,9 @@ def recurrent_layers(raw: Mapping[str, Any]) -> tuple[str, Any] | None:
     return recurrent_layers(nested) if isinstance(nested, dict) else None
 
 
-def has_recurrent_state(directory: str | Path) -> bool:
+def has_recurrent_state(directory: ModelSource) -> bool:
     """Whether the model of a Hugging Face directory declares recurrent layers. ModelFileError: no readable config."""
-    return recurrent_layers(read_json(Path(directory) / "config.json")) is not None
+    return recurrent_layers(model_json(directory, "config.json")[0]) is not None
 
 
 def _architecture(get: Reader, known: tuple[str, ...]) -> str:

@@ -14,7 +14,6 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ from specrs._specrs import (
 )
 from specrs.backends import Capabilities, NativeCuda
 from specrs.models.config import Eagle3Config, ModelConfig
+from specrs.models.live import ModelSource
 from specrs.models.loader import Checkpoint
 from specrs.models.ops import Embedding, Heads, KvMemory, Linear
 from specrs.models.placement import HOST, Placement
@@ -55,13 +55,13 @@ def unavailable() -> str | None:
     return None
 
 
-def placed(asked: str, model: Path, sizes: ModelConfig, head: Eagle3Config | None = None) -> Placement:
+def placed(asked: str, model: ModelSource, sizes: ModelConfig, head: Eagle3Config | None = None) -> Placement:
     """Where a model computes.
 
     Args:
         asked: ``"cpu"``, ``"cuda"`` or ``"cuda:1"``.
-        model: its directory, whose first weight says in which type a GPU computes: bf16 and f16 checkpoints in their
-            own, f32 ones in bf16.
+        model: its directory, or in memory. Its embedding says in which type a GPU computes: bf16 and f16 checkpoints
+            in their own, f32 ones in bf16.
         sizes: of the model.
         head: sizes of its draft head.
 

@@ -10,7 +10,6 @@ One forward serves every phase, since the plan says where each row's KV goes and
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from specrs.models.config import ModelConfig
 from specrs.models.errors import UnsupportedModelError
 from specrs.models.features import FeatureMemory, FeatureRows
 from specrs.models.layer import LayerKind, LayerTail, Workspace, layer_shapes, norm_weight, qkv_of, qkv_products
+from specrs.models.live import ModelSource
 from specrs.models.loader import Checkpoint
 from specrs.models.ops import KvMemory, Linear, Ops
 from specrs.models.rope import rope_tables
@@ -63,8 +63,9 @@ class LlamaModel:
         self._logits = Workspace(at.for_logits(), logits=config.vocab_size)
 
     @classmethod
-    def load(cls, directory: str | Path, ops: Ops, max_context_len: int | None = None) -> LlamaModel:
-        """Loads a Hugging Face directory. `max_context_len` defaults to the longest the model serves exactly.
+    def load(cls, directory: ModelSource, ops: Ops, max_context_len: int | None = None) -> LlamaModel:
+        """Loads a Hugging Face directory, or takes a model in memory. `max_context_len` defaults to the longest that
+        the model serves exactly.
 
         Raises UnsupportedModelError or ModelFileError, both `ConfigError`s, before any weight is read.
         """
