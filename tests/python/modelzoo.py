@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from specrs.models.config import Eagle3Config, ModelConfig
+from specrs.models.config import Eagle1Config, Eagle3Config, ModelConfig
 from specrs.models.families import FAMILIES
 from specrs.models.layer import LayerKind, layer_shapes
 from specrs.models.llama import LlamaModel
@@ -140,6 +140,50 @@ def write_eagle3(
         weights["d2t"] = ids - torch.arange(draft_vocab_size)
         weights["t2d"] = torch.zeros(base.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
     write_weights(directory, weights)
+    return directory
+
+
+def write_eagle1(
+    directory: str | Path,
+    target: str | Path,
+    *,
+    seed: int = 1,
+    bias: bool = True,
+    own_embedding: bool = True,
+    qkv_bias: bool = False,
+    dtype: torch.dtype = torch.float32,
+    **overrides: Any,
+) -> Path:
+    """Writes an EAGLE-1 (or EAGLE-2) head with random weights for the target in a directory, as published: the
+    configuration of a model of one layer, `fc`, and a layer without a norm on its input."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    base = ModelConfig.from_directory(target)
+    raw: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": base.hidden_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 96,
+        "vocab_size": base.vocab_size,
+        "max_position_embeddings": base.max_position_embeddings,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "bias": bias,
+        **overrides,
+    }
+    write_json(directory / "config.json", raw)
+    config, h = Eagle1Config.from_dict(raw), base.hidden_size
+    shapes = {"fc.weight": (h, 2 * h), **layer_shapes(config, LayerKind(qkv_bias=qkv_bias), "layers.0.", h)}
+    if bias:
+        shapes["fc.bias"] = (h,)
+    if own_embedding:
+        shapes["embed_tokens.weight"] = (config.vocab_size, h)
+    write_weights(directory, random_weights(shapes, seed, dtype))
     return directory
 
 

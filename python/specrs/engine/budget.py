@@ -17,7 +17,7 @@ from specrs._specrs import ConfigError, DeviceMemoryError, Geometry
 from specrs.engine.ahead import drafted_levels
 from specrs.engine.config import EngineConfig
 from specrs.engine.lanes import buckets
-from specrs.models.config import Eagle3Config, LayerConfig, ModelConfig
+from specrs.models.config import HeadConfig, LayerConfig, ModelConfig
 from specrs.models.llama import ROPE_SLACK, LlamaModel
 from specrs.models.placement import Placement
 
@@ -58,7 +58,7 @@ class Head:
         shapes: of its tensors.
     """
 
-    config: Eagle3Config
+    config: HeadConfig
     shapes: Shapes
 
 

@@ -3,7 +3,7 @@ torch."""
 
 from specrs.models.attention import HostAttention, ReadAttention, TorchAttention
 from specrs.models.cache import check_memory, new_cache
-from specrs.models.config import Eagle3Config, LayerConfig, ModelConfig, RopeConfig, has_recurrent_state
+from specrs.models.config import Eagle3Config, LayerConfig, ModelConfig, has_recurrent_state
 from specrs.models.cuda import CudaAttention, CudaDense, placed
 from specrs.models.dense import HostDense, TorchDense, follow_torch
 from specrs.models.eagle3 import Eagle3Head
@@ -18,6 +18,7 @@ from specrs.models.numerics import numerics
 from specrs.models.ops import Attention, Dense, Embedding, Heads, Linear, Ops
 from specrs.models.pairs import cuda_ops, ops_for, torch_ops
 from specrs.models.placement import HOST, Placement
+from specrs.models.rope_config import RopeConfig
 
 __all__ = [
     "HOST",

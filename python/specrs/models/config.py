@@ -10,7 +10,6 @@ EAGLE-3 head and says whether it fits a target.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +19,13 @@ from specrs.models.errors import DraftMismatchError, UnsupportedModelError
 from specrs.models.families import FAMILIES, LLAMA, Block, Family
 from specrs.models.live import ModelSource, model_json
 from specrs.models.reading import Reader
+from specrs.models.rope_config import KINDS, RopeConfig, layer_kinds, layer_ropes, read_rope
 
 _LLAMA = FAMILIES["LlamaForCausalLM"]
+# Published heads of the first two versions call themselves what their layer is; the file tells them from a model.
+_EAGLE1_ARCHITECTURES = (
+    "LlamaForCausalLMEagle", "EagleLlamaForCausalLM", "Qwen2ForCausalLMEagle", "LlamaForCausalLM", "Qwen2ForCausalLM",
+)  # fmt: skip
 _EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
 
 # How published models declare layers with a state that is overwritten token by token: by their own keys, by their name,
@@ -44,7 +48,6 @@ _LAYER_LISTS = ("layer_types", "layers_block_type", "block_types")
 _RECURRENT_LAYERS = ("mamba", "linear", "recurrent", "ssm", "rwkv", "conv", "lstm", "deltanet", "retention")
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
 
-_KINDS = ("full_attention", "sliding_attention")  # of layers
 GENERATION = "generation_config.json"
 
 # As of the core.
@@ -56,31 +59,6 @@ _FIXED = {
     "add_cross_attention": False,
     "is_encoder_decoder": False,
 }
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary embedding: its base and how its frequencies are scaled. `specrs.models.rope` computes the tables."""
-
-    kind: str
-    """One of default, linear, dynamic, llama3, yarn, longrope."""
-    theta: float
-    factor: float = 1.0
-    original_max_position: int = 0
-    """Context length before scaling, in tokens; 0 for kinds that do not use it."""
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    attention_factor: float | None = None
-    """Factor on cos and sin (yarn); None: derived from `factor`, `mscale` and `mscale_all_dim`."""
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-    share: float = 1.0
-    """Of a head's elements, those that are rotated: the first ones."""
-    short_factors: tuple[float, ...] = ()
-    """Of longrope: what each period is multiplied by, within `original_max_position` tokens."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +136,8 @@ class ModelConfig(LayerConfig):
         vocab_size = get.integer("vocab_size")
         layer = _layer(get, family)
         window = _sliding_window(get, family, num_layers)  # checks the kinds of layers, too
-        layer_ropes = _layer_ropes(get, family, layer, num_layers)
+        max_position = layer.max_position_embeddings
+        ropes = layer_ropes(get, family, layer.rope, num_layers, max_position, layer.head_dim)
         eos = {*_token_ids(get, "eos_token_id", vocab_size)}
         beside = None if path is None else path.with_name(GENERATION)
         eos.update(_token_ids(Reader(generation or {}, beside), "eos_token_id", vocab_size))
@@ -177,7 +156,7 @@ class ModelConfig(LayerConfig):
             bos_token_id=bos[0] if bos else None,
             eos_token_ids=tuple(sorted(eos)),
             block=family.block(get, layer.hidden_size),
-            layer_ropes=layer_ropes,
+            layer_ropes=ropes,
         )
 
     def rope_of(self, layer: int) -> RopeConfig | None:
@@ -294,6 +273,60 @@ class Eagle3Config(LayerConfig):
                 )
 
 
+@dataclass(frozen=True)
+class Eagle1Config(LayerConfig):
+    """An EAGLE-1 (https://arxiv.org/abs/2401.15077) or EAGLE-2 (https://arxiv.org/abs/2406.16858) head, which differ in
+    the trees that are drafted with them: one decoder layer over the embedding and the target's last hidden state."""
+
+    vocab_size: int
+    """Of the target, and of the head's logits."""
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any], path: Path | None = None) -> Eagle1Config:
+        """From the parsed `config.json` of a head, which is that of a model of one layer; `path` is only named in
+        errors. Raises UnsupportedModelError."""
+        get = Reader(raw, path)
+        _architecture(get, _EAGLE1_ARCHITECTURES)
+        if (layers := get.integer("num_hidden_layers", 1, maximum=4096)) != 1:
+            get.refuse("num_hidden_layers", layers, "only heads of one layer are implemented")
+        return cls(**vars(_layer(get)), vocab_size=get.integer("vocab_size"))
+
+    @staticmethod
+    def describes(raw: Mapping[str, Any], has_fc: bool) -> bool:
+        """Whether a `config.json`, beside a file with or without `fc.weight`, is that of such a head."""
+        names = raw.get("architectures")
+        name = names[0] if isinstance(names, list) and len(names) == 1 else None
+        return name in _EAGLE1_ARCHITECTURES and (has_fc or name not in FAMILIES)
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Columns of the head's logits."""
+        return self.vocab_size
+
+    @property
+    def aux_size(self) -> int:
+        """Columns of a row of features."""
+        return self.hidden_size
+
+    def aux_layers_for(self, target: ModelConfig) -> tuple[int, ...]:
+        """The features' layer: none of the target's, but what its last norm gives.
+
+        In the code that the paper publishes (SafeAILab/EAGLE: `ea_model.py`, `ge_data/`) a feature is the model's
+        `last_hidden_state`, behind the norm, and the target's `lm_head` is applied to what the head predicts as it is.
+        """
+        return (target.num_layers,)
+
+    def check_target(self, target: ModelConfig) -> None:
+        """Raises DraftMismatchError where the head cannot have been made for this target."""
+        for what in ("hidden_size", "vocab_size"):
+            if (got := getattr(self, what)) != (want := getattr(target, what)):
+                raise DraftMismatchError(what, got, f"{what} {want}")
+
+
+HeadConfig = Eagle1Config | Eagle3Config
+"""Of a draft head of any kind."""
+
+
 def recurrent_layers(raw: Mapping[str, Any]) -> tuple[str, Any] | None:
     """The key of a ``config.json`` that declares recurrent (Mamba-like) layers, with its value; ``None`` where all that
     is declared is attention. Of a multimodal model, its language part is looked at too."""
@@ -375,152 +408,15 @@ def _layer(get: Reader, family: Family = _LLAMA) -> LayerConfig:
         head_dim=head_dim,
         intermediate_size=get.integer("intermediate_size"),
         rms_norm_eps=get.number("rms_norm_eps", 1e-6, maximum=1.0),
-        rope=_rope(get, family, max_position, head_dim),
+        rope=read_rope(get, family, max_position, head_dim),
         max_position_embeddings=max_position,
     )
-
-
-def _rope(get: Reader, family: Family, max_position: int, head_dim: int) -> RopeConfig:
-    """Both spellings: `rope_scaling` beside `rope_theta`, and transformers 5's `rope_parameters` with all in one. Of a
-    family with an embedding for each kind of layer, that of layers without a window."""
-    if family.ropes == "typed":
-        return _rope_from(get, family, *_rope_of_kind(get, "full_attention"), max_position, head_dim)
-    key, rope = _rope_object(get)
-    if rope and all(isinstance(value, dict) for value in rope.values()):  # one entry per kind of attention layer
-        if len(rope) != 1:
-            get.refuse(key, sorted(rope), "one rotary embedding for all layers is implemented")
-        (rope,) = rope.values()
-    return _rope_from(get, family, key, rope, max_position, head_dim)
-
-
-def _rope_object(get: Reader) -> tuple[str, dict[str, Any]]:
-    """The key of what is said about rotary embeddings, and its object."""
-    key = "rope_parameters" if get.raw.get("rope_parameters") is not None else "rope_scaling"
-    rope = get.raw.get(key) or {}
-    if not isinstance(rope, dict):
-        get.refuse(key, rope, "must be an object")
-    return key, rope
-
-
-def _rope_of_kind(get: Reader, kind: str) -> tuple[str, dict[str, Any]]:
-    """The same of one kind of attention layer; a spelling without kinds speaks of those without a window."""
-    key, rope = _rope_object(get)
-    kinds = {name: value or {} for name, value in rope.items() if name in _KINDS}
-    found = kinds.get(kind, {}) if kinds or kind == "sliding_attention" else rope
-    if not isinstance(found, dict):
-        get.refuse(f"{key}.{kind}", found, "must be an object")
-    return key, found
-
-
-def _layer_ropes(get: Reader, family: Family, layer: LayerConfig, num_layers: int) -> tuple[RopeConfig | None, ...]:
-    """Each layer's rotary embedding; empty where all have the same."""
-    if family.ropes == "some":
-        every = get.integer("no_rope_layer_interval", 4, maximum=4096)
-        flags = get.raw.get("no_rope_layers")
-        if flags is None:
-            flags = [int((i + 1) % every != 0) for i in range(num_layers)]
-        # A list may be longer than the model.
-        if not isinstance(flags, list) or len(flags) < num_layers or any(flag not in (0, 1) for flag in flags):
-            get.refuse("no_rope_layers", flags, f"must be a list of 0 (none) and 1, for each of {num_layers} layers")
-        return () if all(flags[:num_layers]) else tuple(layer.rope if flag else None for flag in flags[:num_layers])
-    if family.ropes == "typed":
-        key, own = _rope_of_kind(get, "sliding_attention")
-        theta = Reader(own, get.path).number("rope_theta", get.number("rope_local_base_freq"))
-        plain = Reader({**get.raw, "rope_theta": theta}, get.path)
-        local = _rope_from(plain, family, key, own, layer.max_position_embeddings, layer.head_dim)
-        kinds = _layer_kinds(get, family, num_layers)
-        return tuple(local if kind == "sliding_attention" else layer.rope for kind in kinds)
-    return ()
-
-
-def _rope_from(
-    get: Reader, family: Family, key: str, rope: dict[str, Any], max_position: int, head_dim: int
-) -> RopeConfig:
-    read = Reader(rope, get.path)
-    theta = read.number("rope_theta", get.number("rope_theta", 10000.0))
-    share = 1.0
-    for place in (get, read):  # the latter has priority
-        share = place.number("partial_rotary_factor", share)
-        if share != 1.0 and not family.partial_rotary:
-            get.refuse("partial_rotary_factor", share, "only 1.0 is implemented")
-    rotary = int(head_dim * share)
-    if share > 1.0 or rotary % 2 or not rotary:
-        why = f"must leave an even number of a head's {head_dim} elements, at least 2"
-        get.refuse("partial_rotary_factor", share, why)
-    if family.longrope:
-        return _longrope(get, key, read, theta, share, rotary, max_position)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        if rope.get("mrope_section"):
-            get.refuse(f"{key}.mrope_section", rope["mrope_section"], "multimodal positions are not implemented")
-        return RopeConfig("default", theta)
-    if kind not in ("linear", "dynamic", "llama3", "yarn"):
-        get.refuse(f"{key}.rope_type", kind, "implemented: default, linear, dynamic, llama3, yarn")
-    if kind in ("linear", "dynamic"):
-        return RopeConfig(kind, theta, read.number("factor"))
-    # A value beside the rope object has priority, as in transformers.
-    original = get.integer(
-        "original_max_position_embeddings", read.integer("original_max_position_embeddings", max_position)
-    )
-    if kind == "llama3":
-        low, high = read.number("low_freq_factor"), read.number("high_freq_factor")
-        if high <= low:
-            get.refuse(f"{key}.high_freq_factor", high, f"must be above low_freq_factor = {low}")
-        return RopeConfig(kind, theta, read.number("factor"), original, low, high)
-    if theta <= 1.0:
-        get.refuse("rope_theta", theta, "yarn needs a base above 1")
-    return RopeConfig(
-        kind,
-        theta,
-        read.number("factor", max_position / original),
-        original,
-        attention_factor=None if rope.get("attention_factor") is None else read.number("attention_factor"),
-        beta_fast=read.number("beta_fast", 32.0),
-        beta_slow=read.number("beta_slow", 1.0),
-        mscale=rope.get("mscale") and read.number("mscale"),
-        mscale_all_dim=rope.get("mscale_all_dim") and read.number("mscale_all_dim"),
-        truncate=read.boolean("truncate", True),
-    )
-
-
-def _longrope(
-    get: Reader, key: str, read: Reader, theta: float, share: float, rotary: int, max_position: int
-) -> RopeConfig:
-    """LongRoPE (https://arxiv.org/abs/2402.13753) within the context before scaling, where its frequencies stay."""
-    kind = read.raw.get("rope_type", read.raw.get("type", "default"))
-    if kind == "default":
-        return RopeConfig("default", theta, share=share)
-    if kind not in ("longrope", "su", "yarn"):  # earlier names of the same
-        get.refuse(f"{key}.rope_type", kind, "implemented: default, longrope")
-    original = get.integer("original_max_position_embeddings", max_position)  # beside the rope object, as above
-    factor = read.number("factor", max_position / original)
-    scale = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(max(original, 2)))
-    return RopeConfig(
-        "longrope",
-        theta,
-        factor,
-        original,
-        attention_factor=read.number("attention_factor", scale),
-        share=share,
-        short_factors=read.numbers("short_factor", rotary // 2),
-    )
-
-
-def _layer_kinds(get: Reader, family: Family, num_layers: int) -> list[str]:
-    """The kind of attention of each layer, of a family whose configuration names kinds or has a pattern of them."""
-    kinds = get.raw.get("layer_types")
-    if kinds is None:
-        every = get.integer("sliding_window_pattern", family.pattern, maximum=4096)
-        return ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(num_layers)]
-    if len(kinds) != num_layers:
-        get.refuse("layer_types", kinds, f"must name the kind of each of {num_layers} layers")
-    return list(kinds)
 
 
 def _sliding_window(get: Reader, family: Family, num_layers: int) -> int | None:
     """The window where at least one layer uses it. Qwen models name one that they switch off."""
     kinds = get.raw.get("layer_types")
-    if kinds is not None and (not isinstance(kinds, list) or any(kind not in _KINDS for kind in kinds)):
+    if kinds is not None and (not isinstance(kinds, list) or any(kind not in KINDS for kind in kinds)):
         get.refuse("layer_types", kinds, "only full_attention and sliding_attention are implemented")
     if get.raw.get("sliding_window") is None or family.window == "none":
         return None
@@ -528,7 +424,7 @@ def _sliding_window(get: Reader, family: Family, num_layers: int) -> int | None:
     if family.window == "all":
         return window
     if family.window == "typed":
-        return window if "sliding_attention" in _layer_kinds(get, family, num_layers) else None
+        return window if "sliding_attention" in layer_kinds(get, family, num_layers) else None
     if not get.boolean("use_sliding_window", False):
         return None
     if kinds is not None:

@@ -30,7 +30,7 @@ from specrs._specrs import (
     cuda_unavailable_reason,
 )
 from specrs.backends import Capabilities, NativeCuda
-from specrs.models.config import Eagle3Config, ModelConfig
+from specrs.models.config import Eagle1Config, Eagle3Config, HeadConfig, ModelConfig
 from specrs.models.live import ModelSource
 from specrs.models.loader import Checkpoint
 from specrs.models.ops import Embedding, Heads, KvMemory, Linear
@@ -55,7 +55,7 @@ def unavailable() -> str | None:
     return None
 
 
-def placed(asked: str, model: ModelSource, sizes: ModelConfig, head: Eagle3Config | None = None) -> Placement:
+def placed(asked: str, model: ModelSource, sizes: ModelConfig, head: HeadConfig | None = None) -> Placement:
     """Where a model computes.
 
     Args:
@@ -87,8 +87,10 @@ def placed(asked: str, model: ModelSource, sizes: ModelConfig, head: Eagle3Confi
     return Placement(cuda, half, half, torch.float32)
 
 
-def why_not(sizes: ModelConfig | Eagle3Config) -> str | None:
+def why_not(sizes: ModelConfig | HeadConfig) -> str | None:
     """Why a GPU does not run a model, or a head; ``None`` where it does."""
+    if isinstance(sizes, Eagle1Config):
+        return "an EAGLE-1 or EAGLE-2 head: rounds of a GPU keep features of layers, not the last hidden state"
     if isinstance(sizes, ModelConfig) and (why := _not_fused(sizes)) is not None:
         return why
     if sizes.head_dim not in HEAD_DIMS:

@@ -123,10 +123,12 @@ class LlamaModel:
 
     def set_aux_layers(self, layers: Sequence[int]) -> None:
         """Chooses the features of `forward(aux=...)`: the residual stream *entering* each of these decoder layers (so
-        layer i's feature is the output of layer i - 1, and 0 is the embedding), in this order."""
+        layer i's feature is the output of layer i - 1, and 0 is the embedding), in this order. The number of layers,
+        alone, is the last hidden state: what the last norm gives."""
+        n = self.config.num_layers
         for layer in layers:
-            if not 0 <= layer < self.config.num_layers:
-                why = f"must be in 0..{self.config.num_layers}, the layers whose input can be captured"
+            if not 0 <= layer < n and tuple(layers) != (n,):
+                why = f"must be in 0..{n}, the layers whose input can be captured; {n} alone is the last hidden state"
                 raise UnsupportedModelError("aux layer", layer, why)
         self.aux_layers = tuple(layers)
         h, at = self.config.hidden_size, self.ops.placement
@@ -155,19 +157,20 @@ class LlamaModel:
         if not rows:
             return self._logits.rows(0)["logits"], features
         turns: Mapping[int, torch.Tensor] = {}
-        if features is not None:
+        last = len(self._tails) - 1
+        final = features is not None and features.last > last
+        if features is not None and not final:
             x, turns = features.first, features.turns
         self.embedding.lookup(tokens, x)
         if scale != 1.0:
             x.mul_(scale)
-        last = len(self._tails) - 1
         for i, tail in enumerate(self._tails):
             out = turns.get(i, x)
             if features is not None and i == features.last:
                 out = w["x"]
             self._qkv[i].forward(x, qkv, None, self._input_norms[i], eps)
             tail.attend(kv, i, plan, qkv, self._ropes[i], attended)
-            if i == last and logit_rows is not None:
+            if i == last and logit_rows is not None and not final:
                 # From here on rows are independent, and only these are read.
                 w = self._tail_work.rows(logit_rows.numel())
                 self._dense.gather(x, logit_rows, w["x"])
@@ -177,7 +180,12 @@ class LlamaModel:
             if x.shape[0]:
                 tail.mix(x, attended, w, out)
             x = out
-        if features is not None:
+        if features is not None and final:
+            self._dense.rms_norm(x, self._norm, eps, features.layers[0])
+            if logit_rows is not None:
+                x = self._tail_work.rows(logit_rows.numel())["x"]
+                self._dense.gather(w["x"], logit_rows, x)
+        elif features is not None:
             features.repeat()
         logits = self._logits.rows(x.shape[0])["logits"]
         if x.shape[0]:

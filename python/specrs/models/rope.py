@@ -9,7 +9,7 @@ import math
 import torch
 
 from specrs._specrs import ConfigError
-from specrs.models.config import RopeConfig
+from specrs.models.rope_config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
