@@ -158,11 +158,13 @@ _warn_of_reverts()
 
 
 def __getattr__(name: str) -> Any:
+    import importlib
+
+    if name == "hf":  # a module itself, which needs torch
+        return importlib.import_module("specrs.hf")
     module = _LAZY.get(name)
     if module is None:
         raise AttributeError(f"module 'specrs' has no attribute {name!r}")
-    import importlib
-
     value = getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value

@@ -47,9 +47,10 @@ def loading(total: int, progress: bool | None) -> Iterator[None]:
             _read.reset(token)
 
 
-def weight_bytes(*directories: Path | None) -> int:
-    """Of the files in which their weights are."""
-    return sum(file.stat().st_size for d in directories if d is not None for file in d.glob("model*.safetensors"))
+def weight_bytes(*models: object) -> int:
+    """Of the files in which their weights are; 0 for what is no directory."""
+    directories = [m for m in models if isinstance(m, Path)]
+    return sum(file.stat().st_size for d in directories for file in d.glob("model*.safetensors"))
 
 
 def read(count: int) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from specrs.models.config import Eagle3Config, ModelConfig
+from specrs.models.config import Eagle1Config, Eagle3Config, ModelConfig
+from specrs.models.families import FAMILIES
 from specrs.models.layer import LayerKind, layer_shapes
 from specrs.models.llama import LlamaModel
 
@@ -29,19 +30,11 @@ class Pair:
     draft: Path
 
 
-MODEL_TYPES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
-
-
 def target_config(architecture: str = "LlamaForCausalLM", **overrides: Any) -> dict[str, Any]:
     """config.json of a small target: GQA with 2 kv heads, 4 layers, 300 tokens."""
     config: dict[str, Any] = {
         "architectures": [architecture],
-        "model_type": MODEL_TYPES[architecture],
+        "model_type": FAMILIES[architecture].model_type,
         "hidden_size": 64,
         "num_hidden_layers": 4,
         "num_attention_heads": 4,
@@ -52,15 +45,22 @@ def target_config(architecture: str = "LlamaForCausalLM", **overrides: Any) -> d
         "max_position_embeddings": 512,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
-        "hidden_act": "silu",
+        "hidden_act": FAMILIES[architecture].acts[-1 if architecture.startswith("Gemma") else 0],
         "tie_word_embeddings": False,
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
+    if FAMILIES[architecture].act_key != "hidden_act":
+        config[FAMILIES[architecture].act_key] = config.pop("hidden_act")
+    if architecture.startswith(("Phi3", "SmolLM3")):  # whose own default is beyond this vocabulary
+        config["pad_token_id"] = 0
     if architecture == "MistralForCausalLM":
         config["sliding_window"] = None
+    if FAMILIES[architecture].caps:
+        config["attn_logit_softcapping"] = None
     config.update(overrides)
-    return {key: value for key, value in config.items() if value is not None or key == "sliding_window"}
+    null = ("sliding_window", "attn_logit_softcapping")
+    return {key: value for key, value in config.items() if value is not None or key in null}
 
 
 def write_target(
@@ -79,7 +79,10 @@ def write_target(
     raw = target_config(architecture, **overrides)
     config = ModelConfig.from_dict(raw)
     write_json(directory / "config.json", raw)
-    write_weights(directory, random_weights(LlamaModel.shapes(config), seed, dtype), shards)
+    weights = random_weights(LlamaModel.shapes(config), seed, dtype)
+    if offset := config.block.norm_offset:  # what is added to them brings norms near 1
+        weights |= {name: weight - offset for name, weight in weights.items() if name.endswith("norm.weight")}
+    write_weights(directory, weights, shards)
     if tokenizer:
         write_tokenizer(directory)
     return directory
@@ -137,6 +140,50 @@ def write_eagle3(
         weights["d2t"] = ids - torch.arange(draft_vocab_size)
         weights["t2d"] = torch.zeros(base.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
     write_weights(directory, weights)
+    return directory
+
+
+def write_eagle1(
+    directory: str | Path,
+    target: str | Path,
+    *,
+    seed: int = 1,
+    bias: bool = True,
+    own_embedding: bool = True,
+    qkv_bias: bool = False,
+    dtype: torch.dtype = torch.float32,
+    **overrides: Any,
+) -> Path:
+    """Writes an EAGLE-1 (or EAGLE-2) head with random weights for the target in a directory, as published: the
+    configuration of a model of one layer, `fc`, and a layer without a norm on its input."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    base = ModelConfig.from_directory(target)
+    raw: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": base.hidden_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 96,
+        "vocab_size": base.vocab_size,
+        "max_position_embeddings": base.max_position_embeddings,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "bias": bias,
+        **overrides,
+    }
+    write_json(directory / "config.json", raw)
+    config, h = Eagle1Config.from_dict(raw), base.hidden_size
+    shapes = {"fc.weight": (h, 2 * h), **layer_shapes(config, LayerKind(qkv_bias=qkv_bias), "layers.0.", h)}
+    if bias:
+        shapes["fc.bias"] = (h,)
+    if own_embedding:
+        shapes["embed_tokens.weight"] = (config.vocab_size, h)
+    write_weights(directory, random_weights(shapes, seed, dtype))
     return directory
 
 

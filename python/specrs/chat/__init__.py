@@ -16,9 +16,10 @@ from __future__ import annotations
 from specrs.chat.apart import apart
 from specrs.chat.errors import ChatLimitError, ChatTemplateError, RenderLimits
 from specrs.chat.messages import conversations
-from specrs.chat.templates import ChatTemplates, Messages
+from specrs.chat.templates import TOKENIZER_CONFIG, ChatTemplates, Messages
 
 __all__ = [
+    "TOKENIZER_CONFIG",
     "ChatLimitError",
     "ChatTemplateError",
     "ChatTemplates",

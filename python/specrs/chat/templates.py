@@ -15,6 +15,7 @@ from specrs.chat.messages import OpenEnd, conversation, plain_value, schema
 Messages = Sequence[Mapping[str, Any]]
 """A conversation, oldest message first: mappings with ``role``, ``content`` and whatever else the template reads."""
 
+TOKENIZER_CONFIG = "tokenizer_config.json"
 _OWN = ("messages", "tools", "add_generation_prompt", "chat_template", "continue_final_message")  # not for kwargs
 _LOAD = "give one as chat_template=, or put chat_template.jinja into the model directory"
 
@@ -44,10 +45,29 @@ class ChatTemplates:
             ChatTemplateError: a file that cannot be read, or that holds something else.
         """
         directory = Path(directory)
-        config = _json(directory / "tokenizer_config.json")
+        config = _json(directory / TOKENIZER_CONFIG)
         found = {p.stem: _text(p) for p in sorted(directory.glob("additional_chat_templates/*.jinja"))}
         if (path := directory / "chat_template.jinja").is_file():
             found["default"] = _text(path)
+        # Files of before transformers 4.34 keep the tokens in a file of their own.
+        former = {} if "added_tokens_decoder" in config else _json(directory / "special_tokens_map.json")
+        return cls.of_config(directory, {**config, **former}, found)
+
+    @classmethod
+    def of_config(
+        cls, directory: Path, config: Mapping[str, Any], found: Mapping[str, str] | None = None
+    ) -> ChatTemplates:
+        """Of what ``tokenizer_config.json`` holds.
+
+        Args:
+            directory: for errors.
+            config: of the tokenizer.
+            found: templates by name that come before its own.
+
+        Raises:
+            ChatTemplateError: a template that is none.
+        """
+        found = dict(found or {})
         if not found and (listed := config.get("chat_template")) is not None:
             named = [{"name": "default", "template": listed}] if isinstance(listed, str) else listed
             try:
@@ -55,11 +75,9 @@ class ChatTemplates:
             except (TypeError, KeyError):
                 found = {"": None}  # type: ignore[dict-item]
             if not all(isinstance(part, str) for pair in found.items() for part in pair):
-                path = directory / "tokenizer_config.json"
+                path = directory / TOKENIZER_CONFIG
                 raise ChatTemplateError(f"{path}: chat_template: must be a text, or a list of name and template")
-        # Files of before transformers 4.34 keep the tokens in a file of their own.
-        former = {} if "added_tokens_decoder" in config else _json(directory / "special_tokens_map.json")
-        return cls(directory, found, dict(_tokens({**config, **former})))
+        return cls(directory, found, dict(_tokens(config)))
 
     def source(self, chosen: str | None = None, tools: bool = False) -> str:
         """A template's source.

@@ -22,7 +22,7 @@ from specrs.cli.certify import human
 
 if TYPE_CHECKING:
     from specrs.engine.config import EngineConfig
-    from specrs.models import Eagle3Config, ModelConfig
+    from specrs.models import HeadConfig, ModelConfig
 
 _T = TypeVar("_T")
 
@@ -227,11 +227,11 @@ def _model(report: Report, given: str | Path, config: EngineConfig) -> tuple[Pat
     return path, sizes
 
 
-def _head(report: Report, given: str | Path, sizes: ModelConfig) -> tuple[Path, Eagle3Config] | None:
+def _head(report: Report, given: str | Path, sizes: ModelConfig) -> tuple[Path, HeadConfig] | None:
     from specrs.models import Eagle3Head, locate
 
     section = "draft head"
-    remedy = "give the directory of an EAGLE-3 head"
+    remedy = "give the directory of an EAGLE head"
     path = report.check(section, "directory", lambda: locate(given, "draft", download=False), remedy)
     if path is None:
         return None
@@ -252,13 +252,14 @@ def _head(report: Report, given: str | Path, sizes: ModelConfig) -> tuple[Path, 
 
 
 def _configuration(
-    report: Report, config: EngineConfig, model: Path, sizes: ModelConfig, head: tuple[Path, Eagle3Config] | None
+    report: Report, config: EngineConfig, model: Path, sizes: ModelConfig, head: tuple[Path, HeadConfig] | None
 ) -> None:
     from specrs.engine.placing import Wanted
     from specrs.models import cache_bytes, has_recurrent_state
 
     section = "configuration"
     recurrent = has_recurrent_state(model)
+    config = config.drafting(head is not None)
     remedy = "change the option that is named; the message says what works"
     wanted = Wanted(config, model, sizes, None if head is None else head[0], recurrent)
     site = report.check(section, "runs", wanted.site, remedy)

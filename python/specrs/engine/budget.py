@@ -17,7 +17,7 @@ from specrs._specrs import ConfigError, DeviceMemoryError, Geometry
 from specrs.engine.ahead import drafted_levels, tiers
 from specrs.engine.config import EngineConfig
 from specrs.engine.lanes import buckets
-from specrs.models.config import Eagle3Config, LayerConfig, ModelConfig
+from specrs.models.config import HeadConfig, LayerConfig, ModelConfig
 from specrs.models.llama import ROPE_SLACK, LlamaModel
 from specrs.models.placement import Placement
 
@@ -59,7 +59,7 @@ class Head:
         shapes: of its tensors.
     """
 
-    config: Eagle3Config
+    config: HeadConfig
     shapes: Shapes
 
 
@@ -123,7 +123,9 @@ class Engine:
             yield "weights of the draft head", _bytes(head.shapes, half) + again * half
             tensors += len(head.shapes) + 4
         positions = c.max_context_len + ROPE_SLACK
-        yield "rotary tables", sum(2 * positions * (layer.head_dim // 2) * 4 for layer, _ in self.layers)
+        turning = sum(2 * positions * (layer.head_dim // 2) * 4 for layer, _ in self.layers)
+        still = 2 * positions * 2 * 4 if None in self.target.layer_ropes else 0
+        yield "rotary tables", turning + still
 
         t = self.target
         units = [(4 * t.hidden_size + t.qkv_size + 2 * t.q_size + 2 * t.intermediate_size) * rows]

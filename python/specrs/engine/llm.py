@@ -31,6 +31,7 @@ from specrs.engine.scheduler import Scheduler
 from specrs.engine.stats import EngineStats
 from specrs.engine.token_bytes import TokenTable
 from specrs.models import (
+    LiveModel,
     ModelConfig,
     default_sampling,
     follow_torch,
@@ -51,9 +52,9 @@ class LLM(Conversing):
 
     Args:
         model: Hugging Face directory (``config.json``, safetensors, ``tokenizer.json``), or ``org/name``, of the local
-            hub cache or downloaded into it; ``None`` is the small model in the package, with its draft head unless
-            ``draft`` says otherwise.
-        draft: directory (or ``org/name``) of an EAGLE-3 head for the model; ``None`` with a model given: drafts come
+            hub cache or downloaded into it; a `LiveModel` is one in memory, as `specrs.hf.from_model` makes it;
+            ``None`` is the small model in the package, with its draft head unless ``draft`` says otherwise.
+        draft: directory (or ``org/name``) of an EAGLE head for the model; ``None`` with a model given: drafts come
             from the text itself (``drafters``).
         speculative: ``False`` decodes plainly, whatever there is to draft from.
         progress: bars on stderr while files are downloaded and weights are loaded; ``None``: on a terminal alone.
@@ -77,7 +78,7 @@ class LLM(Conversing):
 
     def __init__(
         self,
-        model: str | Path | None = None,
+        model: str | Path | LiveModel | None = None,
         draft: str | Path | None = None,
         *,
         speculative: bool = True,
@@ -88,10 +89,10 @@ class LLM(Conversing):
         bars.wanted(progress)
         if model is None:
             model, draft = assets.model_dir(), assets.draft_dir() if draft is None else draft
-        for name, path in (("model", model), ("draft", draft)):
+        for name, path in (("model", None if isinstance(model, LiveModel) else model), ("draft", draft)):
             if path is not None and not isinstance(path, (str, os.PathLike)):
                 raise ConfigError(f"{name} = {path!r}: must be the path of a directory")
-        model = locate(model, "model", progress=progress)
+        model = model if isinstance(model, LiveModel) else locate(model, "model", progress=progress)
         draft = None if draft is None else locate(draft, "draft", progress=progress)
         config = config.drafting(draft is not None) if speculative else replace(config, drafters=())
         if not config.drafts_by_head:

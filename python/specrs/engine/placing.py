@@ -21,6 +21,7 @@ from specrs.engine.budget import Budget, Engine, Head, free_bytes, planned
 from specrs.engine.config import EngineConfig
 from specrs.models import (
     Eagle3Head,
+    LiveModel,
     ModelConfig,
     Ops,
     Placement,
@@ -68,13 +69,13 @@ class Wanted:
 
     Attributes:
         config: its options.
-        model, sizes: the target's directory and configuration.
+        model, sizes: the target's directory, or the model in memory, and its configuration.
         draft: the head's directory; ``None`` for plain decoding.
         recurrent: whether there would be drafts for a target that declares recurrent layers.
     """
 
     config: EngineConfig
-    model: Path
+    model: Path | LiveModel
     sizes: ModelConfig
     draft: Path | None
     recurrent: bool

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specrs._specrs import ConfigError
-from specrs.chat import ChatTemplates, Messages, conversations
+from specrs.chat import TOKENIZER_CONFIG, ChatTemplates, Messages, conversations
 from specrs.engine.request import TokenizedPrompt
+from specrs.models import LiveModel
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -85,15 +86,19 @@ Encode = Callable[[str, str], list[int]]
 class Chats:
     """Conversations with one model. Any thread may call it at any time."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, model: Path | LiveModel) -> None:
+        self._model = model
         self._templates: ChatTemplates | None = None
 
     @property
     def templates(self) -> ChatTemplates:
         """The model's templates, read once they are asked for."""
         if self._templates is None:
-            self._templates = ChatTemplates.of(self._directory)
+            model = self._model
+            if isinstance(model, LiveModel):
+                self._templates = ChatTemplates.of_config(Path(model.name), model.files.get(TOKENIZER_CONFIG, {}))
+            else:
+                self._templates = ChatTemplates.of(model)
         return self._templates
 
     def prompt(
@@ -110,8 +115,8 @@ class Chats:
         return [self.prompt(chat, options, encode, where) for chat, where in zip(*conversations(messages), strict=True)]
 
 
-def load_tokenizer(model: Path) -> Tokenizer | None:
-    """Of a model directory; ``None`` where it has none.
+def load_tokenizer(model: Path | LiveModel) -> Tokenizer | None:
+    """Of a model; ``None`` where it has none.
 
     Prompts are never cut or filled up, whatever the file says: the tokenizer is shared by threads, and such settings
     would be changed under them.
@@ -119,6 +124,8 @@ def load_tokenizer(model: Path) -> Tokenizer | None:
     Raises:
         ConfigError: a ``tokenizer.json`` that is none.
     """
+    if isinstance(model, LiveModel):
+        return model.tokenizer
     path = model / "tokenizer.json"
     if not path.exists():
         return None

@@ -3,12 +3,13 @@ torch."""
 
 from specrs.models.attention import HostAttention, ReadAttention, TorchAttention
 from specrs.models.cache import cache_bytes, check_memory, new_cache
-from specrs.models.config import Eagle3Config, LayerConfig, ModelConfig, RopeConfig, has_recurrent_state
+from specrs.models.config import Eagle3Config, HeadConfig, LayerConfig, ModelConfig, has_recurrent_state
 from specrs.models.cuda import CudaAttention, CudaDense, placed
 from specrs.models.dense import HostDense, TorchDense, follow_torch
 from specrs.models.eagle3 import Eagle3Head
 from specrs.models.errors import DraftMismatchError, HubError, ModelFileError, UnsupportedModelError
 from specrs.models.generation import default_sampling
+from specrs.models.live import LiveModel, ModelSource
 from specrs.models.llama import LlamaModel
 from specrs.models.load import load_draft, load_target
 from specrs.models.loader import Checkpoint
@@ -17,6 +18,7 @@ from specrs.models.numerics import numerics
 from specrs.models.ops import Attention, Dense, Embedding, Heads, Linear, Ops
 from specrs.models.pairs import cuda_ops, ops_for, torch_ops
 from specrs.models.placement import HOST, Placement
+from specrs.models.rope_config import RopeConfig
 
 __all__ = [
     "HOST",
@@ -33,11 +35,14 @@ __all__ = [
     "HostAttention",
     "HostDense",
     "HubError",
+    "HeadConfig",
     "LayerConfig",
     "Linear",
+    "LiveModel",
     "LlamaModel",
     "ModelConfig",
     "ModelFileError",
+    "ModelSource",
     "Ops",
     "Placement",
     "ReadAttention",

@@ -10,22 +10,22 @@ EAGLE-3 head and says whether it fits a target.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from specrs.models.errors import DraftMismatchError, ModelFileError, UnsupportedModelError
+from specrs.models.errors import DraftMismatchError, UnsupportedModelError
+from specrs.models.families import FAMILIES, LLAMA, Block, Family
+from specrs.models.live import ModelSource, model_json
+from specrs.models.reading import Reader
+from specrs.models.rope_config import KINDS, RopeConfig, layer_kinds, layer_ropes, read_rope
 
-# What each architecture adds to the common Llama block: (bias of q/k/v, bias of o, RMSNorm of each q/k head).
-# None: the config's `attention_bias` says.
-_ARCHITECTURES: dict[str, tuple[bool | None, bool | None, bool]] = {
-    "LlamaForCausalLM": (None, None, False),
-    "MistralForCausalLM": (False, False, False),
-    "Qwen2ForCausalLM": (True, False, False),
-    "Qwen3ForCausalLM": (None, None, True),
-}
+_LLAMA = FAMILIES["LlamaForCausalLM"]
+# Published heads of the first two versions call themselves what their layer is; the file tells them from a model.
+_EAGLE1_ARCHITECTURES = (
+    "LlamaForCausalLMEagle", "EagleLlamaForCausalLM", "Qwen2ForCausalLMEagle", "LlamaForCausalLM", "Qwen2ForCausalLM",
+)  # fmt: skip
 _EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
 
 # How published models declare layers with a state that is overwritten token by token: by their own keys, by their name,
@@ -50,12 +50,8 @@ _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_int
 
 GENERATION = "generation_config.json"
 
-# Larger than any model there is; it keeps sizes far from what overflows an int64 product.
-_MAX_DIM = 1 << 24
 # As of the core.
 _MAX_CONTEXT = 1 << 24
-# Numbers become f32.
-_MAX_NUMBER = 1e30
 # Keys that change what attention reads, with the one value that the models here have.
 _FIXED = {
     "is_causal": True,
@@ -63,27 +59,6 @@ _FIXED = {
     "add_cross_attention": False,
     "is_encoder_decoder": False,
 }
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary embedding: its base and how its frequencies are scaled. `specrs.models.rope` computes the tables."""
-
-    kind: str
-    """One of default, linear, dynamic, llama3, yarn."""
-    theta: float
-    factor: float = 1.0
-    original_max_position: int = 0
-    """Context length before scaling, in tokens; 0 for kinds that do not use it."""
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    attention_factor: float | None = None
-    """Factor on cos and sin (yarn); None: derived from `factor`, `mscale` and `mscale_all_dim`."""
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
 
 
 @dataclass(frozen=True)
@@ -118,7 +93,7 @@ class LayerConfig:
 
 @dataclass(frozen=True)
 class ModelConfig(LayerConfig):
-    """A target model: the common Llama block with the few differences of its relatives."""
+    """A target model: the common Llama block with the few differences of its relatives (`families`)."""
 
     architecture: str
     num_layers: int
@@ -128,39 +103,44 @@ class ModelConfig(LayerConfig):
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    """RMSNorm over head_dim of each query and key head before the rotary embedding (Qwen3)."""
+    """RMSNorm over head_dim of each query and key head before the rotary embedding (Qwen3, Gemma 3)."""
     sliding_window: int | None
     """Attention window in tokens of at least one layer; contexts up to it are ordinary causal attention."""
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     """Of config.json and generation_config.json together, ascending, without duplicates."""
+    block: Block = LLAMA
+    """What else the forward pass does differently from Llama's."""
+    layer_ropes: tuple[RopeConfig | None, ...] = ()
+    """Of each layer, its rotary embedding, ``None`` for none; empty where all have `rope`."""
 
     @classmethod
-    def from_directory(cls, directory: str | Path) -> ModelConfig:
+    def from_directory(cls, directory: ModelSource) -> ModelConfig:
         """Reads `config.json` and, where there is one, `generation_config.json`.
 
         Raises ModelFileError (missing or not JSON) and UnsupportedModelError (a value that cannot be honoured).
         """
-        directory = Path(directory)
-        path = directory / "config.json"
-        generation = directory / GENERATION
-        return cls.from_dict(read_json(path), read_json(generation) if generation.is_file() else {}, path)
+        raw, path = model_json(directory, "config.json")
+        return cls.from_dict(raw, model_json(directory, GENERATION, optional=True)[0], path)
 
     @classmethod
     def from_dict(
         cls, raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None, path: Path | None = None
     ) -> ModelConfig:
         """The same from parsed JSON; `path` is only named in errors."""
-        get = _Reader(raw, path)
-        architecture = _architecture(get, tuple(_ARCHITECTURES))
-        qkv_bias, o_bias, qk_norm = _ARCHITECTURES[architecture]
+        architecture = _architecture(Reader(raw, path), tuple(FAMILIES))
+        family = FAMILIES[architecture]
+        get = Reader({**family.defaults, **raw}, path)
         attention_bias = get.boolean("attention_bias", False)
         num_layers = get.integer("num_hidden_layers", maximum=4096)
         vocab_size = get.integer("vocab_size")
-        layer = _layer(get, head_dim_default=128 if architecture == "Qwen3ForCausalLM" else None)
+        layer = _layer(get, family)
+        window = _sliding_window(get, family, num_layers)  # checks the kinds of layers, too
+        max_position = layer.max_position_embeddings
+        ropes = layer_ropes(get, family, layer.rope, num_layers, max_position, layer.head_dim)
         eos = {*_token_ids(get, "eos_token_id", vocab_size)}
         beside = None if path is None else path.with_name(GENERATION)
-        eos.update(_token_ids(_Reader(generation or {}, beside), "eos_token_id", vocab_size))
+        eos.update(_token_ids(Reader(generation or {}, beside), "eos_token_id", vocab_size))
         bos = _token_ids(get, "bos_token_id", vocab_size)
         return cls(
             **vars(layer),
@@ -168,14 +148,20 @@ class ModelConfig(LayerConfig):
             num_layers=num_layers,
             vocab_size=vocab_size,
             tie_word_embeddings=get.boolean("tie_word_embeddings", False),
-            qkv_bias=attention_bias if qkv_bias is None else qkv_bias,
-            o_bias=attention_bias if o_bias is None else o_bias,
-            mlp_bias=get.boolean("mlp_bias", False) if architecture == "LlamaForCausalLM" else False,
-            qk_norm=qk_norm,
-            sliding_window=_sliding_window(get, architecture, num_layers),
+            qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+            o_bias=attention_bias if family.o_bias is None else family.o_bias,
+            mlp_bias=get.boolean("mlp_bias", False) if family.mlp_bias is None else family.mlp_bias,
+            qk_norm=family.qk_norm == "head",
+            sliding_window=window,
             bos_token_id=bos[0] if bos else None,
             eos_token_ids=tuple(sorted(eos)),
+            block=family.block(get, layer.hidden_size),
+            layer_ropes=ropes,
         )
+
+    def rope_of(self, layer: int) -> RopeConfig | None:
+        """The rotary embedding of a layer; ``None`` where it has none."""
+        return self.layer_ropes[layer] if self.layer_ropes else self.rope
 
     @property
     def max_context_len(self) -> int:
@@ -183,6 +169,8 @@ class ModelConfig(LayerConfig):
         limit = self.max_position_embeddings
         if self.rope.kind == "yarn":
             limit = max(limit, int(self.rope.factor * self.rope.original_max_position))
+        if self.rope.kind == "longrope":
+            limit = min(limit, self.rope.original_max_position)
         limit = min(limit, _MAX_CONTEXT)
         return limit if self.sliding_window is None else min(limit, self.sliding_window)
 
@@ -196,13 +184,13 @@ class ModelConfig(LayerConfig):
                 f"max_context_len <= {self.sliding_window} works, where the window changes nothing",
             )
         if max_context_len > self.max_context_len:
-            dynamic = (
-                " (dynamic rope scaling changes keys already cached beyond it)" if self.rope.kind == "dynamic" else ""
-            )
+            what = f"{'original_' if self.rope.kind == 'longrope' else ''}max_position_embeddings"
+            changing = self.rope.kind in ("dynamic", "longrope")
+            dynamic = f" ({self.rope.kind} rope scaling changes keys already cached beyond it)" if changing else ""
             raise UnsupportedModelError(
                 "max_context_len",
                 max_context_len,
-                f"the model serves positions up to max_position_embeddings = {self.max_context_len}{dynamic}; "
+                f"the model serves positions up to {what} = {self.max_context_len}{dynamic}; "
                 f"max_context_len <= {self.max_context_len} works",
             )
 
@@ -226,14 +214,13 @@ class Eagle3Config(LayerConfig):
 
         Raises ModelFileError and UnsupportedModelError.
         """
-        path = Path(directory) / "config.json"
-        return cls.from_dict(read_json(path), path)
+        return cls.from_dict(*model_json(directory, "config.json"))
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], path: Path | None = None) -> Eagle3Config:
         """The same from parsed JSON; `path` is only named in errors."""
         nested = raw.get("transformer_layer_config")
-        get = _Reader({**nested, **raw} if isinstance(nested, dict) else raw, path)
+        get = Reader({**nested, **raw} if isinstance(nested, dict) else raw, path)
         _architecture(get, _EAGLE3_ARCHITECTURES)
         if (layers := get.integer("num_hidden_layers", 1, maximum=4096)) != 1:
             get.refuse("num_hidden_layers", layers, "only heads of one layer are implemented")
@@ -286,6 +273,60 @@ class Eagle3Config(LayerConfig):
                 )
 
 
+@dataclass(frozen=True)
+class Eagle1Config(LayerConfig):
+    """An EAGLE-1 (https://arxiv.org/abs/2401.15077) or EAGLE-2 (https://arxiv.org/abs/2406.16858) head, which differ in
+    the trees that are drafted with them: one decoder layer over the embedding and the target's last hidden state."""
+
+    vocab_size: int
+    """Of the target, and of the head's logits."""
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any], path: Path | None = None) -> Eagle1Config:
+        """From the parsed `config.json` of a head, which is that of a model of one layer; `path` is only named in
+        errors. Raises UnsupportedModelError."""
+        get = Reader(raw, path)
+        _architecture(get, _EAGLE1_ARCHITECTURES)
+        if (layers := get.integer("num_hidden_layers", 1, maximum=4096)) != 1:
+            get.refuse("num_hidden_layers", layers, "only heads of one layer are implemented")
+        return cls(**vars(_layer(get)), vocab_size=get.integer("vocab_size"))
+
+    @staticmethod
+    def describes(raw: Mapping[str, Any], has_fc: bool) -> bool:
+        """Whether a `config.json`, beside a file with or without `fc.weight`, is that of such a head."""
+        names = raw.get("architectures")
+        name = names[0] if isinstance(names, list) and len(names) == 1 else None
+        return name in _EAGLE1_ARCHITECTURES and (has_fc or name not in FAMILIES)
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Columns of the head's logits."""
+        return self.vocab_size
+
+    @property
+    def aux_size(self) -> int:
+        """Columns of a row of features."""
+        return self.hidden_size
+
+    def aux_layers_for(self, target: ModelConfig) -> tuple[int, ...]:
+        """The features' layer: none of the target's, but what its last norm gives.
+
+        In the code that the paper publishes (SafeAILab/EAGLE: `ea_model.py`, `ge_data/`) a feature is the model's
+        `last_hidden_state`, behind the norm, and the target's `lm_head` is applied to what the head predicts as it is.
+        """
+        return (target.num_layers,)
+
+    def check_target(self, target: ModelConfig) -> None:
+        """Raises DraftMismatchError where the head cannot have been made for this target."""
+        for what in ("hidden_size", "vocab_size"):
+            if (got := getattr(self, what)) != (want := getattr(target, what)):
+                raise DraftMismatchError(what, got, f"{what} {want}")
+
+
+HeadConfig = Eagle1Config | Eagle3Config
+"""Of a draft head of any kind."""
+
+
 def recurrent_layers(raw: Mapping[str, Any]) -> tuple[str, Any] | None:
     """The key of a ``config.json`` that declares recurrent (Mamba-like) layers, with its value; ``None`` where all that
     is declared is attention. Of a multimodal model, its language part is looked at too."""
@@ -309,66 +350,12 @@ def recurrent_layers(raw: Mapping[str, Any]) -> tuple[str, Any] | None:
     return recurrent_layers(nested) if isinstance(nested, dict) else None
 
 
-def has_recurrent_state(directory: str | Path) -> bool:
+def has_recurrent_state(directory: ModelSource) -> bool:
     """Whether the model of a Hugging Face directory declares recurrent layers. ModelFileError: no readable config."""
-    return recurrent_layers(read_json(Path(directory) / "config.json")) is not None
+    return recurrent_layers(model_json(directory, "config.json")[0]) is not None
 
 
-class _Reader:
-    """Typed access to parsed JSON: a value of the wrong type or range is an error that names the key and the limit."""
-
-    def __init__(self, raw: Mapping[str, Any], path: Path | None) -> None:
-        self.raw = raw
-        self.path = path
-
-    def refuse(self, what: str, got: object, why: str) -> NoReturn:
-        raise UnsupportedModelError(what, got, why, self.path)
-
-    def integer(self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = _MAX_DIM) -> int:
-        value = self.raw.get(key)
-        if value is None:
-            if default is None:
-                self.refuse(key, None, f"required: an integer in {minimum}..={maximum}")
-            return default
-        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
-            self.refuse(key, value, f"must be an integer in {minimum}..={maximum}")
-        return value
-
-    def number(
-        self, key: str, default: float | None = None, *, above: float = 0.0, maximum: float = _MAX_NUMBER
-    ) -> float:
-        value = self.raw.get(key)
-        if value is None:
-            if default is None:
-                self.refuse(key, None, f"required: a number > {above}")
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not above < value <= maximum:
-            self.refuse(key, value, f"must be a finite number > {above}, at most {maximum:g}")
-        return float(value)
-
-    def boolean(self, key: str, default: bool) -> bool:
-        value = self.raw.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            self.refuse(key, value, "must be true or false")
-        return value
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. ModelFileError: no such file, or no JSON object."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelFileError(path, "no such file; a Hugging Face model directory is needed") from None
-    except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, or a number too long
-        raise ModelFileError(path, f"not readable as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelFileError(path, f"a JSON object is needed, not {type(value).__name__}")
-    return value
-
-
-def _architecture(get: _Reader, known: tuple[str, ...]) -> str:
+def _architecture(get: Reader, known: tuple[str, ...]) -> str:
     """The architecture, after refusing by name what no code here could run exactly."""
     raw = get.raw
     names = raw.get("architectures")
@@ -387,29 +374,30 @@ def _architecture(get: _Reader, known: tuple[str, ...]) -> str:
         hint = ""
         if name in _EAGLE3_ARCHITECTURES:
             hint = "an EAGLE-3 draft head: give it as draft, beside the model that it was trained for; "
-        elif name in _ARCHITECTURES:
+        elif name in FAMILIES:
             hint = "a model, no draft head: draft needs an EAGLE-3 head; "
         get.refuse("architectures", names, f"{hint}implemented: one of {', '.join(known)}")
     if raw.get("quantization_config") or raw.get("compression_config"):
         got = raw.get("quantization_config") or raw.get("compression_config")
         get.refuse("quantization_config", got, "quantised weights are not implemented; use the bf16, f16 or f32 model")
-    if (act := raw.get("hidden_act", "silu")) not in ("silu", "swish"):
-        get.refuse("hidden_act", act, "only silu is implemented")
+    family = FAMILIES.get(name, _LLAMA)
+    if (act := raw.get(family.act_key, family.acts[0])) not in family.acts:
+        get.refuse(family.act_key, act, f"only {family.acts[0]} is implemented")
     for key, value in _FIXED.items():
         if (got := get.boolean(key, value)) is not value:
             get.refuse(key, got, f"only {str(value).lower()} is implemented: causal self-attention over the text")
     return name
 
 
-def _layer(get: _Reader, head_dim_default: int | None = None) -> LayerConfig:
+def _layer(get: Reader, family: Family = _LLAMA) -> LayerConfig:
     hidden = get.integer("hidden_size")
     heads = get.integer("num_attention_heads", maximum=4096)
     kv_heads = get.integer("num_key_value_heads", heads, maximum=4096)
     if heads % kv_heads:
         get.refuse("num_key_value_heads", kv_heads, f"must divide num_attention_heads = {heads}")
-    if get.raw.get("head_dim") is None and head_dim_default is None and hidden % heads:
+    if get.raw.get("head_dim") is None and family.head_dim is None and hidden % heads:
         get.refuse("num_attention_heads", heads, f"must divide hidden_size = {hidden} where there is no head_dim")
-    head_dim = get.integer("head_dim", head_dim_default or hidden // heads, maximum=4096)
+    head_dim = get.integer("head_dim", family.head_dim or hidden // heads, maximum=4096)
     if head_dim % 2:
         get.refuse("head_dim", head_dim, "must be even: rotary embeddings turn pairs; every even size works")
     max_position = get.integer("max_position_embeddings", 2048, maximum=(1 << 31) - 1)
@@ -420,79 +408,33 @@ def _layer(get: _Reader, head_dim_default: int | None = None) -> LayerConfig:
         head_dim=head_dim,
         intermediate_size=get.integer("intermediate_size"),
         rms_norm_eps=get.number("rms_norm_eps", 1e-6, maximum=1.0),
-        rope=_rope(get, max_position),
+        rope=read_rope(get, family, max_position, head_dim),
         max_position_embeddings=max_position,
     )
 
 
-def _rope(get: _Reader, max_position: int) -> RopeConfig:
-    """Both spellings: `rope_scaling` beside `rope_theta`, and transformers 5's `rope_parameters` with all in one."""
-    key = "rope_parameters" if get.raw.get("rope_parameters") is not None else "rope_scaling"
-    rope = get.raw.get(key) or {}
-    if not isinstance(rope, dict):
-        get.refuse(key, rope, "must be an object")
-    if rope and all(isinstance(value, dict) for value in rope.values()):  # one entry per kind of attention layer
-        if len(rope) != 1:
-            get.refuse(key, sorted(rope), "one rotary embedding for all layers is implemented")
-        (rope,) = rope.values()
-    read = _Reader(rope, get.path)
-    theta = read.number("rope_theta", get.number("rope_theta", 10000.0))
-    for place in (read, get):
-        if (partial := place.number("partial_rotary_factor", 1.0)) != 1.0:
-            get.refuse("partial_rotary_factor", partial, "only 1.0 is implemented")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        if rope.get("mrope_section"):
-            get.refuse(f"{key}.mrope_section", rope["mrope_section"], "multimodal positions are not implemented")
-        return RopeConfig("default", theta)
-    if kind not in ("linear", "dynamic", "llama3", "yarn"):
-        get.refuse(f"{key}.rope_type", kind, "implemented: default, linear, dynamic, llama3, yarn")
-    if kind in ("linear", "dynamic"):
-        return RopeConfig(kind, theta, read.number("factor"))
-    # A value beside the rope object has priority, as in transformers.
-    original = get.integer(
-        "original_max_position_embeddings", read.integer("original_max_position_embeddings", max_position)
-    )
-    if kind == "llama3":
-        low, high = read.number("low_freq_factor"), read.number("high_freq_factor")
-        if high <= low:
-            get.refuse(f"{key}.high_freq_factor", high, f"must be above low_freq_factor = {low}")
-        return RopeConfig(kind, theta, read.number("factor"), original, low, high)
-    if theta <= 1.0:
-        get.refuse("rope_theta", theta, "yarn needs a base above 1")
-    return RopeConfig(
-        kind,
-        theta,
-        read.number("factor", max_position / original),
-        original,
-        attention_factor=None if rope.get("attention_factor") is None else read.number("attention_factor"),
-        beta_fast=read.number("beta_fast", 32.0),
-        beta_slow=read.number("beta_slow", 1.0),
-        mscale=rope.get("mscale") and read.number("mscale"),
-        mscale_all_dim=rope.get("mscale_all_dim") and read.number("mscale_all_dim"),
-        truncate=read.boolean("truncate", True),
-    )
-
-
-def _sliding_window(get: _Reader, architecture: str, num_layers: int) -> int | None:
+def _sliding_window(get: Reader, family: Family, num_layers: int) -> int | None:
     """The window where at least one layer uses it. Qwen models name one that they switch off."""
     kinds = get.raw.get("layer_types")
-    known = ("full_attention", "sliding_attention")
-    if kinds is not None and (not isinstance(kinds, list) or any(kind not in known for kind in kinds)):
+    if kinds is not None and (not isinstance(kinds, list) or any(kind not in KINDS for kind in kinds)):
         get.refuse("layer_types", kinds, "only full_attention and sliding_attention are implemented")
-    if get.raw.get("sliding_window") is None or architecture == "LlamaForCausalLM":
+    if get.raw.get("sliding_window") is None or family.window == "none":
         return None
     window = get.integer("sliding_window", maximum=(1 << 31) - 1)
-    if architecture == "MistralForCausalLM":
+    if family.window == "all":
         return window
+    if family.window == "typed":
+        return window if "sliding_attention" in layer_kinds(get, family, num_layers) else None
     if not get.boolean("use_sliding_window", False):
         return None
     if kinds is not None:
         return window if "sliding_attention" in kinds else None
+    if family.ropes == "some":  # layers without a rotary embedding are those with a window, if there are any
+        return window
     return window if get.integer("max_window_layers", 28, minimum=0) < num_layers else None
 
 
-def _token_ids(get: _Reader, key: str, vocab_size: int) -> tuple[int, ...]:
+def _token_ids(get: Reader, key: str, vocab_size: int) -> tuple[int, ...]:
     value = get.raw.get(key)
     if value is None:
         return ()
@@ -503,7 +445,7 @@ def _token_ids(get: _Reader, key: str, vocab_size: int) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _aux_layers(get: _Reader, eagle: Mapping[str, Any]) -> tuple[int, ...] | None:
+def _aux_layers(get: Reader, eagle: Mapping[str, Any]) -> tuple[int, ...] | None:
     """Layers whose input is captured.
 
     Two conventions are published under one name. Beside the other keys (speculators, vLLM) the numbers count residual

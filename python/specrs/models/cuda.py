@@ -14,7 +14,6 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +30,8 @@ from specrs._specrs import (
     cuda_unavailable_reason,
 )
 from specrs.backends import Capabilities, NativeCuda
-from specrs.models.config import Eagle3Config, ModelConfig
+from specrs.models.config import Eagle1Config, Eagle3Config, HeadConfig, ModelConfig
+from specrs.models.live import ModelSource
 from specrs.models.loader import Checkpoint
 from specrs.models.ops import Embedding, Heads, KvMemory, Linear
 from specrs.models.placement import HOST, Dtype, Placement
@@ -56,14 +56,14 @@ def unavailable() -> str | None:
 
 
 def placed(
-    asked: str, model: Path, sizes: ModelConfig, head: Eagle3Config | None = None, dtype: Dtype = "auto"
+    asked: str, model: ModelSource, sizes: ModelConfig, head: HeadConfig | None = None, dtype: Dtype = "auto"
 ) -> Placement:
     """Where a model computes.
 
     Args:
         asked: ``"cpu"``, ``"cuda"`` or ``"cuda:1"``.
-        model: its directory, whose first weight says in which type a GPU computes: bf16 and f16 checkpoints in their
-            own, f32 ones in bf16.
+        model: its directory, or in memory. Its embedding says in which type a GPU computes: bf16 and f16 checkpoints
+            in their own, f32 ones in bf16.
         sizes: of the model.
         head: sizes of its draft head.
         dtype: what it computes in; ``"auto"``: what the device takes for this model.
@@ -98,8 +98,12 @@ def placed(
     return Placement(cuda, half, half, torch.float32)
 
 
-def why_not(sizes: ModelConfig | Eagle3Config) -> str | None:
+def why_not(sizes: ModelConfig | HeadConfig) -> str | None:
     """Why a GPU does not run a model, or a head; ``None`` where it does."""
+    if isinstance(sizes, Eagle1Config):
+        return "an EAGLE-1 or EAGLE-2 head: rounds of a GPU keep features of layers, not the last hidden state"
+    if isinstance(sizes, ModelConfig) and (why := _not_fused(sizes)) is not None:
+        return why
     if sizes.head_dim not in HEAD_DIMS:
         return f"head_dim = {sizes.head_dim}: attention on a GPU takes {', '.join(map(str, HEAD_DIMS))}"
     if sizes.num_heads // sizes.num_kv_heads > _MOST_GROUP:
@@ -110,6 +114,28 @@ def why_not(sizes: ModelConfig | Eagle3Config) -> str | None:
     widths = (sizes.hidden_size, sizes.qkv_size, sizes.q_size, sizes.intermediate_size, tokens)
     odd = next((n for n in widths if n % 8), None)
     return None if odd is None else f"a matrix of {odd} rows or columns: products on a GPU take multiples of 8"
+
+
+def _not_fused(model: ModelConfig) -> str | None:
+    """What a family's layers do that no kernel of a GPU does."""
+    block = model.block
+    scales = {
+        "embedding_multiplier": block.embedding_scale,
+        "residual_multiplier": block.residual_scale,
+        "logits_scaling": block.logits_divisor,
+    }
+    found = [f"{name} = {value:g}" for name, value in scales.items() if value != 1.0]
+    if block.activation != "silu":
+        found.insert(0, "gelu")
+    if block.norms != "before":
+        found.insert(0, "norms behind attention and MLP")
+    if block.whole_qk_norm:
+        found.insert(0, "norms of all heads together")
+    if block.logits_cap is not None:
+        found.append(f"final_logit_softcapping = {block.logits_cap:g}")
+    if not found:
+        return None
+    return f"{model.architecture} has {' and '.join(found[:2])}, which kernels of a GPU do not compute"
 
 
 class _Memory:
@@ -318,7 +344,7 @@ class CudaLinear:
         if residual is not None:
             self._dense.owe(out, residual)
 
-    def forward_swiglu(self, x: torch.Tensor, out: torch.Tensor, norm: torch.Tensor, eps: float) -> None:
+    def forward_swiglu(self, x: torch.Tensor, out: torch.Tensor, norm: torch.Tensor | None, eps: float) -> None:
         y = self._dense.memory("product", x.shape[0], self.out_features, self._dtype)
         self._multiply(x, norm, eps, y)
         core._device_silu_up(y, False, None, out, self._dense.stream)

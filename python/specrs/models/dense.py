@@ -161,7 +161,7 @@ class _TorchLinear:
         y = self._apply(x, norm, eps)
         out.copy_(y if residual is None else residual + y)
 
-    def forward_swiglu(self, x: torch.Tensor, out: torch.Tensor, norm: torch.Tensor, eps: float) -> None:
+    def forward_swiglu(self, x: torch.Tensor, out: torch.Tensor, norm: torch.Tensor | None, eps: float) -> None:
         gate, up = self._apply(x, norm, eps).chunk(2, dim=-1)
         out.copy_(torch.nn.functional.silu(gate) * up)
 
@@ -189,6 +189,7 @@ def _rotated(
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turns the pairs (d, d + head_dim / 2), the layout of Hugging Face checkpoints."""
-    low, high = x.chunk(2, dim=-1)
-    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+    """Turns the pairs (d, d + half), the layout of Hugging Face checkpoints; what lies behind them passes."""
+    half = cos.shape[-1]
+    low, high, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), dim=-1)

@@ -1,5 +1,6 @@
 """The EAGLE-3 draft head (https://arxiv.org/abs/2503.01840): one decoder layer that predicts the target's next tokens
-from features of three of its layers.
+from features of three of its layers. Heads of EAGLE-1 and EAGLE-2, whose feature is the target's last hidden state, run
+through the same passes.
 
 Row p pairs the feature of position p with the token at p + 1 and sits at position p. `extend` runs rows whose features
 come from the target (prefill, and the accepted tokens of each round); `step` runs draft rows, whose feature is the
@@ -16,22 +17,26 @@ import torch
 
 from specrs._specrs import ConfigError, Plan
 from specrs.models.cache import new_cache
-from specrs.models.config import Eagle3Config, ModelConfig
+from specrs.models.config import Eagle1Config, Eagle3Config, HeadConfig, ModelConfig
 from specrs.models.errors import DraftMismatchError, ModelFileError
-from specrs.models.layer import LayerKind, LayerTail, Workspace, layer_shapes, qkv_names
+from specrs.models.head_inputs import LAYER, Eagle1Inputs, Eagle3Inputs, HeadInputs, layer_kind, plain_name
+from specrs.models.layer import LayerTail, Workspace, layer_shapes
+from specrs.models.live import model_json
 from specrs.models.llama import ROPE_SLACK, LlamaModel, check_rows
 from specrs.models.loader import Checkpoint
 from specrs.models.ops import KvMemory, Linear, Ops
-from specrs.models.placement import HOST
+from specrs.models.placement import HOST, Placement
 from specrs.models.rope import rope_tables
-
-_LAYER = "midlayer."
 
 
 class Eagle3Head:
-    """Weights and scratch memory of a head, bound to its target, whose features it selects (`set_aux_layers`)."""
+    """Weights and scratch memory of a head, bound to its target, whose features it selects (`set_aux_layers`).
 
-    def __init__(self, config: Eagle3Config, weights: Checkpoint, ops: Ops, target: LlamaModel) -> None:
+    Of an EAGLE-1 or EAGLE-2 head too, where its directory holds one: those differ in what their layer reads
+    (`head_inputs`), and in that no norm stands before the target's own `lm_head`.
+    """
+
+    def __init__(self, config: HeadConfig, weights: Checkpoint, ops: Ops, target: LlamaModel) -> None:
         _check_files(config, weights, target.config)
         aux_layers = config.aux_layers_for(target.config)
         self.config = config
@@ -41,38 +46,26 @@ class Eagle3Head:
         self.dense = dense = ops.dense
         self._eps = config.rms_norm_eps
         h = config.hidden_size
-        self.embedding = (
-            dense.embedding(weights.load("embed_tokens.weight"))
-            if "embed_tokens.weight" in weights
-            else target.embedding
-        )
-        bias = weights.load("fc.bias") if "fc.bias" in weights else None
-        self._fc = dense.linear(weights.load("fc.weight"), bias)
-        self._embed_norm = at.vector(weights.load(f"{_LAYER}input_layernorm.weight"))
-        self._hidden_norm = at.vector(weights.load(f"{_LAYER}hidden_norm.weight"))
-        # q/k/v read [embedding, feature] side by side. Their weight is split at the seam instead, so that neither the
-        # concatenation nor its two normalised halves are ever written.
-        qkv = torch.cat([weights.load(f"{name}.weight") for name in qkv_names(_LAYER)])
-        qkv_bias = None
-        if _has_bias(weights, "q_proj"):
-            qkv_bias = torch.cat([weights.load(f"{name}.bias") for name in qkv_names(_LAYER)])
-        self._qkv_embed = dense.linear(qkv[:, :h].contiguous(), qkv_bias)
-        self._qkv_hidden = dense.linear(qkv[:, h:].contiguous())
-        kv, kv_bias = qkv[config.q_size :], None if qkv_bias is None else qkv_bias[config.q_size :]
-        self._kv_embed = dense.linear(kv[:, :h].contiguous(), kv_bias)
-        self._kv_hidden = dense.linear(kv[:, h:].contiguous())
-        self._tail = LayerTail(ops, config, _kind(weights), weights, _LAYER)
-        self._norm = at.vector(weights.load("norm.weight"))
-        self.lm_head: Linear = (
-            dense.linear(weights.load("lm_head.weight"), scores=True) if "lm_head.weight" in weights else target.lm_head
-        )
+        own = "embed_tokens.weight" in weights
+        self.embedding = dense.embedding(weights.load("embed_tokens.weight")) if own else target.embedding
+        self._inputs: HeadInputs
+        self._norm: torch.Tensor | None = None
+        self._lends: LlamaModel | None = target  # whose last product the head uses
+        self.lm_head: Linear = target.lm_head
+        if isinstance(config, Eagle1Config):
+            self._inputs = Eagle1Inputs(config, weights, ops, self.embedding)
+        else:
+            self._inputs = Eagle3Inputs(config, weights, ops, self.embedding)
+            self._norm = at.vector(weights.load("norm.weight"))
+            if "lm_head.weight" in weights:
+                self.lm_head, self._lends = dense.linear(weights.load("lm_head.weight"), scores=True), None
+        self._tail = LayerTail(ops, config, layer_kind(weights), weights, LAYER)
         self._rope = ops.attention.rope(*rope_tables(config.rope, config.head_dim, target.max_context_len + ROPE_SLACK))
-        qkv_wide = config.qkv_size
-        wide = {"attended": config.q_size, "act": config.intermediate_size}
-        self._extend_work = Workspace(at, x=h, e=h, n=h, y=h, part=qkv_wide, qkv=qkv_wide, **wide)
-        self._write_work = Workspace(at, x=h, e=h, n=h, part=2 * config.kv_size, kv=2 * config.kv_size)
-        self._extend_tail = Workspace(at, x=h, y=h, hidden=h, **wide)
-        self._step_work = Workspace(at, e=h, n=h, y=h, part=qkv_wide, qkv=qkv_wide, hidden=h, **wide)
+        wide, row = LayerTail.widths(config), self._inputs.widths
+        self._extend_work = Workspace(at, x=h, e=h, n=h, **row, **wide)
+        self._write_work = Workspace(at, x=h, e=h, n=h, **self._inputs.kv_widths)
+        self._extend_tail = Workspace(at, x=h, hidden=h, **wide)
+        self._step_work = Workspace(at, e=h, n=h, hidden=h, **row, **wide)
         self._extend_logits, self._step_logits = (
             Workspace(at.for_logits(), logits=config.draft_vocab_size) for _ in range(2)
         )
@@ -85,17 +78,16 @@ class Eagle3Head:
         Raises DraftMismatchError, UnsupportedModelError or ModelFileError, all `ConfigError`s; the target is then as
         it was.
         """
-        config = Eagle3Config.from_directory(directory)
-        return cls(config, Checkpoint(directory, _plain_name, ops.placement), ops, target)
+        return cls(*_open(directory, ops.placement), ops, target)
 
     @staticmethod
-    def check(directory: str | Path, target: ModelConfig) -> tuple[Eagle3Config, dict[str, tuple[int, ...]]]:
+    def check(directory: str | Path, target: ModelConfig) -> tuple[HeadConfig, dict[str, tuple[int, ...]]]:
         """The head's configuration and the shapes of its tensors, checked against a target of which nothing is loaded.
 
         Raises as `load` does, but for the vocabulary map, which is in the weights.
         """
-        config = Eagle3Config.from_directory(directory)
-        return config, _check_files(config, Checkpoint(directory, _plain_name), target)
+        config, weights = _open(directory, HOST)
+        return config, _check_files(config, weights, target)
 
     @staticmethod
     def check_vocabulary(directory: str | Path, target: ModelConfig) -> int:
@@ -103,8 +95,8 @@ class Eagle3Head:
 
         Raises DraftMismatchError.
         """
-        config = Eagle3Config.from_directory(directory)
-        return len(_vocabulary_map(config, Checkpoint(directory, _plain_name), target)[1])
+        config, weights = _open(directory, HOST)
+        return len(_vocabulary_map(config, weights, target)[1])
 
     @property
     def vocab_size(self) -> int:
@@ -130,12 +122,8 @@ class Eagle3Head:
 
     def products(self) -> Iterator[tuple[str, Linear]]:
         """Every product of the head, by what its weight is called; that of q, k and v is split by what it reads."""
-        yield "fc", self._fc
-        yield f"{_LAYER}self_attn.qkv_proj of embeddings", self._qkv_embed
-        yield f"{_LAYER}self_attn.qkv_proj of features", self._qkv_hidden
-        yield f"{_LAYER}self_attn.kv_proj of embeddings", self._kv_embed
-        yield f"{_LAYER}self_attn.kv_proj of features", self._kv_hidden
-        yield from self._tail.products(_LAYER)
+        yield from self._inputs.products()
+        yield from self._tail.products(LAYER)
         yield "lm_head", self.lm_head
 
     def extend(
@@ -161,8 +149,7 @@ class Eagle3Head:
         tail, logits = self._extend_tail.rows(wanted), self._extend_logits.rows(wanted)["logits"]
         if not rows:
             return logits, tail["hidden"]
-        self._fc.forward(features, w["x"])
-        residual = self._attend(tokens, w["x"], plan, kv, w)
+        residual = self._attend(tokens, self._inputs.fuse(features, w["x"]), plan, kv, w)
         attended = w["attended"]
         if logit_rows is not None:
             self.dense.gather(residual, logit_rows, tail["x"], shift)
@@ -177,8 +164,7 @@ class Eagle3Head:
         features = self._features(tokens, aux, plan)
         w = self._write_work.rows(len(features))
         if len(features):
-            self._fc.forward(features, w["x"])
-            self._project(tokens, w["x"], w, self._kv_hidden, self._kv_embed, w["kv"])
+            self._inputs.project(tokens, self._inputs.fuse(features, w["x"]), w, queries=False)
             self._tail.write(kv, 0, plan, w["kv"], self._rope)
         return w["kv"]
 
@@ -203,34 +189,14 @@ class Eagle3Head:
         self, tokens: torch.Tensor, feature: torch.Tensor, plan: Plan, kv: KvMemory, w: dict[str, torch.Tensor]
     ) -> torch.Tensor:
         """Fills `attended` of w; returns the residual stream that it adds to."""
-        residual = self._project(tokens, feature, w, self._qkv_hidden, self._qkv_embed, w["qkv"])
+        residual = self._inputs.project(tokens, feature, w, queries=True)
         self._tail.attend(kv, 0, plan, w["qkv"], self._rope, w["attended"])
         return residual
-
-    def _project(
-        self,
-        tokens: torch.Tensor,
-        feature: torch.Tensor,
-        w: dict[str, torch.Tensor],
-        of_hidden: Linear,
-        of_embed: Linear,
-        out: torch.Tensor,
-    ) -> torch.Tensor:
-        """out = the projection of [embedding, feature], both normalised; returns the residual stream."""
-        self.embedding.lookup(tokens, w["e"])
-        if self.config.norm_before_residual:
-            self.dense.rms_norm(feature, self._hidden_norm, self._eps, w["n"])
-            feature = w["n"]
-            of_hidden.forward(feature, w["part"])
-        else:
-            of_hidden.forward(feature, w["part"], None, self._hidden_norm, self._eps)
-        of_embed.forward(w["e"], out, w["part"], self._embed_norm, self._eps)
-        return feature
 
     def _features(self, tokens: torch.Tensor, aux: Sequence[torch.Tensor], plan: Plan) -> torch.Tensor:
         """Features of all layers side by side, [Q, n_aux * target hidden]."""
         rows, layers = check_rows(tokens, plan), len(self.aux_layers)
-        want = [(rows, self._fc.in_features // layers)] * layers
+        want = [(rows, self.config.aux_size // layers)] * layers
         got = [tuple(a.shape) for a in aux]
         if got != want:
             raise ConfigError(f"aux = {got}: must be {want}, features of each query of the plan for each aux layer")
@@ -242,40 +208,34 @@ class Eagle3Head:
         if residual.shape[0]:
             self._tail.mix(residual, attended, w, w["hidden"])
             self.lm_head.forward(w["hidden"], logits, None, self._norm, self._eps)
+            if self._lends is not None:
+                self._lends.finish(logits)
         return logits, w["hidden"]
 
 
-def _plain_name(name: str) -> str:
-    """Heads are published with and without a leading `model.`, and with `layers.0.` for `midlayer.`."""
-    name = name.removeprefix("model.")
-    return _LAYER + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
+def _open(directory: str | Path, placement: Placement) -> tuple[HeadConfig, Checkpoint]:
+    """A head's configuration, and its file."""
+    raw, path = model_json(directory, "config.json")
+    if Eagle1Config.describes(raw, has_fc=True):  # by its name, it may be
+        weights = Checkpoint(directory, plain_name, placement)
+        if Eagle1Config.describes(raw, "fc.weight" in weights):
+            return Eagle1Config.from_dict(raw, path), weights
+    return Eagle3Config.from_dict(raw, path), Checkpoint(directory, plain_name, placement)
 
 
-def _has_bias(weights: Checkpoint, projection: str) -> bool:
-    part = "mlp" if projection in ("gate_proj", "up_proj", "down_proj") else "self_attn"
-    return f"{_LAYER}{part}.{projection}.bias" in weights
-
-
-def _kind(weights: Checkpoint) -> LayerKind:
-    """Published heads disagree on which config key switches biases on, so the file decides."""
-    return LayerKind(
-        qkv_bias=_has_bias(weights, "q_proj"),
-        o_bias=_has_bias(weights, "o_proj"),
-        mlp_bias=_has_bias(weights, "up_proj"),
-    )
-
-
-def _check_files(config: Eagle3Config, weights: Checkpoint, target: ModelConfig) -> dict[str, tuple[int, ...]]:
+def _check_files(config: HeadConfig, weights: Checkpoint, target: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor's name, shape and dtype, from headers; what the target must lend if the file lacks it. Returns the
     shapes."""
     config.check_target(target)
+    if isinstance(config, Eagle1Config):
+        return _check_eagle1(config, weights)
     h, features = config.hidden_size, len(config.aux_layers_for(target))
     expected: dict[str, tuple[int, ...]] = {
         "fc.weight": (h, features * config.target_hidden_size),
-        f"{_LAYER}input_layernorm.weight": (h,),
-        f"{_LAYER}hidden_norm.weight": (h,),
+        f"{LAYER}input_layernorm.weight": (h,),
+        f"{LAYER}hidden_norm.weight": (h,),
         "norm.weight": (h,),
-        **layer_shapes(config, _kind(weights), _LAYER, 2 * h),
+        **layer_shapes(config, layer_kind(weights), LAYER, 2 * h),
     }
     if "fc.bias" in weights:
         expected["fc.bias"] = (h,)
@@ -310,8 +270,19 @@ def _check_files(config: Eagle3Config, weights: Checkpoint, target: ModelConfig)
     return expected
 
 
+def _check_eagle1(config: Eagle1Config, weights: Checkpoint) -> dict[str, tuple[int, ...]]:
+    h = config.hidden_size
+    expected = {"fc.weight": (h, 2 * h), **layer_shapes(config, layer_kind(weights), LAYER, h)}
+    if "fc.bias" in weights:
+        expected["fc.bias"] = (h,)
+    if "embed_tokens.weight" in weights:
+        expected["embed_tokens.weight"] = (config.vocab_size, h)
+    weights.check(expected, ignored=("lm_head.weight",))  # some have a copy of the target's
+    return expected
+
+
 def _vocabulary_map(
-    config: Eagle3Config, weights: Checkpoint, target: ModelConfig
+    config: HeadConfig, weights: Checkpoint, target: ModelConfig
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """(d2t int64 [draft vocabulary]: what to add to a draft id, None where nothing is, and the sums: target ids), on
     the host."""

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from specrs._specrs import ConfigError
-from specrs.models.config import GENERATION, read_json
+from specrs.models.config import GENERATION
 from specrs.models.errors import UnsupportedModelError
+from specrs.models.live import ModelSource, model_json
 from specrs.sampling_params import SamplingParams
 
 _FIELDS = {
@@ -33,15 +34,15 @@ _IGNORED: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-def default_sampling(directory: str | Path) -> SamplingParams:
+def default_sampling(directory: ModelSource) -> SamplingParams:
     """What a model directory's `generation_config.json` says; greedy where there is none.
 
     Raises:
         ModelFileError: a file that is no JSON object.
         UnsupportedModelError: a value of a wrong type or out of range, by file and key.
     """
-    path = Path(directory) / GENERATION
-    return sampling_of(read_json(path), path) if path.is_file() else SamplingParams(temperature=0.0)
+    raw, path = model_json(directory, GENERATION, optional=True)
+    return sampling_of(raw, path)
 
 
 def sampling_of(raw: Mapping[str, Any], path: Path | None = None) -> SamplingParams:

@@ -5,15 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from specrs._specrs import Plan
-from specrs.models.config import LayerConfig
+from specrs.models.config import LayerConfig, ModelConfig
+from specrs.models.families import LLAMA, Block
 from specrs.models.loader import Checkpoint
 from specrs.models.ops import Dense, Heads, KvMemory, Linear, Ops
 from specrs.models.placement import Placement
+from specrs.models.rowwise import gelu_up, scaled_add
 
 # Row counts repeat from round to round; this many sets of views are kept before starting over.
 _MAX_ROW_COUNTS = 256
@@ -59,27 +61,136 @@ class LayerKind:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    block: Block = LLAMA
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> LayerKind:
+        """Of a target's layers."""
+        return cls(config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm, config.block)
+
+    def norms(self, prefix: str) -> _Norms:
+        """Names of the norms around attention and the MLP, without ``.weight``; ``None`` where there is none."""
+        attention, mlp = f"{prefix}post_attention_layernorm", f"{prefix}post_feedforward_layernorm"
+        if self.block.norms == "before":
+            return _Norms(f"{prefix}input_layernorm", None, attention, None)
+        if self.block.norms == "after":
+            return _Norms(None, attention, None, mlp)
+        return _Norms(f"{prefix}input_layernorm", attention, f"{prefix}pre_feedforward_layernorm", mlp)
+
+    def qkv_names(self, prefix: str) -> list[str]:
+        """The tensors of the query, key and value projections, in the order of a fused qkv row."""
+        return [f"{prefix}self_attn.qkv_proj"] if self.block.fused_files else list(qkv_names(prefix))
+
+    def gate_up_names(self, prefix: str) -> list[str]:
+        """Those of the gate and up projections."""
+        parts = ("gate_up",) if self.block.fused_files else ("gate", "up")
+        return [f"{prefix}mlp.{part}_proj" for part in parts]
+
+
+@dataclass(frozen=True)
+class _Norms:
+    """Of a layer: on what attention and the MLP read, and on what each adds to the residual stream."""
+
+    before_attention: str | None
+    after_attention: str | None
+    before_mlp: str | None
+    after_mlp: str | None
 
 
 def layer_shapes(config: LayerConfig, kind: LayerKind, prefix: str, qkv_inputs: int) -> dict[str, tuple[int, ...]]:
     """Tensors of one layer in a checkpoint; `prefix` ends in a dot, `qkv_inputs` is the width that q/k/v read."""
     h, inner = config.hidden_size, config.intermediate_size
-    shapes: dict[str, tuple[int, ...]] = {f"{prefix}post_attention_layernorm.weight": (h,)}
-    for name, rows in (("q", config.q_size), ("k", config.kv_size), ("v", config.kv_size)):
-        shapes[f"{prefix}self_attn.{name}_proj.weight"] = (rows, qkv_inputs)
+    shapes: dict[str, tuple[int, ...]] = {}
+    norms = kind.norms(prefix)
+    for norm in (norms.after_attention, norms.before_mlp, norms.after_mlp):
+        if norm is not None:
+            shapes[f"{norm}.weight"] = (h,)
+    fused = kind.block.fused_files
+    rows = [config.qkv_size] if fused else [config.q_size, config.kv_size, config.kv_size]
+    for name, count in zip(kind.qkv_names(prefix), rows, strict=True):
+        shapes[f"{name}.weight"] = (count, qkv_inputs)
         if kind.qkv_bias:
-            shapes[f"{prefix}self_attn.{name}_proj.bias"] = (rows,)
+            shapes[f"{name}.bias"] = (count,)
     shapes[f"{prefix}self_attn.o_proj.weight"] = (h, config.q_size)
     if kind.o_bias:
         shapes[f"{prefix}self_attn.o_proj.bias"] = (h,)
-    for name, rows, columns in (("gate", inner, h), ("up", inner, h), ("down", h, inner)):
-        shapes[f"{prefix}mlp.{name}_proj.weight"] = (rows, columns)
+    gate_up = [(name, 2 * inner if fused else inner, h) for name in kind.gate_up_names(prefix)]
+    for name, count, columns in (*gate_up, (f"{prefix}mlp.down_proj", h, inner)):
+        shapes[f"{name}.weight"] = (count, columns)
         if kind.mlp_bias:
-            shapes[f"{prefix}mlp.{name}_proj.bias"] = (rows,)
-    if kind.qk_norm:
-        shapes[f"{prefix}self_attn.q_norm.weight"] = (config.head_dim,)
-        shapes[f"{prefix}self_attn.k_norm.weight"] = (config.head_dim,)
+            shapes[f"{name}.bias"] = (count,)
+    if kind.qk_norm or kind.block.whole_qk_norm:
+        whole = kind.block.whole_qk_norm
+        shapes[f"{prefix}self_attn.q_norm.weight"] = (config.q_size if whole else config.head_dim,)
+        shapes[f"{prefix}self_attn.k_norm.weight"] = (config.kv_size if whole else config.head_dim,)
     return shapes
+
+
+def norm_weight(at: Placement, weights: Checkpoint, name: str | None, block: Block) -> torch.Tensor | None:
+    """A norm's weight as operations read it; ``None`` of no norm."""
+    if name is None:
+        return None
+    weight = weights.load(f"{name}.weight")
+    return at.vector(weight.float() + block.norm_offset if block.norm_offset else weight)
+
+
+class Qkv(Protocol):
+    """The projection to a row of queries, keys and values: a `Linear`, or `WholeNormQkv`."""
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        norm: torch.Tensor | None = None,
+        eps: float = 0.0,
+    ) -> None:
+        """out [M, (H + 2 Hkv) D] of rms_norm(x [M, h], norm, eps); the norm may be absent, and there is no residual."""
+
+
+class WholeNormQkv:
+    """Queries, keys and values by three products; an RMSNorm of all query heads as one row, and of all key heads."""
+
+    def __init__(self, ops: Ops, config: LayerConfig, kind: LayerKind, weights: Checkpoint, prefix: str) -> None:
+        self._dense, self._eps = ops.dense, config.rms_norm_eps
+        self.parts = [stacked(ops.dense, weights, [name], kind.qkv_bias) for name in qkv_names(prefix)]
+        self._norms = [
+            norm_weight(ops.placement, weights, f"{prefix}self_attn.{name}", kind.block)
+            for name in ("q_norm", "k_norm")
+        ]
+        q, k = config.q_size, config.kv_size
+        self._work = Workspace(ops.placement, q=q, k=k, v=k, q_normed=q, k_normed=k)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        norm: torch.Tensor | None = None,
+        eps: float = 0.0,
+    ) -> None:
+        w = self._work.rows(x.shape[0])
+        for part, name in zip(self.parts, "qkv", strict=True):
+            part.forward(x, w[name], None, norm, eps)
+        for weight, name in zip(self._norms, "qk", strict=True):
+            assert weight is not None
+            self._dense.rms_norm(w[name], weight, self._eps, w[f"{name}_normed"])
+        torch.cat((w["q_normed"], w["k_normed"], w["v"]), 1, out=out)
+
+
+def qkv_of(ops: Ops, config: LayerConfig, kind: LayerKind, weights: Checkpoint, prefix: str) -> Linear | WholeNormQkv:
+    """A layer's projection of queries, keys and values."""
+    if kind.block.whole_qk_norm:
+        return WholeNormQkv(ops, config, kind, weights, prefix)
+    return stacked(ops.dense, weights, kind.qkv_names(prefix), kind.qkv_bias)
+
+
+def qkv_products(qkv: Linear | WholeNormQkv, prefix: str) -> Iterator[tuple[str, Linear]]:
+    """Its products, by what their weights are called."""
+    if isinstance(qkv, WholeNormQkv):
+        yield from zip(qkv_names(prefix), qkv.parts, strict=True)
+    else:
+        yield f"{prefix}self_attn.qkv_proj", qkv
 
 
 class LayerTail:
@@ -87,18 +198,32 @@ class LayerTail:
 
     def __init__(self, ops: Ops, config: LayerConfig, kind: LayerKind, weights: Checkpoint, prefix: str) -> None:
         at, dense, self._attention = ops.placement, ops.dense, ops.attention
-        self._eps = config.rms_norm_eps
+        self._dense, self._eps, self._block = dense, config.rms_norm_eps, kind.block
+        self._gelu = kind.block.activation == "gelu_tanh"
         self.o = stacked(dense, weights, [f"{prefix}self_attn.o_proj"], kind.o_bias)
-        self.gate_up = stacked(
-            dense, weights, [f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"], kind.mlp_bias, gated=True
-        )
+        self.gate_up = stacked(dense, weights, kind.gate_up_names(prefix), kind.mlp_bias, gated=not self._gelu)
         self.down = stacked(dense, weights, [f"{prefix}mlp.down_proj"], kind.mlp_bias)
-        self.post_norm = at.vector(weights.load(f"{prefix}post_attention_layernorm.weight"))
+        norms = kind.norms(prefix)
+        self.post_norm, self._attention_norm, self._mlp_norm = (
+            norm_weight(at, weights, name, kind.block)
+            for name in (norms.before_mlp, norms.after_attention, norms.after_mlp)
+        )
         q_norm, k_norm = (
-            at.vector(weights.load(f"{prefix}self_attn.{name}.weight")) if kind.qk_norm else None
+            norm_weight(at, weights, f"{prefix}self_attn.{name}", kind.block) if kind.qk_norm else None
             for name in ("q_norm", "k_norm")
         )
-        self._heads = Heads(config.num_heads, config.head_dim**-0.5, q_norm, k_norm, config.rms_norm_eps)
+        scale = config.head_dim**-0.5 if kind.block.score_scale is None else kind.block.score_scale
+        self._heads = Heads(config.num_heads, scale, q_norm, k_norm, config.rms_norm_eps)
+
+    @staticmethod
+    def widths(config: LayerConfig, block: Block = LLAMA) -> dict[str, int]:
+        """Memory that `mix` uses beside the residual stream, by name: columns."""
+        wide = {"y": config.hidden_size, "attended": config.q_size, "act": config.intermediate_size}
+        if block.norms != "before" or block.residual_scale != 1.0:
+            wide |= {"added": config.hidden_size, "normed": config.hidden_size}
+        if block.activation == "gelu_tanh":
+            wide["gate_up"] = 2 * config.intermediate_size
+        return wide
 
     def products(self, prefix: str) -> Iterator[tuple[str, Linear]]:
         """Its products, by what their weights are called."""
@@ -117,10 +242,35 @@ class LayerTail:
     def mix(
         self, residual: torch.Tensor, attended: torch.Tensor, w: dict[str, torch.Tensor], out: torch.Tensor
     ) -> None:
-        """out [R, h] = the residual stream after this layer. Uses `y` and `act` of w; `out` may be `residual`."""
-        self.o.forward(attended, w["y"], residual)
-        self.gate_up.forward_swiglu(w["y"], w["act"], self.post_norm, self._eps)
-        self.down.forward(w["act"], out, w["y"])
+        """out [R, h] = the residual stream after this layer. Uses memory of w (`widths`); `out` may be `residual`."""
+        self._add(self.o, attended, residual, self._attention_norm, w, w["y"])
+        if self._gelu:
+            self.gate_up.forward(w["y"], w["gate_up"], None, self.post_norm, self._eps)
+            gelu_up(w["gate_up"], w["act"])
+        else:
+            self.gate_up.forward_swiglu(w["y"], w["act"], self.post_norm, self._eps)
+        self._add(self.down, w["act"], w["y"], self._mlp_norm, w, out)
+
+    def _add(
+        self,
+        product: Linear,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        norm: torch.Tensor | None,
+        w: dict[str, torch.Tensor],
+        out: torch.Tensor,
+    ) -> None:
+        """out = residual + scale * rms_norm(product(x)), the norm and the scale where the family has them."""
+        scale = self._block.residual_scale
+        if norm is None and scale == 1.0:
+            product.forward(x, out, residual)
+            return
+        added = w["added"]
+        product.forward(x, added)
+        if norm is not None:
+            self._dense.rms_norm(added, norm, self._eps, w["normed"])
+            added = w["normed"]
+        scaled_add(residual, added, scale, out)
 
 
 def stacked(dense: Dense, weights: Checkpoint, names: list[str], bias: bool, gated: bool = False) -> Linear:

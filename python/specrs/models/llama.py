@@ -1,5 +1,4 @@
-"""The target model: Llama and its close relatives (Mistral, Qwen2, Qwen3), over any device's operations and attention
-(`Ops`).
+"""The target model: Llama and its close relatives (`families`), over any device's operations and attention (`Ops`).
 
     model = LlamaModel.load(directory, ops, max_context_len=2048)
     kv = model.new_cache(num_pages, page_size)
@@ -11,7 +10,7 @@ One forward serves every phase, since the plan says where each row's KV goes and
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,10 +19,12 @@ from specrs.models.cache import new_cache
 from specrs.models.config import ModelConfig
 from specrs.models.errors import UnsupportedModelError
 from specrs.models.features import FeatureMemory, FeatureRows
-from specrs.models.layer import LayerKind, LayerTail, Workspace, layer_shapes, qkv_names, stacked
+from specrs.models.layer import LayerKind, LayerTail, Workspace, layer_shapes, norm_weight, qkv_of, qkv_products
+from specrs.models.live import ModelSource
 from specrs.models.loader import Checkpoint
 from specrs.models.ops import KvMemory, Linear, Ops
 from specrs.models.rope import rope_tables
+from specrs.models.rowwise import soft_cap
 
 # Draft rows of a request at the context wall are computed before the tree is clamped to it, and may lie past it.
 ROPE_SLACK = 256
@@ -34,7 +35,7 @@ class LlamaModel:
 
     def __init__(self, config: ModelConfig, weights: Checkpoint, ops: Ops, max_context_len: int) -> None:
         config.check_context(max_context_len)
-        kind = LayerKind(config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm)
+        kind = LayerKind.of(config)
         self.check_files(config, weights)
         self.config = config
         self.max_context_len = max_context_len
@@ -47,20 +48,24 @@ class LlamaModel:
         self.embedding = dense.embedding(table)
         head = table if config.tie_word_embeddings else weights.load("lm_head.weight")
         self.lm_head: Linear = dense.linear(head, scores=True)
-        self._norm = at.vector(weights.load("model.norm.weight"))
+        norm = norm_weight(at, weights, "model.norm", config.block)
+        assert norm is not None
+        self._norm = norm
         prefixes = [f"model.layers.{i}." for i in range(config.num_layers)]
-        self._input_norms = [at.vector(weights.load(f"{prefix}input_layernorm.weight")) for prefix in prefixes]
-        self._qkv = [stacked(dense, weights, list(qkv_names(prefix)), kind.qkv_bias) for prefix in prefixes]
+        names = [kind.norms(prefix).before_attention for prefix in prefixes]
+        self._input_norms = [norm_weight(at, weights, name, config.block) for name in names]
+        self._qkv = [qkv_of(ops, config, kind, weights, prefix) for prefix in prefixes]
         self._tails = [LayerTail(ops, config, kind, weights, prefix) for prefix in prefixes]
-        self._rope = ops.attention.rope(*rope_tables(config.rope, config.head_dim, max_context_len + ROPE_SLACK))
-        wide = {"attended": config.q_size, "act": config.intermediate_size}
-        self._work = Workspace(at, x=h, y=h, qkv=config.qkv_size, **wide)
-        self._tail_work = Workspace(at, x=h, y=h, **wide)
+        self._ropes = self._rope_tables()
+        wide = LayerTail.widths(config, config.block)
+        self._work = Workspace(at, x=h, qkv=config.qkv_size, **wide)
+        self._tail_work = Workspace(at, x=h, **wide)
         self._logits = Workspace(at.for_logits(), logits=config.vocab_size)
 
     @classmethod
-    def load(cls, directory: str | Path, ops: Ops, max_context_len: int | None = None) -> LlamaModel:
-        """Loads a Hugging Face directory. `max_context_len` defaults to the longest the model serves exactly.
+    def load(cls, directory: ModelSource, ops: Ops, max_context_len: int | None = None) -> LlamaModel:
+        """Loads a Hugging Face directory, or takes a model in memory. `max_context_len` defaults to the longest that
+        the model serves exactly.
 
         Raises UnsupportedModelError or ModelFileError, both `ConfigError`s, before any weight is read.
         """
@@ -77,7 +82,7 @@ class LlamaModel:
     def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         """Every tensor of the checkpoint with its shape."""
         h = config.hidden_size
-        kind = LayerKind(config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm)
+        kind = LayerKind.of(config)
         shapes: dict[str, tuple[int, ...]] = {
             "model.embed_tokens.weight": (config.vocab_size, h),
             "model.norm.weight": (h,),
@@ -86,9 +91,18 @@ class LlamaModel:
             shapes["lm_head.weight"] = (config.vocab_size, h)
         for i in range(config.num_layers):
             prefix = f"model.layers.{i}."
-            shapes[f"{prefix}input_layernorm.weight"] = (h,)
+            if (norm := kind.norms(prefix).before_attention) is not None:
+                shapes[f"{norm}.weight"] = (h,)
             shapes.update(layer_shapes(config, kind, prefix, h))
         return shapes
+
+    def _rope_tables(self) -> list[Any]:
+        """Each layer's, made once for each embedding that there is."""
+        config, positions = self.config, self.max_context_len + ROPE_SLACK
+        each = [config.rope_of(i) for i in range(config.num_layers)]
+        rope = self.ops.attention.rope
+        made = {of: rope(*rope_tables(of, config.head_dim, positions)) for of in set(each)}
+        return [made[of] for of in each]
 
     def reserve(self, rows: int, logit_rows: int) -> None:
         """Memory for passes of so many rows, and of so many that logits are wanted of: memory that a graph was captured
@@ -108,16 +122,18 @@ class LlamaModel:
     def products(self) -> Iterator[tuple[str, Linear]]:
         """Every product of the model, by what its weight is called; q, k and v are one, and gate and up."""
         for i, (qkv, tail) in enumerate(zip(self._qkv, self._tails, strict=True)):
-            yield f"model.layers.{i}.self_attn.qkv_proj", qkv
+            yield from qkv_products(qkv, f"model.layers.{i}.")
             yield from tail.products(f"model.layers.{i}.")
         yield "lm_head", self.lm_head
 
     def set_aux_layers(self, layers: Sequence[int]) -> None:
         """Chooses the features of `forward(aux=...)`: the residual stream *entering* each of these decoder layers (so
-        layer i's feature is the output of layer i - 1, and 0 is the embedding), in this order."""
+        layer i's feature is the output of layer i - 1, and 0 is the embedding), in this order. The number of layers,
+        alone, is the last hidden state: what the last norm gives."""
+        n = self.config.num_layers
         for layer in layers:
-            if not 0 <= layer < self.config.num_layers:
-                why = f"must be in 0..{self.config.num_layers}, the layers whose input can be captured"
+            if not 0 <= layer < n and tuple(layers) != (n,):
+                why = f"must be in 0..{n}, the layers whose input can be captured; {n} alone is the last hidden state"
                 raise UnsupportedModelError("aux layer", layer, why)
         self.aux_layers = tuple(layers)
         h, at = self.config.hidden_size, self.ops.placement
@@ -141,22 +157,25 @@ class LlamaModel:
         rows = check_rows(tokens, plan)
         w = self._work.rows(rows)
         x, qkv, attended = w["x"], w["qkv"], w["attended"]
-        eps, rope = self.config.rms_norm_eps, self._rope
+        eps, scale = self.config.rms_norm_eps, self.config.block.embedding_scale
         features = self._check_features(aux, rows)
         if not rows:
             return self._logits.rows(0)["logits"], features
         turns: Mapping[int, torch.Tensor] = {}
-        if features is not None:
+        last = len(self._tails) - 1
+        final = features is not None and features.last > last
+        if features is not None and not final:
             x, turns = features.first, features.turns
         self.embedding.lookup(tokens, x)
-        last = len(self._tails) - 1
+        if scale != 1.0:
+            x.mul_(scale)
         for i, tail in enumerate(self._tails):
             out = turns.get(i, x)
             if features is not None and i == features.last:
                 out = w["x"]
             self._qkv[i].forward(x, qkv, None, self._input_norms[i], eps)
-            tail.attend(kv, i, plan, qkv, rope, attended)
-            if i == last and logit_rows is not None:
+            tail.attend(kv, i, plan, qkv, self._ropes[i], attended)
+            if i == last and logit_rows is not None and not final:
                 # From here on rows are independent, and only these are read.
                 w = self._tail_work.rows(logit_rows.numel())
                 self._dense.gather(x, logit_rows, w["x"])
@@ -166,12 +185,26 @@ class LlamaModel:
             if x.shape[0]:
                 tail.mix(x, attended, w, out)
             x = out
-        if features is not None:
+        if features is not None and final:
+            self._dense.rms_norm(x, self._norm, eps, features.layers[0])
+            if logit_rows is not None:
+                x = self._tail_work.rows(logit_rows.numel())["x"]
+                self._dense.gather(w["x"], logit_rows, x)
+        elif features is not None:
             features.repeat()
         logits = self._logits.rows(x.shape[0])["logits"]
         if x.shape[0]:
             self.lm_head.forward(x, logits, None, self._norm, eps)
+            self.finish(logits)
         return logits, features
+
+    def finish(self, logits: torch.Tensor) -> None:
+        """From the last product's outputs to logits, in place."""
+        block = self.config.block
+        if block.logits_divisor != 1.0:
+            logits.div_(block.logits_divisor)
+        if block.logits_cap is not None:
+            soft_cap(logits, block.logits_cap, logits)
 
     def _check_features(self, aux: FeatureRows | bool | None, rows: int) -> FeatureRows | None:
         if aux is None or aux is False:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from specrs.models.eagle3 import Eagle3Head
+from specrs.models.live import ModelSource
 from specrs.models.llama import LlamaModel
 from specrs.models.ops import Ops
 from specrs.models.pairs import ops_for
 
 
-def load_target(directory: str | Path, ops: Ops | None = None, max_context_len: int | None = None) -> LlamaModel:
-    """The target model of a Hugging Face directory; see `LlamaModel.load`."""
+def load_target(directory: ModelSource, ops: Ops | None = None, max_context_len: int | None = None) -> LlamaModel:
+    """The target model of a Hugging Face directory, or in memory; see `LlamaModel.load`."""
     return LlamaModel.load(directory, ops or ops_for(), max_context_len)
 
 

@@ -19,10 +19,12 @@ from safetensors import SafetensorError, safe_open
 
 from specrs import progress
 from specrs.models.errors import ModelFileError
+from specrs.models.live import LiveModel, ModelSource
 from specrs.models.placement import HOST, Placement
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _INTEGERS = {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool}
+_SPELLINGS = {dtype: name for name, dtype in {**_FLOATS, **_INTEGERS}.items()}
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 
@@ -49,17 +51,22 @@ class Checkpoint:
 
     `rename` maps a tensor's name in the file to the name used here (heads are published under several). Tensors come
     one by one, straight to the placement's device: host memory stays near one tensor and `_RENEW` bytes, whatever the
-    model. On a GPU they come in the dtype of its weights, and one with NaN or an infinity is refused; on the host, such
-    a weight costs the requests that meet it. Raises ModelFileError, which names the file, and the tensor where one is
-    at fault.
+    model; those of a model in memory are its own where they lie on that device in that dtype. On a GPU they come in the
+    dtype of its weights, and one with NaN or an infinity is refused; on the host, such a weight costs the requests that
+    meet it. Raises ModelFileError, which names the file, and the tensor where one is at fault.
     """
 
-    def __init__(self, directory: str | Path, rename: Callable[[str], str] = str, placement: Placement = HOST) -> None:
-        self.directory = Path(directory)
+    def __init__(self, directory: ModelSource, rename: Callable[[str], str] = str, placement: Placement = HOST) -> None:
+        self._live = directory if isinstance(directory, LiveModel) else None
+        self.directory = Path(str(directory))
         self._at = placement
         self._where: dict[str, _Stored] = {}
         self._open: tuple[Path, Any] | None = None  # at most one file, and the bytes that were read of it
         self._read = 0
+        if self._live is not None:
+            for name, tensor in self._live.tensors.items():
+                self._where[rename(name)] = _in_memory(self.directory, name, tensor)
+            return
         if not self.directory.is_dir():
             raise ModelFileError(self.directory, "no such directory; a Hugging Face model directory is needed")
         for path, names in self._find().items():
@@ -104,7 +111,9 @@ class Checkpoint:
 
     def path(self, name: str) -> Path:
         """The file that holds a tensor; the directory's usual file for one that is missing (for error messages)."""
-        return self._where[name].path if name in self._where else self.directory / _SINGLE
+        if name in self._where:
+            return self._where[name].path
+        return self.directory if self._live is not None else self.directory / _SINGLE
 
     def shape(self, name: str) -> tuple[int, ...]:
         """From the header."""
@@ -147,6 +156,17 @@ class Checkpoint:
     def load(self, name: str) -> torch.Tensor:
         """One tensor on the checkpoint's device, contiguous; on the host in its stored dtype."""
         stored, at = self._locate(name), self._at
+        tensor = self._from_file(stored) if self._live is None else self._live.tensors[stored.name].detach()
+        if not at.is_host:
+            tensor = tensor.to(at.device)
+            if tensor.is_floating_point():
+                tensor = tensor if at.weights is None else tensor.to(at.weights)
+                _check_finite(tensor, stored)
+        return tensor.to(at.device).contiguous()
+
+    def _from_file(self, stored: _Stored) -> torch.Tensor:
+        """On the checkpoint's device."""
+        at = self._at
         if self._open is None or self._open[0] != stored.path or self._read > _RENEW:
             self._open, self._read = None, 0  # the file that was open is closed first
             self._open = stored.path, _open(stored.path, at.device)
@@ -156,15 +176,20 @@ class Checkpoint:
             raise ModelFileError(stored.path, f"not readable: {error}", stored.name) from error
         self._read += tensor.nbytes
         progress.read(tensor.nbytes)
-        if not at.is_host and tensor.is_floating_point():
-            tensor = tensor if at.weights is None else tensor.to(at.weights)
-            _check_finite(tensor, stored)
-        return tensor.contiguous()
+        return tensor
 
     def _locate(self, name: str) -> _Stored:
         if name not in self._where:
             raise ModelFileError(self.path(name), "missing", name)
         return self._where[name]
+
+
+def _in_memory(name: Path, tensor_name: str, tensor: torch.Tensor) -> _Stored:
+    """A tensor as a file's header would have it. ModelFileError: one without values."""
+    if tensor.is_meta:
+        why = "on the meta device, so without values: offloaded, or never loaded"
+        raise ModelFileError(name, why, tensor_name)
+    return _Stored(name, tensor_name, tuple(tensor.shape), _SPELLINGS.get(tensor.dtype, str(tensor.dtype)))
 
 
 def _check_finite(tensor: torch.Tensor, stored: _Stored) -> None:

@@ -42,8 +42,9 @@ class Linear(Protocol):
     ) -> None:
         """out [M, N] = residual + linear(rms_norm(x [M, K], norm, eps)); either may be absent."""
 
-    def forward_swiglu(self, x: torch.Tensor, out: torch.Tensor, norm: torch.Tensor, eps: float) -> None:
-        """For a gated weight: out [M, N/2] = silu(gate) * up of rms_norm(x [M, K], norm, eps)."""
+    def forward_swiglu(self, x: torch.Tensor, out: torch.Tensor, norm: torch.Tensor | None, eps: float) -> None:
+        """For a gated weight: out [M, N/2] = silu(gate) * up of rms_norm(x [M, K], norm, eps); the norm may be
+        absent."""
 
 
 class Embedding(Protocol):

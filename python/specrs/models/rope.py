@@ -9,11 +9,13 @@ import math
 import torch
 
 from specrs._specrs import ConfigError
-from specrs.models.config import RopeConfig
+from specrs.models.rope_config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
-    """(f32 [head_dim / 2] inverse frequencies in radians per position, the factor on cos and sin)."""
+    """(f32 [rotary / 2] inverse frequencies in radians per position, the factor on cos and sin); of a head's elements,
+    ``share`` is rotary."""
+    head_dim = int(head_dim * rope.share)
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     plain = 1.0 / (rope.theta**exponents)
     # "dynamic" scales only beyond max_position_embeddings, which ModelConfig.check_context refuses.
@@ -21,6 +23,10 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, 
         return plain, 1.0
     if rope.kind == "linear":
         return plain / rope.factor, 1.0
+    if rope.kind == "longrope":
+        # Its other factors begin beyond the context before scaling, which ModelConfig.check_context refuses.
+        factor = 1.0 if rope.attention_factor is None else rope.attention_factor
+        return 1.0 / (torch.tensor(rope.short_factors) * rope.theta**exponents), factor
     if rope.kind == "llama3":
         return _llama3(rope, plain), 1.0
     return _yarn(rope, head_dim, rope.theta**exponents)
@@ -68,11 +74,14 @@ def _yarn_attention_factor(rope: RopeConfig) -> float:
     return scale(1.0)
 
 
-def rope_tables(rope: RopeConfig, head_dim: int, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cos, sin), each f32 [positions, head_dim / 2] and contiguous; element d turns the pair (d, d + head_dim / 2).
+def rope_tables(rope: RopeConfig | None, head_dim: int, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cos, sin), each f32 [positions, rotary / 2] and contiguous; element d turns the pair (d, d + rotary / 2).
 
-    ConfigError: no memory for them.
+    Without a rotary embedding, the smallest tables that turn nothing. ConfigError: no memory for them.
     """
+    if rope is None:
+        # Two pairs: kernels of a GPU load two neighbours at once.
+        return torch.ones(positions, 2), torch.zeros(positions, 2)
     frequencies, factor = inverse_frequencies(rope, head_dim)
     try:
         angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies[None, :]

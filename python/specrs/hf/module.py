@@ -1,0 +1,92 @@
+"""From a transformers module to a `LiveModel`, and to an engine over it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from specrs._specrs import ConfigError
+from specrs.chat import TOKENIZER_CONFIG
+from specrs.engine import LLM
+from specrs.models import LiveModel
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedModel
+
+
+def from_model(model: PreTrainedModel, tokenizer: Any = None, **options: Any) -> LLM:
+    """An engine over a module's weights, without files.
+
+    On the CPU the engine packs matrices: a copy, in the module's own dtype. Embeddings there, and on a GPU whatever is
+    not stacked (q, k and v; gate and up), are the module's own memory. So the module must stay as it is while the
+    engine lives: what is written to its weights, the engine sees in part.
+
+    Args:
+        model: a causal language model of a family that specrs runs (docs/models.md), on one device.
+        tokenizer: of transformers, one that is backed by the tokenizers library, or a ``tokenizers.Tokenizer``; the
+            engine keeps a copy. ``None``: prompts are token ids.
+        options: as `LLM` takes them: ``draft``, ``max_batch``, ``tree``, ... Without ``device``, the engine runs where
+            the module is.
+
+    Raises:
+        ConfigError: no such module, or one on several devices.
+        UnsupportedModelError: an architecture, or a value of its configuration, that is not implemented.
+        ModelFileError: tensors that do not fit the configuration, as those of a module with adapters.
+    """
+    source = live_model(model, tokenizer)
+    options.setdefault("device", str(device_of(source)))
+    return LLM(source, **options)
+
+
+def live_model(model: PreTrainedModel, tokenizer: Any = None) -> LiveModel:
+    """What a module and its configurations hold."""
+    module = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
+    config: Any = getattr(module, "config", None)
+    if not isinstance(module, torch.nn.Module) or not hasattr(config, "to_dict"):
+        raise ConfigError(f"model is a {type(model).__name__}: must be a model of transformers")
+    architecture = type(module).__name__
+    # What a subclass does differently nobody here knows, so the class itself names the architecture.
+    files: dict[str, Mapping[str, Any]] = {"config.json": {**config.to_dict(), "architectures": [architecture]}}
+    generation = getattr(module, "generation_config", None)
+    if generation is not None:
+        files["generation_config.json"] = generation.to_dict()
+    files |= _chat_of(tokenizer)
+    return LiveModel(f"{architecture} (in memory)", files, module.state_dict(), backend_of(tokenizer))
+
+
+def _chat_of(tokenizer: Any) -> dict[str, Mapping[str, Any]]:
+    """What a tokenizer of transformers knows of conversations."""
+    template = getattr(tokenizer, "chat_template", None)
+    if template is None:
+        return {}
+    if isinstance(template, Mapping):
+        template = [{"name": name, "template": source} for name, source in template.items()]
+    return {TOKENIZER_CONFIG: {**getattr(tokenizer, "special_tokens_map", {}), "chat_template": template}}
+
+
+def device_of(source: LiveModel) -> torch.device:
+    """The device of a model's tensors. ConfigError: there are several, or none."""
+    devices = {tensor.device for tensor in source.tensors.values()}
+    if len(devices) != 1:
+        names = ", ".join(sorted(map(str, devices))) or "no device: it has no tensors"
+        raise ConfigError(f"model: {source} is on {names}; a model on one device works, as model.to('cpu')")
+    return devices.pop()
+
+
+def backend_of(tokenizer: Any) -> Tokenizer | None:
+    """A copy of the tokenizers library's object, without the padding and truncation of whoever else uses it."""
+    if tokenizer is None:
+        return None
+    from tokenizers import Tokenizer
+
+    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    if not isinstance(backend, Tokenizer):
+        why = "must be backed by the tokenizers library (AutoTokenizer gives one), or None for token ids"
+        raise ConfigError(f"tokenizer is a {type(tokenizer).__name__}: {why}")
+    copy: Tokenizer = Tokenizer.from_str(backend.to_str())
+    copy.no_padding()
+    copy.no_truncation()
+    return copy

@@ -1,0 +1,291 @@
+"""`specrs.hf.generate` inside transformers' own `generate`: the same tokens, and what is refused."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import modelzoo
+from modelrun import random_tokens
+from specrs import ConfigError, UnsupportedModelError
+from specrs.hf import UnsupportedGenerationError, engines, from_model
+from specrs.hf import generate as by_specrs
+
+transformers = pytest.importorskip("transformers")
+FAMILIES: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {},
+    "Qwen3ForCausalLM": {"tie_word_embeddings": True},
+    "Phi3ForCausalLM": {},
+    "Olmo2ForCausalLM": {},
+    "Gemma3ForCausalLM": {"sliding_window": 200},
+}
+
+
+def module(directory: Path, architecture: str = "LlamaForCausalLM", **options: Any) -> Any:
+    modelzoo.write_target(directory, architecture, **options)
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return module(tmp_path_factory.mktemp("llama"), eos_token_id=7)
+
+
+@pytest.fixture(autouse=True)
+def no_engine_stays() -> Iterator[None]:
+    yield
+    for held in list(engines._ENGINES.values()):
+        held.llm.audit()
+
+
+def rows(*lengths: int, pad: int = 0) -> dict[str, torch.Tensor]:
+    """Prompts padded on the left, with their mask."""
+    most = max(lengths)
+    ids = [[pad] * (most - n) + random_tokens(n, seed=n) for n in lengths]
+    mask = [[0] * (most - n) + [1] * n for n in lengths]
+    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, architecture: str) -> None:
+    model = module(tmp_path, architecture, **FAMILIES[architecture])
+    inputs = rows(9, 3, 14)
+    options = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
+    want = model.generate(**inputs, **options)
+    got = model.generate(**inputs, **options, custom_generate=by_specrs)
+    assert torch.equal(got, want) and got.dtype == want.dtype
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.3},
+        {"eos_token_id": [5, 7, 11, 19, 23, 42, 77, 80, 99, 120, 150, 200, 220, 250, 280]},
+        {"max_length": 20, "max_new_tokens": None},
+        {"num_return_sequences": 1, "renormalize_logits": True},
+        {"use_cache": False},
+        {"temperature": 1.0, "top_k": None},
+    ],
+    ids=lambda o: next(iter(o)),
+)
+def test_options_of_greedy_decoding(llama: Any, options: dict[str, Any]) -> None:
+    inputs = rows(9, 3, 14)
+    options = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 1, **options}
+    want = llama.generate(**inputs, **options)
+    assert torch.equal(llama.generate(**inputs, **options, custom_generate=by_specrs), want)
+
+
+def test_drafts_change_nothing(tmp_path: Path) -> None:
+    model = module(tmp_path / "target", vocab_size=12, eos_token_id=None)
+    head = modelzoo.write_eagle3(tmp_path / "draft", tmp_path / "target", draft_vocab_size=None, own_embedding=True)
+    ids = torch.tensor([[3, 4, 5, 6, 7]])
+    want = model.generate(ids, max_new_tokens=60, do_sample=False)
+    drafted = {"draft": str(head), "tree": (3, 3, 12)}
+    got = model.generate(ids, max_new_tokens=60, do_sample=False, custom_generate=by_specrs, engine_options=drafted)
+    assert torch.equal(got, want)
+    assert engines._ENGINES[model].llm.speculative
+
+
+def test_stop_strings_end_a_row_as_transformers_ends_it(tmp_path: Path) -> None:
+    model = module(tmp_path, tokenizer=True)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    ids = torch.tensor([random_tokens(12, seed=4)])
+    whole = model.generate(ids, max_new_tokens=40, do_sample=False)[0, 12:]
+    texts = [tokenizer.decode([token]) for token in whole.tolist()]
+    stop = next(text for text in texts[5:] if text and text.isprintable() and text not in texts[:5])
+    criteria = [transformers.StopStringCriteria(tokenizer, [stop])]
+    options = {"max_new_tokens": 40, "do_sample": False, "stopping_criteria": criteria}
+    want = model.generate(ids, **options)
+    assert want.shape[1] < 12 + 40
+    assert torch.equal(model.generate(ids, **options, custom_generate=by_specrs), want)
+
+
+def test_sampling_follows_torchs_seed_and_the_distribution(llama: Any) -> None:
+    ids = torch.tensor([[5, 6, 7, 8]])
+    options = {"max_new_tokens": 12, "do_sample": True, "temperature": 0.9, "top_p": 0.95, "top_k": 20, "min_p": 0.01,
+               "num_return_sequences": 6, "custom_generate": by_specrs, "pad_token_id": 0}  # fmt: skip
+    torch.manual_seed(3)
+    first = llama.generate(ids, **options)
+    again = llama.generate(ids, **options)
+    torch.manual_seed(3)
+    assert torch.equal(llama.generate(ids, **options), first) and not torch.equal(again, first)
+    assert len({tuple(row) for row in first.tolist()}) > 1
+    with torch.no_grad():
+        scores = llama(ids).logits[:, -1]
+    probable = set(scores[0].topk(20).indices.tolist())
+    assert {row[4] for row in first.tolist()} <= probable
+
+
+class Collector:
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.ended = False
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.ended = True
+
+
+def test_a_streamer_gets_prompt_and_tokens(llama: Any) -> None:
+    seen, ids = Collector(), torch.tensor([[5, 6, 7, 8]])
+    got = llama.generate(ids, max_new_tokens=9, do_sample=False, custom_generate=by_specrs, token_streamer=seen)
+    assert seen.tokens == got[0].tolist() and seen.ended
+    seen = Collector()  # as a transformers hands it on that has put the prompt itself
+    by_specrs(llama, ids, generation_config=transformers.GenerationConfig(max_length=9), streamer=seen)
+    assert len(seen.tokens) == 5 and seen.ended
+
+
+def test_a_dictionary_is_returned_where_one_is_asked_for(llama: Any) -> None:
+    ids = torch.tensor([[5, 6, 7, 8]])
+    options = {"max_new_tokens": 5, "do_sample": False}
+    want = llama.generate(ids, **options)
+    got = llama.generate(ids, **options, return_dict_in_generate=True, custom_generate=by_specrs)
+    assert torch.equal(got.sequences, want)
+
+
+class Odd(transformers.LogitsProcessor):
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        return scores
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"num_beams": 2}, "num_beams"),
+        ({"logits_processor": [Odd()]}, "logits_processor"),
+        ({"no_repeat_ngram_size": 2}, "logits_processor"),
+        ({"min_new_tokens": 3}, "logits_processor"),
+        ({"do_sample": True, "typical_p": 0.5}, "logits_processor"),
+        ({"max_time": 3.0}, "stopping_criteria"),
+        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
+        ({"return_dict_in_generate": True, "output_scores": True}, "output_scores"),
+        ({"max_new_tokens": 600}, "max_length"),
+        ({"logits_processor": [transformers.TopKLogitsWarper(3), transformers.TopKLogitsWarper(3)]},
+         "logits_processor"),
+        ({"position_ids": torch.tensor([[1, 2, 3, 4]])}, "position_ids"),
+        ({"attention_mask": torch.tensor([[1, 1, 1, 0]])}, "attention_mask[0]"),
+        ({"attention_mask": torch.tensor([[1, 0, 1, 1]])}, "attention_mask[0]"),
+        ({"attention_mask": torch.tensor([[0, 0, 0, 0]])}, "input_ids[0]"),
+    ],
+)  # fmt: skip
+def test_what_is_not_honoured_is_refused_by_name(llama: Any, options: dict[str, Any], what: str) -> None:
+    options = {"max_new_tokens": 5, "do_sample": False, **options}
+    with pytest.raises(UnsupportedGenerationError) as caught:
+        llama.generate(torch.tensor([[5, 6, 7, 8]]), **options, custom_generate=by_specrs)
+    assert caught.value.what == what and isinstance(caught.value, ConfigError)
+
+
+def test_what_only_a_direct_call_can_ask_is_refused(llama: Any) -> None:
+    ids, config = torch.tensor([[5, 6]]), transformers.GenerationConfig(max_length=9)
+    for options, what in (
+        ({"assistant_model": llama}, "assistant_model"),
+        ({"synced_gpus": True}, "synced_gpus"),
+        ({"pixel_values": ids}, "pixel_values"),
+    ):
+        with pytest.raises(UnsupportedGenerationError) as caught:
+            by_specrs(llama, ids, generation_config=config, **options)
+        assert caught.value.what == what
+    with pytest.raises(UnsupportedGenerationError, match="rows, tokens"):
+        by_specrs(llama, ids[0], generation_config=config)
+    with pytest.raises(UnsupportedGenerationError, match="one row is streamed, not 2"):
+        by_specrs(llama, torch.tensor([[5], [6]]), generation_config=config, streamer=Collector())
+    config.max_length = 2
+    with pytest.raises(UnsupportedGenerationError, match="no room behind 2 tokens"):
+        by_specrs(llama, ids, generation_config=config)
+
+
+# -- engines ------------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_lives_as_long_as_its_module_and_follows_its_weights(tmp_path: Path) -> None:
+    held = [module(tmp_path)]
+    [model] = held
+    ids = torch.tensor([[5, 6, 7, 8]])
+
+    def run(**options: Any) -> torch.Tensor:
+        found: torch.Tensor = held[0].generate(ids, max_new_tokens=8, do_sample=False, **options)
+        return found
+
+    before = run(custom_generate=by_specrs)
+    first = engines._ENGINES[model].llm
+    run(custom_generate=by_specrs)
+    assert engines._ENGINES[model].llm is first
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
+    after = run(custom_generate=by_specrs)
+    assert engines._ENGINES[model].llm is not first
+    assert torch.equal(after, run()) and not torch.equal(after, before)
+    second = engines._ENGINES[model].llm
+    run(custom_generate=by_specrs, engine_options={"max_batch": 2})
+    assert engines._ENGINES[model].llm is not second
+    gone, llm = weakref.ref(model), engines._ENGINES[model].llm
+    del model, held[0]
+    gc.collect()
+    assert gone() is None
+    with pytest.raises(Exception, match="closed"):
+        llm.add([1])
+
+
+def test_an_engine_grows_with_what_is_asked(tmp_path: Path) -> None:
+    model = module(tmp_path, max_position_embeddings=6000)
+    ids = torch.tensor([[5, 6]])
+    model.generate(ids, max_new_tokens=1, custom_generate=by_specrs)
+    assert engines._ENGINES[model].llm.config.max_context_len == 2048
+    with pytest.raises(UnsupportedGenerationError, match="exactly up to 6000 tokens"):
+        model.generate(ids, max_new_tokens=6000, custom_generate=by_specrs)
+    engine = engines.engine_of(model, {}, 2049)
+    assert engine.config.max_context_len == 4096 and engines.engine_of(model, {}, 5) is engine
+    assert engines.engine_of(model, {}, 4097).config.max_context_len == 6000
+
+
+# -- from_model ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_llm_of_a_module_is_that_of_its_files(tmp_path: Path, dtype: torch.dtype) -> None:
+    from specrs import LLM, SamplingParams
+
+    modelzoo.write_target(tmp_path, dtype=dtype, tokenizer=True, tie_word_embeddings=True)
+    modelzoo.write_json(tmp_path / "generation_config.json", {"eos_token_id": [2, 9], "repetition_penalty": 1.25})
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), pad_token="<s>")
+    tokenizer(["a", "bcd"], padding=True)  # which must not pad the engine's prompts
+    options: dict[str, Any] = {"device": "cpu", "max_context_len": 200}
+    with LLM(tmp_path, **options) as files, from_model(model, tokenizer, **options) as live:
+        params = SamplingParams(max_tokens=20)
+        want, got = (llm.generate(["def f(", "x"], params) for llm in (files, live))
+        assert [(o.token_ids, o.text) for o in got] == [(o.token_ids, o.text) for o in want]
+        assert live.eos_ids == files.eos_ids == {2, 9}
+        assert live.default_sampling == files.default_sampling
+        assert live.numerics == files.numerics
+        assert "LlamaForCausalLM (in memory)" in repr(live)
+
+
+def test_modules_that_do_not_fit_are_refused_by_name(tmp_path: Path, llama: Any) -> None:
+    with pytest.raises(ConfigError, match="model of transformers"):
+        from_model(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="backed by the tokenizers library"):
+        from_model(llama, tokenizer=3)
+    gpt = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=20))
+    with pytest.raises(UnsupportedModelError, match="GPT2LMHeadModel"):
+        from_model(gpt)
+
+    class Mine(transformers.LlamaForCausalLM):  # type: ignore[misc]
+        pass
+
+    with pytest.raises(UnsupportedModelError, match="Mine"):
+        from_model(Mine(llama.config))
+    part = module(tmp_path)
+    part.model.norm.to("meta")
+    with pytest.raises(ConfigError, match="on cpu, meta; a model on one device"):
+        from_model(part)
+    with pytest.raises(ConfigError, match="without values"):
+        from_model(part.to("meta"), device="cpu")
