@@ -259,7 +259,7 @@ def _configuration(
 
     section = "configuration"
     recurrent = has_recurrent_state(model)
-    config = config.drafting(head is not None)
+    config = config.drafting(head is not None)  # the command names none, so there is nothing to refuse
     remedy = "change the option that is named; the message says what works"
     wanted = Wanted(config, model, sizes, None if head is None else head[0], recurrent)
     site = report.check(section, "runs", wanted.site, remedy)
@@ -269,7 +269,8 @@ def _configuration(
     assert c.num_pages is not None and c.kv_dtype is not None
     report.add(section, "runs on", site.name)
     report.add(section, "computes in", site.place.dtype_name)
-    report.add(section, "drafts", site.drafts)
+    names = [d if isinstance(d, str) else type(d).__name__ for d in c.drafters or ()]
+    report.add(section, "drafts by", names, None if names else "decodes plainly")
     report.add(section, "tree", "auto" if c.adaptive else [c.shape.topk, c.shape.steps, c.shape.draft_tokens])
     report.add(section, "requests at once", c.max_batch)
     report.add(section, "context", c.max_context_len)

@@ -32,6 +32,7 @@ def test_the_model_in_the_package(capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 0 and report["ok"] and not problems(report)
     assert values(report, "model")["architecture"] == "LlamaForCausalLM"
     assert values(report, "draft head")["features of layers"] == [2, 6, 9]
+    assert values(report, "configuration")["drafts by"] == ["head"]
     assert values(report, "gpu")["usable"] is False or "gpu cuda:0" in report["sections"]
     with LLM(device="cpu") as llm:
         found = values(report, "configuration")
@@ -141,6 +142,8 @@ def test_what_is_worth_knowing(bytes_pair: Pair, tmp_path: Path, capsys: pytest.
     assert status == 0 and any("9 tokens that the model does not have" in note for note in notes)
     assert any("num_beams = 4 is not implemented" in note for note in notes)
     assert any("llm.chat needs chat_template=" in note for note in notes) and "draft head" not in report["sections"]
+    with LLM(model) as llm:  # drafts of the text itself, where it does
+        assert bool(values(report, "configuration")["drafts by"]) == llm.speculative
 
 
 def test_a_wrong_command_is_status_2(tiny: Pair, capsys: pytest.CaptureFixture[str]) -> None:
