@@ -5,7 +5,10 @@
 
 pub mod automaton;
 mod calibration;
+mod corpus;
+mod corpus_file;
 mod edges;
+mod map;
 mod merge;
 mod mix;
 mod proposal;
@@ -13,6 +16,8 @@ pub mod recycle;
 mod suffix;
 
 pub use calibration::{Account, Calibration, MAX_SOURCES};
+pub use corpus::{Corpus, CorpusDrafts};
+pub use corpus_file::{MAX_CORPUS, write_corpus};
 pub use merge::{MergeLimits, MergedDrafts, merge};
 pub use proposal::{BUCKETS, MAX_PROPOSED, Proposal};
 pub use recycle::RecycledTokens;

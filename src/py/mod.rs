@@ -20,6 +20,7 @@
 //! | `revert` | the registry of historical faults |
 //! | `certify` | proofs of a configuration, as dictionaries |
 //! | `draft_merge` | proposals of drafters, their union in one tree, their calibration |
+//! | `drafts` | sources of drafts: a request's text, recycled tokens, a corpus |
 //! | `trees` | draft beams, the trees of a batch |
 //! | `sampling` | samplers and verification |
 //!
@@ -37,6 +38,7 @@ mod device_round;
 mod device_sample;
 mod dlpack;
 mod draft_merge;
+mod drafts;
 mod errors;
 mod geometry;
 #[cfg(feature = "cuda")]
@@ -96,6 +98,8 @@ mod _specrs {
     use super::dlpack::{Array, as_array};
     #[pymodule_export]
     use super::draft_merge::{DraftCalibration, DraftProposal, MergedDrafts, merge_drafts};
+    #[pymodule_export]
+    use super::drafts::{CorpusDrafts, DraftCorpus, RecycledTokens, SuffixDrafts};
     #[pymodule_export]
     use super::errors::error_examples;
     #[pymodule_export]

@@ -5,6 +5,7 @@
 mod common;
 
 mod automaton;
+mod corpus;
 mod memory;
 mod merge;
 mod recycle;
