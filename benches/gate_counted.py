@@ -11,10 +11,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import specrs.engine.gathering as gathering_module
+import specrs.engine.runner as runner_module
 import specrs.engine.speculation as speculation_module
 from gate_texts import KINDS
 from specrs import LLM, SamplingParams
 from specrs.engine.costs import PLAIN, SPECULATIVE, Costs, PassCost
+from specrs.engine.sources import Told
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 # Milliseconds on a quiet machine of two cores, one thread, the model in the package.
@@ -24,6 +27,7 @@ TABLE = {
     "draft_extend": (0.324, 0.324, 0.324, 0.361, 0.461, 0.690, 1.134),
 }
 BESIDE = (0.1, 0.3)  # milliseconds of a plain round, and of one that drafts, beside its passes
+ASKED = 0.03  # milliseconds of asking a source of drafts once, merging what it says and judging it
 BATCH = 4
 
 
@@ -47,9 +51,12 @@ class Counter:
         # What Python spends beside the passes of a round.
         for name, ms in (("plain_round", BESIDE[0]), ("spec_round", BESIDE[1])):
             self._charge(runner.speculation, name, ms / 1e3)
+        if llm.speculative:
+            runner.speculation.policy.costs = runner.speculation.costs = self.costs
+        if runner.gathering is not None:
+            runner.gathering.price(self.costs)
         if runner.executor.drafts is None:
             return
-        runner.speculation.policy.costs = self.costs
         head, step, extend = runner.executor.drafts.head, self.costs.draft_step, self.costs.draft_extend
         self._price(head, "step", lambda n, _: step.at(n))
         self._price(head, "write", lambda n, _: extend.at(n))
@@ -81,12 +88,23 @@ class Counter:
     @contextmanager
     def clock(self) -> Iterator[None]:
         """Within the context, engines that draft by default read this clock."""
-        module: Any = speculation_module
-        real, module.time = module.time, self
+        modules: tuple[Any, ...] = (speculation_module, runner_module, gathering_module)
+        asks: Any = Told.propose
+
+        def charged(told: Told, *args: Any) -> Any:
+            self.seconds += ASKED / 1e3
+            return asks(told, *args)
+
+        reals = [module.time for module in modules]
+        for module in modules:
+            module.time = self
+        Told.propose = charged  # type: ignore[method-assign]
         try:
             yield
         finally:
-            module.time = real
+            Told.propose = asks
+            for module, real in zip(modules, reals, strict=True):
+                module.time = real
 
     def price(
         self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], llm: LLM

@@ -1067,52 +1067,102 @@ def merge_drafts(
 
 @final
 class SuffixDrafts:
+    """What one request's own text proposes: an automaton over its prediction, prompt and output, in at most `limit`
+    bytes. Half of them are of the recent text, half of the text before; what is older is forgotten.
+    """
+
     def __new__(
         cls, vocab: SupportsIndex, limit: SupportsIndex, prediction: _List[SupportsIndex] = ()
     ) -> SuffixDrafts: ...
-    def prompt(self, tokens: _List[SupportsIndex]) -> None: ...
-    def extend(self, tokens: _List[SupportsIndex]) -> None: ...
-    def propose(
-        self, nodes: SupportsIndex, depth: SupportsIndex, after: _List[SupportsIndex] = ()
-    ) -> DraftProposal: ...
+    def prompt(self, tokens: _List[SupportsIndex]) -> None:
+        """Append the prompt, or a part of it."""
+
+    def extend(self, tokens: _List[SupportsIndex]) -> None:
+        """Append tokens of the output."""
+
+    def propose(self, nodes: SupportsIndex, depth: SupportsIndex, after: _List[SupportsIndex] = ()) -> DraftProposal:
+        """At most `nodes` nodes of at most `depth` levels that may follow the text, or the tokens `after` behind it;
+        the likeliest first.
+        """
+
     @property
-    def matched(self) -> int: ...
+    def matched(self) -> int:
+        """Tokens of the longest suffix of the text that occurred before."""
+
     @property
-    def bytes(self) -> int: ...
+    def bytes(self) -> int:
+        """Bytes held."""
+
     def __len__(self) -> int: ...
 
 @final
 class RecycledTokens:
+    """After each token, what the target last ranked highest: 8 tokens a row, in at most `limit` bytes. Rows that
+    were not written for long are forgotten.
+    """
+
     def __new__(cls, vocab: SupportsIndex, limit: SupportsIndex) -> RecycledTokens: ...
-    def observe(self, tokens: _List[SupportsIndex], best: _List[_List[SupportsIndex]]) -> None: ...
-    def follow(self, text: _List[SupportsIndex]) -> None: ...
-    def propose(self, last: SupportsIndex, nodes: SupportsIndex, depth: SupportsIndex) -> DraftProposal: ...
+    def observe(self, tokens: _List[SupportsIndex], best: _List[_List[SupportsIndex]]) -> None:
+        """After each of `tokens` the target's likeliest next tokens were those of `best`, the likeliest first;
+        beyond 8 they are ignored.
+        """
+
+    def follow(self, text: _List[SupportsIndex]) -> None:
+        """Each token of a text but the first is the likeliest behind the one before it now."""
+
+    def propose(self, last: SupportsIndex, nodes: SupportsIndex, depth: SupportsIndex) -> DraftProposal:
+        """At most `nodes` nodes of at most `depth` levels that may follow `last`; the likeliest first."""
+
     @property
-    def bytes(self) -> int: ...
+    def bytes(self) -> int:
+        """Bytes held."""
+
     def __len__(self) -> int: ...
 
 @final
 class DraftCorpus:
+    """Texts that the operator gives, sorted in a file that is mapped into memory. The file must not be changed in
+    place while it is open; renaming another over it is safe.
+    """
+
     def __new__(cls, path: str | PathLike[str], verify: bool = True) -> DraftCorpus: ...
     @staticmethod
-    def build(path: str | PathLike[str], vocab: SupportsIndex, tokens: _Tensor, ends: _List[SupportsIndex]) -> None: ...
+    def build(path: str | PathLike[str], vocab: SupportsIndex, tokens: _Tensor, ends: _List[SupportsIndex]) -> None:
+        """Write the file of a corpus: int32 `tokens` [n] of all documents, one behind another, and where each of
+        them `ends`, ascending; the last one at n. Takes 8 bytes of memory a token. A file that is there is replaced
+        by renaming.
+        """
+
     @property
-    def vocab(self) -> int: ...
+    def vocab(self) -> int:
+        """Size of the vocabulary that its tokens are of."""
+
     @property
-    def documents(self) -> int: ...
+    def documents(self) -> int:
+        """Documents."""
+
     @property
-    def bytes(self) -> int: ...
+    def bytes(self) -> int:
+        """Bytes of the file, which are mapped."""
+
     def __len__(self) -> int: ...
 
 @final
 class CorpusDrafts:
+    """One request's place in a corpus, of a target whose vocabulary has `vocab` tokens."""
+
     def __new__(cls, corpus: DraftCorpus, vocab: SupportsIndex) -> CorpusDrafts: ...
-    def extend(self, tokens: _List[SupportsIndex]) -> None: ...
-    def propose(
-        self, nodes: SupportsIndex, depth: SupportsIndex, after: _List[SupportsIndex] = ()
-    ) -> DraftProposal: ...
+    def extend(self, tokens: _List[SupportsIndex]) -> None:
+        """Append tokens of the request's text."""
+
+    def propose(self, nodes: SupportsIndex, depth: SupportsIndex, after: _List[SupportsIndex] = ()) -> DraftProposal:
+        """At most `nodes` nodes of at most `depth` levels that may follow the text, or the tokens `after` behind it;
+        the likeliest first.
+        """
+
     @property
-    def matched(self) -> int: ...
+    def matched(self) -> int:
+        """Tokens of the longest suffix of the text that occurs in the corpus, of at most 63."""
 
 @final
 class TreeBatch:

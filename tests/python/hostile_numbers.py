@@ -5,17 +5,24 @@ Run as a program by `test_bindings_limits`. Prints a JSON line a call: name, par
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
+import os
 import resource
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from specrs import _specrs as core
 
+CORPUS = Path(tempfile.gettempdir()) / f"specrs-hostile-{os.getpid()}.corpus"
 VALUES = [-1, 2**16, 2**20, 2**31 - 1, 2**32, 2**40, 2**63 - 1, 2**64, -(2**63), 2**200]
 ROOM = 2**30  # bytes of address space beyond what the imports took
 SHAPE = core.TreeShape(2, 3, 5)
@@ -56,6 +63,17 @@ WORLDS: list[World] = []
 
 def zeros(*shape: int) -> Any:
     return np.zeros(shape, dtype=np.float32)
+
+
+def merge(root: int = 1, vocab: int = 8, nodes: int = 5, depth: int = 4, **more: Any) -> core.MergedDrafts:
+    return core.merge_drafts(root, vocab, [SimpleNamespace(**DRAFTS)], nodes, depth, **more)
+
+
+@functools.cache
+def corpus() -> core.DraftCorpus:
+    atexit.register(CORPUS.unlink, missing_ok=True)
+    core.DraftCorpus.build(CORPUS, 8, np.arange(6, dtype=np.int32), [2, 6])
+    return core.DraftCorpus(CORPUS)
 
 
 def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
@@ -135,7 +153,50 @@ def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
             w.beams().finish,
             {"roots": [1, 2], "max_depths": [1, 1], "max_nodes": [3, 3], "min_score": -5.0},
         ),
-        "TreeBatch.from_parents": (core.TreeBatch.from_parents, {"parents": TREES[0], "tokens": TREES[1]}),
+        "TreeBatch.from_parents": (
+            core.TreeBatch.from_parents,
+            {"parents": TREES[0], "tokens": TREES[1], "scores": [[0.0, -1.0]]},
+        ),
+        "merge_drafts": (
+            merge,
+            {"root": 1, "vocab": 8, "nodes": 5, "depth": 4, "off_spine": 8, "min_score": -5.0},
+        ),
+        "MergedDrafts.pruned": (merge().pruned, {"nodes": 2, "depth": 1, "off_spine": 8, "min_score": -5.0}),
+        "MergedDrafts.settle": (
+            lambda path: merge().settle(path, core.DraftCalibration(1)),
+            {"path": [0, 1]},
+        ),
+        "DraftCalibration.__new__": (core.DraftCalibration, {"sources": 2}),
+        "DraftCalibration.account": (core.DraftCalibration(2).account, {"source": 1}),
+        "DraftCalibration.corrected": (
+            core.DraftCalibration(2).corrected,
+            {"source": 1, "bucket": 3, "prob": 0.5},
+        ),
+        "DraftCalibration.observe": (
+            lambda **k: core.DraftCalibration(2).observe(accepted=True, **k),
+            {"source": 1, "bucket": 3, "prob": 0.5},
+        ),
+        "SuffixDrafts.__new__": (core.SuffixDrafts, {"vocab": 8, "limit": 2**16, "prediction": [1, 2, 3]}),
+        "SuffixDrafts.prompt": (core.SuffixDrafts(8, 2**16).prompt, {"tokens": [1, 2, 3]}),
+        "SuffixDrafts.extend": (core.SuffixDrafts(8, 2**16).extend, {"tokens": [1, 2, 3]}),
+        "SuffixDrafts.propose": (core.SuffixDrafts(8, 2**16, [1, 2]).propose, {"nodes": 4, "depth": 4, "after": [1]}),
+        "RecycledTokens.__new__": (core.RecycledTokens, {"vocab": 8, "limit": 2**16}),
+        "RecycledTokens.observe": (
+            core.RecycledTokens(8, 2**16).observe,
+            {"tokens": [1, 2], "best": [[3, 4], [5]]},
+        ),
+        "RecycledTokens.follow": (core.RecycledTokens(8, 2**16).follow, {"text": [1, 2, 3]}),
+        "RecycledTokens.propose": (core.RecycledTokens(8, 2**16).propose, {"last": 1, "nodes": 4, "depth": 4}),
+        "DraftCorpus.build": (
+            lambda vocab, ends: core.DraftCorpus.build(CORPUS, vocab, np.arange(6, dtype=np.int32), ends),
+            {"vocab": 8, "ends": [2, 6]},
+        ),
+        "CorpusDrafts.__new__": (lambda vocab: core.CorpusDrafts(corpus(), vocab), {"vocab": 8}),
+        "CorpusDrafts.extend": (core.CorpusDrafts(corpus(), 8).extend, {"tokens": [1, 2, 3]}),
+        "CorpusDrafts.propose": (
+            core.CorpusDrafts(corpus(), 8).propose,
+            {"nodes": 4, "depth": 4, "after": [1]},
+        ),
         "Sampler.__new__": (
             core.Sampler,
             {"vocab": 8, "prompt_tokens": [1], "temperature": 1.0, "top_k": 2, "top_p": 0.5, "min_p": 0.1, "seed": 1}

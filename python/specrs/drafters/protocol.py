@@ -20,7 +20,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
+
+from specrs._specrs import DraftProposal
 
 
 @dataclass(frozen=True)
@@ -64,13 +66,17 @@ class Proposal:
         return len(self.tokens)
 
 
+Drafts: TypeAlias = "Proposal | DraftProposal"
+"""What a source of one's own proposes, or one of the package: the same four lists."""
+
+
 class Drafting(Protocol):
     """One request's drafts from one source."""
 
     def extend(self, tokens: Sequence[int]) -> None:
         """These tokens were committed behind the prompt and what was told before, in order."""
 
-    def propose(self, nodes: int, depth: int) -> Proposal:
+    def propose(self, nodes: int, depth: int) -> Drafts:
         """At most so many nodes, none deeper than so many levels below the last token; perhaps none."""
 
     def bytes(self) -> int:

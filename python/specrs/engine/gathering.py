@@ -175,12 +175,16 @@ class Gathering:
         self._judge(r, live)
         policy, gate = self._policy, live.gate
         plain = 0.0 if policy is None else policy.costs.plain(batch) / batch
+        # What asking takes must leave enough for a round that drafts, or there is no use in it.
+        left = math.inf
+        if policy is not None and gate is not None:
+            left = (self._account(r) - self._stake(policy, batch)) * plain
         asking = 0.0
         for i, told in enumerate(live.told):
             if policy is not None and live.rest[i] > 0:
                 live.rest[i] -= 1
                 continue
-            if gate is not None and idle and gate.account(r.produced) * plain < live.worth[i].seconds:
+            if asking + live.worth[i].seconds > left:
                 continue
             started = time.perf_counter()
             none[i] = told.propose(r.tokens, self._nodes - 1, min(self._depth, r.max_depth), self.sources.vocab_size)
@@ -217,8 +221,7 @@ class Gathering:
         if policy is None:
             return gathered
         accounts = [self._account(r) for r in batch]
-        stake = policy.costs.target.at(size + 1) + policy.costs.overhead.at(SPECULATIVE) - policy.costs.plain(size)
-        least = stake / policy.costs.plain(size) * size  # of one node, on the account of one request
+        least = self._stake(policy, size)
         for i, account in enumerate(accounts):
             if account < least:
                 merged[i] = merge_drafts(roots[i], self.sources.vocab_size, [], 1, 0)
@@ -251,6 +254,11 @@ class Gathering:
             rate = (size + sum(sum(c[: tier - 1]) for c in chances)) / seconds
             if seconds <= limit and rate > max(gathered.rate, _MARGIN * plain):
                 gathered.rate, gathered.most, gathered.pays = rate, tier, True
+
+    def _stake(self, policy: TreePolicy, size: int) -> float:
+        """Plain rounds that a request loses by a round with the least drafts, all of them its own and refused."""
+        costs, least = policy.costs, size + 1 if self._tiers is None else size * self._tiers[0]
+        return (costs.target.at(least) + costs.overhead.at(SPECULATIVE) - costs.plain(size)) / costs.plain(size) * size
 
     def _account(self, r: Request) -> float:
         live = self._live.get(r.request_id)

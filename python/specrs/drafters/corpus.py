@@ -1,0 +1,86 @@
+"""Drafts from texts that the operator gives."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from os import PathLike
+
+from specrs._specrs import CorpusDrafts, DraftCorpus, DraftProposal
+from specrs.drafters.protocol import DraftRequest
+
+
+class CorpusDrafter:
+    """What followed a request's last tokens in a corpus: documents, code, or answers that are often quoted.
+
+    The corpus is a file, written once by `CorpusDrafter.build` and mapped into memory: processes that open it share its
+    pages. Nothing of a request enters it. While it is open the file must not be changed in place; building another one
+    over it is safe, and is seen by whoever opens it afterwards.
+
+    Args:
+        path: the file.
+        depth: levels below the last token that it proposes at most.
+        verify: read the whole file first, and refuse what was damaged.
+    """
+
+    name = "corpus"
+
+    def __init__(self, path: str | PathLike[str], *, depth: int = 32, verify: bool = True) -> None:
+        self.corpus, self.depth = DraftCorpus(path, verify), depth
+
+    @staticmethod
+    def build(path: str | PathLike[str], documents: Iterable[Sequence[int]], vocab_size: int) -> None:
+        """Write the file of some documents, each a sequence of tokens, none empty. It takes 8 bytes a token, on disk
+        and, while it is sorted, in memory.
+        """
+        import torch  # only to hand the tokens over without a copy
+
+        tokens, ends = array("i"), []
+        for document in documents:
+            tokens.extend(document)
+            ends.append(len(tokens))
+        assert tokens.itemsize == 4
+        flat = torch.frombuffer(tokens, dtype=torch.int32) if ends and ends[-1] else torch.empty(0, dtype=torch.int32)
+        DraftCorpus.build(path, vocab_size, flat, ends)
+
+    def begin(self, request: DraftRequest) -> CorpusDrafting:
+        """The request's place in the corpus, behind its prompt."""
+        drafts = CorpusDrafts(self.corpus, request.vocab_size)
+        drafts.extend(request.prompt[-_FOLLOWED:])
+        return CorpusDrafting(drafts)
+
+
+_FOLLOWED = 64  # tokens of a prompt: no match is longer
+
+
+class CorpusDrafting:
+    """One request's place in a corpus."""
+
+    def __init__(self, drafts: CorpusDrafts) -> None:
+        self._drafts: CorpusDrafts | None = drafts
+
+    @property
+    def matched(self) -> int:
+        """Tokens of the longest suffix of the text that occurs in the corpus, of at most 63."""
+        return self._live().matched
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """These tokens were committed."""
+        self._live().extend(tokens)
+
+    def propose(self, nodes: int, depth: int, after: Sequence[int] = ()) -> DraftProposal:
+        """What may follow the text, or the path ``after`` behind it."""
+        return self._live().propose(nodes, depth, after)
+
+    def bytes(self) -> int:
+        """Memory that it holds beside the mapped file: none to speak of."""
+        return 0
+
+    def close(self) -> None:
+        """Let go of the corpus."""
+        self._drafts = None
+
+    def _live(self) -> CorpusDrafts:
+        if self._drafts is None:
+            raise RuntimeError("this drafting was closed: begin() another")
+        return self._drafts

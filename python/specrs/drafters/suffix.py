@@ -1,0 +1,62 @@
+"""Drafts from a request's own prediction, prompt and output."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specrs._specrs import DraftProposal, SuffixDrafts
+from specrs.drafters.protocol import DraftRequest
+
+
+class SuffixDrafter:
+    """What followed a request's last tokens when they stood in its text before; nothing is shared between requests.
+
+    Args:
+        limit: bytes of a request at most. A token takes about 50, so the default follows over a million; of a
+            longer text the older half is forgotten.
+        depth: levels below the last token that it proposes at most.
+    """
+
+    name = "suffix"
+
+    def __init__(self, *, limit: int = 64 << 20, depth: int = 32) -> None:
+        self.limit, self.depth = limit, depth
+
+    def begin(self, request: DraftRequest) -> SuffixDrafting:
+        """The request's text so far: its prediction, then its prompt."""
+        drafts = SuffixDrafts(request.vocab_size, self.limit, request.prediction)
+        drafts.prompt(request.prompt)
+        return SuffixDrafting(drafts)
+
+
+class SuffixDrafting:
+    """One request's automaton."""
+
+    def __init__(self, drafts: SuffixDrafts) -> None:
+        self._drafts: SuffixDrafts | None = drafts
+
+    @property
+    def matched(self) -> int:
+        """Tokens of the longest suffix of the text that occurred before."""
+        return self._live().matched
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """These tokens were committed."""
+        self._live().extend(tokens)
+
+    def propose(self, nodes: int, depth: int, after: Sequence[int] = ()) -> DraftProposal:
+        """What may follow the text, or the path ``after`` behind it (such as a leaf of another source's tree)."""
+        return self._live().propose(nodes, depth, after)
+
+    def bytes(self) -> int:
+        """Memory that it holds."""
+        return 0 if self._drafts is None else self._drafts.bytes
+
+    def close(self) -> None:
+        """Free the automaton."""
+        self._drafts = None
+
+    def _live(self) -> SuffixDrafts:
+        if self._drafts is None:
+            raise RuntimeError("this drafting was closed: begin() another")
+        return self._drafts
