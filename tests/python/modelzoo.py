@@ -45,7 +45,7 @@ def target_config(architecture: str = "LlamaForCausalLM", **overrides: Any) -> d
         "max_position_embeddings": 512,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
-        "hidden_act": FAMILIES[architecture].acts[-1 if architecture.startswith("Gemma") else 0],
+        "hidden_act": FAMILIES[architecture].acts[0],
         "tie_word_embeddings": False,
         "bos_token_id": 1,
         "eos_token_id": 2,

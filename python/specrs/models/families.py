@@ -162,7 +162,7 @@ FAMILIES: dict[str, Family] = {
         window="switched",
         defaults={"rope_theta": 2e6, "max_position_embeddings": 32768, "tie_word_embeddings": True},
     ),
-    "GemmaForCausalLM": Family("gemma", **_GEMMA, acts=("gelu", *_TANH), defaults=_GEMMA_DEFAULTS),
+    "GemmaForCausalLM": Family("gemma", **_GEMMA, acts=(*_TANH, "gelu"), defaults=_GEMMA_DEFAULTS),
     "Gemma2ForCausalLM": Family(
         "gemma2",
         **_GEMMA,

@@ -36,6 +36,10 @@ SHAPES = [
     pytest.param(("MistralForCausalLM", 7, 1, 64, torch.float16), id="mistral-group7-64-f16"),
     pytest.param(("LlamaForCausalLM", 8, 1, 64, torch.float16), id="llama-group8-64-f16"),
     pytest.param(("LlamaForCausalLM", 2, 1, 96, torch.bfloat16), id="llama-group2-96-bf16"),
+    pytest.param(("Phi3ForCausalLM", 4, 2, 96, torch.bfloat16), id="phi3-group2-96-bf16"),
+    pytest.param(
+        ("SmolLM3ForCausalLM", 4, 1, 64, torch.bfloat16), id="smollm3-group4-64-bf16"
+    ),  # one layer without rope
 ]
 TREES = [(1, 1, 2), (1, 6, 7), (2, 3, 8), (3, 6, 33), (4, 2, 16), (8, 6, 64), (8, 3, 5), (5, 4, 40)]
 SAMPLED: dict[str, Any] = {
