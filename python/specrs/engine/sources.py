@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from specrs.drafters import Drafter, Drafting, DraftRequest, Observing, Proposal
+from specrs.drafters import Drafter, Drafting, DraftRequest, Drafts, Observing
 from specrs.engine.request import Request
 
 _BUCKETS = 64  # of calibration, of a source
@@ -79,7 +79,7 @@ class Part:
             node = found
 
 
-def checked(proposal: Proposal, source: int, nodes: int, depth: int, vocab_size: int) -> Part:
+def checked(proposal: Drafts, source: int, nodes: int, depth: int, vocab_size: int) -> Part:
     """A proposal that can be relied on. Raises ValueError, TypeError and whatever reading it raises where it is none.
 
     Nothing is read of a proposal behind one node more than it may have.
