@@ -28,7 +28,9 @@ MIXES: dict[str, Callable[[], list[Any]]] = {
     "default": lambda: ["suffix", "recycling"],
     "all": lambda: ["head", "suffix", "recycling"],
     "deep": lambda: [Ngrams(depth=30)],
-    "hostile": lambda: [Says(RUBBISH["too deep"]), Fails("propose"), Says(ODD["certain and wrong"], name="wrong"), "suffix"],
+    "hostile": lambda: [
+        Says(RUBBISH["too deep"]), Fails("propose"), Says(ODD["certain and wrong"], name="wrong"), "suffix",
+    ],
 }  # fmt: skip
 LEVELS = ("off", "round", "loop")
 
@@ -113,7 +115,7 @@ def test_a_pool_that_preempts(pair: Pair, want: list[list[int]]) -> None:
 def test_long_paths_are_accepted_whole(pair: Pair) -> None:
     """A chain of 30 beside short branches: the deepest path lies at its logical positions."""
     params = SamplingParams(
-        max_tokens=150, temperature=0.0, ignore_eos=True, logit_bias={i: -1e9 for i in range(3, VOCAB)}
+        max_tokens=150, temperature=0.0, ignore_eos=True, logit_bias=dict.fromkeys(range(3, VOCAB), -1e9)
     )
     prompt = [0, 1, 2] * 20
     with LLM(pair.target, speculative=False, device="cuda", max_context_len=256, max_batch=1, graphs="off") as llm:

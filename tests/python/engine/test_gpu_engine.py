@@ -37,9 +37,8 @@ SHAPES = [
     pytest.param(("LlamaForCausalLM", 8, 1, 64, torch.float16), id="llama-group8-64-f16"),
     pytest.param(("LlamaForCausalLM", 2, 1, 96, torch.bfloat16), id="llama-group2-96-bf16"),
     pytest.param(("Phi3ForCausalLM", 4, 2, 96, torch.bfloat16), id="phi3-group2-96-bf16"),
-    pytest.param(
-        ("SmolLM3ForCausalLM", 4, 1, 64, torch.bfloat16), id="smollm3-group4-64-bf16"
-    ),  # one layer without rope
+    # One layer without rope.
+    pytest.param(("SmolLM3ForCausalLM", 4, 1, 64, torch.bfloat16), id="smollm3-group4-64-bf16"),
 ]
 TREES = [(1, 1, 2), (1, 6, 7), (2, 3, 8), (3, 6, 33), (4, 2, 16), (8, 6, 64), (8, 3, 5), (5, 4, 40)]
 SAMPLED: dict[str, Any] = {
@@ -191,7 +190,7 @@ def test_every_tree_page_and_chunk_gives_the_bits_of_plain_decoding(pair: Pair, 
                  prefill_chunk=chunk, graphs=graphs) as llm:  # fmt: skip
             paths += check(llm, prompts, params, want)
     # To mean anything: drafts were accepted, at depth and off the spine, whose nodes are numbered by their depth.
-    assert max(len(path) - 1 for path in paths) >= 3
+    assert max(len(path) - 1 for path in paths) >= (2 if kind == "sampled" else 3)
     assert sum(len(path) - 1 for path in paths) >= 100
     assert sum(node != depth for path in paths for depth, node in enumerate(path)) >= 50
 

@@ -142,7 +142,8 @@ def test_every_level_gives_the_tokens_of_plain_decoding(
                 assert served(llm, work(seed, 24), random.Random(again)) == reference[seed]
             counts = llm.audit()
             assert counts["leased_sequences"] == 0
-        assert (flights.ahead > flights.begun / 4) == (graphs != "off"), (flights.ahead, flights.begun)
+        # Requests join at random, and where one is about to, no round is launched ahead.
+        assert (flights.ahead > flights.begun / 8) == (graphs != "off"), (flights.ahead, flights.begun)
         assert (flights.loops > 3) == (graphs == "loop")
 
 
