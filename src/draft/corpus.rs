@@ -21,7 +21,7 @@ const CUT: usize = SORTED / 2;
 /// Intervals beyond this size are looked at here and there.
 const WHOLE: usize = 256;
 /// Paths less likely than this are not proposed.
-const FLOOR: f32 = 1.0 / 256.0;
+const FLOOR: f32 = 1.0 / 128.0;
 
 /// A corpus that any number of requests drafts from.
 #[derive(Debug, Clone)]

@@ -25,7 +25,7 @@ const ANCHOR: u32 = 6;
 /// Tokens in a row that may disagree with a copy.
 const MISSES: u32 = 3;
 /// Paths less likely than this are not proposed.
-const FLOOR: f32 = 1.0 / 256.0;
+const FLOOR: f32 = 1.0 / 128.0;
 
 /// A position that the output repeats from.
 #[derive(Debug, Clone, Copy)]

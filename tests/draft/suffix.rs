@@ -53,7 +53,7 @@ fn what_followed_before_is_proposed_and_a_longer_match_claims_more() {
     };
     let claims = [1, 2, 4, 8, 16].map(claim);
     assert!(claims.windows(2).all(|w| w[0] < w[1]), "{claims:?}");
-    assert!(claims[1] < 0.8 && claims[4] > 0.9, "{claims:?}");
+    assert!(claims[1] < 0.5 && claims[4] > 0.8, "{claims:?}");
     let deep = drafts(&[], &prompt(16)).propose(32, 32).unwrap();
     assert_eq!(best_path(&deep), &file[20..52], "a chain of 32");
 }
