@@ -14,16 +14,17 @@ VOCAB = 256  # bytes
 TEXT = b"".join(b"row %d: %d squared is %d\n" % (n, n, n * n) for n in range(30))
 
 
-class CountingDrafter:
-    """Knows that rows are numbered: behind ``row`` it proposes the next number, which stands nowhere in the text yet."""
+class TableDrafter:
+    """Knows how the rows of a table go on, and what a square is; the text alone does not say."""
 
-    name, depth = "counting", 4
+    name: str = "table"
+    depth: int = 32
 
-    def begin(self, request: DraftRequest) -> Counting:
-        return Counting(bytes(request.prompt))
+    def begin(self, request: DraftRequest) -> TableDrafting:
+        return TableDrafting(bytes(request.prompt))
 
 
-class Counting:
+class TableDrafting:
     """One request's text; the protocol of `specrs.drafters.Drafting`."""
 
     def __init__(self, text: bytes) -> None:
@@ -33,10 +34,12 @@ class Counting:
         self.text += bytes(tokens)
 
     def propose(self, nodes: int, depth: int) -> Proposal:
-        if not self.text.endswith(b"row "):
+        n, begun = self.text.count(b"\n"), self.text.rpartition(b"\n")[2]
+        rows = b"".join(b"row %d: %d squared is %d\n" % (i, i, i * i) for i in (n, n + 1))
+        if not rows.startswith(begun):
             return Proposal()
-        chain = (b"%d: " % self.text.count(b"row ", 0, -4))[: min(nodes, depth)]
-        return Proposal(list(range(-1, len(chain) - 1)), list(chain), [0.95] * len(chain))
+        chain = rows[len(begun) :][: min(nodes, depth)]
+        return Proposal(list(range(-1, len(chain) - 1)), list(chain), [0.9] * len(chain))
 
     def bytes(self) -> int:
         return len(self.text)
@@ -73,7 +76,7 @@ def rounds(drafters: Sequence[Drafter]) -> tuple[int, DraftCalibration]:
 
 if __name__ == "__main__":
     alone, _ = rounds([SuffixDrafter()])
-    both, calibration = rounds([SuffixDrafter(), CountingDrafter()])
+    both, calibration = rounds([SuffixDrafter(), TableDrafter()])
     proposed, accepted = calibration.account(1)
-    print(f"{len(TEXT) - 20} tokens: {alone} rounds with suffixes, {both} with counting too")
-    print(f"counting: {accepted} of {proposed} drafts accepted")
+    print(f"{len(TEXT) - 20} tokens: {alone} rounds with suffixes, {both} with the table too")
+    print(f"table: {accepted} of {proposed} drafts accepted")

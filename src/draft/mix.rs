@@ -1,12 +1,14 @@
-//! What follows a text, by the contexts that it ends in: probabilities mixed over match lengths, and the best tree of them.
+//! What follows a text, by the contexts that it ends in: probabilities mixed over match lengths, and the best tree of
+//! them.
 //!
 //! Contexts are strings that occurred before. The longest one speaks first and keeps the rest of the probability for
-//! shorter ones, as in prediction by partial matching (Cleary and Witten 1984). A context of length l that was followed N
-//! times, by d different tokens, met something new d times; so it speaks with weight `(N - d + a) / (N + a)` of what is left,
-//! where `a(l) = l / 4 + 0.006 l^2` is what a match of that length is worth by itself. Each of its tokens gets the share
-//! `count / N` of that. So a token behind a match of 2 never claims what one behind a match of 20 does, and what two lengths
-//! agree on claims more. The weight was fitted to source code and prose in a vocabulary of 8192 tokens: behind a match of
-//! 2 / 4 / 8 / 16 / 32 tokens that was met once, what followed it follows again in 35 / 55 / 68 / 81 / 95% of places.
+//! shorter ones, as in prediction by partial matching (Cleary and Witten 1984). A context of length l that was followed
+//! N times, by d different tokens, met something new d times; so it speaks with weight `(N - d + a) / (N + a)` of what
+//! is left, where `a(l) = l / 4 + 0.006 l^2` is what a match of that length is worth by itself. Each of its tokens gets
+//! the share `count / N` of that. So a token behind a match of 2 never claims what one behind a match of 20 does, and
+//! what two lengths agree on claims more. The weight was fitted to source code and prose in a vocabulary of 8192
+//! tokens: behind a match of 2 / 4 / 8 / 16 / 32 tokens that was met once, what followed it follows again in 35 / 55 /
+//! 68 / 81 / 95% of places.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -69,7 +71,8 @@ fn worth(length: u32) -> f32 {
     0.25 * l + 0.006 * l * l
 }
 
-/// Share of positions at which one of `distinct` tokens, that followed a match of this length `total` times, follows again.
+/// Share of positions at which one of `distinct` tokens, that followed a match of this length `total` times, follows
+/// again.
 fn weight(length: u32, total: f32, distinct: usize) -> f32 {
     let a = worth(length);
     (total - distinct as f32 + a) / (total + a)
