@@ -1,20 +1,22 @@
 //! A suffix automaton over tokens, built token by token, with the number of occurrences of every state.
 //!
-//! Source: Blumer et al. 1985, "The smallest automaton recognizing the subwords of a text". A state stands for the strings
-//! that end at the same positions; its suffix link leads to the longest suffix that ends at more of them. So the link of the
-//! state of the whole text is the longest suffix that occurred before: drafting needs no search.
+//! Source: Blumer et al. 1985, "The smallest automaton recognizing the subwords of a text". A state stands for the
+//! strings that end at the same positions; its suffix link leads to the longest suffix that ends at more of them. So
+//! the link of the state of the whole text is the longest suffix that occurred before: drafting needs no search.
 //!
-//! **Memory.** A text of n tokens has n + 1 *prefix* states, one a position, and at most n *clones*. Prefix state i is `i`; its
-//! length is i, and its edge to i + 1 is not stored: the state holds the token. Clone j is `CLONE | j`. Both take 16 bytes;
-//! an explicit edge takes 16 and 5.3 to 10.7 of index. Source code has about 0.4 clones and 1 explicit edge a token.
+//! **Memory.** A text of n tokens has n + 1 *prefix* states, one a position, and at most n *clones*. Prefix state i is
+//! `i`; its length is i, and its edge to i + 1 is not stored: the state holds the token. Clone j is `CLONE | j`. Both
+//! take 16 bytes; an explicit edge takes 16 and 5.3 to 10.7 of index. Source code has about 0.4 clones and 1 explicit
+//! edge a token.
 //!
-//! **Occurrences.** A new position is one more occurrence of every state on the suffix-link path of the whole text. Paths are
-//! short but in runs (`a a a a`), where one has as many states as the run has tokens. So at most [`WALK`] states are
-//! counted at once; the rest is *owed* from there on: a debt of k at a state is k occurrences that it and all states above
-//! it lack. A position that makes no debt pays [`PAY`] steps of what is owed, the longest state first, where debts meet and go
-//! on as one. So a run leaves a debt at each of its states, and paying all of them takes a step a state; an append takes
-//! a bounded number of steps, always. A count is never too large, and exact where nothing is owed: count(s) + debts in the tree
-//! of links below and at s = occurrences of s. [`Automaton::settle`] pays everything.
+//! **Occurrences.** A new position is one more occurrence of every state on the suffix-link path of the whole text.
+//! Paths are short but in runs (`a a a a`), where one has as many states as the run has tokens. So at most [`WALK`]
+//! states are counted at once; the rest is *owed* from there on: a debt of k at a state is k occurrences that it and
+//! all states above it lack. A position that makes no debt pays [`PAY`] steps of what is owed, the longest state first,
+//! where debts meet and go on as one. So a run leaves a debt at each of its states, and paying all of them takes a step
+//! a state; counting takes a bounded number of steps a token, always. A count is never too large, and exact where
+//! nothing is owed: count(s) + debts in the tree of links below and at s = occurrences of s. [`Automaton::settle`] pays
+//! everything.
 //!
 //! **Many sequences.** A boundary is a token that no other is equal to, so no match runs across one.
 

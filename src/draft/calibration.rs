@@ -1,10 +1,11 @@
 //! What each source's probabilities have been worth: claims corrected by outcomes.
 //!
-//! A claim is the probability p that a source gave a node. Its outcome counts once the node's parent was accepted: the node
-//! was accepted, or it was not. Each source and bucket keeps three decayed sums: outcomes n, accepted A, claimed E. A
-//! bucket's claims are off by the ratio of the odds of what was accepted to the odds of what was claimed; so the corrected
-//! probability has the odds of p times that ratio. It stays in (0, 1), keeps the order of a bucket's claims, and is what was
-//! observed where all claims of a bucket are alike. A prior of [`PRIOR`] outcomes as claimed keeps early noise out.
+//! A claim is the probability p that a source gave a node. Its outcome counts once the node's parent was accepted: the
+//! node was accepted, or it was not. Each source and bucket keeps three decayed sums: outcomes n, accepted A, claimed
+//! E. A bucket's claims are off by the ratio of the odds of what was accepted to the odds of what was claimed; so the
+//! corrected probability has the odds of p times that ratio. It stays in (0, 1), keeps the order of a bucket's claims,
+//! and is what was observed where all claims of a bucket are alike. A prior of [`PRIOR`] outcomes as claimed keeps
+//! early noise out.
 
 use super::proposal::BUCKETS;
 use crate::error::{Error, Result, in_range};

@@ -1,9 +1,9 @@
 //! Drafts from texts that the operator gives: a static corpus, searched by suffix array.
 //!
-//! Source: He et al. 2023, REST (arXiv 2311.08252), retrieval of drafts from a datastore; suffix arrays by Manber and Myers 1990.
-//! A request keeps the longest suffix of its text that occurs in the corpus as an interval of sorted suffixes. One more token
-//! narrows it by binary search; where nothing is left, the longest shorter suffix is searched. Nothing of a request enters
-//! the corpus.
+//! Source: He et al. 2023, REST (arXiv 2311.08252), retrieval of drafts from a datastore; suffix arrays by Manber and
+//! Myers 1990. A request keeps the longest suffix of its text that occurs in the corpus as an interval of sorted
+//! suffixes. One more token narrows it by binary search; where nothing is left, the longest shorter suffix is searched.
+//! Nothing of a request enters the corpus.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ const CUT: usize = SORTED / 2;
 /// Intervals beyond this size are looked at here and there.
 const WHOLE: usize = 256;
 /// Paths less likely than this are not proposed.
-const FLOOR: f32 = 1.0 / 256.0;
+const FLOOR: f32 = 1.0 / 128.0;
 
 /// A corpus that any number of requests drafts from.
 #[derive(Debug, Clone)]
@@ -38,9 +38,9 @@ pub(super) struct Interval {
 }
 
 impl Corpus {
-    /// Map the file of a corpus, written by [`write_corpus`](super::write_corpus). It must not be changed in place while
-    /// it is open; renaming another over it is safe. `verify` reads the whole file first: checksum, tokens, positions.
-    /// Without, wrong positions are wrong drafts.
+    /// Map the file of a corpus, written by [`write_corpus`](super::write_corpus). It must not be changed in place
+    /// while it is open; renaming another over it is safe. `verify` reads the whole file first: checksum, tokens,
+    /// positions. Without, wrong positions are wrong drafts.
     ///
     /// # Errors
     /// [`crate::Error::Invalid`] for a file that cannot be read or is no sound corpus.
@@ -96,7 +96,8 @@ impl Corpus {
         string.enumerate().fold(self.all(), |at, (i, t)| if at.from < at.to { self.narrow(at, i, t) } else { at })
     }
 
-    /// The longest suffix of a string that occurs. That of length l occurs where any longer one does: searched by bisection.
+    /// The longest suffix of a string that occurs. That of length l occurs where any longer one does: searched by
+    /// bisection.
     fn longest(&self, string: &[u32]) -> Interval {
         let (mut least, mut most, mut best) = (0, string.len().min(LONGEST), self.all());
         while least < most {

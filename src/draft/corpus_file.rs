@@ -154,9 +154,8 @@ impl CorpusFile {
 /// Write the corpus of some documents, none of them empty, for a vocabulary of `vocab` tokens. A file that is there is
 /// replaced at once, by renaming; who has it open keeps the old one. Takes 8 bytes of memory a token, and all cores.
 ///
-/// # Errors
-/// [`Error::OutOfRange`] for the vocabulary or a token, [`Error::Invalid`] for no documents, an empty one, too many tokens, or
-/// a file that cannot be written.
+/// # Errors [`Error::OutOfRange`] for the vocabulary or a token, [`Error::Invalid`] for no documents, an empty one, too
+/// many tokens, or a file that cannot be written.
 pub fn write_corpus(path: &Path, vocab: u32, documents: &[&[u32]]) -> Result<()> {
     in_range("vocab", vocab, 1, MAX_VOCAB.into())?;
     let total: u64 = documents.iter().map(|d| d.len() as u64 + 1).sum();

@@ -1,8 +1,8 @@
 //! Edges of an automaton: a dense list, found by (state, token) through an open-addressed index of `u32`.
 //!
-//! An index slot holds the place of an edge, plus one, in its low 26 bits and six bits of the key's hash above, so that a
-//! probe nearly never reads an edge in vain. Hashing is multiply-shift with a random odd factor (Dietzfelbinger et al. 1997):
-//! tokens that a user picks cannot be made to collide.
+//! An index slot holds the place of an edge, plus one, in its low 26 bits and six bits of the key's hash above, so that
+//! a probe nearly never reads an edge in vain. Hashing is multiply-shift with a random odd factor (Dietzfelbinger et
+//! al. 1997): tokens that a user picks cannot be made to collide.
 
 use std::hash::{BuildHasher, RandomState};
 

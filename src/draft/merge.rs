@@ -1,15 +1,15 @@
 //! One tree from the proposals of many sources.
 //!
-//! Nodes that sources propose under equal tokens are one node of a shared prefix tree. Its probability is that of the union,
-//! `1 - prod(1 - p_i)` over the sources that claim it, each claim corrected by the [`Calibration`]; the probabilities of
-//! siblings sum to at most 1. The tree takes nodes best first by cumulative log-probability: a parent's score is not below
-//! its child's, so the choice is closed under ancestors.
+//! Nodes that sources propose under equal tokens are one node of a shared prefix tree. Its probability is that of the
+//! union, `1 - prod(1 - p_i)` over the sources that claim it, each claim corrected by the [`Calibration`]; the
+//! probabilities of siblings sum to at most 1. The tree takes nodes best first by cumulative log-probability: a
+//! parent's score is not below its child's, so the choice is closed under ancestors.
 //!
-//! **Order.** The root is node 0 and the deepest path chosen (ties: the one that scores higher), the *spine*, stands right
-//! behind it, node by node; the others follow best first. So parents stand before their children, and the KV of the spine
-//! lies at its logical positions. The GPU's attention keeps its bits where no path has more than
-//! [`OFF_SPINE`](MergeLimits::off_spine) nodes off the spine (`cuda/attention.cu`): longer branches are cut there,
-//! and what they leave of the budget goes to the next best nodes.
+//! **Order.** The root is node 0 and the deepest path chosen (ties: the one that scores higher), the *spine*, stands
+//! right behind it, node by node; the others follow best first. So parents stand before their children, and the KV of
+//! the spine lies at its logical positions. The GPU's attention keeps its bits where no path has more than
+//! [`OFF_SPINE`](MergeLimits::off_spine) nodes off the spine (`cuda/attention.cu`): longer branches are cut there, and
+//! what they leave of the budget goes to the next best nodes.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
@@ -84,12 +84,11 @@ struct Shared {
     claim: usize,
 }
 
-/// The tree of `root` and what `sources` propose below it, for a target of `vocab` tokens. A source that proposes one token
-/// twice below one parent claims the sum.
+/// The tree of `root` and what `sources` propose below it, for a target of `vocab` tokens. A source that proposes one
+/// token twice below one parent claims the sum.
 ///
-/// # Errors
-/// Those of [`Proposal::check`], for each source; [`Error::OutOfRange`] for `root`, `vocab`, a limit or too many sources;
-/// [`Error::Mismatch`] where the calibration has fewer sources.
+/// # Errors Those of [`Proposal::check`], for each source; [`Error::OutOfRange`] for `root`, `vocab`, a limit or too
+/// many sources; [`Error::Mismatch`] where the calibration has fewer sources.
 pub fn merge(
     root: u32,
     vocab: u32,
@@ -204,11 +203,11 @@ impl MergedDrafts {
         Ok(self.chosen(limits))
     }
 
-    /// Tell the calibration what was accepted: `path` are the nodes that verification walked, from the root on. Nodes whose
-    /// parent is on the path had their chance; of those, the ones on the path were accepted.
+    /// Tell the calibration what was accepted: `path` are the nodes that verification walked, from the root on. Nodes
+    /// whose parent is on the path had their chance; of those, the ones on the path were accepted.
     ///
-    /// # Errors
-    /// [`Error::Invalid`] where `path` is no path from the root; [`Error::Mismatch`] where the calibration has fewer sources.
+    /// # Errors [`Error::Invalid`] where `path` is no path from the root; [`Error::Mismatch`] where the calibration has
+    /// fewer sources.
     pub fn settle(&self, path: &[u32], calibration: &mut Calibration) -> Result<()> {
         let joins = |w: &[u32]| self.parents.get(w[1] as usize).is_some_and(|&p| p == w[0] as i32);
         if path.first() != Some(&0) || !path.windows(2).all(joins) {

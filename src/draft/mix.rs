@@ -1,10 +1,14 @@
-//! What follows a text, by the contexts that it ends in: probabilities mixed over match lengths, and the best tree of them.
+//! What follows a text, by the contexts that it ends in: probabilities mixed over match lengths, and the best tree of
+//! them.
 //!
 //! Contexts are strings that occurred before. The longest one speaks first and keeps the rest of the probability for
-//! shorter ones, as in prediction by partial matching (Cleary and Witten 1984): a context of length l that was followed N times,
-//! by d different tokens, speaks with weight `reliability(l) * (N + 1) / (N + d)` of what is left, and each of its tokens gets
+//! shorter ones, as in prediction by partial matching (Cleary and Witten 1984). A context of length l that was followed
+//! N times, by d different tokens, met something new d times; so it speaks with weight `(N - d + a) / (N + a)` of what
+//! is left, where `a(l) = l / 4 + 0.006 l^2` is what a match of that length is worth by itself. Each of its tokens gets
 //! the share `count / N` of that. So a token behind a match of 2 never claims what one behind a match of 20 does, and
-//! what two lengths agree on claims more.
+//! what two lengths agree on claims more. The weight was fitted to source code and prose in a vocabulary of 8192
+//! tokens: behind a match of 2 / 4 / 8 / 16 / 32 tokens that was met once, what followed it follows again in 35 / 55 /
+//! 68 / 81 / 95% of places.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -12,11 +16,11 @@ use std::collections::BinaryHeap;
 use super::proposal::Proposal;
 
 /// Contexts that may speak of one position.
-const LEVELS: usize = 6;
+const LEVELS: usize = 5;
 /// Followers of one context that are looked at, the newest first.
-const FOLLOWERS: usize = 48;
+const FOLLOWERS: usize = 24;
 /// What is left to shorter contexts, below which they are not asked.
-const RESIDUE: f32 = 0.03;
+const RESIDUE: f32 = 0.05;
 /// Children of one node at most.
 const WIDTH: usize = 8;
 
@@ -61,10 +65,17 @@ pub(super) struct Bounds {
     pub(super) floor: f32,
 }
 
-/// Share of positions at which what followed a context of this length follows again.
-fn reliability(length: u32) -> f32 {
+/// What a match of this length is worth, in occurrences.
+fn worth(length: u32) -> f32 {
     let l = length as f32;
-    (l + 0.6) / (l + 1.9)
+    0.25 * l + 0.006 * l * l
+}
+
+/// Share of positions at which one of `distinct` tokens, that followed a match of this length `total` times, follows
+/// again.
+fn weight(length: u32, total: f32, distinct: usize) -> f32 {
+    let a = worth(length);
+    (total - distinct as f32 + a) / (total + a)
 }
 
 /// Class of a claim for calibration: length of match in eight classes, probability in eight.
@@ -120,9 +131,8 @@ impl PartialOrd for Open {
     }
 }
 
-/// What a node of the proposal is in every source.
-struct Place<S> {
-    states: Vec<S>,
+/// What a node of the proposal is beside its states.
+struct Place {
     /// Index into the copied tokens; `usize::MAX` off them.
     copied: usize,
     path: f32,
@@ -135,91 +145,106 @@ pub(super) fn propose<C: Contexts>(contexts: &[(&C, C::State)], copied: Copied<'
     if bounds.nodes == 0 || bounds.depth == 0 {
         return proposal;
     }
-    let mut scratch = Vec::new();
+    let mut mixer =
+        Mixer { contexts, copied, floor: bounds.floor, states: Vec::new(), counts: Vec::new(), found: Vec::new() };
     let (mut open, mut arrivals) = (BinaryHeap::new(), 0);
-    let root = Place { states: contexts.iter().map(|c| c.1).collect(), copied: 0, path: 1.0, depth: 0 };
-    let mut places: Vec<Place<C::State>> = Vec::new();
-    let mut expand = |node: i32, place: &Place<C::State>, open: &mut BinaryHeap<Open>| {
-        candidates(contexts, place, copied, &mut scratch);
-        for candidate in scratch.drain(..) {
-            let path = place.path * candidate.prob;
-            if path >= bounds.floor && candidate.prob > 0.0 {
-                open.push(Open { path, arrival: Reverse(arrivals), parent: node, candidate });
-                arrivals += 1;
+    // The root is first; node n is at n + 1.
+    let mut places = vec![Place { copied: 0, path: 1.0, depth: 0 }];
+    let mut states: Vec<C::State> = contexts.iter().map(|c| c.1).collect();
+    let each = contexts.len();
+    loop {
+        let at = places.len() - 1;
+        let place = &places[at];
+        if place.depth < bounds.depth {
+            for candidate in mixer.candidates(place, &states[at * each..]) {
+                let path = place.path * candidate.prob;
+                if path >= bounds.floor {
+                    open.push(Open { path, arrival: Reverse(arrivals), parent: at as i32 - 1, candidate });
+                    arrivals += 1;
+                }
             }
         }
-    };
-    expand(-1, &root, &mut open);
-    while let Some(Open { path, parent, candidate, .. }) = open.pop() {
+        let Some(Open { path, parent, candidate, .. }) = open.pop() else { break };
         let Candidate { token, prob, length } = candidate;
-        let node = proposal.push(parent, token, prob, bucket(length, prob));
+        proposal.push(parent, token, prob, bucket(length, prob));
         if proposal.len() == bounds.nodes {
             break;
         }
-        let above = usize::try_from(parent).map_or(&root, |p| &places[p]);
-        let states = contexts.iter().zip(&above.states).map(|((c, _), &s)| c.advance(s, token)).collect();
-        let follows = copied.tokens.get(above.copied) == Some(&token);
-        let along = if follows { above.copied + 1 } else { usize::MAX };
-        let place = Place { states, copied: along, path, depth: above.depth + 1 };
-        if place.depth < bounds.depth {
-            expand(node as i32, &place, &mut open);
+        let above = (parent + 1) as usize;
+        for (i, (source, _)) in contexts.iter().enumerate() {
+            states.push(source.advance(states[above * each + i], token));
         }
-        places.push(place);
+        let Place { copied: from, depth, .. } = places[above];
+        let along = if copied.tokens.get(from) == Some(&token) { from + 1 } else { usize::MAX };
+        places.push(Place { copied: along, path, depth: depth + 1 });
     }
     proposal
 }
 
-/// Followers of a place, the likeliest first; their probabilities sum to less than 1.
-fn candidates<C: Contexts>(
-    contexts: &[(&C, C::State)],
-    place: &Place<C::State>,
-    copied: Copied<'_>,
-    found: &mut Vec<Candidate>,
-) {
-    found.clear();
-    let mut left = 1.0f32;
-    if let Some(&token) = copied.tokens.get(place.copied) {
-        let agreed = copied.agreed.map(|a| a + place.copied as u32);
-        let trust = match (agreed, place.copied) {
-            (Some(run), _) => reliability(run),
-            (None, 0) if copied.missed == 0 => 0.6,
-            (None, 0) => 0.3 / copied.missed as f32,
-            (None, along) => reliability(along as u32 + 1),
-        };
-        found.push(Candidate { token, prob: trust, length: agreed.unwrap_or(place.copied as u32) });
-        left -= trust;
-    }
-    let mut states = place.states.clone();
-    let mut counts: Vec<(u32, u32)> = Vec::new();
-    for _ in 0..LEVELS {
-        if left < RESIDUE {
-            break;
-        }
-        // The longest context of all sources speaks.
-        let lengths = states.iter().enumerate().map(|(i, &s)| (contexts[i].0.length(s), i));
-        let Some((length, at)) = lengths.max_by_key(|&(length, i)| (length, Reverse(i))) else { break };
-        if length == 0 {
-            break;
-        }
-        let (source, state) = (contexts[at].0, states[at]);
-        states[at] = source.shorter(state);
-        counts.clear();
-        let all = source.followers(state, FOLLOWERS, &mut |token, count| counts.push((token, count)));
-        let seen: u32 = counts.iter().map(|c| c.1).sum();
-        if seen == 0 {
-            continue;
-        }
-        let total = if all { seen } else { source.occurrences(state).max(seen) } as f32;
-        let weight = left * reliability(length) * (total + 1.0) / (total + counts.len() as f32);
-        for &(token, count) in &counts {
-            let prob = weight * count as f32 / total;
-            match found.iter_mut().find(|c| c.token == token) {
-                Some(there) => there.prob += prob,
-                None => found.push(Candidate { token, prob, length }),
+/// Finds followers; keeps its lists from place to place.
+struct Mixer<'a, C: Contexts> {
+    contexts: &'a [(&'a C, C::State)],
+    copied: Copied<'a>,
+    floor: f32,
+    states: Vec<C::State>,
+    counts: Vec<(u32, u32)>,
+    found: Vec<Candidate>,
+}
+
+impl<C: Contexts> Mixer<'_, C> {
+    /// Followers of a place, the likeliest first; their probabilities are above 0 and sum to at most 1.
+    fn candidates(&mut self, place: &Place, states: &[C::State]) -> impl Iterator<Item = Candidate> + '_ {
+        let Self { contexts, copied, floor, states: now, counts, found } = self;
+        found.clear();
+        let mut left = 1.0f32;
+        if let Some(&token) = copied.tokens.get(place.copied) {
+            let along = place.copied as u32;
+            let (length, trust) = match copied.agreed {
+                Some(run) => (run + along, weight(run + along, 1.0, 1)),
+                None if along > 0 => (along, weight(along + 3, 1.0, 1)),
+                None if copied.missed == 0 => (0, 0.6),
+                None => (0, 0.1 / copied.missed as f32),
+            };
+            if trust > 0.0 {
+                found.push(Candidate { token, prob: trust, length });
+                left -= trust;
             }
         }
-        left -= weight;
+        now.clear();
+        now.extend_from_slice(states);
+        for _ in 0..LEVELS {
+            // What is left cannot make a path, or hardly.
+            if left < RESIDUE || left * place.path < *floor {
+                break;
+            }
+            // The longest context of all sources speaks.
+            let lengths = now.iter().enumerate().map(|(i, &s)| (contexts[i].0.length(s), i));
+            let Some((length, at)) = lengths.max_by_key(|&(length, i)| (length, Reverse(i))) else { break };
+            if length == 0 || length == 1 && !found.is_empty() {
+                break; // one token says little, and much of it
+            }
+            let (source, state) = (contexts[at].0, now[at]);
+            now[at] = source.shorter(state);
+            counts.clear();
+            let all = source.followers(state, FOLLOWERS, &mut |token, count| counts.push((token, count)));
+            let seen: u32 = counts.iter().fold(0, |sum, c| sum.saturating_add(c.1));
+            if seen == 0 {
+                continue;
+            }
+            let total = if all { seen } else { source.occurrences(state).max(seen) } as f32;
+            let weight = left * weight(length, total, counts.len());
+            for &(token, count) in counts.iter() {
+                let prob = weight * count as f32 / total;
+                match found.iter_mut().find(|c| c.token == token) {
+                    Some(there) => there.prob += prob,
+                    None => found.push(Candidate { token, prob, length }),
+                }
+            }
+            left -= weight;
+        }
+        found.retain(|c| c.prob > 0.0);
+        found.sort_by(|a, b| b.prob.total_cmp(&a.prob));
+        found.truncate(WIDTH);
+        found.drain(..)
     }
-    found.sort_by(|a, b| b.prob.total_cmp(&a.prob));
-    found.truncate(WIDTH);
 }

@@ -1,7 +1,7 @@
 //! Sources of drafts that need no head, and one tree from many sources.
 //!
-//! Place in the flow: right of `round`, beside `host` and `device`. Verification draws the target's own tokens and follows
-//! the drafts that carry them, so nothing here can change an output: probabilities decide time alone.
+//! Place in the flow: right of `round`, beside `host` and `device`. Verification draws the target's own tokens and
+//! follows the drafts that carry them, so nothing here can change an output: probabilities decide time alone.
 
 pub mod automaton;
 mod calibration;

@@ -1,10 +1,10 @@
 //! Token recycling: after each token, what the target last ranked highest.
 //!
-//! Source: Luo et al. 2024, "Turning Trash into Treasure" (arXiv 2408.08696). The verification of a tree computes the target's
-//! logits after every node, accepted or not; the best tokens of each row are kept by the row's token, and drafts follow
-//! them. The paper holds a row for every token of the vocabulary; this table holds rows of tokens that were seen, within a
-//! bound in bytes, in two generations: a row that is written or read goes to the younger one, and when that is full the
-//! older one is dropped.
+//! Source: Luo et al. 2024, "Turning Trash into Treasure" (arXiv 2408.08696). The verification of a tree computes the
+//! target's logits after every node, accepted or not; the best tokens of each row are kept by the row's token, and
+//! drafts follow them. The paper holds a row for every token of the vocabulary; this table holds rows of tokens that
+//! were seen, within a bound in bytes, in two generations: a row that is written or read goes to the younger one, and
+//! when that is full the older one is dropped.
 //!
 //! A rank has a probability to start from; the rank is the bucket, so that
 //! [`Calibration`](super::Calibration) learns what each is worth.
@@ -108,8 +108,8 @@ impl RecycledTokens {
         Ok(Self { vocab, most, recent: Rows::new(16), older: None, factor })
     }
 
-    /// After each of `tokens` the target's best next tokens were `best`, the likeliest first; those beyond [`RANKS`] are
-    /// ignored.
+    /// After each of `tokens` the target's best next tokens were `best`, the likeliest first; those beyond [`RANKS`]
+    /// are ignored.
     ///
     /// # Errors
     /// [`crate::Error::OutOfRange`] for a token outside the vocabulary, [`crate::Error::Mismatch`] for lists of other

@@ -1,13 +1,15 @@
 //! Drafts from a request's own text: what followed its last tokens when they stood there before.
 //!
 //! The text is the prediction that the user gave, if any, then a boundary, the prompt and the output so far, all in one
-//! [`Automaton`]. A proposal mixes contexts by length (`mix`), and follows a *copy*: a position whose tokens the output has
-//! been repeating, at first the start of the prediction. Where the output departs from it by a token, the copy goes on one
-//! token further, with little trust, until a match finds it anew; so an edit of one token costs a round, not a match.
+//! [`Automaton`]. A proposal mixes contexts by length (`mix`), and follows a *copy*: a position whose tokens the output
+//! has been repeating, at first the start of the prediction. Where the output departs from it by a token, the copy goes
+//! on one token further, with little trust, until a match finds it anew; so an edit of one token costs a round, not a
+//! match.
 //!
-//! **Bound.** Memory is bounded in bytes by two generations: tokens go into the recent automaton until the next one would take
-//! it over half the limit; then it becomes the older one, which only matches, and the former older one is dropped. The
-//! output's state in the older one is carried along. So at least the last quarter of the limit's tokens can be matched.
+//! **Bound.** Memory is bounded in bytes by two generations: tokens go into the recent automaton until the next one
+//! would take it over half the limit; then it becomes the older one, which only matches, and the former older one is
+//! dropped. The output's state in the older one is carried along. So at least the last quarter of the limit's tokens
+//! can be matched.
 
 use super::automaton::{Automaton, Match};
 use super::mix::{self, Bounds, Contexts, Copied};
@@ -25,7 +27,7 @@ const ANCHOR: u32 = 6;
 /// Tokens in a row that may disagree with a copy.
 const MISSES: u32 = 3;
 /// Paths less likely than this are not proposed.
-const FLOOR: f32 = 1.0 / 256.0;
+const FLOOR: f32 = 1.0 / 128.0;
 
 /// A position that the output repeats from.
 #[derive(Debug, Clone, Copy)]

@@ -71,10 +71,10 @@ fn limits(nodes: Int, depth: Int, off_spine: Int, min_score: Option<f32>) -> Res
 }
 
 /// One tree from the proposals of many sources, below the token `root`: equal tokens under equal parents are one node,
-/// its probability that of their union, each claim corrected by `calibration`; siblings sum to at most 1. The tree takes
-/// the best nodes by cumulative log-probability: `nodes` at most, the root included, `depth` levels, none of a score
-/// below `min_score`. The deepest path (the spine) stands first; no path has more than `off_spine` nodes off it, as the
-/// GPU's attention asks for.
+/// its probability that of their union, each claim corrected by `calibration`; siblings sum to at most 1. The tree
+/// takes the best nodes by cumulative log-probability: `nodes` at most, the root included, `depth` levels, none of a
+/// score below `min_score`. The deepest path (the spine) stands first; no path has more than `off_spine` nodes off it,
+/// as the GPU's attention asks for.
 ///
 /// Source i of `calibration` and of the tree's masks is `sources[i]`: a `DraftProposal`, or any object with `parents`,
 /// `tokens`, `probs` and `buckets`.

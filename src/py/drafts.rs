@@ -91,8 +91,8 @@ impl RecycledTokens {
         guarded(py, || draft::RecycledTokens::new(vocab, limit)).map(|d| Self(Mutex::new(d)))
     }
 
-    /// After each of `tokens` the target's likeliest next tokens were those of `best`, the likeliest first; beyond 8 they
-    /// are ignored.
+    /// After each of `tokens` the target's likeliest next tokens were those of `best`, the likeliest first; beyond 8
+    /// they are ignored.
     fn observe(&self, py: Python<'_>, tokens: Vec<Int>, best: Vec<Vec<Int>>) -> PyResult<()> {
         let tokens = u32s("token", &tokens)?;
         let best: Vec<Vec<u32>> = best.iter().map(|row| u32s("token", row)).collect::<Result<_>>()?;
@@ -128,15 +128,15 @@ impl RecycledTokens {
     }
 }
 
-/// Texts that the operator gives, sorted in a file that is mapped into memory. The file must not be changed in place while
-/// it is open; renaming another over it is safe.
+/// Texts that the operator gives, sorted in a file that is mapped into memory. The file must not be changed in place
+/// while it is open; renaming another over it is safe.
 #[pyclass(frozen, module = "specrs._specrs")]
 pub(super) struct DraftCorpus(draft::Corpus);
 
 #[pymethods]
 impl DraftCorpus {
-    /// Open the file of a corpus. `verify` reads all of it first and refuses what was damaged; without, damage can only be
-    /// wrong drafts.
+    /// Open the file of a corpus. `verify` reads all of it first and refuses what was damaged; without, damage can only
+    /// be wrong drafts.
     #[new]
     #[pyo3(signature = (path, verify=true))]
     #[pyo3(text_signature = "(path, verify=True)")]
@@ -144,8 +144,9 @@ impl DraftCorpus {
         detached(py, || draft::Corpus::open(&path, verify)).map(Self)
     }
 
-    /// Write the file of a corpus: int32 `tokens` [n] of all documents, one behind another, and where each of them `ends`,
-    /// ascending; the last one at n. Takes 8 bytes of memory a token. A file that is there is replaced by renaming.
+    /// Write the file of a corpus: int32 `tokens` [n] of all documents, one behind another, and where each of them
+    /// `ends`, ascending; the last one at n. Takes 8 bytes of memory a token. A file that is there is replaced by
+    /// renaming.
     #[staticmethod]
     fn build(py: Python<'_>, path: PathBuf, vocab: Int, tokens: &Bound<'_, PyAny>, ends: Vec<Int>) -> PyResult<()> {
         let vocab = vocab.u32("vocab")?;

@@ -20,8 +20,8 @@ pub(super) struct TreeBatch(pub(super) round::TreeBatch);
 
 #[pymethods]
 impl TreeBatch {
-    /// Trees of any shape: a parent array (-1 for the root, `parents[i] < i`) and the tokens of each request; `scores` are
-    /// cumulative log-probabilities, 0 for roots.
+    /// Trees of any shape: a parent array (-1 for the root, `parents[i] < i`) and the tokens of each request; `scores`
+    /// are cumulative log-probabilities, 0 for roots.
     #[staticmethod]
     #[pyo3(signature = (parents, tokens, scores=None))]
     fn from_parents(
@@ -54,8 +54,8 @@ impl TreeBatch {
         .map(Self)
     }
 
-    /// Trees from the arrays of a device, on the host: int32 `offsets` [B + 1], int32 `tokens` and `parents` and float32
-    /// `scores` of at least as many nodes; what lies behind the last is not read.
+    /// Trees from the arrays of a device, on the host: int32 `offsets` [B + 1], int32 `tokens` and `parents` and
+    /// float32 `scores` of at least as many nodes; what lies behind the last is not read.
     #[staticmethod]
     fn from_arrays(
         py: Python<'_>,

@@ -85,8 +85,8 @@ impl TreeBatch {
         }
     }
 
-    /// Trees as a device holds them: nodes behind one another, `offsets` `[B + 1]`, the other arrays at least as long as
-    /// its last entry; what lies behind that is not read.
+    /// Trees as a device holds them: nodes behind one another, `offsets` `[B + 1]`, the other arrays at least as long
+    /// as its last entry; what lies behind that is not read.
     ///
     /// # Errors
     /// Those of [`TreeBatch::from_parents`]; [`Error::Mismatch`] for offsets that are none or leave an array.

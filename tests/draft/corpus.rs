@@ -135,7 +135,8 @@ proptest! {
             drafts.extend(&text[n - 1..n]).unwrap();
             let want = (0..=n.min(32)).rev().find(|&l| occurs(&documents, &text[n - l..n])).unwrap();
             let got = drafts.matched() as usize;
-            prop_assert!(got == want || got > 32 && want == 32 && occurs(&documents, &text[n - got..n]), "{got} {want}");
+            let longer = got > 32 && want == 32 && occurs(&documents, &text[n - got..n]);
+            prop_assert!(got == want || longer, "{got} {want}");
         }
         let p = drafts.propose_after(&[], 40, 40).unwrap();
         p.check(100).unwrap();
@@ -147,7 +148,9 @@ proptest! {
     }
 
     #[test]
-    fn a_file_with_any_bytes_behind_a_sound_header_cannot_harm(junk in vec(any::<u8>(), 61 * 8), text in vec(0u32..60, 0..60)) {
+    fn a_file_with_any_bytes_behind_a_sound_header_cannot_harm(
+        junk in vec(any::<u8>(), 61 * 8), text in vec(0u32..60, 0..60),
+    ) {
         let scratch = Scratch::new("junk");
         scratch.corpus(&[(0..60).collect()]);
         let mut bytes = std::fs::read(&scratch.0).unwrap();

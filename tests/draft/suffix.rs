@@ -53,15 +53,15 @@ fn what_followed_before_is_proposed_and_a_longer_match_claims_more() {
     };
     let claims = [1, 2, 4, 8, 16].map(claim);
     assert!(claims.windows(2).all(|w| w[0] < w[1]), "{claims:?}");
-    assert!(claims[1] < 0.8 && claims[4] > 0.9, "{claims:?}");
+    assert!(claims[1] < 0.5 && claims[4] > 0.8, "{claims:?}");
     let deep = drafts(&[], &prompt(16)).propose(32, 32).unwrap();
     assert_eq!(best_path(&deep), &file[20..52], "a chain of 32");
 }
 
 #[test]
 fn likelier_followers_come_first_and_shorter_matches_add_theirs() {
-    // After 5 6: three times 7, once 8; after 6 alone: 9 as well.
-    let prompt = [5, 6, 7, 1, 5, 6, 7, 2, 5, 6, 8, 3, 5, 6, 7, 4, 0, 6, 9, 10, 5, 6];
+    // After 4 5 6: three times 7, once 8; after 5 6 alone: 9 as well.
+    let prompt = [4, 5, 6, 7, 1, 4, 5, 6, 7, 2, 4, 5, 6, 8, 3, 4, 5, 6, 7, 0, 5, 6, 9, 10, 4, 5, 6];
     let p = drafts(&[], &prompt).propose(8, 1).unwrap();
     holds(&p, 8, 1);
     assert_eq!(p.tokens, [7, 8, 9]);

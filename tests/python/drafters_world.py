@@ -127,6 +127,50 @@ class LikeliestDrafting(NgramDrafting):
 
 
 @dataclass
+class Knows:
+    """Knows what will come, and hides it: beside a longer path that is wrong, and among siblings that are.
+
+    Attributes:
+        answers: of each prompt, the tokens that will come.
+        right, wrong: levels of what comes, and of the longer path.
+        vocab: tokens that there are.
+    """
+
+    answers: dict[tuple[int, ...], list[int]]
+    right: int = 6
+    wrong: int = 12
+    vocab: int = 10
+    name: str = "knows"
+    depth: int = 32
+
+    def begin(self, request: DraftRequest) -> Any:
+        left = list(self.answers[tuple(request.prompt)])
+
+        def extend(tokens: Sequence[int]) -> None:
+            assert left[: len(tokens)] == list(tokens)
+            del left[: len(tokens)]
+
+        def propose(nodes: int, depth: int) -> Proposal:
+            parents, tokens, probs = list[int](), list[int](), list[float]()
+
+            def chain(path: Sequence[int], prob: float) -> None:
+                for i, token in enumerate(path[: min(depth, nodes - len(tokens))]):
+                    parents.append(len(tokens) - 1 if i else -1)
+                    tokens.append(token)
+                    probs.append(prob)
+
+            if left:
+                other = (left[0] + 1) % self.vocab
+                chain([other] * self.wrong, 0.95)
+                chain(left[: self.right], 0.9)
+                if self.vocab > 2:
+                    chain([(left[0] + 2) % self.vocab], 0.2)
+            return Proposal(parents, tokens, probs)
+
+        return SimpleNamespace(extend=extend, propose=propose, bytes=lambda: 0, close=_nothing)
+
+
+@dataclass
 class Says:
     """Proposes what a function says, whatever that is."""
 

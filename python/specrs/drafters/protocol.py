@@ -4,14 +4,9 @@ A source proposes trees of tokens that may come next. Verification draws the tar
 that carry them, so nothing that a source says can change an output: probabilities decide time alone. A source never
 sees another request's text, unless it is written to share it.
 
-One `Drafter` serves an engine; it begins a `Drafting` for each request that drafts. The engine tells a drafting which
-tokens were committed, asks it for a tree before each round, and closes it when the request ends::
-
-    class Repeat:
-        name, depth = "repeat", 4
-
-        def begin(self, request):
-            return Repeating(request.prompt[-1])
+One `Drafter` serves an engine; it begins a `Drafting` for each request that drafts. The engine tells a drafting the
+tokens that were committed, asks it for a tree before each round, and closes it when the request ends.
+``examples/own_drafter.py`` has one.
 
 All calls for one engine come from one thread.
 """

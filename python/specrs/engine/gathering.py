@@ -35,6 +35,9 @@ _IDLE = 0.003  # of a plain round, what asking a source may take for each, as lo
 _LONGEST_REST = 512  # rounds
 _WINS = 0.5  # tokens that a source is taken to win, before it was asked
 _LEARN, _LEARN_ALL = 0.1, 0.02  # weight of a proposal, among its request's and among the source's
+_CREDIT = 2.0  # smallest rounds that a request may lose where drafts of its kind win, or its own would have won
+_FORETOLD = 3  # tokens that came as proposals said, none of which a round has verified
+_ASKING, _PURSE = 0.008, 0.1  # plain rounds that a request may spend on asking, for each that it has taken; at most
 _MARGIN = 1.01  # by which drafts must beat plain decoding
 MAX_NODES = 1024  # of a tree, as the core has it
 _LEAST = math.log(0.02)  # nodes less likely are never verified, where a cost model decides
@@ -72,6 +75,9 @@ class _Live:
         rest: of each source, rounds until it is asked again.
         parts: what each source proposed last.
         at: tokens of the request when they did; 0 once the proposals have been judged.
+        drafted: whether a round has verified them.
+        foretold: tokens that came as a source said first, one proposal after the other, none of them verified.
+        purse: plain rounds that it may spend on asking, whatever its account holds.
     """
 
     told: list[Told]
@@ -80,6 +86,9 @@ class _Live:
     rest: list[int]
     parts: list[Part | None]
     at: int = 0
+    drafted: bool = False
+    foretold: int = 0
+    purse: float = 0.0
 
 
 @dataclass(eq=False)
@@ -144,14 +153,16 @@ class Gathering:
         self.sources, self._nodes, self._depth, self._tiers = sources, nodes, depth, tiers
         self.calibration = DraftCalibration(len(sources.all) + 1)  # the head is the last
         self._policy: TreePolicy | None = None
-        self._certain = Kind(hits=0.5, temper=1.0)  # scores are calibrated
         self._worth = [_Worth() for _ in sources.all]
         self._live: dict[int, _Live] = {}
         self._batch = 1  # of the last round
 
     def price(self, costs: Costs) -> None:
         """From now on a cost model decides what is asked and verified."""
-        self._policy = TreePolicy(costs)
+        # Each source's claims are calibrated. What several say alike is not as likely as if they said it by chance, and
+        # so a kind of requests still has a temper of its own.
+        kinds = (Kind(hits=0.5, temper=1.0) for _ in range(3))
+        self._policy = TreePolicy(costs, *kinds)
 
     # -- before a round -----------------------------------------------------------------------------------------
 
@@ -175,10 +186,11 @@ class Gathering:
         self._judge(r, live)
         policy, gate = self._policy, live.gate
         plain = 0.0 if policy is None else policy.costs.plain(batch) / batch
-        # What asking takes must leave enough for a round that drafts, or there is no use in it.
+        # What asking takes leaves enough for a round that drafts; beside that, a request may ask now and then.
         left = math.inf
         if policy is not None and gate is not None:
-            left = (self._account(r) - self._stake(policy, batch)) * plain
+            live.purse = min(live.purse + _ASKING, _PURSE)
+            left = max(self._account(r) - self._stake(policy, batch), live.purse) * plain
         asking = 0.0
         for i, told in enumerate(live.told):
             if policy is not None and live.rest[i] > 0:
@@ -197,6 +209,8 @@ class Gathering:
                 live.rest[i] = min(int(live.worth[i].seconds / (_IDLE * plain)), _LONGEST_REST)
         if gate is not None and idle:
             gate.pay(asking / plain)
+            live.purse = max(live.purse - asking / plain, 0.0)
+        live.drafted = False
         live.parts, live.at = none, len(r.tokens)
         return none
 
@@ -206,6 +220,8 @@ class Gathering:
             gate = None
             if self._policy is not None:
                 gate = self._policy.gate(r.params.temperature, r.remaining, r.prompt_len, batch)
+                if gate.kind.trusted():  # once: what others of its kind won promises as much
+                    gate.credit(_CREDIT * self._stake(self._policy, batch), r.produced)
             worth = [_Worth(w.wins, w.asking, w.watching) for w in self._worth]
             count = len(self.sources.all)
             live = _Live(self.sources.of(r), gate, worth, [0] * count, [None] * count)
@@ -228,22 +244,34 @@ class Gathering:
         drafting = [a for a, tree in zip(accounts, merged, strict=True) if len(tree) > 1]
         limit = policy.limit(size, drafting) if drafting else 0.0
         if self._tiers is not None:
-            self._tier(gathered, policy.costs, limit)
+            self._tier(gathered, policy, limit)
             return gathered
-        scores = sorted((s for tree in merged for s in tree.scores[1:] if s >= _LEAST), reverse=True)
-        nodes = [(score, self._certain) for score in scores]
         overhead = policy.costs.overhead.at(SPECULATIVE)
-        choice = policy.choose(size, nodes, overhead, limit)
+        choice = policy.choose(size, self._nodes_of(batch, merged), overhead, limit)
         seconds = overhead + policy.costs.target.at(size + choice.nodes)
         gathered.rate, gathered.least = choice.expected / seconds, choice.min_score
         gathered.pays = choice.nodes > 0 and gathered.rate > _MARGIN * size / policy.costs.plain(size)
         return gathered
 
-    def _tier(self, gathered: Gathered, costs: Costs, limit: float) -> None:
+    def _nodes_of(self, batch: Batch, trees: Sequence[MergedDrafts]) -> list[tuple[float, Kind]]:
+        """Nodes that may be worth verifying, the likeliest first, each with its request's kind."""
+        nodes = [
+            (s, self._kind(r)) for r, tree in zip(batch, trees, strict=True) for s in tree.scores[1:] if s >= _LEAST
+        ]
+        nodes.sort(key=lambda node: -node[0])
+        return nodes
+
+    def _kind(self, r: Request) -> Kind:
+        assert self._policy is not None
+        return self._policy.kind(r.params.temperature)
+
+    def _tier(self, gathered: Gathered, policy: TreePolicy, limit: float) -> None:
         """Choose the size of all trees, each of which takes as many rows."""
-        size = len(gathered.merged)
-        chances = [sorted((math.exp(s) for s in tree.scores[1:] if s >= _LEAST), reverse=True)
-                   for tree in gathered.merged]  # fmt: skip
+        size, costs = len(gathered.merged), policy.costs
+        chances = []
+        for r, tree in zip(gathered.batch, gathered.merged, strict=True):
+            kind = self._kind(r)
+            chances.append(sorted((kind.chance(s) for s in tree.scores[1:] if s >= _LEAST), reverse=True))
         plain = size / costs.plain(size)
         gathered.rate, gathered.least, gathered.pays = plain, _LEAST, False
         deepest = max(map(len, chances), default=0)
@@ -264,13 +292,10 @@ class Gathering:
         live = self._live.get(r.request_id)
         if live is None or live.gate is None:
             return 0.0
-        gate, policy = live.gate, self._policy
-        if policy is not None and gate.kind.trusted() and not gate.refused:
-            gate.credit(2.0 * max(policy.stake(self._batch, self._batch), 0.0), r.produced)
-        return gate.account(r.produced)
+        return live.gate.account(r.produced)
 
     def _merged(self, r: Request, parts: Sequence[Part | None], head: Part | None) -> MergedDrafts:
-        each = [p if p is not None else _NOTHING for p in (*parts, head)]
+        each = [_NOTHING if p is None else p if p.core is None else p.core for p in (*parts, head)]
         depth = max(min(self._depth, r.max_depth), 0)
         return merge_drafts(
             r.tokens[-1], self.sources.vocab_size, each, self._nodes, depth, calibration=self.calibration
@@ -301,19 +326,26 @@ class Gathering:
         drafts = [self._merged(r, p, h) for r, p, h in zip(batch, gathered.parts, head, strict=True)]
         policy = self._policy
         if costs is not None and policy is not None:
-            scores = sorted((s for tree in drafts for s in tree.scores[1:] if s >= _LEAST), reverse=True)
             drafting = costs.drafting(len(batch), len(batch), steps)
-            choice = policy.choose(len(batch), [(s, self._certain) for s in scores], drafting, limit)
+            choice = policy.choose(len(batch), self._nodes_of(batch, drafts), drafting, limit)
             drafts = [tree.pruned(self._nodes, self._depth, min_score=choice.min_score) for tree in drafts]
         return Planted(gathered, drafts, steps, faults, head)
 
     # -- after it -----------------------------------------------------------------------------------------------
 
-    def landed(self, passed: Sequence[Passed], planted: Planted, seconds: float, others: Sequence[int] | None) -> None:
+    def landed(
+        self,
+        passed: Sequence[Passed],
+        rows: Sequence[int],
+        planted: Planted,
+        seconds: float,
+        others: Sequence[int] | None,
+    ) -> None:
         """A round with these trees ended.
 
         Args:
             passed: what it gave each request that it tells of.
+            rows: of these requests in the round's batch.
             planted: its trees.
             seconds: that it took.
             others: of each of these requests, tokens that another source has won and pays for; ``None`` without one.
@@ -321,20 +353,23 @@ class Gathering:
         policy, batch = self._policy, len(passed)
         if policy is None or any(p.request.error is not None for p in passed):
             return
-        sizes = {r.request_id: len(tree) for r, tree in zip(planted.gathered.batch, planted.drafts, strict=True)}
-        drew = {p.request.request_id for p in passed if sizes.get(p.request.request_id, 1) > 1}
-        costs = policy.costs
-        rows = sum(sizes.values())
+        costs, trees = policy.costs, [planted.drafts[row] for row in rows]
+        most = max(map(len, planted.drafts))
+        queries = sum(map(len, planted.drafts))
         if self._tiers is not None:
-            rows = len(sizes) * next((n for n in self._tiers if n >= max(sizes.values())), self._nodes)
-        modelled = costs.overhead.at(SPECULATIVE) + costs.target.at(rows)
+            queries = len(planted.drafts) * next((n for n in self._tiers if n >= most), most)
+        modelled = costs.overhead.at(SPECULATIVE) + costs.target.at(queries)
         took = min(max(seconds, modelled / 2), 2 * modelled) / costs.plain(batch)
-        extra = 0.0 if others is not None else (took - 1.0) * batch / max(len(drew), 1)
-        for i, p in enumerate(passed):
+        gain = sum(len(p.tokens) for p in passed) / batch / took
+        extra = 0.0 if others is not None else (took - 1.0) * batch / max(sum(len(tree) > 1 for tree in trees), 1)
+        for i, (p, tree) in enumerate(zip(passed, trees, strict=True)):
             live = self._live.get(p.request.request_id)
-            if p.request.request_id in drew and live is not None and live.gate is not None:
-                won = p.committed.kept - 1 - (0 if others is None else others[i])
-                live.gate.spec_round(won - extra, max(won, 0))
+            if len(tree) < 2 or live is None or live.gate is None:
+                continue
+            live.drafted = True
+            live.gate.kind.learn(tree.scores[1:], len(p.tokens) - 1, gain)
+            won = p.committed.kept - 1 - (0 if others is None else others[i])
+            live.gate.spec_round(won - extra, max(won, 0))
 
     def _judge(self, r: Request, live: _Live) -> None:
         """Hold what the sources proposed last against the tokens that came."""
@@ -343,6 +378,7 @@ class Gathering:
         drawn, live.at = r.tokens[live.at :], 0
         if not drawn:
             return
+        self._foretold(r, live, drawn[0])
         for i, part in enumerate(live.parts):
             if part is None:
                 continue
@@ -351,6 +387,16 @@ class Gathering:
                 worth.wins += learn * (hits - worth.wins)
             if hits:
                 live.rest[i] = 0
+
+    def _foretold(self, r: Request, live: _Live, token: int) -> None:
+        """A request whose account is empty drafts again once its sources foretell one token after the other."""
+        said = [p for p in live.parts if p is not None]
+        if live.drafted or live.gate is None or self._policy is None or not said:
+            return
+        live.foretold = live.foretold + 1 if any(part.first() == token for part in said) else 0
+        if live.foretold >= _FORETOLD:
+            live.gate.credit(_CREDIT * self._stake(self._policy, self._batch), r.produced)
+            live.foretold = 0
 
     def grade(self, part: Part, drawn: Sequence[int]) -> int:
         """Calibrate a source by a proposal and the tokens that came; how many of these it had proposed."""

@@ -382,14 +382,14 @@ class Runner:
         drafting: Sequence[bool] | None,
     ) -> None:
         """Tell those who drafted what came of a round with drafts of the host's sources."""
-        seconds = time.perf_counter() - flight.began
         if drafting is None:
             self.speculation.spec_round(passed, lambda: planted.trees, [False] * len(passed), 0)
-            gathering.landed(passed, planted, seconds, None)
+            gathering.landed(passed, rows, planted, time.perf_counter() - flight.began, None)
             return
         shares = [gathering.share(planted.head[row], p) for row, p in zip(rows, passed, strict=True)]
         self.speculation.spec_round(passed, lambda: planted.trees, drafting, flight.steps, shares)
-        gathering.landed(passed, planted, seconds, [share.accepted for share in shares])
+        others = [share.accepted for share in shares]
+        gathering.landed(passed, rows, planted, time.perf_counter() - flight.began, others)
 
     def _tempted(self, flight: Flight) -> bool:
         """Whether the host's sources know better than the rounds that run: these are let run out then."""

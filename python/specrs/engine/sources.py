@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+from specrs._specrs import DraftProposal
 from specrs.drafters import Drafter, Drafting, DraftRequest, Drafts, Observing
 from specrs.engine.request import Request
 
@@ -50,6 +51,7 @@ class Part:
     Attributes:
         source: its index among the engine's; the head's is behind them.
         parents, tokens, probs, buckets: as `Proposal` has them, of equal length.
+        core: the same as the core made it, which is merged without a copy; ``None`` of another class.
     """
 
     source: int
@@ -57,6 +59,12 @@ class Part:
     tokens: list[int]
     probs: list[float]
     buckets: list[int]
+    core: DraftProposal | None = None
+
+    def first(self) -> int:
+        """The likeliest next token."""
+        return max((prob, -i, token) for i, (parent, token, prob) in enumerate(
+            zip(self.parents, self.tokens, self.probs, strict=True)) if parent < 0)[2]  # fmt: skip
 
     def trials(self, drawn: Sequence[int]) -> Iterator[tuple[int, bool]]:
         """Nodes whose parent the target's tokens reached, each with whether it was the next of them.
@@ -82,8 +90,15 @@ class Part:
 def checked(proposal: Drafts, source: int, nodes: int, depth: int, vocab_size: int) -> Part:
     """A proposal that can be relied on. Raises ValueError, TypeError and whatever reading it raises where it is none.
 
+    One of the core's own may be deeper than was asked for; merging cuts it.
+
     Nothing is read of a proposal behind one node more than it may have.
     """
+    if isinstance(proposal, DraftProposal):  # a tree, if not perhaps of this request
+        core = Part(source, proposal.parents, proposal.tokens, proposal.probs, proposal.buckets, proposal)
+        if len(core.tokens) > nodes or max(core.tokens, default=0) >= vocab_size:
+            raise ValueError(f"{proposal} for at most {nodes} nodes of a vocabulary of {vocab_size} tokens")
+        return core
     parents = [operator.index(p) for p in islice(proposal.parents, nodes + 1)]
     tokens = [operator.index(t) for t in islice(proposal.tokens, nodes + 1)]
     probs = [float(p) for p in islice(proposal.probs, nodes + 1)]

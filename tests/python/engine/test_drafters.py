@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from drafters_world import ODD, RUBBISH, Fails, Likeliest, Ngrams, Says
+from drafters_world import ODD, RUBBISH, Fails, Knows, Likeliest, Ngrams, Says
 from exact_world import PAGES, SAMPLED, check, plain, requests
 from modelzoo import VOCAB, Pair
 from specrs import LLM, ConfigError, SamplingParams
@@ -81,6 +81,21 @@ def test_deep_chains_are_accepted_whole(ternary: Pair, drafters: Any) -> None:
         out = llm.generate([prompt], [params])[0]
         assert out.token_ids == want
         llm.audit()
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("page_size", PAGES)
+@pytest.mark.parametrize("right", [1, 5, 8])
+def test_what_comes_is_found_beside_a_longer_path(tiny: Pair, right: int, page_size: int, sampled: bool) -> None:
+    """Accepted nodes lie behind others that are not, so that their KV moves, in a geometry of chains too."""
+    prompts, params = requests(6, seed=right, **(SAMPLED if sampled else {}))
+    want = plain(tiny, prompts, params)
+    answers = {tuple(p): w for p, w in zip(prompts, want, strict=True)}
+    for tree in ((1, 23, 24), (2, 6, 23)):
+        llm = engine(tiny, [Knows(answers, right)], tree=tree, page_size=page_size, max_batch=3)
+        outputs = check(llm, prompts, params, want)
+        lengths = {n for o in outputs for n, count in enumerate(o.accepted_lengths) if count}
+        assert max(lengths) == right + 1, "what comes was accepted as far as it was known"
 
 
 def test_drafting_is_told_every_token_once_and_closed_once(tiny: Pair) -> None:

@@ -69,3 +69,11 @@ def test_a_module_of_your_own_in_graphs() -> None:
     assert out[1].startswith("refused: output 'scores' is stale: it holds replay 1 of its memory")
     found = re.fullmatch(r"(\d+) replays of batches 1 to 8; the tokens are those of plain decoding", out[2])
     assert found and int(found[1]) >= 20 and len(out) == 3
+
+
+def test_a_source_of_drafts_of_your_own() -> None:
+    out = run("own_drafter.py").splitlines()
+    tokens, alone, both = map(int, re.findall(r"\d+", out[0]))
+    assert tokens > 600 and both < alone < tokens / 2
+    accepted, proposed = map(int, re.findall(r"\d+", out[1]))
+    assert 0.9 * proposed < accepted <= proposed
