@@ -161,8 +161,8 @@ class Gathering:
         """From now on a cost model decides what is asked and verified."""
         # Each source's claims are calibrated. What several say alike is not as likely as if they said it by chance, and
         # so a kind of requests still has a temper of its own.
-        kinds = (Kind(hits=0.5, temper=1.0) for _ in range(3))
-        self._policy = TreePolicy(costs, *kinds)
+        greedy, cool, hot = (Kind(hits=0.5, temper=1.0) for _ in range(3))
+        self._policy = TreePolicy(costs, greedy, cool, hot)
 
     # -- before a round -----------------------------------------------------------------------------------------
 

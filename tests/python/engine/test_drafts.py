@@ -202,7 +202,7 @@ def test_features_that_wait_at_a_preemption_are_computed_again(pair: Pair, monke
     for i in range(2):
         run.add(prompt(i, 10 + 3 * i), 16)
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "round", runner.decode)
+        patch.setattr(runner, "round", lambda reqs, stays: runner.decode(reqs))
         for _ in range(6):
             run.step()
     last = scheduler._admitted[-1]
@@ -223,13 +223,13 @@ def test_a_tail_page_that_another_sequence_shares_is_copied_whole(
     runner, pool = run.llm._runner, run.llm._runner.pages.pool
     whole, copied = runner.round, 0
 
-    def forked(reqs: Sequence[Any]) -> Any:
+    def forked(reqs: Sequence[Any], stays: bool) -> Any:
         nonlocal copied
         forks = [pool.fork(r.seq, r.committed) for r in reqs if r.lag == 0]  # pages behind are never shared
         tails = [(r, r.committed // page_size, pool.pages(r.seq)[r.committed // page_size]) for r in reqs
                  if r.committed % page_size]  # fmt: skip
         try:
-            passed = whole(reqs)
+            passed = whole(reqs, stays)
             copied += sum(r.row is not None and pool.pages(r.seq)[at] != page for r, at, page in tails)
             return passed
         finally:
@@ -252,7 +252,7 @@ def test_plain_rounds_in_between(pair: Pair, shape: tuple[int, int, int], monkey
     whole, plain = runner.round, [0, 1, 3, 0, lag, 0, 0, 2] + [rng.randrange(4) for _ in range(6)]
     left = iter([kind for n in plain for kind in [False] * n + [True]])
 
-    monkeypatch.setattr(runner, "round", lambda reqs: (whole if next(left, False) else runner.decode)(reqs))
+    monkeypatch.setattr(runner, "round", lambda reqs, stays: (whole if next(left, False) else runner.decode)(reqs))
     run.add(prompt(0, 6), lag + 50)
     run.add(prompt(1, 7), 70)
     run.finish()

@@ -254,7 +254,7 @@ def test_streams_carry_the_logprobs_of_their_tokens(tiny: Pair) -> None:
 
 
 def test_a_long_prompts_logprobs_come_in_bounded_chunks(tiny: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = LLM(tiny.target, max_batch=2, max_context_len=256)
+    llm = LLM(tiny.target, speculative=False, max_batch=2, max_context_len=256)
     assert llm._runner.scored_rows == 16
     most = 0
     forward = llm._runner.executor.target.forward  # type: ignore[attr-defined]

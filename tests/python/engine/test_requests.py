@@ -320,7 +320,7 @@ def test_an_error_of_the_round_loses_nothing_of_the_prefill_before(llm: LLM, mon
     with monkeypatch.context() as patch:
         one, many = (llm.add([3], SamplingParams(max_tokens=n)) for n in (1, 3))
 
-        def fail(_: Any) -> Any:
+        def fail(*_: Any, **__: Any) -> Any:
             raise NonFiniteError("scores")
 
         patch.setattr(llm._runner, "round", fail)
@@ -414,7 +414,7 @@ def test_errors_of_parameters_say_whose(text_llm: LLM, llm: LLM, tiny: Pair) -> 
         llm.generate([[1]], [SamplingParams(stop="x")])
     with pytest.raises(ConfigError, match=r"^prompt\[1\] = 99999: outside"):
         text_llm.add([1, 99999])
-    small = LLM(tiny.target, page_size=4, num_pages=20)
+    small = LLM(tiny.target, page_size=4, num_pages=20, speculative=False)
     with pytest.raises(PoolExhaustedError, match=r"^prompts\[1\]: a request of up to 120 tokens"):
         small.generate([[1], [1] * 60], SamplingParams(max_tokens=60))
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-PAGES = [p for p in sorted((ROOT / "docs").glob("*.md")) if p.name != "sampling.md"]  # which has a test of its own
+PAGES = sorted((ROOT / "docs").glob("*.md"))
 BLOCK = re.compile(r"(?:<!-- test: (\w+) -->\n)?```python\n(.*?)```\n", re.S)
 BLOCKS = [(page.name, how, code) for page in PAGES for how, code in BLOCK.findall(page.read_text(encoding="utf-8"))]
 RUN = [(page, code) for page, how, code in BLOCKS if how == "run"]
