@@ -161,8 +161,8 @@ class Gathering:
         """From now on a cost model decides what is asked and verified."""
         # Each source's claims are calibrated. What several say alike is not as likely as if they said it by chance, and
         # so a kind of requests still has a temper of its own.
-        kinds = (Kind(hits=0.5, temper=1.0) for _ in range(3))
-        self._policy = TreePolicy(costs, *kinds)
+        greedy, cool, hot = (Kind(hits=0.5, temper=1.0) for _ in range(3))
+        self._policy = TreePolicy(costs, greedy, cool, hot)
 
     # -- before a round -----------------------------------------------------------------------------------------
 
@@ -255,7 +255,9 @@ class Gathering:
 
     def _nodes_of(self, batch: Batch, trees: Sequence[MergedDrafts]) -> list[tuple[float, Kind]]:
         """Nodes that may be worth verifying, the likeliest first, each with its request's kind."""
-        nodes = [(s, self._kind(r)) for r, tree in zip(batch, trees, strict=True) for s in tree.scores[1:] if s >= _LEAST]
+        nodes = [
+            (s, self._kind(r)) for r, tree in zip(batch, trees, strict=True) for s in tree.scores[1:] if s >= _LEAST
+        ]
         nodes.sort(key=lambda node: -node[0])
         return nodes
 
