@@ -21,7 +21,6 @@ class Pages:
         geometry: what a round reserves.
         copy: copies what a lease says, in every cache over the pool's pages (`Executor.copy`).
         drafts: whether a draft head writes KV of its own.
-        trees: whether rounds may verify drafts, of whatever source.
     """
 
     def __init__(
@@ -31,11 +30,11 @@ class Pages:
         geometry: core.Geometry,
         copy: Callable[[core.Moves], None],
         drafts: bool,
-        trees: bool,
     ) -> None:
         self.pool, self._config, self._copy, self._drafts = pool, config, copy, drafts
-        self.round_positions = geometry.alloc_len_per_decode if trees else 1
-        """Positions behind the committed ones that a round may write, per request."""
+        self.round_positions = geometry.alloc_len_per_decode if drafts else 1
+        """Positions behind the committed ones that a round may write, per request. What other sources than the head
+        draft is verified where there are pages for it, and is not counted."""
 
     @property
     def most_tokens(self) -> int:

@@ -59,8 +59,8 @@ class Runner:
             most = geometry.shape.draft_tokens
             sizes = None if executor.placement.is_host else tiers(most)
             self.gathering = Gathering(named, most, config.deepest, sizes)
+        self.pages = Pages(pool, config, geometry, executor.copy, drafts is not None)
         trees = drafts is not None or self.gathering is not None
-        self.pages = Pages(pool, config, geometry, executor.copy, drafts is not None, trees)
         rows = geometry.max_batch * (geometry.shape.draft_tokens if trees else 1)
         #: Rows of the prompt, in one pass, whose logits are wanted: no more than rounds have memory for.
         self.scored_rows = min(max(rows, _LEAST_SCORED), _MOST_SCORED)
@@ -250,18 +250,29 @@ class Runner:
         if drafting is not None and gathered is not None and alone:
             alone = gathered.rate > speculation.rate(batch, drafting)
             drafting = None if alone else drafting  # without the head's passes, tokens come faster
-        drafts, began = drafting is not None or alone, time.perf_counter()
+        began = time.perf_counter()
+        drafted: Drafted | None = None
+        need = [1] * len(batch)
+        if drafting is not None:
+            need = [self.geometry.alloc_len_per_decode] * len(batch)
+        elif alone and gathered is not None and self.gathering is not None:
+            drafted = hosted = self.gathering.planted(gathered)
+            need = [len(tree) for tree in hosted.drafts]
+        try:
+            lease = self.pages.lease(batch, need)
+        except core.PoolExhaustedError:
+            if drafted is None:
+                raise
+            drafted, need = None, [1] * len(batch)  # nobody gives way to drafts that cost nothing
+            lease = self.pages.lease(batch, need)
+        drafts = drafting is not None or drafted is not None
         speculation.begin(speculative=drafts)
-        need = self.geometry.alloc_len_per_decode if drafts else 1
-        lease = self.pages.lease(batch, [need] * len(batch))
         with _naming(batch.requests), self._rolled_back(batch, lease):
             for o in self.observers:
-                o.reserved(batch.requests, [n + need for n in batch.lens], speculative=drafts)
-            drafted: Drafted | None = None
+                positions = [n + more for n, more in zip(batch.lens, need, strict=True)]
+                o.reserved(batch.requests, positions, speculative=drafts)
             if drafting is not None and drafter is not None:
                 drafted = self._drafted(batch, drafting, drafter, gathered)
-            elif alone and gathered is not None and self.gathering is not None:
-                drafted = self.gathering.planted(gathered)
             if drafted is None:
                 verified = self.executor.decode(batch, self._follow(batch), speculation.timed)
             else:
@@ -272,8 +283,8 @@ class Runner:
             self._alone = False
             steps = 0 if drafted is None else drafted.steps
             self._flight = flight = Flight(
-                batch.requests, lease, batch.lens, need, longest, drafting, steps, deque([verified]), planted, single,
-                began=began,
+                batch.requests, lease, batch.lens, max(need), longest, drafting, steps, deque([verified]), planted,
+                single, began=began,
             )  # fmt: skip
         return flight
 

@@ -250,7 +250,7 @@ def test_a_result_that_is_no_tensor_like_q_is_refused(tiny: Pair, change: Any, g
         def attend(self, *args: Any) -> Any:
             return change(super().attend(*args))
 
-    llm = LLM(tiny.target, attention_backend=Other(), speculative=False)
+    llm = LLM(tiny.target, attention_backend=Other(), speculative=False)  # else its passes are measured at once
     with pytest.raises(
         ConfigError, match=rf"'triton': attend gave .*{got}.*, must give \[3, 4, 32\] torch.float32 on cpu"
     ):
