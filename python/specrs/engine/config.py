@@ -184,7 +184,7 @@ class EngineConfig:
         """
         asked = self.drafters
         if asked is None:
-            asked = (HEAD,) if head else tuple(n for n, c in _NAMED.items() if hasattr(drafters, c))
+            asked = (HEAD,) if head else tuple(_NAMED)
         if HEAD in asked and not head:
             raise ConfigError(f"drafters = {list(asked)!r}: there is no draft head; name its directory, draft=...")
         made = tuple(d if d == HEAD or not isinstance(d, str) else getattr(drafters, _NAMED[d])() for d in asked)
