@@ -63,7 +63,7 @@ def words_in(outputs: list[RequestOutput], size: int = 4) -> list[list[int]]:
 def test_bans_and_logprobs_are_those_of_plain_decoding(pair: Pair, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(11)
     prompts = prompts_of(7, 9, VOCAB)
-    with LLM(pair.target, device="cuda") as plain:
+    with LLM(pair.target, speculative=False, device="cuda") as plain:
         free = plain.generate(prompts, [SamplingParams(max_tokens=30, seed=i, **KINDS[kind]) for i in range(9)])
     words = words_in(free)
     params = [
@@ -76,7 +76,7 @@ def test_bans_and_logprobs_are_those_of_plain_decoding(pair: Pair, kind: str, mo
         for i in range(9)
     ]  # fmt: skip
     want = []
-    with LLM(pair.target, device="cuda", max_batch=1, prefix_cache=False) as plain:
+    with LLM(pair.target, speculative=False, device="cuda", max_batch=1, prefix_cache=False) as plain:
         words_of(plain, monkeypatch, words)
         for prompt, one in zip(prompts, params, strict=True):
             want += seen(plain.generate([prompt], [one]))
@@ -95,7 +95,7 @@ def test_bans_and_logprobs_are_those_of_plain_decoding(pair: Pair, kind: str, mo
 @pytest.mark.parametrize("temperature", [0.0, 0.9], ids=["greedy", "sampled"])
 def test_bans_are_those_of_naive_decoding(pair: Pair, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     cases, free = [], SamplingParams(max_tokens=30, temperature=temperature, top_p=0.95, seed=1)
-    with LLM(pair.target, device="cuda", max_batch=1) as reference:
+    with LLM(pair.target, speculative=False, device="cuda", max_batch=1) as reference:
         words = words_in(reference.generate(prompts_of(3, 4, VOCAB), free), 3)
         for i, prompt in enumerate(prompts_of(3, 4, VOCAB)):
             params = SamplingParams(max_tokens=24, min_tokens=[0, 7][i % 2], stop_token_ids=[2], seed=i, top_p=0.95,
@@ -113,7 +113,7 @@ def test_bans_are_those_of_naive_decoding(pair: Pair, temperature: float, monkey
 def test_outputs_of_a_prompt_are_requests_with_split_seeds(pair: Pair, options: dict[str, Any]) -> None:
     params: dict[str, Any] = {"max_tokens": 20, "temperature": 1.0, "logprobs": 1}
     prompts = prompts_of(4, 3, VOCAB)
-    with LLM(pair.target, device="cuda") as plain:
+    with LLM(pair.target, speculative=False, device="cuda") as plain:
         want = [
             [plain.generate([p], SamplingParams(seed=split(77, i), **params))[0] for i in range(5)] for p in prompts
         ]
@@ -129,7 +129,7 @@ def test_biases_alone_are_uploaded_once(pair: Pair) -> None:
     params = [
         SamplingParams(max_tokens=24, temperature=0.9, seed=i, logit_bias={i: 2.0, 7 - i: -1.0}) for i in range(4)
     ]
-    with LLM(pair.target, device="cuda", max_batch=1) as plain:
+    with LLM(pair.target, speculative=False, device="cuda", max_batch=1) as plain:
         want = [plain.generate([p], [s])[0].token_ids for p, s in zip(prompts, params, strict=True)]
     with LLM(pair.target, pair.draft, device="cuda", tree=(3, 4, 16), max_batch=2) as llm:
         for _ in range(2):

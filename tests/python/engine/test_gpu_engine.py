@@ -161,7 +161,9 @@ def executor_runs_ahead(llm: LLM, params: list[SamplingParams]) -> bool:
 def plain(pair: Pair, prompts: list[list[int]], params: list[SamplingParams], **options: Any) -> tuple[Any, Bits]:
     """One by one, without draft, prefix cache or chunks."""
     tokens, bits = [], {}
-    with LLM(pair.target, device="cuda", max_batch=1, prefix_cache=False, prefill_chunk=8192, **options) as llm:
+    with LLM(
+        pair.target, speculative=False, device="cuda", max_batch=1, prefix_cache=False, prefill_chunk=8192, **options
+    ) as llm:
         for i, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
             [out], seen, _ = recorded(llm, [prompt], [one])
             tokens.append(out)
@@ -267,7 +269,8 @@ def test_logits_are_as_exact_as_a_bf16_forward_in_torch(pair: Pair, tmp_path: Pa
     """Against the same weights in f32 on the host."""
     prompt = [random.Random(5).randrange(8) for _ in range(300)]
     greedy = SamplingParams(max_tokens=2, temperature=0.0)
-    with LLM(pair.target, device="cuda", max_batch=1) as gpu, LLM(pair.target, device="cpu", max_batch=1) as cpu:
+    options: dict[str, Any] = {"speculative": False, "max_batch": 1}
+    with LLM(pair.target, device="cuda", **options) as gpu, LLM(pair.target, device="cpu", **options) as cpu:
         got, want = recorded(gpu, [prompt], [greedy])[1], recorded(cpu, [prompt], [greedy])[1]
         runner = cpu._runner
         half = gpu._runner.executor.placement.activations

@@ -56,7 +56,7 @@ class Engines:
     def make(self, graphs: str) -> LLM:
         options = OPTIONS | {"graphs": graphs, "page_size": 1 if self._kind.endswith("token") else 4}
         if self._kind == "plain":
-            return LLM(self._pair.target, **options)
+            return LLM(self._pair.target, speculative=False, **options)
         return LLM(self._pair.target, self._pair.draft, tree=(4, 3, 9), **options)
 
     def __call__(self, graphs: str = "round") -> LLM:

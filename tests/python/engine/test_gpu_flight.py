@@ -54,7 +54,7 @@ def no_fault_is_left() -> Iterator[None]:
 def engine(pair: Pair, tree: str, **options: Any) -> LLM:
     options = {"device": "cuda", "max_context_len": 256, "prefix_cache": False, **options}
     if TREES[tree] is None:
-        return LLM(pair.target, **options)
+        return LLM(pair.target, **{"speculative": False, **options})
     return LLM(pair.target, pair.draft, tree=TREES[tree], **options)
 
 

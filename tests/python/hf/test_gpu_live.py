@@ -23,7 +23,7 @@ transformers = pytest.importorskip("transformers")
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Phi3ForCausalLM", "SmolLM3ForCausalLM"])
 def test_a_live_module_gives_the_tokens_of_its_files(tmp_path: Path, architecture: str) -> None:
-    sizes = {"head_dim": 64, "vocab_size": 304, "eos_token_id": 303, "bos_token_id": None}
+    sizes = {"head_dim": 64, "vocab_size": 304, "eos_token_id": 303, "bos_token_id": 1}
     target = modelzoo.write_target(tmp_path / "target", architecture, dtype=torch.bfloat16, **sizes)
     draft = modelzoo.write_eagle3(
         tmp_path / "draft", target, dtype=torch.bfloat16, head_dim=64, draft_vocab_size=None, own_embedding=True
