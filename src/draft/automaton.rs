@@ -10,9 +10,9 @@
 //! edge a token.
 //!
 //! **Occurrences.** A new position is one more occurrence of every state on the suffix-link path of the whole text.
-//! Paths are short but in runs (`a a a a`), where one has as many states as the run has tokens. So at most [`WALK`]
+//! Paths are short but in runs (`a a a a`), where one has as many states as the run has tokens. So at most `WALK`
 //! states are counted at once; the rest is *owed* from there on: a debt of k at a state is k occurrences that it and
-//! all states above it lack. A position that makes no debt pays [`PAY`] steps of what is owed, the longest state first,
+//! all states above it lack. A position that makes no debt pays `PAY` steps of what is owed, the longest state first,
 //! where debts meet and go on as one. So a run leaves a debt at each of its states, and paying all of them takes a step
 //! a state; counting takes a bounded number of steps a token, always. A count is never too large, and exact where
 //! nothing is owed: count(s) + debts in the tree of links below and at s = occurrences of s. [`Automaton::settle`] pays
