@@ -30,6 +30,8 @@ MIXES: dict[str, Any] = {
     "ngrams": ngrams,
     "likeliest": lambda: [Likeliest()],
     "both": both,
+    "package": lambda: ["suffix", "recycling"],
+    "package and head": lambda: ["suffix", "recycling", "head"],
     "head": lambda: ["head"],
     "all": lambda: ["head", *both()],
     "hostile": lambda: [Says(RUBBISH["too deep"]), Ngrams(), Says(ODD["certain and wrong"], name="wrong")],
