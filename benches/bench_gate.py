@@ -3,9 +3,9 @@
 ``LLM()`` against ``LLM(speculative=False)``: whole requests, prompt and its draft prefill included, greedy and at
 temperature 1, one request at a time, one kernel thread. Tokens must be equal. The same engine's speed differs by up to
 10% from load to load, by where its weights lie in memory; so both engines read the same weights. At each prompt and
-repeat both run one after the other, in turns as to who is first, and their times make a pair: a machine that slows for
-a while slows both. A prompt's ratio is the median of its pairs', a row's that of the sums over its prompts, each with
-its median seconds of plain decoding. "null" rows hold a plain engine against another one, the same way: what they
+repeat both run in step (`in_step`), and their times make a pair: a machine that slows for a while slows both. A
+prompt's ratio is the median of its pairs', a row's that of the sums over its prompts, each with its median seconds of
+plain decoding. "null" rows hold a plain engine against another one, the same way: what they
 differ from 1 by is the machine's. "fresh" rows have a new engine for each request: nothing is learnt, and its passes
 are measured anew. Seconds are of the thread's CPU time: all work is on one thread, and neighbours on a shared machine
 count for less. Beside that, the same requests are counted instead of timed (`gate_counted`), which a noisy machine does
@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from common import RESULTS, commit, write_result
 from gate_counted import counted
 from gate_simulation import simulate
 from gate_texts import KINDS
+from in_step import in_step
 from specrs import LLM, SamplingParams
 from specrs import _specrs as core
 
@@ -41,25 +41,16 @@ GRID = {
 BATCHES = GRID | {"lengths": (128,), "batches": (4,)}
 
 
-def timed(llm: LLM, prompt: str, params: SamplingParams) -> tuple[float, list[int], int]:
-    """Seconds of a request, its tokens and its rounds."""
-    started = time.thread_time()
-    out = llm.generate([prompt], params)[0]
-    return time.thread_time() - started, out.token_ids, out.rounds
-
-
 def request(speculative: LLM, plain: LLM, prompt: str, params: SamplingParams, repeats: int) -> dict[str, float]:
     """The median of plain seconds, and of the pairs' ratios, over repeats that alternate in who is first."""
     seconds: dict[str, list[float]] = {"speculative": [], "plain": []}
     rounds = 0
     for repeat in range(repeats):
-        tokens = {}
-        order = [("speculative", speculative), ("plain", plain)]
-        for name, llm in order if repeat % 2 else reversed(order):
-            took, tokens[name], ran = timed(llm, prompt, params)
-            seconds[name].append(took)
-            rounds = ran if name == "speculative" else rounds
-        assert tokens["speculative"] == tokens["plain"], "speculation must not change the tokens"
+        (took, out), (alone, want) = in_step((speculative, plain), prompt, params, repeat % 2)
+        seconds["speculative"].append(took)
+        seconds["plain"].append(alone)
+        rounds = out.rounds
+        assert out.token_ids == want.token_ids, "speculation must not change the tokens"
     ratios = [alone / took for alone, took in zip(seconds["plain"], seconds["speculative"], strict=True)]
     plain_seconds, ratio = statistics.median(seconds["plain"]), statistics.median(ratios)
     return {"plain": plain_seconds, "ratio": ratio, "low": min(ratios), "high": max(ratios), "rounds": rounds}

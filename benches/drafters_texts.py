@@ -18,10 +18,12 @@ class Task:
     Attributes:
         prompt: text, or token ids.
         prediction: text, as `SamplingParams.prediction` takes it.
+        answer: text that a model which can do the work gives; ``None``: what the model in the package says.
     """
 
     prompt: str | list[int]
     prediction: str | None = None
+    answer: str | None = None
 
 
 _LEDGER = '''class Ledger:
@@ -99,13 +101,15 @@ def write_records(path, records, separator=","):
 """
 
 
-def _edits() -> list[Task]:
-    """A file, then the same file with a change begun."""
+def _edits(done: bool, predicted: bool = True) -> list[Task]:
+    """A file, then the same file with a change begun; ``done``: and its rest, as asked for."""
     tasks = []
     for file, old, new in ((_LEDGER, "amount", "value"), (_QUEUE, "entry", "item"), (_READER, "records", "rows")):
         changed = file.replace(old, new)
-        begun = changed[: changed.index("\n", len(changed) // 8) + 1]
-        tasks.append(Task(f"# ledger.py\n{file}\n\n# ledger.py, {old} renamed to {new}\n{begun}", prediction=file))
+        end = changed.index("\n", len(changed) // 8) + 1
+        prompt = f"# ledger.py\n{file}\n\n# ledger.py, {old} renamed to {new}\n{changed[:end]}"
+        answer = changed[end:] if done else None
+        tasks.append(Task(prompt, file if predicted else None, answer))
     return tasks
 
 
@@ -119,11 +123,14 @@ _PASSAGES = (
 )
 
 
-def _quotes() -> list[Task]:
-    """Passages, and an answer that quotes them."""
+def _quotes(done: bool) -> list[Task]:
+    """Passages, and an answer that quotes them; ``done``: and does so."""
     context = "\n\n".join(f"[{i}] {text}" for i, text in enumerate(_PASSAGES, start=1))
     return [
-        Task(f"{context}\n\nAnswer with the words of passage [{i}].\n\nAnswer: \"{text[: len(text) // 4]}")
+        Task(
+            f"{context}\n\nAnswer with the words of passage [{i}].\n\nAnswer: \"{text[: len(text) // 4]}",
+            answer=text[len(text) // 4 :] + f'"\n\nThese are the words of passage [{i}].\n' if done else None,
+        )
         for i, text in enumerate(_PASSAGES, start=1)
     ]  # fmt: skip
 
@@ -166,8 +173,11 @@ def _noise() -> list[Task]:
 
 
 TASKS: dict[str, list[Task]] = {
-    "code editing": _edits(),
-    "answers that quote": _quotes(),
+    "code editing": _edits(done=False),
+    "code editing, done": _edits(done=True),
+    "code editing, done, nothing predicted": _edits(done=True, predicted=False),
+    "answers that quote": _quotes(done=False),
+    "answers that quote, done": _quotes(done=True),
     "JSON tools": _tools(),
     "many turns": _turns(),
     "prose": [Task(text) for text in PROSE],

@@ -121,7 +121,8 @@ class Counter:
         """Tokens a second from the first full batch of requests to the last, and all tokens.
 
         Requests that draft end at different times. What is left of a queue at its end decodes in smaller batches, which
-        says nothing of an engine that has more to do.
+        says nothing of an engine that has more to do. A prompt counts as far as its request has got by then: requests
+        that start together end together, and all of their tokens count, while those that do not leave some behind.
         """
         ids = [llm.add(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
         tokens: dict[int, list[int]] = {i: [] for i in ids}
@@ -131,7 +132,12 @@ class Counter:
                 for event in llm.step():
                     tokens[event.request_id] += event.token_ids
                 if llm.unfinished >= batch:
-                    full = sum(map(len, tokens.values())), self.seconds - started
+                    early = sum(
+                        self.costs.target.at(len(prompt)) * (1.0 - len(tokens[i]) / (p.max_tokens or 1))
+                        for i, prompt, p in zip(ids, prompts, params, strict=True)
+                        if tokens[i]
+                    )
+                    full = sum(map(len, tokens.values())), self.seconds - started - early
         return full[0] / full[1], [tokens[i] for i in ids]
 
 

@@ -15,11 +15,11 @@ from specrs.engine.costs import Costs
 
 LOOK_BACK = 8  # tokens that a look back asks the head for
 _SETTLED = 32  # tokens before the first look back: the head foretells a text's first ones worse than the later
-_ALLOWANCE = 0.018  # plain rounds that a request may lose to drafts, for each that it has taken so far
-_LOAN = 0.005  # plain rounds that it may borrow beside that, for each that it is expected to take
-_ADVANCE = 0.018  # the same of a kind whose drafts win; such a request has less to come from `_ALLOWANCE`
+_ALLOWANCE = 0.011  # plain rounds that a request may lose to drafts, for each that it has taken so far
+_LOAN = 0.003  # plain rounds that it may borrow beside that, for each that it is expected to take
+_ADVANCE = 0.011  # the same of a kind whose drafts win; such a request has less to come from `_ALLOWANCE`
 _RATE = 0.005  # plain rounds that the engine may lose in the long run, for each that its requests took
-_ENDOWMENT = 0.45  # plain rounds that a new engine may lose beside that
+_ENDOWMENT = 0.3  # plain rounds that a new engine may lose beside that
 _CAP = 8.0  # of a bank
 _LONGEST_WAIT = 128  # tokens; features that have waited for longer are written
 _SHORTEST = LOOK_BACK  # tokens that must be left after a look back
