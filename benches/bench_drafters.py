@@ -11,7 +11,7 @@ it does one that it was not trained for; these rows say what the text itself is 
 
 Counted: each pass at a fixed price (`gate_counted`), which no neighbour changes. Timed: at each task and repeat both
 engines run in step (`in_step`); a row's ratio is that of the sums of medians. "null" holds a plain engine against
-another.
+another. "behind the prompt" is the ratio of what follows the first token.
 
     python benches/bench_drafters.py [--length 160] [--temperatures 0,1] [--repeats 5] [--parts counted,timed]
         [--name drafters] [--kinds code]
@@ -86,13 +86,18 @@ def ids(llm: LLM, task: Task) -> list[int]:
     return llm.encode(task.prompt) if isinstance(task.prompt, str) else task.prompt
 
 
-def row(pairs: Sequence[tuple[float, float, RequestOutput]]) -> dict[str, Any]:
+Took = tuple[float, float]  # seconds, and those before the first token
+
+
+def row(pairs: Sequence[tuple[Took, Took, RequestOutput]]) -> dict[str, Any]:
     """Of one kind: seconds of plain decoding and with drafts, and the output of the latter, of each task."""
     outputs = [out for _, _, out in pairs]
     rounds = sum(o.rounds for o in outputs)
+    decoding = [(plain[0] - plain[1], took[0] - took[1]) for plain, took, _ in pairs]
     return {
-        "ratio": round(sum(plain for plain, _, _ in pairs) / sum(took for _, took, _ in pairs), 4),
-        "tasks": [round(plain / took, 3) for plain, took, _ in pairs],
+        "ratio": round(sum(plain for (plain, _), _, _ in pairs) / sum(took for _, (took, _), _ in pairs), 4),
+        "behind the prompt": round(sum(plain for plain, _ in decoding) / sum(took for _, took in decoding), 4),
+        "tasks": [round(plain / took, 3) for (plain, _), (took, _), _ in pairs],
         "tokens a round": round(sum(sum(n * c for n, c in enumerate(o.accepted_lengths)) for o in outputs) / rounds, 3),
     }
 
@@ -120,7 +125,7 @@ def counted(length: int, temperatures: Sequence[float], kinds: str) -> dict[str,
                     before, [want] = alone.price([prompt], [asked], plain)
                     took, [out] = counter.price([prompt], [asked], llm)
                     assert out.token_ids == want.token_ids, "drafts must not change the tokens"
-                    pairs.append((before, took, out))
+                    pairs.append(((before, alone.first_token), (took, counter.first_token), out))
                 name = f"{mix}, {kind}, T={temperature:g}"
                 rows[name] = row(pairs)
                 print(f"counted: {name}: {rows[name]}", flush=True)
@@ -143,11 +148,13 @@ def timed(length: int, temperatures: Sequence[float], repeats: int, kinds: str) 
                     tokens = told.tell(llm, prompt, task) or length
                     asked = params(task, min(tokens, length), temperature, seed)
                     runs = [in_step((llm, plain), prompt, asked, repeat % 2) for repeat in range(repeats + 1)]
-                    drafted = [one for one, _ in runs[1:]]  # the first one warms up
-                    alone = [other for _, other in runs[1:]]
-                    assert all(o.token_ids == w.token_ids for (_, o), (_, w) in zip(drafted, alone, strict=True))
-                    before, took = (statistics.median(seconds for seconds, _ in each) for each in (alone, drafted))
-                    pairs.append((before, took, drafted[-1][1]))
+                    drafted, alone = zip(*runs[1:], strict=True)  # the first one warms up
+                    assert all(one[2].token_ids == other[2].token_ids for one, other in runs)
+                    before, took = (
+                        (statistics.median(one[0] for one in each), statistics.median(one[1] for one in each))
+                        for each in (alone, drafted)
+                    )
+                    pairs.append((before, took, drafted[-1][2]))
                 name = f"{mix}, {kind}, T={temperature:g}"
                 rows[name] = row(pairs)
                 print(f"timed: {name}: {rows[name]}", flush=True)

@@ -46,7 +46,7 @@ def request(speculative: LLM, plain: LLM, prompt: str, params: SamplingParams, r
     seconds: dict[str, list[float]] = {"speculative": [], "plain": []}
     rounds = 0
     for repeat in range(repeats):
-        (took, out), (alone, want) = in_step((speculative, plain), prompt, params, repeat % 2)
+        (took, _, out), (alone, _, want) = in_step((speculative, plain), prompt, params, repeat % 2)
         seconds["speculative"].append(took)
         seconds["plain"].append(alone)
         rounds = out.rounds

@@ -39,10 +39,15 @@ class Frozen(PassCost):
 
 
 class Counter:
-    """The sum of prices of the passes that an engine has run; the clock of one that drafts by default."""
+    """The sum of prices of the passes that an engine has run; the clock of one that drafts by default.
+
+    Attributes:
+        seconds: so far.
+        first_token: seconds that the first token of the last `price` took.
+    """
 
     def __init__(self, llm: LLM) -> None:
-        self.seconds = 0.0
+        self.seconds = self.first_token = 0.0
         runner: Any = llm._runner
         tables = {name: Frozen(ROWS, [ms / 1e3 for ms in row]) for name, row in TABLE.items()}
         overhead = Frozen([PLAIN, SPECULATIVE], [ms / 1e3 for ms in BESIDE])
@@ -111,9 +116,17 @@ class Counter:
     ) -> tuple[float, list[Any]]:
         """Seconds that requests take together, and their outputs."""
         started = self.seconds
+        self.first_token = 0.0
         with self.clock():
-            outputs = llm.generate(prompts, params)
-        return self.seconds - started, outputs
+            ids = [llm.add(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
+            found: dict[int, Any] = {}
+            while llm.unfinished:
+                for event in llm.step():
+                    if event.token_ids and not self.first_token:
+                        self.first_token = self.seconds - started
+                    if event.output is not None:
+                        found[event.request_id] = event.output
+        return self.seconds - started, [found[i] for i in ids]
 
     def rate(
         self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], llm: LLM, batch: int

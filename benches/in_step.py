@@ -16,15 +16,16 @@ from specrs.engine import RequestOutput
 
 def in_step(
     engines: Sequence[LLM], prompt: str | Sequence[int], params: SamplingParams, first: int = 0
-) -> list[tuple[float, RequestOutput]]:
-    """Of each engine, the thread's seconds of one request, and its output.
+) -> list[tuple[float, float, RequestOutput]]:
+    """Of each engine, the thread's seconds of one request, those of them before its first token, and its output.
 
     Args:
         engines: without requests.
         prompt, params: of the request.
         first: engine that goes first.
     """
-    seconds, produced, outputs = [0.0] * len(engines), [0] * len(engines), dict[int, RequestOutput]()
+    seconds, first_token = [0.0] * len(engines), [0.0] * len(engines)
+    produced, outputs = [0] * len(engines), dict[int, RequestOutput]()
     turn = first
     for i, llm in enumerate(engines):
         started = time.thread_time()
@@ -39,7 +40,9 @@ def in_step(
         events = engines[i].step()
         seconds[i] += time.thread_time() - started
         for event in events:
+            if event.token_ids and not produced[i]:
+                first_token[i] = seconds[i]
             produced[i] += len(event.token_ids)
             if event.output is not None:
                 outputs[i] = event.output
-    return [(seconds[i], outputs[i]) for i in range(len(engines))]
+    return [(seconds[i], first_token[i], outputs[i]) for i in range(len(engines))]

@@ -9,7 +9,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::corpus_file::{CorpusFile, SORTED};
-use super::mix::{self, Bounds, Contexts, Copied};
+use super::mix::{self, Bounds, Contexts};
 use super::proposal::{MAX_PROPOSED, Proposal};
 use crate::bounds::MAX_DRAFT_TOKENS;
 use crate::error::{Result, in_range};
@@ -217,7 +217,7 @@ impl CorpusDrafts {
         in_range("depth", depth as u64, 0, MAX_DRAFT_TOKENS.into())?;
         self.check(path)?;
         let at = path.iter().fold(self.at, |at, &t| self.corpus.advance(at, t));
-        Ok(mix::propose(&[(&self.corpus, at)], Copied::default(), Bounds { nodes, depth, floor: FLOOR }))
+        Ok(mix::propose(&[(&self.corpus, at)], &[], Bounds { nodes, depth, floor: FLOOR }))
     }
 
     /// Tokens of the longest suffix of the text that occurs in the corpus, of at most 63.

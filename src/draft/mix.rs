@@ -13,6 +13,7 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
+use super::copy::Expected;
 use super::proposal::Proposal;
 
 /// Contexts that may speak of one position.
@@ -45,17 +46,6 @@ pub(super) trait Contexts {
     fn occurrences(&self, of: Self::State) -> u32;
 }
 
-/// Tokens that are expected whatever the contexts say: a copy that goes on.
-#[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Copied<'a> {
-    /// In their order.
-    pub(super) tokens: &'a [u32],
-    /// Tokens that agreed with the copy so far; `None`: it was never tried, or it has just failed.
-    pub(super) agreed: Option<u32>,
-    /// Tokens that disagreed since.
-    pub(super) missed: u32,
-}
-
 /// How large a proposal may be.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Bounds {
@@ -73,7 +63,7 @@ fn worth(length: u32) -> f32 {
 
 /// Share of positions at which one of `distinct` tokens, that followed a match of this length `total` times, follows
 /// again.
-fn weight(length: u32, total: f32, distinct: usize) -> f32 {
+pub(super) fn weight(length: u32, total: f32, distinct: usize) -> f32 {
     let a = worth(length);
     (total - distinct as f32 + a) / (total + a)
 }
@@ -139,8 +129,9 @@ struct Place {
     depth: usize,
 }
 
-/// The likeliest tree below a text that ends in `contexts`, of one or more sources of one kind.
-pub(super) fn propose<C: Contexts>(contexts: &[(&C, C::State)], copied: Copied<'_>, bounds: Bounds) -> Proposal {
+/// The likeliest tree below a text that ends in `contexts`, of one or more sources of one kind, where `copied` is
+/// expected whatever they say.
+pub(super) fn propose<C: Contexts>(contexts: &[(&C, C::State)], copied: &[Expected], bounds: Bounds) -> Proposal {
     let mut proposal = Proposal::default();
     if bounds.nodes == 0 || bounds.depth == 0 {
         return proposal;
@@ -175,7 +166,7 @@ pub(super) fn propose<C: Contexts>(contexts: &[(&C, C::State)], copied: Copied<'
             states.push(source.advance(states[above * each + i], token));
         }
         let Place { copied: from, depth, .. } = places[above];
-        let along = if copied.tokens.get(from) == Some(&token) { from + 1 } else { usize::MAX };
+        let along = if copied.get(from).is_some_and(|c| c.token == token) { from + 1 } else { usize::MAX };
         places.push(Place { copied: along, path, depth: depth + 1 });
     }
     proposal
@@ -184,7 +175,7 @@ pub(super) fn propose<C: Contexts>(contexts: &[(&C, C::State)], copied: Copied<'
 /// Finds followers; keeps its lists from place to place.
 struct Mixer<'a, C: Contexts> {
     contexts: &'a [(&'a C, C::State)],
-    copied: Copied<'a>,
+    copied: &'a [Expected],
     floor: f32,
     states: Vec<C::State>,
     counts: Vec<(u32, u32)>,
@@ -197,18 +188,9 @@ impl<C: Contexts> Mixer<'_, C> {
         let Self { contexts, copied, floor, states: now, counts, found } = self;
         found.clear();
         let mut left = 1.0f32;
-        if let Some(&token) = copied.tokens.get(place.copied) {
-            let along = place.copied as u32;
-            let (length, trust) = match copied.agreed {
-                Some(run) => (run + along, weight(run + along, 1.0, 1)),
-                None if along > 0 => (along, weight(along + 3, 1.0, 1)),
-                None if copied.missed == 0 => (0, 0.6),
-                None => (0, 0.1 / copied.missed as f32),
-            };
-            if trust > 0.0 {
-                found.push(Candidate { token, prob: trust, length });
-                left -= trust;
-            }
+        if let Some(&Expected { token, trust, length }) = copied.get(place.copied).filter(|c| c.trust > 0.0) {
+            found.push(Candidate { token, prob: trust, length });
+            left -= trust;
         }
         now.clear();
         now.extend_from_slice(states);

@@ -5,6 +5,7 @@
 
 pub mod automaton;
 mod calibration;
+mod copy;
 mod corpus;
 mod corpus_file;
 mod edges;

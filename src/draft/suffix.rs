@@ -1,10 +1,8 @@
 //! Drafts from a request's own text: what followed its last tokens when they stood there before.
 //!
 //! The text is the prediction that the user gave, if any, then a boundary, the prompt and the output so far, all in one
-//! [`Automaton`]. A proposal mixes contexts by length (`mix`), and follows a *copy*: a position whose tokens the output
-//! has been repeating, at first the start of the prediction. Where the output departs from it by a token, the copy goes
-//! on one token further, with little trust, until a match finds it anew; so an edit of one token costs a round, not a
-//! match.
+//! [`Automaton`]. A proposal mixes contexts by length (`mix`), and follows a *copy* (`copy`): a position whose tokens the
+//! output has been repeating, at first the start of the prediction, with the edits that it has been making to them.
 //!
 //! **Bound.** Memory is bounded in bytes by two generations: tokens go into the recent automaton until the next one
 //! would take it over half the limit; then it becomes the older one, which only matches, and the former older one is
@@ -12,7 +10,8 @@
 //! can be matched.
 
 use super::automaton::{Automaton, Match};
-use super::mix::{self, Bounds, Contexts, Copied};
+use super::copy::{Copy, Habits};
+use super::mix::{self, Bounds, Contexts};
 use super::proposal::{MAX_PROPOSED, Proposal};
 use crate::bounds::MAX_DRAFT_TOKENS;
 use crate::error::{Result, in_range};
@@ -24,21 +23,10 @@ pub const FEWEST_BYTES: usize = 1 << 16;
 pub const MOST_BYTES: usize = 1 << 31;
 /// Matches from this length on find a copy.
 const ANCHOR: u32 = 6;
-/// Tokens in a row that may disagree with a copy.
-const MISSES: u32 = 3;
+/// Tokens for which an output may have departed from a copy before a match finds another.
+const ASTRAY: usize = 3;
 /// Paths less likely than this are not proposed.
 const FLOOR: f32 = 1.0 / 128.0;
-
-/// A position that the output repeats from.
-#[derive(Debug, Clone, Copy)]
-struct Copy {
-    /// What follows it is expected next.
-    position: usize,
-    /// Tokens that agreed in a row; `None`: not yet tried, or the last disagreed.
-    agreed: Option<u32>,
-    /// Tokens that disagreed since one agreed.
-    missed: u32,
-}
 
 /// One request's text, and what it drafts.
 #[derive(Debug)]
@@ -49,6 +37,7 @@ pub struct SuffixDrafts {
     /// The generation before, and the longest suffix of the text that occurs in it.
     older: Option<(Automaton, Match)>,
     copy: Option<Copy>,
+    habits: Habits,
     dropped: usize,
 }
 
@@ -60,24 +49,38 @@ impl SuffixDrafts {
     pub fn new(vocab: u32, limit: usize, prediction: &[u32]) -> Result<Self> {
         in_range("vocab", vocab, 1, MAX_VOCAB.into())?;
         in_range("suffix bytes", limit as u64, FEWEST_BYTES as i128, MOST_BYTES as i128)?;
-        let mut drafts = Self { vocab, limit, recent: Automaton::new(), older: None, copy: None, dropped: 0 };
+        let mut drafts = Self {
+            vocab,
+            limit,
+            recent: Automaton::new(),
+            older: None,
+            copy: None,
+            habits: Habits::default(),
+            dropped: 0,
+        };
         if !prediction.is_empty() {
             drafts.extend(prediction)?;
             drafts.recent.boundary();
             let whole = drafts.dropped == 0 && drafts.older.is_none();
-            drafts.copy = whole.then_some(Copy { position: 0, agreed: None, missed: 0 });
+            drafts.copy = whole.then_some(Copy::new(0, 0));
+            drafts.habits = Habits::default();
         }
         Ok(drafts)
     }
 
-    /// Append the prompt: text that does not repeat the prediction from its start.
+    /// Append the prompt: text that does not repeat the prediction from its start. Where it ends within a passage that
+    /// stands earlier, the output goes on with that rather than with the prediction.
     ///
     /// # Errors
     /// [`crate::Error::OutOfRange`] for a token; nothing is appended then.
     pub fn prompt(&mut self, tokens: &[u32]) -> Result<()> {
-        let copy = self.copy.take();
-        self.extend(tokens)?;
-        if self.older.is_none() {
+        let (copy, habits) = (self.copy.take(), self.habits);
+        if let Err(refused) = self.extend(tokens) {
+            self.copy = copy;
+            return Err(refused);
+        }
+        self.habits = habits; // those of the output count
+        if self.older.is_none() && self.copy.is_none_or(|c| c.astray() > 0) {
             self.copy = copy.or(self.copy);
         }
         Ok(())
@@ -104,14 +107,14 @@ impl SuffixDrafts {
         if let Some((older, at)) = &mut self.older {
             *at = older.advance(*at, token);
         }
-        self.copy = self.copy.and_then(|c| c.told(self.recent.token_at(c.position)?, token));
+        let source = |p: usize| self.recent.token_at(p);
+        self.copy = self.copy.and_then(|c| c.told(token, source, Some(&mut self.habits)));
         self.recent.append(token);
-        if self.copy.is_none_or(|c| c.agreed.is_none()) {
+        if self.copy.is_none_or(|c| !c.tried() || c.astray() > ASTRAY) {
             let matched = self.recent.matched();
             if matched.length() >= ANCHOR {
                 let at = self.recent.position_of(matched);
-                let anew = at.map(|position| Copy { position, agreed: Some(matched.length()), missed: 0 });
-                self.copy = anew.or(self.copy);
+                self.copy = at.map(|position| Copy::new(position, matched.length())).or(self.copy);
             }
         }
     }
@@ -138,15 +141,13 @@ impl SuffixDrafts {
         if let Some((older, at)) = &self.older {
             contexts.push((older, along(older, *at)));
         }
-        let told = |copy: Option<Copy>, &t: &u32| copy.and_then(|c| c.told(self.recent.token_at(c.position)?, t));
-        let copy = path.iter().fold(self.copy, told);
-        let mut tokens = Vec::new();
+        let source = |p: usize| self.recent.token_at(p);
+        let copy = path.iter().fold(self.copy, |copy, &t| copy.and_then(|c| c.told(t, source, None)));
+        let mut copied = Vec::new();
         if let Some(c) = copy {
-            tokens.extend((c.position..).map_while(|p| self.recent.token_at(p)).take(depth));
+            c.expected(depth, source, &self.habits, |run| mix::weight(run, 1.0, 1), &mut copied);
         }
-        let copied =
-            Copied { tokens: &tokens, agreed: copy.and_then(|c| c.agreed), missed: copy.map_or(0, |c| c.missed) };
-        Ok(mix::propose(&contexts, copied, Bounds { nodes, depth, floor: FLOOR }))
+        Ok(mix::propose(&contexts, &copied, Bounds { nodes, depth, floor: FLOOR }))
     }
 
     /// Tokens of the longest suffix of the text that occurred before.
@@ -173,17 +174,5 @@ impl SuffixDrafts {
     /// Most bytes that are held.
     pub fn limit(&self) -> usize {
         self.limit
-    }
-}
-
-impl Copy {
-    /// The copy once `token` came where it has `expected`.
-    fn told(self, expected: u32, token: u32) -> Option<Self> {
-        let position = self.position + 1;
-        if token == expected {
-            return Some(Self { position, agreed: Some(self.agreed.unwrap_or(0) + 1), missed: 0 });
-        }
-        let missed = self.missed + 1;
-        (missed <= MISSES).then_some(Self { position, agreed: None, missed })
     }
 }

@@ -116,9 +116,14 @@ proptest! {
 
     #[test]
     fn proposals_keep_what_they_promise(
-        prediction in vec(0u32..6, 0..40), prompt in vec(0u32..6, 0..200), nodes in 0usize..80, depth in 0usize..40,
+        prediction in vec(0u32..6, 0..40), prompt in vec(0u32..6, 0..200), output in vec(0u32..6, 0..60),
+        nodes in 0usize..80, depth in 0usize..40,
     ) {
-        let d = drafts(&prediction, &prompt);
+        let mut d = drafts(&prediction, &prompt);
+        for token in output {
+            d.extend(&[token]).unwrap();
+            holds(&d.propose(nodes, depth).unwrap(), nodes, depth);
+        }
         holds(&d.propose(nodes, depth).unwrap(), nodes, depth);
         holds(&d.propose_after(&[1, 2, 3], nodes, depth).unwrap(), nodes, depth);
     }
@@ -136,4 +141,71 @@ proptest! {
         prop_assert!(d.matched() >= 12);
         prop_assert_eq!(best_path(&d.propose(8, 8).unwrap()), &text[last + 12..last + 20]);
     }
+}
+
+/// A file of `lines` lines in which a name stands again and again, and the same with another name.
+fn renamed(seed: u64, lines: usize, old: &[u32], new: &[u32]) -> (Vec<u32>, Vec<u32>) {
+    let mut mix = crate::common::Mix(seed);
+    let (mut file, mut changed) = (Vec::new(), Vec::new());
+    for _ in 0..lines {
+        let mut words = |n: usize| (0..n).map(|_| 50 + mix.below(900) as u32).collect::<Vec<_>>();
+        let (before, behind) = (words(5), words(4));
+        file.extend([&before[..], old, &behind].concat());
+        changed.extend([&before[..], new, &behind].concat());
+    }
+    (file, changed)
+}
+
+/// Rounds in which a text is output, each by the best path of at most 32 tokens and one more.
+fn rounds(d: &mut SuffixDrafts, text: &[u32]) -> usize {
+    let (mut at, mut rounds) = (0, 0);
+    while at < text.len() {
+        let drafted = best_path(&d.propose(32, 32).unwrap());
+        let good = drafted.iter().zip(&text[at..]).take_while(|(a, b)| a == b).count();
+        let end = (at + good + 1).min(text.len());
+        d.extend(&text[at..end]).unwrap();
+        (at, rounds) = (end, rounds + 1);
+    }
+    rounds
+}
+
+#[test]
+fn a_change_that_recurs_is_expected() {
+    for (old, new) in [(&[1][..], &[2][..]), (&[1, 2], &[3]), (&[1], &[2, 3, 4]), (&[1, 2, 3], &[4, 2])] {
+        for seed in 0..8 {
+            let (file, changed) = renamed(seed, 24, old, new);
+            for prediction in [true, false] {
+                let mut d =
+                    if prediction { drafts(&file, &[7, 8]) } else { drafts(&[], &[&file[..], &[7, 8]].concat()) };
+                let rounds = rounds(&mut d, &changed);
+                // Some to find the copy and to learn; then 32 tokens a round, over 24 lines of 10 tokens and more.
+                assert!(rounds <= 26, "{old:?} to {new:?}: {rounds} rounds");
+            }
+        }
+    }
+}
+
+#[test]
+fn what_is_left_out_or_put_in_does_not_lose_the_place() {
+    let file: Vec<u32> = (100..400).collect();
+    let mut changed = file.clone();
+    changed.splice(200..200, [1, 2, 3]);
+    changed.drain(100..104);
+    changed.remove(50);
+    let mut d = drafts(&file, &[7, 8]);
+    let rounds = rounds(&mut d, &changed);
+    assert!(rounds <= 24, "{rounds} rounds");
+}
+
+#[test]
+fn a_change_that_is_made_no_more_is_forgotten() {
+    let (mut file, mut changed) = renamed(3, 8, &[1], &[2]);
+    let (more, _) = renamed(4, 24, &[1], &[1]);
+    file.extend(&more);
+    let at = changed.len();
+    changed.extend(&more);
+    let mut d = drafts(&file, &[7, 8]);
+    rounds(&mut d, &changed[..at]);
+    let rounds = rounds(&mut d, &changed[at..]);
+    assert!(rounds <= 22, "{rounds} rounds");
 }
