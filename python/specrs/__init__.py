@@ -45,6 +45,7 @@ from specrs._specrs import (
     set_num_threads,
     verify,
 )
+from specrs.grammar import GrammarError, StructuredOutputs
 from specrs.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ __all__ = [
     "FinishReason",
     "FormatBuffers",
     "Geometry",
+    "GrammarError",
     "GraphCaptureError",
     "GraphRuntime",
     "HubError",
@@ -129,6 +131,7 @@ __all__ = [
     "StaleOutputError",
     "StepFailedError",
     "StreamEvent",
+    "StructuredOutputs",
     "TokenizedPrompt",
     "Tree",
     "TreeBatch",

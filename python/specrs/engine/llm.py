@@ -30,6 +30,7 @@ from specrs.engine.runner import Runner
 from specrs.engine.scheduler import Scheduler
 from specrs.engine.stats import EngineStats
 from specrs.engine.token_bytes import TokenTable
+from specrs.grammar import GrammarError
 from specrs.models import (
     LiveModel,
     ModelConfig,
@@ -494,6 +495,8 @@ class LLM(Conversing):
                 if texts and self.tokenizer is None:
                     raise ConfigError(f"SamplingParams.{name} = {texts!r}: the model directory has no tokenizer.json")
             params.check_vocabulary(self.vocab_size)
+            if params.structured_outputs is not None:
+                raise GrammarError("SamplingParams.structured_outputs", "a grammar", "the engine cannot hold it yet")
             self._spellings(params)
             return params.resolved(self.default_sampling)
         except ConfigError as e:
