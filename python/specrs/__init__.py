@@ -45,7 +45,7 @@ from specrs._specrs import (
     set_num_threads,
     verify,
 )
-from specrs.grammar import GrammarError, StructuredOutputs
+from specrs.grammar import GrammarError, GrammarFailedError, StructuredOutputs
 from specrs.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -110,6 +110,7 @@ __all__ = [
     "FormatBuffers",
     "Geometry",
     "GrammarError",
+    "GrammarFailedError",
     "GraphCaptureError",
     "GraphRuntime",
     "HubError",

@@ -7,7 +7,7 @@ The core compiles a grammar and says, at every token, which tokens may come next
 
 from __future__ import annotations
 
-from specrs.grammar.errors import GrammarError
-from specrs.grammar.structured import StructuredOutputs
+from specrs.grammar.errors import GrammarError, GrammarFailedError
+from specrs.grammar.structured import StructuredOutputs, refuse
 
-__all__ = ["GrammarError", "StructuredOutputs"]
+__all__ = ["GrammarError", "GrammarFailedError", "StructuredOutputs", "refuse"]

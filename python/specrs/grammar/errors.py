@@ -1,16 +1,14 @@
-"""Errors of structured output."""
+"""Errors of structured output; the core raises them too."""
 
 from __future__ import annotations
 
-from specrs._specrs import ConfigError
+from specrs._specrs import GrammarError, GrammarFailedError
+
+__all__ = ["GrammarError", "GrammarFailedError", "refusal"]
 
 
-class GrammarError(ConfigError):
-    """A grammar that cannot be honoured: malformed, too large, or of a model without a tokenizer.
-
-    Raised before the request is queued. ``what``, ``got`` and ``why`` are attributes.
-    """
-
-    def __init__(self, what: str, got: str, why: str) -> None:
-        super().__init__(f"{what} = {got}: {why}")
-        self.what, self.got, self.why = what, got, why
+def refusal(what: str, got: str, why: str) -> GrammarError:
+    """The error of a form that cannot be honoured."""
+    error = GrammarError(f"{what} = {got}: {why}")
+    error.what, error.got, error.why = what, got, why
+    return error

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from specrs.grammar.errors import GrammarError
+from specrs.grammar.errors import GrammarError, refusal
 
 MAX_TEXT = 1 << 20
 """Most bytes of a grammar, and of all choices together."""
@@ -21,7 +21,7 @@ _KINDS = ("json", "json_object", "regex", "choice", "grammar")
 def refuse(name: str, value: object, why: str) -> GrammarError:
     """The error of a field, which repeats no more than the beginning of its value."""
     text = repr(value)
-    return GrammarError(f"StructuredOutputs.{name}", text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...", why)
+    return refusal(f"StructuredOutputs.{name}", text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...", why)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class StructuredOutputs:
         given = [name for name in _KINDS if getattr(self, name) is not None]
         if len(given) != 1:
             told = ", ".join(given) if given else "nothing"
-            raise GrammarError("StructuredOutputs", told, f"must have exactly one of {', '.join(_KINDS)}")
+            raise refusal("StructuredOutputs", told, f"must have exactly one of {', '.join(_KINDS)}")
         if self.whitespace is not None and self.kind not in ("json", "json_object"):
             raise refuse("whitespace", self.whitespace, f"is of json and json_object; this is {self.kind}")
 
@@ -95,9 +95,9 @@ def _dumps(name: str, value: object) -> str:
     try:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     except RecursionError:
-        raise GrammarError(f"StructuredOutputs.{name}", "a schema", "is nested too deeply") from None
+        raise refusal(f"StructuredOutputs.{name}", "a schema", "is nested too deeply") from None
     except (TypeError, ValueError) as error:
-        raise GrammarError(f"StructuredOutputs.{name}", "a schema", f"is no JSON: {error}") from None
+        raise refusal(f"StructuredOutputs.{name}", "a schema", f"is no JSON: {error}") from None
 
 
 def _text(name: str, value: object) -> str:
@@ -122,7 +122,7 @@ def _json(name: str, value: object) -> Mapping[str, Any] | str | bool:
         try:
             found = json.loads(text)
         except RecursionError:
-            raise GrammarError(f"StructuredOutputs.{name}", "a schema", "is nested too deeply") from None
+            raise refusal(f"StructuredOutputs.{name}", "a schema", "is nested too deeply") from None
         except ValueError as error:
             raise refuse(name, value, f"is no JSON: {error}") from None
         if not isinstance(found, (dict, bool)) or found is False:
@@ -141,9 +141,9 @@ def _text_of_schema(name: str, value: dict[Any, Any]) -> str:
     try:
         size = len(text.encode())
     except UnicodeEncodeError as error:
-        raise GrammarError(f"StructuredOutputs.{name}", "a schema", f"not encodable as UTF-8: {error.reason}") from None
+        raise refusal(f"StructuredOutputs.{name}", "a schema", f"not encodable as UTF-8: {error.reason}") from None
     if size > MAX_TEXT:
-        raise GrammarError(f"StructuredOutputs.{name}", "a schema", f"has {size} bytes; at most {MAX_TEXT}")
+        raise refusal(f"StructuredOutputs.{name}", "a schema", f"has {size} bytes; at most {MAX_TEXT}")
     return text
 
 
