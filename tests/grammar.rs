@@ -42,9 +42,8 @@ fn spelled(path: &[i32]) -> String {
 fn expected(texts: &[String], path: &[i32], endings: &[u32]) -> BTreeSet<u32> {
     let text = spelled(path);
     let plain = (0..END).filter(|&t| t != NONE);
-    let mut found: BTreeSet<u32> = plain
-        .filter(|&t| texts.iter().any(|s| s.starts_with(&format!("{text}{}", TOKENS[t as usize]))))
-        .collect();
+    let mut found: BTreeSet<u32> =
+        plain.filter(|&t| texts.iter().any(|s| s.starts_with(&format!("{text}{}", TOKENS[t as usize])))).collect();
     if texts.contains(&text) {
         found.extend(endings);
     }
@@ -73,7 +72,10 @@ fn masks_are_those_of_the_language_at_every_path() {
                 for token in 0..TOKENS.len() as u32 {
                     assert_eq!(ahead.contains(token), want.contains(&token));
                     let is_text = token != NONE || want.contains(&token);
-                    assert!(!is_text || tracker.allows(&path, token as i32) == want.contains(&token), "{path:?} {token}");
+                    assert!(
+                        !is_text || tracker.allows(&path, token as i32) == want.contains(&token),
+                        "{path:?} {token}"
+                    );
                 }
                 paths += 1;
                 let on = want.into_iter().filter(|t| !endings.contains(t));
@@ -90,7 +92,10 @@ fn endings_open_where_the_text_may_end_and_shut_everything_else_out() {
     let tracker = grammar.start(&[STOP]).unwrap();
     assert!(!tracker.mask(&[]).unwrap().unwrap().contains(STOP));
     let mask = tracker.mask(&[0]).unwrap().unwrap();
-    assert!(mask.contains(STOP) && mask.contains(0) && mask.contains(3) && !mask.contains(END), "EOS is not its ending");
+    assert!(
+        mask.contains(STOP) && mask.contains(0) && mask.contains(3) && !mask.contains(END),
+        "EOS is not its ending"
+    );
     assert_eq!(allowed(&tracker, &[0, 4]), BTreeSet::from([STOP]));
     assert!(tracker.mask(&[0, STOP as i32]).unwrap().is_none(), "nobody reads what stands behind an ending");
     assert!(tracker.mask(&[0, STOP as i32, 1, 1]).unwrap().is_none());
@@ -200,8 +205,10 @@ fn what_cannot_be_honoured_is_refused_with_a_reason() {
     }
     assert!(regex(&deep(MAX_NESTING)).start(&[END]).is_ok());
     assert!(regex("a").start(&[99]).is_err());
-    for (tokens, special) in [(vec![], vec![]), (vec![b"a".to_vec()], vec![1]), (vec![vec![b'a'; 1 << 20]; 8], vec![])] {
-        _ = Vocabulary::new(&tokens, &special).map(|v| assert!(v.size() > 0 && !tokens.is_empty() && special.is_empty()));
+    for (tokens, special) in [(vec![], vec![]), (vec![b"a".to_vec()], vec![1]), (vec![vec![b'a'; 1 << 20]; 8], vec![])]
+    {
+        _ = Vocabulary::new(&tokens, &special)
+            .map(|v| assert!(v.size() > 0 && !tokens.is_empty() && special.is_empty()));
     }
 }
 

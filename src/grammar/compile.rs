@@ -7,7 +7,6 @@ use llguidance::Matcher;
 use llguidance::api::{GrammarWithLexer, TopLevelGrammar};
 use serde_json::{Value, json};
 
-use super::tracker::Tracker;
 use super::vocabulary::Vocabulary;
 use crate::error::{Error, Result, in_range};
 
@@ -88,16 +87,6 @@ impl Grammar {
             return Err(refused(&why));
         }
         Ok(Self(Arc::new(Compiled { fresh: Mutex::new(fresh), vocabulary: vocabulary.clone() })))
-    }
-
-    /// A request at the beginning of the grammar. `endings`: tokens that end its output.
-    ///
-    /// # Errors
-    /// [`Error::OutOfRange`] for an ending outside the vocabulary.
-    pub fn start(&self, endings: &[u32]) -> Result<Tracker> {
-        let last = i128::from(self.vocab()) - 1;
-        endings.iter().try_for_each(|&t| in_range("ending", t, 0, last).map(|_| ()))?;
-        Ok(Tracker::new(self.clone(), endings))
     }
 
     /// Tokens of its vocabulary.

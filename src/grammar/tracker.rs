@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::compile::Grammar;
 use super::cursor::Cursor;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, in_range};
 use crate::round::TokenMask;
 
 /// Bytes of forced text that are looked at.
@@ -44,8 +44,20 @@ pub enum Forced {
     Token(u32),
 }
 
+impl Grammar {
+    /// A request at the beginning of the grammar. `endings`: tokens that end its output.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] for an ending outside the vocabulary.
+    pub fn start(&self, endings: &[u32]) -> Result<Tracker> {
+        let last = i128::from(self.vocab()) - 1;
+        endings.iter().try_for_each(|&t| in_range("ending", t, 0, last).map(|_| ()))?;
+        Ok(Tracker::new(self.clone(), endings))
+    }
+}
+
 impl Tracker {
-    pub(super) fn new(grammar: Grammar, endings: &[u32]) -> Self {
+    fn new(grammar: Grammar, endings: &[u32]) -> Self {
         let (drawing, ahead) = (Cursor::new(grammar.matcher()), Some(Cursor::new(grammar.matcher())));
         let state = Mutex::new(State { drawing, ahead, here: None, lost: None });
         Self(Arc::new(Request { grammar, endings: endings.to_vec(), state }))

@@ -40,7 +40,7 @@ pub(crate) mod weight;
 
 pub use accepts::Accepts;
 pub use draft_mask::DraftMask;
-pub use sampler_config::{MAX_BIAS, MAX_PENALTY, MAX_REPETITION, MAX_VOCAB, SamplerConfig};
+pub use sampler_config::{MAX_BIAS, MAX_PENALTY, MAX_REPETITION, SamplerConfig};
 pub use token_edits::TokenEdits;
-pub use token_mask::TokenMask;
+pub use token_mask::{MAX_VOCAB, TokenMask};
 pub use tree_batch::TreeBatch;

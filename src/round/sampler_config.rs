@@ -1,10 +1,7 @@
 //! Sampling parameters and their check.
 
-use super::token_mask::TokenMask;
+use super::token_mask::{MAX_VOCAB, TokenMask};
 use crate::error::{Error, Result, in_range};
-
-/// Largest vocabulary: the sum of all weights of a row (see `round::weight`) stays far inside u64.
-pub const MAX_VOCAB: u32 = 1 << 22;
 
 /// Largest magnitude of a finite `logit_bias`.
 ///

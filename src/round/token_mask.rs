@@ -2,8 +2,10 @@
 
 use std::sync::Arc;
 
-use super::sampler_config::MAX_VOCAB;
 use crate::error::{Error, Result, in_range};
+
+/// Largest vocabulary: the sum of all weights of a row (see `round::weight`) stays far inside u64.
+pub const MAX_VOCAB: u32 = 1 << 22;
 
 /// Tokens that may be drawn, a bit a token; clones share the bits.
 ///

@@ -230,8 +230,9 @@ class Gathering:
         if self.grammars is None or r.draws.grammar is None:
             return None
         chain, most = self.grammars.forced(r.draws.grammar), min(self._depth, r.max_depth, self._nodes - 1)
-        lists = [list(some or ())[:most] for some in (chain.parents, chain.tokens, chain.probs, chain.buckets)]
-        return Part(self._forced, *lists) if lists[1] else None
+        tokens, probs = list(chain.tokens[:most]), list(chain.probs[:most])
+        part = Part(self._forced, list(chain.parents[:most]), tokens, probs, list((chain.buckets or ())[:most]))
+        return part if tokens else None
 
     def _of(self, r: Request, batch: int) -> _Live:
         live = self._live.get(r.request_id)

@@ -271,7 +271,7 @@ class LLM(Conversing):
             replace(o, others=tuple(outputs[i + 1 : i + o.params.n])) for i, o in enumerate(outputs) if not o.index
         ]
         if error is not None and on_error == "raise":
-            error.outputs = ordered  # type: ignore[attr-defined]
+            error.outputs = ordered  # type: ignore[union-attr]
             raise error
         return ordered
 

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from specrs._specrs import Grammar, GrammarFailedError, NonFiniteError, Sampler
 from specrs.engine.draws import Draws
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from specrs.models.features import Features
     from specrs.sampling_params import ResolvedSampling
 
-_E = TypeVar("_E", NonFiniteError, GrammarFailedError)
 _CONTEXT_TOKENS = 8  # of the prompt, given to the detokenizer
 
 
@@ -398,7 +397,7 @@ class Request:
         if self.finish_reason is None and self.draws.complete:
             self._finish(FinishReason.STOP, None)
         if error is not None and self.finish_reason is None:
-            self.error = self._named(error)
+            self.error = self._stuck(error) if isinstance(error, GrammarFailedError) else self._named(error)
             self._finish(FinishReason.ERROR, None)
         scored = None
         if self.logprobs is not None:
@@ -472,14 +471,17 @@ class Request:
         self.draft_error = None if error is None else self._named(error)
         self.forget_features()
 
-    def _named(self, error: _E) -> _E:
+    def _stuck(self, error: GrammarFailedError) -> GrammarFailedError:
+        """As `_named`."""
+        position = len(self.tokens)
+        named = GrammarFailedError(f"request {self.asked_id}: grammar: {error.why} at position {position}")
+        named.kind, named.why = error.kind, error.why
+        named.request, named.row, named.position = self.asked_id, -1, position
+        return named
+
+    def _named(self, error: NonFiniteError) -> NonFiniteError:
         """An error of a pass as one of this request: by its id and position, not by rows of a batch."""
         position = len(self.tokens)
-        if isinstance(error, GrammarFailedError):
-            told = GrammarFailedError(f"request {self.asked_id}: grammar: {error.why} at position {position}")
-            told.kind, told.why = error.kind, error.why
-            told.request, told.row, told.position = self.asked_id, -1, position
-            return told
         text = f"request {self.asked_id}: {error.what}: {error.value} at position {position}, index {error.index}"
         named = NonFiniteError(text)
         named.kind, named.what, named.value, named.index = error.kind, error.what, error.value, error.index
