@@ -215,6 +215,7 @@ mod tests {
             presence_penalty: -2.0,
             frequency_penalty: 3.0,
             logit_bias: vec![],
+            allowed: None,
         };
         let row = SamplerRow::of(&config);
         let f = |bits: u32| f32::from_bits(bits);
