@@ -22,7 +22,7 @@ def add_parser(commands: Any) -> None:
     p.add_argument("--draft", help="directory, or org/name, of an EAGLE head for the model")
     p.add_argument("--no-draft", action="store_true", help="decode plainly")
     p.add_argument("--served-model-name", action="append", metavar="NAME",
-                   help="what requests call the model; may be repeated (default: its directory, or org/name)")  # fmt: skip
+                   help="what requests call the model; may be repeated (default: of the model)")  # fmt: skip
     p.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
     p.add_argument("--port", type=int, default=8000, help="0: a free one (default: %(default)s)")
     p.add_argument("--api-key-file", metavar="FILE",

@@ -39,7 +39,6 @@ def app(config: ServeConfig | Mapping[str, Any] | None = None, engine: AsyncLLM 
     """
     try:
         from starlette.applications import Starlette
-        from starlette.middleware import Middleware
         from starlette.middleware.cors import CORSMiddleware
         from starlette.routing import Route
     except ImportError as e:
@@ -73,7 +72,6 @@ def app(config: ServeConfig | Mapping[str, Any] | None = None, engine: AsyncLLM 
     if config.allowed_hosts:
         made.add_middleware(Hosts, hosts=config.allowed_hosts)
     made.add_middleware(Recorded, state=made.state)
-    assert Middleware is not None
     return made
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Iterable, MutableMapping
-from typing import Any, Callable
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from contextlib import suppress
+from typing import Any
 
 from specrs.serve.errors import RequestError, bad
 from specrs.serve.record import Record
@@ -168,10 +169,8 @@ class Exchange:
             length = (b"content-length", str(len(body)).encode())
             await self._start(error.status, [(b"content-type", b"application/json"), length, (b"connection", b"close")])
             await self._put(body, more=True)
-            try:
+            with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._linger(), _LINGER)
-            except asyncio.TimeoutError:
-                pass
             await self._put(b"", more=False)
         elif not self.started:
             await self.json(error.status, error.body, error.headers)

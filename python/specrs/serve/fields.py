@@ -175,7 +175,7 @@ def _message(where: str, message: Any) -> dict[str, Any]:
         message = {**message, "content": _parts(f"{where}.content", content)}
     elif content is not None and not isinstance(content, str):
         raise bad(f"{where}.content = {shown(content)}: must be a text, or a list of parts", "messages")
-    return message
+    return dict(message)
 
 
 def _parts(where: str, parts: list[Any]) -> str:

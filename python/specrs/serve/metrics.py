@@ -98,7 +98,7 @@ class Metrics:
                                       registry=self.registry)  # fmt: skip
         info = {"version": __version__, "device": service.engine.llm.device, "fingerprint": service.fingerprint}
         Gauge("specrs:build_info", "1.", tuple(info), registry=self.registry).labels(*info.values()).set(1)
-        self.registry.register(_Engine(service, dict(zip(LABELS, labels, strict=True))))  # type: ignore[arg-type]
+        self.registry.register(_Engine(service, dict(zip(LABELS, labels, strict=True))))
 
     def text(self) -> tuple[bytes, bytes]:
         """What ``/metrics`` says, and its type."""

@@ -23,7 +23,8 @@ class Recorded:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As ASGI calls it."""
         if scope["type"] != "http":
-            return await self._app(scope, receive, send)
+            await self._app(scope, receive, send)
+            return
         scope["specrs.record"] = record = Record.of(scope)
         name = (b"x-request-id", record.request_id.encode())
 
@@ -55,8 +56,9 @@ class Hosts:
             host = re.sub(r":\d*$", "", asked)
             if host not in self._hosts:
                 told = RequestError(403, f"Host {host[:80]!r}: not one of allowed_hosts", code="host_not_allowed")
-                return await refuse(scope, receive, send, told)
-        return await self._app(scope, receive, send)
+                await refuse(scope, receive, send, told)
+                return
+        await self._app(scope, receive, send)
 
 
 class Guarded:
@@ -70,8 +72,9 @@ class Guarded:
         guarded = scope["type"] == "http" and scope["method"] != "OPTIONS" and _GUARDED.match(scope["path"])
         if guarded and not self._keys.accept(_presented(scope)):
             told = RequestError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
-            return await refuse(scope, receive, send, told, [(b"www-authenticate", b"Bearer")])
-        return await self._app(scope, receive, send)
+            await refuse(scope, receive, send, told, [(b"www-authenticate", b"Bearer")])
+            return
+        await self._app(scope, receive, send)
 
 
 def _presented(scope: Scope) -> bytes:
