@@ -356,12 +356,21 @@ def read(endpoint: str, body: Mapping[str, Any], config: ServeConfig) -> dict[st
     table = _BY_NAME[endpoint]
     found: dict[str, Any] = {}
     for name, value in body.items():
+        if value is None:
+            continue
         known = table.get(name)
         if known is None:
             raise bad(f"{shown(name)}: no field of this endpoint", name[:64], "unknown_parameter")
-        if value is None:
-            continue
         checked = known.check(name, value, config)
         if known.kind is Kind.HONOURED:
             found[name] = checked
     return found
+
+
+def table() -> str:
+    """The table for the documentation, in Markdown: a row for each field, grouped by whose it is."""
+    rows = ["| field | of | endpoints | class | |", "|---|---|---|---|---|"]
+    for one in TABLE:
+        where = "both" if len(one.endpoints) > 1 else one.endpoints[0]
+        rows.append(f"| `{one.name}` | {one.origin} | {where} | {one.kind.value} | {one.note} |")
+    return "\n".join(rows) + "\n"
