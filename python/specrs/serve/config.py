@@ -114,7 +114,7 @@ class ServeConfig:
             raise ConfigError(f"log = {self.log!r}: must be one of {', '.join(_LOGS)}")
         if self.max_prompts > self.max_waiting:
             raise ConfigError(
-                f"max_prompts = {self.max_prompts}: a request of so many could never wait: max_waiting = {self.max_waiting}"
+                f"max_prompts = {self.max_prompts}: of so many some could never wait, max_waiting = {self.max_waiting}"
             )
         if not isinstance(self.engine, Mapping) or not all(isinstance(name, str) for name in self.engine):
             raise ConfigError("engine: must be a mapping from options of specrs.LLM")

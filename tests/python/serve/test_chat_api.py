@@ -88,7 +88,8 @@ def test_reasoning_effort_goes_to_a_template_that_reads_it(web: Running) -> None
 def test_messages_that_are_none(web: Running) -> None:
     bad: list[Any] = [None, [], "x", [1], [{}], [{"role": 1}], [{"role": "user", "content": 3}], {"role": "user"},
                       [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
-                      [{"role": "user", "content": [{"type": "text"}]}], [{"role": "user", "content": ["x"]}]]  # fmt: skip
+                      [{"role": "user", "content": [{"type": "text"}]}],
+                      [{"role": "user", "content": ["x"]}]]  # fmt: skip
     for messages in bad:
         assert web.refused(PATH, messages=messages)["param"] == "messages"
     assert web.refused(PATH, messages=USER, chat_template="{{ 1 }}")["param"] == "chat_template"

@@ -103,7 +103,8 @@ def test_a_body_of_another_type_or_too_large(web: Running, engine: AsyncLLM, tmp
 def test_nonsense_is_never_a_fault_of_the_server(web: Running) -> None:
     rng = random.Random(5)
     values: list[Any] = [None, True, False, 0, -1, 1, 2**70, -(2**70), 0.5, 1e308, "", "x", "\x00", "é☃", [], [[]], {},
-                         [None], ["x"], [1], [[1]], {"type": "x"}, {"1": 1}, [{"role": "user", "content": "x"}]]  # fmt: skip
+                         [None], ["x"], [1], [[1]], {"type": "x"}, {"1": 1},
+                         [{"role": "user", "content": "x"}]]  # fmt: skip
     names = sorted({one.name for one in TABLE} - {"n", "best_of", "max_tokens", "max_completion_tokens"})
     for _ in range(250):
         chat = rng.random() < 0.5
