@@ -22,10 +22,12 @@ from specrs._specrs import ConfigError
 from specrs.engine import AsyncLLM, RequestOutput, StreamEvent, TokenizedPrompt
 from specrs.engine.errors import EngineOverloadedError
 from specrs.engine.token_bytes import TokenTable
+from specrs.grammar import GrammarError
 from specrs.sampling_params import SamplingParams
 from specrs.serve.config import ServeConfig
 from specrs.serve.errors import RequestError, bad, shown
 from specrs.serve.exchange import Watch
+from specrs.serve.forms import refused
 from specrs.serve.metrics import Metrics
 from specrs.serve.record import Log
 from specrs.serve.sampling import Wish, renamed
@@ -216,7 +218,10 @@ class Service:
             )  # fmt: skip
         for one in prompts:
             wish.checked(len(one.token_ids), self.context)
-        streams = await self._submit(prompts, wish.params)
+        try:
+            streams = await self._submit(prompts, wish.params)
+        except GrammarError as error:
+            raise refused(error, wish.form or "structured_outputs") from None
         self._live.update(streams)
         try:
             yield Flow(streams, wish.params.n or 1, self.metrics)
@@ -229,6 +234,8 @@ class Service:
         if len(prompts) == 1:
             try:
                 return [await self.engine.submit(prompts[0], params)]
+            except GrammarError:
+                raise
             except ConfigError as error:
                 raise renamed(error) if getattr(error, "what", None) else error from None
         tasks = [asyncio.ensure_future(self.engine.submit(one, params)) for one in prompts]

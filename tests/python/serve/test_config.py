@@ -164,7 +164,7 @@ def test_a_line_for_each_request_without_its_words(web: Running) -> None:
     out = io.StringIO()
     old, web.service.log = web.service.log, Log("requests", out)
     try:
-        web.complete(prompt="my secret prompt", max_tokens=3, n=2)
+        web.complete(prompt="my secret prompt", max_tokens=3, n=2, ignore_eos=True)
         web.post("/v1/completions", prompt="my secret prompt", stop="secret" * 300)
         web.client.get("/health", headers={"x-request-id": "mine"})
     finally:
