@@ -12,8 +12,9 @@ import atexit
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
@@ -184,6 +185,16 @@ class AsyncLLM:
             stepping=0.0 if began is None else time.monotonic() - began,
             healthy=self.healthy,
         )
+
+    @contextmanager
+    def watching_steps(self, watch: Callable[[int], None]) -> Iterator[None]:
+        """Within the context, call ``watch`` with the tokens of each step, read and written: in the engine's thread,
+        which it must not keep waiting, and without raising."""
+        self._worker.watchers.append(watch)
+        try:
+            yield
+        finally:
+            self._worker.watchers.remove(watch)
 
     async def audit(self) -> dict[str, int]:
         """As `LLM.audit`, between two steps, after every abort of before."""

@@ -118,6 +118,7 @@ class Worker:
         self.fatal: BaseException | None = None
         self.stats: EngineStats = llm.stats()
         self.steps, self.last_step = 0, 0.0
+        self.watchers: list[Callable[[int], None]] = []  # told the tokens of each step
         self.step_began: float | None = None  # on the monotonic clock, while one runs
         self.thread = threading.Thread(target=self._run, name="specrs-engine", daemon=True)
 
@@ -149,9 +150,17 @@ class Worker:
         if self._live and self.fatal is None:
             self._step()
         if self.fatal is None:
-            self.stats = _when_free(self._llm.stats)
+            before, self.stats = self.stats, _when_free(self._llm.stats)
+            self._count(before, self.stats)
         self._flush()
         return self._until is None or bool(self._live)
+
+    def _count(self, before: EngineStats, now: EngineStats) -> None:
+        """Tell whoever looks on how many tokens the turn's step read and wrote."""
+        tokens = now.prefilled + now.generated - before.prefilled - before.generated
+        if tokens > 0:
+            for watch in self.watchers:
+                watch(tokens)
 
     def _listen(self) -> None:
         """Everything in the inbox; waits for it where nothing runs."""

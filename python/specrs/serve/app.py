@@ -86,7 +86,8 @@ def _lifespan(config: ServeConfig, given: AsyncLLM | None) -> Any:
         app.state.service = service = Service(config, engine)
         tasks = [asyncio.ensure_future(service.watch.run()), asyncio.ensure_future(service.guard())]
         try:
-            yield
+            with engine.watching_steps(service.metrics.iteration.observe):
+                yield
         finally:
             await service.drain()
             for task in tasks:

@@ -80,6 +80,7 @@ class Metrics:
         self.prefill = histogram("vllm:request_prefill_time_seconds", "From the queue to the first token.", LATENCY)
         self.decode = histogram("vllm:request_decode_time_seconds", "From the first token to the end.", LATENCY)
         self.inference = histogram("vllm:request_inference_time_seconds", "From the queue to the end.", LATENCY)
+        self.iteration = histogram("vllm:iteration_tokens_total", "Tokens of a step, read and written.", ITERATION)
         self.prompts = histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", tokens)
         self.generated = histogram("vllm:request_generation_tokens", "Tokens generated for a request.", tokens)
         self.wanted = histogram("vllm:request_params_max_tokens", "max_tokens of a request.", tokens)
@@ -170,7 +171,7 @@ class _Engine:
 
     def collect(self) -> Iterator[Any]:
         """As prometheus-client asks its collectors."""
-        from prometheus_client.core import GaugeMetricFamily
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         service = self._service
         stats = service.engine.stats()
@@ -190,6 +191,9 @@ class _Engine:
             family = GaugeMetricFamily(name, text, labels=list(self._labels))
             family.add_metric(list(self._labels.values()), value)
             yield family
+        family = CounterMetricFamily("vllm:num_preemptions", "Requests that began again.", labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), pool.preempted)
+        yield family
         info = {
             "block_size": str(config.page_size), "num_gpu_blocks": str(config.num_pages),
             "enable_prefix_caching": str(config.prefix_cache), "engine": "0",
