@@ -27,7 +27,7 @@ from specrs.engine.llm import LLM
 from specrs.engine.prompts import Prompt
 from specrs.engine.request import RequestOutput, StreamEvent, TokenizedPrompt
 from specrs.engine.stats import RequestTimes, ServingStats
-from specrs.engine.worker import Abort, Add, Audit, News, Shutdown, Worker
+from specrs.engine.worker import Abort, Add, Audit, News, Shutdown, StepWatch, Worker
 from specrs.sampling_params import SamplingParams
 
 _T = TypeVar("_T")
@@ -187,9 +187,10 @@ class AsyncLLM:
         )
 
     @contextmanager
-    def watching_steps(self, watch: Callable[[int], None]) -> Iterator[None]:
-        """Within the context, call ``watch`` with the tokens of each step, read and written: in the engine's thread,
-        which it must not keep waiting, and without raising."""
+    def watching_steps(self, watch: StepWatch) -> Iterator[None]:
+        """Within the context, call ``watch`` with each step's tokens, read and written, and with the seconds that each
+        output which got some had waited for them: in the engine's thread, which it must not keep waiting, nor raise.
+        """
         self._worker.watchers.append(watch)
         try:
             yield

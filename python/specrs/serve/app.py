@@ -86,7 +86,7 @@ def _lifespan(config: ServeConfig, given: AsyncLLM | None) -> Any:
         app.state.service = service = Service(config, engine)
         tasks = [asyncio.ensure_future(service.watch.run()), asyncio.ensure_future(service.guard())]
         try:
-            with engine.watching_steps(service.metrics.iteration.observe):
+            with engine.watching_steps(service.metrics.step):
                 yield
         finally:
             await service.drain()
@@ -134,7 +134,7 @@ class Posted:
         exchange = Exchange(scope, receive, send, scope["specrs.record"])
         service.watch.add(exchange)
         try:
-            body = await exchange.body(config.max_body_bytes, config.body_seconds)
+            body = await exchange.body(config.max_body_bytes, config.body_seconds, service.pooled)
             await exchange.attend(self._work(service, exchange, body))
         except Gone:
             exchange.record.gone = True

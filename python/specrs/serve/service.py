@@ -320,12 +320,7 @@ class Flow:
     async def events(self) -> AsyncIterator[tuple[int, StreamEvent]]:
         """Of all prompts, by their index, as they come. Raises as `whole`."""
         source = self._one() if len(self.streams) == 1 else self._many()
-        last: dict[tuple[int, int], float] = {}
         async for i, event in source:
-            now, of = time.perf_counter(), (i, event.index)
-            if event.token_ids:
-                self._metrics.tokens(len(event.token_ids), now - last[of] if of in last else None)
-                last[of] = now
             if event.output is not None:
                 self._ended(i, event.output)
                 if event.output.error is not None:
