@@ -6,7 +6,7 @@ Exit status 0 after SIGTERM or SIGINT, once requests have ended; 1 where the eng
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -78,8 +78,10 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: the extra is not installed; and as `specrs.serve.run`.
     """
     for module in ("starlette", "uvicorn", "prometheus_client"):
-        if importlib.util.find_spec(module) is None:
-            raise ConfigError(f"specrs serve needs {module}: pip install 'specrs[serve]'")
+        try:
+            importlib.import_module(module)
+        except ImportError:
+            raise ConfigError(f"specrs serve needs {module}: pip install 'specrs[serve]'") from None
     from specrs.serve import run as serve
 
     options.set_threads(args)

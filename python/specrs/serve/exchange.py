@@ -55,6 +55,7 @@ class Exchange:
         self._sending: float | None = None  # since when
         self._sent = 0.0  # when last
         self._work: asyncio.Future[None] | None = None
+        self._complete = False
         self.started = False
         self.streams = False
         self.stuck = False
@@ -122,6 +123,8 @@ class Exchange:
         listener = asyncio.ensure_future(self._listen())
         try:
             await asyncio.wait((task, listener), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done() and self._complete:
+                await asyncio.wait((task,))  # servers tell a disconnect behind the response, too
             if not task.done():
                 raise Gone
             if task.cancelled() and self.stuck:
@@ -213,7 +216,7 @@ class Exchange:
             await self._timed(body, more)
 
     async def _timed(self, body: bytes, more: bool) -> None:
-        self._sending = self._clock()
+        self._sending, self._complete = self._clock(), not more
         try:
             await self._send({"type": "http.response.body", "body": body, "more_body": more})
         finally:
