@@ -54,7 +54,7 @@ class Runner:
         drafts = executor.drafts
         self.drafter = None if drafts is None else Drafter(drafts, self.observers)
         self.gathering: Gathering | None = None
-        if config.sources:
+        if config.sources or (drafts is not None and executor.placement.is_host):  # beside a head, what grammars force
             named = Sources(tuple(map(Source.of, config.sources)), vocab_size)
             most = geometry.shape.draft_tokens
             sizes = None if executor.placement.is_host else tiers(most)
