@@ -160,8 +160,8 @@ class StreamEvent:
     @classmethod
     def joined(cls, events: Sequence[StreamEvent]) -> StreamEvent | None:
         """One event in place of successive ones of a request's output; ``None`` in place of none."""
-        if not events:
-            return None
+        if len(events) < 2:
+            return events[0] if events else None
         tokens, pieces = [t for e in events for t in e.token_ids], [p for e in events for p in e.pieces]
         last = events[-1]
         scored = [p for e in events for p in e.logprobs or ()] if any(e.logprobs is not None for e in events) else None
