@@ -30,11 +30,11 @@ async def chat(service: Service, exchange: Exchange, body: Mapping[str, Any]) ->
     record.id, record.model, record.stream = reply.id, reply.model, bool(fields.get("stream"))
     if "messages" not in fields:
         raise bad("messages: is needed", "messages", "missing_parameter")
-    wanted = wish(CHAT, fields, service.defaults, service.context)
+    asked = wish(CHAT, fields, service.defaults, service.context)
     with service.admitted():
         with service.preparing():
             pool = service.apart if "chat_template" in fields else service.pooled
-            prompt = await pool(lambda: chat_prompt(service, fields, wanted))
+            prompt, wanted = await pool(lambda: (chat_prompt(service, fields, asked), service.prepared(asked)))
         call = Call(service, fields, reply, prompt)
         async with service.submitted([prompt], wanted) as flow:
             try:

@@ -30,10 +30,10 @@ async def completions(service: Service, exchange: Exchange, body: Mapping[str, A
     reply = Reply("text_completion", "text_completion", "cmpl", service.model(fields.get("model")), service.fingerprint)
     record = exchange.record
     record.id, record.model, record.stream = reply.id, reply.model, bool(fields.get("stream"))
-    wanted = wish(COMPLETIONS, fields, service.defaults, service.context)
+    asked = wish(COMPLETIONS, fields, service.defaults, service.context)
     with service.admitted():
         with service.preparing():
-            prompts = await service.pooled(lambda: _prompts(service, fields, wanted))
+            prompts, wanted = await service.pooled(lambda: (_prompts(service, fields, asked), service.prepared(asked)))
         call = Call(service, fields, wanted, reply, prompts)
         async with service.submitted(prompts, wanted) as flow:
             try:

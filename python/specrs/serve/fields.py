@@ -133,8 +133,9 @@ def words(name: str, value: Any, config: ServeConfig) -> Any:
     for one in found:
         if not isinstance(one, str) or not one:
             raise wrong(name, one, "must be a text of one character at least")
-        if len(one) > config.max_stop_chars:
-            raise bad(f"{name}: {len(one)} characters; at most max_stop_chars = {config.max_stop_chars}", name)
+    size, most = sum(map(len, found)), 8 * config.max_stop_chars  # the engine's thread tokenises them
+    if size > most:
+        raise bad(f"{name} has {size} characters: at most 8 * max_stop_chars = {most}", name)
     return found
 
 

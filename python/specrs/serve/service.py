@@ -130,6 +130,14 @@ class Service:
             raise bad(message, param, "context_length_exceeded")
         return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
 
+    def prepared(self, wish: Wish) -> Wish:
+        """A wish whose texts are tokens, so that the engine's thread need not make them. In the pool's threads."""
+        expected = wish.params.prediction
+        if not isinstance(expected, str):
+            return wish
+        ids = self.encode(expected, False, "prediction")[: self.context]
+        return replace(wish, params=replace(wish.params, prediction=ids))
+
     def check_tokens(self, ids: Sequence[int], param: str) -> None:
         """Refuse what is no token of the model.
 
