@@ -258,7 +258,7 @@ class Watch:
 def _parsed(raw: bytes) -> dict[str, Any]:
     """A JSON object, by the letter of RFC 8259, whose texts are Unicode."""
     try:
-        value = json.loads(raw.decode("utf-8"), parse_constant=_no_constant)
+        value = json.loads(raw.decode("utf-8"), parse_constant=no_constant)
     except UnicodeDecodeError as e:
         raise bad(f"the body is not UTF-8 at byte {e.start}", code="invalid_json") from None
     except RecursionError:
@@ -277,7 +277,8 @@ def _parsed(raw: bytes) -> dict[str, Any]:
     return value
 
 
-def _no_constant(name: str) -> Any:
+def no_constant(name: str) -> Any:
+    """Refuse NaN and infinities, which Python's parser takes."""
     raise ValueError(f"{name} is no number of JSON")
 
 

@@ -7,6 +7,7 @@ error or another server's field would otherwise change an output in silence. ``n
 from __future__ import annotations
 
 import enum
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from specrs.serve import forms
 from specrs.serve.config import ServeConfig
 from specrs.serve.errors import RequestError, bad, shown
+from specrs.serve.exchange import no_constant
 
 COMPLETIONS, CHAT = "completions", "chat"
 _BOTH = (COMPLETIONS, CHAT)
@@ -174,12 +176,34 @@ def _message(where: str, message: Any) -> dict[str, Any]:
         raise bad(f"{where} = {shown(message)}: must be an object with a role", "messages")
     if not isinstance(message.get("role"), str):
         raise bad(f"{where}.role = {shown(message.get('role'))}: must be a text", "messages")
+    if message.get("tool_calls") is not None:
+        message = {**message, "tool_calls": _calls(f"{where}.tool_calls", message["tool_calls"])}
     content = message.get("content")
     if isinstance(content, list):
         message = {**message, "content": _parts(f"{where}.content", content)}
     elif content is not None and not isinstance(content, str):
         raise bad(f"{where}.content = {shown(content)}: must be a text, or a list of parts", "messages")
     return dict(message)
+
+
+def _calls(where: str, calls: Any) -> list[dict[str, Any]]:
+    """Earlier calls of a conversation. Templates write arguments as JSON: as text, they would be JSON of a text."""
+    if not isinstance(calls, list):
+        raise bad(f"{where} = {shown(calls)}: must be a list", "messages")
+    found = []
+    for i, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise bad(f"{where}[{i}].function.name: is needed", "messages")
+        told = function.get("arguments")
+        try:
+            arguments = json.loads(told, parse_constant=no_constant) if isinstance(told, str) and told else told or {}
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise bad(f"{where}[{i}].function.arguments = {shown(told)}: must be a JSON object", "messages")
+        found.append({**call, "function": {**function, "arguments": arguments}})
+    return found
 
 
 def _parts(where: str, parts: list[Any]) -> str:

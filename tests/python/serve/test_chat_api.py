@@ -89,7 +89,11 @@ def test_messages_that_are_none(web: Running) -> None:
     bad: list[Any] = [None, [], "x", [1], [{}], [{"role": 1}], [{"role": "user", "content": 3}], {"role": "user"},
                       [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
                       [{"role": "user", "content": [{"type": "text"}]}],
-                      [{"role": "user", "content": ["x"]}]]  # fmt: skip
+                      [{"role": "user", "content": ["x"]}], [{"role": "assistant", "tool_calls": 3}],
+                      [{"role": "assistant", "tool_calls": [{}]}],
+                      [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+                      [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}],
+                      ]  # fmt: skip
     for messages in bad:
         assert web.refused(PATH, messages=messages)["param"] == "messages"
     assert web.refused(PATH, messages=USER, chat_template="{{ 1 }}")["param"] == "chat_template"
@@ -133,3 +137,14 @@ def test_how_it_goes(web: Running) -> None:
     for path, method in (("/nowhere", "GET"), ("/v1/completions", "GET"), ("/health", "POST"), ("/", "PUT")):
         answer = web.client.request(method, path)
         assert answer.status_code in (404, 405) and answer.json()["error"]["message"]
+
+
+def test_earlier_calls_reach_the_template_as_objects(web: Running, plain: LLM) -> None:
+    source = "{% for m in messages %}{{ m.tool_calls[0].function.arguments | tojson }}{% endfor %}"
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1, "é"]}'}}
+    old, web.service.template = web.service.template, source
+    try:
+        found = web.post("/tokenize", messages=[{"role": "assistant", "tool_calls": [call]}]).json()
+    finally:
+        web.service.template = old
+    assert web.post("/detokenize", tokens=found["tokens"]).json() == {"prompt": '{"a": [1, "é"]}'}
