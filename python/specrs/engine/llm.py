@@ -41,6 +41,7 @@ from specrs.models import (
     load_target,
     locate,
     numerics,
+    stated_sampling,
 )
 from specrs.sampling_params import ResolvedSampling, SamplingParams
 
@@ -107,6 +108,8 @@ class LLM(Conversing):
         shapes.check_context(context)
         #: What requests get where their own parameters are unset: of the model's generation_config.json, else greedy.
         self.default_sampling = default_sampling(model).resolved()
+        #: What that file states itself, for servers, whose API has other defaults; fields that it leaves out are unset.
+        self.stated_sampling = stated_sampling(model)
         wanted = Wanted(config, model, shapes, draft, speculative and recurrent)
         site = wanted.site()
         self.config, geometry, ops = site.config, site.geometry, site.ops
@@ -405,7 +408,8 @@ class LLM(Conversing):
         """How much runs, waits, and lies in the pool, between two steps."""
         with self._turn():
             scheduler = self._scheduler
-            return EngineStats.of(scheduler.running, scheduler.waiting, self._runner.pages.pool.stats())
+            counts = {name: getattr(scheduler, name) for name in ("prefilled", "generated", "preempted")}
+            return EngineStats.of(scheduler.running, scheduler.waiting, self._runner.pages.pool.stats(), **counts)
 
     @property
     def numerics(self) -> dict[str, Any]:

@@ -373,8 +373,14 @@ class Runner:
         passed = self._commit(flight, batch, rows, verified, drafting, observers)
         for o in observers:
             o.ended()
-        if flight.planted is not None and self.gathering is not None:
-            self._settle(flight, flight.planted, self.gathering, rows, passed, drafting)
+        planted = flight.planted
+        if planted is not None or drafting is not None:
+            sizes = verified.trees.sizes if planted is None else [planted.trees.sizes[row] for row in rows]
+            for p, nodes in zip(passed, sizes, strict=True):
+                p.request.proposed += nodes - 1
+                p.request.drafting_rounds += nodes > 1
+        if planted is not None and self.gathering is not None:
+            self._settle(flight, planted, self.gathering, rows, passed, drafting)
         elif drafting is None:
             self.speculation.plain_round(batch)
         else:

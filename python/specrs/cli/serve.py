@@ -1,0 +1,106 @@
+"""``specrs serve``: OpenAI's API over HTTP, for one model.
+
+Exit status 0 after SIGTERM or SIGINT, once requests have ended; 1 where the engine could not go on, or pages were lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from specrs._specrs import ConfigError
+from specrs.cli import options
+
+if TYPE_CHECKING:
+    from specrs.serve import ServeConfig
+
+#: Fields of `ServeConfig`, and of an engine's options, by what the command line calls them.
+_OPTIONS = {
+    "model": "model", "draft": "draft", "served_names": "served_model_name", "chat_template": "chat_template",
+    "host": "host", "port": "port", "allowed_hosts": "allowed_host", "cors_origins": "cors_origin",
+    "max_waiting": "max_waiting", "max_waiting_tokens": "max_waiting_tokens", "max_body_bytes": "max_body_bytes",
+    "max_n": "max_n", "drain_seconds": "drain_seconds", "log": "log",
+}  # fmt: skip
+_ENGINE = {
+    "dtype": "dtype", "kv_dtype": "kv_dtype", "max_batch": "max_batch", "max_context_len": "max_context",
+    "num_pages": "num_pages", "prefill_chunk": "prefill_chunk",
+}  # fmt: skip
+
+
+def add_parser(commands: Any) -> None:
+    """Declare the subcommand."""
+    p = commands.add_parser("serve", help="OpenAI's API over HTTP", description=__doc__)
+    p.add_argument("model", nargs="?", metavar="MODEL",
+                   help="Hugging Face directory, or org/name; default: the small model in the package")  # fmt: skip
+    p.add_argument("--draft", help="directory, or org/name, of an EAGLE head for the model")
+    p.add_argument("--no-draft", action="store_true", help="decode plainly")
+    p.add_argument("--served-model-name", action="append", metavar="NAME",
+                   help="what requests call the model; may be repeated (default: of the model)")  # fmt: skip
+    p.add_argument("--chat-template", metavar="FILE", help="template of conversations (default: the model's own)")
+    p.add_argument("--host", help="address to listen at (default: 127.0.0.1)")
+    p.add_argument("--port", type=int, help="0: a free one (default: 8000)")
+    p.add_argument("--api-key-file", metavar="FILE",
+                   help="a key on each line, or its digest as sha256:HEX (also: SPECRS_API_KEY)")  # fmt: skip
+    p.add_argument("--allow-public-without-key", action="store_true",
+                   help="let other machines ask without a key")  # fmt: skip
+    p.add_argument("--allowed-host", action="append", metavar="NAME",
+                   help="a name that requests may ask for; may be repeated (default: any, or with no key on loopback "
+                        "the names of this machine)")  # fmt: skip
+    p.add_argument("--cors-origin", action="append", metavar="ORIGIN", help="a web page that may ask; * for all")
+    options.add_device(p)
+    options.add_threads(p)
+    engine = p.add_argument_group("engine")
+    engine.add_argument("--dtype", help="auto, float32, bfloat16 or float16 (default: auto)")
+    engine.add_argument("--kv-dtype", help="element type of the KV caches (default: the device's)")
+    engine.add_argument("--max-batch", type=int, help="requests at once (default: the engine's)")
+    engine.add_argument("--max-context", type=int, metavar="N", help="tokens of a request (default: the model's limit)")
+    engine.add_argument("--num-pages", type=int, help="KV pages (default: a full load, or what the GPU holds)")
+    engine.add_argument("--prefill-chunk", type=int, help="prompt tokens of a step")
+    options.add_tree(engine)
+    options.add_attention(engine)
+    limits = p.add_argument_group("limits (more by SPECRS_SERVE_NAME and specrs.serve.ServeConfig: docs/serving.md)")
+    limits.add_argument("--max-waiting", type=int, metavar="N", help="requests that may wait; 429 beyond (512)")
+    limits.add_argument("--max-waiting-tokens", type=int, metavar="N", help="their prompt tokens (1048576)")
+    limits.add_argument("--max-body-bytes", type=int, metavar="N", help="of a request (8388608)")
+    limits.add_argument("--max-n", type=int, metavar="N", help="of n and best_of (128)")
+    limits.add_argument("--drain-seconds", type=float, metavar="T", help="for requests to end after SIGTERM (30)")
+    limits.add_argument("--log", choices=("requests", "errors", "none"),
+                        help="lines of JSON on stdout: one a request, those that fail, none (requests)")  # fmt: skip
+    p.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve.
+
+    Raises:
+        ConfigError: the extra is not installed; and as `specrs.serve.run`.
+    """
+    for module in ("starlette", "uvicorn", "prometheus_client"):
+        try:
+            importlib.import_module(module)
+        except ImportError:
+            raise ConfigError(f"specrs serve needs {module}: pip install 'specrs[serve]'") from None
+    from specrs.serve import run as serve
+
+    options.set_threads(args)
+    return serve(config_of(args))
+
+
+def config_of(args: argparse.Namespace) -> ServeConfig:
+    """Of the command line, and below it of the environment."""
+    from specrs.serve import Keys, ServeConfig
+
+    config = ServeConfig.from_env()
+    given = {name: value for name, option in _OPTIONS.items() if (value := getattr(args, option)) is not None}
+    if args.api_key_file is not None:
+        given["keys"] = Keys(config.keys.digests + Keys.from_file(args.api_key_file).digests)
+    if args.no_draft:
+        given["speculative"] = False
+    if args.allow_public_without_key:
+        given["allow_public_without_key"] = True
+    own = {**options.engine_options(args), **{name: getattr(args, option) for name, option in _ENGINE.items()}}
+    usual = {"page_size": 16, "attention_backend": "native"}  # of options that other subcommands declare
+    chosen = {name: value for name, value in own.items() if value is not None and value != usual.get(name)}
+    return replace(config, engine={**config.engine, **chosen}, **given)
