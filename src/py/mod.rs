@@ -130,7 +130,7 @@ mod _specrs {
     #[pymodule_export]
     use super::revert::{faults, reverts_warning};
     #[pymodule_export]
-    use super::sampling::{Accepts, Sampler, verify};
+    use super::sampling::{Accepts, Sampler, likeliest, verify};
     #[pymodule_export]
     use super::threads::{_follow_torch, _numerics_ids, num_threads, set_num_threads};
     #[pymodule_export]

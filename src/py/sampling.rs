@@ -186,6 +186,21 @@ impl Accepts {
     }
 }
 
+/// Of each row of logits (float32 [rows, vocab]) the tokens of the `count` largest, the largest first, of equal ones the
+/// lower token first; as many as there are. None of a row that has NaN or no finite value.
+#[pyfunction]
+pub(super) fn likeliest(py: Python<'_>, logits: &Bound<'_, PyAny>, count: Int) -> PyResult<Vec<Vec<u32>>> {
+    let logits = Tensor::import(logits, "logits", None)?;
+    let [rows, vocab] = logits.dims("shape [rows, vocab]")?;
+    let (values, count) = (logits.input::<f32>(&[rows, vocab])?, count.usize("count")?);
+    detached(py, || {
+        SCRATCH.with_borrow_mut(|(scratch, _)| {
+            // A row without columns is no chunk.
+            Ok((0..rows).map(|r| sample::likeliest(scratch, &values[r * vocab..(r + 1) * vocab], count)).collect())
+        })
+    })
+}
+
 /// Walk each tree along the tokens that plain decoding would draw. `logits` is float32 [sum of sizes, vocab], one row a
 /// node; `samplers` and `lens` (committed lengths: the roots' positions) have one entry a request. Samplers are not
 /// changed. A row of logits that a walk reads and that cannot be sampled ends that request's walk alone: see

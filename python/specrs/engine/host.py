@@ -335,7 +335,7 @@ def likeliest(
     tokens, sizes = from_dlpack(trees.tokens), trees.sizes
     rows = [row for i in requests for row in range(starts[i], starts[i] + sizes[i])]
     whole = len(rows) == len(logits)
-    top = (logits if whole else logits[rows]).topk(min(count, logits.shape[1])).indices.tolist()
+    top = core.likeliest(logits if whole else logits[rows], count)
     each, first, offsets = [], 0, [0, *accumulate(sizes)]
     for i in requests:
         each.append((tokens[offsets[i] : offsets[i] + sizes[i]].tolist(), top[first : first + sizes[i]]))

@@ -33,6 +33,19 @@ struct Weighted {
     weight: u64,
 }
 
+impl Scratch {
+    /// [`super::likeliest`] for at most `count` tokens, no more than the row has.
+    pub(super) fn likeliest(&mut self, row: &[f32], count: usize) -> Vec<u32> {
+        let Pick { chunk_max, bounds, keys, .. } = &mut self.pick;
+        if count == 0 || scan::scan(row, chunk_max).is_err() {
+            return Vec::new();
+        }
+        scan::top_k(row, chunk_max, count, keys, bounds);
+        keys.sort_unstable();
+        keys.iter().map(|&key| key_index(key) as u32).collect()
+    }
+}
+
 /// The token of a row whose bias and penalties are applied.
 pub(super) fn token(config: &SamplerConfig, row: &[f32], position: u32, s: &mut Pick) -> Result<usize, RowFault> {
     if config.temperature == 0.0 {

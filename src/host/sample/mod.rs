@@ -55,6 +55,12 @@ pub struct Sampler {
     grammar: Option<Tracker>,
 }
 
+/// The `count` largest logits of a row, the largest first, of equal ones the lower token first; as many as there are.
+/// Nothing where the row has NaN or no finite value.
+pub fn likeliest(scratch: &mut Scratch, row: &[f32], count: usize) -> Vec<u32> {
+    scratch.likeliest(row, count.min(row.len()))
+}
+
 impl Sampler {
     /// A sampler for logits rows of `vocab` columns and a request whose prompt is `prompt` (token ids).
     ///
