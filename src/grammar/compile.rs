@@ -1,7 +1,9 @@
 //! From what users ask for to a grammar.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread;
+use std::time::Duration;
 
 use llguidance::Matcher;
 use llguidance::api::{GrammarWithLexer, TopLevelGrammar};
@@ -18,6 +20,10 @@ pub const MAX_NESTING: usize = 128;
 const MAX_MARK: usize = 256;
 /// Of the thread that compiles; memory that is not touched is not taken.
 const STACK: usize = 256 << 20;
+/// What compiling may take.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// Grammars that are compiled at once, those that nobody waits for any more among them.
+const MAX_COMPILING: usize = 8;
 /// Characters of a reason at most.
 const MAX_WHY: usize = 400;
 /// Between two tokens of JSON by default: a space, or a line break and the indentation behind it. More would let a model
@@ -73,16 +79,8 @@ impl Grammar {
         let what = form.name();
         form.check()?;
         let grammar = top_level(vocabulary, form, mark)?;
-        let own = vocabulary.clone();
-        // Parsers of grammars recurse.
-        let compiling = thread::Builder::new().name("specrs-grammar".into()).stack_size(STACK);
-        let compiled = compiling.spawn(move || own.matcher(grammar)).map(thread::JoinHandle::join);
         let refused = |why: &str| Error::Grammar { what, why: shortened(why) };
-        let fresh = match compiled {
-            Ok(Ok(matcher)) => matcher,
-            Ok(Err(_)) => return Err(refused("the parser of grammars failed")),
-            Err(error) => return Err(refused(&format!("no thread to compile it in: {error}"))),
-        };
+        let fresh = in_time(vocabulary.clone(), grammar).map_err(|why| refused(&why))?;
         if let Some(why) = fresh.get_error() {
             return Err(refused(&why));
         }
@@ -102,6 +100,34 @@ impl Grammar {
     pub(super) fn matcher(&self) -> Matcher {
         self.0.fresh.lock().unwrap_or_else(PoisonError::into_inner).deep_clone()
     }
+}
+
+/// A matcher of a grammar, made in a thread of its own, since parsers of grammars recurse. One that takes too long is left
+/// alone: what bounds its work ends it.
+fn in_time(vocabulary: Vocabulary, grammar: TopLevelGrammar) -> std::result::Result<Matcher, String> {
+    static RUNNING: AtomicUsize = AtomicUsize::new(0);
+    struct Turn;
+    impl Drop for Turn {
+        fn drop(&mut self) {
+            RUNNING.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+    if RUNNING.fetch_add(1, Ordering::Relaxed) >= MAX_COMPILING {
+        drop(Turn);
+        return Err(format!("{MAX_COMPILING} grammars are being compiled; try again later"));
+    }
+    let (turn, (tell, told)) = (Turn, mpsc::sync_channel(1));
+    let compiling = thread::Builder::new().name("specrs-grammar".into()).stack_size(STACK);
+    let spawned = compiling.spawn(move || {
+        let made = vocabulary.matcher(grammar);
+        drop(turn);
+        _ = tell.send(made); // nobody waits any more, perhaps
+    });
+    spawned.map_err(|error| format!("no thread to compile it in: {error}"))?;
+    told.recv_timeout(PATIENCE).map_err(|error| match error {
+        mpsc::RecvTimeoutError::Timeout => format!("takes longer than {} seconds to compile", PATIENCE.as_secs()),
+        mpsc::RecvTimeoutError::Disconnected => "the parser of grammars failed".into(),
+    })
 }
 
 impl Form {
@@ -230,6 +256,8 @@ fn nesting(text: &str) -> usize {
 /// The first line of an error, as far as a person reads.
 pub(super) fn shortened(why: &str) -> String {
     let line = why.lines().find(|l| !l.trim().is_empty()).unwrap_or("it is refused").trim();
+    // A caught panic of llguidance, which is how it refuses what its numbers have no room for.
+    let line = line.strip_prefix("panic: assertion failed: ").map_or(line, |_| "it is larger than its parser can hold");
     match line.char_indices().nth(MAX_WHY) {
         Some((end, _)) => format!("{}...", &line[..end]),
         None => line.to_string(),
