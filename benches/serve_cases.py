@@ -32,8 +32,8 @@ class Case:
     Attributes:
         index: of the seed's cases.
         path, body: of the request; ``raw`` in place of the body where it is no JSON.
-        fate: one of `FATES`. ``leave``: hangs up after ``patience`` chunks; ``leave at once``: once the request is sent,
-            before an answer is read; ``vanish``: within the request's body; ``bad``: a request to refuse.
+        fate: one of `FATES`. ``leave``: hangs up after ``patience`` chunks; ``leave at once``: once it has sent the
+            request, before an answer is read; ``vanish``: within the request's body; ``bad``: a request to refuse.
         prompt: token ids, a text, or messages.
         params: fields of `SamplingParams`.
         status: of the answer that is due.
@@ -144,7 +144,7 @@ def bad(rng: random.Random, index: int) -> Case:
             [b"", b"{", b"[]", b"null", b'{"prompt": "x",}', b"\xff\xfe", b'"x"', b"{" * 2000, b"[" * 5000]
         )
     elif kind == 1:
-        body["temperature"], param = rng.choice([-1, "hot", [], 1e400, True]), "temperature"
+        body["temperature"], param = rng.choice([-1, "hot", [], -1e-9, True]), "temperature"
     elif kind == 2:
         body["prompt"], param = rng.choice([{}, 7, True, [VOCAB], [-1], ["x", 3], [[]], [1.5]]), "prompt"
     elif kind == 3:

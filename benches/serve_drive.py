@@ -148,7 +148,7 @@ class Drive:
         _, writer = await connection.open()
         body = one.sent()
         writer.write(
-            f"POST {one.path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            f"POST {one.path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\n\r\n".encode()
             + body[: len(body) // 2]
         )
@@ -172,11 +172,10 @@ def told(reply: Reply) -> dict[str, Any]:
 
 async def lag(seconds: list[float], every: float = 0.005) -> None:
     """How late a timer of this loop is, again and again until cancelled; ``every``: seconds from one to the next."""
-    loop = asyncio.get_running_loop()
     while True:
-        due = loop.time() + every
+        due = time.perf_counter() + every  # a loop's own clock may be of whole milliseconds
         await asyncio.sleep(every)
-        seconds.append(max(0.0, loop.time() - due))
+        seconds.append(max(0.0, time.perf_counter() - due))
 
 
 def main() -> None:

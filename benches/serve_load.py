@@ -2,7 +2,7 @@
 
 This process has the engine and the server; clients are processes of their own (`serve_drive`), over loopback. Requests
 are seeded: texts, token ids and conversations, greedy and sampled, with stops, penalties, ``n``, logprobs; streams and
-whole answers; readers that are slow, that leave, that vanish within a request; and bad requests, whose refusal is checked.
+whole answers; readers that are slow, that leave, that vanish within a request; bad requests, whose refusal is checked.
 
 1. closed loop: so many streams, each with its next request at once
 2. open loop: Poisson arrivals at a share of what the closed loop served a second
@@ -61,7 +61,8 @@ class Steps:
 @contextmanager
 def watched(llm: LLM) -> Iterator[Steps]:
     """Times each step, where it is made: whoever calls, in whichever thread."""
-    steps, step = Steps(), llm._step
+    steps, scheduler = Steps(), llm._scheduler
+    step = scheduler.step
 
     def timed() -> Any:
         began = time.perf_counter()
@@ -71,11 +72,11 @@ def watched(llm: LLM) -> Iterator[Steps]:
         steps.running.append(sum(bool(e.token_ids) for e in events))
         return events
 
-    llm._step = timed  # type: ignore[method-assign]
+    scheduler.step = timed  # type: ignore[method-assign]
     try:
         yield steps
     finally:
-        del llm._step  # the class's again
+        del scheduler.step  # the class's again
 
 
 def chat_model(folder: Path) -> Path:
@@ -89,17 +90,20 @@ def chat_model(folder: Path) -> Path:
 async def serving(llm: LLM, work: Callable[[AsyncLLM, int], Awaitable[None]], **limits: Any) -> dict[str, int]:
     """Serve while ``work`` runs, given the engine and the port; the audit behind it."""
     from specrs.serve import ServeConfig, server
+    from specrs.serve.process import listener
 
     engine = AsyncLLM(llm, **limits)
+    config = ServeConfig(served_names=(MODEL,), port=0, log="none")
+    sock = listener(config)
     try:
-        http = server(ServeConfig(served_names=(MODEL,), port=0, log="none"), engine=engine)
-        task = asyncio.ensure_future(http.serve())
+        http = server(config, engine)
+        task = asyncio.ensure_future(http.serve([sock]))
         while not http.started:
             if task.done():
                 task.result()
                 raise RuntimeError("the server ended before it began")
             await asyncio.sleep(0.01)
-        port = http.servers[0].sockets[0].getsockname()[1]
+        port = sock.getsockname()[1]
         try:
             await work(engine, port)
             audit = await engine.audit()
@@ -109,6 +113,7 @@ async def serving(llm: LLM, work: Callable[[AsyncLLM, int], Awaitable[None]], **
             http.should_exit = True
             await task
     finally:
+        sock.close()
         await engine.aclose(drain=False)
     return audit
 
@@ -256,8 +261,11 @@ def phase(llm: LLM, args: argparse.Namespace, first: int, count: int, rate: floa
 
 
 def run(work: Any) -> Any:
-    """In a fresh event loop, of the kind that `specrs serve` runs in."""
-    from specrs.serve import new_event_loop
+    """In a fresh event loop, of the kind that `specrs serve` runs in: uvloop's where it is installed."""
+    try:
+        from uvloop import new_event_loop
+    except ImportError:
+        from asyncio import new_event_loop
 
     loop = new_event_loop()
     try:

@@ -86,7 +86,8 @@ def main() -> None:
     print(f"lm-eval {version('lm_eval')}")
     options = {
         "model": MODEL, "base_url": f"{BASE_URL}/completions", "tokenizer": MODEL_DIR,
-        "tokenizer_backend": "huggingface", "num_concurrent": 4, "max_retries": 1, "max_length": CONTEXT + 1, "tokenized_requests": True,
+        "tokenizer_backend": "huggingface", "num_concurrent": 4, "max_retries": 1, "max_length": CONTEXT + 1,
+        "tokenized_requests": True,
     }  # fmt: skip
     served = scores("local-completions", model_args=options)
     with LLM(MODEL_DIR, os.environ["DRAFT_DIR"]) as llm:

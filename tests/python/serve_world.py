@@ -92,22 +92,26 @@ async def hosted(llm: LLM, limits: dict[str, Any] | None = None, **config: Any) 
         config: of `ServeConfig`.
     """
     from specrs.serve import ServeConfig, server
+    from specrs.serve.process import listener
 
     engine = AsyncLLM(llm, **(limits or {}))
+    settings = ServeConfig(**{"served_names": (NAME,), "port": 0, "log": "none", **config})
+    sock = listener(settings)
     try:
-        http = server(ServeConfig(**{"served_names": (NAME,), "port": 0, "log": "none", **config}), engine=engine)
-        task = asyncio.ensure_future(http.serve())
+        http = server(settings, engine)
+        task = asyncio.ensure_future(http.serve([sock]))
         while not http.started:
             await asyncio.sleep(0.005)
             if task.done():
                 task.result()
                 raise AssertionError("the server ended before it began")
         try:
-            yield http.servers[0].sockets[0].getsockname()[1], engine
+            yield sock.getsockname()[1], engine
         finally:
             http.should_exit = True
             await asyncio.wait_for(task, 60)
     finally:
+        sock.close()
         await engine.aclose(drain=False)
 
 
