@@ -40,6 +40,7 @@ from specrs.models import (
     load_target,
     locate,
     numerics,
+    stated_sampling,
 )
 from specrs.sampling_params import ResolvedSampling, SamplingParams
 
@@ -106,6 +107,8 @@ class LLM(Conversing):
         shapes.check_context(context)
         #: What requests get where their own parameters are unset: of the model's generation_config.json, else greedy.
         self.default_sampling = default_sampling(model).resolved()
+        #: What that file states itself, for servers, whose API has other defaults; fields that it leaves out are unset.
+        self.stated_sampling = stated_sampling(model)
         wanted = Wanted(config, model, shapes, draft, speculative and recurrent)
         site = wanted.site()
         self.config, geometry, ops = site.config, site.geometry, site.ops

@@ -8,7 +8,7 @@ from specrs.models.cuda import CudaAttention, CudaDense, placed
 from specrs.models.dense import HostDense, TorchDense, follow_torch
 from specrs.models.eagle3 import Eagle3Head
 from specrs.models.errors import DraftMismatchError, HubError, ModelFileError, UnsupportedModelError
-from specrs.models.generation import default_sampling
+from specrs.models.generation import default_sampling, stated_sampling
 from specrs.models.live import LiveModel, ModelSource
 from specrs.models.llama import LlamaModel
 from specrs.models.load import load_draft, load_target
@@ -63,5 +63,6 @@ __all__ = [
     "numerics",
     "ops_for",
     "placed",
+    "stated_sampling",
     "torch_ops",
 ]

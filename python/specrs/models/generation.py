@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,19 @@ def default_sampling(directory: ModelSource) -> SamplingParams:
     """
     raw, path = model_json(directory, GENERATION, optional=True)
     return sampling_of(raw, path)
+
+
+def stated_sampling(directory: ModelSource) -> SamplingParams:
+    """What the file itself says, and nothing that transformers would add: fields that it leaves out are None, the
+    temperature too. `do_sample` false is greedy decoding; a file that does not say whether to sample is taken at its
+    numbers. For servers, whose API has defaults of its own. Raises as `default_sampling`.
+    """
+    raw, path = model_json(directory, GENERATION, optional=True)
+    known = {key: raw[key] for key in ("do_sample", *_FIELDS) if key in raw}  # `default_sampling` warns of others
+    if raw.get("do_sample") is not None:
+        return sampling_of(known, path)
+    stated = sampling_of({**known, "do_sample": True}, path)
+    return stated if raw.get("temperature") is not None else replace(stated, temperature=None)
 
 
 def sampling_of(raw: Mapping[str, Any], path: Path | None = None) -> SamplingParams:

@@ -1,0 +1,208 @@
+"""``/v1/chat/completions``: conversations, by the model's chat template, and what the model answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from specrs.chat import RenderLimits, apart
+from specrs.engine import TokenizedPrompt
+from specrs.serve.errors import bad
+from specrs.serve.exchange import DONE, Exchange
+from specrs.serve.fields import CHAT, read
+from specrs.serve.reply import Count, Frame, Reply, counted, spec_stats
+from specrs.serve.sampling import Wish, wish
+from specrs.serve.scores import Names, objects, prompt_scores
+from specrs.serve.voices import Plain, Voice, message
+
+if TYPE_CHECKING:
+    from specrs.engine import RequestOutput, StreamEvent
+    from specrs.serve.service import Flow, Service
+
+
+async def chat(service: Service, exchange: Exchange, body: Mapping[str, Any]) -> None:
+    """Answer a request."""
+    fields = read(CHAT, body, service.config)
+    model = service.model(fields.get("model"))
+    reply = Reply("chat.completion", "chat.completion.chunk", "chatcmpl", model, service.fingerprint)
+    record = exchange.record
+    record.id, record.model, record.stream = reply.id, reply.model, bool(fields.get("stream"))
+    if "messages" not in fields:
+        raise bad("messages: is needed", "messages", "missing_parameter")
+    wanted = wish(CHAT, fields, service.defaults, service.context)
+    with service.admitted():
+        with service.preparing():
+            prompt = await service.pooled(lambda: chat_prompt(service, fields, wanted))
+        call = Call(service, fields, reply, prompt)
+        async with service.submitted([prompt], wanted) as flow:
+            try:
+                await (call.stream(exchange, flow) if record.stream else call.whole(exchange, flow))
+            finally:
+                record.ended(flow.outputs, [stream.times for stream in flow.streams])
+
+
+def chat_prompt(service: Service, fields: Mapping[str, Any], wanted: Wish | None) -> TokenizedPrompt:
+    """The prompt that a conversation makes, in the pool's threads.
+
+    Raises:
+        ChatTemplateError: as `specrs.chat.ChatTemplates.render`.
+    """
+    config, templates = service.config, service.engine.chat_templates
+    limits = RenderLimits(config.max_template_seconds, config.max_template_chars)
+    goes_on = fields.get("continue_final_message", False)
+    options = {
+        "tools": fields.get("tools") or None,
+        "add_generation_prompt": fields.get("add_generation_prompt", not goes_on),
+        "continue_final_message": goes_on,
+        "chat_template_kwargs": _variables(service, fields),
+    }  # fmt: skip
+    own = fields.get("chat_template")
+    if own is not None:
+        text = apart(templates, fields["messages"], chat_template=own, limits=limits, **options)
+    else:
+        text = templates.render(fields["messages"], limits=limits, **options)
+    ids = service.encode(text, fields.get("add_special_tokens", False), "messages")
+    return TokenizedPrompt(text, ids if wanted is None else wanted.kept(ids))
+
+
+def _variables(service: Service, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Further variables of the template."""
+    found = dict(fields.get("chat_template_kwargs", {}))
+    if "documents" in fields:
+        found["documents"] = fields["documents"]
+    effort = fields.get("reasoning_effort")
+    if effort is not None:
+        source = fields.get("chat_template") or service.engine.chat_templates.source(None, bool(fields.get("tools")))
+        if "reasoning_effort" not in source:
+            raise bad("reasoning_effort: the model's chat template does not read it", "reasoning_effort",
+                      "unsupported_parameter")  # fmt: skip
+        found["reasoning_effort"] = effort
+    return found
+
+
+@dataclass(frozen=True)
+class Call:
+    """One request to the endpoint."""
+
+    service: Service
+    fields: Mapping[str, Any]
+    reply: Reply
+    prompt: TokenizedPrompt
+
+    def voice(self) -> Voice:
+        """How a choice's text becomes deltas."""
+        return Plain()
+
+    def opening(self) -> str:
+        """Text that stands before each answer: of the message that it goes on with, where that is wanted."""
+        if not (self.fields.get("echo") and self.fields.get("continue_final_message")):
+            return ""
+        content = self.fields["messages"][-1].get("content")
+        return content if isinstance(content, str) else ""
+
+    def scored(self, tokens: Any, scores: Any) -> dict[str, Any] | None:
+        """A choice's ``logprobs``, where they are wanted."""
+        if not self.fields.get("logprobs"):
+            return None
+        names = Names(bool(self.fields.get("return_tokens_as_token_ids")))
+        return {"content": objects(tokens, scores or [], self.fields.get("top_logprobs", 0), names), "refusal": None}
+
+    # -- a whole response ---------------------------------------------------------------------------------------
+
+    async def whole(self, exchange: Exchange, flow: Flow) -> None:
+        """All choices at once."""
+        [output] = await flow.whole()
+        choices = [self.choice(one) for one in output.outputs]
+        more: dict[str, Any] = {}
+        if self.fields.get("return_spec_stats"):
+            more["specrs"] = spec_stats(flow.outputs)
+        if self.fields.get("return_token_ids"):
+            more["prompt_token_ids"] = list(self.prompt.token_ids)
+        if "prompt_logprobs" in self.fields and output.prompt_logprobs is not None:
+            names = Names(bool(self.fields.get("return_tokens_as_token_ids")))
+            more["prompt_logprobs"] = prompt_scores(output.prompt_logprobs, names)
+        await exchange.json(200, self.reply.whole(choices, counted(flow.outputs).usage(), **more))
+
+    def choice(self, output: RequestOutput) -> dict[str, Any]:
+        """A choice, complete."""
+        voice = self.voice()
+        deltas = [*voice.feed(self.opening() + output.text), *voice.finish()]
+        found: dict[str, Any] = {
+            "index": output.index, "message": {**message(deltas), "refusal": None},
+            "logprobs": self.scored(output.token_ids, output.logprobs),
+            "finish_reason": voice.reason(str(output.finish_reason)), "stop_reason": output.stop_reason,
+        }  # fmt: skip
+        if self.fields.get("return_token_ids"):
+            found["token_ids"] = list(output.token_ids)
+            found["prompt_token_ids"] = list(self.prompt.token_ids)
+        return found
+
+    # -- a stream -----------------------------------------------------------------------------------------------
+
+    async def stream(self, exchange: Exchange, flow: Flow) -> None:
+        """Choices as they come."""
+        options = self.fields.get("stream_options", {})
+        usage, always = options.get("include_usage", False), options.get("continuous_usage_stats", False)
+        frame = self.reply.framed(usage)
+        count = Count(len(self.prompt.token_ids))
+        await exchange.events()
+        voices = [Stream(self, i) for i in range(self.fields.get("n", 1))]
+        for voice in voices:
+            await exchange.event(frame.event(voice.head(), **({"usage": count.usage()} if usage and always else {})))
+        async for _, event in flow.events():
+            count.completion += len(event.token_ids)
+            more = {"usage": count.usage()} if usage and always else {}
+            pieces = [frame.event(choice, **more) for choice in voices[event.index].pieces(event)]
+            if pieces:
+                await exchange.event(b"".join(pieces))
+        await exchange.event(b"".join(self._last(flow, frame, usage)))
+        await exchange.end()
+
+    def _last(self, flow: Flow, frame: Frame, usage: bool) -> list[bytes]:
+        """Events behind those of choices."""
+        more: dict[str, Any] = {}
+        if usage:
+            more["usage"] = counted(flow.outputs).usage()
+        if self.fields.get("return_spec_stats"):
+            more["specrs"] = spec_stats(flow.outputs)
+        return [frame.event(None, **more), DONE] if more else [DONE]
+
+
+class Stream:
+    """One choice of a stream."""
+
+    def __init__(self, call: Call, index: int) -> None:
+        self._call, self._index = call, index
+        self._voice = call.voice()
+        self._scores = bool(call.fields.get("logprobs"))
+        self._ids = bool(call.fields.get("return_token_ids"))
+
+    def head(self) -> dict[str, Any]:
+        """The piece that says who speaks."""
+        found = self._piece({"role": "assistant", "content": self._call.opening()})
+        if self._ids:
+            found["token_ids"], found["prompt_token_ids"] = [], list(self._call.prompt.token_ids)
+        return found
+
+    def pieces(self, event: StreamEvent) -> list[dict[str, Any]]:
+        """What an event adds: a piece for each delta, the first with the event's tokens, the last with the end."""
+        output = event.output
+        deltas = self._voice.feed(event.text)
+        if output is not None:
+            deltas += self._voice.finish()
+        told = event.token_ids and (self._scores or self._ids)
+        if output is not None or (told and not deltas):
+            deltas.append({})
+        found = [self._piece(delta) for delta in deltas]
+        if found and event.token_ids:
+            found[0]["logprobs"] = self._call.scored(event.token_ids, event.logprobs)
+            if self._ids:
+                found[0]["token_ids"] = event.token_ids
+        if output is not None:
+            found[-1]["finish_reason"] = self._voice.reason(str(output.finish_reason))
+            found[-1]["stop_reason"] = output.stop_reason
+        return found
+
+    def _piece(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None}

@@ -1,0 +1,229 @@
+"""What a server is told: the model, the address, keys, and every limit, each with its default.
+
+    config = ServeConfig(model="org/name", drain_seconds=60)
+    config = ServeConfig.from_env()                 # SPECRS_SERVE_MODEL, SPECRS_SERVE_DRAIN_SECONDS, ...
+
+A limit that a request meets is named in its error, by the name that it has here.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from specrs._specrs import ConfigError
+from specrs.serve.keys import Keys
+
+_ENV = "SPECRS_SERVE_"
+_LOGS = ("requests", "errors", "none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """Of one server with one engine.
+
+    Attributes:
+        model, draft, speculative: as `specrs.LLM` takes them.
+        engine: options of `specrs.LLM`: ``device``, ``max_batch``, ``tree``, ...
+        served_names: what requests may call the model, the first one in responses that ask for none; empty: the name
+            of the model's directory, or ``org/name``.
+        host, port: to listen at; port 0 takes a free one.
+        keys: API keys; none: everybody may ask.
+        allow_public_without_key: listen at an address that other machines reach, with no key.
+        allowed_hosts: names that a request's ``Host`` may have; empty: any. The command line allows the names of this
+            machine alone where it listens on loopback with no key, so that no web page can pose as one.
+        cors_origins: web pages that browsers let ask; ``*``: all.
+        max_waiting, max_waiting_tokens: requests, and their prompt tokens, that may wait for the engine; 429 beyond.
+        max_body_bytes: of a request's body; 413 beyond.
+        max_prompts: of one request of ``/v1/completions``.
+        max_prompt_chars: of one prompt, or of a rendered conversation; 0: 64 for each token of the context.
+        max_messages: of a conversation.
+        max_tools: of a request.
+        max_n: of ``n`` and ``best_of``.
+        max_outputs: of a request: its prompts times ``n``.
+        max_stop, max_stop_chars: stop strings, and characters of one.
+        max_token_ids: of ``stop_token_ids``, ``allowed_token_ids``, ``logit_bias`` and ``bad_words``: entries.
+        max_schema_bytes: of a grammar or a JSON schema.
+        max_template_seconds, max_template_chars: that rendering a conversation may take, and write.
+        trust_request_chat_template: take templates from requests; they are rendered in a process of their own.
+        body_seconds: that a body may take to come; 408 beyond.
+        send_seconds: that a client may leave a response unread; then it is aborted.
+        keep_alive_seconds: between comments on a stream on which nothing else goes.
+        drain_seconds: that requests may go on after SIGTERM; what runs then ends with ``"abort"``.
+        stall_seconds: after which a step that goes on makes ``/health`` say 503.
+        retry_after_seconds: that clients are asked to wait after 429 and 503.
+        log: a line on stdout for each request (``"requests"``), for those that fail (``"errors"``), for none.
+
+    Raises:
+        ConfigError: a value of another type or out of range, by name.
+    """
+
+    model: str | None = None
+    draft: str | None = None
+    speculative: bool = True
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    served_names: Sequence[str] = ()
+    host: str = "127.0.0.1"
+    port: int = 8000
+    keys: Keys = field(default_factory=Keys)
+    allow_public_without_key: bool = False
+    allowed_hosts: Sequence[str] = ()
+    cors_origins: Sequence[str] = ()
+    max_waiting: int = 512
+    max_waiting_tokens: int = 1 << 20
+    max_body_bytes: int = 8 << 20
+    max_prompts: int = 1024
+    max_prompt_chars: int = 0
+    max_messages: int = 2048
+    max_tools: int = 128
+    max_n: int = 128
+    max_outputs: int = 1024
+    max_stop: int = 16
+    max_stop_chars: int = 1024
+    max_token_ids: int = 1024
+    max_schema_bytes: int = 256 << 10
+    max_template_seconds: float = 5.0
+    max_template_chars: int = 16 << 20
+    trust_request_chat_template: bool = False
+    body_seconds: float = 60.0
+    send_seconds: float = 120.0
+    keep_alive_seconds: float = 15.0
+    drain_seconds: float = 30.0
+    stall_seconds: float = 300.0
+    retry_after_seconds: float = 1.0
+    log: str = "requests"
+
+    def __post_init__(self) -> None:
+        for name, kind in typing.get_type_hints(type(self)).items():
+            value = getattr(self, name)
+            check = _CHECKS.get(kind)
+            if check is not None:
+                object.__setattr__(self, name, check(name, value))
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port = {self.port}: must be in 0..65535")
+        if self.log not in _LOGS:
+            raise ConfigError(f"log = {self.log!r}: must be one of {', '.join(_LOGS)}")
+        if not isinstance(self.engine, Mapping) or not all(isinstance(name, str) for name in self.engine):
+            raise ConfigError("engine: must be a mapping from options of specrs.LLM")
+        if not isinstance(self.keys, Keys):
+            object.__setattr__(self, "keys", Keys.of(self.keys))
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> ServeConfig:
+        """From a mapping; a name that there is not is refused."""
+        known = {one.name for one in fields(cls)}
+        for name in options:
+            if name not in known:
+                raise ConfigError(f"{name}: no option of a server; there are {', '.join(sorted(known))}")
+        return cls(**options)
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> ServeConfig:
+        """From variables ``SPECRS_SERVE_<NAME>``: numbers and flags as JSON, sequences with commas between, ``ENGINE``
+        a JSON object; and ``SPECRS_API_KEY`` or ``SPECRS_API_KEY_FILE``."""
+        environ = os.environ if environ is None else environ
+        kinds = typing.get_type_hints(cls)
+        options: dict[str, Any] = {}
+        for variable, text in environ.items():
+            name = variable[len(_ENV) :].lower()
+            if not variable.startswith(_ENV):
+                continue
+            if name not in kinds or name == "keys":
+                raise ConfigError(f"{variable}: no option of a server")
+            options[name] = _parsed(variable, text, kinds[name])
+        return cls(keys=Keys.from_env(environ), **options)
+
+    def check_address(self) -> None:
+        """Refuse an address that other machines reach, where nobody needs a key.
+
+        Raises:
+            ConfigError: with what to do.
+        """
+        if not self.keys and not self.allow_public_without_key and not is_loopback(self.host):
+            raise ConfigError(
+                f"host = {self.host!r}: other machines would reach this server, and no API key is set; give "
+                "--api-key-file (or SPECRS_API_KEY), or --allow-public-without-key"
+            )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What requests may call the model."""
+        if self.served_names:
+            return tuple(self.served_names)
+        if self.model is None:
+            from specrs import assets
+
+            return (assets.model_dir().name,)
+        path = Path(self.model)
+        return (path.resolve().name if path.exists() else self.model,)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is reached from its own machine alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _parsed(variable: str, text: str, kind: Any) -> Any:
+    if kind in (str, str | None):
+        return text
+    if kind == Sequence[str]:
+        return [part.strip() for part in text.split(",") if part.strip()]
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise ConfigError(f"{variable} = {text!r}: must be JSON") from None
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} = {value!r}: must be a bool")
+    return value
+
+
+def _count(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0 or (not value and name not in _MAY_BE_0):
+        raise ConfigError(f"{name} = {value!r}: must be an integer of at least {0 if name in _MAY_BE_0 else 1}")
+    return value
+
+
+def _seconds(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+        raise ConfigError(f"{name} = {value!r}: must be a number of seconds of at least 0")
+    return float(value)
+
+
+def _text(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(f"{name} = {value!r}: must be a text")
+    return value
+
+
+def _path(name: str, value: object) -> str | None:
+    if value is not None and not isinstance(value, (str, os.PathLike)):
+        raise ConfigError(f"{name} = {value!r}: must be a path, or org/name")
+    return None if value is None else os.fspath(value)
+
+
+def _texts(name: str, value: object) -> tuple[str, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(one, str) for one in value):
+        raise ConfigError(f"{name} = {value!r}: must be a sequence of texts")
+    return tuple(value)
+
+
+_MAY_BE_0 = ("port", "max_prompt_chars")
+_CHECKS: dict[Any, Callable[[str, object], Any]] = {
+    bool: _flag, int: _count, float: _seconds, str: _text, str | None: _path, Sequence[str]: _texts,
+}  # fmt: skip
+assert isinstance(str | None, types.UnionType)  # which compares by its members, as the table needs

@@ -1,0 +1,367 @@
+"""The table of request fields: which are honoured, which are ignored since they change no output, which are refused.
+
+Parsing, the documentation and a test read the same table. A field that is in no table is refused too, by name: a typing
+error or another server's field would otherwise change an output in silence. ``null`` is an absent field, everywhere.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specrs.serve.config import ServeConfig
+from specrs.serve.errors import RequestError, bad, shown
+
+COMPLETIONS, CHAT = "completions", "chat"
+_BOTH = (COMPLETIONS, CHAT)
+_MAX_SEED = 2**64 - 1
+
+Check = Callable[[str, Any, ServeConfig], Any]
+
+
+class Kind(enum.Enum):
+    """What becomes of a field."""
+
+    HONOURED = "honoured"
+    IGNORED = "ignored"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of a request.
+
+    Attributes:
+        name: in the body.
+        kind: what becomes of it.
+        check: its value, checked, as the server uses it; raises RequestError.
+        note: for the documentation.
+        endpoints: that have it.
+        origin: whose it is: ``OpenAI``, ``vLLM`` or ``specrs``.
+    """
+
+    name: str
+    kind: Kind
+    check: Check
+    note: str
+    endpoints: Sequence[str] = _BOTH
+    origin: str = "OpenAI"
+
+
+def wrong(name: str, value: object, why: str) -> RequestError:
+    """A value that a field cannot have."""
+    return bad(f"{name} = {shown(value)}: {why}", name)
+
+
+# -- checks -------------------------------------------------------------------------------------------------------
+
+
+def as_it_is(name: str, value: Any, config: ServeConfig) -> Any:
+    """What `specrs.SamplingParams` checks."""
+    return value
+
+
+def flag(name: str, value: Any, config: ServeConfig) -> bool:
+    if not isinstance(value, bool):
+        raise wrong(name, value, "must be true or false")
+    return value
+
+
+def text(name: str, value: Any, config: ServeConfig) -> str:
+    if not isinstance(value, str):
+        raise wrong(name, value, "must be a text")
+    return value
+
+
+def whole(low: int, high: int | None = None) -> Check:
+    """A whole number in a range."""
+
+    def check(name: str, value: Any, config: ServeConfig) -> int:
+        if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise wrong(name, value, "must be a whole number")
+        if value < low or (high is not None and value > high):
+            raise wrong(name, value, f"must be at least {low}" if high is None else f"must be in {low}..{high}")
+        return value
+
+    return check
+
+
+def outputs(name: str, value: Any, config: ServeConfig) -> int:
+    return int(whole(1, config.max_n)(name, value, config))
+
+
+def seed(name: str, value: Any, config: ServeConfig) -> int:
+    """OpenAI's are of 64 bits with a sign, ours without: negative ones by two's complement."""
+    number: int = whole(-(2**63), _MAX_SEED)(name, value, config)
+    return number % 2**64
+
+
+def top_k(name: str, value: Any, config: ServeConfig) -> int:
+    number: int = whole(-1)(name, value, config)
+    return max(number, 0)  # both mean all
+
+
+def stop(name: str, value: Any, config: ServeConfig) -> list[str]:
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(one, str) for one in texts):
+        raise wrong(name, value, "must be a text, or a list of texts")
+    texts = [one for one in texts if one]  # clients send "" for none
+    if len(texts) > config.max_stop:
+        raise bad(f"{name} has {len(texts)} texts: at most max_stop = {config.max_stop}", name)
+    for one in texts:
+        if len(one) > config.max_stop_chars:
+            raise bad(f"{name}: {len(one)} characters; at most max_stop_chars = {config.max_stop_chars}", name)
+    return texts
+
+
+def entries(name: str, value: Any, config: ServeConfig) -> Any:
+    """A list or a mapping of bounded length, whose entries `specrs.SamplingParams` checks."""
+    if not isinstance(value, (list, dict)):
+        raise wrong(name, value, f"must be {'an object' if name == 'logit_bias' else 'a list'}")
+    if len(value) > config.max_token_ids:
+        raise bad(f"{name} has {len(value)} entries: at most max_token_ids = {config.max_token_ids}", name)
+    return value
+
+
+def words(name: str, value: Any, config: ServeConfig) -> Any:
+    found = entries(name, [value] if isinstance(value, str) else value, config)
+    for one in found:
+        if not isinstance(one, str) or not one:
+            raise wrong(name, one, "must be a text of one character at least")
+        if len(one) > config.max_stop_chars:
+            raise bad(f"{name}: {len(one)} characters; at most max_stop_chars = {config.max_stop_chars}", name)
+    return found
+
+
+def prompt(name: str, value: Any, config: ServeConfig) -> list[str | list[int]]:
+    """A text, texts, token ids, or lists of token ids: as a list."""
+    if isinstance(value, str) or (isinstance(value, list) and value and _ids(value)):
+        value = [value]
+    if not isinstance(value, list) or not value:
+        raise wrong(name, value, "must be a text, a list of texts, token ids, or lists of token ids; not empty")
+    if len(value) > config.max_prompts:
+        raise bad(f"{name} has {len(value)} prompts: at most max_prompts = {config.max_prompts}", name)
+    for i, one in enumerate(value):
+        if not isinstance(one, str) and not (isinstance(one, list) and _ids(one)):
+            raise wrong(f"{name}[{i}]", one, "must be a text, or a list of token ids")
+        if not one:
+            raise wrong(f"{name}[{i}]", one, "is empty: there is nothing to continue")
+    return value
+
+
+def _ids(value: list[Any]) -> bool:
+    return all(isinstance(one, int) and not isinstance(one, bool) for one in value)
+
+
+def messages(name: str, value: Any, config: ServeConfig) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        raise wrong(name, value, "must be a list of messages, not empty")
+    if len(value) > config.max_messages:
+        raise bad(f"{name} has {len(value)} messages: at most max_messages = {config.max_messages}", name)
+    return [_message(f"{name}[{i}]", one) for i, one in enumerate(value)]
+
+
+def _message(where: str, message: Any) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise bad(f"{where} = {shown(message)}: must be an object with a role", "messages")
+    if not isinstance(message.get("role"), str):
+        raise bad(f"{where}.role = {shown(message.get('role'))}: must be a text", "messages")
+    content = message.get("content")
+    if isinstance(content, list):
+        message = {**message, "content": _parts(f"{where}.content", content)}
+    elif content is not None and not isinstance(content, str):
+        raise bad(f"{where}.content = {shown(content)}: must be a text, or a list of parts", "messages")
+    return dict(message)
+
+
+def _parts(where: str, parts: list[Any]) -> str:
+    """Parts of text as one: most templates know nothing else."""
+    found = []
+    for i, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, dict) else None
+        key = {"text": "text", "refusal": "refusal"}.get(kind) if isinstance(kind, str) else None
+        if key is None:
+            raise bad(f"{where}[{i}].type = {shown(kind)}: parts of type 'text' alone are supported", "messages")
+        if not isinstance(part.get(key), str):
+            raise bad(f"{where}[{i}].{key} = {shown(part.get(key))}: must be a text", "messages")
+        found.append(part[key])
+    return "\n".join(found)
+
+
+def stream_options(name: str, value: Any, config: ServeConfig) -> dict[str, bool]:
+    if not isinstance(value, dict):
+        raise wrong(name, value, "must be an object")
+    known = ("include_usage", "continuous_usage_stats", "include_obfuscation")
+    for key, one in value.items():
+        if key not in known:
+            raise bad(f"{name}.{key}: no such option; there are {', '.join(known)}", name)
+        if one is not None and not isinstance(one, bool):
+            raise bad(f"{name}.{key} = {shown(one)}: must be true or false", name)
+    return {key: bool(value.get(key)) for key in known}
+
+
+def prediction(name: str, value: Any, config: ServeConfig) -> str | None:
+    """OpenAI's predicted output: ``{"type": "content", "content": text or parts}``."""
+    if not isinstance(value, dict) or value.get("type") != "content":
+        raise wrong(name, value, 'must be {"type": "content", "content": ...}')
+    content = value.get("content")
+    if isinstance(content, list):
+        content = _parts(f"{name}.content", content)
+    if not isinstance(content, str):
+        raise bad(f"{name}.content = {shown(content)}: must be a text, or parts of text", name)
+    return content or None
+
+
+def variables(name: str, value: Any, config: ServeConfig) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise wrong(name, value, "must be an object")
+    return value
+
+
+def template(name: str, value: Any, config: ServeConfig) -> str:
+    if not config.trust_request_chat_template:
+        raise bad(f"{name}: this server takes no templates from requests (trust_request_chat_template)", name)
+    return text(name, value, config)
+
+
+def only(*neutral: Any, why: str) -> Check:
+    """Values that change nothing; others are refused."""
+
+    def check(name: str, value: Any, config: ServeConfig) -> None:
+        if not any(type(value) is type(one) and value == one for one in neutral):
+            raise bad(f"{name} = {shown(value)}: {why}", name, "unsupported_parameter")
+
+    return check
+
+
+def anything(name: str, value: Any, config: ServeConfig) -> None:
+    """What changes nothing, whatever it is."""
+
+
+# -- the table ----------------------------------------------------------------------------------------------------
+
+_H, _I, _R = Kind.HONOURED, Kind.IGNORED, Kind.REFUSED
+_C, _M = (COMPLETIONS,), (CHAT,)
+_BEAMS = "beam search is not implemented"
+_LATER = "is not implemented"
+
+TABLE: tuple[Field, ...] = (
+    # OpenAI's, of both
+    Field("model", _H, text, "one of the served names; absent: the first"),
+    Field("stream", _H, flag, "server-sent events, and `[DONE]`"),
+    Field("stream_options", _H, stream_options, "`include_usage`, `continuous_usage_stats`; obfuscation is not added"),
+    Field("n", _H, outputs, "outputs of each prompt, which is prefilled once; at most `max_n`"),
+    Field("temperature", _H, as_it_is, "at least 0; 0 is greedy"),
+    Field("top_p", _H, as_it_is, "in (0, 1]"),
+    Field("seed", _H, seed, "of 64 bits; negative ones by two's complement; same seed, same tokens"),
+    Field("stop", _H, stop, "a text or a list, at most `max_stop`; may span tokens and rounds"),
+    Field("frequency_penalty", _H, as_it_is, "exact on draft trees"),
+    Field("presence_penalty", _H, as_it_is, "exact on draft trees"),
+    Field("logit_bias", _H, entries, "by token id; at most `max_token_ids`"),
+    Field("user", _I, anything, "changes no output"),
+    # OpenAI's, of completions
+    Field("prompt", _H, prompt, "a text, texts, token ids, or lists of token ids", _C),
+    Field("max_tokens", _H, whole(0), "16 where neither request nor model says; 0 generates nothing", _C),
+    Field("echo", _H, flag, "the prompt before the output; with `logprobs` its tokens' too", _C),
+    Field("logprobs", _H, whole(0, 20), "of each token and so many most probable ones, 0..20", _C),
+    Field("best_of", _H, outputs, "generates so many, gives the `n` most probable by token; not with `stream`", _C),
+    Field("suffix", _R, only("", why="the model fills no gaps in a text"), "fill in the middle", _C),
+    # OpenAI's, of chat
+    Field("messages", _H, messages, "content as a text, or parts of type `text`", _M),
+    Field("max_completion_tokens", _H, whole(1), "the rest of the context where nobody says", _M),
+    Field("max_tokens", _H, whole(1), "the older name of `max_completion_tokens`, which goes first", _M),
+    Field("logprobs", _H, flag, "of each token", _M),
+    Field("top_logprobs", _H, whole(0, 20), "most probable tokens beside it; needs `logprobs`", _M),
+    Field("prediction", _H, prediction, "drafts from this text too; changes no token"),
+    Field("reasoning_effort", _H, text, "handed to a template that reads it; else refused", _M),
+    Field("response_format", _H, variables, "`text`", _M),
+    Field("tools", _R, only([], why="tools are not supported yet"), "functions that the model may call", _M),
+    Field("tool_choice", _R, only("none", "auto", why="tools are not supported yet"), "which of them", _M),
+    Field("parallel_tool_calls", _I, flag, "changes nothing without tools", _M),
+    Field("functions", _R, only([], why="is the former name of tools"), "as `tools`", _M),
+    Field("function_call", _R, only("none", "auto", why="is the former name of tool_choice"), "as `tool_choice`", _M),
+    Field("audio", _R, only(why="the model writes text alone"), "spoken output", _M),
+    Field("modalities", _R, only(["text"], why="the model writes text alone"), "other than text", _M),
+    Field("web_search_options", _R, only(why="there is no search"), "search", _M),
+    Field("verbosity", _R, only("medium", why="no template reads it"), "how much to write", _M),
+    Field("moderation", _R, only(why="there is no moderation"), "judging of texts", _M),
+    Field("metadata", _I, anything, "changes no output", _M),
+    Field("store", _I, anything, "nothing is stored", _M),
+    Field("service_tier", _I, anything, "there is one tier", _M),
+    Field("safety_identifier", _I, anything, "changes no output", _M),
+    Field("prompt_cache_key", _I, anything, "the prefix cache needs no hint", _M),
+    Field("prompt_cache_options", _I, anything, "the prefix cache needs no hint", _M),
+    Field("prompt_cache_retention", _I, anything, "the prefix cache keeps what fits", _M),
+    # vLLM's
+    Field("top_k", _H, top_k, "0 and -1 keep all", origin="vLLM"),
+    Field("min_p", _H, as_it_is, "in [0, 1]", origin="vLLM"),
+    Field("repetition_penalty", _H, as_it_is, "of prompt and output", origin="vLLM"),
+    Field("stop_token_ids", _H, entries, "end the output as EOS does", origin="vLLM"),
+    Field("ignore_eos", _H, flag, "go on beyond the model's end of text", origin="vLLM"),
+    Field("min_tokens", _H, whole(0), "before which nothing ends the output", origin="vLLM"),
+    Field("bad_words", _H, words, "texts that the output never spells", origin="vLLM"),
+    Field("allowed_token_ids", _H, entries, "no others", origin="vLLM"),
+    Field("include_stop_str_in_output", _H, flag, "keep the stop string in the text", origin="vLLM"),
+    Field("skip_special_tokens", _H, flag, "leave them out of the text (true)", origin="vLLM"),
+    Field("truncate_prompt_tokens", _H, whole(-1), "keep so many last tokens; -1: what fits", origin="vLLM"),
+    Field("prompt_logprobs", _H, whole(0, 20), "of the prompt's tokens; not with `stream`", origin="vLLM"),
+    Field("priority", _H, as_it_is, "lower runs first, and is preempted last", origin="vLLM"),
+    Field("add_special_tokens", _H, flag, "of the tokenizer, before a text (completions: true, chat: false)",
+          origin="vLLM"),
+    Field("return_token_ids", _H, flag, "`token_ids` in each choice, and `prompt_token_ids`", origin="vLLM"),
+    Field("return_tokens_as_token_ids", _H, flag, "tokens in `logprobs` as `token_id:N`", origin="vLLM"),
+    Field("chat_template", _H, template, "a template of the request's own, rendered in a process apart; where the "
+          "server allows it", _M, "vLLM"),
+    Field("chat_template_kwargs", _H, variables, "further variables of the template", _M, "vLLM"),
+    Field("documents", _H, as_it_is, "a variable of the template", _M, "vLLM"),
+    Field("add_generation_prompt", _H, flag, "begin an answer (true)", _M, "vLLM"),
+    Field("continue_final_message", _H, flag, "go on with the last message", _M, "vLLM"),
+    Field("echo", _H, flag, "the last message's text before the output; with `continue_final_message`", _M, "vLLM"),
+    Field("request_id", _I, anything, "send `X-Request-Id`", origin="vLLM"),
+    Field("spaces_between_special_tokens", _R, only(True, why=_LATER), "of a text without special tokens",
+          origin="vLLM"),
+    Field("use_beam_search", _R, only(False, why=_BEAMS), "beams", origin="vLLM"),
+    Field("length_penalty", _R, only(1, 1.0, why=_BEAMS), "of beams", origin="vLLM"),
+    Field("cache_salt", _R, only(why="the prefix cache has one level for all requests"), "a cache of one's own",
+          origin="vLLM"),
+    Field("logits_processors", _R, only([], why=_LATER), "code of the server's", origin="vLLM"),
+    Field("kv_transfer_params", _R, only(why=_LATER), "keys and values of another server", origin="vLLM"),
+    Field("vllm_xargs", _R, only({}, why=_LATER), "of vLLM's plugins", origin="vLLM"),
+    Field("mm_processor_kwargs", _R, only({}, why="the model reads text alone"), "of pictures", _M, "vLLM"),
+    Field("structured_outputs", _R, only(why="structured outputs are not supported yet"), "a grammar", origin="vLLM"),
+    Field("guided_json", _R, only(why="structured outputs are not supported yet"), "a grammar", origin="vLLM"),
+    Field("guided_regex", _R, only(why="structured outputs are not supported yet"), "a grammar", origin="vLLM"),
+    Field("guided_choice", _R, only(why="structured outputs are not supported yet"), "a grammar", origin="vLLM"),
+    Field("guided_grammar", _R, only(why="structured outputs are not supported yet"), "a grammar", origin="vLLM"),
+    # specrs' own
+    Field("speculative", _H, flag, "false decodes this request plainly; its tokens are the same", origin="specrs"),
+    Field("return_spec_stats", _H, flag, "a `specrs` object: rounds, mean accepted tokens", origin="specrs"),
+)  # fmt: skip
+
+_BY_NAME: dict[str, dict[str, Field]] = {
+    endpoint: {one.name: one for one in TABLE if endpoint in one.endpoints} for endpoint in _BOTH
+}
+
+
+def read(endpoint: str, body: Mapping[str, Any], config: ServeConfig) -> dict[str, Any]:
+    """The honoured fields of a request, checked.
+
+    Raises:
+        RequestError: 400, by field.
+    """
+    table = _BY_NAME[endpoint]
+    found: dict[str, Any] = {}
+    for name, value in body.items():
+        known = table.get(name)
+        if known is None:
+            raise bad(f"{shown(name)}: no field of this endpoint", name[:64], "unknown_parameter")
+        if value is None:
+            continue
+        checked = known.check(name, value, config)
+        if known.kind is Kind.HONOURED:
+            found[name] = checked
+    return found

@@ -1,0 +1,59 @@
+"""From an answer's text to the deltas of a chat: the plain one, where all of it is content."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+
+class Voice(Protocol):
+    """Of one choice. What it says of a text does not depend on the pieces in which the text comes."""
+
+    def feed(self, text: str) -> list[dict[str, Any]]:
+        """Deltas that the next piece of text completes."""
+        ...
+
+    def finish(self) -> list[dict[str, Any]]:
+        """Deltas of what was held back."""
+        ...
+
+    def reason(self, reason: str) -> str:
+        """Why the choice ended, where the engine says ``reason``."""
+        ...
+
+
+class Plain:
+    """All of the text is content."""
+
+    def feed(self, text: str) -> list[dict[str, Any]]:
+        """The text."""
+        return [{"content": text}] if text else []
+
+    def finish(self) -> list[dict[str, Any]]:
+        """Nothing is held back."""
+        return []
+
+    def reason(self, reason: str) -> str:
+        """As the engine says."""
+        return reason
+
+
+def message(deltas: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The whole message that deltas make."""
+    found: dict[str, Any] = {"role": "assistant", "content": None}
+    calls: dict[int, dict[str, Any]] = {}
+    for delta in deltas:
+        for name, value in delta.items():
+            if name != "tool_calls":
+                found[name] = value if found.get(name) is None else found[name] + value
+                continue
+            for part in value:
+                call = calls.setdefault(part["index"], {"id": "", "type": "function", "function": {}})
+                call["id"] = part.get("id", call["id"])
+                for key, text in part.get("function", {}).items():
+                    call["function"][key] = call["function"].get(key, "") + text
+    if calls:
+        found["tool_calls"] = [calls[i] for i in sorted(calls)]
+    elif found["content"] is None:
+        found["content"] = ""
+    return found
