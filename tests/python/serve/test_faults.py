@@ -29,6 +29,7 @@ pytest.importorskip("uvicorn", reason="the extra specrs[serve] is not installed"
 OPTIONS: dict[str, Any] = {"tree": (3, 3, 9), "max_batch": 4, "page_size": 4, "prefill_chunk": 16}
 FLAGS = ["--max-batch", "4", "--log", "none", "--served-model-name", NAME]
 GREEDY = {"temperature": 0, "ignore_eos": True}
+SENSE: list[int] = []  # tokens of a request that must always work
 CUT = (BadAnswer, OSError, EOFError)  # what a client sees of a connection that ends
 
 
@@ -42,6 +43,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 @pytest.fixture(scope="module")
 def llm(pair: Pair) -> Iterator[LLM]:
     with LLM(pair.target, pair.draft, **OPTIONS) as engine:
+        SENSE[:] = tokens(engine, 8)  # while it is nobody else's
         yield engine
 
 
@@ -71,11 +73,11 @@ async def get(port: int, path: str) -> Answer:
         connection.drop()
 
 
-async def works(port: int, llm: LLM) -> None:
+async def works(port: int) -> None:
     """A request among what else goes on gets its tokens."""
     answer, reply = await ask(port, body(8))
     assert answer.status == 200, answer.body
-    assert reply.outputs[0].token_ids == tokens(llm, 8)
+    assert reply.outputs[0].token_ids == SENSE
 
 
 # -- the process ------------------------------------------------------------------------------------------------------
@@ -110,7 +112,7 @@ def test_killed_and_started_again(pair: Pair, llm: LLM, tmp_path: Path) -> None:
         assert first.process.wait(10) == -signal.SIGKILL
         with process(tmp_path / "2", *serve, "--port", str(first.port)) as second:
             assert second.port == first.port
-            run(lambda: works(second.port, llm))
+            run(lambda: works(second.port))
             assert second.end() == 0
 
 
@@ -208,10 +210,10 @@ def test_clients_that_never_read(llm: LLM) -> None:
                                       {"Content-Type": "application/json"})  # fmt: skip
             while not engine.stats().engine.running:
                 await asyncio.sleep(0.01)
-            await works(port, llm)
+            await works(port)
             await idle(engine, 120)
             await asyncio.sleep(3)
-            await works(port, llm)
+            await works(port)
             await clean(engine)
             assert memory() - before < 200 << 20
             for connection in stuck:
@@ -235,7 +237,7 @@ def memory() -> int:
 def test_a_body_of_a_gigabyte(pair: Pair, llm: LLM, tmp_path: Path, chunked: bool) -> None:
     """413, at once where the length is announced, else where the limit is passed; memory stays as it was."""
     with process(tmp_path, pair.target, "--draft", pair.draft, *FLAGS) as server:
-        run(lambda: works(server.port, llm))
+        run(lambda: works(server.port))
         before = server.memory()
 
         async def send() -> None:
@@ -262,7 +264,7 @@ def test_a_body_of_a_gigabyte(pair: Pair, llm: LLM, tmp_path: Path, chunked: boo
             connection.drop()
 
         run(send)
-        run(lambda: works(server.port, llm))
+        run(lambda: works(server.port))
         assert server.end() == 0 and "Traceback" not in server.errors()
 
 
@@ -276,12 +278,12 @@ def test_a_body_that_trickles(llm: LLM) -> None:
                 _, writer = await connection.open()
                 length = "Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{" if i % 2 else "X-"
                 writer.write(f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{length}".encode())
-            await works(port, llm)
+            await works(port)
             for connection in many[1::2]:
                 answer = await asyncio.wait_for(connection.head(), 20)
                 answer.body = b"".join([p async for p in connection.pieces(answer)])
                 assert answer.status == 408 and answer.error()["code"] == "timeout"
-            await works(port, llm)
+            await works(port)
             for connection in many:
                 connection.drop()
             await clean(engine)
@@ -330,7 +332,7 @@ def test_who_hangs_up_leaves_nothing(llm: LLM, when: str, n: int, stream: bool) 
             await asyncio.gather(*others, return_exceptions=True)
             await idle(engine)
             await clean(engine)
-            await works(port, llm)
+            await works(port)
 
     run(main)
 
@@ -373,7 +375,7 @@ BOMBS = [
     "{% set ns = namespace(s='x' * 1000) %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}{{ ns.s }}",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-    "{{ 9 ** 9 ** 9 }}",
+    "{{ 10 ** (10 ** 10) }}",
     "{{ '%0999999999d' % 1 }}",
     "{% if %}",
     "(" * 20000,
@@ -399,7 +401,7 @@ def test_a_template_bomb(llm: LLM) -> None:
             served = 0
             while not bombs.done():
                 late = time.monotonic()
-                await works(port, llm)
+                await works(port)
                 assert time.monotonic() - late < 5, "held up by a template"
                 served += 1
             for bomb, (answer, _) in zip(BOMBS, await bombs, strict=True):
@@ -437,7 +439,7 @@ def test_prompts_that_are_too_much(llm: LLM) -> None:
                 error = answer.error()
                 assert error["param"] and len(error["message"]) < 2000, error
                 assert time.monotonic() - began < 10
-            await works(port, llm)
+            await works(port)
             await clean(engine)
 
     run(main)
@@ -468,7 +470,7 @@ def test_a_pass_that_fails(llm: LLM, where: str, monkeypatch: pytest.MonkeyPatch
                 assert error is not None and error["code"] == "step_failed", (answer.status, answer.body)
                 assert answer.status == (200 if stream and reply.error else 500)
                 assert "secret" not in json.dumps(error) and "injected" not in json.dumps(error)
-                await works(port, llm)
+                await works(port)
             many = [asyncio.ensure_future(ask(port, body(40, [3, i], stream=i % 2 == 0))) for i in range(12)]
             await asyncio.sleep(0.05)
             fails["left"] = 1
@@ -577,7 +579,7 @@ def test_too_many_wait(llm: LLM) -> None:
         async with hosted(llm, limits={"max_waiting": 3}) as (port, engine):
             done = await asyncio.gather(*(ask(port, body(100, stream=i % 2 == 0)) for i in range(40)))
             refused = [a for a, _ in done if a.status != 200]
-            assert refused and len(refused) <= 40 - OPTIONS["max_batch"]
+            assert 0 < len(refused) <= 40 - 3
             for answer in refused:
                 assert answer.status == 429 and int(answer.headers["retry-after"]) >= 1
                 assert answer.error()["code"] == "engine_overloaded"
