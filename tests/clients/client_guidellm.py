@@ -20,16 +20,17 @@ def main() -> None:
     out = Path(os.environ["WORK"]) / "guidellm"
     out.mkdir(exist_ok=True)
     command = [
-        Path(sys.executable).parent / "guidellm", "benchmark", "run",
-        "--target", BASE_URL.removesuffix("/v1"), "--model", MODEL, "--processor", os.environ["MODEL_DIR"],
-        "--request-type", "text_completions", "--profile", "concurrent", "--rate", "8",
-        "--max-requests", str(REQUESTS), "--data", "prompt_tokens=64,output_tokens=16",
-        "--output-dir", out, "--outputs", "json", "--disable-console",
+        Path(sys.executable).parent / "guidellm", "run",
+        "--backend", f"kind=openai_http,target={BASE_URL.removesuffix('/v1')},model={MODEL}",
+        "--tokenizer", f"kind=huggingface_auto,model={os.environ['MODEL_DIR']}",
+        "--data", "kind=synthetic_text,prompt_tokens=64,output_tokens=16",
+        "--profile", "kind=concurrent,streams=8", "--constraint", f"kind=max_requests,count={REQUESTS}",
+        "--output", f"kind=json,path={out / 'report.json'}", "--disable-console",
     ]  # fmt: skip
     done = subprocess.run([str(c) for c in command], capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stdout[-3000:] + done.stderr[-3000:])
-    report = json.loads(next(out.glob("*.json")).read_text())
+    report = json.loads((out / "report.json").read_text())
     totals = report["benchmarks"][0]["metrics"]["request_totals"]
     same((totals["successful"], totals["errored"]), (REQUESTS, 0), f"requests: {totals}")
 

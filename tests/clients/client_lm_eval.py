@@ -36,7 +36,7 @@ class Engine(TemplateLM):
         return min(self.llm.eos_ids)
 
     def tok_encode(self, string: str, **_: Any) -> list[int]:
-        return self.llm.encode(string)
+        return self.llm.tokenizer.encode(string, add_special_tokens=False).ids  # as lm-eval's own
 
     def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
         params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)
@@ -55,7 +55,7 @@ class Engine(TemplateLM):
 
         found = []
         for request in requests:
-            windows = get_rolling_token_windows(self.llm.encode(request.args[0]), self.eot_token_id, CONTEXT - 1, 1)
+            windows = get_rolling_token_windows(self.tok_encode(request.args[0]), self.eot_token_id, CONTEXT - 1, 1)
             each = [(("", ""), *make_disjoint_window(w)) for w in windows]
             found.append(sum(score for score, _ in self._loglikelihood_tokens(each)))
         return found
@@ -65,7 +65,7 @@ class Engine(TemplateLM):
         for request in requests:
             prompt, options = request.args
             params = SamplingParams(max_tokens=options["max_gen_toks"], temperature=0, stop=options["until"])
-            found.append(self.llm.generate([prompt], params)[0].text)
+            found.append(self.llm.generate([self.tok_encode(prompt)], params)[0].text)
         return found
 
 

@@ -24,7 +24,7 @@ declare -A needs=(
     [langchain]="alone langchain-openai>=1"
     [instructor]="alone instructor>=1"
     [lm_eval]="shares lm-eval[api]>=0.4.9"
-    [guidellm]="shares guidellm>=0.3"
+    [guidellm]="shares guidellm>=0.8"
     [ray]="shares ray[serve]>=2.50 httpx"
 )
 
