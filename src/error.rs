@@ -133,6 +133,26 @@ pub enum Error {
         /// Column of the first offending value.
         index: i64,
     },
+    /// A grammar that cannot be honoured: malformed, too large, or not for this vocabulary.
+    #[error("{what}: {why}")]
+    Grammar {
+        /// What of it, such as `json`.
+        what: &'static str,
+        /// Reason.
+        why: String,
+    },
+    /// A request's grammar has no next token, or following it met a limit.
+    #[error("grammar: {why} (request {request}, row {row}, position {position})")]
+    GrammarFailed {
+        /// Reason.
+        why: String,
+        /// Request row of the batch, -1 where none applies.
+        request: i64,
+        /// Row of logits, -1 where none applies.
+        row: i64,
+        /// Absolute position of the token that could not be drawn, -1 where none applies.
+        position: i64,
+    },
     /// Shapes, strides or element types of operands that do not fit each other.
     #[error("{operand}: got {got}, want {want}")]
     Mismatch {

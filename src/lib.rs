@@ -6,7 +6,8 @@
 //! Data flows one way; a module imports only from those on its left:
 //!
 //! ```text
-//! error, bounds, revert, simd -> geometry -> pool | round -> plan -> plan::write -> draft | host | device -> graph -> py
+//! error, bounds, revert, simd -> geometry -> pool | round -> grammar -> plan -> plan::write -> draft | host | device
+//!     -> graph -> py
 //! ```
 //!
 //! | module | what lives there |
@@ -18,6 +19,7 @@
 //! | [`geometry`] | tree shapes, limits, capacities, draft layouts: pure arithmetic |
 //! | [`pool`] | the paged KV allocator: reference counts, sequences, leases, prefix cache, ledger |
 //! | [`round`] | what host and device both speak of: draft masks, trees, sampling parameters, accepted paths |
+//! | [`grammar`] | structured output: which tokens may come next, by llguidance |
 //! | [`plan`] | metadata of each phase, audited before anything may use it |
 //! | [`draft`] | sources of drafts that need no head, and one tree from many sources |
 //! | [`host`] | the CPU kernels: a plain reference and a fast path for each |
@@ -34,6 +36,7 @@ pub mod bounds;
 pub mod draft;
 pub mod error;
 pub mod geometry;
+pub mod grammar;
 pub mod host;
 pub mod plan;
 pub mod pool;

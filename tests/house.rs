@@ -10,6 +10,7 @@ const ORDER: &[&[&str]] = &[
     &["error", "bounds", "revert", "simd"],
     &["geometry"],
     &["pool", "round"],
+    &["grammar"],
     &["plan"],
     &["plan::write"],
     &["plan::certify"],

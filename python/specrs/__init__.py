@@ -45,6 +45,7 @@ from specrs._specrs import (
     set_num_threads,
     verify,
 )
+from specrs.grammar import GrammarError, GrammarFailedError, StructuredOutputs
 from specrs.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -108,6 +109,8 @@ __all__ = [
     "FinishReason",
     "FormatBuffers",
     "Geometry",
+    "GrammarError",
+    "GrammarFailedError",
     "GraphCaptureError",
     "GraphRuntime",
     "HubError",
@@ -129,6 +132,7 @@ __all__ = [
     "StaleOutputError",
     "StepFailedError",
     "StreamEvent",
+    "StructuredOutputs",
     "TokenizedPrompt",
     "Tree",
     "TreeBatch",

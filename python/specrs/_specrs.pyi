@@ -84,6 +84,22 @@ class NonFiniteError(SpecrsError, ValueError):
     position: int
     index: int
 
+class GrammarError(ConfigError):
+    """A grammar that cannot be honoured: malformed, too large, or of a model without a tokenizer; raised before its
+    request is queued.
+    """
+
+    what: str
+    why: str
+
+class GrammarFailedError(SpecrsError):
+    """The grammar of a request allows no token that the request could take, or following it met a limit."""
+
+    why: str
+    request: int
+    row: int
+    position: int
+
 class CudaError(SpecrsError, RuntimeError):
     """CUDA is missing, or its driver refused a call."""
 
@@ -1215,13 +1231,92 @@ class TreeBatch:
     def __len__(self) -> int: ...
 
 @final
+class TokenMask:
+    """Tokens that may be drawn, a bit a token; made once, shared by samplers."""
+
+    def __new__(cls, vocab: SupportsIndex, tokens: _List[SupportsIndex]) -> Self: ...
+    @property
+    def vocab(self) -> int:
+        """Tokens of the vocabulary."""
+
+    def tokens(self) -> list[int]:
+        """The tokens in it, ascending."""
+
+    def __len__(self) -> int: ...
+    def __contains__(self, token: SupportsIndex) -> bool: ...
+
+@final
+class GrammarVocabulary:
+    """The bytes of a model's tokens, by which its grammars are compiled; one an engine. Making it takes a second for
+    128k tokens.
+
+    `tokens` has the bytes of each token within a text, none for one that never stands in a text. `special` are those
+    that stand for no text (EOS, marks of a chat): a grammar allows them where it names them.
+    """
+
+    def __new__(cls, tokens: _List[bytes], special: _List[SupportsIndex]) -> Self: ...
+    def compile(
+        self,
+        kind: str,
+        texts: _List[str],
+        whitespace: str | None = None,
+        start_after: str | _List[SupportsIndex] | None = None,
+    ) -> Grammar:
+        """Compile what a text must look like. `kind` is `json` (a schema's text; between its tokens stands what the
+        regular expression `whitespace` matches, `""` for nothing), `regex`, `choice` (each of `texts`) or `grammar`
+        (Lark's syntax). It begins behind the text, or the tokens, `start_after`, before which anything may stand.
+        Raises `GrammarError`.
+        """
+
+    def __len__(self) -> int: ...
+
+@final
+class Grammar:
+    """A compiled grammar, which requests share."""
+
+    def start(self, endings: _List[SupportsIndex]) -> GrammarTracker:
+        """A request at its beginning; `endings` are tokens that end its output, which are allowed where the text may
+        end.
+        """
+
+@final
+class GrammarTracker:
+    """How far one request has come in its grammar. Samplers that have it draw under its masks; the output is
+    committed to it once.
+    """
+
+    def commit(self, tokens: _List[SupportsIndex]) -> None:
+        """These tokens are the output's next ones. Raises `GrammarFailedError` where they cannot be followed, and
+        for every mask from then on.
+        """
+
+    def mask(self, path: _List[SupportsIndex] | None = None) -> TokenMask | None:
+        """What may be drawn behind the output and `path`; `None` for everything, behind an ending. Raises
+        `GrammarFailedError`.
+        """
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing but an ending can follow."""
+
+    def allowed(self, tokens: _List[SupportsIndex]) -> int:
+        """How many of these tokens may stand behind the output, one behind the other."""
+
+    def forced(self) -> list[int | tuple[bytes, list[int]]]:
+        """What must come next, in order: special tokens and endings as tokens, texts as `(bytes, tokens)`, of which
+        the tokens are one spelling.
+        """
+
+@final
 class Sampler:
     """Sampling parameters and token history of one request. The token at absolute position p depends on the logits, the
     parameters, the history, the path and `(seed, p)` alone, so plain and speculative decoding draw the same.
 
     `vocab` is the length of a logits row. `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0, a repetition
     penalty of 1 and presence and frequency penalties of 0 do nothing. `logit_bias` maps token ids to a finite bias, or
-    -inf to forbid the token. A parameter that cannot be honoured raises `ConfigError` with its name.
+    -inf to forbid the token. `allowed` are the tokens that may be drawn at all, `grammar` says which may be drawn
+    behind the output and a path; the output is committed to it apart. A parameter that cannot be honoured raises
+    `ConfigError` with its name.
 
     Logits are edited in float32. Limits: |bias| <= 1e30, |penalty| <= 1e20, repetition penalty in [1e-6, 1e6]; within
     them no logit of magnitude up to 1e30 overflows, however often a token occurs.
@@ -1240,6 +1335,8 @@ class Sampler:
         presence_penalty: float = 0.0,
         frequency_penalty: float = 0.0,
         logit_bias: Mapping[int, float] | None = None,
+        allowed: TokenMask | None = None,
+        grammar: GrammarTracker | None = None,
     ) -> Self: ...
     @property
     def vocab(self) -> int:
@@ -1251,7 +1348,8 @@ class Sampler:
     def draw(self, logits: _Tensor, position: SupportsIndex, path: _List[SupportsIndex] | None = None) -> int:
         """The token at absolute `position` from its `logits` (float32 [vocab]); `path` are the tokens between the
         committed history and it. Raises `NonFiniteError` for NaN, +inf, or no finite value; its `what` says whether
-        the logits came so, or bias and penalties made them so.
+        the logits came so, or bias and penalties made them so; `GrammarFailedError` where the grammar leaves
+        nothing.
         """
 
 @final
@@ -1275,9 +1373,9 @@ class Accepts:
         """
 
     @property
-    def errors(self) -> list[NonFiniteError | None]:
-        """For each request `None`, or the `NonFiniteError` of the row of logits that could not be sampled, at the
-        last node of its path: `request` is its row of the batch, `row` the row of logits.
+    def errors(self) -> list[NonFiniteError | GrammarFailedError | None]:
+        """For each request `None`, or why no token could be drawn at the last node of its path: the `NonFiniteError`
+        of the row of logits, or a `GrammarFailedError`; `request` is its row of the batch, `row` the row of logits.
         """
 
     def __len__(self) -> int: ...

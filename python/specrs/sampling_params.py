@@ -10,6 +10,7 @@ from numbers import Real
 from typing import Any
 
 from specrs._specrs import ConfigError
+from specrs.grammar import StructuredOutputs
 
 _MAX_SEED = 2**64 - 1
 _MAX_TOP_K = 2**63 - 1
@@ -124,6 +125,8 @@ class SamplingParams:
         truncate_prompt_tokens: keep so many last tokens of the prompt; -1: as many as leave room for ``max_tokens``.
         priority: requests with a lower number run first, and are preempted last; in -2**31..2**31 - 1 (0).
         skip_special_tokens: leave special tokens out of the text.
+        structured_outputs: what the text must look like, as `StructuredOutputs` or a mapping of its fields; tokens that
+            would break it have no probability, and the output ends where it is complete. ``None``: anything.
 
     Raises:
         ConfigError: a value out of range or of another type, by name; ``what``, ``got`` and ``why`` are attributes.
@@ -154,6 +157,7 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     priority: int | None = 0
     skip_special_tokens: bool | None = True
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
@@ -338,6 +342,14 @@ def _prediction(name: str, value: object) -> str | tuple[int, ...]:
     return tuple(_integer(name, i, 0) for i in _items(name, value))
 
 
+def _structured(name: str, value: object) -> StructuredOutputs:
+    if isinstance(value, StructuredOutputs):
+        return value
+    if not isinstance(value, Mapping):
+        raise _refuse(name, value, "must be StructuredOutputs, or a mapping of its fields")
+    return StructuredOutputs.from_dict(value)
+
+
 _CHECKS: dict[str, Callable[[str, object], Any]] = {
     "max_tokens": lambda name, value: _integer(name, value, 1),
     "temperature": _temperature,
@@ -364,4 +376,5 @@ _CHECKS: dict[str, Callable[[str, object], Any]] = {
     "truncate_prompt_tokens": _truncate,
     "priority": lambda name, value: _integer(name, value, -_MAX_PRIORITY, _MAX_PRIORITY - 1),
     "skip_special_tokens": _flag,
+    "structured_outputs": _structured,
 }

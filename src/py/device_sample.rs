@@ -25,7 +25,7 @@ pub(super) fn _device_samplers(py: Python<'_>, samplers: Vec<Bound<'_, Sampler>>
         let (mut rows, mut begins, mut counts) = (Vec::<i64>::new(), Vec::new(), Vec::new());
         let (mut tokens, mut biases, mut outputs) = (Vec::<i32>::new(), Vec::<f32>::new(), Vec::<i32>::new());
         with_samplers(&samplers, |sampler| {
-            let edits = sampler.edits();
+            let edits = sampler.masked_edits();
             rows.extend(SamplerRow::of(sampler.config()).words().map(|w| w as i64));
             begins.push(tokens.len() as i32);
             counts.push(edits.tokens.len() as i32);

@@ -20,6 +20,8 @@ struct Classes {
     stale_handle: Py<PyType>,
     out_of_bounds: Py<PyType>,
     non_finite: Py<PyType>,
+    grammar: Py<PyType>,
+    grammar_failed: Py<PyType>,
     cuda: Py<PyType>,
     device_memory: Py<PyType>,
     stale_output: Py<PyType>,
@@ -55,8 +57,21 @@ fn classes(py: Python<'_>) -> PyResult<&Classes> {
         let value = || Some(py.get_type::<PyValueError>());
         let index = || Some(py.get_type::<PyIndexError>());
         let runtime = || Some(py.get_type::<PyRuntimeError>());
+        let config = sub("ConfigError", value(), "A value, size, shape or element type that cannot be honoured.")?;
         Ok(Classes {
-            config: sub("ConfigError", value(), "A value, size, shape or element type that cannot be honoured.")?,
+            grammar: class(
+                py,
+                "GrammarError",
+                &[config.bind(py).clone()],
+                "A grammar that cannot be honoured: malformed, too large, or of a model without a tokenizer; raised before \
+                 its request is queued.",
+            )?,
+            grammar_failed: sub(
+                "GrammarFailedError",
+                None,
+                "The grammar of a request allows no token that the request could take, or following it met a limit.",
+            )?,
+            config,
             exhausted: sub("PoolExhaustedError", None, "Too few free pages or sequences; nothing was changed.")?,
             ledger: sub("LedgerError", None, "A double free, or pages whose account does not add up.")?,
             stale_handle: sub("StaleHandleError", None, "A sequence, lease or plan that is no longer live.")?,
@@ -94,6 +109,8 @@ pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
         &c.stale_handle,
         &c.out_of_bounds,
         &c.non_finite,
+        &c.grammar,
+        &c.grammar_failed,
         &c.cuda,
         &c.device_memory,
         &c.stale_output,
@@ -143,6 +160,8 @@ table! {
         index: index = 99, bound: bound = 64 } => out_of_bounds,
     NonFinite { what: what = "target logits", value: value = "NaN", request: request = 0, row: row = 2,
         position: position = 7, index: index = 5 } => non_finite,
+    Grammar { what: what = "regex", why: why = "unclosed group".into() } => grammar,
+    GrammarFailed { why: why = "no token is allowed".into(), request: request = 0, row: row = 2, position: position = 7 } => grammar_failed,
     StaleOutput { what: what = "kv_indices".into(), held: held = 1, current: current = 2 } => stale_output,
     GraphCapture { call: call = "cuStreamEndCapture", node: node = "host".into(), path: path = "body / 0 host".into(),
         why: why = "host at body / 0 host: the body of a loop runs on the device".into() } => graph_capture,

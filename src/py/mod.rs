@@ -10,6 +10,7 @@
 //! | `device_round` | the end of a round and the ring that the host reads it from |
 //! | `geometry` | tree shapes, sizes, draft layouts, token trees |
 //! | `kv`, `attention` | the KV cache, its writes and moves, attention, RoPE |
+//! | `grammar` | structured output: vocabularies, grammars, how far requests have come |
 //! | `linear` | packed matrix products, RMSNorm |
 //! | `threads` | how many threads the kernels use |
 //! | `pool` | the paged pool, sequences, leases |
@@ -41,6 +42,7 @@ mod draft_merge;
 mod drafts;
 mod errors;
 mod geometry;
+mod grammar;
 #[cfg(feature = "cuda")]
 mod graph;
 mod kv;
@@ -104,6 +106,8 @@ mod _specrs {
     use super::errors::error_examples;
     #[pymodule_export]
     use super::geometry::{DraftRegion, Geometry, Tree, TreeShape};
+    #[pymodule_export]
+    use super::grammar::{Grammar, GrammarTracker, GrammarVocabulary, TokenMask};
     #[cfg(feature = "cuda")]
     #[pymodule_export]
     use super::graph::{_graph_child, _graph_collect, _graph_loop_count, Graph};

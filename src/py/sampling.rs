@@ -8,6 +8,7 @@ use pyo3::prelude::*;
 
 use super::arg::{Int, detached, i32s, same_len, u32s};
 use super::dlpack::Tensor;
+use super::grammar::{GrammarTracker, TokenMask};
 use super::trees::TreeBatch;
 use crate::error::{Error, Result};
 use crate::host::sample::{self, Scratch};
@@ -24,7 +25,9 @@ thread_local! {
 ///
 /// `vocab` is the length of a logits row. `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0, a repetition
 /// penalty of 1 and presence and frequency penalties of 0 do nothing. `logit_bias` maps token ids to a finite bias, or
-/// -inf to forbid the token. A parameter that cannot be honoured raises `ConfigError` with its name.
+/// -inf to forbid the token. `allowed` are the tokens that may be drawn at all, `grammar` says which may be drawn behind
+/// the output and a path; the output is committed to it apart. A parameter that cannot be honoured raises `ConfigError`
+/// with its name.
 ///
 /// Logits are edited in float32. Limits: |bias| <= 1e30, |penalty| <= 1e20, repetition penalty in [1e-6, 1e6]; within
 /// them no logit of magnitude up to 1e30 overflows, however often a token occurs.
@@ -44,10 +47,11 @@ impl Sampler {
     #[new]
     #[pyo3(signature = (
         vocab, prompt_tokens, temperature=0.0, top_k=Int::ZERO, top_p=1.0, min_p=0.0, seed=Int::ZERO,
-        repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, logit_bias=None,
+        repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, logit_bias=None, allowed=None,
+        grammar=None,
     ))]
     #[pyo3(text_signature = "(vocab, prompt_tokens, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, \
-        repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, logit_bias=None)")]
+        repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, logit_bias=None, allowed=None, grammar=None)")]
     #[allow(clippy::too_many_arguments, reason = "the parameters of a request, by name")]
     fn new(
         py: Python<'_>,
@@ -62,6 +66,8 @@ impl Sampler {
         presence_penalty: f64,
         frequency_penalty: f64,
         logit_bias: Option<HashMap<Int, f64>>,
+        allowed: Option<&Bound<'_, TokenMask>>,
+        grammar: Option<&Bound<'_, GrammarTracker>>,
     ) -> PyResult<Self> {
         let config = SamplerConfig {
             temperature,
@@ -73,9 +79,14 @@ impl Sampler {
             presence_penalty,
             frequency_penalty,
             logit_bias: logit_bias.into_iter().flatten().map(|(t, b)| bias(t, b)).collect::<Result<_>>()?,
+            allowed: allowed.map(|a| a.get().0.clone()),
         };
+        let grammar = grammar.map(|g| g.get().0.clone());
         let (vocab, prompt) = (vocab.u32("vocab")?, i32s("prompt token", &prompt_tokens)?);
-        let sampler = detached(py, || sample::Sampler::new(vocab, &prompt, config))?;
+        let sampler = detached(py, || {
+            let sampler = sample::Sampler::new(vocab, &prompt, config)?;
+            grammar.map_or(Ok(sampler.clone()), |g| sampler.under(g))
+        })?;
         Ok(Self { state: RwLock::new(sampler) })
     }
 
@@ -93,7 +104,7 @@ impl Sampler {
 
     /// The token at absolute `position` from its `logits` (float32 [vocab]); `path` are the tokens between the
     /// committed history and it. Raises `NonFiniteError` for NaN, +inf, or no finite value; its `what` says whether
-    /// the logits came so, or bias and penalties made them so.
+    /// the logits came so, or bias and penalties made them so; `GrammarFailedError` where the grammar leaves nothing.
     #[pyo3(signature = (logits, position, path=None))]
     fn draw(&self, py: Python<'_>, logits: &Bound<'_, PyAny>, position: Int, path: Option<Vec<Int>>) -> PyResult<i32> {
         let logits = Tensor::import(logits, "logits", None)?;
@@ -159,8 +170,8 @@ impl Accepts {
         (0..self.0.len()).map(|i| self.0.tokens(i).to_vec()).collect()
     }
 
-    /// For each request `None`, or the `NonFiniteError` of the row of logits that could not be sampled, at the last node
-    /// of its path: `request` is its row of the batch, `row` the row of logits.
+    /// For each request `None`, or why no token could be drawn at the last node of its path: the `NonFiniteError` of the
+    /// row of logits, or a `GrammarFailedError`; `request` is its row of the batch, `row` the row of logits.
     #[getter]
     fn errors(&self) -> Vec<Option<PyErr>> {
         (0..self.0.len()).map(|i| self.0.fault(i).cloned().map(PyErr::from)).collect()

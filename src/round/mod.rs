@@ -34,6 +34,7 @@ pub mod philox;
 pub mod round_end;
 mod sampler_config;
 mod token_edits;
+mod token_mask;
 mod tree_batch;
 pub(crate) mod weight;
 
@@ -41,4 +42,5 @@ pub use accepts::Accepts;
 pub use draft_mask::DraftMask;
 pub use sampler_config::{MAX_BIAS, MAX_PENALTY, MAX_REPETITION, MAX_VOCAB, SamplerConfig};
 pub use token_edits::TokenEdits;
+pub use token_mask::TokenMask;
 pub use tree_batch::TreeBatch;

@@ -1,5 +1,6 @@
 //! Sampling parameters and their check.
 
+use super::token_mask::TokenMask;
 use crate::error::{Error, Result, in_range};
 
 /// Largest vocabulary: the sum of all weights of a row (see `round::weight`) stays far inside u64.
@@ -39,6 +40,8 @@ pub struct SamplerConfig {
     /// Added to the logits of these tokens: (token, bias). Magnitude up to [`MAX_BIAS`], or -inf to forbid a token; each
     /// token once.
     pub logit_bias: Vec<(i32, f32)>,
+    /// Tokens that may be drawn; `None` allows all. Of the vocabulary of the logits.
+    pub allowed: Option<TokenMask>,
 }
 
 impl Default for SamplerConfig {
@@ -53,6 +56,7 @@ impl Default for SamplerConfig {
             presence_penalty: 0.0,
             frequency_penalty: 0.0,
             logit_bias: Vec::new(),
+            allowed: None,
         }
     }
 }
@@ -75,6 +79,10 @@ impl SamplerConfig {
             let usable = |b: f64| b.abs() <= f64::from(MAX_BIAS) || b == f64::NEG_INFINITY;
             check("logit_bias", f64::from(bias), usable, "must be in [-1e30, 1e30], or -inf to forbid the token")?;
         }
+        if let Some(allowed) = self.allowed.as_ref().filter(|a| a.vocab() != vocab) {
+            let (got, want) = (format!("{} tokens", allowed.vocab()), format!("{vocab} (the vocabulary)"));
+            return Err(Error::Mismatch { operand: "allowed tokens", got, want });
+        }
         self.logit_bias.sort_unstable_by_key(|&(token, _)| token);
         if let Some(pair) = self.logit_bias.windows(2).find(|w| w[0].0 == w[1].0) {
             let got = format!("token {} twice", pair[0].0);
@@ -90,7 +98,7 @@ impl SamplerConfig {
 
     /// Whether any logit is changed before temperature.
     pub(crate) fn edits_logits(&self) -> bool {
-        self.penalises() || !self.logit_bias.is_empty()
+        self.penalises() || !self.logit_bias.is_empty() || self.allowed.is_some()
     }
 }
 

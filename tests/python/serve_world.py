@@ -1,141 +1,129 @@
-"""Servers for tests: in a process of their own, or in this one's event loop over an engine that the test has."""
+"""A server on loopback for tests: uvicorn in a thread, over one engine, and clients that misbehave."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import re
-import signal
-import subprocess
-import sys
+import json
+import socket
+import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from modelzoo import Pair
-from specrs import LLM, AsyncLLM
+import httpx
 
-TEMPLATE = (
-    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}a: {% endif %}"
-)
-NAME = "tiny"  # of the model, for requests
+from specrs.engine import AsyncLLM
+from specrs.serve import ServeConfig, new_event_loop, server
 
-
-class Process:
-    """``specrs serve`` as a user starts it.
-
-    Attributes:
-        port: that it listens at.
-        url: without a path.
-    """
-
-    def __init__(self, folder: Path, *argv: str | Path, env: dict[str, str] | None = None, limit: float = 120) -> None:
-        path = os.pathsep.join(p for p in sys.path if p)
-        whole = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "SPECRS_DEVICE": "cpu", **(env or {})}
-        folder.mkdir(parents=True, exist_ok=True)
-        self.stdout, self.stderr = folder / "out", folder / "err"
-        given = [str(a) for a in argv]
-        if "--port" not in given:
-            given += ["--port", "0"]
-        with self.stdout.open("ab") as out, self.stderr.open("wb") as err:
-            command = [sys.executable, "-m", "specrs", "serve", *given]
-            self.process = subprocess.Popen(command, stdout=out, stderr=err, env=whole)
-        began = time.monotonic()
-        while not (found := re.search(r"^listening on http://127\.0\.0\.1:(\d+)$", self.errors(), re.M)):
-            if self.process.poll() is not None or time.monotonic() - began > limit:
-                self.process.kill()
-                raise AssertionError(f"no server ({self.process.wait()}):\n{self.errors()}")
-            time.sleep(0.02)
-        self.port = int(found[1])
-        self.url = f"http://127.0.0.1:{self.port}"
-
-    def errors(self) -> str:
-        """What it wrote on stderr so far."""
-        return self.stderr.read_text(errors="replace")
-
-    def memory(self) -> int:
-        """Bytes that it has in memory, and had at most."""
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        found = re.search(r"^VmRSS:\s+(\d+) kB", status, re.M)
-        assert found
-        return int(found[1]) << 10
-
-    def end(self, how: int = signal.SIGTERM, limit: float = 60) -> int:
-        """Send a signal, and wait for the exit status."""
-        if self.process.poll() is None:
-            self.process.send_signal(how)
-        return self.process.wait(limit)
+TEMPLATE = """{% for m in messages %}<{{ m.role }}>{{ m.content }}
+{% endfor %}{% if reasoning_effort is defined %}!{{ reasoning_effort }}
+{% endif %}{% if add_generation_prompt %}<assistant>{% endif %}"""
 
 
-@contextlib.contextmanager
-def process(folder: Path, *argv: str | Path, **more: Any) -> Iterator[Process]:
-    """A server in a process, killed at the end where it is still there."""
-    server = Process(folder, *argv, **more)
-    try:
-        yield server
-    finally:
-        if server.process.poll() is None:
-            server.process.kill()
-            server.process.wait()
+class Running:
+    """A server that runs; ``client`` asks it, ``service`` is what its requests share."""
 
+    def __init__(self, config: ServeConfig, engine: AsyncLLM) -> None:
+        self.engine = engine
+        self.server: Any = server(config, engine)
+        self._thread = threading.Thread(target=self._run, name="server")
+        self._thread.start()
+        wait(lambda: self.server.started or not self._thread.is_alive())
+        assert self.server.started
+        self.address: str = self.server.address
+        self.port = int(self.address.rsplit(":", 1)[1])
+        self.client = httpx.Client(base_url=self.address, timeout=60)
 
-@contextlib.asynccontextmanager
-async def hosted(llm: LLM, limits: dict[str, Any] | None = None, **config: Any) -> AsyncIterator[tuple[int, AsyncLLM]]:
-    """A server in this loop, over an engine; its port, and the `AsyncLLM`.
+    @property
+    def service(self) -> Any:
+        return self.server.config.app.state.service
 
-    Args:
-        llm: the test's again afterwards.
-        limits: of `AsyncLLM`.
-        config: of `ServeConfig`.
-    """
-    from specrs.serve import ServeConfig, server
-    from specrs.serve.process import listener
-
-    engine = AsyncLLM(llm, **(limits or {}))
-    settings = ServeConfig(**{"served_names": (NAME,), "port": 0, "log": "none", **config})
-    sock = listener(settings)
-    try:
-        http = server(settings, engine)
-        task = asyncio.ensure_future(http.serve([sock]))
-        while not http.started:
-            await asyncio.sleep(0.005)
-            if task.done():
-                task.result()
-                raise AssertionError("the server ended before it began")
+    def _run(self) -> None:
+        self.loop = new_event_loop()
         try:
-            yield sock.getsockname()[1], engine
+            self.loop.run_until_complete(self.server.serve())
         finally:
-            http.should_exit = True
-            await asyncio.wait_for(task, 60)
+            self.loop.close()
+
+    def stop(self) -> None:
+        self.client.close()
+        self.server.handle_exit(15, None)
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return self.client.post(path, json=body)
+
+    def complete(self, **body: Any) -> dict[str, Any]:
+        """A completion that succeeds."""
+        answer = self.post("/v1/completions", **body)
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    def chat(self, text: str, **body: Any) -> dict[str, Any]:
+        """A chat that succeeds."""
+        answer = self.post("/v1/chat/completions", messages=[{"role": "user", "content": text}], **body)
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    def stream(self, path: str, **body: Any) -> list[dict[str, Any]]:
+        """The events of a stream, which ends as streams do."""
+        answer = self.post(path, **body, stream=True)
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        return events(answer.text)
+
+    def refused(self, path: str, **body: Any) -> dict[str, Any]:
+        """The error of a request that is wrong."""
+        answer = self.post(path, **body)
+        assert answer.status_code == 400, answer.text
+        error: dict[str, Any] = answer.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        return error
+
+    def raw(self, path: str, body: dict[str, Any], **headers: str) -> socket.socket:
+        """A connection on which a request has been sent."""
+        sock = socket.create_connection(("127.0.0.1", self.port), timeout=30)
+        data = json.dumps(body).encode()
+        told = {"Host": "127.0.0.1", "Content-Type": "application/json", "Content-Length": str(len(data)), **headers}
+        head = "".join(f"{name}: {value}\r\n" for name, value in told.items())
+        sock.sendall(f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + data)
+        return sock
+
+    def idle(self) -> None:
+        """Wait until nothing is left of any request, and check the pool."""
+        wait(lambda: not self.service.open_requests and not len(self.service.watch))
+        wait(lambda: not (stats := self.engine.stats()).submitted and not stats.engine.running)
+        counts = asyncio.run_coroutine_threadsafe(self.engine.audit(), self.loop).result(30)
+        assert counts["sequences"] == counts["leased_sequences"] == counts["held_pages"] == 0
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    """Of a whole stream."""
+    blocks = [block for block in text.split("\n\n") if block and not block.startswith(":")]
+    assert blocks and blocks[-1] == "data: [DONE]" and all(block.startswith("data: ") for block in blocks)
+    return [json.loads(block.removeprefix("data: ")) for block in blocks[:-1]]
+
+
+def wait(until: Callable[[], Any], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not until():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.01)
+
+
+@contextmanager
+def running(engine: AsyncLLM, tmp: Path, **options: Any) -> Iterator[Running]:
+    """A further server over the same engine."""
+    template = tmp / "template.jinja"
+    template.write_text(TEMPLATE, encoding="utf-8")
+    config = ServeConfig(**{"port": 0, "log": "none", "chat_template": str(template), "drain_seconds": 5, **options})
+    made = Running(config, engine)
+    try:
+        yield made
     finally:
-        sock.close()
-        await engine.aclose(drain=False)
-
-
-def run(work: Callable[[], Coroutine[Any, Any, Any]], limit: float = 240.0) -> Any:
-    """In a fresh loop; one that hangs fails."""
-    return asyncio.run(asyncio.wait_for(work(), limit))
-
-
-async def idle(engine: AsyncLLM, limit: float = 20.0) -> float:
-    """Wait until the engine has nothing to do; seconds that it took."""
-    began = time.monotonic()
-    while (stats := engine.stats()).submitted or stats.engine.running or stats.engine.waiting:
-        assert time.monotonic() - began < limit, f"still at work after {limit} s: {stats}"
-        await asyncio.sleep(0.005)
-    return time.monotonic() - began
-
-
-async def clean(engine: AsyncLLM) -> None:
-    """No page, no sequence, no lease is anybody's."""
-    audit = await engine.audit()
-    assert audit["sequences"] == audit["leased_sequences"] == audit["held_pages"] == 0, audit
-
-
-def chatty(pair: Pair) -> Pair:
-    """The pair, with a chat template beside the target."""
-    (pair.target / "chat_template.jinja").write_text(TEMPLATE)
-    return pair
+        made.stop()

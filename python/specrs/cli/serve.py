@@ -11,7 +11,7 @@ from typing import Any
 
 from specrs.cli import options
 
-_PLAIN = ("max_waiting", "max_waiting_tokens", "max_body_bytes", "max_n", "drain_seconds", "log")
+_PLAIN = ("max_waiting", "max_waiting_tokens", "max_body_bytes", "max_n", "drain_seconds", "log", "chat_template")
 
 
 def add_parser(commands: Any) -> None:
@@ -23,6 +23,7 @@ def add_parser(commands: Any) -> None:
     p.add_argument("--no-draft", action="store_true", help="decode plainly")
     p.add_argument("--served-model-name", action="append", metavar="NAME",
                    help="what requests call the model; may be repeated (default: of the model)")  # fmt: skip
+    p.add_argument("--chat-template", metavar="FILE", help="template of conversations (default: the model's own)")
     p.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
     p.add_argument("--port", type=int, default=8000, help="0: a free one (default: %(default)s)")
     p.add_argument("--api-key-file", metavar="FILE",

@@ -155,6 +155,8 @@ class AsyncLLM:
         began = time.perf_counter()
         slot = self._desk.reserve(asyncio.get_running_loop(), RequestTimes(began), self._most, self._worker)
         try:
+            if isinstance(params, SamplingParams) and params.structured_outputs is not None:
+                await self._pooled(lambda: self._llm._grammar(params))  # compiled here, no step waits for it
             prompt = await self._pooled(make) if pooled else make()
             self._desk.queue(slot, prompt, params, began, self._most_tokens)
             await slot.taken()

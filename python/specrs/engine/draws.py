@@ -5,6 +5,9 @@ Some tokens are banned everywhere: all but ``allowed_token_ids``, and bad words 
 * Before ``min_tokens``, nothing is drawn that would end the output.
 * A bad word of several tokens bans its last one behind the others.
 
+A grammar bans by the tokens before, at every draw. Samplers have its tracker, so whoever walks a tree draws under the
+mask of each path; a device that draws a round by one mask has `room` for one token.
+
 A round draws all its tokens by one sampler, so a ban that holds for some of them needs care. How many tokens one
 sampler may draw is known for ``min_tokens`` (`Draws.room`): the round's tree is made no deeper. Where a bad word is
 about to be completed is known when tokens have been drawn: `Draws.standing` counts those that were drawn as they should
@@ -17,8 +20,9 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 
-from specrs._specrs import Sampler
+from specrs._specrs import Grammar, GrammarFailedError, Sampler, TokenMask
 from specrs.sampling_params import ResolvedSampling
 
 
@@ -32,6 +36,8 @@ class Draws:
         seed: of its random numbers.
         endings: tokens that would end the output.
         bad_words: token ids of each bad word, one at least.
+        grammar: what the output must look like.
+        by_path: whether each draw of a round goes by the mask of its own path; else there is the first one's alone.
     """
 
     def __init__(
@@ -42,9 +48,14 @@ class Draws:
         seed: int,
         endings: Collection[int] = (),
         bad_words: Sequence[Sequence[int]] = (),
+        grammar: Grammar | None = None,
+        by_path: bool = True,
     ) -> None:
         self._vocab, self._prompt, self._params, self._seed = vocab, list(prompt), params, seed
         self._endings = frozenset(token for token in endings if token < vocab)
+        self.grammar = None if grammar is None else grammar.start(sorted(self._endings))
+        """How far the output has come in its grammar."""
+        self._by_path = by_path
         self._least = params.min_tokens if self._endings else 0  # tokens before one of them
         self._output: list[int] = []
         self._words: dict[int, list[tuple[int, ...]]] = {}  # those of several tokens, by the last but one
@@ -53,9 +64,8 @@ class Draws:
                 self._words.setdefault(word[-2], []).append(word)
         self._longest = max(map(len, bad_words), default=1)
         self._bias: Mapping[int, float] = dict(params.logit_bias)
-        if params.allowed_token_ids is not None:
-            banned = set(range(vocab)).difference(params.allowed_token_ids)
-            self._bias = {**self._bias, **dict.fromkeys(banned, -math.inf)}
+        allowed = params.allowed_token_ids
+        self._allowed = None if allowed is None else TokenMask(vocab, allowed)
         self._bias = {**self._bias, **{word[0]: -math.inf for word in bad_words if len(word) == 1}}
         penalised = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
         self._penalised = penalised
@@ -79,6 +89,8 @@ class Draws:
             presence_penalty=p.presence_penalty,
             frequency_penalty=p.frequency_penalty,
             logit_bias={**self._bias, **dict.fromkeys(banned, -math.inf)} if banned else dict(self._bias),
+            allowed=self._allowed,
+            grammar=self.grammar,
         )
         if self._penalised:
             sampler.commit(self._output)
@@ -87,18 +99,26 @@ class Draws:
     @property
     def room(self) -> int:
         """Tokens, from the next one on, that are drawn by `sampler`."""
-        if self._banned:
+        if self._banned or (self.grammar is not None and not self._by_path):
             return 1
         return self._least - len(self._output) if len(self._output) < self._least else sys.maxsize
 
     @property
     def varies(self) -> bool:
         """Whether the next round may begin elsewhere than where this one ends, or draw by another sampler."""
-        return bool(self._words) or len(self._output) < self._least
+        return self.grammar is not None or bool(self._words) or len(self._output) < self._least
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing can follow: the grammar's text is complete, and no token would end the output."""
+        return self.grammar is not None and not self._endings and self.grammar.complete
 
     def commit(self, tokens: Sequence[int]) -> None:
         """These tokens are the output's next ones."""
         self._output += tokens
+        if self.grammar is not None:
+            with suppress(GrammarFailedError):  # the next draw says so
+                self.grammar.commit(list(tokens))
         early = len(self._output) < self._least
         if self._penalised and tokens:
             self._free.commit(list(tokens))

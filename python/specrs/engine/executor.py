@@ -19,7 +19,7 @@ from typing import ParamSpec, Protocol, TypeVar
 
 import torch
 
-from specrs._specrs import Accepts, DraftBeams, Lease, Moves, NonFiniteError, Planner, TreeBatch
+from specrs._specrs import Accepts, DraftBeams, GrammarFailedError, Lease, Moves, NonFiniteError, Planner, TreeBatch
 from specrs._specrs import Sequence as KvSequence
 from specrs.engine.batch import Batch
 from specrs.engine.pages import Pages
@@ -72,7 +72,7 @@ class Prefilled(Pass, Protocol):
     """The results of a chunk of prefill."""
 
     @property
-    def drawn(self) -> Sequence[tuple[list[int], NonFiniteError | None]]:
+    def drawn(self) -> Sequence[tuple[list[int], NonFiniteError | GrammarFailedError | None]]:
         """For each request that was to draw: its token, or why there is none."""
 
 

@@ -52,7 +52,7 @@ class _Pass:
 
 @dataclass(eq=False)
 class HostPrefilled(_Pass):
-    drawn: list[tuple[list[int], core.NonFiniteError | None]]
+    drawn: list[tuple[list[int], core.NonFiniteError | core.GrammarFailedError | None]]
     kept: dict[int, int]  # where the logits of a row are
 
     def logits(self, request: int, rows: Sequence[int]) -> torch.Tensor:
@@ -347,11 +347,13 @@ def _stack(rows: list[torch.Tensor]) -> torch.Tensor:
     return rows[0][None] if len(rows) == 1 else torch.stack(rows)
 
 
-def _draw(request: Request, logits: torch.Tensor) -> tuple[list[int], core.NonFiniteError | None]:
+def _draw(
+    request: Request, logits: torch.Tensor
+) -> tuple[list[int], core.NonFiniteError | core.GrammarFailedError | None]:
     """The first token of a request, or why there is none."""
     try:
         return [request.sampler.draw(logits, len(request.tokens), [])], None
-    except core.NonFiniteError as error:
+    except (core.NonFiniteError, core.GrammarFailedError) as error:
         return [], error
 
 

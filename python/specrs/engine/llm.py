@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from specrs import assets
 from specrs import progress as bars
-from specrs._specrs import Accepts, ConfigError, Pool, PoolExhaustedError, TreeBatch, __version__
+from specrs._specrs import Accepts, ConfigError, Grammar, Pool, PoolExhaustedError, TreeBatch, __version__
 from specrs.backends import Capabilities
 from specrs.capsule.file import save
 from specrs.capsule.recorder import RoundRecorder
@@ -21,6 +21,7 @@ from specrs.engine.config import EngineConfig
 from specrs.engine.conversing import Conversing
 from specrs.engine.cuda import CudaExecutor
 from specrs.engine.errors import EngineBusyError, EngineClosedError
+from specrs.engine.grammars import Grammars
 from specrs.engine.host import HostExecutor
 from specrs.engine.observer import RoundObserver, Watching
 from specrs.engine.placing import Wanted
@@ -121,6 +122,8 @@ class LLM(Conversing):
         self._chats = Chats(model)
         self.vocab_size: int = target.config.vocab_size
         self.eos_ids = frozenset(target.config.eos_token_ids)
+        self._grammars = Grammars(self.tokenizer, self.vocab_size, self.eos_ids)
+        self._by_path = site.place.is_host
         # Page 0 is the sink.
         pool = Pool(self.config.num_pages + 1, config.page_size, config.max_batch, geometry.row_pages)
         make = HostExecutor if site.place.is_host else CudaExecutor
@@ -497,11 +500,16 @@ class LLM(Conversing):
                 if texts and self.tokenizer is None:
                     raise ConfigError(f"SamplingParams.{name} = {texts!r}: the model directory has no tokenizer.json")
             params.check_vocabulary(self.vocab_size)
+            self._grammar(params)
             self._spellings(params)
             return params.resolved(self.default_sampling)
         except ConfigError as e:
             e.args = (f"{where}: {e}",)
             raise
+
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        """What the output must look like; any thread may ask."""
+        return None if params.structured_outputs is None else self._grammars.compile(params.structured_outputs)
 
     def _spellings(self, params: SamplingParams) -> list[tuple[int, ...]]:
         """Token ids of bad words, each as it is and behind a space."""
@@ -543,6 +551,8 @@ class LLM(Conversing):
                 max_context_len=context,
                 decoder=self.tokenizer,
                 bad_words=self._spellings(params),
+                grammar=self._grammar(params),
+                by_path=self._by_path,
                 prediction=prediction,
                 leader=requests[0] if requests else None,
                 index=index,

@@ -7,9 +7,9 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from specrs._specrs import NonFiniteError, Sampler
+from specrs._specrs import Grammar, GrammarFailedError, NonFiniteError, Sampler
 from specrs.engine.draws import Draws
 from specrs.engine.logprobs import TokenLogprobs
 from specrs.engine.seeds import split
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from specrs.models.features import Features
     from specrs.sampling_params import ResolvedSampling
 
+_E = TypeVar("_E", NonFiniteError, GrammarFailedError)
 _CONTEXT_TOKENS = 8  # of the prompt, given to the detokenizer
 
 
@@ -84,7 +85,8 @@ class RequestOutput:
             was aborted while it waited.
         error: with ``finish_reason`` ``"error"``, why the request could not go on: a `NonFiniteError` whose ``request``
             is the request's id, ``position`` the absolute position of the token that could not be drawn, ``index`` the
-            token id of the first bad logit. Tokens and text are those before it, else ``None``.
+            token id of the first bad logit; or a `GrammarFailedError`, with ``request``, ``position`` and ``why``.
+            Tokens and text are those before it, else ``None``.
         draft_error: why the draft head was given up for this request, whose tokens do not depend on it; ``None`` where
             it was not. Fields as in ``error``.
         index: which of the prompt's ``n`` outputs this is.
@@ -110,7 +112,7 @@ class RequestOutput:
     accepted_lengths: list[int]
     drafted: list[bool]
     seconds: float
-    error: NonFiniteError | None = None
+    error: NonFiniteError | GrammarFailedError | None = None
     draft_error: NonFiniteError | None = None
     index: int = 0
     logprobs: list[TokenLogprobs] | None = None
@@ -218,7 +220,7 @@ class Request:
     text: list[str] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
-    error: NonFiniteError | None = None
+    error: NonFiniteError | GrammarFailedError | None = None
     logprobs: list[TokenLogprobs] | None = None  # of the output, where they are wanted
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # of the prompt's tokens so far, where they are wanted
 
@@ -245,6 +247,8 @@ class Request:
         decoder: Decoder | None,
         prediction: Sequence[int] = (),
         bad_words: Sequence[Sequence[int]] = (),
+        grammar: Grammar | None = None,
+        by_path: bool = True,
         leader: Request | None = None,
         index: int = 0,
     ) -> Request:
@@ -266,7 +270,9 @@ class Request:
             params=replace(params, seed=seed),
             seed=seed,
             ending=ending,
-            draws=Draws(vocab_size, prompt_ids, params, seed, ending.eos_ids | ending.stop_ids, bad_words),
+            draws=Draws(
+                vocab_size, prompt_ids, params, seed, ending.eos_ids | ending.stop_ids, bad_words, grammar, by_path
+            ),
             stops=StopMatcher(params.stop, params.include_stop),
             detokenizer=None
             if decoder is None
@@ -353,7 +359,7 @@ class Request:
         new: list[int],
         *,
         round_: bool,
-        error: NonFiniteError | None = None,
+        error: NonFiniteError | GrammarFailedError | None = None,
         cut: bool = False,
         logprobs: Sequence[TokenLogprobs] = (),
     ) -> Committed:
@@ -388,10 +394,12 @@ class Request:
                 break
             if self.remaining <= 0:
                 self._finish(FinishReason.LENGTH, None)
+        self.draws.commit(new[:kept])
+        if self.finish_reason is None and self.draws.complete:
+            self._finish(FinishReason.STOP, None)
         if error is not None and self.finish_reason is None:
             self.error = self._named(error)
             self._finish(FinishReason.ERROR, None)
-        self.draws.commit(new[:kept])
         scored = None
         if self.logprobs is not None:
             scored = list(logprobs[:kept])
@@ -464,9 +472,14 @@ class Request:
         self.draft_error = None if error is None else self._named(error)
         self.forget_features()
 
-    def _named(self, error: NonFiniteError) -> NonFiniteError:
+    def _named(self, error: _E) -> _E:
         """An error of a pass as one of this request: by its id and position, not by rows of a batch."""
         position = len(self.tokens)
+        if isinstance(error, GrammarFailedError):
+            told = GrammarFailedError(f"request {self.asked_id}: grammar: {error.why} at position {position}")
+            told.kind, told.why = error.kind, error.why
+            told.request, told.row, told.position = self.asked_id, -1, position
+            return told
         text = f"request {self.asked_id}: {error.what}: {error.value} at position {position}, index {error.index}"
         named = NonFiniteError(text)
         named.kind, named.what, named.value, named.index = error.kind, error.what, error.value, error.index

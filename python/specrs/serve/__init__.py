@@ -11,6 +11,6 @@ from __future__ import annotations
 from specrs.serve.app import app
 from specrs.serve.config import ServeConfig
 from specrs.serve.keys import Keys
-from specrs.serve.process import run, server
+from specrs.serve.process import new_event_loop, run, server
 
-__all__ = ["Keys", "ServeConfig", "app", "run", "server"]
+__all__ = ["Keys", "ServeConfig", "app", "new_event_loop", "run", "server"]

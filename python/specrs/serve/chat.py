@@ -33,7 +33,8 @@ async def chat(service: Service, exchange: Exchange, body: Mapping[str, Any]) ->
     wanted = wish(CHAT, fields, service.defaults, service.context)
     with service.admitted():
         with service.preparing():
-            prompt = await service.pooled(lambda: chat_prompt(service, fields, wanted))
+            pool = service.apart if "chat_template" in fields else service.pooled
+            prompt = await pool(lambda: chat_prompt(service, fields, wanted))
         call = Call(service, fields, reply, prompt)
         async with service.submitted([prompt], wanted) as flow:
             try:
@@ -61,7 +62,7 @@ def chat_prompt(service: Service, fields: Mapping[str, Any], wanted: Wish | None
     if own is not None:
         text = apart(templates, fields["messages"], chat_template=own, limits=limits, **options)
     else:
-        text = templates.render(fields["messages"], limits=limits, **options)
+        text = templates.render(fields["messages"], chat_template=service.template, limits=limits, **options)
     ids = service.encode(text, fields.get("add_special_tokens", False), "messages")
     return TokenizedPrompt(text, ids if wanted is None else wanted.kept(ids))
 
@@ -73,7 +74,8 @@ def _variables(service: Service, fields: Mapping[str, Any]) -> dict[str, Any]:
         found["documents"] = fields["documents"]
     effort = fields.get("reasoning_effort")
     if effort is not None:
-        source = fields.get("chat_template") or service.engine.chat_templates.source(None, bool(fields.get("tools")))
+        tools = bool(fields.get("tools"))
+        source = fields.get("chat_template") or service.engine.chat_templates.source(service.template, tools)
         if "reasoning_effort" not in source:
             raise bad("reasoning_effort: the model's chat template does not read it", "reasoning_effort",
                       "unsupported_parameter")  # fmt: skip

@@ -48,12 +48,15 @@ def _prompts(service: Service, fields: Mapping[str, Any], wanted: Wish) -> list[
     found = []
     for i, prompt in enumerate(_given(fields, service.config)):
         where = "prompt" if len(fields["prompt"]) == 1 else f"prompt[{i}]"
-        ids = service.encode(prompt, special, where) if isinstance(prompt, str) else prompt
+        if isinstance(prompt, str):
+            ids = service.encode(prompt, special, where)
+        else:
+            ids = prompt
+            service.check_tokens(ids, where)
         kept = wanted.kept(ids)
-        text = prompt if isinstance(prompt, str) and kept is ids else None
-        if text is None:
-            known = fields.get("echo") and all(0 <= token < service.vocab_size for token in kept)
-            text = service.decode(kept, skip) if known else ""
+        text = prompt if isinstance(prompt, str) and kept is ids else ""
+        if not text and fields.get("echo"):
+            text = service.decode(kept, skip)
         found.append(TokenizedPrompt(text, kept))
     return found
 

@@ -52,6 +52,7 @@ class ServeConfig:
         max_token_ids: of ``stop_token_ids``, ``allowed_token_ids``, ``logit_bias`` and ``bad_words``: entries.
         max_schema_bytes: of a grammar or a JSON schema.
         max_template_seconds, max_template_chars: that rendering a conversation may take, and write.
+        chat_template: a file with the template of conversations; ``None``: the model's own.
         trust_request_chat_template: take templates from requests; they are rendered in a process of their own.
         body_seconds: that a body may take to come; 408 beyond.
         send_seconds: that a client may leave a response unread; then it is aborted.
@@ -70,6 +71,7 @@ class ServeConfig:
     speculative: bool = True
     engine: Mapping[str, Any] = field(default_factory=dict)
     served_names: Sequence[str] = ()
+    chat_template: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     keys: Keys = field(default_factory=Keys)
@@ -79,7 +81,7 @@ class ServeConfig:
     max_waiting: int = 512
     max_waiting_tokens: int = 1 << 20
     max_body_bytes: int = 8 << 20
-    max_prompts: int = 1024
+    max_prompts: int = 256
     max_prompt_chars: int = 0
     max_messages: int = 2048
     max_tools: int = 128
@@ -110,6 +112,10 @@ class ServeConfig:
             raise ConfigError(f"port = {self.port}: must be in 0..65535")
         if self.log not in _LOGS:
             raise ConfigError(f"log = {self.log!r}: must be one of {', '.join(_LOGS)}")
+        if self.max_prompts > self.max_waiting:
+            raise ConfigError(
+                f"max_prompts = {self.max_prompts}: of so many some could never wait, max_waiting = {self.max_waiting}"
+            )
         if not isinstance(self.engine, Mapping) or not all(isinstance(name, str) for name in self.engine):
             raise ConfigError("engine: must be a mapping from options of specrs.LLM")
         if not isinstance(self.keys, Keys):

@@ -57,7 +57,8 @@ async def tokenize(service: Service, exchange: Exchange, body: Mapping[str, Any]
             special = fields.get("add_special_tokens", True)
             ids = await service.pooled(lambda: service.encode(fields["prompt"], special, "prompt"))
         else:
-            ids = list((await service.pooled(lambda: chat_prompt(service, fields, None))).token_ids)
+            pool = service.apart if "chat_template" in fields else service.pooled
+            ids = list((await pool(lambda: chat_prompt(service, fields, None))).token_ids)
     found: dict[str, Any] = {"count": len(ids), "max_model_len": service.context, "tokens": ids}
     found["token_strs"] = None
     if fields.get("return_token_strs"):
@@ -71,9 +72,7 @@ async def detokenize(service: Service, exchange: Exchange, body: Mapping[str, An
     ids = fields.get("tokens", [[]])
     if len(ids) != 1 or isinstance(ids[0], str):
         raise bad("tokens: must be a list of token ids", "tokens")
-    for i, token in enumerate(ids[0]):
-        if not 0 <= token < service.vocab_size:
-            raise bad(f"tokens[{i}] = {token}: outside the vocabulary 0..{service.vocab_size - 1}", "tokens")
+    service.check_tokens(ids[0], "tokens")
     with service.admitted(), service.preparing():
         found = await service.pooled(lambda: service.decode(ids[0], skip_special=False))
     await exchange.json(200, {"prompt": found})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from specrs._specrs import ConfigError, NonFiniteError, PoolExhaustedError
+from specrs._specrs import ConfigError, GrammarFailedError, NonFiniteError, PoolExhaustedError
 from specrs.chat import ChatLimitError, ChatTemplateError
 from specrs.engine import EngineClosedError, EngineFailedError, EngineOverloadedError, StepFailedError
 
@@ -101,6 +101,8 @@ def of(error: BaseException, retry_after: float, param: str | None = None) -> Re
         return bad(str(error), _named(error) or param)
     if isinstance(error, StepFailedError):
         return RequestError(500, "a pass of this request failed", type="server_error", code="step_failed")
+    if isinstance(error, GrammarFailedError):
+        return bad(f"the output cannot go on in the form that is asked for: {error.why}", param, "grammar_failed")
     if isinstance(error, NonFiniteError):
         return _without_scores(error)
     return RequestError(500, "the server met a fault of its own", type="server_error", code="internal_error")

@@ -162,7 +162,7 @@ class Exchange:
         """An error: a response, or where one is under way an event."""
         self.record.failed(error)
         if self.streams:
-            await self.event(b"data: " + dumps(error.body) + b"\n\n")
+            await self.event(b"data: " + dumps(error.body) + b"\n\n" + DONE)
             await self.end()
         elif not self.started and error.status in (408, 413):
             body = dumps(error.body)
@@ -232,8 +232,12 @@ class Watch:
         pause = max(min(self._keep_alive, self._patience, 4.0) / 4, 0.05)
         while True:
             await asyncio.sleep(pause)
-            for exchange in list(self._exchanges):
-                exchange.watch(self._keep_alive, self._patience)
+            self.look(self._patience)
+
+    def look(self, patience: float) -> None:
+        """Look at all of them now; who has not read for so many seconds is given up."""
+        for exchange in list(self._exchanges):
+            exchange.watch(self._keep_alive, patience)
 
 
 def _parsed(raw: bytes) -> dict[str, Any]:

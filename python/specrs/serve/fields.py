@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from specrs.serve import forms
 from specrs.serve.config import ServeConfig
 from specrs.serve.errors import RequestError, bad, shown
 
@@ -278,7 +279,8 @@ TABLE: tuple[Field, ...] = (
     Field("top_logprobs", _H, whole(0, 20), "most probable tokens beside it; needs `logprobs`", _M),
     Field("prediction", _H, prediction, "drafts from this text too; changes no token"),
     Field("reasoning_effort", _H, text, "handed to a template that reads it; else refused", _M),
-    Field("response_format", _H, variables, "`text`", _M),
+    Field("response_format", _H, forms.response_format, "`text`, `json_object`, `json_schema` (always strict); in "
+          "completions as vLLM has it"),
     Field("tools", _R, only([], why="tools are not supported yet"), "functions that the model may call", _M),
     Field("tool_choice", _R, only("none", "auto", why="tools are not supported yet"), "which of them", _M),
     Field("parallel_tool_calls", _I, flag, "changes nothing without tools", _M),
@@ -332,11 +334,13 @@ TABLE: tuple[Field, ...] = (
     Field("kv_transfer_params", _R, only(why=_LATER), "keys and values of another server", origin="vLLM"),
     Field("vllm_xargs", _R, only({}, why=_LATER), "of vLLM's plugins", origin="vLLM"),
     Field("mm_processor_kwargs", _R, only({}, why="the model reads text alone"), "of pictures", _M, "vLLM"),
-    Field("structured_outputs", _R, only(why="structured outputs are not supported yet"), "a grammar", origin="vLLM"),
-    Field("guided_json", _R, only(why="structured outputs are not supported yet"), "a grammar", origin="vLLM"),
-    Field("guided_regex", _R, only(why="structured outputs are not supported yet"), "a grammar", origin="vLLM"),
-    Field("guided_choice", _R, only(why="structured outputs are not supported yet"), "a grammar", origin="vLLM"),
-    Field("guided_grammar", _R, only(why="structured outputs are not supported yet"), "a grammar", origin="vLLM"),
+    Field("structured_outputs", _H, forms.structured_outputs, "one of `json`, `json_object`, `regex`, `choice`, "
+          "`grammar` (Lark); `whitespace_pattern`, `disable_any_whitespace`", origin="vLLM"),
+    Field("guided_json", _H, forms.guided("json"), "a JSON schema", origin="vLLM"),
+    Field("guided_regex", _H, forms.guided("regex"), "a regular expression", origin="vLLM"),
+    Field("guided_choice", _H, forms.guided("choice"), "a list of texts", origin="vLLM"),
+    Field("guided_grammar", _H, forms.guided("grammar"), "a grammar in Lark's syntax", origin="vLLM"),
+    Field("guided_whitespace_pattern", _H, text, "what stands between two tokens of JSON", origin="vLLM"),
     # specrs' own
     Field("speculative", _H, flag, "false decodes this request plainly; its tokens are the same", origin="specrs"),
     Field("return_spec_stats", _H, flag, "a `specrs` object: rounds, mean accepted tokens", origin="specrs"),
@@ -356,12 +360,21 @@ def read(endpoint: str, body: Mapping[str, Any], config: ServeConfig) -> dict[st
     table = _BY_NAME[endpoint]
     found: dict[str, Any] = {}
     for name, value in body.items():
+        if value is None:
+            continue
         known = table.get(name)
         if known is None:
             raise bad(f"{shown(name)}: no field of this endpoint", name[:64], "unknown_parameter")
-        if value is None:
-            continue
         checked = known.check(name, value, config)
         if known.kind is Kind.HONOURED:
             found[name] = checked
     return found
+
+
+def table() -> str:
+    """The table for the documentation, in Markdown: a row for each field, grouped by whose it is."""
+    rows = ["| field | of | endpoints | class | |", "|---|---|---|---|---|"]
+    for one in TABLE:
+        where = "both" if len(one.endpoints) > 1 else one.endpoints[0]
+        rows.append(f"| `{one.name}` | {one.origin} | {where} | {one.kind.value} | {one.note} |")
+    return "\n".join(rows) + "\n"

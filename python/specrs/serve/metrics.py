@@ -93,7 +93,7 @@ class Metrics:
         self.tokens_per_round = histogram("specrs:request_tokens_per_round", "Mean of a request.",
                                           (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 12, 16, 32))  # fmt: skip
         self.rejections = labelled("vllm:admission_rejections", "Requests that met a full queue.", "reason",
-                                   ("requests", "prompt tokens"))  # fmt: skip
+                                   ("requests", "prompt tokens", "templates"))  # fmt: skip
         self.responses: Any = Counter("specrs:http_responses", "By path and status.", ("path", "status"),
                                       registry=self.registry)  # fmt: skip
         info = {"version": __version__, "device": service.engine.llm.device, "fingerprint": service.fingerprint}

@@ -9,11 +9,12 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from specrs._specrs import ConfigError
-from specrs.serve.app import MISSING, app
+from specrs.serve.app import MISSING, app, make_engine
 from specrs.serve.config import ServeConfig, is_loopback
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from specrs.engine import AsyncLLM
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_GRACE = 15  # seconds for uvicorn to let connections go, beyond the drain
+_GRACE = 3  # seconds for connections to close once their responses are complete, or given up
 _DYING = 1.0  # seconds in which /health says 503, before a process whose engine died ends
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
 
@@ -30,13 +31,16 @@ _LOCAL = ("localhost", "127.0.0.1", "[::1]")
 def server(config: ServeConfig, engine: AsyncLLM | None = None) -> uvicorn.Server:
     """A uvicorn server, set up as `specrs serve` is: ``server(config).run()`` serves.
 
-    Its ``status`` is that of the process in the end: 0, or 1 where the engine died or the pool leaked. SIGTERM and
-    SIGINT drain: new requests get 503, ``/ready`` says 503, what runs goes on for ``drain_seconds``, and what is left
-    ends with ``"abort"``. A second one ends at once.
+    Its ``address`` is known once it is ``started``. Its ``status`` is that of the process in the end: 0, or 1 where the
+    engine died or the pool leaked. SIGTERM and SIGINT, and a call of ``handle_exit``, drain: new requests get 503,
+    ``/ready`` says 503, what runs goes on for ``drain_seconds``, and what is left ends with ``"abort"``. A second one
+    ends at once.
+
+    Args:
+        engine: as `app` takes it.
 
     Raises:
         ConfigError: uvicorn is missing; an address that other machines reach, without a key.
-        OSError: the address cannot be listened at.
     """
     try:
         import uvicorn
@@ -44,8 +48,6 @@ def server(config: ServeConfig, engine: AsyncLLM | None = None) -> uvicorn.Serve
         raise ConfigError(f"{MISSING} ({e})") from None
     config.check_address()
     if not config.keys and not config.allowed_hosts and is_loopback(config.host):
-        from dataclasses import replace
-
         config = replace(config, allowed_hosts=_LOCAL)
     application = app(config, engine)
 
@@ -54,14 +56,18 @@ def server(config: ServeConfig, engine: AsyncLLM | None = None) -> uvicorn.Serve
 
         status = 0
         address = ""
+        _own: socket.socket | None = None
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             """Listen, once the model is there."""
+            if sockets is None:
+                self._own = listener(config)
+                sockets = [self._own]
             await super().startup(sockets)
             if self.should_exit:
                 return
             self._loop = asyncio.get_running_loop()
-            self.address = _address(self.servers[0].sockets[0])
+            self.address = _address(sockets[0])
             application.state.service.on_death.append(self._died)
             print(f"listening on {self.address}", file=sys.stderr, flush=True)
 
@@ -82,12 +88,11 @@ def server(config: ServeConfig, engine: AsyncLLM | None = None) -> uvicorn.Serve
             """Of signals, and of whoever wants the server to end as it does by one."""
             if not self.started:
                 self.should_exit = True
-                raise KeyboardInterrupt
-            if application.state.service.draining:
+            elif application.state.service.draining:
                 self.should_exit = self.force_exit = True
-                return
-            application.state.service.draining = True
-            self._loop.call_soon_threadsafe(self._drain)
+            else:
+                application.state.service.draining = True
+                self._loop.call_soon_threadsafe(self._drain)
 
         def _drain(self) -> None:
             self._ends = asyncio.ensure_future(self._drained())
@@ -102,8 +107,11 @@ def server(config: ServeConfig, engine: AsyncLLM | None = None) -> uvicorn.Serve
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             """Close connections, then the engine."""
-            await super().shutdown(sockets)
-            if getattr(self.lifespan, "shutdown_failed", False):
+            self.force_exit, forced = False, self.force_exit  # which skips the engine's end, too
+            if forced:
+                self.config.timeout_graceful_shutdown = 0
+            await super().shutdown([self._own] if sockets is None and self._own is not None else sockets)
+            if self.lifespan.should_exit:  # it met an error at its end
                 self.status = 1
 
     return Server(
@@ -115,30 +123,57 @@ def server(config: ServeConfig, engine: AsyncLLM | None = None) -> uvicorn.Serve
     )  # fmt: skip
 
 
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """A loop of the kind that `run` serves in: uvloop's where it is installed."""
+    import uvicorn
+
+    factory = uvicorn.Config("", log_config=None).get_loop_factory() or asyncio.new_event_loop
+    return factory()
+
+
 def run(config: ServeConfig) -> int:
-    """Serve until a signal comes; the status for the process."""
-    made: Any = server(config)
-    sock = listener(config)
-    try:
-        made.run([sock])
-    except KeyboardInterrupt:
-        return 130
-    except SystemExit as e:  # uvicorn's way to say that the application did not start; it has told why
-        return int(e.code or 0) if isinstance(e.code, int) else 1
-    finally:
-        sock.close()
+    """Serve until a signal comes; the status for the process.
+
+    Raises:
+        ConfigError and others: as `server`, and as `specrs.LLM`.
+        OSError: the address cannot be listened at.
+    """
+    config.check_address()
+    with listener(config) as sock:  # what fails at once fails before the model is loaded
+        made: Any = server(config, engine := make_engine(config))
+        try:
+            made.run([sock])
+        except SystemExit:  # uvicorn's way to say that the application did not start; it has told why
+            return 1
+        finally:
+            asyncio.run(engine.aclose(drain=False))
     return int(made.status)
 
 
 def listener(config: ServeConfig) -> socket.socket:
-    """A socket at the config's address, whose connections end where a client reads nothing any more.
+    """A socket at the config's address, for ``server(config).run([socket])``.
 
-    A closed connection lives on while the kernel has bytes that the client does not take; TCP_USER_TIMEOUT ends that.
+    Connections end where a client reads nothing any more: a closed one lives on while the kernel has bytes that the
+    client does not take, and TCP_USER_TIMEOUT ends that.
+
+    Raises:
+        OSError: the address is no address of this machine, or is taken.
     """
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    sock = socket.create_server((config.host.strip("[]"), config.port), family=family, backlog=2048)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(max(config.send_seconds, 1.0) * 1000))
+    host, port = config.host.strip("[]"), config.port
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            patience = int(min(max(config.send_seconds, 1.0), 1e6) * 1000)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience)
+        sock.bind(address)
+        sock.set_inheritable(False)
+    except OSError as e:
+        sock.close()
+        raise OSError(e.errno, f"{config.host}:{port}: {e.strerror}") from None
     return sock
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from specrs._specrs import ConfigError
 from specrs.sampling_params import SamplingParams
+from specrs.serve import forms
 from specrs.serve.errors import RequestError, bad
 from specrs.serve.fields import CHAT, COMPLETIONS
 
@@ -40,12 +41,14 @@ class Wish:
         asked: ``max_tokens`` as the request has it; ``None``: it does not say.
         keep: last tokens of a prompt that are kept; ``None``: all.
         what: the field that has the prompt.
+        form: the field that says what the output looks like; ``None``: none does.
     """
 
     params: SamplingParams
     asked: int | None
     keep: int | None
     what: str
+    form: str | None = None
 
     @property
     def dropped(self) -> int:
@@ -92,8 +95,9 @@ def wish(endpoint: str, fields: Mapping[str, Any], defaults: SamplingParams, con
     if asked is None or asked == 0:  # what the request says of both must agree, a default gives way
         options["min_tokens"] = min(options.get("min_tokens", 0), options["max_tokens"])
     _scores(endpoint, fields, options)
+    form, options["structured_outputs"] = forms.wanted(fields)
     keep = _keep(fields, asked, context)
-    return Wish(params(options), asked, keep, "prompt" if endpoint == COMPLETIONS else "messages")
+    return Wish(params(options), asked, keep, "prompt" if endpoint == COMPLETIONS else "messages", form)
 
 
 def _scores(endpoint: str, fields: Mapping[str, Any], options: dict[str, Any]) -> None:

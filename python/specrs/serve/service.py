@@ -15,16 +15,19 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from specrs._specrs import ConfigError
 from specrs.engine import AsyncLLM, RequestOutput, StreamEvent, TokenizedPrompt
 from specrs.engine.errors import EngineOverloadedError
 from specrs.engine.token_bytes import TokenTable
+from specrs.grammar import GrammarError
 from specrs.sampling_params import SamplingParams
 from specrs.serve.config import ServeConfig
-from specrs.serve.errors import RequestError, bad
+from specrs.serve.errors import RequestError, bad, shown
 from specrs.serve.exchange import Watch
+from specrs.serve.forms import refused
 from specrs.serve.metrics import Metrics
 from specrs.serve.record import Log
 from specrs.serve.sampling import Wish, renamed
@@ -36,8 +39,11 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _CHARS_PER_TOKEN = 64  # of the longest prompt that may fit: runs of spaces make long tokens
+_STRANGERS = 2  # templates of requests that are rendered at once, each in a process
+_QUEUE = 4  # times as many may wait
 _LOOKS = 0.1  # seconds between two looks at what must end
 _SETTLE = 10.0  # seconds for the last events of aborted requests to go out
+_UNREAD = 2.0  # of those, for a client that does not read
 _logger = logging.getLogger("specrs.serve")
 
 
@@ -53,6 +59,9 @@ class Service:
         self.vocab_size = llm.vocab_size
         self.defaults: SamplingParams = llm.stated_sampling
         self.created = int(time.time())
+        self.template: str | None = None
+        if config.chat_template is not None:
+            self.template = Path(config.chat_template).read_text(encoding="utf-8")
         self.fingerprint = fingerprint(llm.numerics)
         self.log = Log(config.log)
         self.watch = Watch(config.keep_alive_seconds, config.send_seconds)
@@ -61,6 +70,8 @@ class Service:
         self.failed = False
         self.on_death: list[Callable[[], None]] = []
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="specrs-serve")
+        self._strangers = ThreadPoolExecutor(_STRANGERS, thread_name_prefix="specrs-template")
+        self._rendering = 0
         self._preparing = 0
         self._open = 0  # requests that were admitted and have not ended
         self._live: set[RequestStream] = set()
@@ -115,8 +126,20 @@ class Service:
         """
         most = self.config.max_prompt_chars or _CHARS_PER_TOKEN * self.context
         if len(text) > most:
-            raise bad(f"{param} has {len(text)} characters: at most max_prompt_chars = {most}", param)
+            message = f"{param} has {len(text)} characters: at most max_prompt_chars = {most}"
+            raise bad(message, param, "context_length_exceeded")
         return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
+
+    def check_tokens(self, ids: Sequence[int], param: str) -> None:
+        """Refuse what is no token of the model.
+
+        Raises:
+            RequestError: 400, with its place.
+        """
+        for i, token in enumerate(ids):
+            if not 0 <= token < self.vocab_size:
+                message = f"{param}[{i}] = {shown(token)}: outside the vocabulary 0..{self.vocab_size - 1}"
+                raise bad(message, param.partition("[")[0])
 
     def decode(self, ids: Sequence[int], skip_special: bool) -> str:
         """Text of tokens, in the pool's threads."""
@@ -125,6 +148,20 @@ class Service:
     async def pooled(self, work: Callable[[], _T]) -> _T:
         """What a function gives, run in the pool."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    async def apart(self, work: Callable[[], _T]) -> _T:
+        """What a function gives that renders a request's own template: in threads that nothing else waits for.
+
+        Raises:
+            EngineOverloadedError: as many wait as may.
+        """
+        if self._rendering >= _STRANGERS * _QUEUE:
+            raise EngineOverloadedError("templates", self._rendering + 1, _STRANGERS * _QUEUE)
+        self._rendering += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._strangers, work)
+        finally:
+            self._rendering -= 1
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -181,7 +218,10 @@ class Service:
             )  # fmt: skip
         for one in prompts:
             wish.checked(len(one.token_ids), self.context)
-        streams = await self._submit(prompts, wish.params)
+        try:
+            streams = await self._submit(prompts, wish.params)
+        except GrammarError as error:
+            raise refused(error, wish.form or "structured_outputs") from None
         self._live.update(streams)
         try:
             yield Flow(streams, wish.params.n or 1, self.metrics)
@@ -194,6 +234,8 @@ class Service:
         if len(prompts) == 1:
             try:
                 return [await self.engine.submit(prompts[0], params)]
+            except GrammarError:
+                raise
             except ConfigError as error:
                 raise renamed(error) if getattr(error, "what", None) else error from None
         tasks = [asyncio.ensure_future(self.engine.submit(one, params)) for one in prompts]
@@ -241,10 +283,12 @@ class Service:
         until = time.monotonic() + _SETTLE
         while self._open and time.monotonic() < until:
             await asyncio.sleep(_LOOKS / 2)
+            self.watch.look(patience=_UNREAD)
 
     def close(self) -> None:
         """Nothing more comes."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._strangers):
+            pool.shutdown(wait=False, cancel_futures=True)
         self.log.close()
 
 

@@ -4,7 +4,7 @@
 //! request's configuration and history, the path to the node, and the absolute position, which keys the random
 //! number ([`crate::round::philox`]). That is why speculation cannot change a seeded output.
 //!
-//! Processors, in this order: logit bias; repetition penalty (over prompt, output and path); frequency and presence
+//! Processors, in this order: allowed tokens and the grammar's mask, as a bias of -inf; logit bias; repetition penalty (over prompt, output and path); frequency and presence
 //! penalties (over output and path); temperature; top-k; top-p (the smallest set of mass >= p of what top-k kept);
 //! min-p (relative to the most probable token). Then the inverse CDF in the order of token ids. Temperature 0 takes
 //! the largest logit after bias and penalties, the lowest id on ties. Ranks (top-k, top-p) are by logit, ties by
@@ -34,7 +34,8 @@ mod twin;
 pub use draw::Scratch;
 
 use crate::error::{Error, Result, in_range};
-use crate::round::{SamplerConfig, TokenEdits};
+use crate::grammar::Tracker;
+use crate::round::{SamplerConfig, TokenEdits, TokenMask};
 use history::History;
 use scan::RowFault;
 
@@ -50,6 +51,8 @@ pub struct Sampler {
     config: SamplerConfig,
     /// Empty where no penalty reads it.
     history: History,
+    /// What the text must look like; other samplers of the request may have the same.
+    grammar: Option<Tracker>,
 }
 
 impl Sampler {
@@ -64,7 +67,22 @@ impl Sampler {
         if config.repetition_penalty != 1.0 {
             history.add_prompt(prompt);
         }
-        Ok(Self { vocab, config, history })
+        Ok(Self { vocab, config, history, grammar: None })
+    }
+
+    /// The same, under a grammar: tokens that it does not allow behind the path have no probability.
+    ///
+    /// The tracker is not this sampler's: commit the output to it too.
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`] for a grammar of another vocabulary.
+    pub fn under(mut self, grammar: Tracker) -> Result<Self> {
+        if grammar.vocab() != self.vocab {
+            let (got, want) = (format!("{} tokens", grammar.vocab()), format!("{} (the sampler's)", self.vocab));
+            return Err(Error::Mismatch { operand: "vocabulary of the grammar", got, want });
+        }
+        self.grammar = Some(grammar);
+        Ok(self)
     }
 
     /// Columns of a logits row.
@@ -90,9 +108,36 @@ impl Sampler {
         Ok(())
     }
 
-    /// Bias and history by token, for a device that draws by this sampler.
+    /// Bias and history by token, for a device that draws by this sampler; without the [`Sampler::masks`].
     pub fn edits(&self) -> TokenEdits {
         self.history.edits(&self.config)
+    }
+
+    /// The same with the mask behind the output as a bias of -inf: for one draw, where a device reads no masks.
+    pub fn masked_edits(&self) -> TokenEdits {
+        let [mask] = self.masks(&[&[]]).try_into().unwrap_or([None]);
+        mask.map_or_else(|| self.edits(), |mask| self.edits().masked(&mask))
+    }
+
+    /// Whether tokens are drawn under masks.
+    pub fn masked(&self) -> bool {
+        self.grammar.is_some() || self.config.allowed.is_some()
+    }
+
+    /// Tokens that a device may draw behind each of these paths, which need not be walked; `None` for all. Where a
+    /// path's grammar fails there is none: the device finds no token there, and the host says why.
+    pub fn masks(&self, paths: &[&[i32]]) -> Vec<Option<TokenMask>> {
+        let none = || TokenMask::of(self.vocab, []).ok();
+        let of_grammar = |path: &[i32]| match &self.grammar {
+            None => None,
+            Some(grammar) if path.is_empty() => grammar.find(path).unwrap_or_else(|_| none()),
+            Some(grammar) => grammar.mask_ahead(path),
+        };
+        let both = |mask: Option<TokenMask>| match (mask, &self.config.allowed) {
+            (Some(mask), Some(allowed)) => mask.and(allowed),
+            (mask, allowed) => mask.or_else(|| allowed.clone()),
+        };
+        paths.iter().map(|path| both(of_grammar(path))).collect()
     }
 
     /// The token at absolute `position`, given its `logits` (`[vocab]`, f32) and the `path`: the tokens between the
@@ -122,38 +167,50 @@ impl Sampler {
         path: &[i32],
     ) -> std::result::Result<i32, DrawFault> {
         let Scratch { row, pick } = scratch;
-        let edited = if self.config.edits_logits() {
+        let mask = self.grammar.as_ref().map_or(Ok(None), |g| g.find(path)).map_err(DrawFault::Grammar)?;
+        let edited = if self.config.edits_logits() || mask.is_some() {
             row.clear();
             row.extend_from_slice(logits);
             self.history.edit(&self.config, logits, path, row);
+            self.config.allowed.iter().chain(&mask).for_each(|m| m.ban(row));
             row.as_slice()
         } else {
             logits
         };
         let token = draw::token(&self.config, edited, position, pick);
-        token.map(|t| t as i32).map_err(|fault| DrawFault::new(logits, fault)) // < vocab, which fits i32
+        token.map(|t| t as i32).map_err(|fault| DrawFault::new(logits, fault, mask.is_some())) // < vocab, which fits i32
     }
 }
 
 /// Why no token can be drawn: the fault, and the operand that has it.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) struct DrawFault {
-    what: &'static str,
-    fault: RowFault,
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum DrawFault {
+    /// Of an operand.
+    Row(&'static str, RowFault),
+    /// Of the grammar: the reason.
+    Grammar(String),
 }
 
 impl DrawFault {
     /// `fault` is that of the row after bias and penalties; a fault of the model's own `logits` comes first.
     #[cold]
-    fn new(logits: &[f32], fault: RowFault) -> Self {
+    fn new(logits: &[f32], fault: RowFault, grammar: bool) -> Self {
         match scan::fault(logits) {
-            Some(fault) => Self { what: MODEL_LOGITS, fault },
-            None => Self { what: EDITED_LOGITS, fault },
+            Some(fault) => Self::Row(MODEL_LOGITS, fault),
+            None if grammar => Self::Grammar(
+                "of the tokens that it allows here, none is left by bias, allowed tokens, bad words and min_tokens"
+                    .into(),
+            ),
+            None => Self::Row(EDITED_LOGITS, fault),
         }
     }
 
     pub(crate) fn at(self, request: i64, row: i64, position: u32) -> Error {
-        self.fault.at(self.what, request, row, i64::from(position))
+        let position = i64::from(position);
+        match self {
+            Self::Row(what, fault) => fault.at(what, request, row, position),
+            Self::Grammar(why) => Error::GrammarFailed { why, request, row, position },
+        }
     }
 }
 

@@ -13,6 +13,9 @@ pub fn processed(config: &SamplerConfig, prompt: &[i32], output: &[i32], logits:
     let mut row = logits.to_vec();
     for (id, x) in row.iter_mut().enumerate() {
         let id = id as i32;
+        if config.allowed.as_ref().is_some_and(|a| !a.contains(id as u32)) {
+            *x += f32::NEG_INFINITY;
+        }
         for &(token, bias) in &config.logit_bias {
             if token == id {
                 *x += bias;
@@ -89,7 +92,7 @@ pub fn draw(
     check_tokens("path token", path, logits.len() as u32)?;
     let output = [output, path].concat();
     let weights = weigh(config, &processed(config, prompt, &output, logits));
-    let weights = weights.map_err(|fault| DrawFault::new(logits, fault).at(-1, -1, position))?;
+    let weights = weights.map_err(|fault| DrawFault::new(logits, fault, false).at(-1, -1, position))?;
     let mut target = fraction(uniform53(config.seed, position, Purpose::TARGET), weights.iter().sum());
     for (id, &w) in weights.iter().enumerate() {
         if target < w {

@@ -21,7 +21,7 @@ import pytest
 
 from modelzoo import Pair, write_eagle3, write_target
 from serve_client import Answer, BadAnswer, Connection, Reply, complete, follow, start
-from serve_world import NAME, chatty, clean, hosted, idle, process, run
+from fault_world import NAME, chatty, clean, hosted, idle, process, run
 from specrs import LLM, LedgerError, SamplingParams
 
 pytest.importorskip("uvicorn", reason="the extra specrs[serve] is not installed")

@@ -1,0 +1,140 @@
+"""Grammars of an engine: compiled once, kept for the requests that ask for them again, and what they force, as drafts.
+
+Compiling belongs to no step: `LLM.add` does it before it queues a request, `AsyncLLM.submit` in its pool.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+from specrs._specrs import Grammar, GrammarTracker, GrammarVocabulary
+from specrs.drafters import Proposal
+from specrs.engine.token_bytes import TokenTable
+from specrs.grammar import StructuredOutputs, refuse
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_KEPT = 64  # grammars, those asked for last
+_SURE = 0.95  # of a forced token, before any was seen: the text is forced, its spelling is the model's
+_LAST = 0.6  # of a text's last one, which may go on into what follows
+_BUCKETS = {"token": 0, "text": 1, "last": 2}
+
+_Key = tuple[str, tuple[str, ...], str | None, str | tuple[int, ...] | None]
+
+
+class Grammars:
+    """Those of one engine. Any thread may call it at any time.
+
+    Args:
+        tokenizer: ``None``: every grammar is refused.
+        vocab_size: columns of a row of logits.
+        eos_ids: tokens that stand for no text, whatever the tokenizer calls them.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_ids: Collection[int]) -> None:
+        self._tokenizer, self._size = tokenizer, vocab_size
+        self._table = None if tokenizer is None else TokenTable(tokenizer)
+        self._special: dict[int, str] = {}
+        if tokenizer is not None:
+            added = tokenizer.get_added_tokens_decoder()
+            self._special = {i: t.content for i, t in added.items() if t.special and i < vocab_size}
+            self._special |= {i: added[i].content if i in added else "" for i in eos_ids if i < vocab_size}
+        self._vocabulary: GrammarVocabulary | None = None
+        self._made = threading.Lock()  # held while the vocabulary is made
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[_Key, Future[Grammar]] = OrderedDict()
+
+    def compile(self, wanted: StructuredOutputs) -> Grammar:
+        """The grammar, compiled where nobody has asked for it lately. Who asks for one that another thread compiles
+        waits for that thread.
+
+        Raises:
+            GrammarError: it is malformed or too large, or there is no tokenizer.
+        """
+        if self._tokenizer is None:
+            raise refuse(wanted.kind, getattr(wanted, wanted.kind), "the model directory has no tokenizer.json")
+        key = self._key(wanted)
+        with self._lock:
+            found = self._kept.get(key)
+            mine = found is None
+            if found is None:
+                found = self._kept[key] = Future()
+                while len(self._kept) > _KEPT:
+                    self._kept.popitem(last=False)
+            self._kept.move_to_end(key)
+        if mine:
+            kind, texts, whitespace, start_after = key
+            mark = list(start_after) if isinstance(start_after, tuple) else start_after
+            try:
+                found.set_result(self.vocabulary.compile(kind, list(texts), whitespace, mark))
+            except BaseException as error:
+                with self._lock:
+                    if self._kept.get(key) is found:
+                        del self._kept[key]
+                found.set_exception(error)
+        return found.result()
+
+    def _key(self, wanted: StructuredOutputs) -> _Key:
+        mark = wanted.start_after
+        if isinstance(mark, str):
+            # A special token is no text: its name stands for it.
+            ids = [i for i, name in self._special.items() if name == mark]
+            mark = tuple(ids[:1]) or mark
+        elif mark is not None:
+            mark = tuple(mark)
+            if max(mark) >= self._size:
+                raise refuse("start_after", wanted.start_after, f"the vocabulary has {self._size} tokens")
+        kind = "json" if wanted.kind == "json_object" else wanted.kind
+        texts: tuple[str, ...]
+        if kind == "json":
+            texts = (wanted.schema(),)
+        elif wanted.choice is not None:
+            texts = tuple(wanted.choice)
+        else:
+            texts = (str(wanted.regex if wanted.regex is not None else wanted.grammar),)
+        return kind, texts, wanted.whitespace, mark
+
+    @property
+    def vocabulary(self) -> GrammarVocabulary:
+        """The tokens' bytes, made once they are asked for."""
+        with self._made:
+            if self._vocabulary is None:
+                assert self._table is not None
+                tokens = [self._table(i) for i in range(self._size)]
+                self._vocabulary = GrammarVocabulary(tokens, sorted(self._special))
+            return self._vocabulary
+
+    def forced(self, tracker: GrammarTracker) -> Proposal:
+        """A chain of the tokens that must come next.
+
+        The text is certain, its tokens are not: the model may spell it otherwise, so the chain is a draft like any
+        other. It is the tokenizer's spelling, or where that is another text by itself, of the longest tokens.
+        """
+        tokens: list[int] = []
+        probs: list[float] = []
+        buckets: list[int] = []
+        for part in tracker.forced():
+            if isinstance(part, int):
+                tokens.append(part)
+                probs.append(_SURE)
+                buckets.append(_BUCKETS["token"])
+            else:
+                spelled = self._spelled(*part)
+                tokens += spelled
+                probs += [_SURE] * (len(spelled) - 1) + [_LAST]
+                buckets += [_BUCKETS["text"]] * (len(spelled) - 1) + [_BUCKETS["last"]]
+        return Proposal(range(-1, len(tokens) - 1), tokens, probs, buckets)
+
+    def _spelled(self, text: bytes, longest: Sequence[int]) -> Sequence[int]:
+        assert self._tokenizer is not None and self._table is not None
+        try:
+            ids = self._tokenizer.encode(text.decode(), add_special_tokens=False).ids
+        except UnicodeDecodeError:
+            return longest
+        same = b"".join(map(self._table, ids)) == text and max(ids, default=0) < self._size
+        return ids if same and ids else longest

@@ -1,0 +1,250 @@
+//! From what users ask for to a grammar.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+
+use llguidance::Matcher;
+use llguidance::api::{GrammarWithLexer, TopLevelGrammar};
+use serde_json::{Value, json};
+
+use super::tracker::Tracker;
+use super::vocabulary::Vocabulary;
+use crate::error::{Error, Result, in_range};
+
+/// Bytes of a form's texts together, at most.
+pub const MAX_TEXT: usize = 1 << 20;
+/// Brackets open at once in a grammar or a regular expression, at most; a schema has serde_json's limit, 128.
+pub const MAX_NESTING: usize = 128;
+/// Tokens of a mark at most.
+const MAX_MARK: usize = 256;
+/// Of the thread that compiles; memory that is not touched is not taken.
+const STACK: usize = 256 << 20;
+/// Characters of a reason at most.
+const MAX_WHY: usize = 400;
+/// The name of the form's grammar, where another one leads to it.
+const BODY: &str = "specrs_body";
+
+/// What a text must look like.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Form {
+    /// JSON of this schema; its tokens may be apart by what the regular expression `whitespace` matches: `None` for
+    /// spaces, tabs and line breaks, "" for nothing.
+    Json {
+        /// The schema's own text.
+        schema: String,
+        /// Between two tokens of JSON.
+        whitespace: Option<String>,
+    },
+    /// A text that this regular expression matches as a whole.
+    Regex(String),
+    /// One of these texts.
+    Choice(Vec<String>),
+    /// What the rule `start` of this grammar derives, in Lark's syntax.
+    Lark(String),
+}
+
+/// Behind what a form begins: before it stands any text.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Mark {
+    /// A text, which may end within a token.
+    Text(String),
+    /// Tokens: all of them special, or all of them text.
+    Tokens(Vec<u32>),
+}
+
+/// A form compiled for a vocabulary. Clones share it.
+#[derive(Clone)]
+pub struct Grammar(Arc<Compiled>);
+
+struct Compiled {
+    /// At the beginning; it is only ever copied.
+    fresh: Mutex<Matcher>,
+    vocabulary: Vocabulary,
+}
+
+impl Grammar {
+    /// Compile a form, which begins behind a mark where one is given. Takes milliseconds; large schemas take longer.
+    ///
+    /// # Errors
+    /// [`Error::Grammar`] for a form that is malformed, too large, or asks for what llguidance does not enforce.
+    pub fn compile(vocabulary: &Vocabulary, form: &Form, mark: Option<&Mark>) -> Result<Self> {
+        let what = form.name();
+        form.check()?;
+        let grammar = top_level(vocabulary, form, mark)?;
+        let own = vocabulary.clone();
+        // Parsers of grammars recurse.
+        let compiling = thread::Builder::new().name("specrs-grammar".into()).stack_size(STACK);
+        let compiled = compiling.spawn(move || own.matcher(grammar)).map(thread::JoinHandle::join);
+        let refused = |why: &str| Error::Grammar { what, why: shortened(why) };
+        let fresh = match compiled {
+            Ok(Ok(matcher)) => matcher,
+            Ok(Err(_)) => return Err(refused("the parser of grammars failed")),
+            Err(error) => return Err(refused(&format!("no thread to compile it in: {error}"))),
+        };
+        if let Some(why) = fresh.get_error() {
+            return Err(refused(&why));
+        }
+        Ok(Self(Arc::new(Compiled { fresh: Mutex::new(fresh), vocabulary: vocabulary.clone() })))
+    }
+
+    /// A request at the beginning of the grammar. `endings`: tokens that end its output.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] for an ending outside the vocabulary.
+    pub fn start(&self, endings: &[u32]) -> Result<Tracker> {
+        let last = i128::from(self.vocab()) - 1;
+        endings.iter().try_for_each(|&t| in_range("ending", t, 0, last).map(|_| ()))?;
+        Ok(Tracker::new(self.clone(), endings))
+    }
+
+    /// Tokens of its vocabulary.
+    pub fn vocab(&self) -> u32 {
+        self.0.vocabulary.size()
+    }
+
+    pub(super) fn vocabulary(&self) -> &Vocabulary {
+        &self.0.vocabulary
+    }
+
+    /// A matcher of one's own.
+    pub(super) fn matcher(&self) -> Matcher {
+        self.0.fresh.lock().unwrap_or_else(PoisonError::into_inner).deep_clone()
+    }
+}
+
+impl Form {
+    /// As errors name it.
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Json { .. } => "json",
+            Self::Regex(_) => "regex",
+            Self::Choice(_) => "choice",
+            Self::Lark(_) => "grammar",
+        }
+    }
+
+    fn check(&self) -> Result<()> {
+        let size = match self {
+            Self::Json { schema, whitespace } => schema.len() + whitespace.as_ref().map_or(0, String::len),
+            Self::Regex(text) | Self::Lark(text) => text.len(),
+            Self::Choice(texts) => texts.iter().map(String::len).sum(),
+        };
+        let refused = |why: String| Err(Error::Grammar { what: self.name(), why });
+        if size > MAX_TEXT {
+            return refused(format!("has {size} bytes; at most {MAX_TEXT}"));
+        }
+        match self {
+            Self::Choice(texts) if texts.is_empty() || texts.iter().any(String::is_empty) => {
+                refused("must be texts that are not empty, one at least".into())
+            }
+            Self::Regex(text) | Self::Lark(text) if nesting(text) > MAX_NESTING => {
+                refused(format!("{} brackets are open at once; at most {MAX_NESTING}", nesting(text)))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// As a grammar of llguidance.
+    fn grammar(&self) -> Result<GrammarWithLexer> {
+        match self {
+            Self::Json { schema, whitespace } => {
+                let refused = |why: String| Error::Grammar { what: "json", why };
+                let mut schema: Value = serde_json::from_str(schema).map_err(|e| refused(e.to_string()))?;
+                if schema == Value::Bool(true) {
+                    schema = json!({});
+                }
+                let Some(fields) = schema.as_object_mut() else {
+                    return Err(refused("a schema is a JSON object, or true".into()));
+                };
+                match whitespace.as_deref() {
+                    None => {}
+                    Some("") => drop(fields.insert("x-guidance".into(), json!({"whitespace_flexible": false}))),
+                    Some(rx) => drop(fields.insert("x-guidance".into(), json!({"whitespace_pattern": rx}))),
+                }
+                Ok(GrammarWithLexer::from_json_schema(schema))
+            }
+            Self::Regex(rx) => Ok(GrammarWithLexer::from_regex(rx)),
+            Self::Choice(texts) => {
+                let quoted: Vec<String> = texts.iter().map(|t| Value::from(t.as_str()).to_string()).collect();
+                Ok(GrammarWithLexer::from_lark(format!("start: CHOICE\nCHOICE: {}", quoted.join(" | "))))
+            }
+            Self::Lark(text) => Ok(GrammarWithLexer::from_lark(text.clone())),
+        }
+    }
+}
+
+/// A form, behind its mark where there is one.
+fn top_level(vocabulary: &Vocabulary, form: &Form, mark: Option<&Mark>) -> Result<TopLevelGrammar> {
+    let mut body = form.grammar()?;
+    let Some(mark) = mark else {
+        return Ok(TopLevelGrammar::from_grammar(body));
+    };
+    body.name = Some(BODY.into());
+    // A model thinks, and begins its answer on another line.
+    let spaced = matches!(form, Form::Json { whitespace, .. } if whitespace.as_deref() != Some(""));
+    let (space, rule) = if spaced { ("SPACE ", "\nSPACE: /[ \\t\\r\\n]{0,8}/") } else { ("", "") };
+    let before = match text_of(vocabulary, mark)? {
+        Ok(text) => {
+            let text = Value::from(text);
+            format!("start: thought {space}@{BODY}\nthought[suffix={text}]: /(?s:.*)/{rule}")
+        }
+        Err(tokens) => {
+            let tokens: Vec<String> = tokens.iter().map(|t| format!("<[{t}]>")).collect();
+            format!("start: THOUGHT {} {space}@{BODY}\nTHOUGHT: /(?s:.*)/{rule}", tokens.join(" "))
+        }
+    };
+    Ok(TopLevelGrammar { grammars: vec![GrammarWithLexer::from_lark(before), body], max_tokens: None })
+}
+
+/// A mark as the text that it is, or as special tokens.
+fn text_of<'a>(vocabulary: &Vocabulary, mark: &'a Mark) -> Result<std::result::Result<String, &'a [u32]>> {
+    let refused = |why: &str| Err(Error::Grammar { what: "start_after", why: why.into() });
+    match mark {
+        Mark::Text(text) if text.is_empty() || text.len() > MAX_TEXT => refused("must be a text of some length"),
+        Mark::Text(text) => Ok(Ok(text.clone())),
+        Mark::Tokens(tokens) => {
+            in_range("tokens of start_after", tokens.len() as i128, 1, MAX_MARK as i128)?;
+            for &token in tokens {
+                in_range("start_after", token, 0, i128::from(vocabulary.size()) - 1)?;
+            }
+            let special = tokens.iter().filter(|&&t| vocabulary.is_special(t)).count();
+            if special == tokens.len() {
+                return Ok(Err(tokens));
+            }
+            let bytes: Vec<u8> = tokens.iter().flat_map(|&t| vocabulary.bytes(t)).copied().collect();
+            match String::from_utf8(bytes) {
+                Ok(text) if special == 0 && !text.is_empty() => Ok(Ok(text)),
+                _ => refused("its tokens are neither all special nor a text together"),
+            }
+        }
+    }
+}
+
+/// Brackets that are open at once, wherever they stand: those of texts count, which need them no less seldom.
+fn nesting(text: &str) -> usize {
+    let (mut open, mut most) = (0usize, 0usize);
+    for byte in text.bytes() {
+        match byte {
+            b'(' | b'[' | b'{' => open += 1,
+            b')' | b']' | b'}' => open = open.saturating_sub(1),
+            _ => {}
+        }
+        most = most.max(open);
+    }
+    most
+}
+
+/// The first line of an error, as far as a person reads.
+pub(super) fn shortened(why: &str) -> String {
+    let line = why.lines().find(|l| !l.trim().is_empty()).unwrap_or("it is refused").trim();
+    match line.char_indices().nth(MAX_WHY) {
+        Some((end, _)) => format!("{}...", &line[..end]),
+        None => line.to_string(),
+    }
+}
+
+impl std::fmt::Debug for Grammar {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Grammar({} tokens)", self.vocab())
+    }
+}
