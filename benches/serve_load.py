@@ -262,11 +262,8 @@ def phase(llm: LLM, args: argparse.Namespace, first: int, count: int, rate: floa
 
 
 def run(work: Any) -> Any:
-    """In a fresh event loop, of the kind that `specrs serve` runs in: uvloop's where it is installed."""
-    try:
-        from uvloop import new_event_loop
-    except ImportError:
-        from asyncio import new_event_loop
+    """In a fresh event loop, of the kind that `specrs serve` runs in."""
+    from specrs.serve import new_event_loop
 
     loop = new_event_loop()
     try:
