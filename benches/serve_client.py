@@ -319,8 +319,8 @@ async def follow(
         chunk = json.loads(data)
         reply.chunk(chunk, began)
         yield chunk
-    if done is (reply.error is not None):
-        raise BadAnswer(f"the stream ends {'with' if done else 'without'} [DONE], its error is {reply.error}")
+    if not done:
+        raise BadAnswer("the stream ends without [DONE]")
     if reply.error is None and (reply.open or not reply.outputs):
         raise BadAnswer(f"the stream ends before its outputs: {reply.open or 'none began'}")
 

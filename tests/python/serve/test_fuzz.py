@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from fault_world import NAME, Process, chatty, process, run
 from modelzoo import Pair, write_eagle3, write_target
 from serve_client import Answer, BadAnswer, Connection, complete
 from serve_fuzz import body, request
-from fault_world import NAME, Process, chatty, process, run
 from specrs import LLM, SamplingParams
 
 pytest.importorskip("uvicorn", reason="the extra specrs[serve] is not installed")
