@@ -6,12 +6,27 @@ Exit status 0 after SIGTERM or SIGINT, once requests have ended; 1 where the eng
 from __future__ import annotations
 
 import argparse
-import os
-from typing import Any
+import importlib
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
+from specrs._specrs import ConfigError
 from specrs.cli import options
 
-_PLAIN = ("max_waiting", "max_waiting_tokens", "max_body_bytes", "max_n", "drain_seconds", "log", "chat_template")
+if TYPE_CHECKING:
+    from specrs.serve import ServeConfig
+
+#: Fields of `ServeConfig`, and of an engine's options, by what the command line calls them.
+_OPTIONS = {
+    "model": "model", "draft": "draft", "served_names": "served_model_name", "chat_template": "chat_template",
+    "host": "host", "port": "port", "allowed_hosts": "allowed_host", "cors_origins": "cors_origin",
+    "max_waiting": "max_waiting", "max_waiting_tokens": "max_waiting_tokens", "max_body_bytes": "max_body_bytes",
+    "max_n": "max_n", "drain_seconds": "drain_seconds", "log": "log",
+}  # fmt: skip
+_ENGINE = {
+    "dtype": "dtype", "kv_dtype": "kv_dtype", "max_batch": "max_batch", "max_context_len": "max_context",
+    "num_pages": "num_pages", "prefill_chunk": "prefill_chunk",
+}  # fmt: skip
 
 
 def add_parser(commands: Any) -> None:
@@ -24,8 +39,8 @@ def add_parser(commands: Any) -> None:
     p.add_argument("--served-model-name", action="append", metavar="NAME",
                    help="what requests call the model; may be repeated (default: of the model)")  # fmt: skip
     p.add_argument("--chat-template", metavar="FILE", help="template of conversations (default: the model's own)")
-    p.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
-    p.add_argument("--port", type=int, default=8000, help="0: a free one (default: %(default)s)")
+    p.add_argument("--host", help="address to listen at (default: 127.0.0.1)")
+    p.add_argument("--port", type=int, help="0: a free one (default: 8000)")
     p.add_argument("--api-key-file", metavar="FILE",
                    help="a key on each line, or its digest as sha256:HEX (also: SPECRS_API_KEY)")  # fmt: skip
     p.add_argument("--allow-public-without-key", action="store_true",
@@ -37,9 +52,9 @@ def add_parser(commands: Any) -> None:
     options.add_device(p)
     options.add_threads(p)
     engine = p.add_argument_group("engine")
-    engine.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: auto)")
+    engine.add_argument("--dtype", help="auto, float32, bfloat16 or float16 (default: auto)")
     engine.add_argument("--kv-dtype", help="element type of the KV caches (default: the device's)")
-    engine.add_argument("--max-batch", type=int, default=8, help="requests at once (default: %(default)s)")
+    engine.add_argument("--max-batch", type=int, help="requests at once (default: the engine's)")
     engine.add_argument("--max-context", type=int, metavar="N", help="tokens of a request (default: the model's limit)")
     engine.add_argument("--num-pages", type=int, help="KV pages (default: a full load, or what the GPU holds)")
     engine.add_argument("--prefill-chunk", type=int, help="prompt tokens of a step")
@@ -57,37 +72,35 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve."""
+    """Serve.
+
+    Raises:
+        ConfigError: the extra is not installed; and as `specrs.serve.run`.
+    """
+    for module in ("starlette", "uvicorn", "prometheus_client"):
+        try:
+            importlib.import_module(module)
+        except ImportError:
+            raise ConfigError(f"specrs serve needs {module}: pip install 'specrs[serve]'") from None
     from specrs.serve import run as serve
 
     options.set_threads(args)
     return serve(config_of(args))
 
 
-def config_of(args: argparse.Namespace) -> Any:
+def config_of(args: argparse.Namespace) -> ServeConfig:
     """Of the command line, and below it of the environment."""
-    from dataclasses import replace
-
     from specrs.serve import Keys, ServeConfig
 
     config = ServeConfig.from_env()
-    given: dict[str, Any] = {name: value for name in _PLAIN if (value := getattr(args, name)) is not None}
-    keys = config.keys if args.api_key_file is None else Keys(
-        config.keys.digests + Keys.from_file(args.api_key_file).digests
-    )  # fmt: skip
-    engine = {
-        **options.engine_options(args), "dtype": args.dtype, "kv_dtype": args.kv_dtype, "max_batch": args.max_batch,
-        "max_context_len": args.max_context, "num_pages": args.num_pages,
-    }  # fmt: skip
-    if args.prefill_chunk is not None:
-        engine["prefill_chunk"] = args.prefill_chunk
-    names = {"served_names": args.served_model_name, "allowed_hosts": args.allowed_host,
-             "cors_origins": args.cors_origin}  # fmt: skip
-    given |= {name: value for name, value in names.items() if value is not None}
-    model = config.model if args.model is None else os.fspath(args.model)
-    return replace(
-        config, model=model, draft=config.draft if args.draft is None else args.draft,
-        speculative=config.speculative and not args.no_draft, engine={**engine, **config.engine}, host=args.host,
-        port=args.port, keys=keys,
-        allow_public_without_key=args.allow_public_without_key or config.allow_public_without_key, **given,
-    )  # fmt: skip
+    given = {name: value for name, option in _OPTIONS.items() if (value := getattr(args, option)) is not None}
+    if args.api_key_file is not None:
+        given["keys"] = Keys(config.keys.digests + Keys.from_file(args.api_key_file).digests)
+    if args.no_draft:
+        given["speculative"] = False
+    if args.allow_public_without_key:
+        given["allow_public_without_key"] = True
+    own = {**options.engine_options(args), **{name: getattr(args, option) for name, option in _ENGINE.items()}}
+    usual = {"page_size": 16, "attention_backend": "native"}  # of options that other subcommands declare
+    chosen = {name: value for name, value in own.items() if value is not None and value != usual.get(name)}
+    return replace(config, engine={**config.engine, **chosen}, **given)

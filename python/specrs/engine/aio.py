@@ -12,8 +12,9 @@ import atexit
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
@@ -26,7 +27,7 @@ from specrs.engine.llm import LLM
 from specrs.engine.prompts import Prompt
 from specrs.engine.request import RequestOutput, StreamEvent, TokenizedPrompt
 from specrs.engine.stats import RequestTimes, ServingStats
-from specrs.engine.worker import Abort, Add, Audit, News, Shutdown, Worker
+from specrs.engine.worker import Abort, Add, Audit, News, Shutdown, StepWatch, Worker
 from specrs.sampling_params import SamplingParams
 
 _T = TypeVar("_T")
@@ -185,6 +186,17 @@ class AsyncLLM:
             stepping=0.0 if began is None else time.monotonic() - began,
             healthy=self.healthy,
         )
+
+    @contextmanager
+    def watching_steps(self, watch: StepWatch) -> Iterator[None]:
+        """Within the context, call ``watch`` with each step's tokens, read and written, and with the seconds that each
+        output which got some had waited for them: in the engine's thread, which it must not keep waiting, nor raise.
+        """
+        self._worker.watchers.append(watch)
+        try:
+            yield
+        finally:
+            self._worker.watchers.remove(watch)
 
     async def audit(self) -> dict[str, int]:
         """As `LLM.audit`, between two steps, after every abort of before."""

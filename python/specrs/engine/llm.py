@@ -406,7 +406,8 @@ class LLM(Conversing):
         """How much runs, waits, and lies in the pool, between two steps."""
         with self._turn():
             scheduler = self._scheduler
-            return EngineStats.of(scheduler.running, scheduler.waiting, self._runner.pages.pool.stats())
+            counts = {name: getattr(scheduler, name) for name in ("prefilled", "generated", "preempted")}
+            return EngineStats.of(scheduler.running, scheduler.waiting, self._runner.pages.pool.stats(), **counts)
 
     @property
     def numerics(self) -> dict[str, Any]:

@@ -32,6 +32,9 @@ class Scheduler:
         self._admitted: list[Request] = []  # by priority, then in order of admission
         self._arrived = 0
         self._news: list[StreamEvent] = []  # of this step; after an error, what the next one returns
+        #: Since the beginning: tokens of prompts that were prefilled, those again that a preemption cost; tokens that
+        #: outputs kept; requests that gave their pages back.
+        self.prefilled = self.generated = self.preempted = 0
         #: Requests of the pass that runs; after an error, of the one that failed (none: it was no pass that failed).
         self.passing: list[Request] = []
 
@@ -136,7 +139,9 @@ class Scheduler:
         while chunks:
             self.passing = [r for r, _ in chunks]
             try:
-                return self._runner.prefill(chunks)
+                passed = self._runner.prefill(chunks)
+                self.prefilled += sum(n for _, n in chunks)
+                return passed
             except PoolExhaustedError:
                 if len(chunks) > 1:
                     chunks.pop()  # the others may fit
@@ -163,12 +168,14 @@ class Scheduler:
                     return []
 
     def _preempt(self, request: Request) -> None:
+        self.preempted += 1
         self._admitted.remove(request)
         self._runner.release(request)
         insort(self._waiting, request, key=_turn)
 
     def _event(self, p: Passed) -> StreamEvent:
         request, kept = p.request, p.tokens[: p.committed.kept]
+        self.generated += len(kept)
         if p.committed.finished:
             self._admitted.remove(request)
             self._runner.end(request)

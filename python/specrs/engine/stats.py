@@ -19,6 +19,10 @@ class EngineStats:
         pages: of the KV pool, without the sink.
         used_pages: those whose keys and values a request has, which nobody else can have.
         cached_pages: those that the prefix cache has, shared or on its own.
+        prefilled: tokens of prompts that passes have read so far; what the prefix cache had is not among them, and what
+            a preemption has read again is.
+        generated: tokens of outputs so far.
+        preempted: times so far that a request gave its pages back, to begin again later.
     """
 
     running: int
@@ -27,10 +31,15 @@ class EngineStats:
     pages: int
     used_pages: int
     cached_pages: int
+    prefilled: int = 0
+    generated: int = 0
+    preempted: int = 0
 
     @classmethod
-    def of(cls, running: Sequence[Request], waiting: Sequence[Request], pool: Mapping[str, int]) -> EngineStats:
-        """From what a scheduler has, and a pool's counts."""
+    def of(
+        cls, running: Sequence[Request], waiting: Sequence[Request], pool: Mapping[str, int], **counts: int
+    ) -> EngineStats:
+        """From what a scheduler has, and a pool's counts; ``counts``: since the beginning."""
         return cls(
             running=len(running),
             waiting=len(waiting),
@@ -38,6 +47,7 @@ class EngineStats:
             pages=pool["total_pages"],
             used_pages=pool["total_pages"] - pool["free_pages"] - pool["evictable_pages"],
             cached_pages=pool["cached_pages"],
+            **counts,
         )
 
     @property

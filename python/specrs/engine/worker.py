@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from specrs import device
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from specrs.sampling_params import SamplingParams
 
 _T = TypeVar("_T")
+StepWatch = Callable[[int, list[float]], None]
+"""Told of each step: the tokens that it read and wrote; and of each output that went on, the seconds since its last."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ class _Live:
     requests: list[Request]
     times: RequestTimes
     open: set[int]
+    last: dict[int, float] = field(default_factory=dict)  # when each output had its last tokens
 
     @property
     def request_id(self) -> int:
@@ -118,6 +121,8 @@ class Worker:
         self.fatal: BaseException | None = None
         self.stats: EngineStats = llm.stats()
         self.steps, self.last_step = 0, 0.0
+        self.watchers: list[StepWatch] = []
+        self._gaps: list[float] = []  # of the turn
         self.step_began: float | None = None  # on the monotonic clock, while one runs
         self.thread = threading.Thread(target=self._run, name="specrs-engine", daemon=True)
 
@@ -149,9 +154,18 @@ class Worker:
         if self._live and self.fatal is None:
             self._step()
         if self.fatal is None:
-            self.stats = _when_free(self._llm.stats)
+            before, self.stats = self.stats, _when_free(self._llm.stats)
+            self._count(before, self.stats)
         self._flush()
         return self._until is None or bool(self._live)
+
+    def _count(self, before: EngineStats, now: EngineStats) -> None:
+        """Tell whoever looks on what the turn's step read and wrote."""
+        tokens = now.prefilled + now.generated - before.prefilled - before.generated
+        gaps, self._gaps = self._gaps, []
+        if tokens > 0:
+            for watch in self.watchers:
+                watch(tokens, gaps)
 
     def _listen(self) -> None:
         """Everything in the inbox; waits for it where nothing runs."""
@@ -223,6 +237,10 @@ class Worker:
         times.admitted = live.requests[0].started if times.admitted is None else times.admitted
         if times.first_token is None and event.token_ids:
             times.first_token = now
+        if event.token_ids:
+            last, live.last[event.index] = live.last.get(event.index), now
+            if last is not None:
+                self._gaps.append(now - last)
         if event.output is not None:
             live.open.discard(event.index)
         done = not live.open or error is not None

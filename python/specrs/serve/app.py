@@ -86,7 +86,8 @@ def _lifespan(config: ServeConfig, given: AsyncLLM | None) -> Any:
         app.state.service = service = Service(config, engine)
         tasks = [asyncio.ensure_future(service.watch.run()), asyncio.ensure_future(service.guard())]
         try:
-            yield
+            with engine.watching_steps(service.metrics.step):
+                yield
         finally:
             await service.drain()
             for task in tasks:
@@ -115,8 +116,9 @@ async def _checked(service: Service) -> None:
     if service.failed:
         return
     counts = await service.engine.audit()
+    stats = service.engine.stats()
     held = {name: counts[name] for name in ("sequences", "held_pages") if counts.get(name)}
-    if held and not service.open_requests:
+    if held and not (service.open_requests or stats.submitted or stats.engine.running or stats.engine.waiting):
         raise ConfigError(f"at the end, with no request open, the pool has {held}")
 
 
@@ -133,7 +135,7 @@ class Posted:
         exchange = Exchange(scope, receive, send, scope["specrs.record"])
         service.watch.add(exchange)
         try:
-            body = await exchange.body(config.max_body_bytes, config.body_seconds)
+            body = await exchange.body(config.max_body_bytes, config.body_seconds, service.pooled)
             await exchange.attend(self._work(service, exchange, body))
         except Gone:
             exchange.record.gone = True

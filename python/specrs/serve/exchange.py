@@ -21,6 +21,9 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
+Pooled = Callable[[Callable[[], Any]], Awaitable[Any]]
+
+_SMALL = 64 << 10  # bytes of JSON that the event loop parses itself, in half a millisecond
 _DEEPEST = 100  # levels of JSON: more than any schema of a tool needs
 _LINGER = 2.0  # seconds for a client to notice that its body is not wanted
 _COMMENT = b": keep-alive\n\n"
@@ -52,6 +55,7 @@ class Exchange:
         self._sending: float | None = None  # since when
         self._sent = 0.0  # when last
         self._work: asyncio.Future[None] | None = None
+        self._complete = False
         self.started = False
         self.streams = False
         self.stuck = False
@@ -62,8 +66,8 @@ class Exchange:
         """The first header of a name; empty where there is none."""
         return next((value for key, value in self.scope["headers"] if key == name), b"")
 
-    async def body(self, most: int, seconds: float) -> dict[str, Any]:
-        """The body, a JSON object.
+    async def body(self, most: int, seconds: float, pooled: Pooled) -> dict[str, Any]:
+        """The body, a JSON object. pooled: runs a function in a thread: large bodies are parsed there.
 
         Raises:
             RequestError: 415, 413, 408 or 400.
@@ -81,7 +85,7 @@ class Exchange:
             raise RequestError(
                 408, f"the body did not come within body_seconds = {seconds:g}", code="timeout"
             ) from None
-        return _parsed(raw)
+        return _parsed(raw) if len(raw) <= _SMALL else await pooled(lambda: _parsed(raw))
 
     async def _whole(self, most: int) -> bytes:
         parts, size = [], 0
@@ -119,6 +123,8 @@ class Exchange:
         listener = asyncio.ensure_future(self._listen())
         try:
             await asyncio.wait((task, listener), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done() and self._complete:
+                await asyncio.wait((task,))  # servers tell a disconnect behind the response, too
             if not task.done():
                 raise Gone
             if task.cancelled() and self.stuck:
@@ -144,7 +150,7 @@ class Exchange:
                 self.stuck = True
                 self._work.cancel()
         elif self.streams and now - self._sent >= keep_alive and not self._lock.locked():
-            self._comment = asyncio.ensure_future(self.event(_COMMENT))  # kept, so that it is not collected
+            self._comment = asyncio.ensure_future(self._commented())  # kept, so that it is not collected
 
     # -- out ----------------------------------------------------------------------------------------------------
 
@@ -191,6 +197,11 @@ class Exchange:
         """One event, or several, each as it goes over the wire. Waits while the client is slow."""
         await self._put(event, more=True)
 
+    async def _commented(self) -> None:
+        async with self._lock:
+            if self.streams:  # still
+                await self._timed(_COMMENT, more=True)
+
     async def end(self) -> None:
         """The stream is complete."""
         self.streams = False
@@ -202,11 +213,14 @@ class Exchange:
 
     async def _put(self, body: bytes, more: bool) -> None:
         async with self._lock:
-            self._sending = self._clock()
-            try:
-                await self._send({"type": "http.response.body", "body": body, "more_body": more})
-            finally:
-                self._sending, self._sent = None, self._clock()
+            await self._timed(body, more)
+
+    async def _timed(self, body: bytes, more: bool) -> None:
+        self._sending, self._complete = self._clock(), not more
+        try:
+            await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        finally:
+            self._sending, self._sent = None, self._clock()
 
 
 class Watch:

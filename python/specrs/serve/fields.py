@@ -140,6 +140,8 @@ def words(name: str, value: Any, config: ServeConfig) -> Any:
 
 def prompt(name: str, value: Any, config: ServeConfig) -> list[str | list[int]]:
     """A text, texts, token ids, or lists of token ids: as a list."""
+    if isinstance(value, list) and len(value) > config.max_waiting_tokens:
+        raise bad(f"{name} has {len(value)} entries: at most max_waiting_tokens = {config.max_waiting_tokens}", name)
     if isinstance(value, str) or (isinstance(value, list) and value and _ids(value)):
         value = [value]
     if not isinstance(value, list) or not value:

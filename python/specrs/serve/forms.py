@@ -16,7 +16,7 @@ _FREE = ("disable_any_whitespace", "disable_additional_properties", "disable_fal
 
 
 def response_format(name: str, value: Any, config: ServeConfig) -> StructuredOutputs | None:
-    """``{"type": "text"}``, ``{"type": "json_object"}``, ``{"type": "json_schema", "json_schema": {"schema": ...}}``."""
+    """OpenAI's, whose ``type`` is ``text``, ``json_object``, or ``json_schema`` with ``json_schema.schema``."""
     if not isinstance(value, dict):
         raise bad(f"{name} = {shown(value)}: must be an object with a type", name)
     kind = value.get("type")

@@ -6,7 +6,8 @@ routers that know them, work. Gauges are read from the engine when somebody asks
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from specrs._specrs import __version__
@@ -68,18 +69,18 @@ class Metrics:
 
         self.prompt_tokens = counter("vllm:prompt_tokens", "Tokens of prompts.")
         self.prompt_tokens_cached = counter("vllm:prompt_tokens_cached", "Of those, from the prefix cache.")
-        self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated.")
         self.prefix_queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self.prefix_hits = counter("vllm:prefix_cache_hits", "Prompt tokens found there.")
         self.success = labelled("vllm:request_success", "Requests that ended, by why.", "finished_reason", REASONS)
         self.first_token = histogram("vllm:time_to_first_token_seconds", "From arrival to first token.", FIRST_TOKEN)
-        self.between = histogram("vllm:inter_token_latency_seconds", "Between two rounds of an output.", TOKEN)
         self.per_token = histogram("vllm:request_time_per_output_token_seconds", "Mean of a request.", TOKEN)
         self.latency = histogram("vllm:e2e_request_latency_seconds", "From arrival to end.", LATENCY)
         self.queued = histogram("vllm:request_queue_time_seconds", "In the queue.", LATENCY)
         self.prefill = histogram("vllm:request_prefill_time_seconds", "From the queue to the first token.", LATENCY)
         self.decode = histogram("vllm:request_decode_time_seconds", "From the first token to the end.", LATENCY)
         self.inference = histogram("vllm:request_inference_time_seconds", "From the queue to the end.", LATENCY)
+        self._steps = Tally("vllm:iteration_tokens_total", "Tokens of a step, read and written.", ITERATION)
+        self._gaps = Tally("vllm:inter_token_latency_seconds", "Between two rounds of an output.", TOKEN)
         self.prompts = histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", tokens)
         self.generated = histogram("vllm:request_generation_tokens", "Tokens generated for a request.", tokens)
         self.wanted = histogram("vllm:request_params_max_tokens", "max_tokens of a request.", tokens)
@@ -98,7 +99,8 @@ class Metrics:
                                       registry=self.registry)  # fmt: skip
         info = {"version": __version__, "device": service.engine.llm.device, "fingerprint": service.fingerprint}
         Gauge("specrs:build_info", "1.", tuple(info), registry=self.registry).labels(*info.values()).set(1)
-        self.registry.register(_Engine(service, dict(zip(LABELS, labels, strict=True))))
+        tallies = (self._steps, self._gaps)
+        self.registry.register(_Engine(service, dict(zip(LABELS, labels, strict=True)), tallies))
 
     def text(self) -> tuple[bytes, bytes]:
         """What ``/metrics`` says, and its type."""
@@ -116,11 +118,11 @@ class Metrics:
         path = record.path if record.path in PATHS else "other"
         self.responses.labels(path, str(record.status or 499)).inc()
 
-    def tokens(self, count: int, since: float | None) -> None:
-        """Tokens of an output came, so many seconds after its last ones."""
-        self.generation_tokens.inc(count)
-        if since is not None:
-            self.between.observe(since)
+    def step(self, tokens: int, gaps: Sequence[float]) -> None:
+        """What a step did, from the engine's thread: it costs a fraction of a microsecond for each output."""
+        self._steps.observe(tokens)
+        for gap in gaps:
+            self._gaps.observe(gap)
 
     def ended(self, output: RequestOutput) -> None:
         """One output of a request came to its end."""
@@ -162,15 +164,37 @@ class Metrics:
                 self.inference.observe(end - admitted)
 
 
-class _Engine:
-    """Gauges that are read from the engine when they are asked for."""
+class Tally:
+    """A histogram that one thread fills and others read, without a lock."""
 
-    def __init__(self, service: Service, labels: dict[str, str]) -> None:
-        self._service, self._labels = service, labels
+    def __init__(self, name: str, text: str, edges: Sequence[float]) -> None:
+        self.name, self.text, self._edges = name, text, tuple(map(float, edges))
+        self._counts, self._sum = [0] * (len(edges) + 1), 0.0
+
+    def observe(self, value: float) -> None:
+        """One more."""
+        self._counts[bisect_left(self._edges, value)] += 1
+        self._sum += value
+
+    def buckets(self) -> tuple[list[tuple[str, float]], float]:
+        """As prometheus-client has them: counts up to each edge, and the sum."""
+        counts, total = list(self._counts), 0
+        found: list[tuple[str, float]] = []
+        for edge, count in zip((*self._edges, float("inf")), counts, strict=True):
+            total += count
+            found.append(("+Inf" if edge == float("inf") else str(edge), total))
+        return found, self._sum
+
+
+class _Engine:
+    """What is read from the engine, or was counted in its thread, when somebody asks."""
+
+    def __init__(self, service: Service, labels: dict[str, str], tallies: Sequence[Tally]) -> None:
+        self._service, self._labels, self._tallies = service, labels, tallies
 
     def collect(self) -> Iterator[Any]:
         """As prometheus-client asks its collectors."""
-        from prometheus_client.core import GaugeMetricFamily
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
         service = self._service
         stats = service.engine.stats()
@@ -190,6 +214,21 @@ class _Engine:
             family = GaugeMetricFamily(name, text, labels=list(self._labels))
             family.add_metric(list(self._labels.values()), value)
             yield family
+        names, values = list(self._labels), list(self._labels.values())
+        counts = {
+            "vllm:num_preemptions": (pool.preempted, "Requests that began again."),
+            "vllm:generation_tokens": (pool.generated, "Tokens generated."),
+            "specrs:prefilled_tokens": (pool.prefilled, "Tokens of prompts that passes have read."),
+            "specrs:steps": (stats.steps, "Steps of the engine."),
+        }  # fmt: skip
+        for name, (value, text) in counts.items():
+            counter = CounterMetricFamily(name, text, labels=names)
+            counter.add_metric(values, value)
+            yield counter
+        for tally in self._tallies:
+            histogram = HistogramMetricFamily(tally.name, tally.text, labels=names)
+            histogram.add_metric(values, *tally.buckets())
+            yield histogram
         info = {
             "block_size": str(config.page_size), "num_gpu_blocks": str(config.num_pages),
             "enable_prefix_caching": str(config.prefix_cache), "engine": "0",

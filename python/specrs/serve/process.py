@@ -60,13 +60,13 @@ def server(config: ServeConfig, engine: AsyncLLM | None = None) -> uvicorn.Serve
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             """Listen, once the model is there."""
+            self._loop = asyncio.get_running_loop()
             if sockets is None:
                 self._own = listener(config)
                 sockets = [self._own]
             await super().startup(sockets)
             if self.should_exit:
                 return
-            self._loop = asyncio.get_running_loop()
             self.address = _address(sockets[0])
             application.state.service.on_death.append(self._died)
             print(f"listening on {self.address}", file=sys.stderr, flush=True)

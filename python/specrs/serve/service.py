@@ -18,14 +18,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from specrs._specrs import ConfigError
+from specrs._specrs import ConfigError, GrammarFailedError
 from specrs.engine import AsyncLLM, RequestOutput, StreamEvent, TokenizedPrompt
 from specrs.engine.errors import EngineOverloadedError
 from specrs.engine.token_bytes import TokenTable
 from specrs.grammar import GrammarError
 from specrs.sampling_params import SamplingParams
 from specrs.serve.config import ServeConfig
-from specrs.serve.errors import RequestError, bad, shown
+from specrs.serve.errors import RequestError, bad, of, shown
 from specrs.serve.exchange import Watch
 from specrs.serve.forms import refused
 from specrs.serve.metrics import Metrics
@@ -222,9 +222,13 @@ class Service:
             streams = await self._submit(prompts, wish.params)
         except GrammarError as error:
             raise refused(error, wish.form or "structured_outputs") from None
+        except ConfigError as error:
+            raise renamed(error) if getattr(error, "what", None) else error from None
         self._live.update(streams)
         try:
             yield Flow(streams, wish.params.n or 1, self.metrics)
+        except GrammarFailedError as error:
+            raise of(error, 0.0, wish.form) from None
         finally:
             for stream in streams:
                 stream.close()
@@ -232,12 +236,7 @@ class Service:
 
     async def _submit(self, prompts: Sequence[TokenizedPrompt], params: SamplingParams) -> list[RequestStream]:
         if len(prompts) == 1:
-            try:
-                return [await self.engine.submit(prompts[0], params)]
-            except GrammarError:
-                raise
-            except ConfigError as error:
-                raise renamed(error) if getattr(error, "what", None) else error from None
+            return [await self.engine.submit(prompts[0], params)]
         tasks = [asyncio.ensure_future(self.engine.submit(one, params)) for one in prompts]
         try:
             await asyncio.gather(*tasks)
@@ -320,12 +319,7 @@ class Flow:
     async def events(self) -> AsyncIterator[tuple[int, StreamEvent]]:
         """Of all prompts, by their index, as they come. Raises as `whole`."""
         source = self._one() if len(self.streams) == 1 else self._many()
-        last: dict[tuple[int, int], float] = {}
         async for i, event in source:
-            now, of = time.perf_counter(), (i, event.index)
-            if event.token_ids:
-                self._metrics.tokens(len(event.token_ids), now - last[of] if of in last else None)
-                last[of] = now
             if event.output is not None:
                 self._ended(i, event.output)
                 if event.output.error is not None:

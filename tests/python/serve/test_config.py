@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import io
 import json
@@ -16,6 +17,7 @@ import pytest
 
 from serve_world import Running
 from specrs import ConfigError
+from specrs.cli import serve
 from specrs.serve import Keys, ServeConfig, metrics
 from specrs.serve.config import is_loopback
 from specrs.serve.fields import CHAT, COMPLETIONS, TABLE, table
@@ -83,6 +85,26 @@ def test_of_the_environment(tmp_path: Path) -> None:
             ServeConfig.from_env(wrong)
 
 
+def test_the_command_line_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECRS_SERVE_HOST", "0.0.0.0")
+    monkeypatch.setenv("SPECRS_SERVE_PORT", "81")
+    monkeypatch.setenv("SPECRS_SERVE_ENGINE", '{"max_batch": 4, "page_size": 8, "dtype": "float32"}')
+    monkeypatch.setenv("SPECRS_API_KEY", "a")
+    config = configured("--port", "82", "--max-batch", "2", "--log", "none", "--no-draft")
+    assert (config.host, config.port, config.log, config.speculative) == ("0.0.0.0", 82, "none", False)
+    assert config.engine == {"max_batch": 2, "page_size": 8, "dtype": "float32"} and len(config.keys.digests) == 1
+    monkeypatch.undo()
+    config = configured("org/name", "--tree", "2,2,4", "--served-model-name", "a", "--served-model-name", "b")
+    assert config.model == "org/name" and config.names == ("a", "b") and config.host == "127.0.0.1"
+    assert list(config.engine) == ["tree"] and not config.keys
+
+
+def configured(*argv: str) -> ServeConfig:
+    parser = argparse.ArgumentParser()
+    serve.add_parser(parser.add_subparsers())
+    return serve.config_of(parser.parse_args(["serve", *argv]))
+
+
 def test_keys_that_are_none(tmp_path: Path) -> None:
     for key in ("", "a b", "ä", "sha256:12", "a\n"):
         with pytest.raises(ConfigError, match="API key 0"):
@@ -116,12 +138,12 @@ import sys
 class Absent:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in ("starlette", "uvicorn", "prometheus_client", "httptools", "uvloop"):
-            raise ImportError(name)
+            raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Absent())
-import specrs, specrs.engine
+import specrs
 from specrs.cli import main
-status = main(["serve", "--port", "0"])
-assert status == 2
+assert main(["serve", "--port", "0"]) == 2
+assert "torch" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False,
                           env={"PYTHONPATH": ":".join(p for p in sys.path if p)})  # fmt: skip
@@ -145,6 +167,8 @@ def test_metrics_have_vllm_s_names_and_edges(web: Running) -> None:
         assert grown[f"vllm:{name}_count{{{labels}}}"] == 1, name
     assert grown[f"vllm:request_generation_tokens_count{{{labels}}}"] == 2
     assert grown[f"vllm:inter_token_latency_seconds_count{{{labels}}}"] > 2
+    assert grown[f"vllm:iteration_tokens_total_sum{{{labels}}}"] == 40 + 2 * prompt  # of less than a page: read twice
+    assert after[f"vllm:num_preemptions_total{{{labels}}}"] >= 0
     assert after[f"vllm:kv_cache_usage_perc{{{labels}}}"] == 0
     assert after[f"vllm:num_requests_running{{{labels}}}"] == after[f"vllm:num_requests_waiting{{{labels}}}"] == 0
     assert any(key.startswith("vllm:cache_config_info{") and 'block_size="16"' in key for key in after)

@@ -36,7 +36,7 @@ sys.exit(main(sys.argv[1:]))
 def serving(*options: str, code: str | None = None, **environ: str) -> Iterator[tuple[Any, str]]:
     """A process and its address."""
     start = ["-m", "specrs"] if code is None else ["-c", code]
-    argv = [sys.executable, *start, "serve", "--port", "0", "--max-batch", "2", *options]
+    argv = [sys.executable, *start, "serve", "--port", "0", "--max-batch", "2", "--no-draft", *options]
     env = {**os.environ, "PYTHONPATH": ":".join(p for p in sys.path if p), "SPECRS_DEVICE": "cpu", **environ}
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
     try:

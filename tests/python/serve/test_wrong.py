@@ -47,6 +47,9 @@ def test_a_wrong_value_is_refused_by_name(web: Running, name: str, value: Any) -
     assert answer.status_code == 400 and error["type"] == "invalid_request_error", answer.text
     assert error["param"] == name or (error["param"] or "").startswith("prompt"), error
     assert name in error["message"] and "SamplingParams" not in error["message"]
+    if name != "prompt":
+        many = web.client.post(PATH, content=json.dumps({**body, "prompt": ["x", [1]]}), headers=JSON)
+        assert many.status_code == 400 and many.json()["error"] == error
 
 
 @pytest.mark.parametrize("endpoint,path", [(COMPLETIONS, PATH), (CHAT, "/v1/chat/completions")])
