@@ -21,6 +21,14 @@ CHAT_TEMPLATE = """\
 {%- for message in messages %}# {{ message['role'] }}: {{ message['content'] }}
 {% endfor %}{% if add_generation_prompt %}def {% endif %}"""
 
+#: Forms that some outputs have: `StructuredOutputs`, as requests say it.
+FORMS: list[dict[str, Any]] = [
+    {"regex": "[a-z_]{3,12}( = [0-9]{1,4})?"},
+    {"choice": ["return", "raise ValueError", "pass"]},
+    {"json": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yy"]}},
+              "required": ["a", "b"], "additionalProperties": False}},
+]  # fmt: skip
+
 #: How readers behave, and how many of a hundred do so.
 FATES = {"read": 70, "slow": 8, "leave": 8, "leave at once": 4, "vanish": 3, "bad": 7}
 
@@ -104,6 +112,8 @@ def case(seed: int, index: int, most: int = 64, fates: dict[str, int] | None = N
         params["logprobs"] = rng.randint(0, 3)
     if rng.random() < 0.1:
         params["ignore_eos"] = True
+    elif rng.random() < 0.06 and "logit_bias" not in params:
+        params["structured_outputs"] = rng.choice(FORMS)
     body: dict[str, Any] = {"model": MODEL, "return_token_ids": True, **params}
     text = rng.choice(texts())
     text = text[: rng.randint(20, len(text))]

@@ -307,7 +307,19 @@ def slowed(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
 
         run(serving(llm, work))
 
+    def http_at(interval: float) -> Callable[[], None]:
+        def way() -> None:
+            before = sys.getswitchinterval()
+            sys.setswitchinterval(interval)
+            try:
+                http()
+            finally:
+                sys.setswitchinterval(before)
+
+        return way
+
     ways = {"alone": alone, "thread": in_thread, "http": http}
+    ways |= {f"http, switch interval {interval:g} s": http_at(interval) for interval in args.intervals}
     medians: dict[str, list[float]] = {name: [] for name in ways}
     counts: dict[str, list[int]] = {name: [] for name in ways}
     for turn in range(args.turns + 1):
@@ -328,6 +340,7 @@ def slowed(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
         "full_steps": counts,
         "slowed_by_thread": step["thread"] / step["alone"] - 1,
         "slowed_by_http": step["http"] / step["alone"] - 1,
+        "slowed": {name: seconds / step["alone"] - 1 for name, seconds in step.items()},
     }
 
 
@@ -395,6 +408,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--turns", type=int, default=5, help="of the comparison with an engine alone; 0: none")
     parser.add_argument("--slowed-tokens", type=int, default=48, help="tokens of each of its requests")
+    parser.add_argument("--intervals", type=json.loads, default=[], help="JSON: further switch intervals to compare, in s")
     parser.add_argument("--fates", type=json.loads, default=FATES, help="JSON: weight of each fate")
     parser.add_argument("--no-write", action="store_true", help="print the result instead of keeping it")
     return parser.parse_args(argv)
