@@ -1033,6 +1033,13 @@ class MergedDrafts:
     ) -> MergedDrafts:
         """The best nodes of this tree within closer limits, as `merge_drafts` takes them."""
 
+    def allowed(
+        self, grammar: GrammarTracker, nodes: SupportsIndex, depth: SupportsIndex, *, off_spine: SupportsIndex = 8
+    ) -> MergedDrafts:
+        """The same without what a request's grammar does not allow behind its output. Of a tree that stands below
+        the last token of that output.
+        """
+
     def settle(self, path: _List[SupportsIndex], calibration: DraftCalibration) -> None:
         """Tell a calibration what was accepted: `path` are the nodes that verification walked, from the root (0) on.
         Nodes whose parent is on the path had their chance; of those, the ones on the path were accepted.

@@ -203,6 +203,31 @@ impl MergedDrafts {
         Ok(self.chosen(limits))
     }
 
+    /// The same within closer limits, without the nodes that `keep` refuses and all that stands below them. It is asked
+    /// with the tokens from below the root down to a node's parent and the node's own, of each node whose parent is kept.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] for a limit.
+    pub fn kept(&self, limits: MergeLimits, mut keep: impl FnMut(&[i32], i32) -> bool) -> Result<Self> {
+        limits.check()?;
+        let mut tree = self.clone();
+        let mut path = Vec::new();
+        for node in 1..self.len() {
+            path.clear();
+            let mut above = self.parents[node] as usize;
+            let lost = tree.scores[above] == f32::NEG_INFINITY;
+            while above > 0 {
+                path.push(self.tokens[above]);
+                above = self.parents[above] as usize;
+            }
+            path.reverse();
+            if lost || !keep(&path, self.tokens[node]) {
+                tree.scores[node] = f32::NEG_INFINITY;
+            }
+        }
+        Ok(tree.chosen(MergeLimits { min_score: limits.min_score.max(f32::MIN), ..limits }))
+    }
+
     /// Tell the calibration what was accepted: `path` are the nodes that verification walked, from the root on. Nodes
     /// whose parent is on the path had their chance; of those, the ones on the path were accepted.
     ///

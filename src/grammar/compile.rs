@@ -21,14 +21,17 @@ const MAX_MARK: usize = 256;
 const STACK: usize = 256 << 20;
 /// Characters of a reason at most.
 const MAX_WHY: usize = 400;
+/// Between two tokens of JSON by default: a space, or a line break and the indentation behind it. More would let a model
+/// that likes spaces never come to an end.
+const WHITESPACE: &str = r" |\r?\n[ \t]{0,40}";
 /// The name of the form's grammar, where another one leads to it.
 const BODY: &str = "specrs_body";
 
 /// What a text must look like.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Form {
-    /// JSON of this schema; its tokens may be apart by what the regular expression `whitespace` matches: `None` for
-    /// spaces, tabs and line breaks, "" for nothing.
+    /// JSON of this schema; its tokens may be apart by what the regular expression `whitespace` matches: `None` for a
+    /// space, or a line break and what it is indented by; "" for nothing.
     Json {
         /// The schema's own text.
         schema: String,
@@ -157,7 +160,8 @@ impl Form {
                     return Err(refused("a schema is a JSON object, or true".into()));
                 };
                 match whitespace.as_deref() {
-                    None => {}
+                    None if fields.contains_key("x-guidance") => {}
+                    None => drop(fields.insert("x-guidance".into(), json!({"whitespace_pattern": WHITESPACE}))),
                     Some("") => drop(fields.insert("x-guidance".into(), json!({"whitespace_flexible": false}))),
                     Some(rx) => drop(fields.insert("x-guidance".into(), json!({"whitespace_pattern": rx}))),
                 }
@@ -182,7 +186,7 @@ fn top_level(vocabulary: &Vocabulary, form: &Form, mark: Option<&Mark>) -> Resul
     body.name = Some(BODY.into());
     // A model thinks, and begins its answer on another line.
     let spaced = matches!(form, Form::Json { whitespace, .. } if whitespace.as_deref() != Some(""));
-    let (space, rule) = if spaced { ("SPACE ", "\nSPACE: /[ \\t\\r\\n]{0,8}/") } else { ("", "") };
+    let (space, rule) = if spaced { ("SPACE ", "\nSPACE: /[ \\r\\n]{0,4}/") } else { ("", "") };
     let before = match text_of(vocabulary, mark)? {
         Ok(text) => {
             let text = Value::from(text);

@@ -4,7 +4,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use pyo3::prelude::*;
 
-use super::arg::{Int, guarded, i32s, u32s};
+use super::arg::{Int, detached, guarded, i32s, u32s};
+use super::grammar::GrammarTracker;
 use crate::draft::{self, MergeLimits};
 use crate::error::{Result, in_range};
 
@@ -148,6 +149,23 @@ impl MergedDrafts {
     fn pruned(&self, py: Python<'_>, nodes: Int, depth: Int, off_spine: Int, min_score: Option<f32>) -> PyResult<Self> {
         let limits = limits(nodes, depth, off_spine, min_score)?;
         guarded(py, || self.0.pruned(limits)).map(Self)
+    }
+
+    /// The same without what a request's grammar does not allow behind its output. Of a tree that stands below the last
+    /// token of that output.
+    #[pyo3(signature = (grammar, nodes, depth, *, off_spine=Int::EIGHT))]
+    #[pyo3(text_signature = "($self, grammar, nodes, depth, *, off_spine=8)")]
+    fn allowed(
+        &self,
+        py: Python<'_>,
+        grammar: &Bound<'_, GrammarTracker>,
+        nodes: Int,
+        depth: Int,
+        off_spine: Int,
+    ) -> PyResult<Self> {
+        let limits = limits(nodes, depth, off_spine, None)?;
+        let tracker = &grammar.get().0;
+        detached(py, || self.0.kept(limits, |path, token| tracker.allows(path, token))).map(Self)
     }
 
     /// Tell a calibration what was accepted: `path` are the nodes that verification walked, from the root (0) on. Nodes

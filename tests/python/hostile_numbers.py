@@ -27,6 +27,7 @@ VALUES = [-1, 2**16, 2**20, 2**31 - 1, 2**32, 2**40, 2**63 - 1, 2**64, -(2**63),
 ROOM = 2**30  # bytes of address space beyond what the imports took
 SHAPE = core.TreeShape(2, 3, 5)
 TREES = ([[-1, 0]], [[5, 6]])
+LETTERS = [b"a", b"b", b"c", b"d", b"ab", b"", b"cd", b"<end>"]
 DRAFTS = {"parents": [-1, 0], "tokens": [5, 6], "probs": [0.9, 0.8], "buckets": [3, 0]}
 
 
@@ -74,6 +75,15 @@ def corpus() -> core.DraftCorpus:
     atexit.register(CORPUS.unlink, missing_ok=True)
     core.DraftCorpus.build(CORPUS, 8, np.arange(6, dtype=np.int32), [2, 6])
     return core.DraftCorpus(CORPUS)
+
+
+@functools.cache
+def letters() -> core.GrammarVocabulary:
+    return core.GrammarVocabulary(LETTERS, [7])
+
+
+def tracker() -> core.GrammarTracker:
+    return letters().compile("regex", ["[ab]+"]).start([7])
 
 
 def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
@@ -196,6 +206,21 @@ def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "CorpusDrafts.propose": (
             core.CorpusDrafts(corpus(), 8).propose,
             {"nodes": 4, "depth": 4, "after": [1]},
+        ),
+        "TokenMask.__new__": (core.TokenMask, {"vocab": 8, "tokens": [1, 2]}),
+        "TokenMask.__contains__": (lambda token: token in core.TokenMask(8, [1, 2]), {"token": 1}),
+        "GrammarVocabulary.__new__": (lambda special: core.GrammarVocabulary(LETTERS, special), {"special": [7]}),
+        "GrammarVocabulary.compile": (
+            functools.partial(letters().compile, "regex", ["[ab]+"]),
+            {"start_after": [2, 3]},
+        ),
+        "Grammar.start": (letters().compile("regex", ["[ab]+"]).start, {"endings": [7]}),
+        "GrammarTracker.commit": (tracker().commit, {"tokens": [0, 1]}),
+        "GrammarTracker.mask": (tracker().mask, {"path": [0, 1]}),
+        "GrammarTracker.allowed": (tracker().allowed, {"tokens": [0, 1]}),
+        "MergedDrafts.allowed": (
+            lambda **k: merge().allowed(tracker(), **k),
+            {"nodes": 2, "depth": 1, "off_spine": 8},
         ),
         "Sampler.__new__": (
             core.Sampler,

@@ -23,6 +23,7 @@ from specrs.drafters import Proposal
 from specrs.engine.batch import Batch, Passed
 from specrs.engine.costs import SPECULATIVE, Costs
 from specrs.engine.executor import Verified
+from specrs.engine.grammars import Grammars
 from specrs.engine.policy import Kind, SpeculationGate, TreePolicy
 from specrs.engine.request import Request
 from specrs.engine.sources import Part, Sources, Told
@@ -78,6 +79,7 @@ class _Live:
         drafted: whether a round has verified them.
         foretold: tokens that came as a source said first, one proposal after the other, none of them verified.
         purse: plain rounds that it may spend on asking, whatever its account holds.
+        forced: what its grammar forces.
     """
 
     told: list[Told]
@@ -89,6 +91,7 @@ class _Live:
     drafted: bool = False
     foretold: int = 0
     purse: float = 0.0
+    forced: Part | None = None
 
 
 @dataclass(eq=False)
@@ -98,6 +101,7 @@ class Gathered:
     Attributes:
         batch: its requests.
         parts: of each request, each source's proposal.
+        forced: of each request, what its grammar forces.
         merged: of each request, the tree of all of them; a root alone where there is nothing.
         rate: tokens a second that a round with the best nodes of these trees is expected to yield.
         least: score from which on nodes are worth verifying.
@@ -107,6 +111,7 @@ class Gathered:
 
     batch: Batch
     parts: list[list[Part | None]]
+    forced: list[Part | None]
     merged: list[MergedDrafts]
     rate: float = math.inf
     least: float = -math.inf
@@ -151,7 +156,10 @@ class Gathering:
 
     def __init__(self, sources: Sources, nodes: int, depth: int, tiers: Sequence[int] | None = None) -> None:
         self.sources, self._nodes, self._depth, self._tiers = sources, nodes, depth, tiers
-        self.calibration = DraftCalibration(len(sources.all) + 1)  # the head is the last
+        self._head, self._forced = len(sources.all), len(sources.all) + 1  # what no source says
+        self.calibration = DraftCalibration(self._forced + 1)
+        self.grammars: Grammars | None = None
+        """Of the engine, where requests may have grammars."""
         self._policy: TreePolicy | None = None
         self._worth = [_Worth() for _ in sources.all]
         self._live: dict[int, _Live] = {}
@@ -172,16 +180,18 @@ class Gathering:
         Args:
             idle: whether the round waits for the answer; else a device is busy meanwhile, and it costs nothing.
         """
-        parts = [self._parts(r, len(batch), idle) for r in batch]
+        each = [self._parts(r, len(batch), idle) for r in batch]
         self._batch = len(batch)
-        if not any(one is not None for each in parts for one in each):
+        parts, forced = [told for told, _ in each], [forced for _, forced in each]
+        if not any(one is not None for told in (*parts, forced) for one in told):
             return None
-        return self._weighed(batch, parts)
+        return self._weighed(batch, parts, forced)
 
-    def _parts(self, r: Request, batch: int, idle: bool) -> list[Part | None]:
+    def _parts(self, r: Request, batch: int, idle: bool) -> tuple[list[Part | None], Part | None]:
+        """What each source proposes, and what the request's grammar forces."""
         none: list[Part | None] = [None] * len(self.sources.all)
-        if not r.params.speculative or r.max_depth < 1:
-            return none
+        if not r.params.speculative or r.max_depth < 1 or not (none or r.draws.grammar is not None):
+            return none, None
         live = self._of(r, batch)
         self._judge(r, live)
         policy, gate = self._policy, live.gate
@@ -212,7 +222,16 @@ class Gathering:
             live.purse = max(live.purse - asking / plain, 0.0)
         live.drafted = False
         live.parts, live.at = none, len(r.tokens)
-        return none
+        live.forced = self._forces(r)
+        return none, live.forced
+
+    def _forces(self, r: Request) -> Part | None:
+        """What the grammar of a request forces; it costs as good as nothing."""
+        if self.grammars is None or r.draws.grammar is None:
+            return None
+        chain, most = self.grammars.forced(r.draws.grammar), min(self._depth, r.max_depth, self._nodes - 1)
+        lists = [list(some or ())[:most] for some in (chain.parents, chain.tokens, chain.probs, chain.buckets)]
+        return Part(self._forced, *lists) if lists[1] else None
 
     def _of(self, r: Request, batch: int) -> _Live:
         live = self._live.get(r.request_id)
@@ -228,11 +247,11 @@ class Gathering:
             self._live[r.request_id] = live
         return live
 
-    def _weighed(self, batch: Batch, parts: list[list[Part | None]]) -> Gathered:
+    def _weighed(self, batch: Batch, parts: list[list[Part | None]], forced: list[Part | None]) -> Gathered:
         """The merged trees, and what they are worth."""
         roots = [r.tokens[-1] for r in batch]
-        merged = [self._merged(r, p, None) for r, p in zip(batch, parts, strict=True)]
-        gathered = Gathered(batch, parts, merged)
+        merged = [self._merged(r, p, None, f) for r, p, f in zip(batch, parts, forced, strict=True)]
+        gathered = Gathered(batch, parts, forced, merged)
         policy, size = self._policy, len(batch)
         if policy is None:
             return gathered
@@ -294,12 +313,13 @@ class Gathering:
             return 0.0
         return live.gate.account(r.produced)
 
-    def _merged(self, r: Request, parts: Sequence[Part | None], head: Part | None) -> MergedDrafts:
-        each = [_NOTHING if p is None else p if p.core is None else p.core for p in (*parts, head)]
-        depth = max(min(self._depth, r.max_depth), 0)
-        return merge_drafts(
-            r.tokens[-1], self.sources.vocab_size, each, self._nodes, depth, calibration=self.calibration
-        )
+    def _merged(self, r: Request, parts: Sequence[Part | None], head: Part | None, forced: Part | None) -> MergedDrafts:
+        """One tree of all; without what the request's grammar does not allow, which the target never draws."""
+        each = [_NOTHING if p is None else p if p.core is None else p.core for p in (*parts, head, forced)]
+        depth, grammar = max(min(self._depth, r.max_depth), 0), r.draws.grammar
+        nodes = self._nodes if grammar is None else min(2 * self._nodes, MAX_NODES)
+        tree = merge_drafts(r.tokens[-1], self.sources.vocab_size, each, nodes, depth, calibration=self.calibration)
+        return tree if grammar is None else tree.allowed(grammar, self._nodes, depth)
 
     def planted(self, gathered: Gathered) -> Planted:
         """The best of what the sources proposed, as trees."""
@@ -322,8 +342,9 @@ class Gathering:
             limit: seconds that the round may take.
             costs: by which the best nodes are chosen; ``None``: all that there is room for.
         """
-        head = head_parts(trees, len(self.sources.all))
-        drafts = [self._merged(r, p, h) for r, p, h in zip(batch, gathered.parts, head, strict=True)]
+        head = head_parts(trees, self._head)
+        each = zip(batch, gathered.parts, head, gathered.forced, strict=True)
+        drafts = [self._merged(r, p, h, f) for r, p, h, f in each]
         policy = self._policy
         if costs is not None and policy is not None:
             drafting = costs.drafting(len(batch), len(batch), steps)
@@ -379,6 +400,8 @@ class Gathering:
         if not drawn:
             return
         self._foretold(r, live, drawn[0])
+        if live.forced is not None:
+            self.grade(live.forced, drawn)
         for i, part in enumerate(live.parts):
             if part is None:
                 continue
@@ -390,7 +413,7 @@ class Gathering:
 
     def _foretold(self, r: Request, live: _Live, token: int) -> None:
         """A request whose account is empty drafts again once its sources foretell one token after the other."""
-        said = [p for p in live.parts if p is not None]
+        said = [p for p in (*live.parts, live.forced) if p is not None]
         if live.drafted or live.gate is None or self._policy is None or not said:
             return
         live.foretold = live.foretold + 1 if any(part.first() == token for part in said) else 0

@@ -130,6 +130,8 @@ class LLM(Conversing):
         executor = make(target, head, self.config, geometry, pool)
         runner = Runner(executor, pool, self.config, geometry, self.vocab_size)
         runner.spell = None if self.tokenizer is None else TokenTable(self.tokenizer)
+        if runner.gathering is not None:
+            runner.gathering.grammars = self._grammars
         self._parts: tuple[Runner, Scheduler] | None = (runner, Scheduler(runner))  # None: closed
         draft = None if head is None else str(draft)
         self._numerics = {

@@ -94,6 +94,8 @@ class RequestOutput:
             ``None`` where they were not asked for.
         prompt_logprobs: the same per token of the prompt, ``None`` for its first; shorter where the request ended
             before its prompt was read.
+        drafting_rounds: of ``rounds``, those that verified drafts.
+        proposed: draft tokens that they verified, whatever became of them.
         cumulative_logprob: sum of the log-probabilities of ``token_ids``; ``None`` without ``logprobs``.
         others: of a prompt's output 0 from ``LLM.generate``, those behind it.
     """
@@ -118,6 +120,8 @@ class RequestOutput:
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     cumulative_logprob: float | None = None
+    drafting_rounds: int = 0
+    proposed: int = 0
     others: tuple[RequestOutput, ...] = field(default=(), repr=False)
 
     @property
@@ -156,8 +160,8 @@ class StreamEvent:
     @classmethod
     def joined(cls, events: Sequence[StreamEvent]) -> StreamEvent | None:
         """One event in place of successive ones of a request's output; ``None`` in place of none."""
-        if not events:
-            return None
+        if len(events) < 2:
+            return events[0] if events else None
         tokens, pieces = [t for e in events for t in e.token_ids], [p for e in events for p in e.pieces]
         last = events[-1]
         scored = [p for e in events for p in e.logprobs or ()] if any(e.logprobs is not None for e in events) else None
@@ -216,6 +220,8 @@ class Request:
     draft_shared: int = 0  # positions of draft KV that the prefix cache had at its admission
     rounds: int = 0
     accepted_lengths: list[int] = field(default_factory=list)
+    drafting_rounds: int = 0
+    proposed: int = 0  # draft tokens that rounds verified
     drafted: list[bool] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -522,6 +528,8 @@ class Request:
             error=self.error,
             draft_error=self.draft_error,
             index=self.index,
+            drafting_rounds=self.drafting_rounds,
+            proposed=self.proposed,
             logprobs=None if scored is None else list(scored),
             prompt_logprobs=None if prompt is None else list(prompt),
             cumulative_logprob=None

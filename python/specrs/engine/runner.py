@@ -54,7 +54,7 @@ class Runner:
         drafts = executor.drafts
         self.drafter = None if drafts is None else Drafter(drafts, self.observers)
         self.gathering: Gathering | None = None
-        if config.sources:
+        if config.sources or (drafts is not None and executor.placement.is_host):  # beside a head, what grammars force
             named = Sources(tuple(map(Source.of, config.sources)), vocab_size)
             most = geometry.shape.draft_tokens
             sizes = None if executor.placement.is_host else tiers(most)
@@ -373,8 +373,14 @@ class Runner:
         passed = self._commit(flight, batch, rows, verified, drafting, observers)
         for o in observers:
             o.ended()
-        if flight.planted is not None and self.gathering is not None:
-            self._settle(flight, flight.planted, self.gathering, rows, passed, drafting)
+        planted = flight.planted
+        if planted is not None or drafting is not None:
+            sizes = verified.trees.sizes if planted is None else [planted.trees.sizes[row] for row in rows]
+            for p, nodes in zip(passed, sizes, strict=True):
+                p.request.proposed += nodes - 1
+                p.request.drafting_rounds += nodes > 1
+        if planted is not None and self.gathering is not None:
+            self._settle(flight, planted, self.gathering, rows, passed, drafting)
         elif drafting is None:
             self.speculation.plain_round(batch)
         else:

@@ -36,7 +36,7 @@ class StructuredOutputs:
         choice: the texts of which the output is one.
         grammar: a context-free grammar in Lark's syntax, as llguidance reads it; its rule ``start`` is the text.
         whitespace: of ``json`` and ``json_object``, a regular expression of what may stand between two tokens of JSON;
-            ``""`` for nothing. ``None`` leaves the model free to use spaces, tabs and line breaks.
+            ``""`` for nothing. ``None``: a space, or a line break and up to 40 characters that indent the next line.
         start_after: the text, or the token ids, behind which the output must look so; anything may stand before. A
             reasoning model's end of thinking is one. The output does not end before it.
 

@@ -28,6 +28,7 @@ _DEEPEST = 100  # levels of JSON: more than any schema of a tool needs
 _LINGER = 2.0  # seconds for a client to notice that its body is not wanted
 _COMMENT = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
+_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 class Gone(Exception):
@@ -36,7 +37,7 @@ class Gone(Exception):
 
 def dumps(value: Any) -> bytes:
     """JSON in UTF-8, without spaces."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    return _JSON.encode(value).encode("utf-8", "replace")
 
 
 class Exchange:

@@ -85,6 +85,8 @@ class Metrics:
         self.generated = histogram("vllm:request_generation_tokens", "Tokens generated for a request.", tokens)
         self.wanted = histogram("vllm:request_params_max_tokens", "max_tokens of a request.", tokens)
         self.outputs = histogram("vllm:request_params_n", "n of a request.", PER_REQUEST)
+        self.drafts = counter("vllm:spec_decode_num_drafts", "Rounds of an output that verified drafts.")
+        self.proposed = counter("vllm:spec_decode_num_draft_tokens", "Draft tokens that were verified.")
         self.accepted = counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens that stayed in an output.")
         self.by_position = labelled(
             "vllm:spec_decode_num_accepted_tokens_per_pos", "Of those, by their place in a round.", "position",
@@ -140,6 +142,8 @@ class Metrics:
         self.rounds.inc(output.rounds)
         if output.rounds:
             self.tokens_per_round.observe(output.mean_accepted)
+        self.drafts.inc(output.drafting_rounds)
+        self.proposed.inc(output.proposed)
         self.accepted.inc(sum(output.drafted))
         for tokens, rounds in enumerate(output.accepted_lengths):
             for position in range(min(tokens - 1, _POSITIONS)):

@@ -105,5 +105,7 @@ def spec_stats(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     lengths = [sum(one.accepted_lengths[i] for one in outputs if i < len(one.accepted_lengths)) for i in range(longest)]
     return {
         "rounds": rounds, "mean_accepted": round(yielded / rounds, 4) if rounds else 0.0, "accepted_lengths": lengths,
+        "drafting_rounds": sum(one.drafting_rounds for one in outputs),
+        "draft_tokens": sum(one.proposed for one in outputs),
         "draft_tokens_accepted": sum(sum(one.drafted) for one in outputs),
     }  # fmt: skip

@@ -22,6 +22,8 @@ CLASSES = {
     "OutOfBounds": (core.OutOfBoundsError, {"kernel", "buffer", "request", "step", "index", "bound"}),
     "GraphCapture": (core.GraphCaptureError, {"call", "node", "path", "why"}),
     "StaleOutput": (core.StaleOutputError, {"what", "held", "current"}),
+    "Grammar": (core.GrammarError, {"what", "why"}),
+    "GrammarFailed": (core.GrammarFailedError, {"why", "request", "row", "position"}),
     "NonFinite": (core.NonFiniteError, {"what", "value", "request", "row", "position", "index"}),
     "DeviceMemory": (core.DeviceMemoryError, {"what", "device", "need", "have", "hint"}),
     "Cuda": (core.CudaError, {"call", "message"}),

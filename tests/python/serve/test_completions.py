@@ -8,6 +8,7 @@ import pytest
 
 from serve_world import Running
 from specrs import LLM, SamplingParams
+from specrs.serve.reply import spec_stats
 
 PATH = "/v1/completions"
 PROMPT = "def fibonacci(n):"
@@ -216,3 +217,14 @@ def test_no_token_left_is_the_request_s_fault(web: Running) -> None:
     word = web.service.decode([300], False)
     error = web.refused(PATH, prompt=PROMPT, allowed_token_ids=[300], bad_words=[word])
     assert error["code"] == "no_token_left"
+
+
+def test_drafts_are_counted_by_what_became_of_them() -> None:
+    with LLM(max_batch=2, max_context_len=256, tree=(2, 3, 6)) as llm:
+        [out] = llm.generate([PROMPT], SamplingParams(max_tokens=40, temperature=0))
+    assert out.drafting_rounds == out.rounds and out.proposed == 5 * out.rounds  # a tree has 6 nodes with its root
+    kept = sum(n * count for n, count in enumerate(out.accepted_lengths))
+    assert kept == len(out.token_ids) - 1 and sum(out.drafted) <= kept - out.rounds + 1
+    stats = spec_stats([out, out])
+    assert stats["draft_tokens"] == 2 * out.proposed and stats["draft_tokens_accepted"] == 2 * sum(out.drafted)
+    assert stats["mean_accepted"] == pytest.approx(out.mean_accepted, abs=1e-4)
