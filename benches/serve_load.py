@@ -408,7 +408,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--turns", type=int, default=5, help="of the comparison with an engine alone; 0: none")
     parser.add_argument("--slowed-tokens", type=int, default=48, help="tokens of each of its requests")
-    parser.add_argument("--intervals", type=json.loads, default=[], help="JSON: further switch intervals to compare, in s")
+    parser.add_argument(
+        "--intervals", type=json.loads, default=[], help="JSON: further switch intervals to compare, in s"
+    )
     parser.add_argument("--fates", type=json.loads, default=FATES, help="JSON: weight of each fate")
     parser.add_argument("--no-write", action="store_true", help="print the result instead of keeping it")
     return parser.parse_args(argv)
