@@ -11,7 +11,7 @@ import asyncio
 import atexit
 import time
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -33,6 +33,7 @@ from specrs.sampling_params import SamplingParams
 _T = TypeVar("_T")
 _GRACE = 30.0  # seconds for the step that runs when the time to drain is over
 _AT_EXIT = 5.0  # seconds that the end of the process waits for the step that runs
+_SLICE = 16  # readers that a loop wakes in one turn: with 0.1 ms of work each, its timers are late by 2 ms
 _RUNNING: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 
@@ -402,6 +403,7 @@ class _Desk:
         self._next = 0
         self.waiting = self.waiting_tokens = 0
         self.closing = False
+        self._hands: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Hand] = weakref.WeakKeyDictionary()
 
     def reserve(self, loop: asyncio.AbstractEventLoop, times: RequestTimes, most: int, worker: Worker) -> _Slot:
         """A place in the queue."""
@@ -489,15 +491,38 @@ class _Desk:
                 hands[slot.loop].append((slot, one))
         for loop, some in hands.items():
             try:
-                loop.call_soon_threadsafe(_hand, some)
+                loop.call_soon_threadsafe(self._hands.setdefault(loop, _Hand()).take, some)
             except RuntimeError:  # the loop is closed, and whoever read in it is gone
                 for slot, _ in some:
                     self.leave(slot)
 
 
-def _hand(some: Iterable[tuple[_Slot, News]]) -> None:
-    for slot, news in some:
-        slot.put(news)
+class _Hand:
+    """Hands one loop what is new, a slice in each of its turns.
+
+    Every hand wakes a reader, whose work a loop does before it looks at timers and sockets again: a step of hundreds of
+    requests, handed over at once, would hold all else up for as long as all their readers take.
+    """
+
+    def __init__(self) -> None:
+        self._news: deque[tuple[_Slot, News]] = deque()  # in the order in which the worker told it
+        self._handing = False
+
+    def take(self, some: Iterable[tuple[_Slot, News]]) -> None:
+        """For the loop: what is new."""
+        self._news.extend(some)
+        if not self._handing:
+            self._handing = True
+            self._slice()
+
+    def _slice(self) -> None:
+        for _ in range(min(_SLICE, len(self._news))):
+            slot, news = self._news.popleft()
+            slot.put(news)
+        if self._news:
+            asyncio.get_running_loop().call_soon(self._slice)
+        else:
+            self._handing = False
 
 
 def _abandon(worker: Worker) -> None:

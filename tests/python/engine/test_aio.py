@@ -29,7 +29,9 @@ from specrs import (
     StepFailedError,
     StreamEvent,
 )
-from specrs.engine.worker import Worker
+from specrs.engine import aio
+from specrs.engine.stats import RequestTimes
+from specrs.engine.worker import News, Worker
 
 OPTIONS: dict[str, Any] = {"tree": (3, 3, 9), "max_batch": 6, "page_size": 4, "prefill_chunk": 16}
 
@@ -182,6 +184,39 @@ def test_a_cancelled_request_leaves_no_page(llm: LLM, when: str) -> None:
 
 
 # -- readers --------------------------------------------------------------------------------------------------------
+
+
+def test_a_loop_wakes_few_readers_a_turn_and_keeps_the_order() -> None:
+    """A step of hundreds of requests does not hold up what else the loop has to do."""
+    count, steps = 200, 5
+
+    async def main() -> None:
+        loop, hand = asyncio.get_running_loop(), aio._Hand()
+        slots = [aio._Slot(loop, RequestTimes(0.0), i) for i in range(count)]
+        got: list[list[int]] = [[] for _ in slots]
+        woken, most = [0], 0
+
+        async def read(i: int) -> None:
+            while (event := await slots[i].next()) is not None:
+                got[i] += event.token_ids
+                woken[0] += 1
+
+        tasks = [asyncio.ensure_future(read(i)) for i in range(count)]
+        await asyncio.sleep(0)
+        for step in range(steps):  # each before the one before it is handed over
+            news = [News(i, None, StreamEvent(i, [step], []), done=step == steps - 1) for i in range(count)]
+            loop.call_soon_threadsafe(hand.take, list(zip(slots, news, strict=True)))
+            before = woken[0]
+            await asyncio.sleep(0)
+            most = max(most, woken[0] - before)
+        while not all(t.done() for t in tasks):
+            before = woken[0]
+            await asyncio.sleep(0)
+            most = max(most, woken[0] - before)
+        assert got == [list(range(steps))] * count
+        assert 0 < most < count / 4 and not hand._news and not hand._handing
+
+    run(main)
 
 
 def test_a_reader_that_sleeps_finds_one_event(llm: LLM) -> None:

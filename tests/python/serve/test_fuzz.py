@@ -1,0 +1,159 @@
+"""Nonsense, seeded: no answer of 500, no traceback, no request left behind, and sense is served afterwards as before.
+
+``SPECRS_FUZZ`` is the number of cases of each kind (1,000; ``make test-long``: 50,000), ``SPECRS_FUZZ_SEED`` the seed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fault_world import NAME, Process, chatty, process, run
+from modelzoo import Pair, write_eagle3, write_target
+from serve_client import Answer, BadAnswer, Connection, complete
+from serve_fuzz import body, request
+from specrs import LLM, SamplingParams
+
+pytest.importorskip("uvicorn", reason="the extra specrs[serve] is not installed")
+
+LONG = bool(os.environ.get("SPECRS_TEST_LONG"))
+CASES = int(os.environ.get("SPECRS_FUZZ", "50000" if LONG else "1000"))
+SEED = int(os.environ.get("SPECRS_FUZZ_SEED", "1"))
+READERS = 8
+SENSE = {"model": NAME, "prompt": "ab", "max_tokens": 12, "temperature": 0, "return_token_ids": True, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    root = tmp_path_factory.mktemp("fuzz")
+    target = write_target(root / "target", tokenizer=True, max_position_embeddings=256)
+    return chatty(Pair(target, write_eagle3(root / "draft", target)))
+
+
+@pytest.fixture(scope="module")
+def want(pair: Pair) -> list[int]:
+    with LLM(pair.target, pair.draft) as llm:
+        return llm.generate(["ab"], SamplingParams(max_tokens=12, temperature=0))[0].token_ids
+
+
+@pytest.fixture(scope="module")
+def server(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    argv = [pair.target, "--draft", pair.draft, "--served-model-name", NAME, "--max-batch", "8", "--log", "none"]
+    with process(tmp_path_factory.mktemp("server"), *argv) as one:
+        yield one
+
+
+def sound(server: Process, want: list[int]) -> None:
+    """It lives, says so, gives the right tokens, and has met no fault of its own."""
+
+    async def asked() -> None:
+        connection = Connection("127.0.0.1", server.port)
+        for path in ("/health", "/ready"):
+            assert (await connection.ask("GET", path)).status == 200
+        _, reply = await complete(connection, "/v1/completions", SENSE)
+        assert reply.outputs[0].token_ids == want
+        text = (await connection.ask("GET", "/metrics")).body.decode()
+        for gauge in ("num_requests_running", "num_requests_waiting"):
+            [line] = [x for x in text.splitlines() if x.startswith(f"vllm:{gauge}{{")]
+            assert float(line.split()[-1]) == 0, line
+        connection.drop()
+
+    assert server.process.poll() is None, server.errors()
+    run(asked)
+    assert "Traceback" not in server.errors() and "Exception in ASGI" not in server.errors(), server.errors()[-3000:]
+
+
+def test_bodies(server: Process, want: list[int]) -> None:
+    """Every body is answered: 200, or an error of the client's in OpenAI's form, which names the field."""
+    statuses: Counter[int] = Counter()
+    nameless = []
+
+    async def reader(first: int) -> None:
+        connection = Connection("127.0.0.1", server.port)
+        for i in range(first, CASES, READERS):
+            path, raw = body(random.Random(f"{SEED} body {i}"))
+            try:
+                answer = await asyncio.wait_for(
+                    connection.ask("POST", path, raw, {"Content-Type": "application/json"}), 60
+                )
+            except (BadAnswer, OSError, EOFError, asyncio.TimeoutError) as error:
+                raise AssertionError(f"case {i}, {path} {raw[:2000]!r}: {error!r}") from error
+            statuses[answer.status] += 1
+            if answer.status != 200:
+                assert 400 <= answer.status < 500, (i, path, raw[:2000], answer.status, answer.body[:500])
+                error = answer.error()
+                assert len(error["message"]) < 2000, (i, error)
+                if answer.status == 400 and error["param"] is None and error["code"] != "invalid_json":
+                    nameless.append((i, path, raw[:300], error))
+        connection.drop()
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*map(reader, range(READERS)))
+
+    run(all_of_them, 3000)
+    assert statuses[200] > CASES / 50 and statuses[400] > CASES / 4, statuses
+    assert len(nameless) < CASES / 50, nameless[:10]
+    sound(server, want)
+
+
+def test_requests(server: Process, want: list[int]) -> None:
+    """Whatever the bytes: an answer below 500, one that says that this HTTP is not spoken, or a closed connection."""
+    statuses: Counter[int] = Counter()
+
+    async def one(i: int) -> None:
+        raw = request(random.Random(f"{SEED} request {i}"))
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        answer = Answer(0, {})
+        try:
+            writer.write(raw)
+            await writer.drain()
+            writer.write_eof()  # nothing more comes, so nobody waits for more
+            answer_line = await asyncio.wait_for(reader.readline(), 20)
+            if answer_line:
+                assert answer_line.startswith(b"HTTP/1."), (i, raw[:500], answer_line)
+                answer.status = int(answer_line.split()[1])
+            statuses[answer.status] += 1
+        except (OSError, EOFError):
+            statuses[0] += 1
+        except asyncio.TimeoutError:
+            raise AssertionError(f"case {i}: neither an answer nor an end: {raw[:2000]!r}") from None
+        finally:
+            writer.transport.abort()
+        assert answer.status < 500 or answer.status in (501, 505), (i, raw[:2000], answer.status)
+
+    async def reader(first: int) -> None:
+        for i in range(first, CASES, READERS):
+            await one(i)
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*map(reader, range(READERS)))
+
+    run(all_of_them, 3000)
+    assert sum(statuses.values()) == CASES and statuses[400] > CASES / 10, statuses
+    sound(server, want)
+
+
+def test_memory_stays(server: Process, want: list[int], tmp_path: Path) -> None:
+    """What was refused is not kept."""
+    sound(server, want)
+    before = server.memory()
+
+    async def many() -> None:
+        connection = Connection("127.0.0.1", server.port)
+        for i in range(200):
+            raw = b'{"model": "tiny", "prompt": "' + bytes([97 + i % 26]) * 500_000 + b'"}'
+            answer = await connection.ask("POST", "/v1/completions", raw, {"Content-Type": "application/json",
+                                                                           "X-Request-Id": f"r{i}"})  # fmt: skip
+            assert answer.status == 400
+            assert (await connection.ask("POST", f"/v1/nothing/{i}", b"{}")).status == 404
+        connection.drop()
+
+    run(many)
+    assert server.memory() - before < 64 << 20
+    sound(server, want)
