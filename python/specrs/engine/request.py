@@ -423,19 +423,20 @@ class Request:
         if self.finish_reason is not None and not isinstance(self.stop_reason, str):
             pieces.extend(self._flush())
         self.text.extend(text for text, _ in pieces)
-        rounds = self._traced(tree, kept, drafts, pieces) if self.params.trace else ()
+        rounds = self._traced(tree, new[:kept], drafts, pieces) if self.params.trace else ()
         return Committed(kept, pieces, self.finish_reason is not None, scored, rounds)
 
     def _traced(
-        self, tree: DraftTree | None, kept: int, drafts: int, pieces: Sequence[tuple[str, bool]]
+        self, tree: DraftTree | None, kept: Sequence[int], drafts: int, pieces: Sequence[tuple[str, bool]]
     ) -> tuple[Round, ...]:
-        """What a commit that kept so many tokens, of so many drafts, tells of its round; nothing of a prefill."""
+        """What a commit that kept these tokens, of so many drafts, tells of its round; nothing of a prefill."""
         last, self._last = self._last, time.perf_counter()
         if tree is None:
             return ()
-        accepted, seconds = tree.path[: min(kept, drafts)], self._last - last
+        own = kept[drafts] if len(kept) > drafts else None
+        accepted, seconds = tree.path[: min(len(kept), drafts)], self._last - last
         told = (tree.sources, tree.proposed, tuple(pieces))
-        return (Round(tree.tokens, tree.parents, accepted, kept, seconds, *told),)
+        return (Round(tree.tokens, tree.parents, accepted, own, seconds, *told),)
 
     def event(self, tokens: Sequence[int], committed: Committed) -> StreamEvent:
         """What a commit tells the user."""

@@ -61,7 +61,8 @@ class Round:
         tokens, parents: of each node of the tree that was verified, root first; a root alone where nothing was drafted.
         accepted: nodes of the path whose tokens became output, in order, without the root; those behind a stop do not
             count, as in `RequestOutput.drafted`.
-        emitted: tokens that the output gained: the accepted ones, and mostly one more, which the target drew itself.
+        own: the token behind them that the target drew itself; ``None`` where the output ended before it, or it is drawn
+            again (``bad_words``).
         seconds: since the request's tokens before these came; whatever else the engine did meanwhile is in it.
         sources: names of those that drafted, as `LLM` has them (``drafters``); ``"grammar"`` for what one forces.
         proposed: of each node, which of them did: a bit each, the first name's is 1; empty where there is one name.
@@ -71,11 +72,16 @@ class Round:
     tokens: Sequence[int]
     parents: Sequence[int]
     accepted: tuple[int, ...]
-    emitted: int
+    own: int | None
     seconds: float
     sources: tuple[str, ...] = ()
     proposed: Sequence[int] = ()
     pieces: tuple[tuple[str, bool], ...] = ()
+
+    @property
+    def emitted(self) -> int:
+        """Tokens that the output gained."""
+        return len(self.accepted) + (self.own is not None)
 
     @property
     def drafted(self) -> int:

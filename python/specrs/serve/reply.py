@@ -157,8 +157,8 @@ def _told(one: Round, spell: Callable[[int], str]) -> dict[str, Any]:
     tokens = list(one.tokens)
     found: dict[str, Any] = {
         "tokens": tokens, "texts": [spell(token) for token in tokens], "parents": list(one.parents),
-        "accepted": list(one.accepted), "emitted": one.emitted, "seconds": round(one.seconds, 6),
-        "sources": list(one.sources),
+        "accepted": list(one.accepted), "own": one.own, "own_text": None if one.own is None else spell(one.own),
+        "emitted": one.emitted, "seconds": round(one.seconds, 6), "sources": list(one.sources),
     }  # fmt: skip
     if one.proposed:
         found["proposed"] = list(one.proposed)

@@ -16,10 +16,12 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from specrs._specrs import ConfigError, GrammarFailedError
+from specrs.chat import ChatTemplateError
 from specrs.engine import AsyncLLM, RequestOutput, StreamEvent, TokenizedPrompt
 from specrs.engine.errors import EngineOverloadedError
 from specrs.engine.token_bytes import TokenTable
@@ -104,6 +106,15 @@ class Service:
         if found is None:
             raise bad("this model has no tokenizer: give prompts as token ids", "prompt")
         return found
+
+    @cached_property
+    def chats(self) -> bool:
+        """Whether there is a template of conversations."""
+        try:
+            self.engine.chat_templates.source(self.template)
+        except ChatTemplateError:
+            return False
+        return True
 
     @property
     def special_ids(self) -> frozenset[int]:
