@@ -18,9 +18,10 @@ from typing import Any
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 MISSING = "no Chromium: apt-get install -y --no-install-recommends chromium, or name one by SPECRS_TEST_BROWSER"
 _FLAGS = (
-    "--headless=new", "--no-sandbox", "--remote-debugging-pipe", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-default-apps", "--disable-sync",
-    "--disable-extensions", "--hide-scrollbars", "--mute-audio", "--force-color-profile=srgb",
+    "--headless=new", "--no-sandbox", "--remote-debugging-pipe", "--disable-gpu", "--disable-dev-shm-usage",
+    "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-default-apps",
+    "--disable-sync", "--disable-extensions",
+    "--hide-scrollbars", "--mute-audio", "--force-color-profile=srgb",
 )  # fmt: skip
 
 
@@ -139,11 +140,13 @@ class Page:
 
     def resize(self, width: int, height: int, scale: float = 1.0) -> None:
         """The viewport, in CSS pixels."""
-        self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=width < 600)
+        size = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": width < 600}
+        self.send("Emulation.setDeviceMetricsOverride", **size)
 
     def type(self, selector: str, text: str) -> None:
         """Put text into a field in place of what it has, as a person types it."""
-        self(f"(() => {{ const field = document.querySelector({json.dumps(selector)}); field.focus(); field.select(); }})()")
+        found = f"document.querySelector({json.dumps(selector)})"
+        self(f"(() => {{ const field = {found}; field.focus(); field.select(); }})()")
         self.send("Input.insertText", text=text)
 
     def key(self, key: str, code: int, modifiers: int = 0, text: str = "") -> None:
@@ -170,7 +173,7 @@ class Page:
                 yield event["params"]
 
     def complaints(self) -> list[Any]:
-        """What went wrong in the page so far: errors and warnings on the console, exceptions, refusals of its policy."""
+        """What went wrong in the page so far: errors, warnings, exceptions, refusals of its policy."""
         logged = [e["entry"] for e in self.events("Log.entryAdded") if e["entry"]["level"] in ("error", "warning")]
         said = [e for e in self.events("Runtime.consoleAPICalled") if e["type"] in ("error", "warning", "assert")]
         return [*logged, *said, *self.events("Runtime.exceptionThrown")]

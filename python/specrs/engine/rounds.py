@@ -61,8 +61,8 @@ class Round:
         tokens, parents: of each node of the tree that was verified, root first; a root alone where nothing was drafted.
         accepted: nodes of the path whose tokens became output, in order, without the root; those behind a stop do not
             count, as in `RequestOutput.drafted`.
-        own: the token behind them that the target drew itself; ``None`` where the output ended before it, or it is drawn
-            again (``bad_words``).
+        own: the token behind them that the target drew itself; ``None`` where the output ended before it, or where it
+            is to be drawn again (``bad_words``).
         seconds: since the request's tokens before these came; whatever else the engine did meanwhile is in it.
         sources: names of those that drafted, as `LLM` has them (``drafters``); ``"grammar"`` for what one forces.
         proposed: of each node, which of them did: a bit each, the first name's is 1; empty where there is one name.

@@ -462,9 +462,7 @@ class Runner:
                 batch.requests[error.request].give_up_drafts(sound, error)
         passed = [
             Passed(r, tokens, r.commit(tokens, round_=True, error=error, cut=cut, logprobs=scored, tree=trees.get(i)))
-            for i, (r, tokens, error, cut, scored) in enumerate(
-                zip(batch, drawn, errors, cuts, logprobs, strict=True)
-            )
+            for i, (r, tokens, error, cut, scored) in enumerate(zip(batch, drawn, errors, cuts, logprobs, strict=True))
         ]
         for p in passed:
             p.request.committed += p.committed.kept

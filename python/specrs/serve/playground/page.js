@@ -159,6 +159,7 @@
     Object.assign(state, { at: 0, follow: true, stop: new AbortController() });
     lanes(compare);
     busy(true);
+    if ($("output").getBoundingClientRect().top > window.innerHeight - 120) $("output").scrollIntoView();
     say(`Generating, seed ${asked.seed} …`);
     try {
       for (const run of state.runs) {
