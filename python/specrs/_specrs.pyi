@@ -1394,6 +1394,11 @@ def verify(trees: TreeBatch, logits: _Tensor, samplers: _List[Sampler], lens: _L
     `Accepts.errors`.
     """
 
+def likeliest(logits: _Tensor, count: SupportsIndex) -> list[list[int]]:
+    """Of each row of logits (float32 [rows, vocab]) the tokens of the `count` largest, the largest first, of equal
+    ones the lower token first; as many as there are. None of a row that has NaN or no finite value.
+    """
+
 def kv_write(cache: KvCache, layer: SupportsIndex, plan: Plan, k: _Tensor, v: _Tensor) -> None:
     """Write keys and values, float32 [Q, kv_heads, head_dim], of `layer` to the plan's slots."""
 
