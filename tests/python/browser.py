@@ -178,10 +178,9 @@ class Page:
         said = [e for e in self.events("Runtime.consoleAPICalled") if e["type"] in ("error", "warning", "assert")]
         return [*logged, *said, *self.events("Runtime.exceptionThrown")]
 
-    def screenshot(self, path: Path) -> None:
-        """As a PNG."""
-        data = self.send("Page.captureScreenshot", format="png")["data"]
-        path.write_bytes(base64.b64decode(data))
+    def picture(self) -> bytes:
+        """What the viewport shows, as a PNG."""
+        return base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"])
 
     def close(self) -> None:
         """It and its storage go."""
