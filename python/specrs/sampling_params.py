@@ -127,6 +127,7 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text.
         structured_outputs: what the text must look like, as `StructuredOutputs` or a mapping of its fields; tokens that
             would break it have no probability, and the output ends where it is complete. ``None``: anything.
+        trace: tell in `StreamEvent.rounds` what each round drafted and what came of it; it changes no token.
 
     Raises:
         ConfigError: a value out of range or of another type, by name; ``what``, ``got`` and ``why`` are attributes.
@@ -158,6 +159,7 @@ class SamplingParams:
     priority: int | None = 0
     skip_special_tokens: bool | None = True
     structured_outputs: StructuredOutputs | None = None
+    trace: bool | None = False
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
@@ -238,6 +240,7 @@ class ResolvedSampling(SamplingParams):
     bad_words: Sequence[str] = ()
     priority: int = 0
     skip_special_tokens: bool = True
+    trace: bool = False
 
     def __str__(self) -> str:
         """How tokens are picked, as an option of each field that is not neutral: ``temperature 0.6, top_p 0.9``."""
@@ -256,7 +259,7 @@ _NEUTRAL: dict[str, Any] = {
 _UNSET: dict[str, Any] = {
     "stop": (), "stop_token_ids": (), "presence_penalty": 0.0, "frequency_penalty": 0.0, "ignore_eos": False,
     "include_stop": False, "speculative": True, "n": 1, "min_tokens": 0, "bad_words": (), "priority": 0,
-    "skip_special_tokens": True,
+    "skip_special_tokens": True, "trace": False,
 }  # fmt: skip
 
 
@@ -377,4 +380,5 @@ _CHECKS: dict[str, Callable[[str, object], Any]] = {
     "priority": lambda name, value: _integer(name, value, -_MAX_PRIORITY, _MAX_PRIORITY - 1),
     "skip_special_tokens": _flag,
     "structured_outputs": _structured,
+    "trace": _flag,
 }
