@@ -19,7 +19,7 @@ from serve_world import running
 from specrs.engine import AsyncLLM
 
 WIDTH, HEIGHT, SCALE = 1360, 1016, 1.5
-COLOURS = 128
+COLOURS = 256
 MOST_BYTES = 200_000
 SEED, TOKENS = 8, 150
 _BEST = """(() => {
@@ -30,7 +30,7 @@ _BEST = """(() => {
   let best = 0, most = -1;
   for (let at = 0; at <= Number(slider.max); at++) {
     show(at);
-    const accepted = document.querySelectorAll('#tree .node.a').length, rejected = document.querySelectorAll('#tree .node.r').length;
+    const [accepted, rejected] = ['a', 'r'].map((kind) => document.querySelectorAll(`#tree .node.${kind}`).length);
     const worth = accepted * (rejected > 8) + at / 1000;
     if (worth > most) [best, most] = [at, worth];
   }
@@ -61,12 +61,13 @@ def main(argv: list[str]) -> int:
                     page.click("#run")
                     page.wait("document.querySelector('#stop').disabled")
                 page(_BEST)
+                assert page("document.querySelector('#error').hidden"), page("document.body.innerText")
                 picture = Image.open(io.BytesIO(page.picture()))
         finally:
             window.close()
             asyncio.run(engine.aclose(drain=False))
     # A page has few colours: a palette is a third of the bytes.
-    picture.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
+    picture.convert("RGB").quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(path, optimize=True)
     size = Path(path).stat().st_size
     print(f"{path}: {picture.width} x {picture.height}, {size} bytes")
     return int(size > MOST_BYTES)

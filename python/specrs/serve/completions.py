@@ -216,8 +216,7 @@ class Voice:
         if self._echo and self._fresh:
             text = self._prompt.text + text
         shows = text or output is not None or (event.token_ids and (self._columns is not None or self._ids))
-        shows = shows or event.rounds
-        if not shows:
+        if not shows and not event.rounds:
             return None
         found: dict[str, Any] = {
             "index": self._index, "text": text, "logprobs": None, "finish_reason": None, "stop_reason": None,
