@@ -1,7 +1,8 @@
 """Nonsense, seeded: no answer of 500, no traceback, no request left behind, and sense is served afterwards as before.
 
 ``SPECRS_FUZZ`` is the number of cases, half of them bodies and half raw requests (2,000; ``make test-long``: 100,000),
-``SPECRS_FUZZ_SEED`` the seed. With ``SPECRS_FUZZ_RECORD`` the counts by status go to ``benches/results/serve_faults.json``.
+``SPECRS_FUZZ_SEED`` the seed. With ``SPECRS_FUZZ_RECORD`` the counts by status go to
+``benches/results/serve_faults.json``.
 """
 
 from __future__ import annotations
