@@ -1,8 +1,9 @@
 """Nonsense, seeded: no answer of 500, no traceback, no request left behind, and sense is served afterwards as before.
 
 ``SPECRS_FUZZ`` is the number of cases, half of them bodies and half raw requests (2,000; ``make test-long``: 100,000),
-``SPECRS_FUZZ_SEED`` the seed. With ``SPECRS_FUZZ_RECORD`` the counts by status go to
-``benches/results/serve_faults.json``.
+``SPECRS_FUZZ_SEED`` the seed. ``SPECRS_FUZZ_RECORD=serve_faults`` keeps counts by status in
+``benches/results/serve_faults.json``; several runs of other seeds, of other names, are put together by
+``python tests/python/serve_fuzz.py NAME ...``.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ def counted() -> Iterator[dict[str, Any]]:
     """What each kind of case came to; kept where the environment says so."""
     kinds: dict[str, Any] = {}
     yield kinds
-    if os.environ.get("SPECRS_FUZZ_RECORD"):
+    if name := os.environ.get("SPECRS_FUZZ_RECORD"):
         packages = versions("starlette", "uvicorn", "httptools", "uvloop")
-        write_result("serve_faults", {"versions": packages, "seed": SEED, "cases": 2 * CASES, "fuzz": kinds})
+        write_result(name, {"versions": packages, "seeds": [SEED], "cases": 2 * CASES, "fuzz": kinds})
 
 
 def told(statuses: Counter[int], began: float) -> dict[str, Any]:
