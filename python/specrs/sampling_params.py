@@ -125,6 +125,7 @@ class SamplingParams:
         truncate_prompt_tokens: keep so many last tokens of the prompt; -1: as many as leave room for ``max_tokens``.
         priority: requests with a lower number run first, and are preempted last; in -2**31..2**31 - 1 (0).
         skip_special_tokens: leave special tokens out of the text.
+        keep_special_tokens: those whose text stays nonetheless: marks of tool calls, say.
         structured_outputs: what the text must look like, as `StructuredOutputs` or a mapping of its fields; tokens that
             would break it have no probability, and the output ends where it is complete. ``None``: anything.
 
@@ -157,6 +158,7 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     priority: int | None = 0
     skip_special_tokens: bool | None = True
+    keep_special_tokens: Sequence[int] | None = ()
     structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
@@ -205,7 +207,7 @@ class SamplingParams:
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuse token ids that the model does not have, before anything is allocated for the request."""
-        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "keep_special_tokens"):
             for token in getattr(self, name) or ():
                 if token >= vocab_size:
                     raise _refuse(name, token, f"the vocabulary has {vocab_size} tokens")
@@ -238,6 +240,7 @@ class ResolvedSampling(SamplingParams):
     bad_words: Sequence[str] = ()
     priority: int = 0
     skip_special_tokens: bool = True
+    keep_special_tokens: Sequence[int] = ()
 
     def __str__(self) -> str:
         """How tokens are picked, as an option of each field that is not neutral: ``temperature 0.6, top_p 0.9``."""
@@ -256,7 +259,7 @@ _NEUTRAL: dict[str, Any] = {
 _UNSET: dict[str, Any] = {
     "stop": (), "stop_token_ids": (), "presence_penalty": 0.0, "frequency_penalty": 0.0, "ignore_eos": False,
     "include_stop": False, "speculative": True, "n": 1, "min_tokens": 0, "bad_words": (), "priority": 0,
-    "skip_special_tokens": True,
+    "skip_special_tokens": True, "keep_special_tokens": (),
 }  # fmt: skip
 
 
@@ -376,5 +379,6 @@ _CHECKS: dict[str, Callable[[str, object], Any]] = {
     "truncate_prompt_tokens": _truncate,
     "priority": lambda name, value: _integer(name, value, -_MAX_PRIORITY, _MAX_PRIORITY - 1),
     "skip_special_tokens": _flag,
+    "keep_special_tokens": _token_ids,
     "structured_outputs": _structured,
 }
