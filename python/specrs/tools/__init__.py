@@ -1,4 +1,4 @@
-"""Tool calls and reasoning: from an answer's text to what a client of OpenAI's API reads, and from its tools to grammars.
+"""Tool calls and reasoning: from an answer's text to what a client of OpenAI's API reads, from its tools to grammars.
 
     parser = tool_parser("hermes", ["get_weather"])
     for piece in pieces:
@@ -16,7 +16,7 @@ from specrs._specrs import ConfigError
 from specrs.tools.deltas import ArgumentsDelta, ContentDelta, Delta, ToolCallStart, merged
 from specrs.tools.dialect import REASONING, Dialect, detect, detect_reasoning
 from specrs.tools.dialects import PARSERS
-from specrs.tools.grammar import Thinking, structured_outputs_for
+from specrs.tools.grammar import Thinking, behind_thinking, structured_outputs_for
 from specrs.tools.parser import NAME, ToolParser
 from specrs.tools.reasoning import ReasoningParser
 
@@ -50,6 +50,7 @@ __all__ = [
     "Thinking",
     "ToolCallStart",
     "ToolParser",
+    "behind_thinking",
     "detect",
     "detect_reasoning",
     "merged",

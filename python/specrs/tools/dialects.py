@@ -44,8 +44,8 @@ class Llama3(ToolParser):
 
 
 class Mistral(ToolParser):
-    """Mistral: behind ``[TOOL_CALLS]`` a list of objects ``[{"name": ..., "arguments": {...}}, ...]``, or one object; of
-    newer models, ``name[ARGS]{...}``, with ``[CALL_ID]`` and an id behind the name perhaps.
+    """Mistral: behind ``[TOOL_CALLS]`` a list of objects ``[{"name": ..., "arguments": {...}}, ...]``, or one object;
+    of newer models, ``name[ARGS]{...}``, with ``[CALL_ID]`` and an id behind the name perhaps.
 
     Templates of these models take ids of 9 letters and digits alone, so that is what calls get; the model's own are
     dropped.

@@ -1,8 +1,7 @@
-"""From a request's tools to the grammar of the answers that it may have: calls in the dialect's form, with the arguments of
-each tool's schema.
+"""From a request's tools to the grammar of its answers: calls in the dialect's form, arguments of each tool's schema.
 
-Calls are written as the families' own templates write them, to the space: that is what the models have read. Between the
-tokens of a call's arguments stands what `specrs.StructuredOutputs` allows in JSON.
+Calls are written as the families' own templates write them, to the space: that is what the models have read. Between
+the tokens of a call's arguments stands what `specrs.StructuredOutputs` allows in JSON.
 """
 
 from __future__ import annotations

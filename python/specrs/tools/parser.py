@@ -1,9 +1,9 @@
 """From an answer's text, in any pieces, to content and tool calls.
 
-**What is a call.** A text of the dialect's form, whose object names a tool that the request has, and whose arguments are
-an object, or left out. It is told as soon as its name and the first character of its arguments are known; from there on
-the arguments are told as they come, each character once it is known to be the beginning of JSON. Keys may stand in either
-order: arguments before the name are held back until the name is known.
+**What is a call.** A text of the dialect's form, whose object names a tool that the request has, and whose arguments
+are an object, or left out. It is told as soon as its name and the first character of its arguments are known; from
+there on the arguments are told as they come, each character once it is known to go on as JSON. Keys may stand in either
+order: arguments before the name are held back until the name is known. Other keys are passed over.
 
 **What is none.** A text that begins like a call and is none (malformed, an unknown tool, no object as arguments,
 unfinished at the end) is content, up to the character that shows it; that character is looked at again. Arguments that
@@ -48,9 +48,7 @@ class ToolParser:
     #: Whether a call needs no mark at the beginning, and behind another call.
     bare = False
 
-    def __init__(
-        self, tools: Collection[str], ids: Callable[[], str] | None = None, *, parallel: bool = True
-    ) -> None:
+    def __init__(self, tools: Collection[str], ids: Callable[[], str] | None = None, *, parallel: bool = True) -> None:
         self._tools, self._ids, self._parallel = frozenset(tools), ids or self.new_id, parallel
         self.calls = 0
         self._out: list[Delta] = []

@@ -69,7 +69,12 @@ class ReasoningParser:
             self._inside, self._content, self._fresh = False, True, True
             return found
         keep = next(
-            (n for n in range(min(len(self._end) - 1, len(self._held)), 0, -1) if self._end.startswith(self._held[-n:])), 0
+            (
+                n
+                for n in range(min(len(self._end) - 1, len(self._held)), 0, -1)
+                if self._end.startswith(self._held[-n:])
+            ),
+            0,
         )
         cut = len(self._held[: len(self._held) - keep].rstrip(_SPACES))
         found, self._held = self._held[:cut], self._held[cut:]
