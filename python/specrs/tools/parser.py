@@ -182,7 +182,7 @@ class ToolParser:
                 self._idle = False
                 continue
             mark, c = yield from self._mark(marks)
-            if mark == self.closing and self._open:
+            if mark and mark == self.closing:
                 self._open = False
                 self._drop()
             elif mark:

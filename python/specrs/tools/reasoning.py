@@ -27,7 +27,7 @@ class ReasoningParser:
 
     def feed(self, text: str) -> tuple[str, str]:
         """What the next piece adds to the reasoning, and to the content, which comes behind it."""
-        if self._content and not self._held:
+        if self._content and not self._fresh:
             return "", text
         self._held += text
         reasoning = ""
@@ -54,9 +54,7 @@ class ReasoningParser:
         rest, self._held = self._held, ""
         if self._content:
             return "", ""
-        if self._inside:
-            return rest if rest.strip(_SPACES) else "", ""
-        return "", rest
+        return (rest, "") if self._inside else ("", rest)
 
     def _reasoned(self) -> str:
         """Reasoning that is certain; what is not, the beginning of the mark and white space before it, stays held."""
