@@ -1,4 +1,4 @@
-"""What the parsers of tool calls must say of a whole text, written without them: by `json`, by searches, by looking back.
+"""What the parsers of tool calls must say of a whole text, written without them: by `json`, by searches.
 
 A text begins like JSON where something behind it makes JSON of it; that is tried, not parsed.
 """
@@ -307,7 +307,11 @@ def _common(rest: str) -> int:
         head = rest[:n]
         whole = re.fullmatch(r"\[CALL_ID\][a-zA-Z0-9_-]{0,64}(\[.*)?", head, re.S)
         tail = whole[1] or "" if whole else None
-        if "[ARGS]".startswith(head) or "[CALL_ID]".startswith(head) or (tail is not None and "[ARGS]".startswith(tail)):
+        if (
+            "[ARGS]".startswith(head)
+            or "[CALL_ID]".startswith(head)
+            or (tail is not None and "[ARGS]".startswith(tail))
+        ):
             best = n
     return best
 

@@ -131,6 +131,7 @@ class Manner:
         tools: names that calls may have; none: there are no calls.
         parallel: whether all calls are told.
         named: whether the request asks for one tool: then its end is no ``"tool_calls"``, as OpenAI has it.
+        certain: whether an answer is of calls alone.
         thinking: marks of reasoning; ``None``: there is none.
         include: whether reasoning is told.
     """
@@ -139,6 +140,7 @@ class Manner:
     tools: tuple[str, ...] = ()
     parallel: bool = True
     named: bool = False
+    certain: bool = False
     thinking: Thinking | None = None
     include: bool = True
 
@@ -191,7 +193,7 @@ def manner(service: Service, fields: Mapping[str, Any], prompt: str, wish: Wish)
     thinking = _thinking(dialect, prompt)
     found = Manner(
         dialect, tuple(tool["function"]["name"] for tool in callable_tools), fields.get("parallel_tool_calls", True),
-        choice.mode == "named", thinking, fields.get("include_reasoning", True),
+        choice.mode == "named", choice.mode in ("named", "required"), thinking, fields.get("include_reasoning", True),
     )  # fmt: skip
     if not callable_tools and thinking is None:
         return found, wish
@@ -234,7 +236,9 @@ class Speaking:
         self._thought = ReasoningParser(thinking.start, thinking.end, inside=thinking.open) if thinking else None
         assert manner.dialect.tools is not None or not manner.tools
         self._calls = (
-            tool_parser(manner.dialect.tools or "", manner.tools, parallel=manner.parallel) if manner.tools else None
+            tool_parser(manner.dialect.tools or "", manner.tools, parallel=manner.parallel, certain=manner.certain)
+            if manner.tools
+            else None
         )
         self._called = self._said = False
 

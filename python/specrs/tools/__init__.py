@@ -22,20 +22,25 @@ from specrs.tools.reasoning import ReasoningParser
 
 
 def tool_parser(
-    name: str, tools: Collection[str], ids: Callable[[], str] | None = None, *, parallel: bool = True
+    name: str,
+    tools: Collection[str],
+    ids: Callable[[], str] | None = None,
+    *,
+    parallel: bool = True,
+    certain: bool = False,
 ) -> ToolParser:
     """A parser of a dialect.
 
     Args:
         name: ``"hermes"``, ``"llama3"`` or ``"mistral"``.
-        tools, ids, parallel: as `ToolParser` takes them.
+        tools, ids, parallel, certain: as `ToolParser` takes them.
 
     Raises:
         ConfigError: no such dialect.
     """
     if name not in PARSERS:
         raise ConfigError(f"tool_parser: {name!r}: must be one of {', '.join(PARSERS)}")
-    return PARSERS[name](tools, ids, parallel=parallel)
+    return PARSERS[name](tools, ids, parallel=parallel, certain=certain)
 
 
 __all__ = [

@@ -37,6 +37,7 @@ class ToolParser:
         tools: names that calls may have.
         ids: gives each call its id; ``None``: ``call_`` and 24 hexadecimal digits.
         parallel: tell all calls; else those behind the first are dropped.
+        certain: a grammar vouches for calls: what is left of one at the end of the text is no content, but dropped.
     """
 
     #: Texts behind which a call may stand.
@@ -48,8 +49,16 @@ class ToolParser:
     #: Whether a call needs no mark at the beginning, and behind another call.
     bare = False
 
-    def __init__(self, tools: Collection[str], ids: Callable[[], str] | None = None, *, parallel: bool = True) -> None:
-        self._tools, self._ids, self._parallel = frozenset(tools), ids or self.new_id, parallel
+    def __init__(
+        self,
+        tools: Collection[str],
+        ids: Callable[[], str] | None = None,
+        *,
+        parallel: bool = True,
+        certain: bool = False,
+    ) -> None:
+        self._tools, self._ids = frozenset(tools), ids or self.new_id
+        self._parallel, self._certain = parallel, certain
         self.calls = 0
         self._out: list[Delta] = []
         self._held: list[str] = []  # characters that nobody was told of, the last one sent among them
@@ -109,7 +118,7 @@ class ToolParser:
     # -- what the machine does with characters ----------------------------------------------------------------------
 
     def _tell_content(self, text: str) -> None:
-        if text:
+        if text and not (self._done and self._certain):
             self._out.append(ContentDelta(text))
             self._fresh = self._behind = self._open = False
 

@@ -73,7 +73,8 @@ GOLDEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}}\n</tool', "", [("f", '{"a": 1}')]),
     ("hermes", '<tool_call>{"name": "f", "argu', '<tool_call>{"name": "f", "argu', []),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1', "", [("f", '{"a": 1')]),
-    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": oops}}</tool_call>', "oops}}</tool_call>", [("f", '{"a": ')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": oops}}</tool_call>', "oops}}</tool_call>",
+     [("f", '{"a": ')]),
     ("hermes", '<tool_call>{"name": "f", "arguments": "x"}</tool_call>',
      '<tool_call>{"name": "f", "arguments": "x"}</tool_call>', []),
     ("hermes", '<tool_<tool_call>{"name": "f", "arguments": {}}</tool_call>', "<tool_", [("f", "{}")]),
@@ -121,7 +122,7 @@ def test_a_call_is_told_as_it_comes() -> None:
     assert parser.feed('<tool_call>{"name": "f", "arguments": ') == []
     assert parser.feed('{"a') == [ToolCallStart(0, "x", "f"), ArgumentsDelta(0, '{"a')]
     assert parser.feed('": "long') == [ArgumentsDelta(0, '": "long')]
-    assert parser.feed(' text\\') == [ArgumentsDelta(0, " text\\")]
+    assert parser.feed(" text\\") == [ArgumentsDelta(0, " text\\")]
     assert parser.feed('n"}') == [ArgumentsDelta(0, 'n"}')]
     assert parser.feed("}\n</tool_call>") == [] and parser.feed("bye ") == [ContentDelta("bye")]
     assert parser.finish() == [ContentDelta(" ")]
@@ -133,6 +134,14 @@ def test_calls_behind_the_first_are_dropped_where_one_is_wanted() -> None:
     text = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>' * 3 + "end"
     for pieces in ([text], list(text)):
         assert message(deltas("hermes", pieces, parallel=False)) == ("end", [("f", '{"a": 1}')])
+
+
+def test_what_a_grammar_vouches_for_is_no_content_where_it_is_cut() -> None:
+    text = 'a\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n<tool_call>\n{"name": "g-2", "argum'
+    for pieces in ([text], list(text)):
+        assert message(deltas("hermes", pieces, certain=True)) == ("a", [("f", "{}")])
+        content, calls = message(deltas("hermes", pieces))
+        assert content.startswith("a\n<tool_call>") and len(calls) == 1
 
 
 def test_ids_are_what_templates_take() -> None:
@@ -166,13 +175,15 @@ NOISE = ["{", "}", "[", "]", '"', ",", ":", " ", "\n", "\\", "text ", "é", "1",
          "0", "😀", "NaN", "//"]  # fmt: skip
 
 
+LETTERS = ["a", '\\"', "\\\\", "{", "}", "</tool_call>", "[TOOL_CALLS]", "é😀", "\\u00e9", "\n", "<tool_call>", ";",
+           "<|python_tag|>", "]"]  # fmt: skip
+
+
 def some_json(rng: random.Random, depth: int = 0) -> str:
     kind = rng.randrange(7 if depth < 3 else 5)
     space = rng.choice(["", " ", "\n "])
     if kind < 2:
-        text = "".join(rng.choice(['a', '\\"', "\\\\", "{", "}", "</tool_call>", "[TOOL_CALLS]", "é😀", "\\u00e9", "\n",
-                                   "<tool_call>", ";", "<|python_tag|>", "]"]) for _ in range(rng.randrange(5)))  # fmt: skip
-        return f'"{text}"'
+        return '"' + "".join(rng.choice(LETTERS) for _ in range(rng.randrange(5))) + '"'
     if kind < 5:
         return rng.choice(["0", "-1", "2.50", "1e-3", "-0.0E+9", "true", "false", "null"])
     if kind == 5:
@@ -195,7 +206,9 @@ def some_call(rng: random.Random, dialect: str) -> str:
         other = rng.choice(["null", "1", "[]", '"{}"'])
         pairs[1] = f'"{key}": {other}'
     if rng.random() < 0.1:
-        pairs.append(rng.choice(['"id": "x"', '"name": "f"', '"type": "function"', f'"{key}": {{}}', '"z": {"name": 1}']))
+        pairs.append(
+            rng.choice(['"id": "x"', '"name": "f"', '"type": "function"', f'"{key}": {{}}', '"z": {"name": 1}'])
+        )
     if rng.random() < 0.1:
         del pairs[rng.randrange(2)]
     if rng.random() < 0.4:
@@ -242,7 +255,7 @@ def texts(dialect: str, count: int) -> Iterator[tuple[str, random.Random]]:
 @pytest.mark.parametrize("dialect", PARSERS)
 def test_a_message_is_the_reference_s_in_any_pieces(dialect: str) -> None:
     calls = broken = 0
-    for text, rng in texts(dialect, 4000):
+    for text, rng in texts(dialect, 1500):
         whole = deltas(dialect, [text])
         assert message(whole) == REFERENCES[dialect](text, TOOLS), text
         for _ in range(4):
@@ -255,7 +268,7 @@ def test_a_message_is_the_reference_s_in_any_pieces(dialect: str) -> None:
                     assert isinstance(json.loads(delta.json_text), dict)
                 except ValueError:
                     broken += 1
-    assert calls > 600 and 20 < broken < calls
+    assert calls > 250 and 10 < broken < calls
 
 
 @pytest.mark.parametrize("dialect", PARSERS)
