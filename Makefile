@@ -6,7 +6,7 @@ NVCC_ENV := .venv-nvcc
 PROMPT ?= class TestReadFile(unittest.TestCase):
 SOURCES := $(shell find src cuda python/specrs -type f \( -name '*.rs' -o -name '*.cu' -o -name '*.cuh' \)) Cargo.toml Cargo.lock build.rs pyproject.toml
 
-.PHONY: demo test test-long gpu-test bench lint stubs backends-table figures wheel clean
+.PHONY: demo test test-long gpu-test bench lint stubs backends-table figures screenshot wheel clean
 
 demo: $(VENV)/.built
 	@if [ -t 1 ]; then mark=color; else mark=brackets; fi; \
@@ -50,6 +50,10 @@ backends-table: $(VENV)/.built
 # The drawings of docs/faults.md.
 figures: $(VENV)/.built
 	for id in 27338 27360 23037 26972 26738; do $(BIN)/specrs layout --fault $$id -o docs/faults/$$id.svg || exit 1; done
+
+# The playground in docs/playground.md; needs Chromium (see CONTRIBUTING).
+screenshot: $(VENV)/.built
+	$(BIN)/python tests/python/screenshot.py docs/playground.png
 
 # The build requirements bring nvcc; a wheel without kernels is refused.
 wheel:

@@ -8,7 +8,7 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use specrs::bounds::PageSize;
-use specrs::host::attention::AttnView;
+use specrs::host::attention::{AttnView, Scores};
 use specrs::host::kv::{KvCacheMut, KvDataMut, KvShape};
 use specrs::host::linear::{Add, PackedLinear, Storage, Weight};
 use specrs::host::norm::RmsNorm;
@@ -108,7 +108,7 @@ impl Model {
             let t = Instant::now();
             qkv_w.forward(&h, norm(), Add::Nothing, &mut qkv).expect("shapes fit");
             let t1 = Instant::now();
-            rope_attention(cache, i, view, &qkv, HEADS, &rotary, 0.125, &mut att).expect("in bounds");
+            rope_attention(cache, i, view, &qkv, HEADS, &rotary, Scores::scaled(0.125), &mut att).expect("in bounds");
             let t2 = Instant::now();
             o_w.forward(&att, None, Add::Out, &mut h).expect("shapes fit");
             gate_up.forward_swiglu(&h, norm(), &mut act).expect("shapes fit");

@@ -1394,20 +1394,27 @@ def verify(trees: TreeBatch, logits: _Tensor, samplers: _List[Sampler], lens: _L
     `Accepts.errors`.
     """
 
+def likeliest(logits: _Tensor, count: SupportsIndex) -> list[list[int]]:
+    """Of each row of logits (float32 [rows, vocab]) the tokens of the `count` largest, the largest first, of equal
+    ones the lower token first; as many as there are. None of a row that has NaN or no finite value.
+    """
+
 def kv_write(cache: KvCache, layer: SupportsIndex, plan: Plan, k: _Tensor, v: _Tensor) -> None:
     """Write keys and values, float32 [Q, kv_heads, head_dim], of `layer` to the plan's slots."""
 
 def kv_move(cache: KvCache, moves: Moves) -> None:
     """Copy the KV of each source slot to its destination slot, in every layer, in order."""
 
-def attention(cache: KvCache, layer: SupportsIndex, plan: Plan, q: _Tensor, out: _Tensor, scale: float) -> None:
+def attention(
+    cache: KvCache, layer: SupportsIndex, plan: Plan, q: _Tensor, out: _Tensor, scale: float, cap: float | None = None
+) -> None:
     """Attention of q, float32 [Q, heads, head_dim], over a layer of the cache as the plan says, into out of the same
-    shape. Query heads are grouped over the cache's heads in order; scores are multiplied by `scale`. A query that
-    attends nothing gives 0.
+    shape. Query heads are grouped over the cache's heads in order; scores are multiplied by `scale`, and with a
+    `cap` x becomes cap * tanh(x / cap). A query that attends nothing gives 0.
     """
 
 def attention_reference(
-    cache: KvCache, layer: SupportsIndex, plan: Plan, q: _Tensor, out: _Tensor, scale: float
+    cache: KvCache, layer: SupportsIndex, plan: Plan, q: _Tensor, out: _Tensor, scale: float, cap: float | None = None
 ) -> None:
     """`attention` as a plain softmax in float64, to compare with."""
 
@@ -1423,10 +1430,11 @@ def rope_attention(
     q_norm: _Tensor | None = None,
     k_norm: _Tensor | None = None,
     eps: float = 0.0,
+    cap: float | None = None,
 ) -> None:
     """A layer's step around attention: norms each head of q and k (`q_norm`, `k_norm` [head_dim], optional), rotates
-    them at the plan's positions, writes k and v to the plan's slots, attends. `qkv` is float32 [Q, (num_heads + 2
-    kv_heads) * head_dim], `out` float32 [Q, num_heads * head_dim].
+    them at the plan's positions, writes k and v to the plan's slots, attends as `attention` does. `qkv` is float32
+    [Q, (num_heads + 2 kv_heads) * head_dim], `out` float32 [Q, num_heads * head_dim].
     """
 
 def rope_write(

@@ -128,6 +128,7 @@ class SamplingParams:
         keep_special_tokens: those whose text stays nonetheless: marks of tool calls, say.
         structured_outputs: what the text must look like, as `StructuredOutputs` or a mapping of its fields; tokens that
             would break it have no probability, and the output ends where it is complete. ``None``: anything.
+        trace: tell in `StreamEvent.rounds` what each round drafted and what came of it; it changes no token.
 
     Raises:
         ConfigError: a value out of range or of another type, by name; ``what``, ``got`` and ``why`` are attributes.
@@ -160,6 +161,7 @@ class SamplingParams:
     skip_special_tokens: bool | None = True
     keep_special_tokens: Sequence[int] | None = ()
     structured_outputs: StructuredOutputs | None = None
+    trace: bool | None = False
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
@@ -241,6 +243,7 @@ class ResolvedSampling(SamplingParams):
     priority: int = 0
     skip_special_tokens: bool = True
     keep_special_tokens: Sequence[int] = ()
+    trace: bool = False
 
     def __str__(self) -> str:
         """How tokens are picked, as an option of each field that is not neutral: ``temperature 0.6, top_p 0.9``."""
@@ -259,7 +262,7 @@ _NEUTRAL: dict[str, Any] = {
 _UNSET: dict[str, Any] = {
     "stop": (), "stop_token_ids": (), "presence_penalty": 0.0, "frequency_penalty": 0.0, "ignore_eos": False,
     "include_stop": False, "speculative": True, "n": 1, "min_tokens": 0, "bad_words": (), "priority": 0,
-    "skip_special_tokens": True, "keep_special_tokens": (),
+    "skip_special_tokens": True, "keep_special_tokens": (), "trace": False,
 }  # fmt: skip
 
 
@@ -381,4 +384,5 @@ _CHECKS: dict[str, Callable[[str, object], Any]] = {
     "skip_special_tokens": _flag,
     "keep_special_tokens": _token_ids,
     "structured_outputs": _structured,
+    "trace": _flag,
 }

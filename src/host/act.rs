@@ -79,6 +79,26 @@ pub(crate) fn silu_vector<S: Simd>(s: S, x: S::f32s) -> S::f32s {
     s.div_f32s(x, s.add_f32s(s.splat_f32s(1.0), exp_vector(s, s.neg_f32s(x))))
 }
 
+/// Hyperbolic tangent of each element, within 4 ulp: a polynomial near 0 (Cephes' `tanhf` coefficients), 1 - 2 / (e^2x + 1)
+/// elsewhere; NaN for NaN.
+#[inline(always)]
+pub(crate) fn tanh_vector<S: Simd>(s: S, x: S::f32s) -> S::f32s {
+    let square = s.mul_f32s(x, x);
+    let mut p = s.splat_f32s(T[0]);
+    for c in &T[1..] {
+        p = s.mul_add_f32s(p, square, s.splat_f32s(*c));
+    }
+    let small = s.mul_add_f32s(s.mul_f32s(p, square), x, x);
+    let e = s.add_f32s(exp_vector(s, s.add_f32s(x, x)), s.splat_f32s(1.0));
+    let large = s.sub_f32s(s.splat_f32s(1.0), s.div_f32s(s.splat_f32s(2.0), e));
+    s.select_f32s(s.less_than_f32s(s.abs_f32s(x), s.splat_f32s(TANH_SMALL)), small, large)
+}
+
+/// Cephes' `tanhf`, from the highest power down.
+const T: [f32; 5] = [-5.704_988_7e-3, 2.063_908_9e-2, -5.373_971_6e-2, 1.333_144_2e-1, -3.333_328_2e-1];
+/// Below, the polynomial.
+const TANH_SMALL: f32 = 0.625;
+
 /// `x * sigmoid(x)`; -0 or 0 for very negative `x`.
 #[inline(always)]
 pub fn silu(x: f32) -> f32 {
@@ -139,6 +159,34 @@ mod tests {
         let mut nan = vec![[f32::NAN, 0.0]; 16];
         crate::simd::run(Both(&mut nan));
         assert!(nan.iter().all(|x| x[1].is_nan()));
+    }
+
+    /// [`tanh_vector`] of the elements of vectors.
+    struct Tanh<'a>(&'a mut [[f32; 16]]);
+
+    impl pulp::WithSimd for Tanh<'_> {
+        type Output = ();
+        #[inline(always)]
+        fn with_simd<S: Simd>(self, s: S) {
+            for v in self.0.iter_mut().flat_map(|x| S::as_mut_simd_f32s(x).0) {
+                *v = tanh_vector(s, *v);
+            }
+        }
+    }
+
+    #[test]
+    fn tanh_is_close_everywhere() {
+        let x: Vec<f32> = (0..160_000u32).map(|i| (i as f32 - 80_000.0) * 1.37e-4).chain([1e-30; 16]).collect();
+        let mut got = x.as_chunks::<16>().0.to_vec();
+        crate::simd::run(Tanh(&mut got));
+        for (&x, &y) in x.iter().zip(got.as_flattened()) {
+            let want = f64::from(x).tanh();
+            assert!((f64::from(y) - want).abs() <= 4.0 * f64::from(f32::EPSILON) * want.abs(), "{x}: {y} {want}");
+        }
+        let mut ends = [[f32::INFINITY; 16], [f32::NEG_INFINITY; 16], [200.0; 16], [-200.0; 16], [f32::NAN; 16]];
+        crate::simd::run(Tanh(&mut ends));
+        assert_eq!(ends.map(|x| x[7])[..4], [1.0, -1.0, 1.0, -1.0]);
+        assert!(ends[4].iter().all(|x| x.is_nan()));
     }
 
     #[test]

@@ -150,8 +150,24 @@ impl<'a> AttnView<'a> {
 /// Rows of a tile that the caches like.
 const TILE_ROWS: usize = 64;
 
+/// From the product of a query and a key to the score that the softmax sees.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Scores {
+    /// Factor.
+    pub scale: f32,
+    /// c in c tanh(x / c) of a scaled product x (Gemma 2's `attn_logit_softcapping`); positive.
+    pub cap: Option<f32>,
+}
+
+impl Scores {
+    /// Scaled, not capped.
+    pub fn scaled(scale: f32) -> Self {
+        Self { scale, cap: None }
+    }
+}
+
 /// Attention of q [Q, heads, head_dim] over a layer of the cache into `out` [Q, heads, head_dim]; query heads
-/// `g * kv_heads ..` share key/value head g's group. Scores are multiplied by `scale`.
+/// `g * kv_heads ..` share key/value head g's group.
 ///
 /// Every element of `out` is written: 0 for queries that attend nothing and for dead ones. On an error nothing is.
 pub fn attention(
@@ -160,7 +176,7 @@ pub fn attention(
     view: &AttnView<'_>,
     q: &[f32],
     heads: usize,
-    scale: f32,
+    scores: Scores,
     out: &mut [f32],
 ) -> Result<()> {
     check(cache, view, q, heads, out.len(), "attention")?;
@@ -168,7 +184,7 @@ pub fn attention(
     let shape = cache.shape();
     let (hkv, d) = (shape.kv_heads, shape.head_dim);
     let group = heads / hkv;
-    let ctx = Context { view, q, heads, group, scale, keys: Keys::new(k, v, hkv, d) };
+    let ctx = Context { view, q, heads, group, scores, keys: Keys::new(k, v, hkv, d) };
 
     let total = view.batch();
     let live = view.qo_indptr[total] as usize;
@@ -238,11 +254,16 @@ struct Context<'a> {
     heads: usize,
     /// Query heads of a key/value head.
     group: usize,
-    scale: f32,
+    scores: Scores,
     keys: Keys<'a>,
 }
 
 impl Context<'_> {
+    /// A tile of `rows` rows.
+    fn tile(&self, rows: usize) -> Tile {
+        Tile::new(rows, self.keys.dim(), self.scores.cap)
+    }
+
     /// Put the queries' rows into a tile.
     #[inline(always)]
     fn load(&self, tile: &mut Tile, head: usize, queries: std::ops::Range<usize>) {
@@ -250,7 +271,7 @@ impl Context<'_> {
         for (n, q) in queries.enumerate() {
             for g in 0..self.group {
                 let at = (q * self.heads + head * self.group + g) * d;
-                tile.load_query(n * self.group + g, &self.q[at..at + d], self.scale);
+                tile.load_query(n * self.group + g, &self.q[at..at + d], self.scores.scale);
             }
         }
     }
@@ -287,7 +308,7 @@ impl WithSimd for RunSpan<'_, '_> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, s: S) {
         let RunSpan { ctx, part } = self;
-        let mut tile = Tile::new(part.queries.len() * ctx.group, ctx.keys.dim());
+        let mut tile = ctx.tile(part.queries.len() * ctx.group);
         ctx.load(&mut tile, part.head, part.queries);
         let mut slots = Vec::with_capacity(BLOCK);
         for block in part.span * SPAN_BLOCKS..(part.span + 1) * SPAN_BLOCKS {
@@ -311,7 +332,7 @@ impl WithSimd for RunJob<'_, '_> {
     fn with_simd<S: Simd>(self, s: S) {
         let RunJob { ctx, mut job } = self;
         let (view, group, i) = (ctx.view, ctx.group, job.request);
-        let mut tile = Tile::new(job.queries.len() * group, ctx.keys.dim());
+        let mut tile = ctx.tile(job.queries.len() * group);
         ctx.load(&mut tile, job.head, job.queries.clone());
         let done = job.spans.len() * SPAN_BLOCKS;
         for span in job.spans.into_iter().flatten() {
@@ -348,7 +369,7 @@ impl WithSimd for RunJob<'_, '_> {
                 tile.end_span();
             }
         }
-        let mut own = Tile::new(group, ctx.keys.dim());
+        let mut own = ctx.tile(group);
         for (n, (q, out)) in job.queries.clone().zip(job.out.iter_mut()).enumerate() {
             own.copy_rows(&tile, n * group);
             ctx.load(&mut own, job.head, q..q + 1);
@@ -411,7 +432,7 @@ pub fn attention_reference(
     view: &AttnView<'_>,
     q: &[f32],
     heads: usize,
-    scale: f32,
+    scores: Scores,
     out: &mut [f32],
 ) -> Result<()> {
     check(cache, view, q, heads, out.len(), "attention_reference")?;
@@ -436,7 +457,11 @@ pub fn attention_reference(
                 let dot = |slot: usize| -> f64 {
                     (0..d).map(|j| f64::from(q[at + j]) * f64::from(keys.key(slot, head, j))).sum()
                 };
-                let scores: Vec<f64> = slots.iter().map(|&s| dot(s) * f64::from(scale)).collect();
+                let score = |slot: usize| {
+                    let x = dot(slot) * f64::from(scores.scale);
+                    scores.cap.map_or(x, |cap| f64::from(cap) * (x / f64::from(cap)).tanh())
+                };
+                let scores: Vec<f64> = slots.iter().map(|&s| score(s)).collect();
                 let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
                 let weights: Vec<f64> = scores.iter().map(|s| (s - max).exp()).collect();
                 let sum: f64 = weights.iter().sum();

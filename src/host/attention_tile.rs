@@ -6,7 +6,7 @@
 use half::bf16;
 use pulp::Simd;
 
-use super::act::{exp, exp_vector};
+use super::act::{exp, exp_vector, tanh_vector};
 use super::kv::KvData;
 
 /// Logical keys of a block: the unit of the online softmax.
@@ -154,6 +154,8 @@ pub(crate) struct Tile {
     dim: usize,
     /// `dim` rounded up to whole vectors; the rest of a row is zero.
     padded: usize,
+    /// See `Scores`.
+    cap: Option<f32>,
     /// Scaled queries [dim, stride].
     q: Vec<f32>,
     /// Scores, then weights, of a block [BLOCK, stride].
@@ -172,13 +174,14 @@ pub(crate) struct Tile {
 
 impl Tile {
     /// A tile of `rows` rows without keys so far.
-    pub(crate) fn new(rows: usize, dim: usize) -> Self {
+    pub(crate) fn new(rows: usize, dim: usize, cap: Option<f32>) -> Self {
         let (stride, padded) = (rows.next_multiple_of(W), dim.next_multiple_of(W));
         Self {
             rows,
             stride,
             dim,
             padded,
+            cap,
             q: vec![0.0; dim * stride],
             scores: vec![0.0; BLOCK * stride],
             factor: vec![0.0; stride],
@@ -245,6 +248,9 @@ impl Tile {
         let [k_scratch, v_scratch] = &mut self.scratch;
         let k = keys.rows(keys.k, head, slots, k_scratch);
         scores(s, &self.q, self.stride, self.rows, self.dim, &k, n, &mut self.scores);
+        if let Some(cap) = self.cap {
+            capped(s, &mut self.scores[..n * self.stride], cap);
+        }
         softmax(s, &mut self.scores, self.stride, self.rows, n, &self.counts, &mut self.span, &mut self.factor);
         let v = keys.rows(keys.v, head, slots, v_scratch);
         let weights = Weights { p: &self.scores, stride: self.stride, factor: &self.factor, counts: &self.counts };
@@ -314,6 +320,15 @@ fn dots<S: Simd, const K: usize, const V: usize>(
     for (acc, out) in acc.iter().zip(out.chunks_mut(stride)) {
         let out = &mut out[at..at + V * S::F32_LANES];
         S::as_mut_simd_f32s(out).0.copy_from_slice(acc);
+    }
+}
+
+/// cap tanh(x / cap) of each score.
+#[inline(always)]
+fn capped<S: Simd>(s: S, scores: &mut [f32], cap: f32) {
+    let cap = s.splat_f32s(cap);
+    for x in S::as_mut_simd_f32s(scores).0 {
+        *x = s.mul_f32s(cap, tanh_vector(s, s.div_f32s(*x, cap)));
     }
 }
 

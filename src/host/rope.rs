@@ -1,6 +1,6 @@
 //! Rotary positions (Su et al. 2021), and the fused step of a layer around attention.
 
-use super::attention::{AttnView, attention, check_heads};
+use super::attention::{AttnView, Scores, attention, check_heads};
 use super::kv::{KvCacheMut, check_slots, index};
 use super::norm::{RmsNorm, norm_row};
 use crate::error::{Error, Result};
@@ -147,7 +147,7 @@ pub fn rope_attention(
     qkv: &[f32],
     heads: usize,
     rotary: &Rotary<'_>,
-    scale: f32,
+    scores: Scores,
     out: &mut [f32],
 ) -> Result<()> {
     let (d, rows) = (cache.shape().head_dim, view.positions.len());
@@ -155,7 +155,7 @@ pub fn rope_attention(
     check_elements("attention out", out.len(), rows, heads * d)?;
     let mut q = vec![0.0; rows * heads * d];
     write_rows("rope_attention", cache, layer, view, qkv, rotary, &mut q)?;
-    attention(&cache.as_ref(), layer, view, &q, heads, scale, out)
+    attention(&cache.as_ref(), layer, view, &q, heads, scores, out)
 }
 
 /// The part of [`rope_attention`] that later rows need: keys of `kv` [Q, 2 kv_heads head_dim] (keys, values) are

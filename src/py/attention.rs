@@ -9,7 +9,7 @@ use super::kv::KvCache;
 use super::linear::epsilon;
 use super::plan::Plan;
 use crate::error::{Error, Result};
-use crate::host::attention::AttnView;
+use crate::host::attention::{AttnView, Scores};
 use crate::host::norm::RmsNorm;
 use crate::host::rope::Rotary;
 use crate::host::{attention as kernel, rope};
@@ -33,7 +33,7 @@ fn view<'a>(p: &'a AuditedPlan, tables: &Tables<'a>) -> Result<AttnView<'a>> {
     })
 }
 
-type Kernel = fn(&crate::host::kv::KvCache<'_>, usize, &AttnView<'_>, &[f32], usize, f32, &mut [f32]) -> Result<()>;
+type Kernel = fn(&crate::host::kv::KvCache<'_>, usize, &AttnView<'_>, &[f32], usize, Scores, &mut [f32]) -> Result<()>;
 
 /// The operands of both forms of attention, checked; then `run`.
 #[allow(clippy::too_many_arguments, reason = "operands of an operation, by name")]
@@ -45,7 +45,7 @@ fn attend(
     plan: &Plan,
     q: &Bound<'_, PyAny>,
     out: &Bound<'_, PyAny>,
-    scale: f32,
+    scores: Result<Scores>,
 ) -> PyResult<()> {
     let layer = layer.usize("layer")?;
     let native = plan.native("attention")?;
@@ -54,29 +54,34 @@ fn attend(
     let [_, heads, _] = q.dims("shape [Q, heads, head_dim]")?;
     let shape = [plan.plan.queries(), heads, cache.shape().head_dim];
     let qs = q.input(&shape)?;
-    let scale = finite_scale(scale)?;
+    let scores = scores?;
     cache.check_plan(plan)?;
     let live = cache.to_read(py)?;
     detached(py, || {
         let tensor = live.read();
         let out = out.slice(&shape, &[&q, &tensor])?;
         let kv = cache.view(&tensor)?;
-        plan.pool.with_tables(|t| run(&kv, layer, &view(&native, &t)?, qs, heads, scale, out))?
+        plan.pool.with_tables(|t| run(&kv, layer, &view(&native, &t)?, qs, heads, scores, out))?
     })
 }
 
-fn finite_scale(scale: f32) -> Result<f32> {
-    if scale.is_finite() {
-        return Ok(scale);
+fn scores(scale: f32, cap: Option<f32>) -> Result<Scores> {
+    let invalid = |what, got: f32, why: &str| Err(Error::Invalid { what, got: got.to_string(), why: why.into() });
+    if !scale.is_finite() {
+        return invalid("scale", scale, "must be finite");
     }
-    Err(Error::Invalid { what: "scale", got: scale.to_string(), why: "must be finite".into() })
+    match cap {
+        Some(cap) if !(cap > 0.0 && cap.is_finite()) => invalid("cap", cap, "must be positive and finite"),
+        _ => Ok(Scores { scale, cap }),
+    }
 }
 
 /// Attention of q, float32 [Q, heads, head_dim], over a layer of the cache as the plan says, into out of the same
-/// shape. Query heads are grouped over the cache's heads in order; scores are multiplied by `scale`. A query that
-/// attends nothing gives 0.
+/// shape. Query heads are grouped over the cache's heads in order; scores are multiplied by `scale`, and with a
+/// `cap` x becomes cap * tanh(x / cap). A query that attends nothing gives 0.
 #[pyfunction]
-#[pyo3(signature = (cache, layer, plan, q, out, scale))]
+#[pyo3(signature = (cache, layer, plan, q, out, scale, cap=None))]
+#[allow(clippy::too_many_arguments, reason = "operands of an operation, by name")]
 pub(super) fn attention(
     py: Python<'_>,
     cache: &Bound<'_, KvCache>,
@@ -85,13 +90,15 @@ pub(super) fn attention(
     q: &Bound<'_, PyAny>,
     out: &Bound<'_, PyAny>,
     scale: f32,
+    cap: Option<f32>,
 ) -> PyResult<()> {
-    attend(py, kernel::attention, cache.get(), layer, plan.get(), q, out, scale)
+    attend(py, kernel::attention, cache.get(), layer, plan.get(), q, out, scores(scale, cap))
 }
 
 /// `attention` as a plain softmax in float64, to compare with.
 #[pyfunction]
-#[pyo3(signature = (cache, layer, plan, q, out, scale))]
+#[pyo3(signature = (cache, layer, plan, q, out, scale, cap=None))]
+#[allow(clippy::too_many_arguments, reason = "operands of an operation, by name")]
 pub(super) fn attention_reference(
     py: Python<'_>,
     cache: &Bound<'_, KvCache>,
@@ -100,8 +107,9 @@ pub(super) fn attention_reference(
     q: &Bound<'_, PyAny>,
     out: &Bound<'_, PyAny>,
     scale: f32,
+    cap: Option<f32>,
 ) -> PyResult<()> {
-    attend(py, kernel::attention_reference, cache.get(), layer, plan.get(), q, out, scale)
+    attend(py, kernel::attention_reference, cache.get(), layer, plan.get(), q, out, scores(scale, cap))
 }
 
 /// Cosines and sines, float32 [positions, half] each, of the angles that element d and element d + half of a head are
@@ -137,10 +145,10 @@ impl RopeTable {
 }
 
 /// A layer's step around attention: norms each head of q and k (`q_norm`, `k_norm` [head_dim], optional), rotates them
-/// at the plan's positions, writes k and v to the plan's slots, attends. `qkv` is float32 [Q, (num_heads + 2 kv_heads)
-/// * head_dim], `out` float32 [Q, num_heads * head_dim].
+/// at the plan's positions, writes k and v to the plan's slots, attends as `attention` does. `qkv` is
+/// float32 [Q, (num_heads + 2 kv_heads) * head_dim], `out` float32 [Q, num_heads * head_dim].
 #[pyfunction]
-#[pyo3(signature = (cache, layer, plan, qkv, rope, num_heads, out, scale, q_norm=None, k_norm=None, eps=0.0))]
+#[pyo3(signature = (cache, layer, plan, qkv, rope, num_heads, out, scale, q_norm=None, k_norm=None, eps=0.0, cap=None))]
 #[allow(clippy::too_many_arguments, reason = "operands of an operation, by name")]
 pub(super) fn rope_attention(
     py: Python<'_>,
@@ -155,6 +163,7 @@ pub(super) fn rope_attention(
     q_norm: Option<&Bound<'_, PyAny>>,
     k_norm: Option<&Bound<'_, PyAny>>,
     eps: f32,
+    cap: Option<f32>,
 ) -> PyResult<()> {
     let (cache, plan, table) = (cache.get(), plan.get(), &rope.get().0);
     let layer = layer.usize("layer")?;
@@ -165,7 +174,7 @@ pub(super) fn rope_attention(
     let (d, kv_heads, queries) = (cache.shape().head_dim, cache.shape().kv_heads, plan.plan.queries());
     let rows = qkv.input(&[queries, (heads + 2 * kv_heads) * d])?;
     let norms = Norms::import(q_norm, k_norm, eps, d)?;
-    let scale = finite_scale(scale)?;
+    let scores = scores(scale, cap)?;
     cache.check_plan(plan)?;
     let live = cache.to_write(py)?;
     detached(py, || {
@@ -173,7 +182,7 @@ pub(super) fn rope_attention(
         let out = out.slice(&[queries, heads * d], &[&qkv, &tensor])?;
         let mut kv = cache.view_mut(&mut tensor, &[&qkv])?;
         plan.pool.with_tables(|t| {
-            rope::rope_attention(&mut kv, layer, &view(&native, &t)?, rows, heads, &norms.rotary(table), scale, out)
+            rope::rope_attention(&mut kv, layer, &view(&native, &t)?, rows, heads, &norms.rotary(table), scores, out)
         })?
     })
 }

@@ -3,7 +3,7 @@
 use crate::common::host::{Batch, World, bits, guarded, noise};
 use proptest::prelude::*;
 use specrs::Error;
-use specrs::host::attention::{attention, attention_reference};
+use specrs::host::attention::{Scores, attention, attention_reference};
 use specrs::host::kv::{kv_write, kv_write_reference};
 use specrs::host::norm::RmsNorm;
 use specrs::host::rope::{RopeTable, Rotary, rope_attention, rope_write};
@@ -15,6 +15,13 @@ struct Heads {
     kv: usize,
     group: usize,
     dim: usize,
+    cap: Option<f32>,
+}
+
+impl Heads {
+    fn scores(self) -> Scores {
+        Scores { scale: 1.0 / (self.dim as f32).sqrt(), cap: self.cap }
+    }
 }
 
 /// A sequence's queries, keys and values, by position.
@@ -46,15 +53,20 @@ fn store(world: &mut World, row: usize, at: usize, s: &Sequence, tokens: impl It
 }
 
 fn run(world: &World, batch: &Batch, q: &[f32], h: Heads) -> Vec<f32> {
-    let scale = 1.0 / (h.dim as f32).sqrt();
     guarded(q.len(), |out| {
-        attention(&world.cache(), 1, &batch.view(world), q, h.kv * h.group, scale, out).unwrap();
+        attention(&world.cache(), 1, &batch.view(world), q, h.kv * h.group, h.scores(), out).unwrap();
     })
 }
 
 fn heads() -> impl Strategy<Value = Heads> {
     let dim = prop_oneof![Just(64usize), Just(128), Just(8), Just(72), Just(16), Just(80)];
-    (1usize..=3, prop_oneof![1usize..=8, Just(17)], dim).prop_map(|(kv, group, dim)| Heads { kv, group, dim })
+    let cap = prop_oneof![Just(None), Just(Some(50.0)), Just(Some(0.3))];
+    (1usize..=3, prop_oneof![1usize..=8, Just(17)], dim, cap).prop_map(|(kv, group, dim, cap)| Heads {
+        kv,
+        group,
+        dim,
+        cap,
+    })
 }
 
 proptest! {
@@ -95,9 +107,8 @@ proptest! {
         let n = batch.positions.len() * h.kv * h.group * h.dim;
         let q: Vec<f32> = noise(n, seed ^ 5).iter().map(|v| v * 4.0).collect();
         let got = run(&world, &batch, &q, h);
-        let scale = 1.0 / (h.dim as f32).sqrt();
         let want = guarded(n, |out| {
-            attention_reference(&world.cache(), 1, &batch.view(&world), &q, h.kv * h.group, scale, out).unwrap();
+            attention_reference(&world.cache(), 1, &batch.view(&world), &q, h.kv * h.group, h.scores(), out).unwrap();
         });
         for (i, (g, w)) in got.iter().zip(&want).enumerate() {
             prop_assert!((g - w).abs() < 4e-6, "element {i}: {g} {w}");
@@ -189,7 +200,7 @@ proptest! {
 
 #[test]
 fn a_long_context_split_over_threads_is_the_same_and_close() {
-    let h = Heads { kv: 1, group: 3, dim: 64 };
+    let h = Heads { kv: 1, group: 3, dim: 64, cap: None };
     let len = 131_072;
     let s = Sequence::new(len, h, 3);
     let mut world = World::new(1, len + 8, 64, h.kv, h.dim, true, 4);
@@ -205,7 +216,7 @@ fn a_long_context_split_over_threads_is_the_same_and_close() {
     }
     assert!(seen.iter().all(|o| bits(o) == bits(&seen[0])));
     let want = guarded(width, |out| {
-        attention_reference(&world.cache(), 1, &batch.view(&world), q, 3, 0.125, out).unwrap();
+        attention_reference(&world.cache(), 1, &batch.view(&world), q, 3, Scores::scaled(0.125), out).unwrap();
     });
     for (g, w) in seen[0].iter().zip(&want) {
         assert!((g - w).abs() < 1e-6, "{g} {w}");
@@ -214,7 +225,7 @@ fn a_long_context_split_over_threads_is_the_same_and_close() {
 
 #[test]
 fn an_empty_batch_and_empty_requests() {
-    let h = Heads { kv: 2, group: 2, dim: 64 };
+    let h = Heads { kv: 2, group: 2, dim: 64, cap: None };
     let world = World::new(1, 16, 4, h.kv, h.dim, false, 1);
     assert!(run(&world, &Batch::new(0), &[], h).is_empty());
     assert!(run(&world, &Batch::new(1), &[], h).is_empty());
@@ -229,14 +240,15 @@ fn an_empty_batch_and_empty_requests() {
 
 #[test]
 fn indices_out_of_bounds_are_named_and_nothing_is_written() {
-    let h = Heads { kv: 1, group: 1, dim: 8 };
+    let h = Heads { kv: 1, group: 1, dim: 8, cap: None };
     let mut world = World::new(2, 16, 4, h.kv, h.dim, false, 1);
     let mut good = Batch::new(0);
     good.extend(&world, 0, 3, 1);
     good.extend(&world, 1, 9, 2);
     let mut out = [7.0f32; 24];
     let mut refused = |world: &World, batch: &Batch, buffer: &str, request: i64, index: i64, bound: i64| {
-        let error = attention(&world.cache(), 1, &batch.view(world), &[1.0; 24], 1, 1.0, &mut out).unwrap_err();
+        let error =
+            attention(&world.cache(), 1, &batch.view(world), &[1.0; 24], 1, Scores::scaled(1.0), &mut out).unwrap_err();
         match error {
             Error::OutOfBounds { kernel: "attention", buffer: b, request: r, index: i, bound: n, .. } => {
                 assert_eq!((b, r, i, n), (buffer, request, index, bound));
@@ -277,15 +289,15 @@ fn indices_out_of_bounds_are_named_and_nothing_is_written() {
     refused(&world, &b, "page table rows", 0, 77, 2);
     world.table[5] = 9;
     refused(&world, &good, "pages", 1, 9, 9);
-    assert!(attention(&world.cache(), 2, &Batch::new(0).view(&world), &[], 1, 1.0, &mut []).is_err());
-    assert!(attention(&world.cache(), 0, &Batch::new(0).view(&world), &[], 0, 1.0, &mut []).is_err());
+    assert!(attention(&world.cache(), 2, &Batch::new(0).view(&world), &[], 1, Scores::scaled(1.0), &mut []).is_err());
+    assert!(attention(&world.cache(), 0, &Batch::new(0).view(&world), &[], 0, Scores::scaled(1.0), &mut []).is_err());
 }
 
 /// The fused step against its parts, done plainly.
 #[test]
 fn rope_attention_is_norm_rotation_write_and_attention() {
     for (half, rotary_dim, normed) in [(false, 64, true), (true, 64, false), (false, 32, true)] {
-        let h = Heads { kv: 2, group: 3, dim: 64 };
+        let h = Heads { kv: 2, group: 3, dim: 64, cap: None };
         let (heads, d) = (h.kv * h.group, h.dim);
         let width = (heads + 2 * h.kv) * d;
         let inv_freq: Vec<f32> = (0..rotary_dim / 2).map(|i| 10_000f32.powf(-(i as f32) / 20.0)).collect();
@@ -306,7 +318,8 @@ fn rope_attention_is_norm_rotation_write_and_attention() {
             let qkv = noise(rows * width, seed);
             let got = guarded(rows * heads * d, |out| {
                 let view = batch.view(&plain); // the same table
-                rope_attention(&mut world.cache_mut(), 0, &view, &qkv, heads, &rotary, 0.125, out).unwrap();
+                rope_attention(&mut world.cache_mut(), 0, &view, &qkv, heads, &rotary, Scores::scaled(0.125), out)
+                    .unwrap();
             });
 
             let turn = |x: &[f32], w: Option<&[f32]>, p: i32| -> Vec<f32> {
@@ -336,7 +349,8 @@ fn rope_attention_is_norm_rotation_write_and_attention() {
             }
             kv_write_reference(&mut plain.cache_mut(), 0, &batch.out_slots, &k, &v).unwrap();
             let want = guarded(rows * heads * d, |out| {
-                attention_reference(&plain.cache(), 0, &batch.view(&plain), &q, heads, 0.125, out).unwrap();
+                attention_reference(&plain.cache(), 0, &batch.view(&plain), &q, heads, Scores::scaled(0.125), out)
+                    .unwrap();
             });
             // bf16 keys may round differently where the rotation's last bit differs.
             let limit = if half { 2e-2 } else { 2e-6 };
@@ -356,15 +370,31 @@ fn rope_attention_is_norm_rotation_write_and_attention() {
         let qkv = vec![1.0; 2 * width];
         let kv = vec![1.0; 2 * 2 * h.kv * d];
         batch.positions[1] = 200; // the last row's
-        let error =
-            rope_attention(&mut world.cache_mut(), 0, &batch.view(&plain), &qkv, heads, &rotary, 0.125, &mut out);
+        let error = rope_attention(
+            &mut world.cache_mut(),
+            0,
+            &batch.view(&plain),
+            &qkv,
+            heads,
+            &rotary,
+            Scores::scaled(0.125),
+            &mut out,
+        );
         assert!(matches!(error, Err(Error::OutOfBounds { buffer: "rope table", index: 200, bound: 200, .. })));
         let error = rope_write(&mut world.cache_mut(), 0, &batch.view(&plain), &kv, &rotary);
         assert!(matches!(error, Err(Error::OutOfBounds { kernel: "rope_write", buffer: "rope table", .. })));
         batch.positions[1] = 47;
         batch.out_slots[1] = world.shape.slots as i32;
-        let error =
-            rope_attention(&mut world.cache_mut(), 0, &batch.view(&plain), &qkv, heads, &rotary, 0.125, &mut out);
+        let error = rope_attention(
+            &mut world.cache_mut(),
+            0,
+            &batch.view(&plain),
+            &qkv,
+            heads,
+            &rotary,
+            Scores::scaled(0.125),
+            &mut out,
+        );
         assert!(matches!(error, Err(Error::OutOfBounds { buffer: "kv slots", request: 0, step: 1, .. })));
         let error = rope_write(&mut world.cache_mut(), 0, &batch.view(&plain), &kv, &rotary);
         assert!(matches!(error, Err(Error::OutOfBounds { buffer: "kv slots", request: 0, step: 1, .. })));

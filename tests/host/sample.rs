@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use specrs::Error;
 use specrs::host::sample::{Sampler, Scratch, reference};
 use specrs::round::philox::{Purpose, uniform53};
-use specrs::round::{MAX_BIAS, MAX_PENALTY, MAX_REPETITION, SamplerConfig};
+use specrs::round::{MAX_BIAS, MAX_PENALTY, MAX_REPETITION, SamplerConfig, TokenMask};
 
 /// Rows that make trouble: ties, -inf, huge and tiny values, next to ordinary ones.
 fn logits(vocab: usize, kind: u8, seed: u64) -> Vec<f32> {
@@ -40,8 +40,11 @@ fn configs(vocab: usize) -> impl Strategy<Value = SamplerConfig> {
     let penalty = || prop_oneof![Just(0.0), -2.0..2.0f64];
     let repetition = prop_oneof![Just(1.0), 0.5..2.0f64];
     let bias = prop::collection::btree_map(0..vocab as i32, prop_oneof![-5.0..5.0f32, Just(f32::NEG_INFINITY)], 0..4);
-    (temperature, top_k, top_p, min_p, any::<u64>(), repetition, penalty(), penalty(), bias).prop_map(
-        |(temperature, top_k, top_p, min_p, seed, repetition_penalty, presence_penalty, frequency_penalty, bias)| {
+    let allowed = prop::option::weighted(0.3, prop::collection::vec(0..vocab as u32, 1..=vocab.min(20)))
+        .prop_map(move |tokens| tokens.map(|tokens| TokenMask::of(vocab as u32, tokens).unwrap()));
+    (temperature, top_k, top_p, min_p, any::<u64>(), repetition, [penalty(), penalty()], bias, allowed).prop_map(
+        |(temperature, top_k, top_p, min_p, seed, repetition_penalty, penalties, bias, allowed)| {
+            let [presence_penalty, frequency_penalty] = penalties;
             SamplerConfig {
                 temperature,
                 top_k,
@@ -52,6 +55,7 @@ fn configs(vocab: usize) -> impl Strategy<Value = SamplerConfig> {
                 presence_penalty,
                 frequency_penalty,
                 logit_bias: bias.into_iter().collect(),
+                allowed,
             }
         },
     )
@@ -79,7 +83,8 @@ proptest! {
         sampler.commit(&output).unwrap();
         let mut scratch = Scratch::default();
         let longer: Vec<f32> = (0..row.len() + 300).map(|i| (i % 7) as f32).collect();
-        Sampler::new(longer.len() as u32, &[], config.clone()).unwrap().draw(&mut scratch, &longer, 0, &[]).ok();
+        let other = SamplerConfig { allowed: None, ..config.clone() };
+        Sampler::new(longer.len() as u32, &[], other).unwrap().draw(&mut scratch, &longer, 0, &[]).ok();
         for position in [position, position.wrapping_add(1), 0, 5] {
             let fast = sampler.draw(&mut scratch, &row, position, &path);
             let slow = reference::draw(&config, &prompt, &output, &row, position, &path);

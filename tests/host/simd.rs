@@ -3,7 +3,7 @@
 use std::process::Command;
 
 use crate::common::host::{Batch, World, guarded, noise};
-use specrs::host::attention::attention;
+use specrs::host::attention::{Scores, attention};
 use specrs::host::kv::kv_write;
 use specrs::host::linear::{Add, PackedLinear, Storage, Weight};
 use specrs::host::norm::RmsNorm;
@@ -47,7 +47,8 @@ fn digests() -> Vec<String> {
             let rows = batch.positions.len();
             let q: Vec<f32> = noise(rows * heads * dim, 9).iter().map(|v| v * 5.0).collect();
             let view = batch.view(&world);
-            let y = guarded(q.len(), |o| attention(&world.cache(), 1, &view, &q, heads, 0.2, o).unwrap());
+            let y =
+                guarded(q.len(), |o| attention(&world.cache(), 1, &view, &q, heads, Scores::scaled(0.2), o).unwrap());
             lines.push(format!("attention {group} {dim} {:x}", digest(&y)));
         }
         let table = RopeTable::new(&noise(dim / 2, 10), 400, 1.0).unwrap();
@@ -58,7 +59,7 @@ fn digests() -> Vec<String> {
         let copy = World::new(1, 400, 16, 2, dim, half, 6); // the same page table
         let view = chunk.view(&copy);
         let y = guarded(37 * heads * dim, |o| {
-            rope_attention(&mut world.cache_mut(), 0, &view, &qkv, heads, &rotary, 0.2, o).unwrap();
+            rope_attention(&mut world.cache_mut(), 0, &view, &qkv, heads, &rotary, Scores::scaled(0.2), o).unwrap();
         });
         lines.push(format!("rope {group} {dim} {:x}", digest(&y)));
     }

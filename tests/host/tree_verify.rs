@@ -92,6 +92,7 @@ fn sampler_configs() -> impl Strategy<Value = SamplerConfig> {
                 presence_penalty,
                 frequency_penalty,
                 logit_bias,
+                allowed: None,
             }
         },
     )

@@ -229,14 +229,16 @@ def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         ),
         "Sampler.commit": (sampler.commit, {"tokens": [1]}),
         "Sampler.draw": (sampler.draw, {"logits": zeros(8), "position": 3, "path": [1]}),
+        "likeliest": (core.likeliest, {"logits": zeros(4, 8), "count": 2}),
         "verify": (core.verify, {"trees": w.trees, "logits": zeros(4, 8), "samplers": w.samplers, "lens": w.lens}),
         "kv_write": (core.kv_write, {**attend, "k": zeros(2, 1, 8), "v": zeros(2, 1, 8)}),
-        "attention": (core.attention, {**attend, **queries}),
-        "attention_reference": (core.attention_reference, {**attend, **queries}),
+        "attention": (core.attention, {**attend, **queries, "cap": 2.0}),
+        "attention_reference": (core.attention_reference, {**attend, **queries, "cap": 2.0}),
         "rope_attention": (
             core.rope_attention,
             {**attend, "qkv": zeros(2, 32), "rope": core.RopeTable(zeros(64, 4), zeros(64, 4)), "num_heads": 2}
-            | {"out": zeros(2, 16), "scale": 1.0, "q_norm": zeros(8), "k_norm": zeros(8), "eps": 1e-5},
+            | {"out": zeros(2, 16), "scale": 1.0, "q_norm": zeros(8), "k_norm": zeros(8), "eps": 1e-5}
+            | {"cap": 2.0},
         ),
         "rope_write": (
             core.rope_write,

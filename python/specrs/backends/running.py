@@ -28,15 +28,29 @@ class PlanAttention:
         self.capabilities = Capabilities.of(backend)  # some of which a backend that is no `AttentionBackend` may lack
         self._prepared: tuple[Plan, Any] | None = None  # of the pass at hand, for all of its layers
 
-    def __call__(self, kv: Any, layer: int, plan: Plan, q: torch.Tensor, out: torch.Tensor, scale: float) -> None:
-        """out = attention of q, both f32 [Q, heads, head_dim].
+    def __call__(
+        self,
+        kv: Any,
+        layer: int,
+        plan: Plan,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        scale: float,
+        cap: float | None = None,
+    ) -> None:
+        """out = attention of q, both f32 [Q, heads, head_dim]. With a cap c, a scaled score x becomes c tanh(x / c).
 
         Raises:
-            ConfigError: a plan of another format; a backend whose result is no tensor like q.
+            ConfigError: a plan of another format; a cap, with a backend other than specrs's own; a backend whose result
+                is no tensor like q.
         """
         if isinstance(self.backend, Native):
-            core.attention(kv, layer, plan, q, out, scale)
+            core.attention(kv, layer, plan, q, out, scale, cap)
             return
+        if cap is not None:
+            raise ConfigError(
+                f"attention backend {self.capabilities.name!r}: caps no scores, cap = {cap:g}; 'native' does"
+            )
         if plan.format != self.backend.format:
             raise ConfigError(
                 f"plan: made in the format {plan.format!r}; the attention backend {self.capabilities.name!r} reads "

@@ -57,6 +57,7 @@ def add_parser(commands: Any) -> None:
                    help="a name that requests may ask for; may be repeated (default: any, or with no key on loopback "
                         "the names of this machine)")  # fmt: skip
     p.add_argument("--cors-origin", action="append", metavar="ORIGIN", help="a web page that may ask; * for all")
+    p.add_argument("--no-playground", action="store_true", help="no page to try the model on at /")
     options.add_device(p)
     options.add_threads(p)
     engine = p.add_argument_group("engine")
@@ -106,6 +107,8 @@ def config_of(args: argparse.Namespace) -> ServeConfig:
         given["keys"] = Keys(config.keys.digests + Keys.from_file(args.api_key_file).digests)
     if args.no_draft:
         given["speculative"] = False
+    if args.no_playground:
+        given["playground"] = False
     if args.allow_public_without_key:
         given["allow_public_without_key"] = True
     own = {**options.engine_options(args), **{name: getattr(args, option) for name, option in _ENGINE.items()}}

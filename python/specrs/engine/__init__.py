@@ -4,7 +4,7 @@
 of what they give. ``llm`` hands requests to ``scheduler``, which decides who runs; ``runner`` and ``drafter`` have the
 logic of a round, over ``pages`` and an ``executor``, which is a device (``host``: the CPU); ``request`` holds a
 request's state and the one function that commits tokens to it, ``draws`` what its tokens are drawn by, ``logprobs`` how
-probable they were; ``text`` turns tokens into text; ``policy`` picks trees
+probable they were, ``rounds`` what drafts came to; ``text`` turns tokens into text; ``policy`` picks trees
 by measured cost.
 """
 
@@ -19,6 +19,7 @@ from specrs.engine.errors import (
 from specrs.engine.llm import LLM
 from specrs.engine.logprobs import Logprob
 from specrs.engine.request import FinishReason, RequestOutput, StreamEvent, TokenizedPrompt, Usage
+from specrs.engine.rounds import Round
 from specrs.engine.stats import EngineStats, RequestTimes, ServingStats
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "RequestOutput",
     "RequestStream",
     "RequestTimes",
+    "Round",
     "ServingStats",
     "StepFailedError",
     "StreamEvent",

@@ -21,6 +21,7 @@ from torch.utils.dlpack import from_dlpack
 from specrs._specrs import DraftCalibration, MergedDrafts, TreeBatch, merge_drafts
 from specrs.drafters import Proposal
 from specrs.engine.batch import Batch, Passed
+from specrs.engine.config import HEAD
 from specrs.engine.costs import SPECULATIVE, Costs
 from specrs.engine.executor import Verified
 from specrs.engine.grammars import Grammars
@@ -164,6 +165,11 @@ class Gathering:
         self._worth = [_Worth() for _ in sources.all]
         self._live: dict[int, _Live] = {}
         self._batch = 1  # of the last round
+
+    @property
+    def names(self) -> list[str]:
+        """Of all that draft, in the order of `MergedDrafts.sources`."""
+        return [*(source.name for source in self.sources.all), HEAD, "grammar"]
 
     def price(self, costs: Costs) -> None:
         """From now on a cost model decides what is asked and verified."""

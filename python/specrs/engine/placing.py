@@ -105,6 +105,16 @@ class Wanted:
             warnings.warn(f"runs on the CPU, not the GPU: {whole}", RuntimeWarning, stacklevel=3)
         return site
 
+    def _check_cap(self, backend: backends.AttentionBackend | None) -> None:
+        """What `PlanAttention` would say of the first pass."""
+        cap = self.sizes.block.score_cap
+        if cap is not None and not isinstance(backend, backends.Native):
+            name = backends.Capabilities.of(backend).name
+            raise ConfigError(
+                f"attention_backend = {name!r}: caps no scores, and the model has attn_logit_softcapping = {cap:g}, "
+                "which 'native' does"
+            )
+
     @property
     def _for_the_host(self) -> bool:
         """Whether options name what the CPU alone has."""
@@ -130,6 +140,7 @@ class Wanted:
             assert config.num_pages is not None and config.kv_dtype is not None
             pages = config.num_pages + 1  # page 0 is the sink
             check_memory(self.sizes, self.sizes.num_layers, pages, config.page_size, config.kv_dtype)
+            self._check_cap(config.backend)
             return Site(ops_for(config.backend), config, geometry, head is not None, f"cpu ({why})", None)
         ops, ordinal = cuda_ops(place, geometry.shape), place.device.index
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from specrs._specrs import Grammar, GrammarFailedError, NonFiniteError, Sampler
 from specrs.engine.draws import Draws
 from specrs.engine.logprobs import TokenLogprobs
+from specrs.engine.rounds import DraftTree, Round
 from specrs.engine.seeds import split
 from specrs.engine.text import Decoder, Detokenizer, StopMatcher
 
@@ -141,7 +142,8 @@ class StreamEvent:
     ``pieces`` is the released text as ``(text, drafted)`` runs; text that may be the beginning of a stop string, or
     of an unfinished character, comes with a later event. The last event of a request carries its ``output``; of a
     request with ``n`` outputs, the last event of each does, and ``index`` says whose an event is. ``logprobs`` is that
-    of ``token_ids``, as `RequestOutput.logprobs`.
+    of ``token_ids``, as `RequestOutput.logprobs`. ``rounds`` are those that the event tells of, where the request has
+    `SamplingParams.trace`.
     """
 
     request_id: int
@@ -150,6 +152,7 @@ class StreamEvent:
     output: RequestOutput | None = None
     index: int = 0
     logprobs: list[TokenLogprobs] | None = None
+    rounds: tuple[Round, ...] = ()
 
     @property
     def text(self) -> str:
@@ -164,7 +167,8 @@ class StreamEvent:
         tokens, pieces = [t for e in events for t in e.token_ids], [p for e in events for p in e.pieces]
         last = events[-1]
         scored = [p for e in events for p in e.logprobs or ()] if any(e.logprobs is not None for e in events) else None
-        return cls(last.request_id, tokens, pieces, last.output, last.index, scored)
+        rounds = tuple(r for e in events for r in e.rounds)
+        return cls(last.request_id, tokens, pieces, last.output, last.index, scored, rounds)
 
 
 @dataclass(frozen=True)
@@ -175,6 +179,7 @@ class Committed:
     pieces: list[tuple[str, bool]]
     finished: bool
     logprobs: list[TokenLogprobs] | None = None  # of what was kept
+    rounds: tuple[Round, ...] = ()  # the one that it was, where the request is traced
 
 
 @dataclass(frozen=True)
@@ -228,6 +233,7 @@ class Request:
     error: NonFiniteError | GrammarFailedError | None = None
     logprobs: list[TokenLogprobs] | None = None  # of the output, where they are wanted
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # of the prompt's tokens so far, where they are wanted
+    _last: float = 0.0  # when its last tokens came, where it is traced
 
     # Draft state: the target's features of positions whose draft KV is not written yet, and what the last
     # draft_extend gave for the root, of which the executor alone knows what it is.
@@ -367,6 +373,7 @@ class Request:
         error: NonFiniteError | GrammarFailedError | None = None,
         cut: bool = False,
         logprobs: Sequence[TokenLogprobs] = (),
+        tree: DraftTree | None = None,
     ) -> Committed:
         """Append what a prefill (``round_`` false) or a round drew, up to the first reason to stop.
 
@@ -374,7 +381,7 @@ class Request:
         could not be drawn, and the request ends there, unless it stops before. Where it is ``cut`` all of it are too,
         and the token after them is to be drawn again. This is the only place that decides what
         a request's output is; text, usage and the accepted-length histogram follow from what it keeps.
-        ``logprobs``: those of ``new``, where the request wants them.
+        ``logprobs``: those of ``new``, where the request wants them. ``tree``: of the round, where it is traced.
         """
         drafts = len(new) if error is not None or cut else len(new) - 1
         pieces: list[tuple[str, bool]] = []
@@ -416,12 +423,26 @@ class Request:
         if self.finish_reason is not None and not isinstance(self.stop_reason, str):
             pieces.extend(self._flush())
         self.text.extend(text for text, _ in pieces)
-        return Committed(kept, pieces, self.finish_reason is not None, scored)
+        rounds = self._traced(tree, new[:kept], drafts, pieces) if self.params.trace else ()
+        return Committed(kept, pieces, self.finish_reason is not None, scored, rounds)
+
+    def _traced(
+        self, tree: DraftTree | None, kept: Sequence[int], drafts: int, pieces: Sequence[tuple[str, bool]]
+    ) -> tuple[Round, ...]:
+        """What a commit that kept these tokens, of so many drafts, tells of its round; nothing of a prefill."""
+        last, self._last = self._last, time.perf_counter()
+        if tree is None:
+            return ()
+        own = kept[drafts] if len(kept) > drafts else None
+        accepted, seconds = tree.path[: min(len(kept), drafts)], self._last - last
+        told = (tree.sources, tree.proposed, tuple(pieces))
+        return (Round(tree.tokens, tree.parents, accepted, own, seconds, *told),)
 
     def event(self, tokens: Sequence[int], committed: Committed) -> StreamEvent:
         """What a commit tells the user."""
         output = self.output() if committed.finished else None
-        return StreamEvent(self.asked_id, list(tokens), committed.pieces, output, self.index, committed.logprobs)
+        scored, rounds = committed.logprobs, committed.rounds
+        return StreamEvent(self.asked_id, list(tokens), committed.pieces, output, self.index, scored, rounds)
 
     def abort(self) -> list[tuple[str, bool]]:
         """End the request as the caller wishes; what was held back is released."""

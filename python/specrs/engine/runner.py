@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from specrs import _specrs as core
 from specrs.engine.ahead import tiers
 from specrs.engine.batch import Batch, Passed
-from specrs.engine.config import EngineConfig
+from specrs.engine.config import HEAD, EngineConfig
 from specrs.engine.drafter import Drafter
 from specrs.engine.executor import Drafted, Executor, Pass, Verified
 from specrs.engine.flight import Flight
@@ -25,6 +25,7 @@ from specrs.engine.logprobs import TokenBytes, TokenLogprobs, of_rows
 from specrs.engine.observer import RoundObserver
 from specrs.engine.pages import Pages
 from specrs.engine.request import FinishReason, Request
+from specrs.engine.rounds import DraftTree, trees_of
 from specrs.engine.sources import Source, Sources
 from specrs.engine.speculation import GivenTree
 
@@ -434,6 +435,7 @@ class Runner:
         accepts, faults, lease = verified.accepts, verified.faults, flight.lease
         paths, drawn, errors, lens = accepts.paths, accepts.tokens, accepts.errors, list(flight.lens)
         cuts = [False] * len(batch)
+        trees = self._traced(flight, batch, rows, verified, paths)  # before a path is cut
         for i, r in enumerate(batch):
             stand = r.draws.standing(drawn[i], len(paths[i]))
             if stand < len(paths[i]):
@@ -459,8 +461,8 @@ class Runner:
             if batch.requests[error.request].followed:  # a round in flight tells it again
                 batch.requests[error.request].give_up_drafts(sound, error)
         passed = [
-            Passed(r, tokens, r.commit(tokens, round_=True, error=error, cut=cut, logprobs=scored))
-            for r, tokens, error, cut, scored in zip(batch, drawn, errors, cuts, logprobs, strict=True)
+            Passed(r, tokens, r.commit(tokens, round_=True, error=error, cut=cut, logprobs=scored, tree=trees.get(i)))
+            for i, (r, tokens, error, cut, scored) in enumerate(zip(batch, drawn, errors, cuts, logprobs, strict=True))
         ]
         for p in passed:
             p.request.committed += p.committed.kept
@@ -482,6 +484,21 @@ class Runner:
             if not overtaken:
                 self.drafter.catch_up(batch, self.speculation)
         return passed
+
+    def _traced(
+        self, flight: Flight, batch: Batch, rows: Sequence[int], verified: Verified, paths: Sequence[Sequence[int]]
+    ) -> dict[int, DraftTree]:
+        """The trees of those requests of a landing that want to see them; reads nothing where none does."""
+        wanted = [i for i, r in enumerate(batch) if r.params.trace]
+        if not wanted:
+            return {}
+        planted = flight.planted
+        if planted is None or self.gathering is None:
+            return dict(zip(wanted, trees_of(verified.trees, wanted, paths, HEAD), strict=True))
+        names, drafts = self.gathering.names, planted.drafts
+        made = [(drafts[rows[i]], paths[i]) for i in wanted]
+        trees = [DraftTree.of(tree.tokens, tree.parents, path, names, tree.sources) for tree, path in made]
+        return dict(zip(wanted, trees, strict=True))
 
     def _close(self, flight: Flight) -> None:
         """A landing that says nothing of any request: where it is the last, the flight has ended."""

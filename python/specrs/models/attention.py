@@ -21,8 +21,17 @@ class Reads(Protocol):
     def capabilities(self) -> Capabilities:
         """The format of the plans that it reads."""
 
-    def __call__(self, kv: KvMemory, layer: int, plan: Plan, q: torch.Tensor, out: torch.Tensor, scale: float) -> None:
-        """out = attention of q, both [Q, H, D]."""
+    def __call__(
+        self,
+        kv: KvMemory,
+        layer: int,
+        plan: Plan,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        scale: float,
+        cap: float | None = None,
+    ) -> None:
+        """out = attention of q, both [Q, H, D]; see `specrs.models.ops.Heads` for the rest."""
 
 
 class HostAttention:
@@ -40,7 +49,7 @@ class HostAttention:
         self, kv: Any, layer: int, plan: Plan, qkv: torch.Tensor, rope: Any, heads: Heads, out: torch.Tensor
     ) -> None:
         core.rope_attention(
-            kv, layer, plan, qkv, rope, heads.count, out, heads.scale, heads.q_norm, heads.k_norm, heads.eps
+            kv, layer, plan, qkv, rope, heads.count, out, heads.scale, heads.q_norm, heads.k_norm, heads.eps, heads.cap
         )
 
     def write(self, kv: Any, layer: int, plan: Plan, rows: torch.Tensor, rope: Any, heads: Heads) -> None:
@@ -65,7 +74,7 @@ class ReadAttention:
         self, kv: KvMemory, layer: int, plan: Plan, qkv: torch.Tensor, rope: Any, heads: Heads, out: torch.Tensor
     ) -> None:
         q = self.dense.rope_write(kv, layer, plan, qkv, rope, heads)
-        self.reads(kv, layer, plan, q, out.view_as(q), heads.scale)
+        self.reads(kv, layer, plan, q, out.view_as(q), heads.scale, heads.cap)
 
     def write(self, kv: KvMemory, layer: int, plan: Plan, rows: torch.Tensor, rope: Any, heads: Heads) -> None:
         self.dense.rope_write(kv, layer, plan, rows, rope, replace(heads, count=0))
@@ -76,7 +85,16 @@ class TorchAttention:
 
     capabilities = Capabilities.of(Native())
 
-    def __call__(self, kv: KvMemory, layer: int, plan: Plan, q: torch.Tensor, out: torch.Tensor, scale: float) -> None:
+    def __call__(
+        self,
+        kv: KvMemory,
+        layer: int,
+        plan: Plan,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        scale: float,
+        cap: float | None = None,
+    ) -> None:
         indptr = from_dlpack(plan.qo_indptr).tolist()
         prefixes = from_dlpack(plan.prefix_lens).tolist()
         table = from_dlpack(plan.page_table()).long().to(q.device)
@@ -91,6 +109,8 @@ class TorchAttention:
             slots = table[i, positions // kv.page_size] * kv.page_size + positions % kv.page_size
             k, v = (half[slots].to(q.dtype).repeat_interleave(group, dim=1) for half in kv.tensor[layer])
             scores = torch.einsum("qhd,khd->hqk", q[first:end], k) * scale
+            if cap is not None:
+                scores = (scores / cap).tanh() * cap
             weights = scores.masked_fill(~allowed, float("-inf")).softmax(-1)
             out[first:end] = torch.einsum("hqk,khd->qhd", weights, v)
 

@@ -131,6 +131,8 @@ def _not_fused(model: ModelConfig) -> str | None:
         found.insert(0, "norms behind attention and MLP")
     if block.whole_qk_norm:
         found.insert(0, "norms of all heads together")
+    if block.score_cap is not None:
+        found.append(f"attn_logit_softcapping = {block.score_cap:g}")
     if block.logits_cap is not None:
         found.append(f"final_logit_softcapping = {block.logits_cap:g}")
     if not found:

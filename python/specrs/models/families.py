@@ -29,6 +29,7 @@ class Block:
         norm_offset: added to every norm's weight.
         activation: of the gate.
         score_scale: factor on attention's scores; ``None``: 1 / sqrt(head_dim).
+        score_cap: c in c * tanh(x / c) of a scaled score x.
         embedding_scale: factor on embeddings as they enter the first layer.
         residual_scale: factor on what attention and MLP add to the residual stream.
         logits_divisor: of the last product's outputs.
@@ -41,6 +42,7 @@ class Block:
     norm_offset: float = 0.0
     activation: Activation = "silu"
     score_scale: float | None = None
+    score_cap: float | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_divisor: float = 1.0
@@ -110,7 +112,8 @@ class Family:
             embedding_scale=self._embedding_scale(get, hidden_size),
             residual_scale=get.number("residual_multiplier", 1.0) if self.multipliers else 1.0,
             logits_divisor=get.number("logits_scaling", 1.0) if self.multipliers else 1.0,
-            logits_cap=self._logits_cap(get),
+            score_cap=self._cap(get, "attn_logit_softcapping"),
+            logits_cap=self._cap(get, "final_logit_softcapping"),
         )
 
     def _score_scale(self, get: Reader) -> float | None:
@@ -123,13 +126,8 @@ class Family:
             return get.number("embedding_multiplier", 1.0)
         return hidden_size**0.5 if self.scaled_embedding else 1.0
 
-    def _logits_cap(self, get: Reader) -> float | None:
-        if not self.caps:
-            return None
-        if (cap := get.raw.get("attn_logit_softcapping")) is not None:
-            why = "no attention here caps its scores; a model works whose config.json has null there"
-            get.refuse("attn_logit_softcapping", cap, why)
-        return None if get.raw.get("final_logit_softcapping") is None else get.number("final_logit_softcapping")
+    def _cap(self, get: Reader, name: str) -> float | None:
+        return get.number(name) if self.caps and get.raw.get(name) is not None else None
 
 
 _GEMMA: dict[str, Any] = {

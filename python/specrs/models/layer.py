@@ -213,7 +213,7 @@ class LayerTail:
             for name in ("q_norm", "k_norm")
         )
         scale = config.head_dim**-0.5 if kind.block.score_scale is None else kind.block.score_scale
-        self._heads = Heads(config.num_heads, scale, q_norm, k_norm, config.rms_norm_eps)
+        self._heads = Heads(config.num_heads, scale, q_norm, k_norm, config.rms_norm_eps, kind.block.score_cap)
 
     @staticmethod
     def widths(config: LayerConfig, block: Block = LLAMA) -> dict[str, int]:

@@ -73,6 +73,7 @@ class Heads:
     Attributes:
         count: query heads, H. The cache knows the KV heads, Hkv, and the head's dimension, D.
         scale: factor on the scores.
+        cap: c in c * tanh(x / c) of a scaled score x, or ``None``.
         q_norm, k_norm: weights [D] of an RMSNorm of each head, or ``None``.
         eps: of that norm.
     """
@@ -82,6 +83,7 @@ class Heads:
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
     eps: float = 0.0
+    cap: float | None = None
 
 
 class Dense(Protocol):

@@ -17,6 +17,7 @@ from specrs.serve.config import ServeConfig
 from specrs.serve.errors import RequestError
 from specrs.serve.exchange import Exchange, Gone, Receive, Scope, Send
 from specrs.serve.middleware import Guarded, Hosts, Recorded, refuse
+from specrs.serve.playground import page
 from specrs.serve.service import Service
 
 _logger = logging.getLogger("specrs.serve")
@@ -60,6 +61,8 @@ def app(config: ServeConfig | Mapping[str, Any] | None = None, engine: AsyncLLM 
     routes += [Route(path, Asked(say), methods=["GET"]) for path, say in gets.items()]
     routes.append(Route("/v1/models/{name:path}", Asked(None), methods=["GET"]))
     routes.append(Route("/metrics", Measured(), methods=["GET"]))
+    if config.playground:
+        routes.append(Route("/", Shown(), methods=["GET"]))
     made = Starlette(routes=routes, lifespan=_lifespan(config, engine), exception_handlers=_HANDLERS)
     made.state.config = config
     if config.keys:
@@ -178,6 +181,17 @@ class Measured:
         service: Service = scope["app"].state.service
         body, kind = service.metrics.text()
         await Exchange(scope, receive, send, scope["specrs.record"]).whole(200, body, kind)
+
+
+class Shown:
+    """``GET /``: the playground."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As ASGI calls it."""
+        body, headers = page()
+        await Exchange(scope, receive, send, scope["specrs.record"]).whole(
+            200, body, b"text/html; charset=utf-8", headers
+        )
 
 
 async def _not_found(request: Any, error: Any) -> Any:

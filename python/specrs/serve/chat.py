@@ -11,8 +11,8 @@ from specrs.engine import TokenizedPrompt
 from specrs.serve.calling import Manner, chosen, manner
 from specrs.serve.errors import bad
 from specrs.serve.exchange import DONE, Exchange
-from specrs.serve.fields import CHAT, read
-from specrs.serve.reply import Count, Frame, Reply, counted, spec_stats
+from specrs.serve.fields import CHAT, ROUNDS, read
+from specrs.serve.reply import Count, Frame, Reply, counted, spec_stats, traced
 from specrs.serve.sampling import Wish, wish
 from specrs.serve.scores import Names, objects, prompt_scores
 from specrs.serve.voices import Plain, Voice, message
@@ -130,6 +130,9 @@ class Call:
         """All choices at once."""
         [output] = await flow.whole()
         choices = [self.choice(one) for one in output.outputs]
+        for choice in choices:
+            if (trace := flow.traces.get((0, choice["index"]))) is not None:
+                choice["specrs"] = traced(trace.rounds, trace.pieces, self.service.shown)
         more: dict[str, Any] = {}
         if self.fields.get("return_spec_stats"):
             more["specrs"] = spec_stats(flow.outputs)
@@ -194,6 +197,7 @@ class Stream:
         self._voice = call.voice()
         self._scores = bool(call.fields.get("logprobs"))
         self._ids = bool(call.fields.get("return_token_ids"))
+        self._traced = call.fields.get("return_spec_stats") == ROUNDS
 
     def head(self) -> dict[str, Any]:
         """The piece that says who speaks."""
@@ -211,7 +215,7 @@ class Stream:
         deltas = self._voice.feed(event.text)
         if output is not None:
             deltas += self._voice.finish()
-        told = event.token_ids and (self._scores or self._ids)
+        told = (event.token_ids and (self._scores or self._ids)) or (self._traced and (event.rounds or event.pieces))
         if output is not None or (told and not deltas):
             deltas.append({})
         found = [self._piece(delta) for delta in deltas]
@@ -219,6 +223,8 @@ class Stream:
             found[0]["logprobs"] = self._call.scored(event.token_ids, event.logprobs)
             if self._ids:
                 found[0]["token_ids"] = event.token_ids
+        if found and self._traced:
+            found[0]["specrs"] = traced(event.rounds, event.pieces, self._call.service.shown)
         if output is not None:
             found[-1]["finish_reason"] = self._voice.reason(str(output.finish_reason))
             found[-1]["stop_reason"] = output.stop_reason

@@ -6,21 +6,22 @@ has its log-probability, the first one none.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from specrs.engine import TokenizedPrompt
+from specrs.engine import StreamEvent, TokenizedPrompt
 from specrs.serve.config import ServeConfig
 from specrs.serve.errors import bad
 from specrs.serve.exchange import DONE, Exchange
-from specrs.serve.fields import COMPLETIONS, read
-from specrs.serve.reply import Count, Frame, Reply, counted, spec_stats
+from specrs.serve.fields import COMPLETIONS, ROUNDS, read
+from specrs.serve.reply import Count, Frame, Reply, counted, spec_stats, traced
 from specrs.serve.sampling import Wish, wish
 from specrs.serve.scores import Columns, Names, prompt_scores
 
 if TYPE_CHECKING:
-    from specrs.engine import RequestOutput, StreamEvent
+    from specrs.engine import RequestOutput
     from specrs.serve.service import Flow, Service
 
 
@@ -105,6 +106,7 @@ class Call:
         for i, output in enumerate(outputs):
             for j, chosen in enumerate(self._best(output)):
                 choices.append(self.choice(i * self._n + j, i, chosen))
+                self._trace(choices[-1], flow.traces.get((i, chosen.index)))
         more = {"specrs": spec_stats(flow.outputs)} if self.fields.get("return_spec_stats") else {}
         usage = counted(flow.outputs, self.wanted.dropped).usage()
         await exchange.json(200, self.reply.whole(choices, usage, **more))
@@ -135,6 +137,12 @@ class Call:
             names = Names(bool(fields.get("return_tokens_as_token_ids")))
             found["prompt_logprobs"] = prompt_scores(output.prompt_logprobs, names)
         return found
+
+    def _trace(self, choice: dict[str, Any], told: StreamEvent | None) -> None:
+        """Say what rounds came to, where that is wanted."""
+        if told is not None and self.fields.get("return_spec_stats") == ROUNDS:
+            pieces = [] if self.wanted.dropped else told.pieces
+            choice["specrs"] = traced(told.rounds, pieces, self.service.shown)
 
     def _scored(self, output: RequestOutput, tokens: Sequence[int]) -> dict[str, list[Any]]:
         columns = self._columns()
@@ -174,10 +182,14 @@ class Call:
         """Choices in pieces, and the tokens of each."""
         if (self._echo and "logprobs" in self.fields) or self.wanted.dropped:
             # The prompt's scores are known at the end, and stand before all else.
+            events: dict[tuple[int, int], list[StreamEvent]] = defaultdict(list)
             async for i, event in flow.events():
+                events[i, event.index].append(event)
                 if event.output is not None:
                     tokens = 0 if self.wanted.dropped else len(event.output.token_ids)
-                    yield self.choice(i * self._n + event.index, i, event.output), tokens
+                    choice = self.choice(i * self._n + event.index, i, event.output)
+                    self._trace(choice, StreamEvent.joined(events.pop((i, event.index))))
+                    yield choice, tokens
             return
         voices: dict[tuple[int, int], Voice] = {}
         async for i, event in flow.events():
@@ -196,6 +208,7 @@ class Voice:
         self._prompt, self._index, self._fresh = call.prompts[i], index, True
         self._columns = call._columns() if "logprobs" in call.fields else None
         self._echo, self._ids = call._echo, bool(call.fields.get("return_token_ids"))
+        self._call = call
 
     def piece(self, event: StreamEvent) -> dict[str, Any] | None:
         """What an event adds; ``None``: nothing that anybody asked for."""
@@ -203,7 +216,7 @@ class Voice:
         if self._echo and self._fresh:
             text = self._prompt.text + text
         shows = text or output is not None or (event.token_ids and (self._columns is not None or self._ids))
-        if not shows:
+        if not shows and not event.rounds:
             return None
         found: dict[str, Any] = {
             "index": self._index, "text": text, "logprobs": None, "finish_reason": None, "stop_reason": None,
@@ -216,5 +229,6 @@ class Voice:
             found["token_ids"] = event.token_ids
             if self._fresh:
                 found["prompt_token_ids"] = list(self._prompt.token_ids)
+        self._call._trace(found, event)
         self._fresh = False
         return found

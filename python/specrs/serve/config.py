@@ -45,6 +45,7 @@ class ServeConfig:
         allowed_hosts: names that a request's ``Host`` may have; empty: any. The command line allows the names of this
             machine alone where it listens on loopback with no key, so that no web page can pose as one.
         cors_origins: web pages that browsers let ask; ``*``: all.
+        playground: serve a page to try the model on at ``/``.
         max_waiting, max_waiting_tokens: requests, and their prompt tokens, that may wait for the engine; 429 beyond.
         max_body_bytes: of a request's body; 413 beyond.
         max_prompts: of one request of ``/v1/completions``.
@@ -87,6 +88,7 @@ class ServeConfig:
     allow_public_without_key: bool = False
     allowed_hosts: Sequence[str] = ()
     cors_origins: Sequence[str] = ()
+    playground: bool = True
     max_waiting: int = 512
     max_waiting_tokens: int = 1 << 20
     max_body_bytes: int = 8 << 20

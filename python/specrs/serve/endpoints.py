@@ -29,6 +29,7 @@ def models(service: Service, name: str | None = None) -> dict[str, Any]:
         {
             "id": one, "object": "model", "created": service.created, "owned_by": "specrs", "root": service.names[0],
             "parent": None, "max_model_len": service.context,
+            "specrs": {"chat": service.chats, "speculative": service.engine.llm.speculative},
         }
         for one in service.names
     ]  # fmt: skip

@@ -18,6 +18,7 @@ from specrs.serve.errors import RequestError, bad, shown
 from specrs.serve.exchange import no_constant
 
 COMPLETIONS, CHAT = "completions", "chat"
+ROUNDS = "rounds"  # of `return_spec_stats`
 _BOTH = (COMPLETIONS, CHAT)
 _MAX_SEED = 2**64 - 1
 
@@ -70,6 +71,12 @@ def flag(name: str, value: Any, config: ServeConfig) -> bool:
     if not isinstance(value, bool):
         raise wrong(name, value, "must be true or false")
     return value
+
+
+def stats(name: str, value: Any, config: ServeConfig) -> bool | str:
+    if not isinstance(value, bool) and value != ROUNDS:
+        raise wrong(name, value, f'must be true, false or "{ROUNDS}"')
+    return value if isinstance(value, bool) else ROUNDS
 
 
 def text(name: str, value: Any, config: ServeConfig) -> str:
@@ -372,7 +379,8 @@ TABLE: tuple[Field, ...] = (
     Field("guided_whitespace_pattern", _H, text, "what stands between two tokens of JSON", origin="vLLM"),
     # specrs' own
     Field("speculative", _H, flag, "false decodes this request plainly; its tokens are the same", origin="specrs"),
-    Field("return_spec_stats", _H, flag, "a `specrs` object: rounds, mean accepted tokens", origin="specrs"),
+    Field("return_spec_stats", _H, stats, "a `specrs` object: rounds, mean accepted tokens; `\"rounds\"`: also one in "
+          "each choice, with [each round's tree](playground.md)", origin="specrs"),
 )  # fmt: skip
 
 _BY_NAME: dict[str, dict[str, Field]] = {

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from specrs.serve.exchange import dumps
 
 if TYPE_CHECKING:
-    from specrs.engine import RequestOutput
+    from specrs.engine import RequestOutput, Round, StreamEvent
 
 
 @dataclass(frozen=True)
@@ -109,3 +109,57 @@ def spec_stats(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         "draft_tokens": sum(one.proposed for one in outputs),
         "draft_tokens_accepted": sum(sum(one.drafted) for one in outputs),
     }  # fmt: skip
+
+
+#: Rounds of one event of a stream at most: with 64 nodes each, their JSON holds the loop for about a millisecond.
+MOST_ROUNDS = 32
+
+
+def slices(event: StreamEvent) -> Iterator[StreamEvent]:
+    """An event as several, of at most so many rounds each, where a client was slow and it has more. The last one has
+    its tokens, scores and output."""
+    rounds = event.rounds
+    first = _first(event.rounds, event.pieces)
+    taken = 0
+    while len(rounds) > MOST_ROUNDS:
+        some, rounds = rounds[:MOST_ROUNDS], rounds[MOST_ROUNDS:]
+        end = first + sum(len(one.pieces) for one in some)
+        yield replace(event, token_ids=[], pieces=event.pieces[taken:end], rounds=some, output=None, logprobs=None)
+        first = taken = end
+    yield replace(event, pieces=event.pieces[taken:], rounds=rounds) if taken else event
+
+
+def traced(rounds: Sequence[Round], pieces: Sequence[tuple[str, bool]], spell: Callable[[int], str]) -> dict[str, Any]:
+    """What a choice says of its rounds.
+
+    Args:
+        rounds: in order.
+        pieces: of its text, which those of the rounds are among: each is told with whether a draft gave it, and with
+            the round of this choice that it is of; -1 for the prompt's pass, and for what an early end released.
+        spell: a token as text.
+    """
+    found, at = [[text, drafted, -1] for text, drafted in pieces], _first(rounds, pieces)
+    for i, one in enumerate(rounds):
+        for piece in found[at : at + len(one.pieces)]:
+            piece[2] = i
+        at += len(one.pieces)
+    return {"rounds": [_told(one, spell) for one in rounds], "pieces": found}
+
+
+def _first(rounds: Sequence[Round], pieces: Sequence[tuple[str, bool]]) -> int:
+    """Where the pieces of rounds begin: behind the prompt's, and before what an early end released."""
+    known = [piece for one in rounds for piece in one.pieces]
+    spare = len(pieces) - len(known)
+    return next((i for i in range(spare, -1, -1) if list(pieces[i : i + len(known)]) == known), 0)
+
+
+def _told(one: Round, spell: Callable[[int], str]) -> dict[str, Any]:
+    tokens = list(one.tokens)
+    found: dict[str, Any] = {
+        "tokens": tokens, "texts": [spell(token) for token in tokens], "parents": list(one.parents),
+        "accepted": list(one.accepted), "own": one.own, "own_text": None if one.own is None else spell(one.own),
+        "emitted": one.emitted, "seconds": round(one.seconds, 6), "sources": list(one.sources),
+    }  # fmt: skip
+    if one.proposed:
+        found["proposed"] = list(one.proposed)
+    return found

@@ -14,7 +14,7 @@ from specrs._specrs import ConfigError
 from specrs.sampling_params import SamplingParams
 from specrs.serve import forms
 from specrs.serve.errors import RequestError, bad
-from specrs.serve.fields import CHAT, COMPLETIONS
+from specrs.serve.fields import CHAT, COMPLETIONS, ROUNDS
 
 #: What OpenAI's servers do, and where they know no such field, nothing.
 _NEUTRAL: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -96,6 +96,7 @@ def wish(endpoint: str, fields: Mapping[str, Any], defaults: SamplingParams, con
         options["min_tokens"] = min(options.get("min_tokens", 0), options["max_tokens"])
     _scores(endpoint, fields, options)
     form, options["structured_outputs"] = forms.wanted(fields)
+    options["trace"] = fields.get("return_spec_stats") == ROUNDS
     keep = _keep(fields, asked, context)
     return Wish(params(options), asked, keep, "prompt" if endpoint == COMPLETIONS else "messages", form)
 

@@ -11,14 +11,17 @@ import hashlib
 import json
 import logging
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from specrs._specrs import ConfigError, GrammarFailedError
+from specrs.chat import ChatTemplateError
 from specrs.engine import AsyncLLM, RequestOutput, StreamEvent, TokenizedPrompt
 from specrs.engine.errors import EngineOverloadedError
 from specrs.engine.token_bytes import TokenTable
@@ -30,6 +33,7 @@ from specrs.serve.exchange import Watch
 from specrs.serve.forms import refused
 from specrs.serve.metrics import Metrics
 from specrs.serve.record import Log
+from specrs.serve.reply import MOST_ROUNDS, slices
 from specrs.serve.sampling import Wish, renamed
 
 if TYPE_CHECKING:
@@ -104,6 +108,15 @@ class Service:
             raise bad("this model has no tokenizer: give prompts as token ids", "prompt")
         return found
 
+    @cached_property
+    def chats(self) -> bool:
+        """Whether there is a template of conversations."""
+        try:
+            self.engine.chat_templates.source(self.template)
+        except ChatTemplateError:
+            return False
+        return True
+
     @property
     def special_ids(self) -> frozenset[int]:
         """Tokens that texts leave out."""
@@ -127,6 +140,11 @@ class Service:
         if self._table is None and self.engine.llm.tokenizer is not None:
             self._table = TokenTable(self.engine.llm.tokenizer)
         return None if self._table is None else self._table(token)
+
+    def shown(self, token: int) -> str:
+        """A token by itself as text, U+FFFD for bytes that are none alone; its number where nothing spells it."""
+        spelled = self.spell(token)
+        return str(token) if not spelled else spelled.decode("utf-8", "replace")
 
     def encode(self, text: str, special: bool, param: str) -> list[int]:
         """Tokens of a text, in the pool's threads.
@@ -244,7 +262,7 @@ class Service:
             raise renamed(error) if getattr(error, "what", None) else error from None
         self._live.update(streams)
         try:
-            yield Flow(streams, wish.params.n or 1, self.metrics)
+            yield Flow(streams, wish.params, self.metrics)
         except GrammarFailedError as error:
             raise of(error, 0.0, wish.form) from None
         finally:
@@ -314,11 +332,13 @@ class Flow:
 
     Attributes:
         streams: one for each prompt.
+        traces: by prompt and output, what `whole` read, where the request wants to see its rounds.
     """
 
-    def __init__(self, streams: list[RequestStream], outputs: int, metrics: Metrics) -> None:
-        self.streams, self._metrics = streams, metrics
-        self._left = [outputs] * len(streams)  # outputs of each that have not ended
+    def __init__(self, streams: list[RequestStream], params: SamplingParams, metrics: Metrics) -> None:
+        self.streams, self._metrics, self._traced = streams, metrics, bool(params.trace)
+        self.traces: dict[tuple[int, int], StreamEvent] = {}
+        self._left = [params.n or 1] * len(streams)  # outputs of each that have not ended
         self.outputs: list[RequestOutput] = []
 
     async def whole(self) -> list[RequestOutput]:
@@ -329,9 +349,13 @@ class Flow:
             StepFailedError, EngineFailedError: as `RequestStream`.
         """
         found: list[dict[int, RequestOutput]] = [{} for _ in self.streams]
+        traces: dict[tuple[int, int], list[StreamEvent]] = defaultdict(list)
         async for i, event in self.events():
+            if self._traced:
+                traces[i, event.index].append(event)
             if event.output is not None:
                 found[i][event.index] = event.output
+        self.traces = {key: joined for key, some in traces.items() if (joined := StreamEvent.joined(some)) is not None}
         return [_grouped(one) for one in found]
 
     async def events(self) -> AsyncIterator[tuple[int, StreamEvent]]:
@@ -342,7 +366,11 @@ class Flow:
                 self._ended(i, event.output)
                 if event.output.error is not None:
                     raise event.output.error
-            yield i, event
+            parts = list(slices(event)) if len(event.rounds) > MOST_ROUNDS else [event]
+            for part in parts[:-1]:
+                yield i, part
+                await asyncio.sleep(0)  # others' turn
+            yield i, parts[-1]
 
     def _ended(self, i: int, output: RequestOutput) -> None:
         self.outputs.append(output)

@@ -58,8 +58,8 @@ impl History {
         TokenEdits { biases: tokens.iter().map(bias).collect(), outputs: tokens.iter().map(outputs).collect(), tokens }
     }
 
-    /// Apply bias and penalties to `row`, a copy of `logits`, as if `path` were already in the output.
-    pub(super) fn edit(&self, config: &SamplerConfig, logits: &[f32], path: &[i32], row: &mut [f32]) {
+    /// Apply bias and penalties to `row`, which holds `logit` of each token, as if `path` were already in the output.
+    pub(super) fn edit(&self, config: &SamplerConfig, logit: impl Fn(i32) -> f32, path: &[i32], row: &mut [f32]) {
         for &(token, bias) in &config.logit_bias {
             row[token as usize] += bias;
         }
@@ -80,7 +80,7 @@ impl History {
             let outputs = self.index.get(&token).map_or(0, |&i| self.seen[i].outputs);
             let bias = config.logit_bias.binary_search_by_key(&token, |&(t, _)| t);
             let bias = bias.map_or(0.0, |i| config.logit_bias[i].1);
-            row[token as usize] = penalty.apply(logits[token as usize] + bias, outputs + on_path);
+            row[token as usize] = penalty.apply(logit(token) + bias, outputs + on_path);
         }
     }
 }

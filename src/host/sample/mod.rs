@@ -177,8 +177,14 @@ impl Sampler {
         let edited = if self.config.edits_logits() || mask.is_some() {
             row.clear();
             row.extend_from_slice(logits);
-            self.history.edit(&self.config, logits, path, row);
-            self.config.allowed.iter().chain(&mask).for_each(|m| m.ban(row));
+            // Before penalties: one that overflows, of a token that is banned, is no fault.
+            let masks = || self.config.allowed.iter().chain(&mask);
+            masks().for_each(|m| m.ban(row));
+            let logit = |token: i32| {
+                let banned = masks().any(|m| !m.contains(token as u32));
+                logits[token as usize] + if banned { f32::NEG_INFINITY } else { 0.0 }
+            };
+            self.history.edit(&self.config, logit, path, row);
             row.as_slice()
         } else {
             logits

@@ -278,3 +278,22 @@ def test_samplers_are_not_shared_by_writers() -> None:
     assert all(o == "" or "in use by another thread" in o for o in outcomes)
     sampler.commit([1])
     assert len(core.verify(trees, logits, [sampler] * 64, [1] * 64)) == 64
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 128, 129, 1000, 4096])
+def test_likeliest_tokens_of_rows(vocab: int) -> None:
+    rng = np.random.default_rng(vocab)
+    rows = rng.normal(size=(6, vocab)).astype(np.float32).round(1)  # many equals
+    rows[1], rows[2, : vocab // 2] = 0.5, -np.inf
+    for count in (0, 1, 8, vocab, vocab + 3):
+        want = [[int(i) for i in np.lexsort((np.arange(vocab), -row))][:count] for row in rows]
+        finite = [[i for i in best if row[i] > -np.inf] for best, row in zip(want, rows, strict=True)]
+        found = core.likeliest(torch.from_numpy(rows), count)
+        assert [[i for i in best if row[i] > -np.inf] for best, row in zip(found, rows, strict=True)] == finite
+        assert [len(best) for best in found] == [min(count, vocab)] * 6
+    rows[0, -1], rows[3] = np.nan, -np.inf
+    rows[4, 0] = np.inf
+    found = core.likeliest(rows, 2)
+    assert (found[0], found[3], found[4]) == ([], [], []) and len(found[5]) == min(2, vocab)
+    with pytest.raises(core.ConfigError, match="logits"):
+        core.likeliest(rows[0], 2)

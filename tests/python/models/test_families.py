@@ -10,7 +10,7 @@ import torch
 
 import modelzoo
 from modelrun import Driver, path_to, random_parents, random_tokens
-from specrs import LLM, SamplingParams
+from specrs import LLM, ConfigError, SamplingParams
 from specrs.models import LlamaModel, ModelConfig, UnsupportedModelError, ops_for, rowwise, torch_ops
 from specrs.models.cuda import why_not
 from specrs.models.families import FAMILIES
@@ -53,7 +53,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3-listed": ("SmolLM3ForCausalLM", {"no_rope_layers": [0, 1, 1, 0], "attention_bias": True}),
     "gemma": ("GemmaForCausalLM", GEMMA),
     "gemma-legacy": ("GemmaForCausalLM", {**GEMMA, "hidden_act": "gelu", "num_key_value_heads": 1}),
-    "gemma2": ("Gemma2ForCausalLM", {**GEMMA2, "final_logit_softcapping": 3.0}),
+    "gemma2": ("Gemma2ForCausalLM", {**GEMMA2, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 0.4}),
+    "gemma2-uncapped": ("Gemma2ForCausalLM", {**GEMMA2, "final_logit_softcapping": None}),
     "gemma3": ("Gemma3ForCausalLM", {**GEMMA, "query_pre_attn_scalar": 40, "sliding_window": 300,
                                      "rope_local_base_freq": 5000.0, "sliding_window_pattern": 3}),
     "gemma3-scaled": (
@@ -150,8 +151,8 @@ def test_generation_is_that_of_plain_decoding(tmp_path: Path, variant: str, samp
 @pytest.mark.parametrize(
     ("architecture", "change", "what", "why"),
     [
-        ("Gemma2ForCausalLM", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping", "null there"),
-        ("Gemma3ForCausalLM", {"attn_logit_softcapping": 1.0}, "attn_logit_softcapping", "null there"),
+        ("Gemma2ForCausalLM", {"attn_logit_softcapping": 0}, "attn_logit_softcapping", "> 0"),
+        ("Gemma3ForCausalLM", {"attn_logit_softcapping": "a"}, "attn_logit_softcapping", "number"),
         ("GemmaForCausalLM", {"hidden_act": "silu"}, "hidden_act", "only gelu"),
         ("Gemma2ForCausalLM", {"hidden_activation": "gelu"}, "hidden_activation", "only gelu_pytorch_tanh"),
         ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention", "only false"),
@@ -175,6 +176,15 @@ def test_what_is_not_exact_is_refused_by_name(architecture: str, change: dict[st
         ModelConfig.from_dict(raw)
     assert caught.value.what == what
     assert why in str(caught.value)
+
+
+def test_backends_that_cap_no_scores_are_refused(tmp_path: Path) -> None:
+    architecture, overrides = VARIANTS["gemma2"]
+    target = modelzoo.write_target(tmp_path, architecture, **overrides)
+    with pytest.raises(ConfigError, match=r"attn_logit_softcapping = 0\.4, which 'native' does"):
+        LLM(target, device="cpu", attention_backend="flashinfer")
+    why = why_not(ModelConfig.from_directory(target))
+    assert why is not None and "gelu" in why
 
 
 def config(architecture: str, **overrides: Any) -> ModelConfig:
