@@ -80,6 +80,7 @@ class Service:
         self._open = 0  # requests that were admitted and have not ended
         self._live: set[RequestStream] = set()
         self._special: frozenset[int] | None = None
+        self._names: dict[str, int] | None = None
         self._table: TokenTable | None = None
 
     # -- the model ----------------------------------------------------------------------------------------------
@@ -124,6 +125,15 @@ class Service:
             added = {} if tokenizer is None else tokenizer.get_added_tokens_decoder()
             self._special = frozenset(i for i, token in added.items() if token.special)
         return self._special
+
+    @property
+    def special_names(self) -> dict[str, int]:
+        """Of `special_ids` the texts."""
+        if self._names is None:
+            tokenizer = self.engine.llm.tokenizer
+            added = {} if tokenizer is None else tokenizer.get_added_tokens_decoder()
+            self._names = {token.content: i for i, token in added.items() if token.special and i < self.vocab_size}
+        return self._names
 
     def spell(self, token: int) -> bytes | None:
         """The bytes that a token stands for; ``None`` without a tokenizer."""
