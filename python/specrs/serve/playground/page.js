@@ -5,9 +5,9 @@
   const $ = (id) => document.getElementById(id);
   const SVG = "http://www.w3.org/2000/svg";
   const EXAMPLES = [
+    ["unit test", $("prompt").value],
     ["quicksort", "def quicksort(items):\n"],
-    ["unit test", "class TestReadFile(unittest.TestCase):\n"],
-    ["stack", $("prompt").value],
+    ["stack", 'class Stack:\n    """A stack of items."""\n\n    def __init__(self):\n'],
   ];
   const CHATS = [["haiku", "Write a haiku about trees."], ["explain", "Explain speculative decoding to a child."]];
   const make = (name, props = {}, ...children) => {
@@ -377,7 +377,7 @@
   };
 
   /** Leaves get a line each, from the top; parents stand in the middle of their children. */
-  function layout(round) {
+  function layout(round, room) {
     const nodes = round.tokens.map((token, i) => ({ token, text: round.texts[i], parent: round.parents[i], kind: "r", children: [] }));
     nodes[0].kind = "root";
     for (const i of round.accepted) nodes[i].kind = "a";
@@ -398,12 +398,15 @@
       const node = nodes[i], inner = node.children.map((child) => nodes[child].line);
       if (inner.length) node.line = (Math.min(...inner) + Math.max(...inner)) / 2;
     }
-    const columns = [];
+    const columns = [], height = 36 + lines * 32 - 6;
     for (const node of nodes) columns[node.depth] = Math.max(columns[node.depth] || 0, node.width);
+    // As wide as the lines' height leaves room for, so that branches are told apart.
+    const narrow = columns.reduce((sum, width) => sum + width, 28), scale = Math.min(1.25, room.height / height);
+    const gap = Math.min(88, Math.max(34, (room.width / scale - narrow) / Math.max(columns.length - 1, 1)));
     const starts = [14];
-    columns.forEach((width, i) => (starts[i + 1] = starts[i] + width + 38));
+    columns.forEach((width, i) => (starts[i + 1] = starts[i] + width + gap));
     for (const node of nodes) Object.assign(node, { x: starts[node.depth], y: 18 + node.line * 32 + 13 });
-    return { nodes, width: starts[columns.length] - 38 + 14, height: 36 + lines * 32 - 6 };
+    return { nodes, width: starts[columns.length] - gap + 14, height };
   }
 
   /** Nodes in the order of a walk, children as they were drafted. */
@@ -418,8 +421,9 @@
   }
 
   function tree(round, label) {
-    const { nodes, width, height } = layout(round), box = $("tree");
-    const scale = Math.min(1.25, Math.max(0.62, Math.min((box.clientWidth - 4) / width, (box.clientHeight - 4) / height)));
+    const box = $("tree"), room = { width: box.clientWidth - 4, height: box.clientHeight - 4 };
+    const { nodes, width, height } = layout(round, room);
+    const scale = Math.min(1.25, Math.max(0.62, Math.min(room.width / width, room.height / height)));
     const svg = shape("svg", { viewBox: `0 0 ${width} ${height}`, width: width * scale, height: height * scale, role: "img", "aria-label": label });
     const rank = { r: 0, o: 1, a: 2 };
     const edges = nodes.filter((node) => node.parent >= 0).sort((one, two) => rank[one.kind] - rank[two.kind]);
