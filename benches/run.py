@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-NAMES = ["allocator", "planner", "formats", "calls", "acceptance", "engine", "drafters"]
+NAMES = ["allocator", "planner", "formats", "calls", "acceptance", "engine", "drafts", "drafters"]
 
 
 def main() -> int:
