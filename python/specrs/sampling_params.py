@@ -125,6 +125,7 @@ class SamplingParams:
         truncate_prompt_tokens: keep so many last tokens of the prompt; -1: as many as leave room for ``max_tokens``.
         priority: requests with a lower number run first, and are preempted last; in -2**31..2**31 - 1 (0).
         skip_special_tokens: leave special tokens out of the text.
+        keep_special_tokens: those whose text stays nonetheless: marks of tool calls, say.
         structured_outputs: what the text must look like, as `StructuredOutputs` or a mapping of its fields; tokens that
             would break it have no probability, and the output ends where it is complete. ``None``: anything.
         trace: tell in `StreamEvent.rounds` what each round drafted and what came of it; it changes no token.
@@ -158,6 +159,7 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     priority: int | None = 0
     skip_special_tokens: bool | None = True
+    keep_special_tokens: Sequence[int] | None = ()
     structured_outputs: StructuredOutputs | None = None
     trace: bool | None = False
 
@@ -207,7 +209,7 @@ class SamplingParams:
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuse token ids that the model does not have, before anything is allocated for the request."""
-        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "keep_special_tokens"):
             for token in getattr(self, name) or ():
                 if token >= vocab_size:
                     raise _refuse(name, token, f"the vocabulary has {vocab_size} tokens")
@@ -240,6 +242,7 @@ class ResolvedSampling(SamplingParams):
     bad_words: Sequence[str] = ()
     priority: int = 0
     skip_special_tokens: bool = True
+    keep_special_tokens: Sequence[int] = ()
     trace: bool = False
 
     def __str__(self) -> str:
@@ -259,7 +262,7 @@ _NEUTRAL: dict[str, Any] = {
 _UNSET: dict[str, Any] = {
     "stop": (), "stop_token_ids": (), "presence_penalty": 0.0, "frequency_penalty": 0.0, "ignore_eos": False,
     "include_stop": False, "speculative": True, "n": 1, "min_tokens": 0, "bad_words": (), "priority": 0,
-    "skip_special_tokens": True, "trace": False,
+    "skip_special_tokens": True, "keep_special_tokens": (), "trace": False,
 }  # fmt: skip
 
 
@@ -379,6 +382,7 @@ _CHECKS: dict[str, Callable[[str, object], Any]] = {
     "truncate_prompt_tokens": _truncate,
     "priority": lambda name, value: _integer(name, value, -_MAX_PRIORITY, _MAX_PRIORITY - 1),
     "skip_special_tokens": _flag,
+    "keep_special_tokens": _token_ids,
     "structured_outputs": _structured,
     "trace": _flag,
 }

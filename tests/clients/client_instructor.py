@@ -44,28 +44,11 @@ def points(mode: instructor.Mode) -> None:
     print(mode, found[:2])
 
 
-def tools_are_served() -> bool:
-    """Whether this server knows tools; one without them says so."""
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
-    messages = [{"role": "user", "content": "x"}]
-    try:
-        openai.OpenAI(base_url=BASE_URL).chat.completions.create(
-            model=MODEL, messages=messages, tools=[tool], max_tokens=1
-        )
-    except openai.BadRequestError as error:
-        same((error.param, "not supported yet" in error.message), ("tools", True), error.message)
-        return False
-    return True
-
-
 def main() -> None:
-    """By a schema; and by a tool call, where the server has tools."""
+    """By a schema, and by a tool call."""
     print(f"instructor {version('instructor')}")
     points(instructor.Mode.JSON_SCHEMA)
-    if tools_are_served():
-        points(instructor.Mode.TOOLS)
-    else:
-        print("tools are not served: that mode is left out")
+    points(instructor.Mode.TOOLS)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,19 @@ def main() -> None:
     found = asyncio.run(chat.abatch(asked * 8))
     same([a.content for a in found], [c["texts"][0] for c in chats] * 8, "abatch")
 
+    def get_weather(city: str, days: int) -> str:
+        """The weather of a city, for some days."""
+        return f"{city}: sunny for {days} days"
+
+    caller = ChatOpenAI(model=MODEL, base_url=BASE_URL, temperature=1.0, seed=3, max_tokens=300, max_retries=0)
+    bound = caller.bind_tools([get_weather], tool_choice="get_weather", strict=True)
+    [call] = bound.invoke(asked[0]).tool_calls
+    same((call["name"], set(call["args"])), ("get_weather", {"city", "days"}), "a tool call")
+    whole = None
+    for piece in bound.stream(asked[0]):
+        whole = piece if whole is None else whole + piece
+    same([(c["name"], c["args"]) for c in whole.tool_calls], [(call["name"], call["args"])], "a streamed tool call")
+
     cases = [c for c in EXPECT["completions"] if c["params"] == GREEDY]
     text = OpenAI(model=MODEL, base_url=BASE_URL, **GREEDY, max_retries=0)
     for case in cases:

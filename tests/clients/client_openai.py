@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import openai
 
@@ -84,6 +85,58 @@ def scores() -> None:
     same(all(t.top_logprobs[0].logprob == t.logprob for t in new.logprobs.content), True, "greedy is the first")
 
 
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city.",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 9}, "unit": {"enum": ["c", "f"]}},
+            "required": ["city", "unit"],
+            "additionalProperties": False,
+        },
+    },
+}
+NOW = {"type": "function", "function": {"name": "now"}}
+
+
+def tools() -> None:
+    """Calls by a grammar: whole, streamed, by the helper that folds a stream, and their results sent back."""
+    messages = [{"role": "user", "content": "the weather?"}]
+    asked = {"model": MODEL, "messages": messages, "tools": [WEATHER, NOW], "seed": 3, "max_tokens": 200}
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    for choice, finish in (("required", "tool_calls"), (named, "stop")):
+        body = {**asked, "tool_choice": choice, "parallel_tool_calls": False}
+        whole = client.chat.completions.create(**body).choices[0]
+        same((whole.finish_reason, whole.message.content), (finish, None), "finish_reason and content")
+        [call] = whole.message.tool_calls
+        arguments = json.loads(call.function.arguments)
+        if call.function.name == "get_weather":
+            same((set(arguments), arguments["unit"] in "cf"), ({"city", "unit"}, True), "arguments")
+        name, text, reason, ids = "", "", None, set()
+        for chunk in client.chat.completions.create(**body, stream=True):
+            piece = chunk.choices[0]
+            reason = piece.finish_reason or reason
+            for part in piece.delta.tool_calls or []:
+                ids.add(part.id)
+                name, text = name + (part.function.name or ""), text + (part.function.arguments or "")
+        same((name, text, reason), (call.function.name, call.function.arguments, finish), "a streamed call")
+        same(len(ids - {None, call.id}), 1, "an id of its own")
+        with client.chat.completions.stream(**body) as stream:
+            done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+            folded = stream.get_final_completion().choices[0]
+        same([event.arguments for event in done], [call.function.arguments], "the helper's events")
+        same(folded.message.tool_calls[0].function.arguments, call.function.arguments, "the helper's call")
+        same((folded.finish_reason, folded.message.content), (finish, None), "the helper's message")
+        result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+        more = {**asked, "messages": [*messages, whole.message.model_dump(exclude_none=True), result], "max_tokens": 4}
+        same(client.chat.completions.create(**more).choices[0].finish_reason, "length", "the conversation goes on")
+    error = raised(openai.BadRequestError, client.chat.completions.create, **asked, tool_choice="always")
+    same(error.param, "tool_choice", "param")
+
+
 def errors() -> None:
     """The classes and fields that programs catch."""
     error = raised(openai.BadRequestError, client.completions.create, model=MODEL, prompt="x", temperature=-1)
@@ -132,5 +185,6 @@ if __name__ == "__main__":
     completions()
     conversations()
     scores()
+    tools()
     errors()
     asyncio.run(at_once())

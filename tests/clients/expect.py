@@ -12,6 +12,13 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benches"))
 from serve_cases import CHAT_TEMPLATE
 from specrs import LLM, SamplingParams, assets
 
+#: As the benchmarks', with tools, which are called as Hermes calls them.
+TEMPLATE = (
+    """{% if tools %}{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<tool_call>{"name": ..., "arguments": {...}}</tool_call>
+{% endif %}"""
+    + CHAT_TEMPLATE
+)
 GREEDY = {"temperature": 0.0, "max_tokens": 24}
 SEEDED = {"temperature": 0.8, "top_p": 0.95, "seed": 7, "max_tokens": 24}
 PROMPTS = ["def quicksort(items):", "class Stack:\n", "import os\n\ndef walk(path):\n"]
@@ -41,7 +48,7 @@ def main() -> None:
     model.mkdir(parents=True)
     for path in assets.model_dir().iterdir():
         (model / path.name).symlink_to(path)
-    (model / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    (model / "chat_template.jinja").write_text(TEMPLATE)
     (work / "draft").symlink_to(assets.draft_dir())
     with LLM(model, work / "draft") as llm:
         found: dict[str, Any] = {"completions": [], "chats": []}

@@ -22,7 +22,9 @@ CHAT: dict[str, Any] = {
         {"role": "tool", "tool_call_id": "c1", "content": "7"},
         {"role": "user", "content": "more"},
     ],
-    "response_format": {"type": "text"}, "tools": [], "tool_choice": "none", "metadata": {"a": "b"},
+    "response_format": {"type": "text"}, "tools": [{"type": "function", "function": {
+        "name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}, "strict": False}}],
+    "tool_choice": "none", "metadata": {"a": "b"},
 }  # fmt: skip
 TOKENIZE: dict[str, Any] = {"model": "tiny", "prompt": "abc", "add_special_tokens": True}
 DETOKENIZE: dict[str, Any] = {"model": "tiny", "tokens": [1, 2, 3]}

@@ -21,7 +21,8 @@ _OPTIONS = {
     "model": "model", "draft": "draft", "served_names": "served_model_name", "chat_template": "chat_template",
     "host": "host", "port": "port", "allowed_hosts": "allowed_host", "cors_origins": "cors_origin",
     "max_waiting": "max_waiting", "max_waiting_tokens": "max_waiting_tokens", "max_body_bytes": "max_body_bytes",
-    "max_n": "max_n", "drain_seconds": "drain_seconds", "log": "log",
+    "tool_call_parser": "tool_call_parser", "reasoning_parser": "reasoning_parser", "max_n": "max_n",
+    "drain_seconds": "drain_seconds", "log": "log",
 }  # fmt: skip
 _ENGINE = {
     "dtype": "dtype", "kv_dtype": "kv_dtype", "max_batch": "max_batch", "max_context_len": "max_context",
@@ -39,6 +40,13 @@ def add_parser(commands: Any) -> None:
     p.add_argument("--served-model-name", action="append", metavar="NAME",
                    help="what requests call the model; may be repeated (default: of the model)")  # fmt: skip
     p.add_argument("--chat-template", metavar="FILE", help="template of conversations (default: the model's own)")
+    p.add_argument(
+        "--tool-call-parser",
+        metavar="NAME",
+        help="how the model writes tool calls: hermes, llama3, mistral, none (default: auto, by its template)",
+    )
+    p.add_argument("--reasoning-parser", metavar="NAME",
+                   help="how it marks its reasoning: think, mistral, none (default: auto)")  # fmt: skip
     p.add_argument("--host", help="address to listen at (default: 127.0.0.1)")
     p.add_argument("--port", type=int, help="0: a free one (default: 8000)")
     p.add_argument("--api-key-file", metavar="FILE",

@@ -30,6 +30,7 @@ from specrs.engine.request import Request, RequestOutput, StreamEvent
 from specrs.engine.runner import Runner
 from specrs.engine.scheduler import Scheduler
 from specrs.engine.stats import EngineStats
+from specrs.engine.text import Decoder, KeepingDecoder
 from specrs.engine.token_bytes import TokenTable
 from specrs.models import (
     LiveModel,
@@ -552,7 +553,7 @@ class LLM(Conversing):
                 vocab_size=self.vocab_size,
                 eos_ids=self.eos_ids,
                 max_context_len=context,
-                decoder=self.tokenizer,
+                decoder=self._decoder(params),
                 bad_words=self._spellings(params),
                 grammar=self._grammar(params),
                 by_path=self._by_path,
@@ -568,6 +569,11 @@ class LLM(Conversing):
             requests.append(request)
         self._next_id += params.n
         return requests
+
+    def _decoder(self, params: ResolvedSampling) -> Decoder | None:
+        if self.tokenizer is None or not params.keep_special_tokens:
+            return self.tokenizer
+        return KeepingDecoder(self.tokenizer, self._grammars.special_ids, params.keep_special_tokens)
 
     def _prediction(self, expected: str | Sequence[int] | None, where: str) -> list[int]:
         """Tokens that the user expects in the output."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 _UNFINISHED = "\ufffd"
@@ -15,6 +15,25 @@ class Decoder(Protocol):
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """Text of ``ids``."""
         ...
+
+
+class KeepingDecoder:
+    """Leaves special tokens out of texts, but for some.
+
+    Args:
+        decoder: of all tokens.
+        special: tokens that texts leave out.
+        kept: of those, the ones that texts have.
+    """
+
+    def __init__(self, decoder: Decoder, special: Collection[int], kept: Collection[int]) -> None:
+        self._decoder, self._dropped = decoder, frozenset(special) - frozenset(kept)
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        """As the decoder, but for the special tokens that stay."""
+        if not skip_special_tokens:
+            return self._decoder.decode(ids, skip_special_tokens=False)
+        return self._decoder.decode([i for i in ids if i not in self._dropped], skip_special_tokens=False)
 
 
 class Detokenizer:

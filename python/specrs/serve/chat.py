@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from specrs.chat import RenderLimits, apart
 from specrs.engine import TokenizedPrompt
+from specrs.serve.calling import Manner, chosen, manner
 from specrs.serve.errors import bad
 from specrs.serve.exchange import DONE, Exchange
 from specrs.serve.fields import CHAT, ROUNDS, read
@@ -31,16 +32,28 @@ async def chat(service: Service, exchange: Exchange, body: Mapping[str, Any]) ->
     if "messages" not in fields:
         raise bad("messages: is needed", "messages", "missing_parameter")
     asked = wish(CHAT, fields, service.defaults, service.context)
+    chosen(fields)
     with service.admitted():
         with service.preparing():
             pool = service.apart if "chat_template" in fields else service.pooled
-            prompt, wanted = await pool(lambda: (chat_prompt(service, fields, asked), service.prepared(asked)))
-        call = Call(service, fields, reply, prompt)
+            prompt, (spoken, wanted) = await pool(lambda: prepared(service, fields, asked))
+        call = Call(service, fields, reply, prompt, spoken)
         async with service.submitted([prompt], wanted) as flow:
             try:
                 await (call.stream(exchange, flow) if record.stream else call.whole(exchange, flow))
             finally:
                 record.ended(flow.outputs, [stream.times for stream in flow.streams])
+
+
+def prepared(service: Service, fields: Mapping[str, Any], asked: Wish) -> tuple[TokenizedPrompt, tuple[Manner, Wish]]:
+    """The prompt, how answers to it are read, and what the engine is asked for. In the pool's threads.
+
+    Raises:
+        ChatTemplateError: as `chat_prompt`.
+        RequestError: as `manner`.
+    """
+    prompt = chat_prompt(service, fields, asked)
+    return prompt, manner(service, fields, prompt.text, service.prepared(asked))
 
 
 def chat_prompt(service: Service, fields: Mapping[str, Any], wanted: Wish | None) -> TokenizedPrompt:
@@ -91,10 +104,11 @@ class Call:
     fields: Mapping[str, Any]
     reply: Reply
     prompt: TokenizedPrompt
+    manner: Manner
 
     def voice(self) -> Voice:
         """How a choice's text becomes deltas."""
-        return Plain()
+        return self.manner.voice() or Plain()
 
     def opening(self) -> str:
         """Text that stands before each answer: of the message that it goes on with, where that is wanted."""
@@ -116,9 +130,6 @@ class Call:
         """All choices at once."""
         [output] = await flow.whole()
         choices = [self.choice(one) for one in output.outputs]
-        for choice in choices:
-            if (trace := flow.traces.get((0, choice["index"]))) is not None:
-                choice["specrs"] = traced(trace.rounds, trace.pieces, self.service.shown)
         more: dict[str, Any] = {}
         if self.fields.get("return_spec_stats"):
             more["specrs"] = spec_stats(flow.outputs)
@@ -132,7 +143,8 @@ class Call:
     def choice(self, output: RequestOutput) -> dict[str, Any]:
         """A choice, complete."""
         voice = self.voice()
-        deltas = [*voice.feed(self.opening() + output.text), *voice.finish()]
+        opening = self.opening()
+        deltas = [*([{"content": opening}] if opening else []), *voice.feed(output.text), *voice.finish()]
         found: dict[str, Any] = {
             "index": output.index, "message": {**message(deltas), "refusal": None},
             "logprobs": self.scored(output.token_ids, output.logprobs),
@@ -186,7 +198,10 @@ class Stream:
 
     def head(self) -> dict[str, Any]:
         """The piece that says who speaks."""
-        found = self._piece({"role": "assistant", "content": self._call.opening()})
+        opening = self._call.opening()
+        # An answer of calls alone has no content, which nobody knows yet.
+        content = opening if opening or isinstance(self._voice, Plain) else None
+        found = self._piece({"role": "assistant", "content": content})
         if self._ids:
             found["token_ids"], found["prompt_token_ids"] = [], list(self._call.prompt.token_ids)
         return found

@@ -20,9 +20,14 @@ from typing import Any
 
 from specrs._specrs import ConfigError
 from specrs.serve.keys import Keys
+from specrs.tools import PARSERS, REASONING
 
 _ENV = "SPECRS_SERVE_"
-_LOGS = ("requests", "errors", "none")
+_WORDS = {
+    "log": ("requests", "errors", "none"),
+    "tool_call_parser": ("auto", "none", *PARSERS),
+    "reasoning_parser": ("auto", "none", *REASONING),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +59,10 @@ class ServeConfig:
         max_schema_bytes: of a grammar or a JSON schema.
         max_template_seconds, max_template_chars: that rendering a conversation may take, and write.
         chat_template: a file with the template of conversations; ``None``: the model's own.
+        tool_call_parser: the form in which the model writes tool calls: ``"hermes"``, ``"llama3"``, ``"mistral"``,
+            ``"none"``, or ``"auto"``, by its chat template.
+        reasoning_parser: the marks around its reasoning: ``"think"`` (``<think>``), ``"mistral"`` (``[THINK]``),
+            ``"none"``, or ``"auto"``.
         trust_request_chat_template: take templates from requests; they are rendered in a process of their own.
         body_seconds: that a body may take to come; 408 beyond.
         send_seconds: that a client may leave a response unread; then it is aborted.
@@ -95,6 +104,8 @@ class ServeConfig:
     max_schema_bytes: int = 256 << 10
     max_template_seconds: float = 5.0
     max_template_chars: int = 16 << 20
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     trust_request_chat_template: bool = False
     body_seconds: float = 60.0
     send_seconds: float = 120.0
@@ -112,8 +123,9 @@ class ServeConfig:
                 object.__setattr__(self, name, check(name, value))
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port = {self.port}: must be in 0..65535")
-        if self.log not in _LOGS:
-            raise ConfigError(f"log = {self.log!r}: must be one of {', '.join(_LOGS)}")
+        for name, words in _WORDS.items():
+            if getattr(self, name) not in words:
+                raise ConfigError(f"{name} = {getattr(self, name)!r}: must be one of {', '.join(words)}")
         if self.max_prompts > self.max_waiting:
             raise ConfigError(
                 f"max_prompts = {self.max_prompts}: of so many some could never wait, max_waiting = {self.max_waiting}"

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from specrs._specrs import __version__
+from specrs.serve.calling import tools
 from specrs.serve.chat import chat_prompt
 from specrs.serve.errors import RequestError, bad
 from specrs.serve.exchange import Exchange
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 _TOKENIZE = {
     "model": text, "prompt": text, "messages": messages, "add_special_tokens": flag, "return_token_strs": flag,
     "add_generation_prompt": flag, "continue_final_message": flag, "chat_template": template,
-    "chat_template_kwargs": variables,
+    "chat_template_kwargs": variables, "tools": tools,
 }  # fmt: skip
 _DETOKENIZE = {"model": text, "tokens": prompt}
 

@@ -267,7 +267,7 @@ def _parsed(raw: bytes) -> dict[str, Any]:
         raise bad(f"the body is not JSON: {e}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise bad("the body must be a JSON object", code="invalid_json")
-    if not _shallow(value, _DEEPEST):
+    if not shallow(value, _DEEPEST):
         raise bad(f"the body is deeper than {_DEEPEST} levels", code="invalid_json")
     if b"\\u" in raw:
         try:
@@ -282,7 +282,7 @@ def no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def _shallow(value: Any, levels: int) -> bool:
+def shallow(value: Any, levels: int) -> bool:
     """Whether a value is no deeper than so many levels; without recursion."""
     layer = [value]
     for _ in range(levels):

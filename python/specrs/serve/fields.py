@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specrs.serve import forms
+from specrs.serve import calling, forms
 from specrs.serve.config import ServeConfig
 from specrs.serve.errors import RequestError, bad, shown
 from specrs.serve.exchange import no_constant
@@ -315,9 +315,10 @@ TABLE: tuple[Field, ...] = (
     Field("reasoning_effort", _H, text, "handed to a template that reads it; else refused", _M),
     Field("response_format", _H, forms.response_format, "`text`, `json_object`, `json_schema` (always strict); in "
           "completions as vLLM has it"),
-    Field("tools", _R, only([], why="tools are not supported yet"), "functions that the model may call", _M),
-    Field("tool_choice", _R, only("none", "auto", why="tools are not supported yet"), "which of them", _M),
-    Field("parallel_tool_calls", _I, flag, "changes nothing without tools", _M),
+    Field("tools", _H, calling.tools, "functions that the model may call, at most `max_tools`; `strict` ones get "
+          "arguments of their schema alone", _M),
+    Field("tool_choice", _H, calling.tool_choice, "`auto`, `none`, `required`, a tool, or `allowed_tools`", _M),
+    Field("parallel_tool_calls", _H, flag, "false: one call at most", _M),
     Field("functions", _R, only([], why="is the former name of tools"), "as `tools`", _M),
     Field("function_call", _R, only("none", "auto", why="is the former name of tool_choice"), "as `tool_choice`", _M),
     Field("audio", _R, only(why="the model writes text alone"), "spoken output", _M),
@@ -368,6 +369,7 @@ TABLE: tuple[Field, ...] = (
     Field("kv_transfer_params", _R, only(why=_LATER), "keys and values of another server", origin="vLLM"),
     Field("vllm_xargs", _R, only({}, why=_LATER), "of vLLM's plugins", origin="vLLM"),
     Field("mm_processor_kwargs", _R, only({}, why="the model reads text alone"), "of pictures", _M, "vLLM"),
+    Field("include_reasoning", _H, flag, "false leaves `reasoning_content` out", _M, "vLLM"),
     Field("structured_outputs", _H, forms.structured_outputs, "one of `json`, `json_object`, `regex`, `choice`, "
           "`grammar` (Lark); `whitespace_pattern`, `disable_any_whitespace`", origin="vLLM"),
     Field("guided_json", _H, forms.guided("json"), "a JSON schema", origin="vLLM"),
@@ -377,8 +379,8 @@ TABLE: tuple[Field, ...] = (
     Field("guided_whitespace_pattern", _H, text, "what stands between two tokens of JSON", origin="vLLM"),
     # specrs' own
     Field("speculative", _H, flag, "false decodes this request plainly; its tokens are the same", origin="specrs"),
-    Field("return_spec_stats", _H, stats, "a `specrs` object: rounds, mean accepted tokens; `\"rounds\"`: also one in "
-          "each choice, with [each round's tree](playground.md)", origin="specrs"),
+    Field("return_spec_stats", _H, stats, "a `specrs` object: rounds, mean accepted tokens; `\"rounds\"`, in streams: "
+          "also one in each choice, with [each round's tree](playground.md)", origin="specrs"),
 )  # fmt: skip
 
 _BY_NAME: dict[str, dict[str, Field]] = {

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from specrs.engine.text import Detokenizer, StopMatcher
+from specrs.engine.text import Detokenizer, KeepingDecoder, StopMatcher
 
 
 class Utf8Decoder:
@@ -41,6 +41,21 @@ def test_bytes_that_never_become_a_character_do_not_hold_text_back_for_ever() ->
 def test_special_tokens_have_no_text() -> None:
     d = Detokenizer(Utf8Decoder(), [])
     assert [d.push(t) for t in (ord("a"), 256, ord("b"))] == ["a", "", "b"]
+
+
+def test_some_special_tokens_keep_their_text() -> None:
+    class Names(Utf8Decoder):
+        """256 and 257 are special tokens, with names."""
+
+        def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+            names = {256: b"<A>", 257: b"<B>"}
+            kept = (i for i in ids if i < 256 or not skip_special_tokens)
+            return b"".join(names.get(i, bytes([i % 256])) for i in kept).decode("utf-8", errors="replace")
+
+    keeping = KeepingDecoder(Names(), [256, 257], [256])
+    d = Detokenizer(keeping, [257])
+    assert [d.push(t) for t in (256, ord("a"), 257, 0xC3, 0xA9, 256)] == ["<A>", "a", "", "", "é", "<A>"]
+    assert keeping.decode([256, 257], skip_special_tokens=False) == "<A><B>"
 
 
 def test_a_space_after_a_special_token_stays() -> None:

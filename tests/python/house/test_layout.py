@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = ROOT / "python/specrs"
 FLOORS = [  # a module imports from its own floor and those before it
     {"_specrs", "assets", "sampling_params", "backends", "chat", "device", "drafters", "grammar", "graph", "progress"},
-    {"drawing", "capsule", "models"},
+    {"drawing", "capsule", "models", "tools"},
     {"engine"},
     {"serve"},
     {"cli", "hf"},
