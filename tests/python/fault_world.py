@@ -34,7 +34,8 @@ class Process:
 
     def __init__(self, folder: Path, *argv: str | Path, env: dict[str, str] | None = None, limit: float = 300) -> None:
         path = os.pathsep.join(p for p in sys.path if p)
-        whole = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "SPECRS_DEVICE": "cpu", **(env or {})}
+        ours = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "SPECRS_DEVICE": "cpu", "PYTHONFAULTHANDLER": "1"}
+        whole = {**os.environ, **ours, **(env or {})}
         folder.mkdir(parents=True, exist_ok=True)
         self.stdout, self.stderr = folder / "out", folder / "err"
         given = [str(a) for a in argv]
@@ -46,7 +47,7 @@ class Process:
         began = time.monotonic()
         while not (found := re.search(r"^listening on http://127\.0\.0\.1:(\d+)$", self.errors(), re.M)):
             if self.process.poll() is not None or time.monotonic() - began > limit:
-                self.process.kill()
+                self.process.send_signal(signal.SIGABRT)  # it says what it was at
                 raise AssertionError(f"no server ({self.process.wait()}):\n{self.errors()}")
             time.sleep(0.02)
         self.port = int(found[1])
@@ -72,10 +73,16 @@ class Process:
 
 @contextlib.contextmanager
 def process(folder: Path, *argv: str | Path, **more: Any) -> Iterator[Process]:
-    """A server in a process, killed at the end where it is still there."""
+    """A server in a process, killed at the end where it is still there. Where somebody waited for it in vain, it says
+    first what each of its threads was at."""
     server = Process(folder, *argv, **more)
     try:
         yield server
+    except (TimeoutError, asyncio.TimeoutError):  # one and the same from Python 3.11 on
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.end(signal.SIGABRT, 10)
+        print(server.errors()[-20_000:])
+        raise
     finally:
         if server.process.poll() is None:
             server.process.kill()

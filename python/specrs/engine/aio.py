@@ -156,15 +156,18 @@ class AsyncLLM:
     ) -> RequestStream:
         began = time.perf_counter()
         slot = self._desk.reserve(asyncio.get_running_loop(), RequestTimes(began), self._most, self._worker)
+        held = None
         try:
             if isinstance(params, SamplingParams) and params.structured_outputs is not None:
-                await self._pooled(lambda: self._llm._grammar(params))  # compiled here, no step waits for it
+                form = params.structured_outputs
+                held = await self._pooled(lambda: self._llm._grammars.held(form))  # compiled here, no step waits for it
             prompt = await self._pooled(make) if pooled else make()
             self._desk.queue(slot, prompt, params, began, self._most_tokens)
             await slot.taken()
         except BaseException:
             self._desk.leave(slot)
             raise
+        del held  # the engine has the grammar now
         return RequestStream(self, slot)
 
     # -- the engine ---------------------------------------------------------------------------------------------

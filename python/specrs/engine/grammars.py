@@ -6,6 +6,7 @@ Compiling belongs to no step: `LLM.add` does it before it queues a request, `Asy
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
@@ -48,6 +49,7 @@ class Grammars:
         self._made = threading.Lock()  # held while the vocabulary is made
         self._lock = threading.Lock()
         self._kept: OrderedDict[_Key, Future[Grammar]] = OrderedDict()
+        self._held: weakref.WeakValueDictionary[_Key, Future[Grammar]] = weakref.WeakValueDictionary()
 
     def compile(self, wanted: StructuredOutputs) -> Grammar:
         """The grammar, compiled where nobody has asked for it lately. Who asks for one that another thread compiles
@@ -56,14 +58,21 @@ class Grammars:
         Raises:
             GrammarError: it is malformed or too large, or there is no tokenizer.
         """
+        return self.held(wanted).result()
+
+    def held(self, wanted: StructuredOutputs) -> Future[Grammar]:
+        """As `compile`. As long as somebody has what this returns, the grammar is not compiled again, however many
+        others are asked for meanwhile."""
         if self._tokenizer is None:
             raise refuse(wanted.kind, getattr(wanted, wanted.kind), "the model directory has no tokenizer.json")
         key = self._key(wanted)
         with self._lock:
-            found = self._kept.get(key)
+            found = self._kept.get(key) or self._held.get(key)
             mine = found is None
             if found is None:
-                found = self._kept[key] = Future()
+                found = self._held[key] = Future()
+            if key not in self._kept:
+                self._kept[key] = found
                 while len(self._kept) > _KEPT:
                     self._kept.popitem(last=False)
             self._kept.move_to_end(key)
@@ -74,10 +83,12 @@ class Grammars:
                 found.set_result(self.vocabulary.compile(kind, list(texts), whitespace, mark))
             except BaseException as error:
                 with self._lock:
-                    if self._kept.get(key) is found:
-                        del self._kept[key]
+                    for place in (self._kept, self._held):
+                        if place.get(key) is found:
+                            del place[key]
                 found.set_exception(error)
-        return found.result()
+        found.result()  # raises
+        return found
 
     def _key(self, wanted: StructuredOutputs) -> _Key:
         mark = wanted.start_after

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import random
+import threading
 from typing import Any
 
 import pytest
@@ -245,6 +246,33 @@ def test_async_engines_compile_beside_their_steps(bytes_pair: Pair) -> None:
             await engine.audit()
 
     asyncio.run(main())
+
+
+def test_no_step_compiles_however_many_grammars_wait(bytes_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was pushed out of those that are kept stays for the request that waits for the engine."""
+    monkeypatch.setattr("specrs.engine.grammars._KEPT", 2)
+    forms = [StructuredOutputs(choice=[f"{i}a", f"{i}b"]) for i in range(12)]
+    compiled: list[tuple[str, list[str]]] = []
+
+    async def main() -> None:
+        async with AsyncLLM(bytes_pair.target, max_batch=2, device="cpu") as engine:
+            plain = engine.llm._grammars.vocabulary
+
+            class Vocabulary:
+                def compile(self, kind: str, texts: list[str], *more: Any) -> Any:
+                    compiled.append((threading.current_thread().name, texts))
+                    return plain.compile(kind, texts, *more)
+
+            engine.llm._grammars._vocabulary = Vocabulary()  # type: ignore[assignment]
+            params = [SamplingParams(max_tokens=4, structured_outputs=form) for form in forms]
+            outputs = await asyncio.gather(*(engine.complete("x", p) for p in params))
+            assert [o.outputs[0].text in f.choice for o, f in zip(outputs, forms, strict=True) if f.choice] == [
+                True
+            ] * 12
+
+    asyncio.run(main())
+    assert sorted(texts for _, texts in compiled) == sorted(list(f.choice or ()) for f in forms)
+    assert all(name.startswith("specrs-prompts") for name, _ in compiled)
 
 
 def test_a_draft_that_the_grammar_refuses_is_not_verified(bytes_pair: Pair) -> None:
