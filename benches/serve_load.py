@@ -240,7 +240,7 @@ def phase(llm: LLM, args: argparse.Namespace, first: int, count: int, rate: floa
 
     async def work(engine: AsyncLLM, port: int) -> None:
         clock = asyncio.ensure_future(lag(lags))
-        more = ["--seed", str(args.seed), "--most", str(args.most), "--rate", str(rate)]
+        more = ["--seed", str(args.seed), "--most", str(args.most), "--rate", str(rate / args.clients)]
         more += ["--fates", json.dumps(args.fates)]
         records.extend(await drive(port, args.clients, args.streams, first, count, *more))
         clock.cancel()
