@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from importlib.metadata import version
 
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_openai import ChatOpenAI, OpenAI
@@ -15,6 +16,7 @@ GREEDY = {"temperature": 0.0, "max_tokens": 24}
 
 def main() -> None:
     """All of it."""
+    print(f"langchain-openai {version('langchain-openai')}")
     chats = [c for c in EXPECT["chats"] if c["params"] == GREEDY]
     asked = [[KINDS[m["role"]](m["content"]) for m in c["prompt"]] for c in chats]
     chat = ChatOpenAI(model=MODEL, base_url=BASE_URL, **GREEDY, max_retries=0)

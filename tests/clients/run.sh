@@ -6,7 +6,8 @@
 #
 # PYTHON (.venv's, else python3) has specrs and what it needs; clients see those packages behind their own, so that torch
 # is not installed again. Environments lie in CLIENTS_CACHE (~/.cache/specrs-clients) and are made again where what they
-# need has changed. Exits with the number of clients that failed.
+# need has changed. With RECORD set, versions and outcomes go to benches/results/serve_clients.json. Exits with the number
+# of clients that failed.
 set -uo pipefail
 
 root=$(cd "$(dirname "$0")/../.." && pwd)
@@ -79,15 +80,20 @@ done
 export BASE_URL=$url/v1 OPENAI_API_KEY=none EXPECT=$work/expect.json MODEL_DIR=$work/model DRAFT_DIR=$work/draft WORK=$work
 
 failed=0
+runs=()
 for name in "${names[@]}"; do
-    began=$SECONDS
-    if client=$(prepare "$name") && timeout "${STEP_LIMIT:-900}" "$client" "$here/client_${name%2}.py"; then
+    began=$SECONDS passed=0
+    if client=$(prepare "$name") &&
+        timeout "${STEP_LIMIT:-900}" "$client" "$here/client_${name%2}.py" | tee "$work/$name.said"; then
         echo "$name: passed in $((SECONDS - began)) s"
+        passed=1
     else
         echo "$name: FAILED"
         failed=$((failed + 1))
     fi
+    runs+=("$name:$((SECONDS - began)):$passed")
 done
+[ -z "${RECORD:-}" ] || "$python" "$here/record.py" "$work" "${runs[@]}"
 kill -TERM "$server"
 wait "$server"
 status=$?

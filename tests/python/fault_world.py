@@ -32,7 +32,7 @@ class Process:
         url: without a path.
     """
 
-    def __init__(self, folder: Path, *argv: str | Path, env: dict[str, str] | None = None, limit: float = 120) -> None:
+    def __init__(self, folder: Path, *argv: str | Path, env: dict[str, str] | None = None, limit: float = 300) -> None:
         path = os.pathsep.join(p for p in sys.path if p)
         whole = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "SPECRS_DEVICE": "cpu", **(env or {})}
         folder.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import sys
+from pathlib import Path
 from typing import Any
 
 COMPLETION: dict[str, Any] = {
@@ -204,3 +206,27 @@ def request(rng: random.Random) -> bytes:
             some[rng.randrange(len(some))] = rng.randrange(256)
         raw = bytes(some)
     return raw
+
+
+def together(names: list[str]) -> None:
+    """Put the records of runs with other seeds into ``benches/results/serve_faults.json``, and remove them."""
+    results = Path(__file__).resolve().parents[2] / "benches/results"
+    first, *others = (json.loads((results / f"{name}.json").read_text()) for name in names)
+    for other in others:
+        if other["commit"] != first["commit"] or other["versions"] != first["versions"]:
+            raise SystemExit("runs of different commits or versions")
+        first["seeds"] += other["seeds"]
+        first["cases"] += other["cases"]
+        for kind, more in other["fuzz"].items():
+            counts = first["fuzz"][kind]["statuses"]
+            for status, count in more["statuses"].items():
+                counts[status] = counts.get(status, 0) + count
+            for key in more.keys() - {"statuses"}:
+                first["fuzz"][kind][key] += more[key]
+    for name in names:
+        (results / f"{name}.json").unlink()
+    (results / "serve_faults.json").write_text(json.dumps(first, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    together(sys.argv[1:])

@@ -1,6 +1,9 @@
 """Nonsense, seeded: no answer of 500, no traceback, no request left behind, and sense is served afterwards as before.
 
-``SPECRS_FUZZ`` is the number of cases of each kind (1,000; ``make test-long``: 50,000), ``SPECRS_FUZZ_SEED`` the seed.
+``SPECRS_FUZZ`` is the number of cases, half of them bodies and half raw requests (2,000; ``make test-long``: 100,000),
+``SPECRS_FUZZ_SEED`` the seed. ``SPECRS_FUZZ_RECORD=serve_faults`` keeps counts by status in
+``benches/results/serve_faults.json``; several runs of other seeds, of other names, are put together by
+``python tests/python/serve_fuzz.py NAME ...``.
 """
 
 from __future__ import annotations
@@ -8,12 +11,15 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from common import versions, write_result
 from fault_world import NAME, Process, chatty, process, run
 from modelzoo import Pair, write_eagle3, write_target
 from serve_client import Answer, BadAnswer, Connection, complete
@@ -23,7 +29,7 @@ from specrs import LLM, SamplingParams
 pytest.importorskip("uvicorn", reason="the extra specrs[serve] is not installed")
 
 LONG = bool(os.environ.get("SPECRS_TEST_LONG"))
-CASES = int(os.environ.get("SPECRS_FUZZ", "50000" if LONG else "1000"))
+CASES = int(os.environ.get("SPECRS_FUZZ", "100000" if LONG else "2000")) // 2  # of each kind
 SEED = int(os.environ.get("SPECRS_FUZZ_SEED", "1"))
 READERS = 8
 SENSE = {"model": NAME, "prompt": "ab", "max_tokens": 12, "temperature": 0, "return_token_ids": True, "stream": True}
@@ -34,6 +40,25 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     root = tmp_path_factory.mktemp("fuzz")
     target = write_target(root / "target", tokenizer=True, max_position_embeddings=256)
     return chatty(Pair(target, write_eagle3(root / "draft", target)))
+
+
+@pytest.fixture(scope="module")
+def counted() -> Iterator[dict[str, Any]]:
+    """What each kind of case came to; kept where the environment says so."""
+    kinds: dict[str, Any] = {}
+    yield kinds
+    name = os.environ.get("SPECRS_FUZZ_RECORD")
+    if name and kinds.keys() >= {"bodies", "requests"}:  # not of a run that was stopped
+        packages = versions("starlette", "uvicorn", "httptools", "uvloop")
+        write_result(name, {"versions": packages, "seeds": [SEED], "cases": 2 * CASES, "fuzz": kinds})
+
+
+def told(statuses: Counter[int], began: float) -> dict[str, Any]:
+    """Counts by status, for the record; status 0: the connection was closed without an answer."""
+    return {
+        "seconds": round(time.perf_counter() - began, 1),
+        "statuses": {str(k): statuses[k] for k in sorted(statuses)},
+    }
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +94,10 @@ def sound(server: Process, want: list[int]) -> None:
     assert "Traceback" not in server.errors() and "Exception in ASGI" not in server.errors(), server.errors()[-3000:]
 
 
-def test_bodies(server: Process, want: list[int]) -> None:
+def test_bodies(server: Process, want: list[int], counted: dict[str, Any]) -> None:
     """Every body is answered: 200, or an error of the client's in OpenAI's form, which names the field."""
     statuses: Counter[int] = Counter()
+    began = time.perf_counter()
     nameless = []
 
     async def reader(first: int) -> None:
@@ -100,11 +126,13 @@ def test_bodies(server: Process, want: list[int]) -> None:
     assert statuses[200] > CASES / 50 and statuses[400] > CASES / 4, statuses
     assert len(nameless) < CASES / 50, nameless[:10]
     sound(server, want)
+    counted["bodies"] = {**told(statuses, began), "without the field's name": len(nameless)}
 
 
-def test_requests(server: Process, want: list[int]) -> None:
+def test_requests(server: Process, want: list[int], counted: dict[str, Any]) -> None:
     """Whatever the bytes: an answer below 500, one that says that this HTTP is not spoken, or a closed connection."""
     statuses: Counter[int] = Counter()
+    began = time.perf_counter()
 
     async def one(i: int) -> None:
         raw = request(random.Random(f"{SEED} request {i}"))
@@ -137,6 +165,7 @@ def test_requests(server: Process, want: list[int]) -> None:
     run(all_of_them, 3000)
     assert sum(statuses.values()) == CASES and statuses[400] > CASES / 10, statuses
     sound(server, want)
+    counted["requests"] = told(statuses, began)
 
 
 def test_memory_stays(server: Process, want: list[int], tmp_path: Path) -> None:
