@@ -112,11 +112,11 @@ def case(seed: int, index: int, most: int = 64, fates: dict[str, int] | None = N
         params["logprobs"] = rng.randint(0, 3)
     if rng.random() < 0.1:
         params["ignore_eos"] = True
-    elif rng.random() < 0.06 and "logit_bias" not in params:
+    elif rng.random() < 0.06 and not {"logit_bias", "min_tokens"} & params.keys():  # may leave a form no token
         params["structured_outputs"] = rng.choice(FORMS)
     body: dict[str, Any] = {"model": MODEL, "return_token_ids": True, **params}
     text = rng.choice(texts())
-    text = text[: rng.randint(20, len(text))]
+    text = text[: rng.randint(20, min(240, len(text)))]
     prompt: Any
     if chat:
         prompt = [{"role": "user", "content": text[:120]}]
@@ -135,7 +135,7 @@ def case(seed: int, index: int, most: int = 64, fates: dict[str, int] | None = N
         if rng.random() < 0.7:
             body["stream_options"] = {"include_usage": True}
     path = "/v1/chat/completions" if chat else "/v1/completions"
-    return Case(index, path, body, fate, prompt, params, patience=rng.randint(0, 4), pause=rng.choice([0.02, 0.1, 0.3]))
+    return Case(index, path, body, fate, prompt, params, patience=rng.randint(0, 4), pause=rng.choice([0.01, 0.05, 0.15]))
 
 
 def plain(index: int, prompt: list[int], params: dict[str, Any]) -> Case:

@@ -367,12 +367,14 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
                 wrong += [f"{name}: {leak}" for leak in leaked]
                 records |= {r["index"]: r for r in found}
                 first += count
-                print(f"{name}: {count} requests in {figures['seconds']:.1f} s", flush=True)
+                told = {k: figures[k] for k in ("tokens", "engine_share", "most_running", "refused_for_overload")}
+                print(f"{name}: {count} requests in {figures['seconds']:.1f} s, {json.dumps(told)}", flush=True)
             cases = [case(args.seed, i, args.most, args.fates) for i in range(first)]
             began = time.perf_counter()
             with watched(llm) as steps:
                 want = answered(llm, cases)
             result["alone"] = {"seconds": time.perf_counter() - began, "tokens": sum(steps.tokens)}
+            print(f"alone: {result['alone']['tokens']} tokens in {result['alone']['seconds']:.1f} s", flush=True)
             for one in cases:
                 bad = faults(one, records.get(one.index), want.get(one.index))
                 wrong += [f"case {one.index} ({one.fate}): {fault}" for fault in bad]
@@ -404,9 +406,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--clients", type=int, default=2, help="processes that drive the server")
     parser.add_argument("--max-batch", type=int, default=256)
-    parser.add_argument("--most", type=int, default=64, help="tokens an output, at most")
+    parser.add_argument("--most", type=int, default=48, help="tokens an output, at most")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--turns", type=int, default=5, help="of the comparison with an engine alone; 0: none")
+    parser.add_argument("--turns", type=int, default=3, help="of the comparison with an engine alone; 0: none")
     parser.add_argument("--slowed-tokens", type=int, default=48, help="tokens of each of its requests")
     parser.add_argument(
         "--intervals", type=json.loads, default=[], help="JSON: further switch intervals to compare, in s"

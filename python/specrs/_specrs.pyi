@@ -1394,9 +1394,12 @@ def verify(trees: TreeBatch, logits: _Tensor, samplers: _List[Sampler], lens: _L
     `Accepts.errors`.
     """
 
-def likeliest(logits: _Tensor, count: SupportsIndex) -> list[list[int]]:
-    """Of each row of logits (float32 [rows, vocab]) the tokens of the `count` largest, the largest first, of equal
-    ones the lower token first; as many as there are. None of a row that has NaN or no finite value.
+def likeliest(
+    trees: TreeBatch, logits: _Tensor, requests: _List[SupportsIndex], count: SupportsIndex
+) -> list[tuple[list[int], list[list[int]]]]:
+    """Of some `requests` (rows of the batch) the tokens of their trees' nodes, and for each node the tokens of its
+    `count` largest logits: the largest first, of equal ones the lower token first, as many as there are; none where
+    the row of logits has NaN or no finite value. `logits` is float32 [sum of sizes, vocab], one row a node.
     """
 
 def kv_write(cache: KvCache, layer: SupportsIndex, plan: Plan, k: _Tensor, v: _Tensor) -> None:

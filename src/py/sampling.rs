@@ -186,17 +186,32 @@ impl Accepts {
     }
 }
 
-/// Of each row of logits (float32 [rows, vocab]) the tokens of the `count` largest, the largest first, of equal ones the
-/// lower token first; as many as there are. None of a row that has NaN or no finite value.
+/// Of some `requests` (rows of the batch) the tokens of their trees' nodes, and for each node the tokens of its `count` largest
+/// logits: the largest first, of equal ones the lower token first, as many as there are; none where the row of logits has
+/// NaN or no finite value. `logits` is float32 [sum of sizes, vocab], one row a node.
 #[pyfunction]
-pub(super) fn likeliest(py: Python<'_>, logits: &Bound<'_, PyAny>, count: Int) -> PyResult<Vec<Vec<u32>>> {
+#[pyo3(signature = (trees, logits, requests, count))]
+pub(super) fn likeliest(
+    py: Python<'_>,
+    trees: &Bound<'_, TreeBatch>,
+    logits: &Bound<'_, PyAny>,
+    requests: Vec<Int>,
+    count: Int,
+) -> PyResult<Vec<(Vec<i32>, Vec<Vec<u32>>)>> {
+    let trees = &trees.get().0;
     let logits = Tensor::import(logits, "logits", None)?;
-    let [rows, vocab] = logits.dims("shape [rows, vocab]")?;
-    let (values, count) = (logits.input::<f32>(&[rows, vocab])?, count.usize("count")?);
+    let [_, vocab] = logits.dims("shape [nodes, vocab]")?;
+    let (rows, count) = (logits.input::<f32>(&[trees.nodes(), vocab])?, count.usize("count")?);
+    let last = trees.len() as i128 - 1;
+    let requests = requests.iter().map(|r| r.within("requests", 0, last)).collect::<Result<Vec<_>>>()?;
     detached(py, || {
         SCRATCH.with_borrow_mut(|(scratch, _)| {
-            // A row without columns is no chunk.
-            Ok((0..rows).map(|r| sample::likeliest(scratch, &values[r * vocab..(r + 1) * vocab], count)).collect())
+            let each = |request: &i128| {
+                let nodes = trees.range(*request as usize);
+                let best = |n: usize| sample::likeliest(scratch, &rows[n * vocab..(n + 1) * vocab], count);
+                (trees.tokens()[nodes.clone()].to_vec(), nodes.map(best).collect())
+            };
+            Ok(requests.iter().map(each).collect())
         })
     })
 }

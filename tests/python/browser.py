@@ -10,6 +10,7 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,11 @@ _FLAGS = (
     "--disable-sync", "--disable-extensions",
     "--hide-scrollbars", "--mute-audio", "--force-color-profile=srgb",
 )  # fmt: skip
+_PLACE = """import os, sys
+for fd, place in zip(sys.argv[1:3], (3, 4)):
+    os.dup2(int(fd), place)
+    os.close(int(fd))
+os.execv(sys.argv[3], sys.argv[3:])"""
 
 
 def found() -> str | None:
@@ -36,16 +42,12 @@ class Browser:
 
     def __init__(self, executable: str, profile: Path) -> None:
         (theirs_in, self._out), (self._in, theirs_out) = os.pipe(), os.pipe()
-        # The browser reads 3 and writes 4; what it gets must not be one of them before they are put there.
-        high = [fcntl.fcntl(one, fcntl.F_DUPFD, 20) for one in (theirs_in, theirs_out)]
-
-        def place() -> None:
-            os.dup2(high[0], 3)
-            os.dup2(high[1], 4)
-
+        # The browser reads 3 and writes 4, where a program in between puts them; they are others before.
+        high = [fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, 20) for one in (theirs_in, theirs_out)]
         self._process = subprocess.Popen(
-            [executable, *_FLAGS, f"--user-data-dir={profile}", "about:blank"], preexec_fn=place, close_fds=False,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            [sys.executable, "-c", _PLACE, *map(str, high), executable, *_FLAGS, f"--user-data-dir={profile}",
+             "about:blank"],
+            pass_fds=high, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         for one in (theirs_in, theirs_out, *high):
             os.close(one)

@@ -379,7 +379,7 @@ class CudaExecutor(HostExecutor):
         limits, stops = [r.ending.max_total - 1 for r in batch], [r.ending.eos_ids | r.ending.stop_ids for r in batch]
         tokens = [r.tokens[-1] for r in batch]
         lanes.give([q.row for q in batch.seqs], batch.lens, tokens, asked.depths, nodes, levels, limits, stops)
-        edits = lanes.sample_by([r.sampler for r in batch])
+        edits = lanes.sample_by([r.sampler for r in batch], any(r.draws.grammar is not None for r in batch))
         self._table.upload(self._dense.stream)
         if given is not None:
             lanes.give_trees(given.trees)

@@ -186,14 +186,40 @@ class Gathering:
         Args:
             idle: whether the round waits for the answer; else a device is busy meanwhile, and it costs nothing.
         """
-        each = [self._parts(r, len(batch), idle) for r in batch]
+        started = time.perf_counter()
+        each = [self._parts(r, len(batch)) for r in batch]
         self._batch = len(batch)
         parts, forced = [told for told, _ in each], [forced for _, forced in each]
         if not any(one is not None for told in (*parts, forced) for one in told):
             return None
-        return self._weighed(batch, parts, forced)
+        gathered = self._weighed(batch, parts, forced)
+        self._charge(batch, parts, time.perf_counter() - started, idle)
+        return gathered
 
-    def _parts(self, r: Request, batch: int, idle: bool) -> tuple[list[Part | None], Part | None]:
+    def _charge(self, batch: Batch, parts: list[list[Part | None]], seconds: float, idle: bool) -> None:
+        """Those that proposed, and their requests, pay for all that asking took: beside the proposals, for holding them
+        against the tokens that came, for merging and for weighing them."""
+        policy, asked = self._policy, sum(part is not None for told in parts for part in told)
+        if policy is None or not asked:
+            return
+        each, plain = seconds / asked, policy.costs.plain(len(batch)) / len(batch)
+        for r, told in zip(batch, parts, strict=True):
+            live, took = self._live.get(r.request_id), 0.0
+            if live is None:
+                continue
+            for i, part in enumerate(told):
+                if part is None:
+                    continue
+                for worth, learn in ((live.worth[i], _LEARN), (self._worth[i], _LEARN_ALL)):
+                    worth.asking += (learn if worth.asking else 1.0) * (each - worth.asking)
+                took += each + live.worth[i].watching
+                if live.worth[i].wins * plain < live.worth[i].seconds:
+                    live.rest[i] = min(int(live.worth[i].seconds / (_IDLE * plain)), _LONGEST_REST)
+            if live.gate is not None and idle:
+                live.gate.pay(took / plain)
+                live.purse = max(live.purse - took / plain, 0.0)
+
+    def _parts(self, r: Request, batch: int) -> tuple[list[Part | None], Part | None]:
         """What each source proposes, and what the request's grammar forces."""
         none: list[Part | None] = [None] * len(self.sources.all)
         if not r.params.speculative or r.max_depth < 1 or not (none or r.draws.grammar is not None):
@@ -214,18 +240,8 @@ class Gathering:
                 continue
             if asking + live.worth[i].seconds > left:
                 continue
-            started = time.perf_counter()
+            asking += live.worth[i].seconds
             none[i] = told.propose(r.tokens, self._nodes - 1, min(self._depth, r.max_depth), self.sources.vocab_size)
-            seconds = time.perf_counter() - started
-            asking += seconds
-            for worth, learn in ((live.worth[i], _LEARN), (self._worth[i], _LEARN_ALL)):
-                worth.asking += (learn if worth.asking else 1.0) * (seconds - worth.asking)
-            asking += live.worth[i].watching
-            if policy is not None and live.worth[i].wins * plain < live.worth[i].seconds:
-                live.rest[i] = min(int(live.worth[i].seconds / (_IDLE * plain)), _LONGEST_REST)
-        if gate is not None and idle:
-            gate.pay(asking / plain)
-            live.purse = max(live.purse - asking / plain, 0.0)
         live.drafted = False
         live.parts, live.at = none, len(r.tokens)
         live.forced = self._forces(r)

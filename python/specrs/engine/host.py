@@ -68,7 +68,7 @@ class HostVerified(_Pass):
     lost: Sequence[int] = ()
 
     def likeliest(self, requests: Sequence[int], count: int) -> list[tuple[list[int], list[list[int]]]]:
-        return likeliest(self.trees, self.starts, self.scores, requests, count)
+        return core.likeliest(self.trees, self.scores, requests, count)
 
 
 @dataclass(eq=False)
@@ -331,11 +331,12 @@ class HostDrafts:
 def likeliest(
     trees: core.TreeBatch, starts: Sequence[int], logits: torch.Tensor, requests: Sequence[int], count: int
 ) -> list[tuple[list[int], list[list[int]]]]:
-    """`Verified.likeliest` by the logits of all nodes; ``starts`` has each request's first row, and behind the last."""
+    """`Verified.likeliest` of a device, by the logits of all nodes; ``starts`` has each request's first row, and behind
+    the last."""
     tokens, sizes = from_dlpack(trees.tokens), trees.sizes
     rows = [row for i in requests for row in range(starts[i], starts[i] + sizes[i])]
     whole = len(rows) == len(logits)
-    top = core.likeliest(logits if whole else logits[rows], count)
+    top = (logits if whole else logits[rows]).topk(min(count, logits.shape[1])).indices.tolist()
     each, first, offsets = [], 0, [0, *accumulate(sizes)]
     for i in requests:
         each.append((tokens[offsets[i] : offsets[i] + sizes[i]].tolist(), top[first : first + sizes[i]]))

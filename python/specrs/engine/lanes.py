@@ -385,8 +385,9 @@ class Lanes:
             host[name][:total], host[name][total:] = from_dlpack(values), dead
         self._a["host trees"].copy_(self._host_trees_host, non_blocking=True)
 
-    def sample_by(self, samplers: Sequence[core.Sampler]) -> int | None:
-        """Say what tokens are drawn by; the variant's ``edits``."""
+    def sample_by(self, samplers: Sequence[core.Sampler], moving: bool) -> int | None:
+        """Say what tokens are drawn by; the variant's ``edits``. ``moving``: a sampler has a grammar, so that it draws by
+        another mask in each round."""
         if samplers == self._samplers:
             return self._sampled_by
         arrays = [from_dlpack(a) for a in core._device_samplers(list(samplers))]
@@ -414,7 +415,7 @@ class Lanes:
                 self._edits[room][0].copy_(host, non_blocking=True)
         # Without penalties and biases nothing changes from round to round; biases alone are where they were.
         self.changing = bool(used or penalised)
-        self._samplers, self._sampled_by = [] if penalised else list(samplers), room
+        self._samplers, self._sampled_by = [] if penalised or moving else list(samplers), room
         return room
 
     def launch(self, variant: Variant, graphs: bool) -> int:

@@ -130,9 +130,6 @@ class Call:
         """All choices at once."""
         [output] = await flow.whole()
         choices = [self.choice(one) for one in output.outputs]
-        for choice in choices:
-            if (trace := flow.traces.get((0, choice["index"]))) is not None:
-                choice["specrs"] = traced(trace.rounds, trace.pieces, self.service.shown)
         more: dict[str, Any] = {}
         if self.fields.get("return_spec_stats"):
             more["specrs"] = spec_stats(flow.outputs)

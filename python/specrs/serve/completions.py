@@ -6,12 +6,11 @@ has its log-probability, the first one none.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from specrs.engine import StreamEvent, TokenizedPrompt
+from specrs.engine import TokenizedPrompt
 from specrs.serve.config import ServeConfig
 from specrs.serve.errors import bad
 from specrs.serve.exchange import DONE, Exchange
@@ -21,7 +20,7 @@ from specrs.serve.sampling import Wish, wish
 from specrs.serve.scores import Columns, Names, prompt_scores
 
 if TYPE_CHECKING:
-    from specrs.engine import RequestOutput
+    from specrs.engine import RequestOutput, StreamEvent
     from specrs.serve.service import Flow, Service
 
 
@@ -106,7 +105,6 @@ class Call:
         for i, output in enumerate(outputs):
             for j, chosen in enumerate(self._best(output)):
                 choices.append(self.choice(i * self._n + j, i, chosen))
-                self._trace(choices[-1], flow.traces.get((i, chosen.index)))
         more = {"specrs": spec_stats(flow.outputs)} if self.fields.get("return_spec_stats") else {}
         usage = counted(flow.outputs, self.wanted.dropped).usage()
         await exchange.json(200, self.reply.whole(choices, usage, **more))
@@ -137,12 +135,6 @@ class Call:
             names = Names(bool(fields.get("return_tokens_as_token_ids")))
             found["prompt_logprobs"] = prompt_scores(output.prompt_logprobs, names)
         return found
-
-    def _trace(self, choice: dict[str, Any], told: StreamEvent | None) -> None:
-        """Say what rounds came to, where that is wanted."""
-        if told is not None and self.fields.get("return_spec_stats") == ROUNDS:
-            pieces = [] if self.wanted.dropped else told.pieces
-            choice["specrs"] = traced(told.rounds, pieces, self.service.shown)
 
     def _scored(self, output: RequestOutput, tokens: Sequence[int]) -> dict[str, list[Any]]:
         columns = self._columns()
@@ -182,14 +174,10 @@ class Call:
         """Choices in pieces, and the tokens of each."""
         if (self._echo and "logprobs" in self.fields) or self.wanted.dropped:
             # The prompt's scores are known at the end, and stand before all else.
-            events: dict[tuple[int, int], list[StreamEvent]] = defaultdict(list)
             async for i, event in flow.events():
-                events[i, event.index].append(event)
                 if event.output is not None:
                     tokens = 0 if self.wanted.dropped else len(event.output.token_ids)
-                    choice = self.choice(i * self._n + event.index, i, event.output)
-                    self._trace(choice, StreamEvent.joined(events.pop((i, event.index))))
-                    yield choice, tokens
+                    yield self.choice(i * self._n + event.index, i, event.output), tokens
             return
         voices: dict[tuple[int, int], Voice] = {}
         async for i, event in flow.events():
@@ -208,7 +196,7 @@ class Voice:
         self._prompt, self._index, self._fresh = call.prompts[i], index, True
         self._columns = call._columns() if "logprobs" in call.fields else None
         self._echo, self._ids = call._echo, bool(call.fields.get("return_token_ids"))
-        self._call = call
+        self._shown = call.service.shown if call.fields.get("return_spec_stats") == ROUNDS else None
 
     def piece(self, event: StreamEvent) -> dict[str, Any] | None:
         """What an event adds; ``None``: nothing that anybody asked for."""
@@ -229,6 +217,7 @@ class Voice:
             found["token_ids"] = event.token_ids
             if self._fresh:
                 found["prompt_token_ids"] = list(self._prompt.token_ids)
-        self._call._trace(found, event)
+        if self._shown is not None:
+            found["specrs"] = traced(event.rounds, event.pieces, self._shown)
         self._fresh = False
         return found

@@ -379,8 +379,8 @@ TABLE: tuple[Field, ...] = (
     Field("guided_whitespace_pattern", _H, text, "what stands between two tokens of JSON", origin="vLLM"),
     # specrs' own
     Field("speculative", _H, flag, "false decodes this request plainly; its tokens are the same", origin="specrs"),
-    Field("return_spec_stats", _H, stats, "a `specrs` object: rounds, mean accepted tokens; `\"rounds\"`: also one in "
-          "each choice, with [each round's tree](playground.md)", origin="specrs"),
+    Field("return_spec_stats", _H, stats, "a `specrs` object: rounds, mean accepted tokens; `\"rounds\"`, in streams: "
+          "also one in each choice, with [each round's tree](playground.md)", origin="specrs"),
 )  # fmt: skip
 
 _BY_NAME: dict[str, dict[str, Field]] = {

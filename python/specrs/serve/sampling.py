@@ -96,7 +96,7 @@ def wish(endpoint: str, fields: Mapping[str, Any], defaults: SamplingParams, con
         options["min_tokens"] = min(options.get("min_tokens", 0), options["max_tokens"])
     _scores(endpoint, fields, options)
     form, options["structured_outputs"] = forms.wanted(fields)
-    options["trace"] = fields.get("return_spec_stats") == ROUNDS
+    options["trace"] = _traced(fields)
     keep = _keep(fields, asked, context)
     return Wish(params(options), asked, keep, "prompt" if endpoint == COMPLETIONS else "messages", form)
 
@@ -122,6 +122,16 @@ def _scores(endpoint: str, fields: Mapping[str, Any], options: dict[str, Any]) -
         raise bad("top_logprobs: needs logprobs = true", "top_logprobs")
     if fields.get("stream") and "prompt_logprobs" in fields:
         raise bad("prompt_logprobs: not with stream", "prompt_logprobs")
+
+
+def _traced(fields: Mapping[str, Any]) -> bool:
+    """Whether the request wants to see its rounds: in a stream, whose client reads them as they come."""
+    wanted = bool(fields.get("return_spec_stats") == ROUNDS)
+    if wanted and not fields.get("stream"):
+        raise bad(f'return_spec_stats = "{ROUNDS}": needs stream = true', "return_spec_stats")
+    if wanted and fields.get("echo") and "logprobs" in fields:
+        raise bad(f'return_spec_stats = "{ROUNDS}": not with echo and logprobs, which come whole', "return_spec_stats")
+    return wanted
 
 
 def _keep(fields: Mapping[str, Any], asked: int | None, context: int) -> int | None:

@@ -11,7 +11,6 @@ import hashlib
 import json
 import logging
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
@@ -262,7 +261,7 @@ class Service:
             raise renamed(error) if getattr(error, "what", None) else error from None
         self._live.update(streams)
         try:
-            yield Flow(streams, wish.params, self.metrics)
+            yield Flow(streams, wish.params.n or 1, self.metrics)
         except GrammarFailedError as error:
             raise of(error, 0.0, wish.form) from None
         finally:
@@ -332,13 +331,11 @@ class Flow:
 
     Attributes:
         streams: one for each prompt.
-        traces: by prompt and output, what `whole` read, where the request wants to see its rounds.
     """
 
-    def __init__(self, streams: list[RequestStream], params: SamplingParams, metrics: Metrics) -> None:
-        self.streams, self._metrics, self._traced = streams, metrics, bool(params.trace)
-        self.traces: dict[tuple[int, int], StreamEvent] = {}
-        self._left = [params.n or 1] * len(streams)  # outputs of each that have not ended
+    def __init__(self, streams: list[RequestStream], outputs: int, metrics: Metrics) -> None:
+        self.streams, self._metrics = streams, metrics
+        self._left = [outputs] * len(streams)  # outputs of each that have not ended
         self.outputs: list[RequestOutput] = []
 
     async def whole(self) -> list[RequestOutput]:
@@ -349,13 +346,9 @@ class Flow:
             StepFailedError, EngineFailedError: as `RequestStream`.
         """
         found: list[dict[int, RequestOutput]] = [{} for _ in self.streams]
-        traces: dict[tuple[int, int], list[StreamEvent]] = defaultdict(list)
         async for i, event in self.events():
-            if self._traced:
-                traces[i, event.index].append(event)
             if event.output is not None:
                 found[i][event.index] = event.output
-        self.traces = {key: joined for key, some in traces.items() if (joined := StreamEvent.joined(some)) is not None}
         return [_grouped(one) for one in found]
 
     async def events(self) -> AsyncIterator[tuple[int, StreamEvent]]:

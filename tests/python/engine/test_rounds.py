@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from exact_world import requests
 from flight_world import Told, flying
 from modelzoo import Pair, agree, write_eagle3, write_target
 from rounds_world import check, streamed
-from specrs import LLM, SamplingParams, StreamEvent
+from specrs import LLM, AsyncLLM, SamplingParams, StreamEvent
 
 TREE: dict[str, Any] = {"tree": (4, 4, 24), "max_batch": 4}
 
@@ -97,6 +98,24 @@ def test_joined_events_have_all_rounds_in_order(llm: LLM) -> None:
     assert list(joined.rounds) == check([joined], output, [9, 1])
     held = sum(memoryview(part).nbytes for one in joined.rounds for part in (one.tokens, one.parents, one.proposed))
     assert held <= 16 * 24 * 40, "the stated bound: 16 bytes a node, a tree a token"
+
+
+def test_who_reads_late_finds_all_rounds(tiny: Pair) -> None:
+    """In a few events, since those that wait are joined."""
+    params = SamplingParams(max_tokens=200, temperature=1.0, seed=5, trace=True)
+
+    async def late(engine: AsyncLLM) -> list[StreamEvent]:
+        async with engine, await engine.submit([9, 1], params) as stream:
+            while (stats := engine.stats()).submitted or stats.engine.running or not stats.steps:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
+            return [event async for event in stream]
+
+    with LLM(tiny.target, tiny.draft, **TREE) as lent:
+        events = asyncio.run(late(AsyncLLM(lent)))
+    output = events[-1].output
+    assert output is not None and len(output.token_ids) == 200 and len(events) <= 8
+    check(events, output, [9, 1])
 
 
 def test_preempted_requests_keep_their_trace(tiny: Pair) -> None:

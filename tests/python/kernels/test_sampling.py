@@ -281,19 +281,30 @@ def test_samplers_are_not_shared_by_writers() -> None:
 
 
 @pytest.mark.parametrize("vocab", [1, 7, 128, 129, 1000, 4096])
-def test_likeliest_tokens_of_rows(vocab: int) -> None:
+def test_likeliest_tokens_of_nodes(vocab: int) -> None:
     rng = np.random.default_rng(vocab)
+    trees = core.TreeBatch.from_parents([[-1, 0], [-1], [-1, 0, 0]], [[0] * 2, [0], [0] * 3])
     rows = rng.normal(size=(6, vocab)).astype(np.float32).round(1)  # many equals
     rows[1], rows[2, : vocab // 2] = 0.5, -np.inf
+
+    def best(count: int, requests: list[int]) -> list[list[list[int]]]:
+        found = core.likeliest(trees, torch.from_numpy(rows), requests, count)
+        assert [tokens for tokens, _ in found] == [[[0] * 2, [0], [0] * 3][r] for r in requests]
+        return [each for _, each in found]
+
     for count in (0, 1, 8, vocab, vocab + 3):
         want = [[int(i) for i in np.lexsort((np.arange(vocab), -row))][:count] for row in rows]
         finite = [[i for i in best if row[i] > -np.inf] for best, row in zip(want, rows, strict=True)]
-        found = core.likeliest(torch.from_numpy(rows), count)
-        assert [[i for i in best if row[i] > -np.inf] for best, row in zip(found, rows, strict=True)] == finite
-        assert [len(best) for best in found] == [min(count, vocab)] * 6
+        found = [one for each in best(count, [0, 1, 2]) for one in each]
+        assert [[i for i in one if row[i] > -np.inf] for one, row in zip(found, rows, strict=True)] == finite
+        assert [len(one) for one in found] == [min(count, vocab)] * 6
+        assert best(count, [2, 0]) == [found[3:], found[:2]] and best(count, []) == []
     rows[0, -1], rows[3] = np.nan, -np.inf
     rows[4, 0] = np.inf
-    found = core.likeliest(rows, 2)
-    assert (found[0], found[3], found[4]) == ([], [], []) and len(found[5]) == min(2, vocab)
+    first, _, third = best(2, [0, 1, 2])
+    assert (first[0], third[0], third[1]) == ([], [], []) and len(third[2]) == min(2, vocab)
+    for wrong in (3, -1):
+        with pytest.raises(core.SpecrsError, match="requests"):
+            core.likeliest(trees, rows, [wrong], 2)
     with pytest.raises(core.ConfigError, match="logits"):
-        core.likeliest(rows[0], 2)
+        core.likeliest(trees, rows[0], [0], 2)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from serve_world import Running
+from serve_world import Running, wait
 from specrs import ConfigError
 from specrs.cli import serve
 from specrs.serve import Keys, ServeConfig, metrics
@@ -191,6 +191,7 @@ def test_a_line_for_each_request_without_its_words(web: Running) -> None:
         web.complete(prompt="my secret prompt", max_tokens=3, n=2, ignore_eos=True)
         web.post("/v1/completions", prompt="my secret prompt", stop="secret" * 300)
         web.client.get("/health", headers={"x-request-id": "mine"})
+        wait(lambda: out.getvalue().count("\n") == 3)  # a line is written once its response has gone
     finally:
         web.service.log.close()
         web.service.log = old

@@ -255,6 +255,7 @@ def test_stop_aborts(show: Open, web: Running, how: str) -> None:
         p.key("Escape", 27)
     else:
         p.click("#stop")
+        p.wait("document.activeElement.id === 'run'")
     p.wait("document.querySelector('#status').textContent.startsWith('Stopped after')")
     web.idle()
     count = int(re.findall(r"\d+", p("document.querySelector('#status').textContent"))[0])

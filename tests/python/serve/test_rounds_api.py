@@ -72,22 +72,21 @@ def whole(events: list[dict[str, Any]], index: int, chat: bool) -> tuple[dict[st
 
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_stream_says_what_the_whole_response_says(web: Running, chat: bool, n: int) -> None:
+def test_the_rounds_of_a_stream_make_the_whole_response(web: Running, chat: bool, n: int) -> None:
     body: dict[str, Any] = {
         "n": n, "seed": 5, "temperature": 0.7, "max_tokens": 40, "return_spec_stats": "rounds",
         "return_token_ids": True,
     }  # fmt: skip
     path = "/v1/chat/completions" if chat else "/v1/completions"
     body |= {"messages": [{"role": "user", "content": PROMPT}]} if chat else {"prompt": PROMPT}
-    answer = web.post(path, **body).json()
     events = web.stream(path, **body)
+    answer = web.post(path, **{**body, "return_spec_stats": True}).json()
     sums: list[dict[str, int]] = []
     for choice in answer["choices"]:
         text = choice["message"]["content"] if chat else choice["text"]
-        sums.append(check(choice["specrs"], text, choice["token_ids"]))
         told, streamed, tokens = whole(events, choice["index"], chat)
         assert (streamed, tokens) == (text, choice["token_ids"])
-        check(told, streamed, tokens)
+        sums.append(check(told, streamed, tokens))
         assert all(one["sources"] in ([], ["head"]) for one in told["rounds"])
     for name in sums[0]:
         assert sum(one[name] for one in sums) == answer["specrs"][name]
@@ -99,13 +98,18 @@ def test_prompts_and_echo(web: Running) -> None:
         "prompt": [PROMPT, "import os\n"], "temperature": 0, "max_tokens": 20, "return_spec_stats": "rounds",
         "return_token_ids": True,
     }  # fmt: skip
-    for choice in web.complete(**body)["choices"]:
-        check(choice["specrs"], choice["text"], choice["token_ids"])
-    body |= {"echo": True, "logprobs": 0, "prompt": PROMPT, "stream": True}
-    [event, last] = web.stream("/v1/completions", **{k: v for k, v in body.items() if k != "stream"})
-    [choice] = event["choices"]
-    check(choice["specrs"], choice["text"].removeprefix(PROMPT), choice["token_ids"])
-    assert last["specrs"]["rounds"] == len(choice["specrs"]["rounds"])
+    events = web.stream("/v1/completions", **body)
+    for index in range(2):
+        check(*whole(events, index, chat=False))
+    [first, *rest] = web.stream("/v1/completions", **{**body, "prompt": PROMPT, "echo": True})
+    first["choices"][0]["text"] = first["choices"][0]["text"].removeprefix(PROMPT)
+    check(*whole([first, *rest], 0, chat=False))
+
+
+@pytest.mark.parametrize("more", [{}, {"stream": True, "echo": True, "logprobs": 0}])
+def test_what_comes_whole_has_no_rounds(web: Running, more: dict[str, Any]) -> None:
+    error = web.refused("/v1/completions", prompt=PROMPT, return_spec_stats="rounds", **more)
+    assert error["param"] == "return_spec_stats"
 
 
 def test_nobody_who_does_not_ask_is_told(web: Running) -> None:
@@ -114,8 +118,8 @@ def test_nobody_who_does_not_ask_is_told(web: Running) -> None:
         assert "specrs" not in answer["choices"][0] and ("specrs" in answer) == stats
         for event in web.stream("/v1/completions", prompt=PROMPT, max_tokens=8, return_spec_stats=stats):
             assert all("specrs" not in choice for choice in event["choices"])
-    none = web.complete(prompt=PROMPT, max_tokens=0, return_spec_stats="rounds")["choices"][0]
-    assert none["specrs"] == {"rounds": [], "pieces": []} and none["text"] == ""
+    [event, last] = web.stream("/v1/completions", prompt=PROMPT, max_tokens=0, return_spec_stats="rounds")
+    assert event["choices"][0]["text"] == "" and "specrs" not in event["choices"][0] and last["specrs"]["rounds"] == 0
 
 
 @pytest.mark.parametrize("wrong", ["round", 1, ["rounds"], {}])

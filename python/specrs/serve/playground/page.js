@@ -5,9 +5,9 @@
   const $ = (id) => document.getElementById(id);
   const SVG = "http://www.w3.org/2000/svg";
   const EXAMPLES = [
+    ["unit test", $("prompt").value],
     ["quicksort", "def quicksort(items):\n"],
-    ["unit test", "class TestReadFile(unittest.TestCase):\n"],
-    ["stack", $("prompt").value],
+    ["stack", 'class Stack:\n    """A stack of items."""\n\n    def __init__(self):\n'],
   ];
   const CHATS = [["haiku", "Write a haiku about trees."], ["explain", "Explain speculative decoding to a child."]];
   const make = (name, props = {}, ...children) => {
@@ -30,7 +30,8 @@
 
   const headers = () => {
     const key = $("key").value.trim();
-    return key ? { "Content-Type": "application/json", Authorization: `Bearer ${key}` } : { "Content-Type": "application/json" };
+    const json = { "Content-Type": "application/json" };
+    return key ? { ...json, Authorization: `Bearer ${key}` } : json;
   };
 
   async function refusal(answer) {
@@ -66,7 +67,8 @@
       return_spec_stats: "rounds", return_token_ids: true, stream_options: { include_usage: true },
     };
     if (state.model) body.model = state.model.id;
-    if (chat) Object.assign(body, { messages: [{ role: "user", content: asked.prompt }], max_completion_tokens: asked.tokens });
+    const messages = [{ role: "user", content: asked.prompt }];
+    if (chat) Object.assign(body, { messages, max_completion_tokens: asked.tokens });
     else Object.assign(body, { prompt: asked.prompt, max_tokens: asked.tokens });
     run.began = performance.now();
     const path = chat ? "v1/chat/completions" : "v1/completions";
@@ -82,8 +84,8 @@
 
   class Run {
     constructor(title, speculative, pane) {
-      Object.assign(this, { title, speculative, pane, rounds: [], ids: [], spans: [], text: "", total: null, finish: null });
-      Object.assign(this, { began: 0, first: null, last: null, complete: false, fresh: 0 });
+      Object.assign(this, { title, speculative, pane, rounds: [], ids: [], spans: [], text: "" });
+      Object.assign(this, { total: null, finish: null, began: 0, first: null, last: null, complete: false, fresh: 0 });
     }
 
     take(event, chat) {
@@ -95,7 +97,7 @@
         const pieces = told ? told.pieces : text ? [[text, false, -1]] : [];
         const before = this.rounds.length;
         if (told) this.rounds.push(...told.rounds);
-        for (const [piece, drafted, round] of pieces) this.piece(piece, drafted, round < 0 ? before - 1 : before + round);
+        for (const [piece, drafted, at] of pieces) this.piece(piece, drafted, before + (at < 0 ? -1 : at));
         if (choice.token_ids && choice.token_ids.length) {
           this.ids.push(...choice.token_ids);
           this.last = now;
@@ -172,7 +174,8 @@
       }
       say(`${state.runs.map(told).join("; ")}. Seed ${asked.seed}.`);
     } catch (error) {
-      if (error.name === "AbortError") say(`Stopped after ${state.runs.reduce((n, run) => n + run.ids.length, 0)} tokens.`);
+      const count = state.runs.reduce((sum, run) => sum + run.ids.length, 0);
+      if (error.name === "AbortError") say(`Stopped after ${count} tokens.`);
       else if (error.status === 401) locked();
       else fail(error.message);
       if (error.name !== "AbortError") say("");
@@ -184,13 +187,16 @@
   }
 
   const told = (run) => {
-    const stats = run.total, count = `${run.title}: ${run.ids.length} tokens`;
-    return stats && stats.rounds ? `${count} in ${stats.rounds} rounds, ended by ${run.finish}` : `${count}, ended by ${run.finish}`;
+    const rounds = run.total && run.total.rounds ? ` in ${run.total.rounds} rounds` : "";
+    return `${run.title}: ${run.ids.length} tokens${rounds}, ended by ${run.finish}`;
   };
 
+  /** One of the two buttons works; the focus goes with it, since a disabled button cannot have it. */
   function busy(on) {
-    $("run").disabled = on;
-    $("stop").disabled = !on;
+    const [works, rests] = on ? ["stop", "run"] : ["run", "stop"], focused = document.activeElement === $(rests);
+    $(works).disabled = false;
+    if (focused) $(works).focus();
+    $(rests).disabled = true;
   }
 
   function say(text) {
@@ -235,7 +241,8 @@
     for (const run of state.runs) {
       run.bar = make("i");
       run.note = make("b", { textContent: "–" });
-      const lane = make("div", { className: run.speculative ? "lane spec" : "lane" }, make("span", { textContent: run.title }), run.bar, run.note);
+      const title = make("span", { textContent: run.title });
+      const lane = make("div", { className: run.speculative ? "lane spec" : "lane" }, title, run.bar, run.note);
       $("race").insertBefore(lane, $("verdict"));
     }
   }
@@ -250,7 +257,8 @@
     const equal = differ < 0 && one.ids.length === two.ids.length && one.text === two.text;
     verdict.className = equal ? "verdict equal" : "verdict differs";
     if (!equal) {
-      verdict.textContent = `Different from token ${differ < 0 ? Math.min(one.ids.length, two.ids.length) : differ} on.`;
+      const from = differ < 0 ? Math.min(one.ids.length, two.ids.length) : differ;
+      verdict.textContent = `Different from token ${from} on.`;
       return;
     }
     const gain = one.rate && two.rate ? one.rate / two.rate : null;
@@ -301,7 +309,8 @@
     const drafted = sum((round) => round.tokens.length - 1), accepted = sum((round) => round.accepted.length);
     figure("rate", run.rate ? (run.rate < 100 ? run.rate.toFixed(1) : String(Math.round(run.rate))) : "–");
     figure("mean", count ? (sum((round) => round.emitted) / count).toFixed(2) : "–");
-    figure("first", run.first === null ? "–" : String(Math.round(run.first - run.began)), run.first === null ? "" : "ms");
+    if (run.first === null) figure("first", "–");
+    else figure("first", String(Math.round(run.first - run.began)), "ms");
     figure("share", drafted ? String(accepted) : "–", drafted ? `of ${drafted}` : "");
   }
 
@@ -321,10 +330,12 @@
     if (!round) {
       $("caption").textContent = "";
       slider.setAttribute("aria-valuetext", "no round yet");
-      if (!state.stop && run.first !== null) $("tree").replaceChildren(make("p", { className: "empty", textContent: "No round ran." }));
+      const none = make("p", { className: "empty", textContent: "No round ran." });
+      if (!state.stop && run.first !== null) $("tree").replaceChildren(none);
       return;
     }
-    const summary = `${round.tokens.length - 1} drafted, ${round.accepted.length} accepted, ${round.emitted} ${round.emitted === 1 ? "token" : "tokens"}`;
+    const gained = `${round.emitted} ${round.emitted === 1 ? "token" : "tokens"}`;
+    const summary = `${round.tokens.length - 1} drafted, ${round.accepted.length} accepted, ${gained}`;
     const of = make("b", { textContent: `${state.at + 1} of ${count}` });
     $("caption").replaceChildren("round ", of, ` · ${summary} · ${(round.seconds * 1000).toFixed(1)} ms`);
     slider.setAttribute("aria-valuetext", `Round ${state.at + 1} of ${count}: ${summary}`);
@@ -339,7 +350,7 @@
     state.follow = Boolean(state.stop) && state.at === run.rounds.length - 1;
     replay();
     const span = run.spans.find((one) => one.round === state.at), box = run.pane.parentNode;
-    if (span && box.scrollHeight > box.clientHeight) box.scrollTop = span.offsetTop - box.offsetTop - box.clientHeight / 2;
+    if (span) box.scrollTop = span.offsetTop - box.offsetTop - box.clientHeight / 2;
   }
 
   function palette() {
@@ -371,26 +382,29 @@
   }
 
   const visible = (text) => {
-    const told = text.replace(/\r/g, "␍").replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/ {4,}/g, (all) => `·×${all.length}`).replace(/ /g, "·");
+    const lines = text.replace(/\r/g, "␍").replace(/\n/g, "⏎").replace(/\t/g, "⇥");
+    const told = lines.replace(/ {4,}/g, (all) => `·×${all.length}`).replace(/ /g, "·");
     const letters = [...(told || "∅")];
     return letters.length > 14 ? `${letters.slice(0, 13).join("")}…` : letters.join("");
   };
 
   /** Leaves get a line each, from the top; parents stand in the middle of their children. */
-  function layout(round) {
-    const nodes = round.tokens.map((token, i) => ({ token, text: round.texts[i], parent: round.parents[i], kind: "r", children: [] }));
+  function layout(round, room) {
+    const leaf = (token, text, parent, kind) => ({ token, text, parent, kind, children: [] });
+    const nodes = round.tokens.map((token, i) => leaf(token, round.texts[i], round.parents[i], "r"));
     nodes[0].kind = "root";
     for (const i of round.accepted) nodes[i].kind = "a";
     if (round.own !== null) {
       const parent = round.accepted.length ? round.accepted[round.accepted.length - 1] : 0;
-      nodes.push({ token: round.own, text: round.own_text, parent, kind: "o", children: [] });
+      nodes.push(leaf(round.own, round.own_text, parent, "o"));
     }
     nodes.forEach((node, i) => {
       node.depth = node.parent < 0 ? 0 : nodes[node.parent].depth + 1;
       node.label = visible(node.text);
       node.width = Math.max(30, 7.3 * [...node.label].length + 16);
       if (node.parent >= 0) nodes[node.parent].children.push(i);
-      if (round.proposed && round.proposed[i]) node.by = round.sources.filter((_, bit) => (round.proposed[i] >> bit) & 1).join(" and ");
+      const who = round.proposed ? round.proposed[i] || 0 : 0;
+      node.by = round.sources.filter((_, bit) => (who >> bit) & 1).join(" and ");
     });
     let lines = 0;
     for (const i of visit(nodes)) if (!nodes[i].children.length) nodes[i].line = lines++;
@@ -398,12 +412,15 @@
       const node = nodes[i], inner = node.children.map((child) => nodes[child].line);
       if (inner.length) node.line = (Math.min(...inner) + Math.max(...inner)) / 2;
     }
-    const columns = [];
+    const columns = [], height = 36 + lines * 32 - 6;
     for (const node of nodes) columns[node.depth] = Math.max(columns[node.depth] || 0, node.width);
+    // As wide as the lines' height leaves room for, so that branches are told apart.
+    const narrow = columns.reduce((sum, width) => sum + width, 28), scale = Math.min(1.25, room.height / height);
+    const gap = Math.min(88, Math.max(34, (room.width / scale - narrow) / Math.max(columns.length - 1, 1)));
     const starts = [14];
-    columns.forEach((width, i) => (starts[i + 1] = starts[i] + width + 38));
+    columns.forEach((width, i) => (starts[i + 1] = starts[i] + width + gap));
     for (const node of nodes) Object.assign(node, { x: starts[node.depth], y: 18 + node.line * 32 + 13 });
-    return { nodes, width: starts[columns.length] - 38 + 14, height: 36 + lines * 32 - 6 };
+    return { nodes, width: starts[columns.length] - gap + 14, height };
   }
 
   /** Nodes in the order of a walk, children as they were drafted. */
@@ -418,21 +435,25 @@
   }
 
   function tree(round, label) {
-    const { nodes, width, height } = layout(round), box = $("tree");
-    const scale = Math.min(1.25, Math.max(0.62, Math.min((box.clientWidth - 4) / width, (box.clientHeight - 4) / height)));
-    const svg = shape("svg", { viewBox: `0 0 ${width} ${height}`, width: width * scale, height: height * scale, role: "img", "aria-label": label });
+    const box = $("tree"), room = { width: box.clientWidth - 4, height: box.clientHeight - 4 };
+    const { nodes, width, height } = layout(round, room);
+    const scale = Math.min(1.25, Math.max(0.62, Math.min(room.width / width, room.height / height)));
+    const size = { viewBox: `0 0 ${width} ${height}`, width: width * scale, height: height * scale };
+    const svg = shape("svg", { ...size, role: "img", "aria-label": label });
     const rank = { r: 0, o: 1, a: 2 };
     const edges = nodes.filter((node) => node.parent >= 0).sort((one, two) => rank[one.kind] - rank[two.kind]);
     for (const node of edges) {
       const from = nodes[node.parent], x = from.x + from.width, bend = (node.x - x) / 2;
-      svg.append(shape("path", { class: `edge ${node.kind}`, d: `M${x} ${from.y}C${x + bend} ${from.y} ${node.x - bend} ${node.y} ${node.x} ${node.y}` }));
+      const curve = `M${x} ${from.y}C${x + bend} ${from.y} ${node.x - bend} ${node.y} ${node.x} ${node.y}`;
+      svg.append(shape("path", { class: `edge ${node.kind}`, d: curve }));
     }
     const names = { root: "last token", a: "accepted", o: "the target's own", r: "rejected" };
     for (const node of nodes) {
       const text = shape("text", { x: node.x + node.width / 2, y: node.y });
       text.textContent = node.label;
       const title = shape("title", {});
-      title.textContent = `${JSON.stringify(node.text)} (${node.token}): ${names[node.kind]}${node.by ? `, drafted by ${node.by}` : ""}`;
+      const who = node.by ? `, drafted by ${node.by}` : "";
+      title.textContent = `${JSON.stringify(node.text)} (${node.token}): ${names[node.kind]}${who}`;
       const frame = shape("rect", { x: node.x, y: node.y - 12, width: node.width, height: 24, rx: 7 });
       svg.append(shape("g", { class: `node ${node.kind}` }, title, frame, text));
     }
