@@ -135,8 +135,9 @@ def case(seed: int, index: int, most: int = 64, fates: dict[str, int] | None = N
         if rng.random() < 0.7:
             body["stream_options"] = {"include_usage": True}
     path = "/v1/chat/completions" if chat else "/v1/completions"
-    patience, pause = rng.randint(0, 4), rng.choice([0.01, 0.05, 0.15])
-    return Case(index, path, body, fate, prompt, params, patience=patience, pause=pause)
+    return Case(
+        index, path, body, fate, prompt, params, patience=rng.randint(0, 4), pause=rng.choice([0.01, 0.05, 0.15])
+    )
 
 
 def plain(index: int, prompt: list[int], params: dict[str, Any]) -> Case:

@@ -240,7 +240,7 @@ def phase(llm: LLM, args: argparse.Namespace, first: int, count: int, rate: floa
 
     async def work(engine: AsyncLLM, port: int) -> None:
         clock = asyncio.ensure_future(lag(lags))
-        more = ["--seed", str(args.seed), "--most", str(args.most), "--rate", str(rate)]
+        more = ["--seed", str(args.seed), "--most", str(args.most), "--rate", str(rate / args.clients)]
         more += ["--fates", json.dumps(args.fates)]
         records.extend(await drive(port, args.clients, args.streams, first, count, *more))
         clock.cancel()
@@ -387,6 +387,7 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
                 "wrong": len(wrong),
             }
             if args.turns:
+                keep(result, wrong, args.no_write)  # should time run out
                 result["slowed"] = slowed(llm, args)
             wrong += [f"after all: {leak}" for leak in leaks({**llm.audit(), "waiting": llm.unfinished})]
     lags = {name: f["loop_lag_seconds"]["p99"] for name, f in result["phases"].items()}
@@ -418,15 +419,20 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def keep(result: dict[str, Any], wrong: list[str], printed: bool) -> None:
+    """Write benches/results/serve_load.json, or print it."""
+    whole = result | {"wrong": wrong[:50]}
+    if printed:
+        print(json.dumps(whole, indent=1))
+    else:
+        write_result("serve_load", whole)
+
+
 def main() -> int:
-    """Measure; write benches/results/serve_load.json."""
+    """Measure, and keep it."""
     args = arguments()
     result, wrong = measure(args)
-    result["wrong"] = wrong[:50]
-    if args.no_write:
-        print(json.dumps(result, indent=1))
-    else:
-        write_result("serve_load", result)
+    keep(result, wrong, args.no_write)
     for line in wrong[:50]:
         print(line[:500], file=sys.stderr)
     for name, goal in result["goals"].items():

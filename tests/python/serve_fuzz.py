@@ -98,7 +98,7 @@ def body(rng: random.Random) -> tuple[str, bytes]:
         elif how < 0.55 and value:
             del value[rng.choice(list(value))]
         else:
-            _replace(rng, value)
+            damaged(rng, value)
     # What runs is short: the fuzz is of the server, not of the model.
     for name in ("max_tokens", "max_completion_tokens", "n", "best_of"):
         if isinstance(value.get(name), (int, float)) and not isinstance(value[name], bool) and 4 < value[name] < 2**40:
@@ -122,7 +122,7 @@ def body(rng: random.Random) -> tuple[str, bytes]:
     return path, raw
 
 
-def _replace(rng: random.Random, value: Any) -> None:
+def damaged(rng: random.Random, value: Any) -> None:
     """Some value within, at any depth, becomes another."""
     places: list[tuple[Any, Any]] = []
     stack = [value]

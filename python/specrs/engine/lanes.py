@@ -386,8 +386,8 @@ class Lanes:
         self._a["host trees"].copy_(self._host_trees_host, non_blocking=True)
 
     def sample_by(self, samplers: Sequence[core.Sampler], moving: bool) -> int | None:
-        """Say what tokens are drawn by; the variant's ``edits``. ``moving``: a sampler has a grammar, so that it draws
-        by another mask in each round."""
+        """Say what tokens are drawn by; the variant's ``edits``. ``moving``: a sampler has a grammar, and draws by
+        another mask in each round."""
         if samplers == self._samplers:
             return self._sampled_by
         arrays = [from_dlpack(a) for a in core._device_samplers(list(samplers))]

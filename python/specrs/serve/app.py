@@ -57,7 +57,7 @@ def app(config: ServeConfig | Mapping[str, Any] | None = None, engine: AsyncLLM 
         "/v1/models": endpoints.models, "/health": endpoints.health, "/ready": endpoints.ready,
         "/version": endpoints.version, "/load": endpoints.load,
     }  # fmt: skip
-    routes = [Route(path, Posted(work), methods=["POST"]) for path, work in posts.items()]
+    routes = [Route(path, Posted(work, path.endswith("completions")), methods=["POST"]) for path, work in posts.items()]
     routes += [Route(path, Asked(say), methods=["GET"]) for path, say in gets.items()]
     routes.append(Route("/v1/models/{name:path}", Asked(None), methods=["GET"]))
     routes.append(Route("/metrics", Measured(), methods=["GET"]))
@@ -126,10 +126,10 @@ async def _checked(service: Service) -> None:
 
 
 class Posted:
-    """An endpoint that takes a body."""
+    """An endpoint that takes a body. generates: whether the engine must have room for what it asks."""
 
-    def __init__(self, work: Work) -> None:
-        self._work = work
+    def __init__(self, work: Work, generates: bool) -> None:
+        self._work, self._generates = work, generates
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As ASGI calls it."""
@@ -138,6 +138,8 @@ class Posted:
         exchange = Exchange(scope, receive, send, scope["specrs.record"])
         service.watch.add(exchange)
         try:
+            if self._generates:
+                service.check_room()
             body = await exchange.body(config.max_body_bytes, config.body_seconds, service.pooled)
             await exchange.attend(self._work(service, exchange, body))
         except Gone:

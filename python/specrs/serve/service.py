@@ -205,12 +205,12 @@ class Service:
         """Requests that were admitted and have not ended."""
         return self._open
 
-    @contextmanager
-    def admitted(self) -> Iterator[None]:
-        """One request, from its body to the end of its response.
+    def check_room(self) -> None:
+        """Refuse before a body is read or parsed: under a storm of requests that are refused, refusals must be cheap.
 
         Raises:
-            RequestError: 503 while the server drains, or its engine is gone; 429 where too much waits.
+            RequestError: 503 while the server drains, or its engine is gone.
+            EngineOverloadedError: too much waits.
         """
         config = self.config
         if self.draining:
@@ -222,6 +222,11 @@ class Service:
         waiting = self.engine.stats().submitted + self._preparing
         if waiting >= config.max_waiting:
             raise EngineOverloadedError("requests", waiting + 1, config.max_waiting)
+
+    @contextmanager
+    def admitted(self) -> Iterator[None]:
+        """One request, from its body to the end of its response. Raises as `check_room`."""
+        self.check_room()
         self._open += 1
         try:
             yield

@@ -17,6 +17,9 @@ from specrs.tools.dialect import Dialect
 
 _SPACES = r" |\r?\n[ \t]{0,40}"  # between tokens of JSON, as in src/grammar/compile.rs
 _ANY = r"/(?s:.*)/"
+_READ = ("description", "title", "examples", "default", "$comment", "deprecated", "readOnly", "writeOnly")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # keywords of schemas by name
+_VALUES = ("enum", "const", "required", "x-guidance")
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,8 @@ class _Lark:
     def content(self, form: StructuredOutputs) -> str:
         if form.kind not in ("json", "json_object"):
             raise ConfigError(f"content: a {form.kind}; beside tool calls an answer can be of JSON alone")
+        if form.start_after is not None:
+            raise ConfigError("content: start_after; beside tool calls an answer begins with its form")
         schema = json.loads(form.schema())
         return self.json("content", spaced({} if schema is True else schema, form.whitespace))
 
@@ -185,8 +190,24 @@ def spaced(schema: Mapping[str, Any], whitespace: str | None = None) -> dict[str
 
 def arguments(function: Mapping[str, Any]) -> dict[str, Any]:
     """The schema of a tool's arguments: an object; without parameters, an empty one."""
-    found = dict(function.get("parameters") or {"properties": {}, "additionalProperties": False})
+    found = _bare(function.get("parameters") or {"properties": {}, "additionalProperties": False})
     found["type"] = "object"
+    assert isinstance(found, dict)
+    return found
+
+
+def _bare(schema: Any) -> Any:
+    """A schema without what is for readers alone: a grammar needs none of it, and its texts count against limits."""
+    if isinstance(schema, list):
+        return [_bare(one) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    found = {}
+    for key, value in schema.items():
+        if key in _NAMED and isinstance(value, Mapping):
+            found[key] = {name: _bare(one) for name, one in value.items()}
+        elif key not in _READ:
+            found[key] = value if key in _VALUES else _bare(value)
     return found
 
 

@@ -21,9 +21,10 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Collection, Generator
+from typing import Any
 
 from specrs.tools.deltas import ArgumentsDelta, ContentDelta, Delta, ToolCallStart, merged
-from specrs.tools.scanner import SPACES, Broken, Read, nobody, spaces, string, value, word
+from specrs.tools.scanner import SPACES, Broken, Read, Run, nobody, spaces, string, value, word
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 """Of a tool, as a whole."""
@@ -63,14 +64,14 @@ class ToolParser:
         self._out: list[Delta] = []
         self._held: list[str] = []  # characters that nobody was told of, the last one sent among them
         self._last = ""
-        self._idle = False  # the text goes on as content, and nothing is held
+        self._run: Run = None  # what the machine takes at once
         self._fresh = True  # no content since the beginning, or since a call
         self._behind = False  # no content since a call that is complete
         self._open = False  # nor the mark that ends it
         self._told = False  # a call has begun and has not ended
         self._listed = ""  # what stands between two calls of a list that is open
         marks = "".join({mark[0] for mark in self.opening})
-        self._plain = re.compile(f"[^ \\t\\n\\r{re.escape(marks)}]+")
+        self._plain = re.compile(rf"(?:[ \t\n\r]*[^ \t\n\r{re.escape(marks)}])+")
         self._machine = self._text()
         self._done = False
         next(self._machine)
@@ -90,12 +91,10 @@ class ToolParser:
             raise ValueError("feed: the text has ended")
         at = 0
         while at < len(text):
-            if self._idle and (run := self._plain.match(text, at)):
-                self._out.append(ContentDelta(run[0]))
-                at = run.end()
-                continue
-            self._send(text[at])
-            at += 1
+            run = None if self._run is None else self._run.match(text, at)
+            piece = text[at] if run is None else run[0]
+            self._send(piece)
+            at += len(piece)
         return self._taken()
 
     def finish(self) -> list[Delta]:
@@ -109,7 +108,7 @@ class ToolParser:
     def _send(self, c: str) -> None:
         self._held.append(c)
         self._last = c
-        self._machine.send(c)
+        self._run = self._machine.send(c)
 
     def _taken(self) -> list[Delta]:
         out, self._out = self._out, []
@@ -175,7 +174,7 @@ class ToolParser:
         """Whether nothing is held but what may stand behind a call."""
         return not "".join(self._held).strip(f" \t\n\r{self.separators}{self._listed}")
 
-    def _content(self, c: str) -> Generator[None, str, tuple[bool, str]]:
+    def _content(self, c: str) -> Generator[Any, str, tuple[bool, str]]:
         """Up to where a call may begin, if one may: white space and a mark are held."""
         while c != "":
             if c in SPACES or (self._behind and c in self.separators):
@@ -186,9 +185,7 @@ class ToolParser:
             marks = [mark for mark in self._marks() if mark[0] == c]
             if not marks:
                 self._tell_all()
-                self._idle = True
-                c = yield
-                self._idle = False
+                c = yield self._plain
                 continue
             mark, c = yield from self._mark(marks)
             if mark and mark == self.closing:
@@ -212,7 +209,7 @@ class ToolParser:
         held = "".join(self._held).strip()
         return self.closing.startswith(held)
 
-    def _mark(self, marks: list[str]) -> Generator[None, str, tuple[str, str]]:
+    def _mark(self, marks: list[str]) -> Generator[Any, str, tuple[str, str]]:
         """Which mark it is, ``""`` for none, and the character behind."""
         at = 1
         while True:

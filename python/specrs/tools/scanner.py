@@ -3,19 +3,24 @@
     following = yield from value(first, tell)
 
 The end of the text is sent as ``""``. What a function returns is the first character that is not its own, which nobody
-has read yet; so grammars compose. A character that cannot stand where it stands raises `Broken` at once: what has been
-read till then is the beginning of JSON.
+has read yet; so grammars compose. What a generator yields is what it would take at once: the pattern of a run of
+characters that it treats alike, or nothing. A character that cannot stand where it stands raises `Broken` at once: what
+has been read till then is the beginning of JSON.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Generator
+from typing import Any
 
-Read = Generator[None, str, str]
+Run = re.Pattern[str] | None
+Read = Generator[Any, str, str]  # yields a Run
 Tell = Callable[[str], object]
 
 SPACES = frozenset(" \t\n\r")
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]+')  # within a text
 _DIGITS = frozenset("0123456789")
 _HEX = frozenset("0123456789abcdefABCDEF")
 _ESCAPES = frozenset('"\\/bfnrtu')
@@ -110,7 +115,7 @@ def string(c: str, tell: Tell) -> Read:
         raise Broken
     tell(c)
     while True:
-        c = yield
+        c = yield _PLAIN
         if c == '"':
             tell(c)
             return (yield)

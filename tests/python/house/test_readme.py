@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -36,17 +38,26 @@ def test_a_block_runs_as_it_stands(block: tuple[str, str], tmp_path: Path) -> No
     path = os.pathsep.join(p for p in sys.path if p)
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     if language == "sh":
-        command = tmp_path / "bin" / "specrs"
-        command.parent.mkdir()
-        command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m specrs "$@"\n')
-        command.chmod(0o755)
-        env["PATH"] = f"{command.parent}{os.pathsep}{env['PATH']}"
+        (tmp_path / "bin").mkdir()
+        for name, runs in {"specrs": f'"{sys.executable}" -m specrs', "python": f'"{sys.executable}"'}.items():
+            command = tmp_path / "bin" / name
+            command.write_text(f'#!/bin/sh\nexec {runs} "$@"\n')
+            command.chmod(0o755)
+        env["PATH"] = f"{tmp_path / 'bin'}{os.pathsep}{env['PATH']}"
         argv = ["sh", "-eux", "-c", code]
     else:
         argv = [sys.executable, "-c", code]
-    done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr and done.stdout.strip()
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        argv, cwd=tmp_path, env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    ) as run:
+        try:
+            out, err = run.communicate(timeout=600)
+        finally:
+            with suppress(ProcessLookupError):  # what a block has left behind: a server, where it failed
+                os.killpg(run.pid, signal.SIGKILL)
+    assert run.returncode == 0, err
+    assert "Traceback" not in err and out.strip()
 
 
 def test_blocks_that_build_name_targets_that_exist() -> None:
@@ -63,4 +74,4 @@ def test_blocks_that_build_name_targets_that_exist() -> None:
 def test_links_and_make_targets_exist() -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", TEXT):
         assert (ROOT / target).exists(), target
-    assert len(TEXT.splitlines()) <= 170
+    assert len(TEXT.splitlines()) <= 225

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from serve_fuzz import damaged, encode
 from serve_world import Running, running
 from specrs.engine import AsyncLLM
 from specrs.serve.calling import Manner, Speaking
@@ -203,6 +206,25 @@ def test_tools_that_are_none(hermes: Running, param: str, body: dict[str, Any]) 
     assert error["param"] == param and error["message"].startswith(param), error
 
 
+def test_no_nonsense_is_a_fault_of_the_server(hermes: Running) -> None:
+    whole = {"type": "function", "function": {"name": "f", "description": "d", "strict": True, "parameters": {
+        "type": "object", "properties": {"a": {"type": "string", "enum": ["x"]}, "b": {"$ref": "#/$defs/c"}},
+        "required": ["a"], "$defs": {"c": {"type": "array", "items": {"type": "integer"}}}}}}  # fmt: skip
+    base = {"messages": USER, "max_tokens": 2, "tools": [whole, NOW], "parallel_tool_calls": False}
+    answers = Counter[int]()
+    for seed in range(250):
+        rng = random.Random(seed)
+        body = json.loads(json.dumps({**base, "tool_choice": rng.choice(["auto", "required", NAMED, "none"])}))
+        body["tools"][0]["function"]["name"] = rng.choice(["f", "get_weather"])
+        for _ in range(rng.randint(1, 2)):
+            listed = body.get("tools")
+            damaged(rng, listed if isinstance(listed, list) and rng.random() < 0.8 else body)
+        answer = hermes.client.post(PATH, content=encode(body), headers={"content-type": "application/json"})
+        assert answer.status_code in (200, 400), (body, answer.text)
+        answers[answer.status_code] += 1
+    assert answers[200] > 20 and answers[400] > 50, answers
+
+
 def test_schemas_that_cannot_be_kept(hermes: Running) -> None:
     def tool(schema: Any) -> dict[str, Any]:
         return {"type": "function", "function": {"name": "f", "parameters": schema}}
@@ -219,6 +241,10 @@ def test_schemas_that_cannot_be_kept(hermes: Running) -> None:
         assert hermes.post(PATH, **{**BASE, "tools": [tool(schema)], "max_tokens": 2}).status_code == 200
     error = hermes.refused(PATH, **{**BASE, "tools": [tool(deep)]})
     assert error["param"] == "tools" and "levels" in error["message"]
+    shouting = {"type": "object", "properties": {"description": {"type": "integer", "description": ":[" * 129}}}
+    [choice] = told(hermes, tools=[tool(shouting)], tool_choice="required", parallel_tool_calls=False, seed=1)
+    for text in (call["function"]["arguments"] for call in choice["message"].get("tool_calls", [])):
+        assert choice["finish_reason"] == "length" or jsonschema.validate(json.loads(text), shouting) is None
     empty = [tool({}), tool({"properties": {}})]
     for one in empty:
         assert hermes.post(PATH, **{**BASE, "tools": [one], "tool_choice": "required"}).status_code == 200
