@@ -214,6 +214,25 @@ fn what_cannot_be_honoured_is_refused_with_a_reason() {
 
 /// Where a vocabulary lacks the letters, the grammar ends in an error of its own, and stays there.
 #[test]
+fn text_without_a_choice_is_looked_at_as_far_as_it_is_cheap() {
+    let regex = |text: &str| Grammar::compile(&vocabulary(), &Form::Regex(text.into()), None);
+    let refused = regex("(a{1000}){1000}").unwrap_err();
+    assert!(matches!(&refused, Error::Grammar { why, .. } if why.contains("65536 bytes")), "{refused}");
+    // Behind a choice nobody knows before: it is looked at once.
+    let tracker = regex("[bc](a{300}){300}").unwrap().start(&[END]).unwrap();
+    assert_eq!(tracker.forced(), []);
+    tracker.commit(&[1]).unwrap();
+    assert_eq!(tracker.forced(), []);
+    let began = std::time::Instant::now();
+    for _ in 0..100 {
+        tracker.commit(&[0]).unwrap();
+        assert_eq!(tracker.forced(), []);
+    }
+    assert!(began.elapsed().as_secs() < 5, "{:?}", began.elapsed());
+    assert_eq!(allowed(&tracker, &[]), BTreeSet::from([0, 7]));
+}
+
+#[test]
 fn a_dead_end_is_an_error_of_the_request() {
     let tracker = regex("abz").start(&[END]).unwrap();
     let paths: [&[i32]; 3] = [&[3], &[0, 1], &[0]];

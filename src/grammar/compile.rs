@@ -24,6 +24,8 @@ const STACK: usize = 256 << 20;
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Grammars that are compiled at once, those that nobody waits for any more among them.
 const MAX_COMPILING: usize = 8;
+/// Bytes that may follow without a choice. Looking for them takes a microsecond each, at every step.
+pub(super) const LONGEST_FORCED: usize = 1 << 16;
 /// Characters of a reason at most.
 const MAX_WHY: usize = 400;
 /// Between two tokens of JSON by default: a space, or a line break and the indentation behind it. More would let a model
@@ -120,14 +122,16 @@ fn in_time(vocabulary: Vocabulary, grammar: TopLevelGrammar) -> std::result::Res
     let compiling = thread::Builder::new().name("specrs-grammar".into()).stack_size(STACK);
     let spawned = compiling.spawn(move || {
         let made = vocabulary.matcher(grammar);
+        let long = made.deep_clone().compute_ff_bytes().len() > LONGEST_FORCED;
         drop(turn);
-        _ = tell.send(made); // nobody waits any more, perhaps
+        let why = || format!("more than {LONGEST_FORCED} bytes of its text follow without a choice");
+        _ = tell.send(if long { Err(why()) } else { Ok(made) }); // nobody waits any more, perhaps
     });
     spawned.map_err(|error| format!("no thread to compile it in: {error}"))?;
     told.recv_timeout(PATIENCE).map_err(|error| match error {
         mpsc::RecvTimeoutError::Timeout => format!("takes longer than {} seconds to compile", PATIENCE.as_secs()),
         mpsc::RecvTimeoutError::Disconnected => "the parser of grammars failed".into(),
-    })
+    })?
 }
 
 impl Form {

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::compile::Grammar;
+use super::compile::{Grammar, LONGEST_FORCED};
 use super::cursor::Cursor;
 use crate::error::{Error, Result, in_range};
 use crate::round::TokenMask;
@@ -164,6 +164,10 @@ impl Tracker {
             return if let [end] = endings[..] { vec![Forced::Token(end)] } else { Vec::new() };
         }
         let mut bytes = ahead.forced();
+        if bytes.len() > LONGEST_FORCED {
+            state.ahead = None; // once, and never again
+            return Vec::new();
+        }
         bytes.truncate(MAX_FORCED);
         let mut found = Vec::new();
         for token in vocabulary.marked(&bytes) {
