@@ -74,5 +74,5 @@ $(NVCC_ENV)/.installed:
 
 $(VENV)/.built: $(BIN)/python $(NVCC_ENV)/.installed $(SOURCES)
 	NVCC="$$(echo $(CURDIR)/$(NVCC_ENV)/lib/python3*/site-packages/nvidia/cu13/bin/nvcc)" \
-	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/maturin develop --release --extras dev
+	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/maturin develop --release --extras dev,serve
 	touch $@
