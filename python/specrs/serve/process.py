@@ -29,6 +29,29 @@ _SWITCH = 5e-4  # seconds; Python's own 5e-3 is what an event loop may wait for 
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
 
 
+class _GivingWay:
+    """While servers run, threads of this process give way to each other sooner."""
+
+    def __init__(self) -> None:
+        self._lock, self._servers, self._before = threading.Lock(), 0, 0.0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._servers:
+                self._before = sys.getswitchinterval()
+                sys.setswitchinterval(min(self._before, _SWITCH))
+            self._servers += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._servers -= 1
+            if not self._servers:
+                sys.setswitchinterval(self._before)
+
+
+_GIVING_WAY = _GivingWay()
+
+
 def server(config: ServeConfig, engine: AsyncLLM | None = None) -> uvicorn.Server:
     """A uvicorn server, set up as `specrs serve` is: ``server(config).run()`` serves.
 
@@ -73,13 +96,9 @@ def server(config: ServeConfig, engine: AsyncLLM | None = None) -> uvicorn.Serve
             print(f"listening on {self.address}", file=sys.stderr, flush=True)
 
         async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-            """Serve until the end. Meanwhile threads of this process give way to each other sooner."""
-            before = sys.getswitchinterval()
-            sys.setswitchinterval(min(before, _SWITCH))
-            try:
+            """Serve until the end."""
+            with _GIVING_WAY:
                 await super().serve(sockets)
-            finally:
-                sys.setswitchinterval(before)
 
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:

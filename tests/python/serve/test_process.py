@@ -17,6 +17,9 @@ from typing import Any
 import httpx
 import pytest
 
+from serve_world import running
+from specrs.engine import AsyncLLM
+
 DEAD = """
 import sys
 from specrs import LedgerError
@@ -69,6 +72,19 @@ def test_sigterm_drains_and_ends_well(tmp_path: Path) -> None:
         assert 0.9 < time.monotonic() - began < 15 and err == ""
         logged = [json.loads(line) for line in out.splitlines()]
         assert [line["status"] for line in logged] == [401, 200] and logged[1]["finish"] == ["abort", "abort"]
+
+
+def test_threads_give_way_sooner_while_a_server_runs(engine: AsyncLLM, tmp_path: Path) -> None:
+    before = sys.getswitchinterval()
+    seen = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    with running(engine, tmp_path / "a") as first:
+        seen.append(sys.getswitchinterval())
+        with running(engine, tmp_path / "b"):
+            first.stop()
+            seen.append(sys.getswitchinterval())
+    assert seen == pytest.approx([min(before, 5e-4)] * 2) and sys.getswitchinterval() == before
 
 
 def test_an_engine_that_cannot_go_on_ends_the_process() -> None:
