@@ -95,7 +95,7 @@ pub(crate) fn tanh_vector<S: Simd>(s: S, x: S::f32s) -> S::f32s {
 }
 
 /// Cephes' `tanhf`, from the highest power down.
-const T: [f32; 5] = [-5.704_988_7e-3, 2.063_908_9e-2, -5.373_971_6e-2, 1.333_144_2e-1, -3.333_328_2e-1];
+const T: [f32; 5] = [-5.704_988_7e-3, 2.063_909e-2, -5.373_971_6e-2, 1.333_144_2e-1, -3.333_328e-1];
 /// Below, the polynomial.
 const TANH_SMALL: f32 = 0.625;
 
