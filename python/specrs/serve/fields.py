@@ -160,9 +160,9 @@ def prompt(name: str, value: Any, config: ServeConfig) -> list[str | list[int]]:
         raise bad(f"{name} has {len(value)} prompts: at most max_prompts = {config.max_prompts}", name)
     for i, one in enumerate(value):
         if not isinstance(one, str) and not (isinstance(one, list) and _ids(one)):
-            raise wrong(f"{name}[{i}]", one, "must be a text, or a list of token ids")
+            raise bad(f"{name}[{i}] = {shown(one)}: must be a text, or a list of token ids", name)
         if not one:
-            raise wrong(f"{name}[{i}]", one, "is empty: there is nothing to continue")
+            raise bad(f"{name}[{i}] = {shown(one)}: is empty: there is nothing to continue", name)
     return value
 
 

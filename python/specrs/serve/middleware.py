@@ -69,12 +69,19 @@ class Guarded:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As ASGI calls it."""
-        guarded = scope["type"] == "http" and scope["method"] != "OPTIONS" and _GUARDED.match(scope["path"])
+        guarded = scope["type"] == "http" and scope["method"] != "OPTIONS" and _GUARDED.match(_routed(scope))
         if guarded and not self._keys.accept(_presented(scope)):
             told = RequestError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
             await refuse(scope, receive, send, told, [(b"www-authenticate", b"Bearer")])
             return
         await self._app(scope, receive, send)
+
+
+def _routed(scope: Scope) -> str:
+    """The path that routes are found by: where the application stands below another's path, without that."""
+    path, root = str(scope["path"]), str(scope.get("root_path", ""))
+    rest = path[len(root) :]
+    return rest if root and path.startswith(root) and rest.startswith("/") else path
 
 
 def _presented(scope: Scope) -> bytes:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from specrs._specrs import ConfigError
 from specrs.serve.app import MISSING, app, make_engine
 from specrs.serve.config import ServeConfig, is_loopback
+from specrs.serve.heads import protocol
 
 if TYPE_CHECKING:
     import uvicorn
@@ -146,7 +147,7 @@ def server(config: ServeConfig, engine: AsyncLLM | None = None) -> uvicorn.Serve
     return Server(
         uvicorn.Config(
             application, host=config.host, port=config.port, lifespan="on", log_config=None, access_log=False,
-            log_level="warning", ws="none", proxy_headers=False, server_header=False,
+            log_level="warning", http=protocol(), ws="none", proxy_headers=False, server_header=False,
             timeout_graceful_shutdown=_GRACE, timeout_keep_alive=30,
         )
     )  # fmt: skip

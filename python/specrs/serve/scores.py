@@ -55,6 +55,8 @@ class Columns:
         found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, scored in zip(tokens, scores, strict=True):
             spelled = self._spell(token) if scored is None else scored[token].bytes
+            if token not in self._silent:
+                self._broken_off(spelled)
             found["tokens"].append(self._names(token, spelled))
             found["text_offset"].append(self._at)
             found["token_logprobs"].append(None if scored is None else finite(scored[token].logprob))
@@ -62,6 +64,11 @@ class Columns:
             if token not in self._silent:
                 self._at += len(self._decoder.decode(spelled or b""))
         return found
+
+    def _broken_off(self, spelled: bytes | None) -> None:
+        """Count what stands for a character that began before, and that these bytes do not go on with."""
+        if spelled and not 0x80 <= spelled[0] < 0xC0 and self._decoder.getstate()[0]:
+            self._at += len(self._decoder.decode(b"", final=True))
 
     def _top(self, scored: TokenLogprobs) -> dict[str, float]:
         """The most probable ones, and the token itself; of tokens that are written alike, the more probable one."""

@@ -155,7 +155,8 @@ class Service:
         if len(text) > most:
             message = f"{param} has {len(text)} characters: at most max_prompt_chars = {most}"
             raise bad(message, param, "context_length_exceeded")
-        return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
+        # As a batch of one: `encode` keeps the interpreter's lock, and with it the event loop and the engine's thread.
+        return list(self.tokenizer.encode_batch([text], add_special_tokens=special)[0].ids)
 
     def prepared(self, wish: Wish) -> Wish:
         """A wish whose texts are tokens, so that the engine's thread need not make them. In the pool's threads."""
@@ -178,7 +179,7 @@ class Service:
 
     def decode(self, ids: Sequence[int], skip_special: bool) -> str:
         """Text of tokens, in the pool's threads."""
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=skip_special))
+        return str(self.tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special)[0])
 
     async def pooled(self, work: Callable[[], _T]) -> _T:
         """What a function gives, run in the pool."""

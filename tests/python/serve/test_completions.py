@@ -9,6 +9,7 @@ import pytest
 from serve_world import Running
 from specrs import LLM, SamplingParams
 from specrs.serve.reply import spec_stats
+from specrs.serve.scores import Columns, Names
 
 PATH = "/v1/completions"
 PROMPT = "def fibonacci(n):"
@@ -211,6 +212,16 @@ def test_tokens_by_id_and_prompt_scores(web: Running, plain: LLM) -> None:
     ids = plain.encode(PROMPT)
     assert choice["prompt_logprobs"][0] is None and list(choice["prompt_logprobs"][1]) == [str(ids[1])]
     assert web.refused(PATH, prompt=PROMPT, prompt_logprobs=1, stream=True)["param"] == "prompt_logprobs"
+
+
+def test_offsets_behind_characters_that_break_off() -> None:
+    """Tokens of one character begin together; what a broken one leaves is a character of the text, too."""
+    spelled = [b"a", b"\xf0\x9f", b"\x98\x80", b"b", b"\xf0\x9f", b"'", b"\xe2", b"\xf0\x9f\x98\x80c", b"\xff", b"d"]
+    columns = Columns(Names(), spelled.__getitem__, frozenset(), 0)
+    found = [columns.of([i], [None])["text_offset"][0] for i in range(len(spelled))]
+    text = b"".join(spelled).decode("utf-8", "replace")
+    assert text == "a\U0001f600b\ufffd'\ufffd\U0001f600c\ufffdd"
+    assert found == [0, 1, 1, 2, 3, 4, 5, 6, 8, 9] and found[-1] == text.index("d")
 
 
 def test_no_token_left_is_the_request_s_fault(web: Running) -> None:
