@@ -186,6 +186,9 @@ impl Accepts {
     }
 }
 
+/// Tokens of a tree's nodes, and behind each the likeliest.
+type Likeliest = (Vec<i32>, Vec<Vec<u32>>);
+
 /// Of some `requests` (rows of the batch) the tokens of their trees' nodes, and for each node the tokens of its `count` largest
 /// logits: the largest first, of equal ones the lower token first, as many as there are; none where the row of logits has
 /// NaN or no finite value. `logits` is float32 [sum of sizes, vocab], one row a node.
@@ -197,7 +200,7 @@ pub(super) fn likeliest(
     logits: &Bound<'_, PyAny>,
     requests: Vec<Int>,
     count: Int,
-) -> PyResult<Vec<(Vec<i32>, Vec<Vec<u32>>)>> {
+) -> PyResult<Vec<Likeliest>> {
     let trees = &trees.get().0;
     let logits = Tensor::import(logits, "logits", None)?;
     let [_, vocab] = logits.dims("shape [nodes, vocab]")?;
