@@ -127,8 +127,12 @@ fn in_time(vocabulary: Vocabulary, grammar: TopLevelGrammar) -> std::result::Res
         let why = || format!("more than {LONGEST_FORCED} bytes of its text follow without a choice");
         _ = tell.send(if long { Err(why()) } else { Ok(made) }); // nobody waits any more, perhaps
     });
-    spawned.map_err(|error| format!("no thread to compile it in: {error}"))?;
-    told.recv_timeout(PATIENCE).map_err(|error| match error {
+    let thread = spawned.map_err(|error| format!("no thread to compile it in: {error}"))?;
+    let made = told.recv_timeout(PATIENCE);
+    if made.is_ok() {
+        _ = thread.join(); // it is at its end: its stack is free when the next one wants one
+    }
+    made.map_err(|error| match error {
         mpsc::RecvTimeoutError::Timeout => format!("takes longer than {} seconds to compile", PATIENCE.as_secs()),
         mpsc::RecvTimeoutError::Disconnected => "the parser of grammars failed".into(),
     })?
