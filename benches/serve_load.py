@@ -1,15 +1,17 @@
 """`specrs serve` under load: every token checked against `LLM.generate`, and what serving costs the engine.
 
-This process has the engine and the server; clients are processes of their own (`serve_drive`), over loopback. Requests
-are seeded: texts, token ids and conversations, greedy and sampled, with stops, penalties, ``n``, logprobs; streams and
-whole answers; readers that are slow, that leave, that vanish within a request; bad requests, whose refusal is checked.
+The server runs in this process, its engine in one of its own, as `specrs serve` has them; clients are further processes
+(`serve_drive`), over loopback. Requests are seeded: texts, token ids and conversations, greedy and sampled, with stops,
+penalties, ``n``, logprobs; streams and whole answers; readers that are slow, that leave, that vanish within a request;
+bad requests, whose refusal is checked.
 
 1. closed loop: so many streams, each with its next request at once
 2. open loop: Poisson arrivals at a share of what the closed loop served a second
 3. overload: Poisson arrivals at more than that, with a short queue: 429 and ``Retry-After``, then again
 4. `LLM.generate` of the same prompts and parameters, alone; all outputs must be equal, those that were left be prefixes
-5. what serving costs: the same requests, one for each stream, plainly decoded, by `LLM.step` alone, by `AsyncLLM`, and
-   over HTTP, taking turns; the median step with all of them running
+5. what serving costs: the same requests, one for each stream, plainly decoded, by `LLM.generate` alone, by `AsyncLLM`
+   in a thread and in a process, and over HTTP, taking turns; with all of them running, the median step, and the median
+   turn, which is from the beginning of a step to that of the next one and has all that lies between
 
 Behind each served phase `audit()` must find no page, no sequence and no lease.
 
@@ -40,36 +42,55 @@ from serve_cases import CHAT_TEMPLATE, FATES, MODEL, Case, case
 from serve_client import percentile
 from serve_drive import lag
 from specrs import LLM, AsyncLLM, RequestOutput, SamplingParams, assets
+from specrs.engine.worker import Step
 
 HERE = Path(__file__).parent
 LAG_GOAL, SLOWED_GOAL = 5e-3, 0.03
+Make = Callable[..., AsyncLLM]
 
 
 @dataclass
 class Steps:
-    """Of an engine while it is watched: when each step began, how long it took, its tokens and running requests."""
+    """Of an engine while it is watched: each step, and how many outputs went on in it."""
 
+    began: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     running: list[int] = field(default_factory=list)
 
-    def full(self, rows: int) -> list[float]:
-        """Seconds of the steps that gave each of so many requests one token: no prompt was read in them."""
-        return [s for s, t, r in zip(self.seconds, self.tokens, self.running, strict=True) if t == r == rows]
+    def told(self, step: Step) -> None:
+        """As an `AsyncLLM` tells."""
+        self.add(step.began, step.seconds, step.tokens, len(step.gaps))
+
+    def add(self, began: float, seconds: float, tokens: int, running: int) -> None:
+        """One more."""
+        for kept, value in zip((self.began, self.seconds, self.tokens, self.running),
+                               (began, seconds, tokens, running), strict=True):  # fmt: skip
+            kept.append(value)
+
+    def full(self, rows: int) -> list[int]:
+        """Which steps gave each of so many requests one token: no prompt was read in them."""
+        return [i for i, (t, r) in enumerate(zip(self.tokens, self.running, strict=True)) if t == r == rows]
+
+    def medians(self, rows: int) -> dict[str, float]:
+        """Of full steps: the median step, the median turn, where the next step is a full one too, and their number."""
+        full = self.full(rows)
+        turns = [self.began[i + 1] - self.began[i] for i in full if i + 1 in set(full)]
+        step = statistics.median(self.seconds[i] for i in full)
+        return {"step": step, "turn": statistics.median(turns), "full_steps": len(full)}
 
 
 @contextmanager
 def watched(llm: LLM) -> Iterator[Steps]:
-    """Times each step, where it is made: whoever calls, in whichever thread."""
+    """Times each step of an engine that is used directly."""
     steps, scheduler = Steps(), llm._scheduler
     step = scheduler.step
 
     def timed() -> Any:
         began = time.perf_counter()
         events = step()
-        steps.seconds.append(time.perf_counter() - began)
-        steps.tokens.append(sum(len(e.token_ids) for e in events))
-        steps.running.append(sum(bool(e.token_ids) for e in events))
+        steps.add(began, time.perf_counter() - began, sum(len(e.token_ids) for e in events),
+                  sum(bool(e.token_ids) for e in events))  # fmt: skip
         return events
 
     scheduler.step = timed  # type: ignore[method-assign]
@@ -87,12 +108,12 @@ def chat_model(folder: Path) -> Path:
     return folder
 
 
-async def serving(llm: LLM, work: Callable[[AsyncLLM, int], Awaitable[None]], **limits: Any) -> dict[str, int]:
+async def serving(make: Make, work: Callable[[AsyncLLM, int], Awaitable[None]], **limits: Any) -> dict[str, int]:
     """Serve while ``work`` runs, given the engine and the port; the audit behind it."""
     from specrs.serve import ServeConfig, server
     from specrs.serve.process import listener
 
-    engine = AsyncLLM(llm, **limits)
+    engine = make(**limits)
     config = ServeConfig(served_names=(MODEL,), port=0, log="none")
     sock = listener(config)
     try:
@@ -233,16 +254,20 @@ def times(records: list[dict[str, Any]], lags: list[float], seconds: float, step
     }
 
 
-def phase(llm: LLM, args: argparse.Namespace, first: int, count: int, rate: float, waiting: int) -> tuple[Any, ...]:
+def phase(make: Make, args: argparse.Namespace, first: int, count: int, rate: float, waiting: int) -> tuple[Any, ...]:
     """Serve a range of cases; their records, the figures, what the audit found."""
     records: list[dict[str, Any]] = []
     lags: list[float] = []
+    steps, spent = Steps(), []
 
     async def work(engine: AsyncLLM, port: int) -> None:
         clock = asyncio.ensure_future(lag(lags))
+        began = time.perf_counter()
         more = ["--seed", str(args.seed), "--most", str(args.most), "--rate", str(rate / args.clients)]
         more += ["--fates", json.dumps(args.fates)]
-        records.extend(await drive(port, args.clients, args.streams, first, count, *more))
+        with engine.watching_steps(steps.told):
+            records.extend(await drive(port, args.clients, args.streams, first, count, *more))
+        spent.append(time.perf_counter() - began)
         clock.cancel()
         for _ in range(200):  # readers that left at the very end may not be noticed yet
             stats = engine.stats()
@@ -250,13 +275,10 @@ def phase(llm: LLM, args: argparse.Namespace, first: int, count: int, rate: floa
                 break
             await asyncio.sleep(0.05)
 
-    began = time.perf_counter()
-    with watched(llm) as steps:
-        audit = run(serving(llm, work, max_waiting=waiting))
-    seconds = time.perf_counter() - began
+    audit = run(serving(make, work, max_waiting=waiting))
     client = [s for r in records if "lags" in r for s in r["lags"]]
     records = [r for r in records if "lags" not in r]
-    figures = times(records, lags, seconds, steps)
+    figures = times(records, lags, spent[0], steps)
     figures["client_lag_p99_seconds"] = percentile(client, 0.99)
     return records, figures, leaks(audit)
 
@@ -273,74 +295,82 @@ def run(work: Any) -> Any:
         loop.close()
 
 
-def slowed(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
-    """The median step of an engine with a request for each stream, alone, in its thread, and behind HTTP."""
-    rows, most = min(args.streams, llm.config.max_batch), args.slowed_tokens
+def slowed(llm: LLM, make: Make, args: argparse.Namespace) -> dict[str, Any]:
+    """The median step and turn of an engine with a request for each stream: alone, in a thread, in a process, behind
+    HTTP."""
+    rows, most = min(args.streams, args.max_batch), args.slowed_tokens
     params = SamplingParams(max_tokens=most, temperature=0, ignore_eos=True, speculative=False)
     prompts = [[1 + (7 * i + j) % 4000 for j in range(8)] for i in range(rows)]
     fields = {"max_tokens": most, "temperature": 0, "ignore_eos": True, "speculative": False}
 
-    def alone() -> None:
-        llm.generate(prompts, params, progress=False)
+    def alone() -> Steps:
+        with watched(llm) as steps:
+            llm.generate(prompts, params, progress=False)
+        return steps
 
-    def in_thread() -> None:
-        async def main() -> None:
-            engine = AsyncLLM(llm)
-            try:
+    def read_by(make: Make) -> Callable[[], Steps]:
+        def way() -> Steps:
+            steps = Steps()
 
-                async def read(prompt: list[int]) -> None:
-                    async for _ in engine.generate(prompt, params):
-                        pass
+            async def main() -> None:
+                engine = make()
+                try:
 
-                await asyncio.gather(*map(read, prompts))
-            finally:
-                await engine.aclose()
+                    async def read(prompt: list[int]) -> None:
+                        async for _ in engine.generate(prompt, params):
+                            pass
 
-        run(main())
+                    with engine.watching_steps(steps.told):
+                        await asyncio.gather(*map(read, prompts))
+                finally:
+                    await engine.aclose()
 
-    def http() -> None:
-        async def work(engine: AsyncLLM, port: int) -> None:
-            found = await drive(port, args.clients, rows, 0, rows, "--same", json.dumps([prompts, fields]))
-            bad = [r for r in found if "lags" not in r and ("fault" in r or r["status"] != 200)]
-            if bad:
-                raise RuntimeError(f"{len(bad)} of {rows} failed: {bad[0]}")
-
-        run(serving(llm, work))
-
-    def http_at(interval: float) -> Callable[[], None]:
-        def way() -> None:
-            before = sys.getswitchinterval()
-            sys.setswitchinterval(interval)
-            try:
-                http()
-            finally:
-                sys.setswitchinterval(before)
+            run(main())
+            return steps
 
         return way
 
-    ways = {"alone": alone, "thread": in_thread, "http": http}
-    ways |= {f"http, switch interval {interval:g} s": http_at(interval) for interval in args.intervals}
-    medians: dict[str, list[float]] = {name: [] for name in ways}
-    counts: dict[str, list[int]] = {name: [] for name in ways}
+    def http_of(make: Make) -> Callable[[], Steps]:
+        def way() -> Steps:
+            steps = Steps()
+
+            async def work(engine: AsyncLLM, port: int) -> None:
+                with engine.watching_steps(steps.told):
+                    found = await drive(port, args.clients, rows, 0, rows, "--same", json.dumps([prompts, fields]))
+                bad = [r for r in found if "lags" not in r and ("fault" in r or r["status"] != 200)]
+                if bad:
+                    raise RuntimeError(f"{len(bad)} of {rows} failed: {bad[0]}")
+
+            run(serving(make, work))
+            return steps
+
+        return way
+
+    def here(**limits: Any) -> AsyncLLM:
+        return AsyncLLM(llm, **limits)
+
+    ways = {"alone": alone, "thread": read_by(here), "process": read_by(make), "http": http_of(make)}
+    if args.with_thread:
+        ways["http, engine in a thread"] = http_of(here)
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
     for turn in range(args.turns + 1):
         for name, way in ways.items():
-            with watched(llm) as steps:
-                way()
-            full = steps.full(rows)
+            steps = way()
             if turn:
-                medians[name].append(statistics.median(full))
-                counts[name].append(len(full))
-    step = {name: statistics.median(each) for name, each in medians.items()}
+                found[name].append(steps.medians(rows))
+    step, turns = (
+        {name: statistics.median(one[what] for one in each) for name, each in found.items()}
+        for what in ("step", "turn")
+    )
     return {
         "rows": rows,
         "tokens_each": most,
         "turns": args.turns,
         "step_seconds": step,
-        "each_turn": medians,
-        "full_steps": counts,
-        "slowed_by_thread": step["thread"] / step["alone"] - 1,
-        "slowed_by_http": step["http"] / step["alone"] - 1,
-        "slowed": {name: seconds / step["alone"] - 1 for name, seconds in step.items()},
+        "turn_seconds": turns,
+        "each": found,
+        "slowed_step": {name: seconds / step["alone"] - 1 for name, seconds in step.items()},
+        "slowed_turn": {name: seconds / turns["alone"] - 1 for name, seconds in turns.items()},
     }
 
 
@@ -351,7 +381,11 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     records: dict[int, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         model = chat_model(Path(folder))
-        options = {"max_batch": args.max_batch, "max_context_len": 1024}
+        options: dict[str, Any] = {"max_batch": args.max_batch, "max_context_len": 1024}
+
+        def make(**limits: Any) -> AsyncLLM:
+            return AsyncLLM(model, assets.draft_dir(), process=True, **options, **limits)
+
         with LLM(model, assets.draft_dir(), **options) as llm:
             result |= {"engine": repr(llm).replace(str(model), "pystdlib-16m"), "threads": os.cpu_count()}
             shares = {"closed": 0.5, "open": 0.4, "overload": 0.1}
@@ -360,7 +394,7 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
                 count = round(args.requests * share)
                 rate = {"closed": 0.0, "open": 0.7 * capacity, "overload": 3.0 * capacity}[name]
                 waiting = 16 if name == "overload" else max(512, args.streams)
-                found, figures, leaked = phase(llm, args, first, count, rate, waiting)
+                found, figures, leaked = phase(make, args, first, count, rate, waiting)
                 capacity = capacity or figures["requests_per_second"]
                 figures["rate"] = rate or None
                 result["phases"][name] = figures
@@ -388,14 +422,14 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
             }
             if args.turns:
                 keep(result, wrong, args.no_write)  # should time run out
-                result["slowed"] = slowed(llm, args)
+                result["slowed"] = slowed(llm, make, args)
             wrong += [f"after all: {leak}" for leak in leaks({**llm.audit(), "waiting": llm.unfinished})]
     lags = {name: f["loop_lag_seconds"]["p99"] for name, f in result["phases"].items()}
     result["goals"] = {
         "loop_lag_p99_seconds": {"goal": LAG_GOAL, "got": max(lags.values()), "met": max(lags.values()) < LAG_GOAL},
     }
     if args.turns:
-        got = result["slowed"]["slowed_by_http"]
+        got = result["slowed"]["slowed_turn"]["http"]
         result["goals"]["slowed_by_http"] = {"goal": SLOWED_GOAL, "got": got, "met": got < SLOWED_GOAL}
     return result, wrong
 
@@ -411,9 +445,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--turns", type=int, default=3, help="of the comparison with an engine alone; 0: none")
     parser.add_argument("--slowed-tokens", type=int, default=48, help="tokens of each of its requests")
-    parser.add_argument(
-        "--intervals", type=json.loads, default=[], help="JSON: further switch intervals to compare, in s"
-    )
+    parser.add_argument("--with-thread", action="store_true", help="compare HTTP with the engine in a thread, too")
     parser.add_argument("--fates", type=json.loads, default=FATES, help="JSON: weight of each fate")
     parser.add_argument("--no-write", action="store_true", help="print the result instead of keeping it")
     return parser.parse_args(argv)

@@ -70,6 +70,11 @@ impl TreeShape {
         Ok(self.0.clamp_depth(depth.u32("depth")?).map(Self))
     }
 
+    /// For copies and pickles: configurations go to processes.
+    fn __getnewargs__(&self) -> (u32, u32, u32) {
+        (self.0.topk(), self.0.steps(), self.0.draft_tokens())
+    }
+
     fn __repr__(&self) -> String {
         format!("TreeShape(topk={}, steps={}, draft_tokens={})", self.0.topk(), self.0.steps(), self.0.draft_tokens())
     }

@@ -71,6 +71,16 @@ class Process:
         return self.process.wait(limit)
 
 
+def children(pid: int) -> list[int]:
+    """Processes that a process has started."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(stat.read_text().rsplit(")", 1)[1].split()[1]) == pid:
+                found.append(int(stat.parent.name))
+    return found
+
+
 @contextlib.contextmanager
 def process(folder: Path, *argv: str | Path, **more: Any) -> Iterator[Process]:
     """A server in a process, killed at the end where it is still there. Where somebody waited for it in vain, it says

@@ -58,6 +58,8 @@ def add_parser(commands: Any) -> None:
                         "the names of this machine)")  # fmt: skip
     p.add_argument("--cors-origin", action="append", metavar="ORIGIN", help="a web page that may ask; * for all")
     p.add_argument("--no-playground", action="store_true", help="no page to try the model on at /")
+    p.add_argument("--no-engine-process", action="store_true",
+                   help="run the engine in a thread of this process, not in a process of its own")  # fmt: skip
     options.add_device(p)
     options.add_threads(p)
     engine = p.add_argument_group("engine")
@@ -107,6 +109,8 @@ def config_of(args: argparse.Namespace) -> ServeConfig:
         given["keys"] = Keys(config.keys.digests + Keys.from_file(args.api_key_file).digests)
     if args.no_draft:
         given["speculative"] = False
+    if args.no_engine_process:
+        given["engine_process"] = False
     if args.no_playground:
         given["playground"] = False
     if args.allow_public_without_key:

@@ -1,11 +1,11 @@
 """The engine: batches of requests through prefill, draft, verify and commit. Imports torch.
 
-``llm`` is what users call, and ``aio`` in event loops, by a thread of its own (``worker``); ``prompts`` makes tokens
-of what they give. ``llm`` hands requests to ``scheduler``, which decides who runs; ``runner`` and ``drafter`` have the
-logic of a round, over ``pages`` and an ``executor``, which is a device (``host``: the CPU); ``request`` holds a
-request's state and the one function that commits tokens to it, ``draws`` what its tokens are drawn by, ``logprobs`` how
-probable they were, ``rounds`` what drafts came to; ``text`` turns tokens into text; ``policy`` picks trees
-by measured cost.
+``llm`` is what users call, and ``aio`` in event loops, by a thread of its own (``worker``) or by another process
+(``process`` here, ``child`` there, ``wire`` between them); ``prompts`` makes tokens of what they give. ``llm`` hands
+requests to ``scheduler``, which decides who runs; ``runner`` and ``drafter`` have the logic of a round, over ``pages``
+and an ``executor``, which is a device (``host``: the CPU); ``request`` holds a request's state and the one function
+that commits tokens to it, ``draws`` what its tokens are drawn by, ``logprobs`` how probable they were, ``rounds`` what
+drafts came to; ``text`` turns tokens into text; ``policy`` picks trees by measured cost.
 """
 
 from specrs.engine.aio import AsyncLLM, RequestStream
@@ -14,6 +14,7 @@ from specrs.engine.errors import (
     EngineClosedError,
     EngineFailedError,
     EngineOverloadedError,
+    EngineProcessError,
     StepFailedError,
 )
 from specrs.engine.llm import LLM
@@ -29,6 +30,7 @@ __all__ = [
     "EngineClosedError",
     "EngineFailedError",
     "EngineOverloadedError",
+    "EngineProcessError",
     "EngineStats",
     "FinishReason",
     "Logprob",

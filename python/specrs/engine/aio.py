@@ -1,8 +1,9 @@
 """``specrs.AsyncLLM``: an engine for programs that live in event loops.
 
-A `Worker` thread owns the `LLM`. Event loops put requests into its inbox; once a step it hands each loop everything
-that is new in one call. A reader that is slow finds the deltas of several steps merged into one event, so nothing
-piles up but the request's own tokens. What waits for the engine is bounded, and refused beyond that before it starts.
+A `Worker` thread owns the `LLM`, here or in a process of its own. Event loops put requests into its inbox; once a step
+it hands each loop everything that is new in one call. A reader that is slow finds the deltas of several steps merged
+into one event, so nothing piles up but the request's own tokens. What waits for the engine is bounded, and refused
+beyond that before it starts.
 """
 
 from __future__ import annotations
@@ -24,25 +25,31 @@ from specrs._specrs import ConfigError
 from specrs.chat import ChatTemplates, Messages
 from specrs.engine.errors import EngineClosedError, EngineFailedError, EngineOverloadedError
 from specrs.engine.llm import LLM
+from specrs.engine.process import EngineProcess, RemoteLLM
 from specrs.engine.prompts import Prompt
 from specrs.engine.request import RequestOutput, StreamEvent, TokenizedPrompt
 from specrs.engine.stats import RequestTimes, ServingStats
 from specrs.engine.worker import Abort, Add, Audit, News, Shutdown, StepWatch, Worker
+from specrs.models import LiveModel
 from specrs.sampling_params import SamplingParams
 
 _T = TypeVar("_T")
 _GRACE = 30.0  # seconds for the step that runs when the time to drain is over
 _AT_EXIT = 5.0  # seconds that the end of the process waits for the step that runs
 _SLICE = 16  # readers that a loop wakes in one turn: with 0.1 ms of work each, its timers are late by 2 ms
-_RUNNING: weakref.WeakSet[Worker] = weakref.WeakSet()
+_Engine = Worker | EngineProcess
+_RUNNING: weakref.WeakSet[_Engine] = weakref.WeakSet()
 
 
 class AsyncLLM:
-    """An `LLM` in a thread of its own, for any number of event loops.
+    """An `LLM` in a thread or a process of its own, for any number of event loops.
 
     Args:
         model: as `LLM` takes it; or an `LLM`, which nobody else may use until `aclose`, and which stays open then.
         draft, options: as `LLM` takes them.
+        process: whether the engine gets a process of its own. Then event loops and the engine do not wait for each
+            other's interpreter, and a crash of the engine is not theirs; it costs a second start of Python, and some
+            microseconds for each event. It takes the number of threads that this process has.
         max_waiting: most requests that wait for a place in the batch.
         max_waiting_tokens: most prompt tokens of those; one request may always wait, whatever its length.
         pool_threads: that render conversations and tokenise.
@@ -50,7 +57,8 @@ class AsyncLLM:
     The model is loaded here, which takes as long as `LLM` takes: in a loop that others use, call it in a thread.
 
     Raises:
-        ConfigError: limits below 1; and what `LLM` raises.
+        ConfigError: limits below 1; a model in memory for another process; and what `LLM` raises.
+        EngineProcessError: the engine's process ended while it loaded.
 
     Example:
         >>> async with AsyncLLM() as engine:
@@ -63,6 +71,7 @@ class AsyncLLM:
         model: str | Path | LLM | None = None,
         draft: str | Path | None = None,
         *,
+        process: bool = False,
         max_waiting: int = 512,
         max_waiting_tokens: int = 1 << 20,
         pool_threads: int = 2,
@@ -78,12 +87,25 @@ class AsyncLLM:
                 raise ConfigError(f"{given}: the LLM that is handed over has its own")
             if model.unfinished:
                 raise ConfigError(f"the LLM that is handed over has {model.unfinished} requests of its own")
-        llm = model if isinstance(model, LLM) else LLM(model, draft, **options)
-        self._llm = llm
+        if not isinstance(process, bool):
+            raise ConfigError(f"process = {process!r}: must be a bool")
+        if process and isinstance(model, (LLM, LiveModel)):
+            kind = type(model).__name__
+            raise ConfigError(f"process = True: the {kind} that is handed over is in this process's memory")
+        self._desk = desk = _Desk()
+        self._llm: LLM | RemoteLLM
+        self._worker: _Engine
+        worker: _Engine
+        if process:
+            self._worker = worker = apart = EngineProcess(
+                {"model": model, "draft": draft, **options}, desk.tell, desk.lose
+            )
+            self._llm = RemoteLLM(apart)
+        else:
+            self._llm = llm = model if isinstance(model, LLM) else LLM(model, draft, **options)
+            self._worker = worker = Worker(llm, desk.tell, close=llm is not model)
         self._most, self._most_tokens = max_waiting, max_waiting_tokens
         self._pool = ThreadPoolExecutor(pool_threads, thread_name_prefix="specrs-prompts")
-        self._desk = desk = _Desk()
-        self._worker = worker = Worker(llm, desk.tell, close=llm is not model)
         desk.inbox = worker.inbox
         worker.thread.start()
         # An engine that nobody closes ends with the last who knows it, or with the process.
@@ -158,9 +180,10 @@ class AsyncLLM:
         slot = self._desk.reserve(asyncio.get_running_loop(), RequestTimes(began), self._most, self._worker)
         held = None
         try:
-            if isinstance(params, SamplingParams) and params.structured_outputs is not None:
-                form = params.structured_outputs
-                held = await self._pooled(lambda: self._llm._grammars.held(form))  # compiled here, no step waits for it
+            llm = self._llm
+            if isinstance(llm, LLM) and isinstance(params, SamplingParams) and params.structured_outputs is not None:
+                grammars, form = llm._grammars, params.structured_outputs
+                held = await self._pooled(lambda: grammars.held(form))  # compiled here, no step waits for it
             prompt = await self._pooled(make) if pooled else make()
             self._desk.queue(slot, prompt, params, began, self._most_tokens)
             await slot.taken()
@@ -192,9 +215,8 @@ class AsyncLLM:
 
     @contextmanager
     def watching_steps(self, watch: StepWatch) -> Iterator[None]:
-        """Within the context, call ``watch`` with each step's tokens, read and written, and with the seconds that each
-        output which got some had waited for them: in the engine's thread, which it must not keep waiting, nor raise.
-        """
+        """Within the context, call ``watch`` with each `Step` that read or wrote tokens: in a thread which it must not
+        keep waiting, nor raise."""
         self._worker.watchers.append(watch)
         try:
             yield
@@ -213,9 +235,9 @@ class AsyncLLM:
         return self._llm.chat_templates
 
     @property
-    def llm(self) -> LLM:
+    def llm(self) -> LLM | RemoteLLM:
         """The engine itself, for what never changes: `LLM.device`, `LLM.numerics`, `LLM.default_sampling`. Whatever
-        steps, adds or aborts is the thread's alone."""
+        steps, adds or aborts is the thread's alone; where the engine has a process, it is not there."""
         return self._llm
 
     def __repr__(self) -> str:
@@ -398,7 +420,7 @@ class _Slot:
 class _Desk:
     """Between event loops and the worker: who waits for what. Its methods may be called from any thread."""
 
-    inbox: Any  # of the worker
+    inbox: Any  # of the worker, or of the process
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -408,7 +430,7 @@ class _Desk:
         self.closing = False
         self._hands: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Hand] = weakref.WeakKeyDictionary()
 
-    def reserve(self, loop: asyncio.AbstractEventLoop, times: RequestTimes, most: int, worker: Worker) -> _Slot:
+    def reserve(self, loop: asyncio.AbstractEventLoop, times: RequestTimes, most: int, worker: _Engine) -> _Slot:
         """A place in the queue."""
         with self._lock:
             self._check(worker)
@@ -433,7 +455,7 @@ class _Desk:
             self.waiting_tokens += tokens
             self.inbox.put(Add(slot.key, prompt, params, began))
 
-    def ask(self, loop: asyncio.AbstractEventLoop, worker: Worker) -> _Slot:
+    def ask(self, loop: asyncio.AbstractEventLoop, worker: _Engine) -> _Slot:
         """Ask for an audit."""
         with self._lock:
             self._check(worker)
@@ -441,7 +463,13 @@ class _Desk:
             self.inbox.put(Audit(slot.key))
             return slot
 
-    def _check(self, worker: Worker) -> None:
+    def lose(self, error: BaseException | None) -> None:
+        """The engine is gone, for this reason or as it was told: whoever still waits for something hears so."""
+        with self._lock:
+            keys = list(self._slots)
+        self.tell([News(k, error=EngineClosedError() if error is None else EngineFailedError(error)) for k in keys])
+
+    def _check(self, worker: _Engine) -> None:
         if self.closing:
             raise EngineClosedError
         if worker.fatal is not None:
@@ -528,7 +556,7 @@ class _Hand:
             self._handing = False
 
 
-def _abandon(worker: Worker) -> None:
+def _abandon(worker: _Engine) -> None:
     """Nobody closed the engine, and nobody can any more."""
     worker.inbox.put(Shutdown(time.monotonic()))
 

@@ -1,21 +1,71 @@
-"""What an `LLM` does with conversations: prompts by the model's chat template, then as with any prompt."""
+"""Texts and conversations: prompts by the model's tokenizer and chat template, then as with any prompt."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from specrs._specrs import ConfigError
 from specrs.chat import ChatTemplates, Messages
+from specrs.engine.errors import EngineClosedError
 from specrs.engine.prompts import Chats, Prompt
 from specrs.engine.request import RequestOutput, TokenizedPrompt
 from specrs.sampling_params import SamplingParams
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
-class Conversing(ABC):
-    """The part of `LLM` that takes messages in place of prompts."""
 
+class Tokenizing(ABC):
+    """The part of an engine that makes tokens of what users give. Any thread may call it at any time."""
+
+    tokenizer: Tokenizer | None
     _chats: Chats
+
+    @property
+    @abstractmethod
+    def closed(self) -> bool:
+        """Whether the engine was closed."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt, with the special tokens that the model's tokenizer adds."""
+        return self._encode(text, "prompt")
+
+    def _encode(self, text: str, where: str, special: bool = True) -> list[int]:
+        tokenizer = self.tokenizer
+        if self.closed:
+            raise EngineClosedError
+        if tokenizer is None:
+            raise ConfigError(
+                f"{where}: the model directory has no tokenizer.json; give prompts as token ids, or write one with "
+                "transformers: AutoTokenizer.from_pretrained(directory).save_pretrained(directory)"
+            )
+        try:
+            text.encode()
+        except UnicodeEncodeError as e:
+            raise ConfigError(f"{where}: not encodable as UTF-8 at character {e.start}: {e.reason}") from None
+        return list(tokenizer.encode(text, add_special_tokens=special).ids)
+
+    def _encode_chat(self, text: str, where: str) -> list[int]:
+        return self._encode(text, where, special=False)  # the template wrote its own
+
+    def chat_prompt(self, messages: Messages, **options: Any) -> TokenizedPrompt:
+        """What `LLM.chat` has the model continue: a prompt for `generate`, `stream` and `add`.
+
+        Any thread may call it at any time. messages: one conversation; options: of
+        `specrs.chat.ChatTemplates.render`.
+        """
+        return self._chats.prompt(messages, options, self._encode_chat)
+
+    @property
+    def chat_templates(self) -> ChatTemplates:
+        """The model's chat templates, which may be none. Raises ChatTemplateError where its files are malformed."""
+        return self._chats.templates
+
+
+class Conversing(Tokenizing):
+    """The part of `LLM` that takes messages in place of prompts."""
 
     @abstractmethod
     def generate(
@@ -27,13 +77,6 @@ class Conversing(ABC):
         progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Generate for each prompt."""
-
-    @abstractmethod
-    def _encode(self, text: str, where: str, special: bool = True) -> list[int]:
-        """Tokens of a text."""
-
-    def _encode_chat(self, text: str, where: str) -> list[int]:
-        return self._encode(text, where, special=False)  # the template wrote its own
 
     def chat(
         self,
@@ -70,16 +113,3 @@ class Conversing(ABC):
         return self.generate(
             self._chats.prompts(messages, options, self._encode_chat), params, on_error=on_error, progress=progress
         )
-
-    def chat_prompt(self, messages: Messages, **options: Any) -> TokenizedPrompt:
-        """What `chat` has the model continue: a prompt for `generate`, `stream` and `add`.
-
-        Any thread may call it at any time. messages: one conversation; options: of
-        `specrs.chat.ChatTemplates.render`.
-        """
-        return self._chats.prompt(messages, options, self._encode_chat)
-
-    @property
-    def chat_templates(self) -> ChatTemplates:
-        """The model's chat templates, which may be none. Raises ChatTemplateError where its files are malformed."""
-        return self._chats.templates

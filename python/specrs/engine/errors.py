@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specrs._specrs import SpecrsError
 
@@ -49,13 +49,34 @@ class StepFailedError(SpecrsError):
         self.output = output
         self.__cause__ = error
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.__cause__, self.output)
+
 
 class EngineFailedError(SpecrsError):
-    """An `AsyncLLM` that cannot go on: its GPU context, or its account of pages, is broken. ``__cause__`` says how.
+    """An `AsyncLLM` that cannot go on: its GPU context or its account of pages is broken, or its process has ended.
 
-    Every request of it gets this error, and every later one. What works is another process.
+    ``__cause__`` says how. Every request of it gets this error, and every later one. What works is another process.
     """
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(f"this engine cannot go on: {type(error).__name__}: {error}")
         self.__cause__ = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.__cause__,)
+
+
+class EngineProcessError(SpecrsError):
+    """The process of an `AsyncLLM` ended by itself: it was killed, say, where memory was short.
+
+    Attributes: `status`: its exit status; negative: the signal that killed it; ``None``: not known.
+    """
+
+    def __init__(self, status: int | None) -> None:
+        how = "" if status is None else f", by signal {-status}" if status < 0 else f", with status {status}"
+        super().__init__(f"the engine's process ended{how}; its stderr may say why")
+        self.status = status
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.status,)

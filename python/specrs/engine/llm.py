@@ -164,6 +164,11 @@ class LLM(Conversing):
 
     # -- lifetime -----------------------------------------------------------------------------------------------
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._parts is None
+
     def close(self) -> None:
         """Free weights and caches; requests that still run are dropped. Closing again does nothing.
 
@@ -474,25 +479,6 @@ class LLM(Conversing):
         """Check the page ledger against every sequence; raises LedgerError on a leak. Returns the pool's counts."""
         with self._turn():
             return self._runner.pages.pool.audit()
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, with the special tokens that the model's tokenizer adds."""
-        return self._encode(text, "prompt")
-
-    def _encode(self, text: str, where: str, special: bool = True) -> list[int]:
-        tokenizer = self.tokenizer
-        if self._parts is None:
-            raise EngineClosedError
-        if tokenizer is None:
-            raise ConfigError(
-                f"{where}: the model directory has no tokenizer.json; give prompts as token ids, or write one with "
-                "transformers: AutoTokenizer.from_pretrained(directory).save_pretrained(directory)"
-            )
-        try:
-            text.encode()
-        except UnicodeEncodeError as e:
-            raise ConfigError(f"{where}: not encodable as UTF-8 at character {e.start}: {e.reason}") from None
-        return list(tokenizer.encode(text, add_special_tokens=special).ids)
 
     def _request_params(self, params: object, where: str) -> ResolvedSampling:
         """Check a request's parameters against the model, and let it decide what they leave unset."""

@@ -91,6 +91,17 @@ class Chats:
         self._templates: ChatTemplates | None = None
 
     @property
+    def directory(self) -> Path:
+        """Of the model's files.
+
+        Raises:
+            ConfigError: it has none, since it is in memory.
+        """
+        if isinstance(self._model, LiveModel):
+            raise ConfigError(f"model = {self._model.name!r}: is in this process's memory, which another one lacks")
+        return self._model
+
+    @property
     def templates(self) -> ChatTemplates:
         """The model's templates, read once they are asked for."""
         if self._templates is None:

@@ -1,7 +1,7 @@
 """The thread that owns an `LLM`: it drains an inbox between steps, and tells once a step what came of everything.
 
-It knows nothing of event loops. What goes in and comes out are plain values, so that another boundary, a process say,
-can take the place of this one.
+It knows nothing of event loops, nor of processes. What goes in and comes out are plain values, which `process` takes
+to another process and back.
 """
 
 from __future__ import annotations
@@ -25,8 +25,26 @@ if TYPE_CHECKING:
     from specrs.sampling_params import SamplingParams
 
 _T = TypeVar("_T")
-StepWatch = Callable[[int, list[float]], None]
-"""Told of each step: the tokens that it read and wrote; and of each output that went on, the seconds since its last."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step did.
+
+    Attributes:
+        began: on the performance counter.
+        seconds: that it took.
+        tokens: of prompts that it read and outputs that it wrote.
+        gaps: of each output that went on, the seconds since it last did.
+    """
+
+    began: float
+    seconds: float
+    tokens: int
+    gaps: list[float]
+
+
+StepWatch = Callable[[Step], None]
 
 
 @dataclass(frozen=True)
@@ -60,13 +78,13 @@ class Shutdown:
     until: float
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class News:
-    """Of one request, or the answer to one question.
+    """Of one request, or the answer to one question. There is one for each output of a step: it is made quickly.
 
     Attributes:
         key: the sender's.
-        times: of the request so far; a copy.
+        times: of the request so far, a copy; ``None``: as they were.
         event: its progress; the last one has its output.
         error: it ended with, or the question did; nothing follows.
         answer: to a question.
@@ -100,13 +118,19 @@ class _Live:
         """As events name them."""
         return self.requests[0].request_id
 
+    def admit(self) -> bool:
+        """Note when it left the queue, once it has; whether it has."""
+        self.times.admitted = self.requests[0].started
+        return self.times.admitted is not None
+
 
 class Worker:
     """An engine and its thread.
 
     Args:
         llm: from now on used by the thread alone.
-        tell: called once a step, by the thread, with everything that is new; it must not wait, nor raise.
+        tell: called once a step, by the thread, with everything that is new, which may be nothing; it must not wait,
+            nor raise.
         close: whether the engine is closed at the end.
     """
 
@@ -123,6 +147,7 @@ class Worker:
         self.steps, self.last_step = 0, 0.0
         self.watchers: list[StepWatch] = []
         self._gaps: list[float] = []  # of the turn
+        self._stepped: float | None = None  # when the turn's step began, on the performance counter
         self.step_began: float | None = None  # on the monotonic clock, while one runs
         self.thread = threading.Thread(target=self._run, name="specrs-engine", daemon=True)
 
@@ -159,13 +184,19 @@ class Worker:
         self._flush()
         return self._until is None or bool(self._live)
 
+    @property
+    def live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._live)
+
     def _count(self, before: EngineStats, now: EngineStats) -> None:
         """Tell whoever looks on what the turn's step read and wrote."""
         tokens = now.prefilled + now.generated - before.prefilled - before.generated
         gaps, self._gaps = self._gaps, []
-        if tokens > 0:
+        if tokens > 0 and self._stepped is not None:
+            step = Step(self._stepped, self.last_step, tokens, gaps)
             for watch in self.watchers:
-                watch(tokens, gaps)
+                watch(step)
 
     def _listen(self) -> None:
         """Everything in the inbox; waits for it where nothing runs."""
@@ -209,7 +240,8 @@ class Worker:
         self._news.append(News(message.key, replace(times)))  # taken
 
     def _step(self) -> None:
-        began = self.step_began = time.monotonic()
+        self.step_began = time.monotonic()
+        began = self._stepped = time.perf_counter()
         try:
             events = _when_free(self._llm.step)
         except Exception as error:
@@ -218,45 +250,47 @@ class Worker:
         finally:
             self.step_began = None
             self.steps += 1
-            self.last_step = time.monotonic() - began
-        told = {key for event in events if (key := self._event(event)) is not None}
+            self.last_step = time.perf_counter() - began
+        now = time.perf_counter()
+        told = {self._event(event, now) for event in events}
         for key, live in self._live.items():
-            times, started = live.times, live.requests[0].started
-            if times.admitted is None and started is not None:
-                times.admitted = started
-                if key not in told:
-                    self._news.append(News(key, replace(times)))
+            if live.times.admitted is None and live.admit() and key not in told:
+                self._news.append(News(key, replace(live.times)))
 
-    def _event(self, event: StreamEvent, error: Exception | None = None) -> int | None:
+    def _event(self, event: StreamEvent, now: float, error: Exception | None = None) -> int | None:
         """Tell a request's progress; the key that it has, unless nobody knows the request."""
         key = self._keys.get(event.request_id)
         if key is None:
             return None
-        live, now = self._live[key], time.perf_counter()
+        live = self._live[key]
         times = live.times
-        times.admitted = live.requests[0].started if times.admitted is None else times.admitted
-        if times.first_token is None and event.token_ids:
-            times.first_token = now
+        changed = times.admitted is None and live.admit()
         if event.token_ids:
-            last, live.last[event.index] = live.last.get(event.index), now
+            if times.first_token is None:
+                times.first_token, changed = now, True
+            last = live.last.get(event.index)
+            live.last[event.index] = now
             if last is not None:
                 self._gaps.append(now - last)
-        if event.output is not None:
+        done = False
+        if event.output is not None or error is not None:
             live.open.discard(event.index)
-        done = not live.open or error is not None
-        if done:
-            times.finished = now
-            self._forget(key)
-        event = event if error is None else replace(event, output=None)
-        self._news.append(News(key, replace(times), event, error, done=done))
+            if error is not None:
+                event = replace(event, output=None)
+            done = error is not None or not live.open
+            if done:
+                times.finished, changed = now, True
+                self._forget(key)
+        self._news.append(News(key, replace(times) if changed else None, event, error, done=done))
         return key
 
     def _abort(self, key: int) -> None:
         """End a request. What comes of a round in flight may fail first; then once more."""
         if key not in self._live or self.fatal is not None:
             return
+        now = time.perf_counter()
         for event in self._ended(self._live[key].request_id):
-            self._event(event)
+            self._event(event, now)
 
     def _ended(self, request_id: int) -> list[StreamEvent]:
         """The last events of all outputs of a request that ends now."""
@@ -295,10 +329,11 @@ class Worker:
             # One that had ended by itself, in an earlier pass of the step, has its end.
             sound = [e for e in events if e.output is not None and e.output.finish_reason is not FinishReason.ABORT]
             broken = [e for e in events if e not in sound] or [StreamEvent(request_id, [], [])][len(events) :]
+            now = time.perf_counter()
             for event in sound:
-                self._event(event)
+                self._event(event, now)
             for event in broken[:1]:
-                self._event(event, StepFailedError(error, event.output))
+                self._event(event, now, StepFailedError(error, event.output))
 
     def _fault(self, error: Exception) -> BaseException | None:
         """What the engine cannot go on from: pages that do not add up, a CUDA context that nothing runs in any more."""
@@ -318,7 +353,8 @@ class Worker:
 
     def _flush(self) -> None:
         news, self._news = self._news, []
-        if news:
+        stepped, self._stepped = self._stepped is not None, None
+        if news or stepped:
             self._tell(news)
 
 

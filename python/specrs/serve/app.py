@@ -109,8 +109,8 @@ def _lifespan(config: ServeConfig, given: AsyncLLM | None) -> Any:
 def make_engine(config: ServeConfig) -> AsyncLLM:
     """The engine that a config asks for. Takes as long as `specrs.LLM` takes."""
     return AsyncLLM(
-        config.model, config.draft, speculative=config.speculative, max_waiting=config.max_waiting,
-        max_waiting_tokens=config.max_waiting_tokens, **config.engine,
+        config.model, config.draft, speculative=config.speculative, process=config.engine_process,
+        max_waiting=config.max_waiting, max_waiting_tokens=config.max_waiting_tokens, **config.engine,
     )  # fmt: skip
 
 

@@ -36,6 +36,8 @@ class ServeConfig:
 
     Attributes:
         model, draft, speculative: as `specrs.LLM` takes them.
+        engine_process: whether the engine gets a process of its own (`specrs.AsyncLLM`): it and HTTP do not wait
+            for each other.
         engine: options of `specrs.LLM`: ``device``, ``max_batch``, ``tree``, ...
         served_names: what requests may call the model, the first one in responses that ask for none; empty: the name
             of the model's directory, or ``org/name``.
@@ -79,6 +81,7 @@ class ServeConfig:
     model: str | None = None
     draft: str | None = None
     speculative: bool = True
+    engine_process: bool = True
     engine: Mapping[str, Any] = field(default_factory=dict)
     served_names: Sequence[str] = ()
     chat_template: str | None = None

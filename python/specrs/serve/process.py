@@ -89,10 +89,10 @@ def server(config: ServeConfig, engine: AsyncLLM | None = None) -> uvicorn.Serve
             if sockets is None:
                 self._own = listener(config)
                 sockets = [self._own]
+            self.address = _address(sockets[0])  # before it is `started`, which other threads may look at
             await super().startup(sockets)
             if self.should_exit:
                 return
-            self.address = _address(sockets[0])
             application.state.service.on_death.append(self._died)
             print(f"listening on {self.address}", file=sys.stderr, flush=True)
 

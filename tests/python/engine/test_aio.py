@@ -10,11 +10,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from aio_world import OPTIONS, clean, params, prompts, run
 from modelzoo import VOCAB, Pair
 from specrs import (
     LLM,
@@ -33,13 +34,6 @@ from specrs.engine import aio
 from specrs.engine.stats import RequestTimes
 from specrs.engine.worker import News, Worker
 
-OPTIONS: dict[str, Any] = {"tree": (3, 3, 9), "max_batch": 6, "page_size": 4, "prefill_chunk": 16}
-
-
-def run(work: Callable[[], Coroutine[Any, Any, Any]], limit: float = 240.0) -> Any:
-    """In a fresh loop; one that hangs fails."""
-    return asyncio.run(asyncio.wait_for(work(), limit))
-
 
 @pytest.fixture(scope="module")
 def llm(tiny: Pair) -> Iterator[LLM]:
@@ -47,23 +41,8 @@ def llm(tiny: Pair) -> Iterator[LLM]:
         yield engine
 
 
-def prompts(count: int, seed: int, longest: int = 40) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(VOCAB) for _ in range(rng.randint(1, longest))] for _ in range(count)]
-
-
-def params(count: int, seed: int, most: int = 30) -> list[SamplingParams]:
-    rng = random.Random(seed)
-    heat = (0.0, 0.7, 1.3)
-    return [SamplingParams(max_tokens=rng.randint(1, most), temperature=rng.choice(heat), seed=i) for i in range(count)]
-
-
 def tokens(events: list[StreamEvent]) -> list[int]:
     return [t for e in events for t in e.token_ids]
-
-
-def clean(audit: dict[str, int]) -> None:
-    assert audit["sequences"] == audit["leased_sequences"] == audit["held_pages"] == 0
 
 
 # -- load -----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from fault_world import NAME, chatty, clean, hosted, idle, process, run
+from fault_world import NAME, chatty, children, clean, hosted, idle, process, run
 from modelzoo import Pair, write_eagle3, write_target
 from serve_client import Answer, BadAnswer, Connection, Reply, complete, follow, start
 from specrs import LLM, LedgerError, SamplingParams
@@ -121,6 +121,35 @@ def test_killed_and_started_again(pair: Pair, llm: LLM, tmp_path: Path) -> None:
             assert second.port == first.port
             run(lambda: works(second.port))
             assert second.end() == 0
+
+
+def test_an_engine_process_that_is_killed(pair: Pair, llm: LLM, tmp_path: Path) -> None:
+    """Its requests are told, streaming or not, and the server ends, for whoever starts another."""
+    with process(tmp_path, pair.target, "--draft", pair.draft, *FLAGS) as server:
+        run(lambda: works(server.port))
+        (engine,) = children(server.process.pid)
+
+        async def kill() -> None:
+            reply, whole = Reply(), Connection("127.0.0.1", server.port)
+            connection = Connection("127.0.0.1", server.port)
+            answer = await start(connection, "/v1/completions", body(1500))
+
+            async def read() -> None:
+                async for _ in follow(connection, answer, reply, time.perf_counter()):
+                    pass
+
+            reading = asyncio.ensure_future(read())
+            asking = asyncio.ensure_future(whole.ask("POST", "/v1/completions", body(1500, stream=False)))
+            while not reply.outputs:
+                await asyncio.sleep(0.01)
+            os.kill(engine, signal.SIGKILL)
+            assert (await asking).status == 503
+            await asyncio.gather(reading, return_exceptions=True)
+            assert reply.error is not None and reply.error["code"] == "engine_unavailable"
+
+        run(kill)
+        assert server.process.wait(20) == 1
+        assert "cannot go on" in server.errors()
 
 
 @pytest.mark.parametrize("patience", [60, 1])

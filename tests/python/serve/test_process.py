@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from fault_world import children
 from serve_world import running
 from specrs.engine import AsyncLLM
 
@@ -88,7 +89,7 @@ def test_threads_give_way_sooner_while_a_server_runs(engine: AsyncLLM, tmp_path:
 
 
 def test_an_engine_that_cannot_go_on_ends_the_process() -> None:
-    with serving("--log", "none", code=DEAD) as (process, url):
+    with serving("--log", "none", "--no-engine-process", code=DEAD) as (process, url):
         assert httpx.post(f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
         dead = httpx.post(f"{url}/v1/completions", json={"prompt": "x", "seed": 666}, timeout=30)
         assert dead.status_code == 503 and dead.json()["error"]["code"] == "engine_unavailable"
@@ -96,6 +97,23 @@ def test_an_engine_that_cannot_go_on_ends_the_process() -> None:
         assert httpx.get(f"{url}/health").status_code == 503
         _, err = process.communicate(timeout=20)
         assert process.returncode == 1 and "cannot go on" in err
+
+
+def test_a_server_that_is_killed_leaves_no_engine() -> None:
+    with serving("--log", "none") as (process, url):
+        assert httpx.get(f"{url}/ready").status_code == 200
+        (engine,) = children(process.pid)
+        process.kill()
+        until = time.monotonic() + 30
+        while Path(f"/proc/{engine}").exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not Path(f"/proc/{engine}").exists()
+
+
+def test_an_engine_in_a_thread_where_that_is_asked_for() -> None:
+    with serving("--log", "none", "--no-engine-process", "--tree", "1,2,3") as (process, url):
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
+        assert not children(process.pid)
 
 
 @pytest.mark.parametrize("options,said", [

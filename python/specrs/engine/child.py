@@ -1,0 +1,142 @@
+"""The process of an engine that `AsyncLLM` keeps apart: an `LLM`, the `Worker` that owns it, and a socket.
+
+It ends when it is told to, or when the process that started it is gone, however that ended. Signals that a terminal or
+a supervisor sends to all processes of a service are the other one's to answer, which drains first.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from specrs._specrs import set_num_threads
+from specrs.engine.errors import EngineClosedError
+from specrs.engine.llm import LLM
+from specrs.engine.wire import Facts, Ready, Refused, Start, Turn, dumps, loads, packed, portable
+from specrs.engine.worker import Abort, Add, News, Shutdown, Step, Worker
+from specrs.sampling_params import SamplingParams
+
+_GRACE = 30.0  # seconds for the step that runs when the other process is gone
+_COMPILERS = 2  # threads
+
+
+class Child:
+    """Between the socket and the worker.
+
+    Args:
+        wire: to the process that started this one.
+        llm: whose requests come from there.
+    """
+
+    def __init__(self, wire: Connection, llm: LLM) -> None:
+        self._wire, self._llm = wire, llm
+        self._sending, self._lock = threading.Lock(), threading.Lock()
+        self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="specrs-grammars")
+        self._compiling: set[int] = set()  # keys of requests whose grammar is being compiled
+        self._held: dict[int, Any] = {}  # by key: compiled, for a request that the worker has not seen yet
+        self._made: list[Step] = []
+        self.worker = Worker(llm, self.tell, close=True)
+        self.worker.watchers.append(self._made.append)
+
+    def take(self, message: Any) -> None:
+        """What came: for the worker, once the grammar of a request is there; no step waits for that."""
+        if isinstance(message, Add) and isinstance(message.params, SamplingParams):
+            if message.params.structured_outputs is not None:
+                with self._lock:
+                    self._compiling.add(message.key)
+                self._compilers.submit(self._compile, message)
+                return
+        elif isinstance(message, Abort):
+            with self._lock:
+                if message.key in self._compiling:
+                    self._compiling.discard(message.key)
+                    return
+        self.worker.inbox.put(message)
+
+    def _compile(self, message: Add) -> None:
+        assert message.params is not None and message.params.structured_outputs is not None
+        held, error = None, None
+        try:
+            held = self._llm._grammars.held(message.params.structured_outputs)
+        except Exception as refusal:
+            error = refusal
+        with self._lock:
+            if message.key not in self._compiling:
+                return  # nobody wants it any more
+            self._compiling.discard(message.key)
+            if error is None and self.worker.thread.is_alive():
+                self._held[message.key] = held
+                self.worker.inbox.put(message)
+                return
+        self._send([News(message.key, error=error or EngineClosedError())], [])
+
+    def tell(self, news: list[News]) -> None:
+        """As `Worker` calls it."""
+        if self._held:
+            with self._lock:
+                for one in news:
+                    self._held.pop(one.key, None)
+        made = self._made[:]
+        self._made.clear()
+        self._send(news, made)
+
+    def _send(self, news: list[News], made: list[Step]) -> None:
+        worker = self.worker
+        fatal = None if worker.fatal is None else portable(worker.fatal)
+        turn = Turn(packed(news), worker.stats, worker.steps, worker.last_step, fatal, worker.live, made)
+        data = dumps(turn)
+        try:
+            with self._sending:
+                self._wire.send_bytes(data)
+        except OSError:
+            pass  # who would read is gone, which `_listen` notices
+
+
+def main(handle: int) -> None:
+    """Be the engine at the other end of a socket, until the end."""
+    for one in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(one, signal.SIG_IGN)
+    wire = Connection(handle)
+    there = threading.Event()
+    children: list[Child] = []
+    start: Start = wire.recv()
+    threading.Thread(target=_listen, args=(wire, there, children), name="specrs-wire", daemon=True).start()
+    torch.set_num_threads(start.torch_threads)
+    set_num_threads(start.threads)
+    try:
+        llm = LLM(**start.options)
+        child = Child(wire, llm)
+        ready = dumps(Ready(Facts.of(llm), child.worker.stats))
+    except BaseException as error:
+        wire.send_bytes(dumps(Refused(portable(error))))
+        os._exit(1)
+    children.append(child)
+    child.worker.thread.start()
+    wire.send_bytes(ready)
+    there.set()
+    child.worker.thread.join()
+    os._exit(0)  # the weights are freed; a compiler that still runs is nobody's
+
+
+def _listen(wire: Connection, there: threading.Event, children: list[Child]) -> None:
+    """Take what comes, until nobody is there to send it."""
+    try:
+        while True:
+            data = wire.recv_bytes()
+            there.wait()
+            children[0].take(loads(data))
+    except (EOFError, OSError):
+        pass
+    if not children:
+        os._exit(1)  # while the model was being loaded
+    worker = children[0].worker
+    worker.inbox.put(Shutdown(time.monotonic()))
+    worker.thread.join(_GRACE)
+    os._exit(1)
