@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -85,7 +86,9 @@ def test_threads_give_way_sooner_while_a_server_runs(engine: AsyncLLM, tmp_path:
         with running(engine, tmp_path / "b"):
             first.stop()
             seen.append(sys.getswitchinterval())
+            assert gc.get_freeze_count() > 10_000  # a collection need not go through modules and models
     assert seen == pytest.approx([min(before, 5e-4)] * 2) and sys.getswitchinterval() == before
+    assert gc.get_freeze_count() == 0
 
 
 def test_an_engine_that_cannot_go_on_ends_the_process() -> None:
