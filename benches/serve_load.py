@@ -225,12 +225,13 @@ def faults(one: Case, record: dict[str, Any] | None, want: RequestOutput | None)
 # -- phases ----------------------------------------------------------------------------------------------------------
 
 
-def times(records: list[dict[str, Any]], lags: list[float], seconds: float, steps: Steps) -> dict[str, Any]:
-    """Figures of a served phase."""
+def times(
+    records: list[dict[str, Any]], lags: list[float], seconds: float, steps: Steps, tokens: int
+) -> dict[str, Any]:  # fmt: skip
+    """Figures of a served phase, in which so many tokens were generated."""
     firsts = [r["first"] for r in records if r.get("first") is not None]
     gaps = [gap for r in records for gap, _ in r.get("gaps", ()) if r["fate"] != "slow"]
     each = [gap / n for r in records for gap, n in r.get("gaps", ()) if r["fate"] != "slow" and n]
-    tokens = sum(steps.tokens)
 
     def both(values: list[float]) -> dict[str, float]:
         return {"p50": percentile(values, 0.5), "p99": percentile(values, 0.99)}
@@ -258,7 +259,7 @@ def phase(make: Make, args: argparse.Namespace, first: int, count: int, rate: fl
     """Serve a range of cases; their records, the figures, what the audit found."""
     records: list[dict[str, Any]] = []
     lags: list[float] = []
-    steps, spent = Steps(), []
+    steps, spent, generated = Steps(), [], []
 
     async def work(engine: AsyncLLM, port: int) -> None:
         clock = asyncio.ensure_future(lag(lags))
@@ -274,11 +275,12 @@ def phase(make: Make, args: argparse.Namespace, first: int, count: int, rate: fl
             if not (stats.submitted or stats.engine.running or stats.engine.waiting):
                 break
             await asyncio.sleep(0.05)
+        generated.append(engine.stats().engine.generated)
 
     audit = run(serving(make, work, max_waiting=waiting))
     client = [s for r in records if "lags" in r for s in r["lags"]]
     records = [r for r in records if "lags" not in r]
-    figures = times(records, lags, spent[0], steps)
+    figures = times(records, lags, spent[0], steps, generated[0])
     figures["client_lag_p99_seconds"] = percentile(client, 0.99)
     return records, figures, leaks(audit)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
@@ -22,6 +23,7 @@ _MAX_REPETITION = 1e6
 _MAX_LOGPROBS = 20  # beside the chosen token
 _MAX_N = 4096
 _MAX_PRIORITY = 2**31
+_DECIMAL = re.compile("[0-9]{1,19}")
 
 
 def _refuse(name: str, value: object, why: str) -> ConfigError:
@@ -189,7 +191,7 @@ class SamplingParams:
         options = dict(options)
         bias = options.get("logit_bias")
         if isinstance(bias, Mapping):
-            numbers = {int(k) if isinstance(k, str) and k.isdecimal() else k: v for k, v in bias.items()}
+            numbers = {int(k) if isinstance(k, str) and _DECIMAL.fullmatch(k) else k: v for k, v in bias.items()}
             if len(numbers) < len(bias):
                 raise _refuse("logit_bias", bias, "names a token twice")
             options["logit_bias"] = numbers

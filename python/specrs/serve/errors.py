@@ -94,7 +94,9 @@ def of(error: BaseException, retry_after: float, param: str | None = None) -> Re
     if isinstance(error, ChatLimitError):
         return bad(str(error), "messages", "template_limit")
     if isinstance(error, ChatTemplateError):
-        return bad(_without_path(str(error)), "messages", "template_error")
+        told = _without_path(str(error))
+        of = "chat_template_kwargs" if told.startswith("chat_template_kwargs") else "messages"
+        return bad(told, of, "template_error")
     if isinstance(error, PoolExhaustedError):
         return bad(str(error), "max_tokens", "context_length_exceeded")
     if isinstance(error, ConfigError):

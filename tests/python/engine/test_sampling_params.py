@@ -93,6 +93,9 @@ def test_request_bodies_name_tokens_as_text() -> None:
         SamplingParams.from_dict({"logit_bias": {"7": 1, "07": 2}})
     with pytest.raises(ConfigError, match="'x'"):
         SamplingParams.from_dict({"logit_bias": {"x": 1}})
+    for key in ("\u0663", "9" * 5000, "7 ", "+7", "7_0", ""):  # digits of other scripts; more than int() takes
+        with pytest.raises(ConfigError, match="logit_bias"):
+            SamplingParams.from_dict({"logit_bias": {key: 1}})
 
 
 def test_unknown_names_are_refused() -> None:

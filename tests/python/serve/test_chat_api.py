@@ -77,6 +77,12 @@ def test_the_last_message_goes_on(web: Running, plain: LLM) -> None:
     assert web.refused(PATH, **body, add_generation_prompt=True)["code"] == "template_error"
 
 
+def test_variables_that_cannot_be_are_refused_by_name(web: Running) -> None:
+    for given in ({"messages": []}, {"tools": 1}):
+        refused = web.refused(PATH, messages=USER, chat_template_kwargs=given)
+        assert (refused["param"], refused["code"]) == ("chat_template_kwargs", "template_error"), refused
+
+
 def test_reasoning_effort_goes_to_a_template_that_reads_it(web: Running) -> None:
     ids = {
         effort: web.post(PATH, messages=USER, max_tokens=1, return_token_ids=True, reasoning_effort=effort).json()
