@@ -80,6 +80,7 @@ class _Live:
         drafted: whether a round has verified them.
         foretold: tokens that came as a source said first, one proposal after the other, none of them verified.
         purse: plain rounds that it may spend on asking, whatever its account holds.
+        asked: sources that were asked for the round.
         forced: what its grammar forces.
     """
 
@@ -92,6 +93,7 @@ class _Live:
     drafted: bool = False
     foretold: int = 0
     purse: float = 0.0
+    asked: list[int] = field(default_factory=list)
     forced: Part | None = None
 
 
@@ -165,6 +167,7 @@ class Gathering:
         self._worth = [_Worth() for _ in sources.all]
         self._live: dict[int, _Live] = {}
         self._batch = 1  # of the last round
+        self._terms: tuple[float, float] | None = None  # of this one: seconds of a request's plain round, its stake
 
     @property
     def names(self) -> list[str]:
@@ -187,8 +190,8 @@ class Gathering:
             idle: whether the round waits for the answer; else a device is busy meanwhile, and it costs nothing.
         """
         started = time.perf_counter()
+        self._batch, self._terms = len(batch), None
         each = [self._parts(r, len(batch)) for r in batch]
-        self._batch = len(batch)
         parts, forced = [told for told, _ in each], [forced for _, forced in each]
         if not any(one is not None for told in (*parts, forced) for one in told):
             return None
@@ -220,31 +223,36 @@ class Gathering:
                 live.purse = max(live.purse - took / plain, 0.0)
 
     def _parts(self, r: Request, batch: int) -> tuple[list[Part | None], Part | None]:
-        """What each source proposes, and what the request's grammar forces."""
+        """What each source proposes, and what the request's grammar forces. Most rounds of a request whose drafts lose
+        ask nobody, and must not notice this."""
         none: list[Part | None] = [None] * len(self.sources.all)
         if not r.params.speculative or r.max_depth < 1 or not (none or r.draws.grammar is not None):
             return none, None
         live = self._of(r, batch)
         self._judge(r, live)
-        policy, gate = self._policy, live.gate
-        plain = 0.0 if policy is None else policy.costs.plain(batch) / batch
-        # What asking takes leaves enough for a round that drafts; beside that, a request may ask now and then.
+        live.asked = []
+        due = [i for i, rest in enumerate(live.rest) if rest <= 0]
         left = math.inf
-        if policy is not None and gate is not None:
+        if self._policy is not None:
+            live.rest = [max(rest - 1, 0) for rest in live.rest]
+        if live.gate is not None:
             live.purse = min(live.purse + _ASKING, _PURSE)
-            left = max(self._account(r) - self._stake(policy, batch), live.purse) * plain
-        asking = 0.0
-        for i, told in enumerate(live.told):
-            if policy is not None and live.rest[i] > 0:
-                live.rest[i] -= 1
+        if due and self._policy is not None and live.gate is not None:
+            if self._terms is None:
+                plain = self._policy.costs.plain(batch) / batch
+                self._terms = plain, self._stake(self._policy, batch)
+            # What asking takes leaves enough for a round that drafts; beside that, a request may ask now and then.
+            left = max(live.gate.account(r.produced) - self._terms[1], live.purse) * self._terms[0]
+        for i in due:
+            if live.worth[i].seconds > left:
                 continue
-            if asking + live.worth[i].seconds > left:
-                continue
-            asking += live.worth[i].seconds
-            none[i] = told.propose(r.tokens, self._nodes - 1, min(self._depth, r.max_depth), self.sources.vocab_size)
+            left -= live.worth[i].seconds
+            live.asked.append(i)
+            depth = min(self._depth, r.max_depth)
+            none[i] = live.told[i].propose(r.tokens, self._nodes - 1, depth, self.sources.vocab_size)
         live.drafted = False
-        live.parts, live.at = none, len(r.tokens)
-        live.forced = self._forces(r)
+        live.parts, live.forced = none, self._forces(r)
+        live.at = len(r.tokens) if live.asked or live.forced is not None else 0
         return none, live.forced
 
     def _forces(self, r: Request) -> Part | None:
@@ -476,14 +484,23 @@ class Gathering:
             told.observe(*told_of[i])
         each = (time.perf_counter() - started) / len(learning)
         for i, told in learning:
-            for worth in (self._live[batch.requests[i].request_id].worth[told.index], self._worth[told.index]):
+            live = self._live[batch.requests[i].request_id]
+            for worth in (live.worth[told.index], self._worth[told.index]):
                 worth.watching += _LEARN * (each - worth.watching)
+            if told.index not in live.asked and self._policy is not None:
+                live.purse -= each * len(batch) / self._policy.costs.plain(len(batch))
 
     def _learning(self, r: Request) -> list[Told]:
+        """Sources that learn, of a request: those that were asked, and others while there is enough to ask as well."""
         live = self._live.get(r.request_id)
         if live is None:
             return []
-        return [t for t, rest in zip(live.told, live.rest, strict=True) if t.observes and t.drafting and not rest]
+        rich = live.gate is None or live.purse > _PURSE / 2
+        return [
+            t
+            for i, t in enumerate(live.told)
+            if t.observes and t.drafting and (i in live.asked or (rich and not live.rest[i]))
+        ]
 
     def forget(self, r: Request) -> None:
         """The request has ended."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import time
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -138,6 +139,32 @@ def test_a_source_that_observes_is_told_the_targets_likeliest_tokens(tiny: Pair)
     assert all(token in out.token_ids for token in roots) and following
     first = next(produced)
     assert roots[0] == first and rounds[0][1][0][0] == out.token_ids[1]
+
+
+@pytest.mark.parametrize("slow", ["propose", "observe"])
+def test_a_source_that_does_not_pay_is_neither_asked_nor_told(tiny: Pair, slow: str) -> None:
+    calls = {"propose": 0, "observe": 0}
+
+    class Dear(Likeliest):
+        def begin(self, request: DraftRequest) -> Any:
+            inner = super().begin(request)
+            wrong = Proposal([-1], [request.vocab_size - 1], [0.5])
+
+            def propose(nodes: int, depth: int) -> Proposal:
+                return called("propose") or wrong
+
+            inner.propose = propose  # type: ignore[method-assign]
+            inner.observe = lambda tokens, top: called("observe")  # type: ignore[method-assign]
+            return inner
+
+    def called(what: str) -> None:
+        calls[what] += 1
+        if what == slow:
+            time.sleep(0.005)  # as long as several plain rounds
+
+    params = SamplingParams(max_tokens=120, logit_bias={VOCAB - 1: -100.0}, ignore_eos=True)
+    out = engine(tiny, [Dear()]).generate([[1, 2, 3]], params)[0]
+    assert out.rounds >= 100 and 1 <= calls["propose"] <= 20 and calls["observe"] <= 20, (out.rounds, calls)
 
 
 def test_requests_that_want_none_are_not_drafted_for(tiny: Pair) -> None:
