@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from array import array
 from collections.abc import Iterable, Sequence
+from functools import partial
 from os import PathLike
+from typing import Any
 
 from specrs._specrs import CorpusDrafts, DraftCorpus, DraftProposal
 from specrs.drafters.protocol import DraftRequest
@@ -27,6 +30,11 @@ class CorpusDrafter:
 
     def __init__(self, path: str | PathLike[str], *, depth: int = 32, verify: bool = True) -> None:
         self.corpus, self.depth = DraftCorpus(path, verify), depth
+        self._made = os.path.abspath(path), depth, verify
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        path, depth, verify = self._made  # another process maps the same file
+        return partial(type(self), path, depth=depth, verify=verify), ()
 
     @staticmethod
     def build(path: str | PathLike[str], documents: Iterable[Sequence[int]], vocab_size: int) -> None:

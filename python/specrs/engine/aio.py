@@ -100,7 +100,11 @@ class AsyncLLM:
             self._worker = worker = apart = EngineProcess(
                 {"model": model, "draft": draft, **options}, desk.tell, desk.lose
             )
-            self._llm = RemoteLLM(apart)
+            try:
+                self._llm = RemoteLLM(apart)
+            except BaseException:
+                apart.kill()
+                raise
         else:
             self._llm = llm = model if isinstance(model, LLM) else LLM(model, draft, **options)
             self._worker = worker = Worker(llm, desk.tell, close=llm is not model)
@@ -252,16 +256,26 @@ class AsyncLLM:
                 ``finish_reason`` ``"abort"``.
 
         Raises:
-            TimeoutError: a step went on for 30 seconds beyond that; the thread ends by itself once it is over.
+            TimeoutError: a step went on for 30 seconds beyond that; the thread ends by itself once it is over. An
+                engine's process is killed instead.
         """
         wait = timeout if drain else 0.0
         self._desk.close(wait)
         thread = self._worker.thread
         await asyncio.get_running_loop().run_in_executor(None, thread.join, max(wait, 0.0) + _GRACE)
+        if thread.is_alive() and isinstance(self._worker, EngineProcess):
+            self.kill()  # it hangs, and need not
+            await asyncio.get_running_loop().run_in_executor(None, thread.join, _GRACE)
         if thread.is_alive():
             raise TimeoutError(f"the engine's step went on for {_GRACE} seconds after the time to drain")
         self._finalizer.detach()
         self._pool.shutdown(wait=False)
+
+    def kill(self) -> None:
+        """End the engine's process at once, whatever it is at: its requests get EngineFailedError. Does nothing where
+        the engine is a thread."""
+        if isinstance(self._worker, EngineProcess):
+            self._worker.kill()
 
     async def __aenter__(self) -> AsyncLLM:
         return self

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import threading
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
-from specrs._specrs import set_num_threads
+from specrs._specrs import ConfigError, set_num_threads
 from specrs.engine.errors import EngineClosedError
 from specrs.engine.llm import LLM
-from specrs.engine.wire import Facts, Ready, Refused, Start, Turn, dumps, loads, packed, portable
-from specrs.engine.worker import Abort, Add, News, Shutdown, Step, Worker
+from specrs.engine.wire import Facts, Ready, Refused, Sealed, Start, Told, Turn, dumps, loads, packed
+from specrs.engine.worker import Abort, Add, Audit, News, Shutdown, Step, Worker
+from specrs.grammar import StructuredOutputs
 from specrs.sampling_params import SamplingParams
 
 _GRACE = 30.0  # seconds for the step that runs when the other process is gone
@@ -46,31 +47,44 @@ class Child:
         self.worker = Worker(llm, self.tell, close=True)
         self.worker.watchers.append(self._made.append)
 
-    def take(self, message: Any) -> None:
+    def take(self, message: Sealed | Abort | Audit | Shutdown) -> None:
         """What came: for the worker, once the grammar of a request is there; no step waits for that."""
-        if isinstance(message, Add) and isinstance(message.params, SamplingParams):
-            if message.params.structured_outputs is not None:
-                with self._lock:
-                    self._compiling.add(message.key)
-                self._compilers.submit(self._compile, message)
+        if isinstance(message, Sealed):
+            try:
+                add = message.opened()
+            except Exception as error:
+                why = f"prompt, params: cannot be read in the engine's process: {type(error).__name__}: {error}"
+                self._send([News(message.key, error=ConfigError(why))], [])
                 return
-        elif isinstance(message, Abort):
+            if isinstance(add.params, SamplingParams) and add.params.structured_outputs is not None:
+                with self._lock:
+                    self._compiling.add(add.key)
+                self._compilers.submit(self._compile, add, add.params.structured_outputs)
+            else:
+                self.worker.inbox.put(add)
+            return
+        if isinstance(message, Abort):
             with self._lock:
-                if message.key in self._compiling:
-                    self._compiling.discard(message.key)
-                    return
+                waited = message.key in self._compiling
+                self._compiling.discard(message.key)
+            if waited:
+                self._send([News(message.key, done=True)], [])
+                return
         self.worker.inbox.put(message)
 
-    def _compile(self, message: Add) -> None:
-        assert message.params is not None and message.params.structured_outputs is not None
+    def _compile(self, message: Add, form: StructuredOutputs) -> None:
+        if message.key not in self._compiling:
+            return  # nobody wants it any more
         held, error = None, None
         try:
-            held = self._llm._grammars.held(message.params.structured_outputs)
+            held = self._llm._grammars.held(form)
         except Exception as refusal:
             error = refusal
+        except BaseException as panic:  # of the compiler
+            error = RuntimeError(str(panic))
         with self._lock:
             if message.key not in self._compiling:
-                return  # nobody wants it any more
+                return
             self._compiling.discard(message.key)
             if error is None and self.worker.thread.is_alive():
                 self._held[message.key] = held
@@ -90,38 +104,44 @@ class Child:
 
     def _send(self, news: list[News], made: list[Step]) -> None:
         worker = self.worker
-        fatal = None if worker.fatal is None else portable(worker.fatal)
-        turn = Turn(packed(news), worker.stats, worker.steps, worker.last_step, fatal, worker.live, made)
-        data = dumps(turn)
         try:
-            with self._sending:
-                self._wire.send_bytes(data)
+            with self._sending:  # what is told later is no older
+                fatal = None if worker.fatal is None else Told.of(worker.fatal)
+                turn = Turn(packed(news), worker.stats, worker.steps, worker.last_step, fatal, made)
+                self._wire.send_bytes(dumps(turn))
         except OSError:
             pass  # who would read is gone, which `_listen` notices
 
 
 def main(handle: int) -> None:
     """Be the engine at the other end of a socket, until the end."""
-    for one in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(one, signal.SIG_IGN)
+    os.set_inheritable(handle, False)
     wire = Connection(handle)
     there = threading.Event()
     children: list[Child] = []
-    start: Start = wire.recv()
-    threading.Thread(target=_listen, args=(wire, there, children), name="specrs-wire", daemon=True).start()
-    torch.set_num_threads(start.torch_threads)
-    set_num_threads(start.threads)
     try:
+        try:
+            data = wire.recv_bytes()
+        except (EOFError, OSError):
+            os._exit(1)
+        threading.Thread(target=_listen, args=(wire, there, children), name="specrs-wire", daemon=True).start()
+        try:
+            start: Start = loads(data)
+        except Exception as error:
+            why = f"options: cannot be read in the engine's process: {type(error).__name__}: {error}"
+            raise ConfigError(f"{why}; process = False (engine_process = False) takes them") from None
+        torch.set_num_threads(start.torch_threads)
+        set_num_threads(start.threads)
         llm = LLM(**start.options)
         child = Child(wire, llm)
         ready = dumps(Ready(Facts.of(llm), child.worker.stats))
     except BaseException as error:
-        wire.send_bytes(dumps(Refused(portable(error))))
+        wire.send_bytes(dumps(Refused(Told.of(error))))
         os._exit(1)
-    children.append(child)
     gc.collect()
     gc.freeze()  # modules and the model stay: a collection that goes through them holds a step up for 0.1 s
     child.worker.thread.start()
+    children.append(child)
     wire.send_bytes(ready)
     there.set()
     child.worker.thread.join()
@@ -129,7 +149,7 @@ def main(handle: int) -> None:
 
 
 def _listen(wire: Connection, there: threading.Event, children: list[Child]) -> None:
-    """Take what comes, until nobody is there to send it."""
+    """Take what comes, until nobody is there to send it. The process does not outlive this thread."""
     try:
         while True:
             data = wire.recv_bytes()
@@ -137,6 +157,9 @@ def _listen(wire: Connection, there: threading.Event, children: list[Child]) -> 
             children[0].take(loads(data))
     except (EOFError, OSError):
         pass
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
     if not children:
         os._exit(1)  # while the model was being loaded
     worker = children[0].worker

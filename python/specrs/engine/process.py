@@ -3,14 +3,14 @@ changes."""
 
 from __future__ import annotations
 
-import json
-import pickle
+import os
 import queue
 import socket
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
@@ -21,17 +21,22 @@ from specrs._specrs import ConfigError, num_threads
 from specrs.engine.conversing import Tokenizing
 from specrs.engine.errors import EngineProcessError
 from specrs.engine.prompts import Chats, load_tokenizer
-from specrs.engine.wire import Facts, Ready, Refused, Start, Turn, dumps, loads, unpacked
+from specrs.engine.wire import Facts, Ready, Refused, Sealed, Start, Turn, dumps, loads, unpacked
 from specrs.engine.worker import Abort, Add, Audit, News, Shutdown, StepWatch
 from specrs.models import follow_torch
 
 if TYPE_CHECKING:
     from specrs.engine.stats import EngineStats
 
-_BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from specrs.engine.child import main; main(int(sys.argv[2]))"
-)
+_BOOT = """
+import sys
+sys.path[:] = {path!r}
+import signal
+for one in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(one, signal.SIG_IGN)
+from specrs.engine.child import main
+main({handle})
+"""
 _ENDS = 60.0  # seconds for a process whose engine is closed to be gone; then it is killed
 
 Message = Add | Abort | Audit | Shutdown
@@ -58,14 +63,16 @@ class EngineProcess:
         lost: Callable[[BaseException | None], None],
     ) -> None:
         self._tell, self._lost = tell, lost
+        self.thread = threading.Thread(target=self._listen, name="specrs-engine", daemon=True)
         follow_torch()
         ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(theirs.fileno())],
-                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
-            )  # fmt: skip
         self._wire = Connection(ours.detach())
+        try:
+            with theirs:
+                self._process = _started(theirs.fileno())
+        except BaseException:
+            self._wire.close()
+            raise
         try:
             self._wire.send_bytes(_travels("options", Start(options, num_threads(), torch.get_num_threads())))
             told: Ready | Refused = self._wire.recv()
@@ -73,27 +80,31 @@ class EngineProcess:
             self._wire.close()
             raise EngineProcessError(self._ended()) from None
         except BaseException:  # an option that cannot travel; somebody who does not want to wait
-            self._wire.close()
-            self._process.kill()
-            self._process.wait()
+            self.kill()
             raise
         if isinstance(told, Refused):
             self._wire.close()
             self._ended()
-            raise told.error
+            raise told.error.error()
         self.facts: Facts = told.facts
         self.stats: EngineStats = told.stats
         self.steps, self.last_step = 0, 0.0
         #: As `Worker.fatal`.
         self.fatal: BaseException | None = None
         self.watchers: list[StepWatch] = []
-        #: Since when the engine has something to do and has told nothing, on the monotonic clock.
-        self.step_began: float | None = None
+        self._owed: set[int] = set()  # keys of requests and questions that the engine has not ended
+        self._told_at = 0.0  # when it last told something, or was first asked for something, on the monotonic clock
         #: Whether the process is there no more.
         self.gone = False
         self._closing = False
         self.inbox = _Outbox(self)
-        self.thread = threading.Thread(target=self._listen, name="specrs-engine", daemon=True)
+        me = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _forked(me()))
+
+    @property
+    def step_began(self) -> float | None:
+        """Since when the engine has something to do and has told nothing, on the monotonic clock."""
+        return self._told_at if self._owed else None
 
     @property
     def pid(self) -> int:
@@ -105,24 +116,39 @@ class EngineProcess:
         self.inbox.start(self._wire)
         try:
             while True:
-                turn: Turn = loads(self._wire.recv_bytes())
-                self.stats, self.steps, self.last_step = turn.stats, turn.steps, turn.last_step
-                self.fatal = self.fatal or turn.fatal
-                self.step_began = time.monotonic() if turn.live else None
-                for step in turn.made:
-                    for watch in self.watchers:
-                        watch(step)
-                self._tell(unpacked(turn.news))
+                self._turn(loads(self._wire.recv_bytes()))
         except (EOFError, OSError):
             pass
+        except BaseException as error:  # nobody may wait for ever
+            self.fatal = self.fatal or error
+            self._process.kill()
         self.inbox.stop()
-        self.step_began = None
         status = self._ended()
         if not self._closing or status:
             self.fatal = self.fatal or EngineProcessError(status)
+        self._owed.clear()
         self.gone = True
         self._lost(self.fatal)
         self._wire.close()
+
+    def _turn(self, turn: Turn) -> None:
+        self.stats, self.steps, self.last_step = turn.stats, turn.steps, turn.last_step
+        if self.fatal is None and turn.fatal is not None:
+            self.fatal = turn.fatal.error()
+        news = unpacked(turn.news)
+        self._owed.difference_update(one.key for one in news if one.last)
+        self._told_at = time.monotonic()
+        for step in turn.made:
+            for watch in self.watchers:
+                watch(step)
+        self._tell(news)
+
+    def kill(self) -> None:
+        """End the process at once, whatever it is at."""
+        self._process.kill()
+        self._process.wait()
+        if self.thread.ident is None:
+            self._wire.close()  # else its reader does
 
     def _ended(self) -> int | None:
         """The status of a process that has closed its socket."""
@@ -137,8 +163,10 @@ class EngineProcess:
         """Note what the engine is about to be told."""
         if isinstance(message, Shutdown):
             self._closing = True
-        elif isinstance(message, Add) and self.step_began is None:
-            self.step_began = time.monotonic()
+        elif isinstance(message, (Add, Audit)):
+            if not self._owed:
+                self._told_at = time.monotonic()
+            self._owed.add(message.key)
 
 
 class _Outbox:
@@ -177,9 +205,24 @@ class _Outbox:
 def _travels(what: str, message: object) -> bytes:
     """A message as it goes to the process. Raises ConfigError, by what it is of, where it cannot."""
     try:
-        return dumps(message)
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{what}: cannot go to the engine's process: {error}") from None
+        return dumps(Sealed.of(message) if isinstance(message, Add) else message)
+    except Exception as error:  # of a type's own, too
+        why = f"{what}: cannot go to the engine's process: {error}"
+        raise ConfigError(f"{why}; process = False (engine_process = False) takes them") from None
+
+
+def _started(handle: int) -> subprocess.Popen[bytes]:
+    """A process that is the engine at the other end of a socket; by this interpreter's flags, over the same modules."""
+    path = [entry for entry in sys.path if isinstance(entry, str)]
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    argv = [sys.executable, *flags, "-c", _BOOT.format(path=path, handle=handle)]
+    return subprocess.Popen(argv, pass_fds=[handle], stdin=subprocess.DEVNULL)
+
+
+def _forked(engine: EngineProcess | None) -> None:
+    """In a fork of this process, which must not keep the engine alive."""
+    if engine is not None and not engine.gone:
+        engine._wire.close()
 
 
 class RemoteLLM(Tokenizing):

@@ -1,7 +1,7 @@
 """What an engine's process and the one that started it say to each other: pickles over a pair of sockets.
 
-Both are processes of one program, and nobody else has the sockets. Requests go one way as `Add`, `Abort`, `Audit` and
-`Shutdown`; the other way comes a `Turn` for each step, small enough that an engine of hundreds of streams need not
+Both are processes of one program, and nobody else has the sockets. Requests go one way as `Sealed`, `Abort`, `Audit`
+and `Shutdown`; the other way comes a `Turn` for each step, small enough that an engine of hundreds of streams need not
 notice it.
 """
 
@@ -11,12 +11,12 @@ import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from specrs._specrs import SpecrsError
 from specrs.backends import BACKENDS, Capabilities
-from specrs.engine.request import StreamEvent
-from specrs.engine.worker import News, Step
+from specrs.engine.request import StreamEvent, TokenizedPrompt
+from specrs.engine.worker import Add, News, Step
 
 if TYPE_CHECKING:
     from specrs.engine.budget import Budget
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from specrs.engine.stats import EngineStats
     from specrs.sampling_params import ResolvedSampling, SamplingParams
 
-_Error = TypeVar("_Error", bound=BaseException)
+_KNOWN = ("specrs", "builtins", "torch")  # packages whose errors both processes have
 _Plain = tuple[int, int, int, list[int], list[tuple[str, bool]]]
 """Of an event that is tokens and their text alone: key, request, index, tokens, pieces."""
 
@@ -96,7 +96,7 @@ class Ready:
 class Refused:
     """The engine cannot be made."""
 
-    error: BaseException
+    error: Told
 
 
 @dataclass(slots=True)
@@ -106,7 +106,6 @@ class Turn:
     Attributes:
         news: as `packed` has them.
         stats, steps, last_step, fatal: as the `Worker` has them.
-        live: requests that have not ended.
         made: the step that it made, where it read or wrote a token.
     """
 
@@ -114,9 +113,78 @@ class Turn:
     stats: EngineStats
     steps: int
     last_step: float
-    fatal: BaseException | None
-    live: int
+    fatal: Told | None
     made: list[Step]
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """An `Add` whose prompt and parameters the other process may not be able to read: then only this request fails."""
+
+    key: int
+    submitted: float
+    data: bytes
+
+    @classmethod
+    def of(cls, add: Add) -> Sealed:
+        """Raises what pickling raises."""
+        return cls(add.key, add.submitted, dumps((_plain(add.prompt), add.params)))
+
+    def opened(self) -> Add:
+        """Raises what reading a pickle raises, which may be anything."""
+        prompt, params = loads(self.data)
+        return Add(self.key, prompt, params, self.submitted)
+
+
+def _plain(prompt: Any) -> Any:
+    """A prompt without types of the caller's own, which the other process may not have."""
+    if isinstance(prompt, str):
+        return str.__str__(prompt)
+    if isinstance(prompt, TokenizedPrompt):
+        return TokenizedPrompt(_plain(prompt.text), _plain(prompt.token_ids))
+    if isinstance(prompt, (list, tuple)):
+        return list(prompt)
+    if isinstance(prompt, Mapping):
+        return {_plain(key): _plain(value) for key, value in prompt.items()}
+    return prompt
+
+
+@dataclass(frozen=True)
+class Told:
+    """An error as it travels: its type, made without its constructor, whose arguments nobody knows."""
+
+    kind: type[BaseException]
+    args: tuple[Any, ...]
+    state: dict[str, Any]
+    cause: Told | None
+
+    @classmethod
+    def of(cls, error: BaseException, causes: int = 3) -> Told:
+        """Itself; where the other process could not read it, the nearest of its types that is specrs' own, or else a
+        RuntimeError of its text."""
+        cause = error.__cause__
+        told = cls.of(cause, causes - 1) if cause is not None and causes else None
+        for kind in type(error).__mro__[:-1]:
+            if kind.__module__.partition(".")[0] not in _KNOWN:
+                continue
+            for args, state in ((error.args, vars(error)), ((str(error),), {})):
+                if kind is not type(error) and (state or not issubclass(kind, SpecrsError)):
+                    continue
+                found = cls(kind, args, dict(state), told)
+                try:
+                    loads(dumps(found)).error()
+                    return found
+                except Exception:
+                    continue
+        return cls(RuntimeError, (f"{type(error).__name__}: {error}",), {}, told)
+
+    def error(self) -> BaseException:
+        """The error again."""
+        made = self.kind.__new__(self.kind, *self.args)
+        made.args = self.args
+        made.__dict__.update(self.state)
+        made.__cause__ = None if self.cause is None else self.cause.error()
+        return made
 
 
 def packed(news: Iterable[News]) -> list[News | _Plain]:
@@ -129,7 +197,7 @@ def packed(news: Iterable[News]) -> list[News | _Plain]:
             found.append((one.key, event.request_id, event.index, event.token_ids, event.pieces))
             continue
         if one.error is not None:
-            one.error = portable(one.error)
+            one.error = Told.of(one.error)  # type: ignore[assignment]
         found.append(one)
     return found
 
@@ -141,21 +209,10 @@ def unpacked(news: Sequence[News | _Plain]) -> list[News]:
         if isinstance(one, tuple):
             key, request, index, tokens, pieces = one
             one = News(key, event=StreamEvent(request, tokens, pieces, index=index))
+        elif isinstance(one.error, Told):
+            one.error = one.error.error()
         found.append(one)
     return found
-
-
-def portable(error: _Error) -> _Error:
-    """An error that another process can read: itself, or where it cannot travel, what it is a kind of."""
-    try:
-        if type(pickle.loads(pickle.dumps(error))) is type(error):
-            return error
-    except Exception:
-        pass
-    for kind in type(error).__mro__[1:]:
-        if issubclass(kind, SpecrsError) and kind.__module__ == SpecrsError.__module__:
-            return kind(str(error))  # type: ignore[return-value]
-    return RuntimeError(f"{type(error).__name__}: {error}")  # type: ignore[return-value]
 
 
 def dumps(message: object) -> bytes:

@@ -354,7 +354,7 @@ class Worker:
     def _flush(self) -> None:
         news, self._news = self._news, []
         stepped, self._stepped = self._stepped is not None, None
-        if news or stepped:
+        if news or stepped or self.fatal is not None:
             self._tell(news)
 
 

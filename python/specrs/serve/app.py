@@ -78,6 +78,7 @@ def app(config: ServeConfig | Mapping[str, Any] | None = None, engine: AsyncLLM 
     return made
 
 
+_AUDIT = 30.0  # seconds for the engine to answer at the end, between two steps; one that hangs does not
 MISSING = "specrs serve needs Starlette and uvicorn: pip install 'specrs[serve]'"
 
 
@@ -118,7 +119,7 @@ async def _checked(service: Service) -> None:
     """Audit the page ledger, where the engine still can."""
     if service.failed:
         return
-    counts = await service.engine.audit()
+    counts = await asyncio.wait_for(service.engine.audit(), _AUDIT)
     stats = service.engine.stats()
     held = {name: counts[name] for name in ("sequences", "held_pages") if counts.get(name)}
     if held and not (service.open_requests or stats.submitted or stats.engine.running or stats.engine.waiting):

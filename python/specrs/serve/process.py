@@ -37,6 +37,7 @@ class _GivingWay:
 
     def __init__(self) -> None:
         self._lock, self._servers, self._before = threading.Lock(), 0, 0.0
+        self._frozen = False
 
     def __enter__(self) -> None:
         with self._lock:
@@ -48,15 +49,19 @@ class _GivingWay:
     def settle(self) -> None:
         """What is there now stays: modules and the model, hundreds of thousands of objects, 0.1 s for the collector."""
         with self._lock:
-            gc.collect()
-            gc.freeze()
+            if not gc.get_freeze_count():  # else the program around it has frozen what it wants
+                self._frozen = True
+                gc.collect()
+                gc.freeze()
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._servers -= 1
             if not self._servers:
                 sys.setswitchinterval(self._before)
-                gc.unfreeze()
+                if self._frozen:
+                    self._frozen = False
+                    gc.unfreeze()
 
 
 _GIVING_WAY = _GivingWay()
@@ -90,6 +95,7 @@ def server(config: ServeConfig, engine: AsyncLLM | None = None) -> uvicorn.Serve
 
         status = 0
         address = ""
+        closes = False  # whether who runs it closes the engine that it was given
         _own: socket.socket | None = None
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -130,6 +136,7 @@ def server(config: ServeConfig, engine: AsyncLLM | None = None) -> uvicorn.Serve
                 self.should_exit = True
             elif application.state.service.draining:
                 self.should_exit = self.force_exit = True
+                self._let_go()
             else:
                 application.state.service.draining = True
                 self._loop.call_soon_threadsafe(self._drain)
@@ -141,6 +148,12 @@ def server(config: ServeConfig, engine: AsyncLLM | None = None) -> uvicorn.Serve
             await application.state.service.drain()
             self.should_exit = True
 
+        def _let_go(self) -> None:
+            """Wait for no engine: neither for its last step, nor for an audit."""
+            application.state.service.failed = True
+            if engine is None or self.closes:
+                application.state.engine.kill()
+
         def _died(self) -> None:
             self.status = 1
             self._loop.call_later(_DYING, setattr, self, "should_exit", True)
@@ -150,6 +163,7 @@ def server(config: ServeConfig, engine: AsyncLLM | None = None) -> uvicorn.Serve
             self.force_exit, forced = False, self.force_exit  # which skips the engine's end, too
             if forced:
                 self.config.timeout_graceful_shutdown = 0
+                self._let_go()
             await super().shutdown([self._own] if sockets is None and self._own is not None else sockets)
             if self.lifespan.should_exit:  # it met an error at its end
                 self.status = 1
@@ -181,6 +195,7 @@ def run(config: ServeConfig) -> int:
     config.check_address()
     with listener(config) as sock:  # what fails at once fails before the model is loaded
         made: Any = server(config, engine := make_engine(config))
+        made.closes = True
         try:
             made.run([sock])
         except SystemExit:  # uvicorn's way to say that the application did not start; it has told why

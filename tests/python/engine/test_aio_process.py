@@ -8,6 +8,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
@@ -32,11 +33,12 @@ from specrs import (
     StepFailedError,
     StreamEvent,
 )
-from specrs.engine import wire
+from specrs.drafters import CorpusDrafter, SuffixDrafter
+from specrs.engine import aio, wire
 from specrs.engine.stats import RequestTimes
 from specrs.engine.worker import News
 from specrs.grammar import GrammarError, StructuredOutputs
-from specrs.models import ModelFileError, UnsupportedModelError
+from specrs.models import ModelFileError
 
 COMMON = {"max_batch": 8, "max_context_len": 512}
 
@@ -228,7 +230,7 @@ def test_too_much_is_refused_and_an_abort_reaches_a_grammar_that_is_compiled() -
 
 
 @pytest.mark.parametrize("options,kind,said", [
-    ({"model": "/nowhere/at/all"}, ConfigError, "nowhere"), ({"max_batch": 0}, ConfigError, "max_batch"),
+    ({"model": "/nowhere/at/all"}, ModelFileError, "nowhere"), ({"max_batch": 0}, ConfigError, "max_batch"),
     ({"colour": 1}, ConfigError, "colour"), ({"process": 1}, ConfigError, "process = 1"),
 ])  # fmt: skip
 def test_what_cannot_start_says_why(options: dict[str, Any], kind: type[Exception], said: str) -> None:
@@ -408,20 +410,166 @@ class Odd(ConfigError):
         super().__init__(f"{a} and {b}")
 
 
-def test_errors_travel_or_what_they_are_a_kind_of_does() -> None:
+def test_errors_travel_or_what_they_are_a_kind_of_does(tmp_path: Path) -> None:
     finite = NonFiniteError("bad")
-    finite.position = 3
+    finite.position = 3  # type: ignore[attr-defined]
+    with pytest.raises(ModelFileError) as file:
+        LLM(tmp_path)
+    odd_cause = StepFailedError(Odd(3, 4), None)
     for error in (
         ConfigError("x"), finite, EngineFailedError(LedgerError("y")), StepFailedError(RuntimeError("z"), None),
-        EngineProcessError(-9), GrammarError("g"), MemoryError(), ValueError("v"),
+        EngineProcessError(-9), GrammarError("g"), MemoryError(), ValueError("v"), file.value,
+        EngineOverloadedError("requests", 2, 1), EngineClosedError(), KeyError("k"), odd_cause,
     ):  # fmt: skip
-        assert wire.portable(error) is error
-        back = pickle.loads(pickle.dumps(error))
+        back = pickle.loads(wire.dumps(wire.Told.of(error))).error()
         assert (type(back), str(back), back.__dict__) == (type(error), str(error), error.__dict__)
-        assert repr(back.__cause__) == repr(error.__cause__)
-    odd = wire.portable(Odd(1, 2))
+        if error is not odd_cause:
+            assert repr(back.__cause__) == repr(error.__cause__)
+    assert (type(back.__cause__), str(back.__cause__)) == (ConfigError, "3 and 4")
+    odd = wire.Told.of(Odd(1, 2)).error()
     assert type(odd) is ConfigError and str(odd) == "1 and 2"
-    local = wire.portable(type("Here", (Exception,), {})("x"))
+    local = wire.Told.of(type("Here", (Exception,), {})("x")).error()
     assert type(local) is RuntimeError and "Here: x" in str(local)
-    for kind in (ModelFileError, UnsupportedModelError):
-        assert issubclass(type(wire.portable(kind.__new__(kind))), ConfigError)
+    locked = ConfigError("locked")
+    locked.lock = threading.Lock()  # type: ignore[attr-defined]
+    assert str(wire.Told.of(locked).error()) == "locked"
+
+
+# -- what a review found ---------------------------------------------------------------------------------------------
+
+
+class Word(str):
+    """A text of the test's own type, which the engine's process does not have."""
+
+
+class Ids(list[int]):
+    """Tokens of the test's own type."""
+
+
+class Unreadable:
+    """Pickles, and cannot be read again."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (str, "no such thing")
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([1])
+
+
+def test_one_request_that_cannot_be_read_is_one_request() -> None:
+    async def work(engine: AsyncLLM) -> None:
+        asked = SamplingParams(max_tokens=3, temperature=0)
+        want = (await engine.complete("import os", asked)).token_ids
+        ids = await engine.encode("import os")
+        for prompt in (Word("import os"), {"prompt": Word("import os")}, Ids(ids), {"prompt_token_ids": Ids(ids)}):
+            assert (await engine.complete(prompt, asked)).token_ids == want
+        with pytest.raises(ConfigError, match="cannot be read in the engine's process"):
+            await engine.complete(Unreadable())  # type: ignore[arg-type]
+        assert (await engine.complete("import os", asked)).token_ids == want
+
+    apart(work)
+
+
+WIDE = {"type": "object", "properties": {f"p{i}": {"enum": [f"{i}{j}" for j in range(9)]} for i in range(150)}}
+
+
+def test_who_leaves_while_its_grammar_is_compiled_leaves_nothing() -> None:
+    async def work(engine: AsyncLLM) -> None:
+        for i in range(6):
+            form = StructuredOutputs(json={**WIDE, "title": str(i)})
+            task = asyncio.ensure_future(engine.submit("x", SamplingParams(max_tokens=4, structured_outputs=form)))
+            await asyncio.sleep(0.02)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        for _ in range(100):
+            if not engine.stats().stepping:
+                break
+            await asyncio.sleep(0.05)
+        assert engine.stats().stepping == 0 and not engine._worker._owed  # type: ignore[union-attr]
+        assert (await engine.complete("x", SamplingParams(max_tokens=3))).usage.completion_tokens == 3
+
+    apart(work)
+
+
+def test_a_process_that_hangs_is_seen_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aio, "_GRACE", 0.5)
+
+    async def main() -> int:
+        engine = AsyncLLM(process=True, **COMMON)
+        os.kill(process(engine), signal.SIGSTOP)
+        asking = asyncio.ensure_future(engine.complete("x", SamplingParams(max_tokens=3)))
+        await asyncio.sleep(0.5)
+        assert 0.2 < engine.stats().stepping < 5 and engine.healthy
+        await engine.aclose(drain=False)
+        with pytest.raises(EngineFailedError):
+            await asking
+        return process(engine)
+
+    assert gone(run(main), 1.0)
+
+
+def test_a_watcher_that_raises_ends_the_engine_and_nobody_waits() -> None:
+    async def main() -> int:
+        engine = AsyncLLM(process=True, **COMMON)
+
+        def bad(step: Any) -> None:
+            raise RuntimeError("of a watcher")
+
+        with engine.watching_steps(bad), pytest.raises(EngineFailedError, match="of a watcher"):
+            await engine.complete("x", SamplingParams(max_tokens=30))
+        assert not engine.healthy
+        await engine.aclose()
+        return process(engine)
+
+    assert gone(run(main), 1.0)
+
+
+def test_it_takes_no_module_of_the_folder_that_it_stands_in(tmp_path: Path) -> None:
+    for name in ("json", "signal", "pickle"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a module of the folder')\n")
+    code = (
+        "import sys; sys.path[:] = eval(sys.argv[1])\n"
+        "from specrs import AsyncLLM; print(AsyncLLM(process=True).healthy)"
+    )
+    argv = [sys.executable, "-I", "-c", code, repr(sys.path)]
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert done.stdout == "True\n", done.stderr
+
+
+def test_paths_that_are_no_text_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("/nowhere")])
+
+    async def work(engine: AsyncLLM) -> None:
+        assert engine.healthy
+
+    apart(work)
+
+
+def test_drafters_travel(tmp_path: Path) -> None:
+    with LLM(**COMMON) as llm:
+        text = llm.encode("def quicksort(items):\n    return sorted(items)\n" * 4)
+        CorpusDrafter.build(tmp_path / "corpus", [text], llm.vocab_size)
+        want = llm.generate([text[:9]], SamplingParams(max_tokens=12, temperature=0))[0].token_ids
+
+    async def work(engine: AsyncLLM) -> None:
+        assert (await engine.complete(text[:9], SamplingParams(max_tokens=12, temperature=0))).token_ids == want
+
+    apart(work, drafters=["suffix", CorpusDrafter(tmp_path / "corpus")])
+    with pytest.raises(ConfigError, match="engine_process = False"):
+        AsyncLLM(process=True, drafters=[SuffixDrafter(), lambda: None])
+
+
+def test_a_fork_does_not_keep_it_alive() -> None:
+    code = (
+        "import os, signal, sys, time\n"
+        "from specrs import AsyncLLM\n"
+        "e = AsyncLLM(process=True, max_batch=1)\n"
+        "if os.fork() == 0:\n"
+        "    os.close(1)\n"
+        "    time.sleep(60)\n"
+        "    os._exit(0)\n"
+        "print(e.llm.pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=120)
+    assert gone(int(done.stdout), 10.0)

@@ -108,9 +108,11 @@ def test_killed_and_started_again(pair: Pair, llm: LLM, tmp_path: Path) -> None:
                     async for _ in follow(connection, answer, replies[i], time.perf_counter()):
                         pass
 
-            tasks = [asyncio.ensure_future(read(i)) for i in range(6)]
+            tasks = [asyncio.ensure_future(read(i)) for i in range(4)]  # as many as run at once
             while not all(r.outputs for r in replies[:4]):
                 await asyncio.sleep(0.01)
+            tasks += [asyncio.ensure_future(read(i)) for i in (4, 5)]
+            await asyncio.sleep(0.05)
             first.process.kill()
             for ended in await asyncio.gather(*tasks, return_exceptions=True):
                 assert isinstance(ended, CUT), ended

@@ -113,6 +113,18 @@ def test_a_server_that_is_killed_leaves_no_engine() -> None:
         assert not Path(f"/proc/{engine}").exists()
 
 
+def test_a_second_signal_ends_a_server_whose_engine_hangs() -> None:
+    with serving("--log", "none") as (process, _):
+        (engine,) = children(process.pid)
+        os.kill(engine, signal.SIGSTOP)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(1)
+        assert process.poll() is None  # it waits for the engine
+        process.send_signal(signal.SIGTERM)
+        process.wait(20)
+        assert not Path(f"/proc/{engine}").exists()
+
+
 def test_an_engine_in_a_thread_where_that_is_asked_for() -> None:
     with serving("--log", "none", "--no-engine-process", "--tree", "1,2,3") as (process, url):
         assert httpx.post(f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
