@@ -39,7 +39,8 @@ _WINS = 0.5  # tokens that a source is taken to win, before it was asked
 _LEARN, _LEARN_ALL = 0.1, 0.02  # weight of a proposal, among its request's and among the source's
 _CREDIT = 2.0  # smallest rounds that a request may lose where drafts of its kind win, or its own would have won
 _FORETOLD = 3  # tokens that came as proposals said, none of which a round has verified
-_ASKING, _PURSE = 0.008, 0.1  # plain rounds that a request may spend on asking, for each that it has taken; at most
+_ASKING, _PURSE = 0.008, 0.15  # plain rounds that a request may spend on asking, for each that it has taken; at most
+_HEARD = 0.005  # of a plain round, what a source that was not asked may take to learn from it
 _MARGIN = 1.01  # by which drafts must beat plain decoding
 MAX_NODES = 1024  # of a tree, as the core has it
 _LEAST = math.log(0.02)  # nodes less likely are never verified, where a cost model decides
@@ -92,7 +93,7 @@ class _Live:
     at: int = 0
     drafted: bool = False
     foretold: int = 0
-    purse: float = 0.0
+    purse: float = _PURSE
     asked: list[int] = field(default_factory=list)
     forced: Part | None = None
 
@@ -487,19 +488,17 @@ class Gathering:
             live = self._live[batch.requests[i].request_id]
             for worth in (live.worth[told.index], self._worth[told.index]):
                 worth.watching += _LEARN * (each - worth.watching)
-            if told.index not in live.asked and self._policy is not None:
-                live.purse -= each * len(batch) / self._policy.costs.plain(len(batch))
 
     def _learning(self, r: Request) -> list[Told]:
-        """Sources that learn, of a request: those that were asked, and others while there is enough to ask as well."""
+        """Sources that learn, of a request: those that were asked, and others where nobody notices that they do."""
         live = self._live.get(r.request_id)
         if live is None:
             return []
-        rich = live.gate is None or live.purse > _PURSE / 2
+        most = math.inf if self._policy is None else _HEARD * self._policy.costs.plain(self._batch)
         return [
             t
             for i, t in enumerate(live.told)
-            if t.observes and t.drafting and (i in live.asked or (rich and not live.rest[i]))
+            if t.observes and t.drafting and (i in live.asked or (not live.rest[i] and live.worth[i].watching < most))
         ]
 
     def forget(self, r: Request) -> None:
