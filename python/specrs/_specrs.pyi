@@ -192,6 +192,9 @@ class TreeShape:
         alone).
         """
 
+    def __getnewargs__(self) -> tuple[int, int, int]:
+        """For copies and pickles: configurations go to processes."""
+
     def __eq__(self, value: object, /) -> bool: ...
     def __hash__(self) -> int: ...
 
