@@ -78,6 +78,7 @@ def test_sigterm_drains_and_ends_well(tmp_path: Path) -> None:
 
 def test_threads_give_way_sooner_while_a_server_runs(engine: AsyncLLM, tmp_path: Path) -> None:
     before = sys.getswitchinterval()
+    held = gc.get_freeze_count() > 0  # by a server of other tests
     seen = []
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -88,7 +89,7 @@ def test_threads_give_way_sooner_while_a_server_runs(engine: AsyncLLM, tmp_path:
             seen.append(sys.getswitchinterval())
             assert gc.get_freeze_count() > 10_000  # a collection need not go through modules and models
     assert seen == pytest.approx([min(before, 5e-4)] * 2) and sys.getswitchinterval() == before
-    assert gc.get_freeze_count() == 0
+    assert (gc.get_freeze_count() > 0) == held
 
 
 def test_an_engine_that_cannot_go_on_ends_the_process() -> None:
