@@ -165,6 +165,12 @@ async def drive(port: int, clients: int, streams: int, first: int, count: int, *
 # -- what is due ------------------------------------------------------------------------------------------------------
 
 
+def _named(llm: LLM, model: Path) -> str:
+    """An engine as text, without this machine's folders."""
+    draft = assets.draft_dir()
+    return repr(llm).replace(str(model), "pystdlib-16m").replace(str(draft), draft.name)
+
+
 def answered(llm: LLM, cases: Sequence[Case]) -> dict[int, RequestOutput]:
     """What `LLM.generate` gives each case that a server would run."""
     due = [one for one in cases if one.fate not in ("bad", "vanish")]
@@ -389,7 +395,7 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
             return AsyncLLM(model, assets.draft_dir(), process=True, **options, **limits)
 
         with LLM(model, assets.draft_dir(), **options) as llm:
-            result |= {"engine": repr(llm).replace(str(model), "pystdlib-16m"), "threads": os.cpu_count()}
+            result |= {"engine": _named(llm, model), "threads": os.cpu_count()}
             shares = {"closed": 0.5, "open": 0.4, "overload": 0.1}
             first, capacity = 0, 0.0
             for name, share in shares.items():

@@ -48,8 +48,8 @@ class AsyncLLM:
         model: as `LLM` takes it; or an `LLM`, which nobody else may use until `aclose`, and which stays open then.
         draft, options: as `LLM` takes them.
         process: whether the engine gets a process of its own. Then event loops and the engine do not wait for each
-            other's interpreter, and a crash of the engine is not theirs; it costs a second start of Python, and some
-            microseconds for each event. It takes the number of threads that this process has.
+            other's interpreter, and a crash of the engine is not theirs; it costs a second start of Python. It takes
+            the number of threads that this process has.
         max_waiting: most requests that wait for a place in the batch.
         max_waiting_tokens: most prompt tokens of those; one request may always wait, whatever its length.
         pool_threads: that render conversations and tokenise.

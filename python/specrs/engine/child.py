@@ -11,7 +11,7 @@ import os
 import threading
 import time
 import traceback
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -117,14 +117,13 @@ def main(handle: int) -> None:
     """Be the engine at the other end of a socket, until the end."""
     os.set_inheritable(handle, False)
     wire = Connection(handle)
-    there = threading.Event()
-    children: list[Child] = []
+    made: Future[Child] = Future()
     try:
         try:
             data = wire.recv_bytes()
         except (EOFError, OSError):
             os._exit(1)
-        threading.Thread(target=_listen, args=(wire, there, children), name="specrs-wire", daemon=True).start()
+        threading.Thread(target=_listen, args=(wire, made), name="specrs-wire", daemon=True).start()
         try:
             start: Start = loads(data)
         except Exception as error:
@@ -141,28 +140,26 @@ def main(handle: int) -> None:
     gc.collect()
     gc.freeze()  # modules and the model stay: a collection that goes through them holds a step up for 0.1 s
     child.worker.thread.start()
-    children.append(child)
     wire.send_bytes(ready)
-    there.set()
+    made.set_result(child)
     child.worker.thread.join()
     os._exit(0)  # the weights are freed; a compiler that still runs is nobody's
 
 
-def _listen(wire: Connection, there: threading.Event, children: list[Child]) -> None:
+def _listen(wire: Connection, made: Future[Child]) -> None:
     """Take what comes, until nobody is there to send it. The process does not outlive this thread."""
     try:
         while True:
             data = wire.recv_bytes()
-            there.wait()
-            children[0].take(loads(data))
+            made.result().take(loads(data))
     except (EOFError, OSError):
         pass
     except BaseException:
         traceback.print_exc()
         os._exit(1)
-    if not children:
+    if not made.done():
         os._exit(1)  # while the model was being loaded
-    worker = children[0].worker
+    worker = made.result().worker
     worker.inbox.put(Shutdown(time.monotonic()))
     worker.thread.join(_GRACE)
     os._exit(1)

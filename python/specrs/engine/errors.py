@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from specrs._specrs import SpecrsError
 
@@ -49,9 +49,6 @@ class StepFailedError(SpecrsError):
         self.output = output
         self.__cause__ = error
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.__cause__, self.output)
-
 
 class EngineFailedError(SpecrsError):
     """An `AsyncLLM` that cannot go on: its GPU context or its account of pages is broken, or its process has ended.
@@ -62,9 +59,6 @@ class EngineFailedError(SpecrsError):
     def __init__(self, error: BaseException) -> None:
         super().__init__(f"this engine cannot go on: {type(error).__name__}: {error}")
         self.__cause__ = error
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.__cause__,)
 
 
 class EngineProcessError(SpecrsError):
@@ -77,6 +71,3 @@ class EngineProcessError(SpecrsError):
         how = "" if status is None else f", by signal {-status}" if status < 0 else f", with status {status}"
         super().__init__(f"the engine's process ended{how}; its stderr may say why")
         self.status = status
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.status,)

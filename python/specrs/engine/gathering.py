@@ -473,7 +473,9 @@ class Gathering:
     def watch(self, batch: Batch, verified: Verified) -> None:
         """Tell sources that learn from verified trees what the target made of these, of requests that go on."""
         started = time.perf_counter()
-        learning = [(i, told) for i, r in enumerate(batch) if r.finish_reason is None for told in self._learning(r)]
+        most = math.inf if self._policy is None else _HEARD * self._policy.costs.plain(len(batch))
+        going = ((i, r) for i, r in enumerate(batch) if r.finish_reason is None)
+        learning = [(i, told) for i, r in going for told in self._learning(r, most)]
         if not learning:
             return
         requests = sorted({i for i, _ in learning})
@@ -489,12 +491,11 @@ class Gathering:
             for worth in (live.worth[told.index], self._worth[told.index]):
                 worth.watching += _LEARN * (each - worth.watching)
 
-    def _learning(self, r: Request) -> list[Told]:
-        """Sources that learn, of a request: those that were asked, and others where nobody notices that they do."""
+    def _learning(self, r: Request, most: float) -> list[Told]:
+        """Sources that learn, of a request: those that were asked, and others that take less than so many seconds."""
         live = self._live.get(r.request_id)
         if live is None:
             return []
-        most = math.inf if self._policy is None else _HEARD * self._policy.costs.plain(self._batch)
         return [
             t
             for i, t in enumerate(live.told)

@@ -144,11 +144,12 @@ class EngineProcess:
         self._tell(news)
 
     def kill(self) -> None:
-        """End the process at once, whatever it is at."""
+        """End the process at once, whatever it is at. Waits for nothing where there is a reader, who sees its end: the
+        handler of a signal may have interrupted somebody who waits."""
         self._process.kill()
-        self._process.wait()
         if self.thread.ident is None:
-            self._wire.close()  # else its reader does
+            self._process.wait()
+            self._wire.close()
 
     def _ended(self) -> int | None:
         """The status of a process that has closed its socket."""

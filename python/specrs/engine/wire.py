@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from specrs.sampling_params import ResolvedSampling, SamplingParams
 
 _KNOWN = ("specrs", "builtins", "torch")  # packages whose errors both processes have
-_Plain = tuple[int, int, int, list[int], list[tuple[str, bool]]]
+_Bare = tuple[int, int, int, list[int], list[tuple[str, bool]]]
 """Of an event that is tokens and their text alone: key, request, index, tokens, pieces."""
 
 
@@ -109,7 +109,7 @@ class Turn:
         made: the step that it made, where it read or wrote a token.
     """
 
-    news: list[News | _Plain]
+    news: list[News | _Bare]
     stats: EngineStats
     steps: int
     last_step: float
@@ -128,7 +128,7 @@ class Sealed:
     @classmethod
     def of(cls, add: Add) -> Sealed:
         """Raises what pickling raises."""
-        return cls(add.key, add.submitted, dumps((_plain(add.prompt), add.params)))
+        return cls(add.key, add.submitted, dumps((_unadorned(add.prompt), add.params)))
 
     def opened(self) -> Add:
         """Raises what reading a pickle raises, which may be anything."""
@@ -136,16 +136,16 @@ class Sealed:
         return Add(self.key, prompt, params, self.submitted)
 
 
-def _plain(prompt: Any) -> Any:
+def _unadorned(prompt: Any) -> Any:
     """A prompt without types of the caller's own, which the other process may not have."""
     if isinstance(prompt, str):
         return str.__str__(prompt)
     if isinstance(prompt, TokenizedPrompt):
-        return TokenizedPrompt(_plain(prompt.text), _plain(prompt.token_ids))
+        return TokenizedPrompt(_unadorned(prompt.text), _unadorned(prompt.token_ids))
     if isinstance(prompt, (list, tuple)):
         return list(prompt)
     if isinstance(prompt, Mapping):
-        return {_plain(key): _plain(value) for key, value in prompt.items()}
+        return {_unadorned(key): _unadorned(value) for key, value in prompt.items()}
     return prompt
 
 
@@ -187,9 +187,9 @@ class Told:
         return made
 
 
-def packed(news: Iterable[News]) -> list[News | _Plain]:
-    """News as they travel: most are tokens and their text, and tuples are several times quicker than objects."""
-    found: list[News | _Plain] = []
+def packed(news: Iterable[News]) -> list[News | _Bare]:
+    """News as they travel: most are tokens and their text, and go as tuples, which pickle quicker."""
+    found: list[News | _Bare] = []
     for one in news:
         event = one.event
         bare = one.times is None and not one.last and event is not None and event.output is None
@@ -202,7 +202,7 @@ def packed(news: Iterable[News]) -> list[News | _Plain]:
     return found
 
 
-def unpacked(news: Sequence[News | _Plain]) -> list[News]:
+def unpacked(news: Sequence[News | _Bare]) -> list[News]:
     """What `packed` was given."""
     found = []
     for one in news:

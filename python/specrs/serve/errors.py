@@ -95,8 +95,8 @@ def of(error: BaseException, retry_after: float, param: str | None = None) -> Re
         return bad(str(error), "messages", "template_limit")
     if isinstance(error, ChatTemplateError):
         told = _without_path(str(error))
-        of = "chat_template_kwargs" if told.startswith("chat_template_kwargs") else "messages"
-        return bad(told, of, "template_error")
+        name = "chat_template_kwargs" if told.startswith("chat_template_kwargs") else "messages"
+        return bad(told, name, "template_error")
     if isinstance(error, PoolExhaustedError):
         return bad(str(error), "max_tokens", "context_length_exceeded")
     if isinstance(error, ConfigError):

@@ -163,7 +163,6 @@ def server(config: ServeConfig, engine: AsyncLLM | None = None) -> uvicorn.Serve
             self.force_exit, forced = False, self.force_exit  # which skips the engine's end, too
             if forced:
                 self.config.timeout_graceful_shutdown = 0
-                self._let_go()
             await super().shutdown([self._own] if sockets is None and self._own is not None else sockets)
             if self.lifespan.should_exit:  # it met an error at its end
                 self.status = 1
