@@ -3,7 +3,8 @@
 OLD is a checkout of the earlier commit. The release drivers of both (``examples/allocator_driver.rs``,
 ``examples/planner_driver.rs``) stay alive and answer the same questions alternately, so that noise hits both; a figure
 is the median over the pairs of new time over old time, with its quartiles. ``same`` is what the old driver makes of a
-second copy of itself in the same turns: a ratio within its quartiles says nothing.
+second copy of itself in the same turns: a ratio within its quartiles says nothing. All three share one core: a
+neighbour that is busy on another one would slow one driver and not the rest.
 
 Goal 1: ``raw`` and ``round`` of the allocator; goal 2: a round's arrays in ``native``; the planner's part of goal 12:
 the same rounds in every other format. Writes ``results/paired.json``.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 from pathlib import Path
@@ -79,9 +81,12 @@ def main() -> None:
     args = p.parse_args()
     rev = ["git", "rev-parse", "--short=12", "HEAD"]
     head = subprocess.run(rev, cwd=args.old, capture_output=True, text=True, check=True).stdout.strip()
+    names = "allocator", "planner"
+    binaries = {name: [binary(checkout, f"{name}_driver") for checkout in (args.old, ROOT)] for name in names}
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # the drivers inherit it
     rows: dict[str, list[dict[str, Any]]] = {}
-    for name, questions in (("allocator", ALLOCATOR), ("planner", PLANNER)):
-        old, new = (binary(checkout, f"{name}_driver") for checkout in (args.old, ROOT))
+    for name, questions in zip(names, (ALLOCATOR, PLANNER), strict=True):
+        old, new = binaries[name]
         drivers = Driver(old), Driver(new), Driver(old)
         rows[name] = []
         for words in questions:

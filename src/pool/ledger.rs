@@ -300,7 +300,25 @@ impl Ledger {
     /// the next allocation take the same pages in the same order.
     #[inline]
     pub(super) fn give_back(&mut self, row: &mut [i32], owner: Owner) -> Result<()> {
-        self.drop_refs(row.iter_mut().rev().map(|col| std::mem::take(col) as u32), owner)
+        let Self { recs, free, ring, .. } = self;
+        let mut pen = ring.pen(owner);
+        // Pages that nobody else has, which are nearly all, go in one piece: a push a page would carry the list's
+        // length through memory from page to page.
+        let mut alone = row.len();
+        for &page in row.iter().rev() {
+            let Some(rec) = recs.get_mut(page as usize).filter(|rec| rec.refs == 1) else { break };
+            *rec = PageRec::default();
+            pen.note(page as u32, EventKind::Free, 0);
+            alone -= 1;
+        }
+        ring.serial = pen.serial;
+        let (rest, alone) = row.split_at_mut(alone);
+        free.extend(alone.iter().rev().map(|&page| page as u32));
+        alone.fill(0);
+        if rest.is_empty() {
+            return Ok(());
+        }
+        self.drop_refs(rest.iter_mut().rev().map(|col| std::mem::take(col) as u32), owner)
     }
 
     /// Drop one reference to a page; it goes to the free list with its last owner.

@@ -1,7 +1,7 @@
 //! The draft queries of a batch: the slots of every branch and step, placed once a round.
 //!
 //! The steps of a round differ in what their queries attend to, not in where the branches lie. So the whole region is
-//! placed and checked when the first step is planned, and the other steps copy their line of it.
+//! placed and checked when the first step is planned, and each step takes its slot of each branch from it.
 
 use crate::error::Result;
 use crate::geometry::{Geometry, Layout};
@@ -16,14 +16,13 @@ pub(super) struct DraftSlots {
     lens: Vec<u32>,
     /// `[B * K]` committed length of each query's request.
     starts: Vec<i32>,
-    /// `[S][B * K]`.
+    /// `[B * K][S]`: branch by branch.
     slots: Vec<i32>,
+    steps: usize,
     /// `[B * K]` bit of each query's step 0, where masks have one word.
     pub(super) bits: Vec<u64>,
     /// The largest of `lens`.
     longest: u32,
-    /// Slots of one request, branch by branch.
-    region: Vec<i32>,
 }
 
 impl DraftSlots {
@@ -57,29 +56,22 @@ impl DraftSlots {
             self.bits.extend((0..queries).map(|x| 1 << (x % k * s)));
         }
         self.slots.resize(queries * s, 0);
-        self.region.resize(k * s, 0);
-        for (i, (row, &len)) in rows.each(tables).zip(lens).enumerate() {
+        self.steps = s;
+        let regions = self.slots.chunks_exact_mut(k * s);
+        for (i, ((row, &len), region)) in rows.each(tables).zip(lens).zip(regions).enumerate() {
             let at = WriteSite { kernel, request: i, tables };
             if len >= limit {
                 if len > limit {
                     return Err(at.outside("context", len as i64, limit));
                 }
-                self.region.fill(0);
+                region.fill(0);
             } else if geometry.layout() == Layout::Dense {
-                row.run(at, len, &mut self.region)?;
+                row.run(at, len, region)?;
             } else {
                 let stride = geometry.region(len).stride();
                 // From the last branch, so that a row that is too short is refused by its end.
-                for (b, branch) in self.region.chunks_exact_mut(s).enumerate().rev() {
+                for (b, branch) in region.chunks_exact_mut(s).enumerate().rev() {
                     row.run(at, len + b as u32 * stride, branch)?;
-                }
-            }
-            for t in 0..s {
-                let line = &mut self.slots[t * queries + i * k..][..k];
-                let mut from = t;
-                for slot in line {
-                    *slot = self.region[from];
-                    from += s;
                 }
             }
         }
@@ -89,8 +81,10 @@ impl DraftSlots {
 
     /// Write step `step` of every request, then the dead queries of those that the wall stops.
     pub(super) fn write(&self, step: u32, limit: u32, prefix: &mut [i32], positions: &mut [i32], slots: &mut [i32]) {
-        let queries = self.starts.len();
-        slots.copy_from_slice(&self.slots[step as usize * queries..][..queries]);
+        debug_assert_eq!(slots.len(), self.starts.len());
+        for (slot, branch) in slots.iter_mut().zip(self.slots.chunks_exact(self.steps)) {
+            *slot = branch[step as usize];
+        }
         for (p, &start) in positions.iter_mut().zip(&self.starts) {
             *p = start + step as i32;
         }
@@ -98,7 +92,7 @@ impl DraftSlots {
             *p = len as i32;
         }
         if self.longest >= limit.saturating_sub(step) {
-            let k = queries / self.lens.len().max(1);
+            let k = self.starts.len() / self.lens.len().max(1);
             for i in self.dead(step, limit) {
                 prefix[i] = 0;
                 positions[i * k..][..k].fill(0);

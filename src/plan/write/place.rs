@@ -244,7 +244,7 @@ impl Row<'_> {
 
 /// Slots of the run that starts `off` slots into `pages` and ends in the last of them; P > 1.
 ///
-/// WriteSite a run starts in its page is as good as random, so loops that end at page borders would be mispredicted at
+/// Where a run starts in its page is as good as random, so loops that end at page borders would be mispredicted at
 /// both ends. Here every loop's length is the run's or the page's.
 #[inline(always)]
 fn fill_slots(pages: &[i32], off: u32, shift: u32, out: &mut [i32]) {
