@@ -42,6 +42,7 @@ class PassCost:
         for s in seconds:
             self._shape.append(max(s, self._shape[-1]) if self._shape else s)
         self._calibrated = list(self._shape)
+        self._known: dict[int, float] = {}  # of the present shape, what was asked for
 
     @property
     def seconds(self) -> list[float]:
@@ -50,19 +51,26 @@ class PassCost:
 
     def at(self, rows: int) -> float:
         """Predicted seconds of a pass over ``rows`` rows; beyond the table by its last slope."""
+        known = self._known.get(rows)
+        if known is None:
+            known = self._known[rows] = self._shape_at(rows)
+        return known * self.pace.factor
+
+    def _shape_at(self, rows: int) -> float:
         if rows <= 0:
             return 0.0
         shape, table = self._shape, self.rows
         if rows <= table[0] or len(table) == 1:
-            return shape[0] * self.pace.factor
+            return shape[0]
         i = min(bisect.bisect_left(table, rows), len(table) - 1)
         slope = (shape[i] - shape[i - 1]) / (table[i] - table[i - 1])
-        return (shape[i - 1] + slope * (rows - table[i - 1])) * self.pace.factor
+        return shape[i - 1] + slope * (rows - table[i - 1])
 
     def observe(self, rows: int, seconds: float) -> None:
         """Move the pace, and the entries about ``rows``, a step towards what was seen."""
         slower = seconds > self.at(rows)
         self.pace.factor *= _STEP if slower else 1 / _STEP
+        self._known.clear()
         shape, table = self._shape, self.rows
         i = min(bisect.bisect_left(table, rows), len(table) - 1)
         share = 1.0  # of the upper one of the two entries

@@ -2,9 +2,9 @@
 
 Before a round each source may propose a tree for each request; those of one request are merged into one, whose best
 nodes are verified, as many as their expected tokens are worth of the round's modelled time. After it every proposal is
-held against what the target drew, verified or not: that calibrates the source's probabilities, and tells how many
-tokens it wins. A source that wins less than asking it costs is asked rarely; a request whose drafts lose decodes
-plainly.
+held against what the target drew, verified or not: that calibrates the source's probabilities, and tells what it
+gains. A source that gains less than asking it costs is asked rarely; a request whose drafts lose decodes plainly, and
+nothing at all is done for it until a source is due again.
 
 Nothing decided here can change a token.
 """
@@ -25,7 +25,7 @@ from specrs.engine.config import HEAD
 from specrs.engine.costs import SPECULATIVE, Costs
 from specrs.engine.executor import Verified
 from specrs.engine.grammars import Grammars
-from specrs.engine.policy import Kind, SpeculationGate, TreePolicy
+from specrs.engine.policy import ALLOWANCE, Kind, SpeculationGate, TreePolicy
 from specrs.engine.request import Request
 from specrs.engine.sources import Part, Sources, Told
 from specrs.engine.speculation import Share
@@ -33,9 +33,12 @@ from specrs.engine.speculation import Share
 LIKELIEST = 8
 """Next tokens of a verified node that sources which observe are told."""
 
-_IDLE = 0.003  # of a plain round, what asking a source may take for each, as long as it wins less than that
+_IDLE = 0.003  # of a plain round, what asking a source may take for each, as long as it gains less than that
 _LONGEST_REST = 512  # rounds
-_WINS = 0.5  # tokens that a source is taken to win, before it was asked
+_PATIENCE = 4  # times as long a source rests at most that has gained nothing several times in a row
+_GAINS = 0.4  # plain rounds that a source is taken to gain, before it was asked
+_LONGEST_SLEEP = 32  # rounds of a request that cannot pay for asking, until its account is looked at again
+_PRICE = 0.02  # plain rounds that verifying a draft takes at least
 _LEARN, _LEARN_ALL = 0.1, 0.02  # weight of a proposal, among its request's and among the source's
 _CREDIT = 2.0  # smallest rounds that a request may lose where drafts of its kind win, or its own would have won
 _FORETOLD = 3  # tokens that came as proposals said, none of which a round has verified
@@ -53,11 +56,12 @@ class _Worth:
     """What a source is worth to the engine, or to one request.
 
     Attributes:
-        wins: smoothed tokens that the target drew as it had proposed.
+        gains: smoothed plain rounds that a round with its proposal wins, or would have: the tokens that the target drew
+            as it had said, less what verifying takes; nothing where no node was worth that.
         asking, watching: smoothed seconds of asking it once, and of telling it what came of a round.
     """
 
-    wins: float = _WINS
+    gains: float = _GAINS
     asking: float = 0.0
     watching: float = 0.0
 
@@ -76,6 +80,7 @@ class _Live:
         gate: its account, where a cost model decides.
         worth: of each source, to this request.
         rest: of each source, rounds until it is asked again.
+        patience: of each, by how much its next rest is longer than the first.
         parts: what each source proposed last.
         at: tokens of the request when they did; 0 once the proposals have been judged.
         drafted: whether a round has verified them.
@@ -83,12 +88,16 @@ class _Live:
         purse: plain rounds that it may spend on asking, whatever its account holds.
         asked: sources that were asked for the round.
         forced: what its grammar forces.
+        price: plain rounds that verifying their best node takes, where that is likely enough to pay; ``None`` else.
+        seen, wakes: calls of `Gathering.ask`, by number: the last one that looked at the request, and the next one to.
+        heard: draftings that are told of verified trees.
     """
 
     told: list[Told]
     gate: SpeculationGate | None
     worth: list[_Worth]
     rest: list[int]
+    patience: list[int]
     parts: list[Part | None]
     at: int = 0
     drafted: bool = False
@@ -96,6 +105,10 @@ class _Live:
     purse: float = _PURSE
     asked: list[int] = field(default_factory=list)
     forced: Part | None = None
+    price: float | None = None
+    seen: int = 0
+    wakes: int = 0
+    heard: Sequence[Told] = ()
 
 
 @dataclass(eq=False)
@@ -169,6 +182,9 @@ class Gathering:
         self._live: dict[int, _Live] = {}
         self._batch = 1  # of the last round
         self._terms: tuple[float, float] | None = None  # of this one: seconds of a request's plain round, its stake
+        self._asks = 0  # calls of `ask`
+        self._learns = False  # some drafting learns from verified trees
+        self._hearing = set[int]()  # requests whose draftings are told of them
 
     @property
     def names(self) -> list[str]:
@@ -190,54 +206,67 @@ class Gathering:
         Args:
             idle: whether the round waits for the answer; else a device is busy meanwhile, and it costs nothing.
         """
+        self._asks += 1
+        for r in batch:
+            live = self._live.get(r.request_id)
+            if self._may_draft(r) if live is None else live.wakes <= self._asks:
+                break
+        else:  # most rounds of requests whose drafts lose: they must not notice that they might draft
+            return None
         started = time.perf_counter()
         self._batch, self._terms = len(batch), None
         each = [self._parts(r, len(batch)) for r in batch]
         parts, forced = [told for told, _ in each], [forced for _, forced in each]
-        if not any(one is not None for told in (*parts, forced) for one in told):
-            return None
-        gathered = self._weighed(batch, parts, forced)
-        self._charge(batch, parts, time.perf_counter() - started, idle)
+        gathered = None
+        if any(one is not None for told in (*parts, forced) for one in told):
+            gathered = self._weighed(batch, parts, forced)
+        self._charge(batch, time.perf_counter() - started, idle)
         return gathered
 
-    def _charge(self, batch: Batch, parts: list[list[Part | None]], seconds: float, idle: bool) -> None:
-        """Those that proposed, and their requests, pay for all that asking took: beside the proposals, for holding them
+    def _may_draft(self, r: Request) -> bool:
+        """Whether anything may ever propose for a request."""
+        return r.params.speculative and (bool(self.sources.all) or r.draws.grammar is not None)
+
+    def _charge(self, batch: Batch, seconds: float, idle: bool) -> None:
+        """Those that were asked, and their requests, pay for all that it took: beside the proposals, for holding them
         against the tokens that came, for merging and for weighing them."""
-        policy, asked = self._policy, sum(part is not None for told in parts for part in told)
-        if policy is None or not asked:
+        policy, each = self._policy, [self._live.get(r.request_id) for r in batch]
+        asking = [live for live in each if live is not None and live.asked and live.seen == self._asks]
+        if policy is None or not asking:
             return
-        each, plain = seconds / asked, policy.costs.plain(len(batch)) / len(batch)
-        for r, told in zip(batch, parts, strict=True):
-            live, took = self._live.get(r.request_id), 0.0
-            if live is None:
-                continue
-            for i, part in enumerate(told):
-                if part is None:
-                    continue
+        one, plain = seconds / sum(len(live.asked) for live in asking), policy.costs.plain(len(batch)) / len(batch)
+        for live in asking:
+            took = 0.0
+            for i in live.asked:
                 for worth, learn in ((live.worth[i], _LEARN), (self._worth[i], _LEARN_ALL)):
-                    worth.asking += (learn if worth.asking else 1.0) * (each - worth.asking)
-                took += each + live.worth[i].watching
-                if live.worth[i].wins * plain < live.worth[i].seconds:
-                    live.rest[i] = min(int(live.worth[i].seconds / (_IDLE * plain)), _LONGEST_REST)
+                    worth.asking += (learn if worth.asking else 1.0) * (one - worth.asking)
+                took += one + live.worth[i].watching
+                if live.worth[i].gains * plain < live.worth[i].seconds:
+                    rest = int(live.worth[i].seconds / (_IDLE * plain) * live.patience[i])
+                    live.rest[i] = min(rest, _LONGEST_REST)
+                    live.patience[i] = min(2 * live.patience[i], _PATIENCE)
             if live.gate is not None and idle:
                 live.gate.pay(took / plain)
                 live.purse = max(live.purse - took / plain, 0.0)
 
     def _parts(self, r: Request, batch: int) -> tuple[list[Part | None], Part | None]:
-        """What each source proposes, and what the request's grammar forces. Most rounds of a request whose drafts lose
-        ask nobody, and must not notice this."""
+        """What each source proposes, and what the request's grammar forces."""
         none: list[Part | None] = [None] * len(self.sources.all)
-        if not r.params.speculative or r.max_depth < 1 or not (none or r.draws.grammar is not None):
+        if r.max_depth < 1 or not self._may_draft(r):
             return none, None
         live = self._of(r, batch)
+        if live.wakes > self._asks:
+            return none, None
         self._judge(r, live)
-        live.asked = []
-        due = [i for i, rest in enumerate(live.rest) if rest <= 0]
+        live.asked, live.price = [], None
+        rounds, live.seen = self._asks - live.seen, self._asks
+        # Of the rounds since, all but this one have passed.
+        due = [i for i, rest in enumerate(live.rest) if rest < rounds]
         left = math.inf
         if self._policy is not None:
-            live.rest = [max(rest - 1, 0) for rest in live.rest]
+            live.rest = [max(rest - rounds, 0) for rest in live.rest]
         if live.gate is not None:
-            live.purse = min(live.purse + _ASKING, _PURSE)
+            live.purse = min(live.purse + rounds * _ASKING, _PURSE)
         if due and self._policy is not None and live.gate is not None:
             if self._terms is None:
                 plain = self._policy.costs.plain(batch) / batch
@@ -254,7 +283,24 @@ class Gathering:
         live.drafted = False
         live.parts, live.forced = none, self._forces(r)
         live.at = len(r.tokens) if live.asked or live.forced is not None else 0
+        if self._learns:
+            live.heard = self._hears(live, batch)
+            (self._hearing.add if live.heard else self._hearing.discard)(r.request_id)
+        if not live.at and live.gate is not None and r.draws.grammar is None:
+            live.wakes = self._asks + 1 + self._sleep(r, live, due)
         return none, live.forced
+
+    def _sleep(self, r: Request, live: _Live, due: Sequence[int]) -> int:
+        """Rounds until a source is due that the request can pay."""
+        rest = [n for i, n in enumerate(live.rest) if i not in due]
+        if due and self._terms is not None and live.gate is not None:
+            plain, stake = self._terms
+            needs = min(live.worth[i].seconds for i in due) / plain
+            wait = (needs + stake - live.gate.account(r.produced)) / ALLOWANCE
+            if needs <= _PURSE:
+                wait = min(wait, (needs - live.purse) / _ASKING)
+            rest.append(min(math.ceil(wait) - 1, _LONGEST_SLEEP))
+        return max(min(rest, default=_LONGEST_SLEEP), 0)
 
     def _forces(self, r: Request) -> Part | None:
         """What the grammar of a request forces; it costs as good as nothing."""
@@ -273,10 +319,11 @@ class Gathering:
                 gate = self._policy.gate(r.params.temperature, r.remaining, r.prompt_len, batch)
                 if gate.kind.trusted():  # once: what others of its kind won promises as much
                     gate.credit(_CREDIT * self._stake(self._policy, batch), r.produced)
-            worth = [_Worth(w.wins, w.asking, w.watching) for w in self._worth]
+            worth = [_Worth(w.gains, w.asking, w.watching) for w in self._worth]
             count = len(self.sources.all)
-            live = _Live(self.sources.of(r), gate, worth, [0] * count, [None] * count)
+            live = _Live(self.sources.of(r), gate, worth, [0] * count, [1] * count, [None] * count, seen=self._asks - 1)
             self._live[r.request_id] = live
+            self._learns |= any(told.observes for told in live.told)
         return live
 
     def _weighed(self, batch: Batch, parts: list[list[Part | None]], forced: list[Part | None]) -> Gathered:
@@ -287,6 +334,7 @@ class Gathering:
         policy, size = self._policy, len(batch)
         if policy is None:
             return gathered
+        self._promise(gathered, policy)
         accounts = [self._account(r) for r in batch]
         least = self._stake(policy, size)
         for i, account in enumerate(accounts):
@@ -303,6 +351,17 @@ class Gathering:
         gathered.rate, gathered.least = choice.expected / seconds, choice.min_score
         gathered.pays = choice.nodes > 0 and gathered.rate > _MARGIN * size / policy.costs.plain(size)
         return gathered
+
+    def _promise(self, gathered: Gathered, policy: TreePolicy) -> None:
+        """Note whose drafts are worth verifying where all of the batch draft, whatever their accounts hold."""
+        costs, size = policy.costs, len(gathered.merged)
+        rows = 2 * size if self._tiers is None else size * self._tiers[0]
+        seconds = costs.target.at(rows) + costs.overhead.at(SPECULATIVE)
+        price = max(seconds / costs.plain(size) - 1.0, _PRICE)
+        for r, tree in zip(gathered.batch, gathered.merged, strict=True):
+            live = self._live.get(r.request_id)
+            if live is not None and len(tree) > 1:
+                live.price = price if self._kind(r).chance(max(tree.scores[1:])) > price else None
 
     def _nodes_of(self, batch: Batch, trees: Sequence[MergedDrafts]) -> list[tuple[float, Kind]]:
         """Nodes that may be worth verifying, the likeliest first, each with its request's kind."""
@@ -434,14 +493,14 @@ class Gathering:
         self._foretold(r, live, drawn[0])
         if live.forced is not None:
             self.grade(live.forced, drawn)
-        for i, part in enumerate(live.parts):
-            if part is None:
-                continue
-            hits = self.grade(part, drawn)
+        for i in live.asked:
+            part = live.parts[i]
+            hits = 0 if part is None else self.grade(part, drawn)
+            gain = 0.0 if live.price is None or part is None else hits - live.price
             for worth, learn in ((live.worth[i], _LEARN), (self._worth[i], _LEARN_ALL)):
-                worth.wins += learn * (hits - worth.wins)
-            if hits:
-                live.rest[i] = 0
+                worth.gains += learn * (gain - worth.gains)
+            if gain > 0.0:
+                live.rest[i], live.patience[i] = 0, 1
 
     def _foretold(self, r: Request, live: _Live, token: int) -> None:
         """A request whose account is empty drafts again once its sources foretell one token after the other."""
@@ -472,10 +531,13 @@ class Gathering:
 
     def watch(self, batch: Batch, verified: Verified) -> None:
         """Tell sources that learn from verified trees what the target made of these, of requests that go on."""
+        if not self._hearing:
+            return
         started = time.perf_counter()
-        most = math.inf if self._policy is None else _HEARD * self._policy.costs.plain(len(batch))
-        going = ((i, r) for i, r in enumerate(batch) if r.finish_reason is None)
-        learning = [(i, told) for i, r in going for told in self._learning(r, most)]
+        learning: list[tuple[int, Told]] = []
+        for i, r in enumerate(batch):
+            if r.request_id in self._hearing and r.finish_reason is None:
+                learning += [(i, told) for told in self._live[r.request_id].heard if told.drafting]
         if not learning:
             return
         requests = sorted({i for i, _ in learning})
@@ -491,19 +553,20 @@ class Gathering:
             for worth in (live.worth[told.index], self._worth[told.index]):
                 worth.watching += _LEARN * (each - worth.watching)
 
-    def _learning(self, r: Request, most: float) -> list[Told]:
-        """Sources that learn, of a request: those that were asked, and others that take less than so many seconds."""
-        live = self._live.get(r.request_id)
-        if live is None:
-            return []
+    def _hears(self, live: _Live, batch: int) -> list[Told]:
+        """Draftings that are told of the next rounds: those that were asked, and others that take little."""
+        policy = self._policy
+        most = math.inf if policy is None else _HEARD * policy.costs.plain(batch)
         return [
-            t
-            for i, t in enumerate(live.told)
-            if t.observes and t.drafting and (i in live.asked or (not live.rest[i] and live.worth[i].watching < most))
+            told
+            for told in live.told
+            if told.observes
+            and (told.index in live.asked or (not live.rest[told.index] and live.worth[told.index].watching < most))
         ]
 
     def forget(self, r: Request) -> None:
         """The request has ended."""
+        self._hearing.discard(r.request_id)
         live = self._live.pop(r.request_id, None)
         if live is not None:
             self._judge(r, live)
@@ -514,6 +577,7 @@ class Gathering:
     def close(self) -> None:
         """Every request has ended."""
         self._live.clear()
+        self._hearing.clear()
         self.sources.close()
 
 

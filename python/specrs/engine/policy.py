@@ -15,9 +15,9 @@ from specrs.engine.costs import Costs
 
 LOOK_BACK = 8  # tokens that a look back asks the head for
 _SETTLED = 32  # tokens before the first look back: the head foretells a text's first ones worse than the later
-_ALLOWANCE = 0.011  # plain rounds that a request may lose to drafts, for each that it has taken so far
+ALLOWANCE = 0.011  # plain rounds that a request may lose to drafts, for each that it has taken so far
 _LOAN = 0.003  # plain rounds that it may borrow beside that, for each that it is expected to take
-_ADVANCE = 0.018  # the same of a kind whose drafts win; such a request has less to come from `_ALLOWANCE`
+_ADVANCE = 0.018  # the same of a kind whose drafts win; such a request has less to come from `ALLOWANCE`
 _RATE = 0.005  # plain rounds that the engine may lose in the long run, for each that its requests took
 _ENDOWMENT = 0.3  # plain rounds that a new engine may lose beside that
 _CAP = 8.0  # of a bank
@@ -125,7 +125,7 @@ class Standing:
 class SpeculationGate:
     """One request's account, in rounds of plain decoding: what it may lose to drafts.
 
-    At any time that is `_ALLOWANCE` of the rounds that plain decoding would have taken so far, its prompt included, and
+    At any time that is `ALLOWANCE` of the rounds that plain decoding would have taken so far, its prompt included, and
     what it borrowed from the bank of its kind: no more than its expected length justifies. Where drafts of its kind
     win, it borrows its allowance in advance. To the bank, each request adds what it won and `_RATE` of its rounds, and
     from it takes what it lost. Whatever is done for drafts is paid from the account: the prompt's draft KV, a look back
@@ -161,7 +161,7 @@ class SpeculationGate:
 
     def account(self, produced: int) -> float:
         """Plain rounds that it may still lose, after so many tokens."""
-        return self.loan + max(_ALLOWANCE * (self.prompt + produced) - self.advance, 0.0) + self.balance
+        return self.loan + max(ALLOWANCE * (self.prompt + produced) - self.advance, 0.0) + self.balance
 
     @property
     def wins(self) -> float:
@@ -326,7 +326,7 @@ class TreePolicy:
     def _too_late(self, gate: SpeculationGate, batch: int, at: Standing, left: float) -> bool:
         """Whether a request will end before drafts can win anything."""
         lag = at.lag or 0
-        short, each = self._short(gate, batch, lag, left), _ALLOWANCE - self.waiting(1, batch)
+        short, each = self._short(gate, batch, lag, left), ALLOWANCE - self.waiting(1, batch)
         wait = 0.0 if short <= 0.0 else short / each if each > 0.0 else math.inf
         if not self.early(gate, lag):
             wait = max(wait, gate.patience - lag)

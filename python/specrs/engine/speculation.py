@@ -22,7 +22,8 @@ from specrs.engine.request import Request
 
 PassKind = Literal["target", "draft_step", "draft_extend"]
 
-_OBSERVED = 4  # of so many plain rounds, one is timed
+_OBSERVED = 4  # of so many plain rounds, one is timed;
+_SETTLED, _SELDOM = 32, 16  # of so many, once there have been this many without drafts between them
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -263,9 +264,9 @@ class AdaptiveTree(GivenTree):
         return result
 
     def begin(self, speculative: bool) -> None:
-        if not speculative:
-            self._plain_rounds += 1
-        self._observing = speculative or self._plain_rounds % _OBSERVED == 0
+        self._plain_rounds = 0 if speculative else self._plain_rounds + 1
+        every = _OBSERVED if self._plain_rounds < _SETTLED else _SELDOM
+        self._observing = self._plain_rounds % every == 0
         self._started, self._in_passes = time.perf_counter(), 0.0
 
     def plain_round(self, batch: Batch) -> None:
