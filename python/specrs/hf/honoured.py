@@ -45,6 +45,7 @@ class Asked:
         most: tokens of a row at most.
         sampling: fields of `SamplingParams` that all rows share.
         eos: tokens that end a row; ``None``: none does, and nothing is padded.
+        least: tokens of a row before which none of ``eos`` may come.
         stops: for a row's tokens so far, int64 [1, n], prompt and padding included, whether it has ended.
         ignored: positions at the beginning of each row that a repetition penalty leaves out; ``None``: does not say.
     """
@@ -52,6 +53,7 @@ class Asked:
     most: int
     sampling: dict[str, Any] = field(default_factory=dict)
     eos: list[int] | None = None
+    least: int = 0
     stops: list[StopCheck] = field(default_factory=list)
     ignored: list[int] | None = None
 
@@ -60,6 +62,7 @@ class Asked:
         return SamplingParams(
             max_tokens=self.most,
             seed=seed,
+            min_tokens=min(self.least, self.most),
             ignore_eos=True,
             stop_token_ids=self.eos or (),
             **{**_NOTHING, **self.sampling},
@@ -77,7 +80,7 @@ def read(config: Any, processors: Iterable[Any], criteria: Iterable[Any], shape:
         raise UnsupportedGenerationError("max_length", None, "must be given, or max_new_tokens")
     asked = Asked(config.max_length - shape[1])
     _read_criteria(asked, criteria, shape)
-    _read_processors(asked, processors, bool(config.do_sample), shape[0])
+    _read_processors(asked, processors, bool(config.do_sample), shape)
     if asked.most < 1:
         why = f"leaves no room behind {shape[1]} tokens of input"
         raise UnsupportedGenerationError("max_length", config.max_length, why)
@@ -122,12 +125,14 @@ def _stop_check(criterion: Any) -> StopCheck:
     return ended
 
 
-def _read_processors(asked: Asked, processors: Iterable[Any], sample: bool, rows: int) -> None:
+def _read_processors(asked: Asked, processors: Iterable[Any], sample: bool, shape: Sequence[int]) -> None:
     """They are honoured in the order in which specrs applies its own; another order would be another distribution."""
     from transformers.generation import logits_process as known
 
     fields: list[tuple[type, str, str]] = [
         (known.RepetitionPenaltyLogitsProcessor, "repetition_penalty", "penalty"),
+        (known.MinLengthLogitsProcessor, "", "min_length"),
+        (known.MinNewTokensLengthLogitsProcessor, "", "min_new_tokens"),
         (known.TemperatureLogitsWarper, "temperature", "temperature"),
         (known.TopKLogitsWarper, "top_k", "top_k"),
         (known.TopPLogitsWarper, "top_p", "top_p"),
@@ -153,10 +158,23 @@ def _read_processors(asked: Asked, processors: Iterable[Any], sample: bool, rows
         _, name, attribute = fields[place]
         if getattr(each, "filter_value", -float("inf")) != -float("inf"):
             raise UnsupportedGenerationError(f"{kind.__name__}.filter_value", each.filter_value, "only -inf works")
+        if not name:
+            _read_least(asked, each, attribute, shape[1])
+            continue
         if place == 0:
-            asked.ignored = _ignored(each.prompt_ignore_length, rows)
+            asked.ignored = _ignored(each.prompt_ignore_length, shape[0])
         if place == 0 or sample:  # a greedy choice stays what it is under all others
             asked.sampling[name] = getattr(each, attribute)
+
+
+def _read_least(asked: Asked, processor: Any, attribute: str, width: int) -> None:
+    """Tokens before which a row does not end. width: of the input, whose padding counts as it does in transformers."""
+    eos, least = sorted(set(processor.eos_token_id.flatten().tolist())), getattr(processor, attribute)
+    skipped = getattr(processor, "prompt_length_to_skip", 0)
+    if eos != asked.eos:
+        why = f"holds back the tokens {eos}, and rows end at {asked.eos}: they must be the same"
+        raise UnsupportedGenerationError("logits_processor", type(processor).__name__, why)
+    asked.least = max(asked.least, least - (width - skipped))
 
 
 def _ignored(lengths: Any, rows: int) -> list[int] | None:

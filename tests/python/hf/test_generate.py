@@ -62,11 +62,18 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, architecture: s
     assert torch.equal(got, want) and got.dtype == want.dtype
 
 
+MANY_EOS = [5, 7, 11, 19, 23, 42, 77, 80, 99, 120, 150, 200, 220, 250, 280]
+
+
 @pytest.mark.parametrize(
     "options",
     [
         {"repetition_penalty": 1.3},
-        {"eos_token_id": [5, 7, 11, 19, 23, 42, 77, 80, 99, 120, 150, 200, 220, 250, 280]},
+        {"eos_token_id": MANY_EOS},
+        {"min_new_tokens": 9, "eos_token_id": MANY_EOS},
+        {"min_length": 27, "eos_token_id": MANY_EOS, "repetition_penalty": 1.3},  # padding counts
+        {"min_new_tokens": 6, "min_length": 24, "eos_token_id": MANY_EOS},
+        {"min_new_tokens": 50, "eos_token_id": MANY_EOS},
         {"max_length": 20, "max_new_tokens": None},
         {"num_return_sequences": 1, "renormalize_logits": True},
         {"use_cache": False},
@@ -162,7 +169,8 @@ class Odd(transformers.LogitsProcessor):
         ({"num_beams": 2}, "num_beams"),
         ({"logits_processor": [Odd()]}, "logits_processor"),
         ({"no_repeat_ngram_size": 2}, "logits_processor"),
-        ({"min_new_tokens": 3}, "logits_processor"),
+        ({"logits_processor": [transformers.MinNewTokensLengthLogitsProcessor(4, 3, [9])]}, "logits_processor"),
+        ({"forced_eos_token_id": 3}, "logits_processor"),
         ({"do_sample": True, "typical_p": 0.5}, "logits_processor"),
         ({"max_time": 3.0}, "stopping_criteria"),
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
