@@ -1362,6 +1362,12 @@ class Sampler:
         nothing.
         """
 
+    def processed(self, logits: _Tensor, out: _Tensor, path: _List[SupportsIndex] | None = None) -> None:
+        """Write what a token is drawn from to `out`, float32 [vocab]: each of its `logits` after masks, bias and
+        penalties, less the largest of them, over the temperature where that is not 0; -inf for tokens that are
+        banned, or that top-k, top-p and min-p leave out. `path` and errors are those of `draw`.
+        """
+
 @final
 class Accepts:
     """What a round accepted."""

@@ -13,6 +13,9 @@ from typing import Any
 from specrs._specrs import ConfigError
 from specrs.grammar import StructuredOutputs
 
+RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
+"""Of `SamplingParams.logprobs_mode`."""
+
 _MAX_SEED = 2**64 - 1
 _MAX_TOP_K = 2**63 - 1
 # Logits are edited in float32. Within these limits, which are the core's too, none of magnitude up to 1e30 overflows,
@@ -121,9 +124,12 @@ class SamplingParams:
         bad_words: texts that the output never spells: the token that would complete one, of the text as it is or behind
             a space, has no probability. A text is looked for in the output alone, token by token.
         allowed_token_ids: all other tokens have no probability; ``None`` allows all.
-        logprobs: log-probabilities of each token and of so many most probable ones, 0..20; ``None``: none. Of the
-            model's own distribution, before any of the processors above.
-        prompt_logprobs: the same for the tokens of the prompt, but its first.
+        logprobs: log-probabilities of each token and of so many most probable ones, 0..20; ``None``: none.
+        logprobs_mode: ``"raw_logprobs"``: of the model's own distribution, before any of the processors above;
+            ``"processed_logprobs"``: of the one that the token is drawn from, behind all of them; tokens that have no
+            probability there are not listed. Greedy decoding draws from none: then, what bans, bias and penalties leave
+            of the model's own.
+        prompt_logprobs: the same for the tokens of the prompt, but its first; always raw.
         truncate_prompt_tokens: keep so many last tokens of the prompt; -1: as many as leave room for ``max_tokens``.
         priority: requests with a lower number run first, and are preempted last; in -2**31..2**31 - 1 (0).
         skip_special_tokens: leave special tokens out of the text.
@@ -157,6 +163,7 @@ class SamplingParams:
     bad_words: Sequence[str] | str | None = ()
     allowed_token_ids: Sequence[int] | None = None
     logprobs: int | None = None
+    logprobs_mode: str | None = RAW
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     priority: int | None = 0
@@ -242,6 +249,7 @@ class ResolvedSampling(SamplingParams):
     n: int = 1
     min_tokens: int = 0
     bad_words: Sequence[str] = ()
+    logprobs_mode: str = RAW
     priority: int = 0
     skip_special_tokens: bool = True
     keep_special_tokens: Sequence[int] = ()
@@ -264,8 +272,14 @@ _NEUTRAL: dict[str, Any] = {
 _UNSET: dict[str, Any] = {
     "stop": (), "stop_token_ids": (), "presence_penalty": 0.0, "frequency_penalty": 0.0, "ignore_eos": False,
     "include_stop": False, "speculative": True, "n": 1, "min_tokens": 0, "bad_words": (), "priority": 0,
-    "skip_special_tokens": True, "keep_special_tokens": (), "trace": False,
+    "logprobs_mode": RAW, "skip_special_tokens": True, "keep_special_tokens": (), "trace": False,
 }  # fmt: skip
+
+
+def _logprobs_mode(name: str, value: object) -> str:
+    if not isinstance(value, str) or value not in (RAW, PROCESSED):
+        raise _refuse(name, value, f"must be {RAW!r} or {PROCESSED!r}")
+    return value
 
 
 def _temperature(name: str, value: object) -> float:
@@ -380,6 +394,7 @@ _CHECKS: dict[str, Callable[[str, object], Any]] = {
     "bad_words": _texts,
     "allowed_token_ids": _allowed_token_ids,
     "logprobs": _logprobs,
+    "logprobs_mode": _logprobs_mode,
     "prompt_logprobs": _logprobs,
     "truncate_prompt_tokens": _truncate,
     "priority": lambda name, value: _integer(name, value, -_MAX_PRIORITY, _MAX_PRIORITY - 1),

@@ -7,7 +7,7 @@ use std::sync::{RwLock, TryLockError};
 use pyo3::prelude::*;
 
 use super::arg::{Int, detached, i32s, same_len, u32s};
-use super::dlpack::Tensor;
+use super::dlpack::{Output, Tensor};
 use super::grammar::{GrammarTracker, TokenMask};
 use super::trees::TreeBatch;
 use crate::error::{Error, Result};
@@ -114,6 +114,27 @@ impl Sampler {
         detached(py, || {
             let sampler = self.state.try_read().map_err(busy)?;
             SCRATCH.with_borrow_mut(|(scratch, _)| sampler.draw(scratch, row, position, &path))
+        })
+    }
+
+    /// Write what a token is drawn from to `out`, float32 [vocab]: each of its `logits` after masks, bias and penalties,
+    /// less the largest of them, over the temperature where that is not 0; -inf for tokens that are banned, or that
+    /// top-k, top-p and min-p leave out. `path` and errors are those of `draw`.
+    #[pyo3(signature = (logits, out, path=None))]
+    fn processed(
+        &self,
+        py: Python<'_>,
+        logits: &Bound<'_, PyAny>,
+        out: &Bound<'_, PyAny>,
+        path: Option<Vec<Int>>,
+    ) -> PyResult<()> {
+        let (logits, mut out) = (Tensor::import(logits, "logits", None)?, Output::import(out, "out", None)?);
+        let path = i32s("path token", &path.unwrap_or_default())?;
+        let [columns] = logits.dims("shape [vocab]")?;
+        let (row, out) = (logits.input(&[columns])?, out.slice(&[columns], &[&logits])?);
+        detached(py, || {
+            let sampler = self.state.try_read().map_err(busy)?;
+            SCRATCH.with_borrow_mut(|(scratch, _)| sampler.processed(scratch, row, &path, out))
         })
     }
 }

@@ -103,6 +103,36 @@ proptest! {
         prop_assert_eq!(on_path, sampler.draw(&mut scratch, &row, 9, &[]));
     }
 
+    /// What a draw is from, by the reference's row and weights.
+    #[test]
+    fn processed_rows_are_what_draws_are_from((config, row, [prompt, output, path]) in cases()) {
+        let mut sampler = Sampler::new(row.len() as u32, &prompt, config.clone()).unwrap();
+        sampler.commit(&output).unwrap();
+        let mut out = vec![f32::NAN; row.len()];
+        let got = sampler.processed(&mut Scratch::default(), &row, &path, &mut out);
+        let edited = reference::processed(&config, &prompt, &[output, path].concat(), &row);
+        match reference::weights(&config, &edited) {
+            Ok(weights) => {
+                prop_assert_eq!(got, Ok(()));
+                let max = edited.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+                let greedy = config.temperature == 0.0;
+                let over = if greedy { 1.0 } else { config.temperature };
+                let cut = config.top_k > 0 || config.top_p < 1.0 || config.min_p > 0.0;
+                for (i, &x) in edited.iter().enumerate() {
+                    let scaled = ((f64::from(x) - f64::from(max)) / over) as f32;
+                    // A token whose weight vanishes may be among those that top-k keeps.
+                    let gone = !greedy && cut && weights[i] == 0 && out[i] == f32::NEG_INFINITY;
+                    prop_assert!(gone || out[i] == scaled, "token {}: {} for {} of {}", i, out[i], x, max);
+                    prop_assert!(greedy || weights[i] == 0 || out[i] > f32::NEG_INFINITY);
+                }
+                if !greedy && config.top_k > 0 {
+                    prop_assert!(out.iter().filter(|&&x| x > f32::NEG_INFINITY).count() as i64 <= config.top_k);
+                }
+            }
+            Err(_) => prop_assert!(matches!(got, Err(Error::NonFinite { position: -1, .. })), "{:?}", got),
+        }
+    }
+
     /// A bad value anywhere is named, whatever would have been kept.
     #[test]
     fn non_finite_rows_are_refused((config, mut row, _) in cases(), at in any::<prop::sample::Index>(), nan in any::<bool>()) {

@@ -229,6 +229,7 @@ def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         ),
         "Sampler.commit": (sampler.commit, {"tokens": [1]}),
         "Sampler.draw": (sampler.draw, {"logits": zeros(8), "position": 3, "path": [1]}),
+        "Sampler.processed": (sampler.processed, {"logits": zeros(8), "out": zeros(8), "path": [1]}),
         "likeliest": (core.likeliest, {"trees": w.trees, "logits": zeros(4, 8), "requests": [0], "count": 2}),
         "verify": (core.verify, {"trees": w.trees, "logits": zeros(4, 8), "samplers": w.samplers, "lens": w.lens}),
         "kv_write": (core.kv_write, {**attend, "k": zeros(2, 1, 8), "v": zeros(2, 1, 8)}),

@@ -23,7 +23,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 
 from specrs._specrs import Grammar, GrammarFailedError, Sampler, TokenMask
-from specrs.sampling_params import ResolvedSampling
+from specrs.sampling_params import PROCESSED, ResolvedSampling
 
 
 class Draws:
@@ -52,6 +52,8 @@ class Draws:
         by_path: bool = True,
     ) -> None:
         self._vocab, self._prompt, self._params, self._seed = vocab, list(prompt), params, seed
+        told = params.logprobs is not None and params.logprobs_mode == PROCESSED
+        self._largest_alone = params.temperature == 0 and not told  # nobody sees what the others come to
         self._endings = frozenset(token for token in endings if token < vocab)
         self.grammar = None if grammar is None else grammar.start(sorted(self._endings))
         """How far the output has come in its grammar."""
@@ -144,7 +146,7 @@ class Draws:
         for i in range(1, draws):  # the first one was drawn under the bans behind the output
             banned = self._behind(path, len(tail) + i)
             # The largest logit is the largest without the banned ones, unless it is one of them.
-            sound = self._params.temperature == 0 and i < len(tokens) and tokens[i] not in banned
+            sound = self._largest_alone and i < len(tokens) and tokens[i] not in banned
             if banned and not sound:
                 return i
         return draws

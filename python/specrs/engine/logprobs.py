@@ -1,7 +1,8 @@
-"""Log-probabilities of tokens, from the target's own row of logits.
+"""Log-probabilities of tokens, from the target's own row of logits, or from what a sampler makes of it.
 
 A row is reduced alone, in float64 and one fixed order, so its numbers depend on its bits alone: the same logits give
-the same log-probabilities with and without speculation, in any batch.
+the same log-probabilities with and without speculation, in any batch. A sampler's row depends on the logits and the
+tokens before alone.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from specrs._specrs import Sampler
 
 TokenBytes = Callable[[int], bytes]
 
@@ -46,6 +49,19 @@ def of_rows(
 ) -> list[TokenLogprobs]:
     """Of the token behind each row of logits, float32 [n, vocab] on the host, and the ``most`` probable ones."""
     return [of_row(row, token, most, spell) for row, token in zip(logits.numpy(), tokens, strict=True)]
+
+
+def of_draws(
+    logits: torch.Tensor, tokens: Sequence[int], most: int, sampler: Sampler, spell: TokenBytes | None = None
+) -> list[TokenLogprobs]:
+    """The same of the distributions that ``sampler`` draws these tokens from, one behind the other. Tokens without a
+    probability are left out."""
+    found, row = [], torch.empty(logits.shape[1])
+    for i, (model, token) in enumerate(zip(logits, tokens, strict=True)):
+        sampler.processed(model, row, list(tokens[:i]))
+        best = of_row(row.numpy(), token, most, spell)
+        found.append({t: one for t, one in best.items() if one.logprob > -math.inf or t == token})
+    return found
 
 
 def of_row(row: npt.NDArray[np.float32], token: int, most: int, spell: TokenBytes | None = None) -> TokenLogprobs:

@@ -21,13 +21,14 @@ from specrs.engine.drafter import Drafter
 from specrs.engine.executor import Drafted, Executor, Pass, Verified
 from specrs.engine.flight import Flight
 from specrs.engine.gathering import Gathered, Gathering, Planted
-from specrs.engine.logprobs import TokenBytes, TokenLogprobs, of_rows
+from specrs.engine.logprobs import TokenBytes, TokenLogprobs, of_draws, of_rows
 from specrs.engine.observer import RoundObserver
 from specrs.engine.pages import Pages
 from specrs.engine.request import FinishReason, Request
 from specrs.engine.rounds import DraftTree, trees_of
 from specrs.engine.sources import Source, Sources
 from specrs.engine.speculation import GivenTree
+from specrs.sampling_params import PROCESSED
 
 _LEAST_SCORED, _MOST_SCORED = 16, 128
 
@@ -159,7 +160,10 @@ class Runner:
         """Of tokens that rows of a request's pass gave, where the request wants them."""
         if r.params.logprobs is None or not tokens:
             return []
-        return of_rows(passed.logits(i, rows[: len(tokens)]), tokens, r.params.logprobs, self.spell)
+        logits, most = passed.logits(i, rows[: len(tokens)]), r.params.logprobs
+        if r.params.logprobs_mode == PROCESSED:
+            return of_draws(logits, tokens, most, r.draws.sampler, self.spell)
+        return of_rows(logits, tokens, most, self.spell)
 
     def _prompt_logprobs(self, r: Request, i: int, count: int, prefilled: Pass) -> list[TokenLogprobs]:
         """Of the prompt's tokens behind rows of a chunk."""

@@ -346,6 +346,8 @@ TABLE: tuple[Field, ...] = (
     Field("skip_special_tokens", _H, flag, "leave them out of the text (true)", origin="vLLM"),
     Field("truncate_prompt_tokens", _H, whole(-1), "keep so many last tokens; -1: what fits", origin="vLLM"),
     Field("prompt_logprobs", _H, whole(0, 20), "of the prompt's tokens; not with `stream`", origin="vLLM"),
+    Field("logprobs_mode", _H, as_it_is, "`raw_logprobs`, the model's own; or `processed_logprobs`, of what tokens are "
+          "drawn from", origin="vLLM"),
     Field("priority", _H, as_it_is, "lower runs first, and is preempted last", origin="vLLM"),
     Field("add_special_tokens", _H, flag, "of the tokenizer, before a text (completions: true, chat: false)",
           origin="vLLM"),

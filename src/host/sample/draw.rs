@@ -54,34 +54,30 @@ pub(super) fn token(config: &SamplerConfig, row: &[f32], position: u32, s: &mut 
     let max = scan::scan(row, &mut s.chunk_max)?;
     let softmax = Softmax::new(max, config.temperature);
     let u = uniform53(config.seed, position, Purpose::TARGET);
-    let floor = min_weight(config.min_p);
-    if config.top_k > 0 && config.top_k < row.len() as i64 {
-        scan::top_k(row, &s.chunk_max, config.top_k as usize, &mut s.keys, &mut s.bounds);
-        s.keys.sort_unstable_by_key(|&k| key_index(k));
-        s.weigh(softmax);
-        if config.top_p < 1.0 {
-            let total = s.kept.iter().map(|w| w.weight).sum();
-            s.cut_to_nucleus(mass(config.top_p, total));
-        }
-    } else if config.top_p < 1.0 {
-        let total = scan::sum_row(softmax, row, &s.chunk_max, &mut s.chunk_sum);
-        let target = mass(config.top_p, total);
-        // Tokens lighter than (total - target) / V cannot be needed: all of them together weigh less than
-        // total - target, so the others reach the target.
-        s.gather(softmax, row, (total - target) / row.len() as u64);
-        if s.kept.iter().map(|w| w.weight).sum::<u64>() < target {
-            s.gather(softmax, row, 0);
-        }
-        s.cut_to_nucleus(target);
-    } else if floor > 0 {
-        s.gather(softmax, row, floor);
-    } else {
+    if !s.cut(config, softmax, row) {
         let total = scan::sum_row(softmax, row, &s.chunk_max, &mut s.chunk_sum);
         return Ok(s.invert_row(softmax, row, fraction(u, total)));
     }
-    s.kept.retain(|w| w.weight >= floor);
     let total = s.kept.iter().map(|w| w.weight).sum();
     Ok(invert(s.kept.iter().map(|w| (key_index(w.key), w.weight)), fraction(u, total)))
+}
+
+/// What [`token`] draws from: each logit of such a row less the largest, over the temperature where there is one, and
+/// -inf for tokens that top-k, top-p and min-p leave out.
+pub(super) fn processed(config: &SamplerConfig, row: &[f32], s: &mut Pick, out: &mut [f32]) -> Result<(), RowFault> {
+    let max = scan::scan(row, &mut s.chunk_max)?;
+    let greedy = config.temperature == 0.0;
+    let over = if greedy { 1.0 } else { config.temperature };
+    let scaled = |x: f32| ((f64::from(x) - f64::from(max)) / over) as f32;
+    if greedy || !s.cut(config, Softmax::new(max, config.temperature), row) {
+        out.iter_mut().zip(row).for_each(|(o, &x)| *o = scaled(x));
+        return Ok(());
+    }
+    out.fill(f32::NEG_INFINITY);
+    for token in s.kept.iter().map(|w| key_index(w.key)) {
+        out[token] = scaled(row[token]);
+    }
+    Ok(())
 }
 
 /// The first token whose cumulative weight exceeds `target`. There is one where `target` is less than the total.
@@ -98,6 +94,36 @@ fn invert(weights: impl Iterator<Item = (usize, u64)>, mut target: u64) -> usize
 }
 
 impl Pick {
+    /// `kept` := the tokens of a scanned row that top-k, top-p and min-p leave; whether these leave any out.
+    fn cut(&mut self, config: &SamplerConfig, softmax: Softmax, row: &[f32]) -> bool {
+        let floor = min_weight(config.min_p);
+        if config.top_k > 0 && config.top_k < row.len() as i64 {
+            scan::top_k(row, &self.chunk_max, config.top_k as usize, &mut self.keys, &mut self.bounds);
+            self.keys.sort_unstable_by_key(|&k| key_index(k));
+            self.weigh(softmax);
+            if config.top_p < 1.0 {
+                let total = self.kept.iter().map(|w| w.weight).sum();
+                self.cut_to_nucleus(mass(config.top_p, total));
+            }
+        } else if config.top_p < 1.0 {
+            let total = scan::sum_row(softmax, row, &self.chunk_max, &mut self.chunk_sum);
+            let target = mass(config.top_p, total);
+            // Tokens lighter than (total - target) / V cannot be needed: all of them together weigh less than
+            // total - target, so the others reach the target.
+            self.gather(softmax, row, (total - target) / row.len() as u64);
+            if self.kept.iter().map(|w| w.weight).sum::<u64>() < target {
+                self.gather(softmax, row, 0);
+            }
+            self.cut_to_nucleus(target);
+        } else if floor > 0 {
+            self.gather(softmax, row, floor);
+        } else {
+            return false;
+        }
+        self.kept.retain(|w| w.weight >= floor);
+        true
+    }
+
     /// [`invert`] over a whole row that was summed.
     fn invert_row(&mut self, softmax: Softmax, row: &[f32], target: u64) -> usize {
         let mut left = target;

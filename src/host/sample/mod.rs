@@ -153,13 +153,7 @@ impl Sampler {
     /// [`Error::NonFinite`] (with the position; request and row -1) for NaN, +inf or no finite value: `what` is `target logits`, or
     /// `target logits after logit_bias and penalties` where only those made it so; [`Error::Mismatch`] for a row of another length; a path token outside the vocabulary.
     pub fn draw(&self, scratch: &mut Scratch, logits: &[f32], position: u32, path: &[i32]) -> Result<i32> {
-        if logits.len() != self.vocab as usize {
-            return Err(Error::Mismatch {
-                operand: "logits row",
-                got: format!("{} columns", logits.len()),
-                want: format!("{} (the vocabulary)", self.vocab),
-            });
-        }
+        self.check_columns("logits row", logits.len())?;
         check_tokens("path token", path, self.vocab)?;
         self.draw_unchecked(scratch, logits, position, path).map_err(|f| f.at(-1, -1, position))
     }
@@ -172,6 +166,42 @@ impl Sampler {
         position: u32,
         path: &[i32],
     ) -> std::result::Result<i32, DrawFault> {
+        self.edited(scratch, logits, path, |row, pick| draw::token(&self.config, row, position, pick)).map(|t| t as i32) // < vocab, which fits i32
+    }
+
+    /// What [`Sampler::draw`] draws from: each logit, after masks, bias and penalties, less the largest of them; over the
+    /// temperature where that is not 0; -inf for tokens that are banned, or that top-k, top-p and min-p leave out.
+    ///
+    /// Its softmax is the distribution of the draw up to the rounding of f32; that of a greedy draw is what the model
+    /// says after the edits. Overwrites `out`.
+    ///
+    /// # Errors
+    /// Those of [`Sampler::draw`], without a position; [`Error::Mismatch`] for an `out` of another length.
+    pub fn processed(&self, scratch: &mut Scratch, logits: &[f32], path: &[i32], out: &mut [f32]) -> Result<()> {
+        for (operand, len) in [("logits row", logits.len()), ("processed row", out.len())] {
+            self.check_columns(operand, len)?;
+        }
+        check_tokens("path token", path, self.vocab)?;
+        self.edited(scratch, logits, path, |row, pick| draw::processed(&self.config, row, pick, out))
+            .map_err(|f| f.error(-1, -1, -1))
+    }
+
+    fn check_columns(&self, operand: &'static str, columns: usize) -> Result<()> {
+        if columns == self.vocab as usize {
+            return Ok(());
+        }
+        let (got, want) = (format!("{columns} columns"), format!("{} (the vocabulary)", self.vocab));
+        Err(Error::Mismatch { operand, got, want })
+    }
+
+    /// Call `f` with the row after masks, bias and penalties.
+    fn edited<T>(
+        &self,
+        scratch: &mut Scratch,
+        logits: &[f32],
+        path: &[i32],
+        f: impl FnOnce(&[f32], &mut draw::Pick) -> std::result::Result<T, RowFault>,
+    ) -> std::result::Result<T, DrawFault> {
         let Scratch { row, pick } = scratch;
         let mask = self.grammar.as_ref().map_or(Ok(None), |g| g.find(path)).map_err(DrawFault::Grammar)?;
         let edited = if self.config.edits_logits() || mask.is_some() {
@@ -189,8 +219,7 @@ impl Sampler {
         } else {
             logits
         };
-        let token = draw::token(&self.config, edited, position, pick);
-        token.map(|t| t as i32).map_err(|fault| DrawFault::new(logits, fault, mask.is_some())) // < vocab, which fits i32
+        f(edited, pick).map_err(|fault| DrawFault::new(logits, fault, mask.is_some()))
     }
 }
 
@@ -218,7 +247,10 @@ impl DrawFault {
     }
 
     pub(crate) fn at(self, request: i64, row: i64, position: u32) -> Error {
-        let position = i64::from(position);
+        self.error(request, row, i64::from(position))
+    }
+
+    fn error(self, request: i64, row: i64, position: i64) -> Error {
         match self {
             Self::Row(what, fault) => fault.at(what, request, row, position),
             Self::Grammar(why) => Error::GrammarFailed { why, request, row, position },

@@ -200,7 +200,8 @@ def test_a_sampler_of_bans_has_the_whole_history() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_logprobs_are_plain_decodings_to_the_bit(tiny: Pair, kind: str) -> None:
     prompts = prompts_of(9, 8, 10)
-    params = [SamplingParams(max_tokens=20, seed=i, logprobs=i % 5, prompt_logprobs=(i % 4) or None, **KINDS[kind])
+    params = [SamplingParams(max_tokens=20, seed=i, logprobs=i % 5, prompt_logprobs=(i % 4) or None, **KINDS[kind],
+                             logprobs_mode=("raw_logprobs", "processed_logprobs")[i // 2 % 2])
               for i in range(8)]  # fmt: skip
     plain = LLM(tiny.target, max_batch=1, prefix_cache=False)
     want = seen([plain.generate([p], [s])[0] for p, s in zip(prompts, params, strict=True)])
@@ -240,6 +241,73 @@ def test_logprobs_are_the_models_own(tiny: Pair, bytes_pair: Pair) -> None:
             assert p.bytes == llm._runner.spell(token)  # type: ignore[misc]
         total += found[tokens[i]].logprob if i >= len(out.prompt_token_ids) else 0.0
     assert out.cumulative_logprob == pytest.approx(total, abs=1e-9)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 4.0], ids=["greedy", "sampled"])
+def test_processed_logprobs_know_every_ban(ternary: Pair, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bad words and `min_tokens` come and go within rounds; a largest logit that none of them bans stands, and yet what
+    the token is drawn from lacks the banned ones."""
+    rng = random.Random(8)
+    reference = LLM(ternary.target, max_batch=1, speculative=False)
+    cases = []
+    for i, prompt in enumerate(prompts_of(4, 8, 3)):
+        some = rng.sample(WORDS, rng.randrange(1, 5))
+        params = SamplingParams(
+            max_tokens=24, min_tokens=rng.choice([0, 7]), stop_token_ids=rng.choice([[], [2]]), seed=i, logprobs=2,
+            temperature=temperature, bad_words=["x"], logit_bias={0: -4.0}, logprobs_mode="processed_logprobs",
+        )  # fmt: skip
+        words_of(reference, monkeypatch, some)
+        cases.append((prompt, params, some, seen(reference.generate([prompt], [params]))))
+    banned = [one for *_, [(_, _, _, _, _, logprobs, *_)] in cases for one in logprobs if len(one) < 3]
+    assert len(banned) > 20, "of three tokens, one or two were banned"
+    for options in TREES:
+        llm = LLM(ternary.target, ternary.draft, **options)
+        for prompt, params, some, want in cases:
+            words_of(llm, monkeypatch, some)
+            assert seen(llm.generate([prompt], [params])) == want, options
+        llm.audit()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "sampled"])
+def test_processed_logprobs_are_what_tokens_are_drawn_from(bytes_pair: Pair, temperature: float) -> None:
+    """Against every processor in float64, by its definition, over logits of a pass of torch over everything."""
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(bytes_pair.target, dtype=torch.float32)
+    llm, stop = LLM(bytes_pair.target, bytes_pair.draft, tree=(3, 4, 16)), 65
+    params = SamplingParams(
+        max_tokens=24, min_tokens=20, stop_token_ids=[stop], logprobs=20, logprobs_mode="processed_logprobs", seed=2,
+        temperature=temperature, top_k=15, top_p=0.9, min_p=0.02, repetition_penalty=1.2, presence_penalty=0.3,
+        frequency_penalty=0.2, logit_bias={70: 1.0, 71: -math.inf}, ignore_eos=True,
+    )  # fmt: skip
+    [out] = llm.generate(["hello, world"], params)
+    prompt, tokens = out.prompt_token_ids, out.token_ids
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *tokens]])).logits[0].double()
+    assert out.logprobs is not None and len(out.logprobs) == len(tokens) >= 20
+    for i, found in enumerate(out.logprobs):
+        row = logits[len(prompt) + i - 1].clone()
+        row[70] += 1.0
+        row[71] = -math.inf
+        if i < 20:
+            row[stop] = -math.inf
+        for t in {*prompt, *tokens[:i]}:
+            row[t] = row[t] / 1.2 if row[t] > 0 else row[t] * 1.2
+        for t in set(tokens[:i]):
+            row[t] -= 0.3 + 0.2 * tokens[:i].count(t)
+        if temperature:
+            row /= temperature
+            row[row < row.topk(15).values[-1]] = -math.inf
+            ranked = torch.softmax(row, -1).sort(descending=True)
+            row[ranked.indices[(ranked.values.cumsum(0) - ranked.values) >= 0.9]] = -math.inf
+            row[torch.exp(row - row.max()) < 0.02] = -math.inf
+        want = torch.log_softmax(row, -1)
+        kept = int((want > -math.inf).sum())
+        assert next(iter(found)) == tokens[i] and min(kept, 20) <= len(found) <= 21
+        assert not temperature or len(found) == kept <= 15
+        for token, p in found.items():
+            assert p.logprob == pytest.approx(want[token].item(), abs=2e-4)
+            assert p.rank == 1 + int((want > want[token]).sum())
+    assert out.cumulative_logprob == pytest.approx(sum(f[t].logprob for f, t in zip(out.logprobs, tokens, strict=True)))
 
 
 def test_streams_carry_the_logprobs_of_their_tokens(tiny: Pair) -> None:

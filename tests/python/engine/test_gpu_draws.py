@@ -72,6 +72,7 @@ def test_bans_and_logprobs_are_those_of_plain_decoding(pair: Pair, kind: str, mo
             min_tokens=rng.choice([0, 3]), stop_token_ids=[1] if i % 2 else (),
             allowed_token_ids=None if i % 4 else [1, *free[i].token_ids], logprobs=i % 3 or None,
             prompt_logprobs=2 if i % 5 == 0 else None, **KINDS[kind],
+            logprobs_mode=("raw_logprobs", "processed_logprobs")[i % 2],
         )
         for i in range(9)
     ]  # fmt: skip

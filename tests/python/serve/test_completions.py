@@ -108,6 +108,19 @@ def test_best_of_gives_the_most_probable_ones(web: Running, plain: LLM) -> None:
     web.complete(prompt=PROMPT, best_of=1, max_tokens=1)
 
 
+def test_logprobs_of_what_tokens_are_drawn_from(web: Running, plain: LLM) -> None:
+    asked = {"max_tokens": 9, "temperature": 0.9, "seed": 5, "top_k": 3, "logprobs": 4}
+    raw, drawn = ({**asked, "logprobs_mode": mode} for mode in ("raw_logprobs", "processed_logprobs"))
+    want = generated(plain, PROMPT, **drawn)
+    choice = web.complete(prompt=PROMPT, **drawn)["choices"][0]
+    assert choice["text"] == want.text
+    due = [found[token].logprob for token, found in zip(want.token_ids, want.logprobs or (), strict=True)]
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx(due)
+    assert all(len(top) <= 3 for top in choice["logprobs"]["top_logprobs"])
+    own = web.complete(prompt=PROMPT, **raw)["choices"][0]["logprobs"]
+    assert own == web.complete(prompt=PROMPT, **asked)["choices"][0]["logprobs"] != choice["logprobs"]
+
+
 @pytest.mark.parametrize("most", [0, 1])
 @pytest.mark.parametrize("stream", [False, True])
 def test_echo_scores_a_text(web: Running, plain: LLM, most: int, stream: bool) -> None:
