@@ -11,17 +11,22 @@ it does one that it was not trained for; these rows say what the text itself is 
 
 Counted: each pass at a fixed price (`gate_counted`), which no neighbour changes. Timed: at each task and repeat both
 engines run in step (`in_step`); a row's ratio is that of the sums of medians. "null" holds a plain engine against
-another. "behind the prompt" is the ratio of what follows the first token.
+another. "behind the prompt" is the ratio of what follows the first token. Kinds of work do not know of each other, so
+that a machine of many cores measures several at once, each in a process on a core of its own.
 
     python benches/bench_drafters.py [--length 160] [--temperatures 0,1] [--repeats 5] [--parts counted,timed]
-        [--name drafters] [--kinds code]
+        [--name drafters] [--kinds code] [--cores 8]
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 import statistics
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -130,7 +135,7 @@ def counted(length: int, temperatures: Sequence[float], kinds: str) -> dict[str,
                 rows[name] = row(pairs)
                 print(f"counted: {name}: {rows[name]}", flush=True)
                 llm.close()
-    return {"table_ms": TABLE, "beside_ms": BESIDE, "asked_ms": ASKED, "rows": rows, **worst(rows)}
+    return rows
 
 
 def timed(length: int, temperatures: Sequence[float], repeats: int, kinds: str) -> dict[str, Any]:
@@ -159,7 +164,7 @@ def timed(length: int, temperatures: Sequence[float], repeats: int, kinds: str) 
                 rows[name] = row(pairs)
                 print(f"timed: {name}: {rows[name]}", flush=True)
                 llm.close()
-    return {"rows": rows, **worst({name: r for name, r in rows.items() if not name.startswith("null")})}
+    return rows
 
 
 def worst(rows: dict[str, Any]) -> dict[str, Any]:
@@ -167,6 +172,43 @@ def worst(rows: dict[str, Any]) -> dict[str, Any]:
     least = min(rows, key=lambda name: rows[name]["ratio"])
     below = sorted(name for name in rows if rows[name]["ratio"] < GOALS["never below"])
     return {"worst": {"row": least, "ratio": rows[least]["ratio"]}, "below 0.98": below}
+
+
+def one_thread() -> None:
+    """One thread, whoever measures."""
+    core.set_num_threads(1)
+    torch.set_num_threads(1)
+
+
+def apart(cores: Any) -> None:
+    """A process that measures beside others: the next core is its own."""
+    os.sched_setaffinity(0, {cores.get()})
+    one_thread()
+
+
+def physical() -> list[int]:
+    """Processors that this process may use, one of each core."""
+    found: dict[str, int] = {}
+    for cpu in sorted(os.sched_getaffinity(0)):
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        found.setdefault(siblings.read_text() if siblings.exists() else str(cpu), cpu)
+    return list(found.values())
+
+
+def measured(part: Callable[..., dict[str, Any]], kinds: Sequence[str], cores: int, *args: Any) -> dict[str, Any]:
+    """The rows of a part, of all kinds."""
+    if cores == 1:
+        each = [part(*args, kind) for kind in kinds]
+    else:
+        spawn = multiprocessing.get_context("spawn")
+        own = spawn.Queue()
+        for cpu in physical()[:cores]:
+            own.put(cpu)
+        with ProcessPoolExecutor(cores, mp_context=spawn, initializer=apart, initargs=(own,)) as pool:
+            each = [f.result() for f in [pool.submit(part, *args, kind) for kind in kinds]]
+    # By mix and temperature, as one process finds them.
+    order = [list(rows) for rows in each]
+    return {name: rows[name] for names in zip(*order, strict=True) for rows, name in zip(each, names, strict=True)}
 
 
 def main() -> None:
@@ -178,16 +220,21 @@ def main() -> None:
     parser.add_argument("--parts", default="counted,timed")
     parser.add_argument("--name", default="drafters")
     parser.add_argument("--kinds", default="", help="the one of this name, else those whose name has this in it")
+    parser.add_argument("--cores", type=int, default=1, help="kinds at once, each on a core of its own")
     args = parser.parse_args()
-    core.set_num_threads(1)
-    torch.set_num_threads(1)
+    one_thread()
+    cores = min(args.cores, len(physical()))
     temperatures, parts = [float(t) for t in args.temperatures.split(",")], args.parts.split(",")
-    result: dict[str, Any] = {"goals": GOALS, "threads": 1, "length": args.length}
-    if "counted" in parts:
-        result["counted"] = counted(args.length, temperatures, args.kinds)
-        write_result(args.name, result)  # the clock takes long, and may be stopped
+    kinds = list(chosen(args.kinds))
+    result: dict[str, Any] = {"goals": GOALS, "threads": 1, "cores": cores, "length": args.length}
     if "timed" in parts:
-        result["timed"] = timed(args.length, temperatures, args.repeats, args.kinds)
+        rows = measured(timed, kinds, cores, args.length, temperatures, args.repeats)
+        result["timed"] = {"rows": rows, **worst({name: r for name, r in rows.items() if not name.startswith("null")})}
+        write_result(args.name, result)  # the other part takes long, and may be stopped
+    if "counted" in parts:
+        rows = measured(counted, kinds, cores, args.length, temperatures)
+        prices = {"table_ms": TABLE, "beside_ms": BESIDE, "asked_ms": ASKED}
+        result["counted"] = {**prices, "rows": rows, **worst(rows)}
         write_result(args.name, result)
 
 

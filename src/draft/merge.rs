@@ -1,8 +1,10 @@
 //! One tree from the proposals of many sources.
 //!
 //! Nodes that sources propose under equal tokens are one node of a shared prefix tree. Its probability is that of the
-//! union, `1 - prod(1 - p_i)` over the sources that claim it, each claim corrected by the [`Calibration`]; the
-//! probabilities of siblings sum to at most 1. The tree takes nodes best first by cumulative log-probability: a
+//! union, `1 - prod(1 - p_i)` over the sources that claim it, each claim corrected by the [`Calibration`]. The
+//! probabilities of siblings sum to at most 1: where sources disagree, the likeliest keeps its probability, and the
+//! others share what it leaves. A source that has nothing better to say is right less often where another one is sure
+//! of something else; scaling all of them alike would make the sure one doubtful. The tree takes nodes best first by cumulative log-probability: a
 //! parent's score is not below its child's, so the choice is closed under ancestors.
 //!
 //! **Order.** The root is node 0 and the deepest path chosen (ties: the one that scores higher), the *spine*, stands
@@ -19,6 +21,9 @@ use super::proposal::Proposal;
 use crate::bounds::MAX_DRAFT_TOKENS;
 use crate::error::{Error, Result, in_range};
 use crate::round::MAX_VOCAB;
+
+/// What a certain node leaves to all of its siblings.
+const LEFT: f64 = 1e-4;
 
 /// How large a tree may be.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -138,13 +143,23 @@ fn union(root: u32, sources: &[&Proposal], calibration: Option<&Calibration>) ->
             node.mask |= 1 << source;
         }
     }
-    let mut sums = vec![0.0; shared.len()];
-    for node in &shared[1..] {
-        sums[node.parent as usize] += -node.miss.exp_m1();
+    // Of the children of each node: the likeliest (the first of equal ones), and what all of them claim together.
+    let mut children = vec![(0usize, 0.0f64, 0.0f64); shared.len()];
+    for (i, node) in shared.iter().enumerate().skip(1) {
+        let (best, most, sum) = &mut children[node.parent as usize];
+        let prob = -node.miss.exp_m1();
+        *sum += prob;
+        if prob > *most {
+            (*best, *most) = (i, prob);
+        }
     }
     let mut scores = vec![0.0f32; shared.len()];
     for (i, node) in shared.iter().enumerate().skip(1) {
-        let prob = -node.miss.exp_m1() / f64::max(sums[node.parent as usize], 1.0);
+        let (best, most, sum) = children[node.parent as usize];
+        let mut prob = -node.miss.exp_m1();
+        if i != best && sum > 1.0 {
+            prob *= f64::max(1.0 - most, LEFT) / (sum - most);
+        }
         scores[i] = scores[node.parent as usize] + prob.ln() as f32;
     }
     claims.sort_by_key(|c| c.node); // stable: by source within a node

@@ -47,14 +47,34 @@ fn equal_nodes_are_one_and_its_probability_is_of_the_union() {
     let a = proposal(&[(-1, 5, 0.9), (0, 6, 0.8), (-1, 9, 0.05)]);
     let b = proposal(&[(-1, 5, 0.5), (0, 8, 0.3), (-1, 9, 0.04)]);
     let tree = merged(&[&a, &b], MergeLimits::new(9, 9));
-    // The root's children claim 0.95 and 0.088, which sum to more than 1.
-    let [five, nine] = [0.95 / 1.038f32, 0.088 / 1.038];
+    // The root's children claim 0.95 and 0.088, which sum to more than 1: the likeliest keeps its own, and the other
+    // gets what is left.
+    let [five, nine] = [0.95f32, 0.05];
     assert_eq!(tree.parents(), [-1, 0, 1, 1, 0]);
     assert_eq!(tree.tokens(), [0, 5, 6, 8, 9]);
     assert_eq!(tree.sources(), [0, 3, 1, 2, 3]);
     assert_eq!(tree.spine(), 3);
-    let want = [0.0, five.ln(), (five * 0.8 / 1.1).ln(), (five * 0.3 / 1.1).ln(), nine.ln()];
+    let want = [0.0, five.ln(), (five * 0.8).ln(), (five * 0.2).ln(), nine.ln()];
     assert!(tree.scores().iter().zip(want).all(|(got, want)| (got - want).abs() < 1e-5), "{:?}", tree.scores());
+}
+
+#[test]
+fn a_sure_source_stays_sure_beside_guesses() {
+    let sure = chain(1..6, 0.97);
+    let guesses = proposal(&[(-1, 1, 0.3), (-1, 8, 0.3), (-1, 9, 0.3), (-1, 7, 0.25)]);
+    let tree = merged(&[&sure, &guesses], MergeLimits::new(9, 9));
+    let prob = |token: i32| tree.tokens().iter().position(|&t| t == token).map(|i| tree.scores()[i].exp());
+    let [first, a, b, c] = [1, 8, 9, 7].map(|t| prob(t).unwrap());
+    assert!((first - (1.0 - 0.03 * 0.7)).abs() < 1e-5, "the union of both: {first}");
+    assert!((first + a + b + c - 1.0).abs() < 1e-5 && (a - b).abs() < 1e-6 && (c / a - 0.25 / 0.3).abs() < 1e-4);
+    // A certain one leaves the others next to nothing, but no impossible score.
+    let certain = proposal(&[(-1, 1, 1.0)]);
+    let tree = merged(&[&certain, &guesses], MergeLimits::new(9, 9));
+    assert_eq!(tree.scores()[1], 0.0);
+    assert!(tree.scores()[2..].iter().all(|s| s.is_finite() && *s < -9.0), "{:?}", tree.scores());
+    // Where they do not sum to more than 1, all claims stand.
+    let tree = merged(&[&proposal(&[(-1, 1, 0.6), (-1, 2, 0.3)])], MergeLimits::new(9, 9));
+    assert!((tree.scores()[1].exp() - 0.6).abs() < 1e-6 && (tree.scores()[2].exp() - 0.3).abs() < 1e-6);
 }
 
 #[test]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch.utils.dlpack import from_dlpack
 
@@ -37,6 +37,7 @@ _IDLE = 0.003  # of a plain round, what asking a source may take for each, as lo
 _LONGEST_REST = 512  # rounds
 _PATIENCE = 4  # times as long a source rests at most that has gained nothing several times in a row
 _GAINS = 0.4  # plain rounds that a source is taken to gain, before it was asked
+_COLD = 2  # first times of asking a source, which meet cold caches: both are free, and the shorter one counts
 _LONGEST_SLEEP = 32  # rounds of a request that cannot pay for asking, until its account is looked at again
 _PRICE = 0.02  # plain rounds that verifying a draft takes at least
 _LEARN, _LEARN_ALL = 0.1, 0.02  # weight of a proposal, among its request's and among the source's
@@ -59,11 +60,21 @@ class _Worth:
         gains: smoothed plain rounds that a round with its proposal wins, or would have: the tokens that the target drew
             as it had said, less what verifying takes; nothing where no node was worth that.
         asking, watching: smoothed seconds of asking it once, and of telling it what came of a round.
+        asked: how often that was.
     """
 
     gains: float = _GAINS
     asking: float = 0.0
     watching: float = 0.0
+    asked: int = 0
+
+    def took(self, seconds: float, learn: float) -> None:
+        """Asking it took so long."""
+        if self.asked < _COLD:
+            self.asking = min(seconds, self.asking or seconds)
+        else:
+            self.asking += learn * (seconds - self.asking)
+        self.asked += 1
 
     @property
     def seconds(self) -> float:
@@ -86,6 +97,7 @@ class _Live:
         drafted: whether a round has verified them.
         foretold: tokens that came as a source said first, one proposal after the other, none of them verified.
         purse: plain rounds that it may spend on asking, whatever its account holds.
+        began: seconds of beginning its draftings that it has not paid yet.
         asked: sources that were asked for the round.
         forced: what its grammar forces.
         price: plain rounds that verifying their best node takes, where that is likely enough to pay; ``None`` else.
@@ -103,6 +115,7 @@ class _Live:
     drafted: bool = False
     foretold: int = 0
     purse: float = _PURSE
+    began: float = 0.0
     asked: list[int] = field(default_factory=list)
     forced: Part | None = None
     price: float | None = None
@@ -234,14 +247,15 @@ class Gathering:
         asking = [live for live in each if live is not None and live.asked and live.seen == self._asks]
         if policy is None or not asking:
             return
-        one, plain = seconds / sum(len(live.asked) for live in asking), policy.costs.plain(len(batch)) / len(batch)
+        asked, plain = sum(len(live.asked) for live in asking), policy.costs.plain(len(batch)) / len(batch)
+        one = max(seconds - sum(live.began for live in asking), 0.0) / asked
         for live in asking:
-            took = 0.0
+            took, live.began = live.began, 0.0
             for i in live.asked:
                 for worth, learn in ((live.worth[i], _LEARN), (self._worth[i], _LEARN_ALL)):
-                    worth.asking += (learn if worth.asking else 1.0) * (one - worth.asking)
+                    worth.took(one, learn)
                 took += one + live.worth[i].watching
-                if live.worth[i].gains * plain < live.worth[i].seconds:
+                if live.worth[i].gains * plain < live.worth[i].seconds and self._worth[i].asked >= _COLD:
                     rest = int(live.worth[i].seconds / (_IDLE * plain) * live.patience[i])
                     live.rest[i] = min(rest, _LONGEST_REST)
                     live.patience[i] = min(2 * live.patience[i], _PATIENCE)
@@ -274,9 +288,9 @@ class Gathering:
             # What asking takes leaves enough for a round that drafts; beside that, a request may ask now and then.
             left = max(live.gate.account(r.produced) - self._terms[1], live.purse) * self._terms[0]
         for i in due:
-            if live.worth[i].seconds > left:
+            if self._needs(live, i) > left:
                 continue
-            left -= live.worth[i].seconds
+            left -= self._needs(live, i)
             live.asked.append(i)
             depth = min(self._depth, r.max_depth)
             none[i] = live.told[i].propose(r.tokens, self._nodes - 1, depth, self.sources.vocab_size)
@@ -290,12 +304,16 @@ class Gathering:
             live.wakes = self._asks + 1 + self._sleep(r, live, due)
         return none, live.forced
 
+    def _needs(self, live: _Live, i: int) -> float:
+        """Seconds that a request must be able to pay for asking a source."""
+        return live.worth[i].seconds if self._worth[i].asked >= _COLD else 0.0
+
     def _sleep(self, r: Request, live: _Live, due: Sequence[int]) -> int:
         """Rounds until a source is due that the request can pay."""
         rest = [n for i, n in enumerate(live.rest) if i not in due]
         if due and self._terms is not None and live.gate is not None:
             plain, stake = self._terms
-            needs = min(live.worth[i].seconds for i in due) / plain
+            needs = min(self._needs(live, i) for i in due) / plain
             wait = (needs + stake - live.gate.account(r.produced)) / ALLOWANCE
             if needs <= _PURSE:
                 wait = min(wait, (needs - live.purse) / _ASKING)
@@ -319,9 +337,11 @@ class Gathering:
                 gate = self._policy.gate(r.params.temperature, r.remaining, r.prompt_len, batch)
                 if gate.kind.trusted():  # once: what others of its kind won promises as much
                     gate.credit(_CREDIT * self._stake(self._policy, batch), r.produced)
-            worth = [_Worth(w.gains, w.asking, w.watching) for w in self._worth]
-            count = len(self.sources.all)
-            live = _Live(self.sources.of(r), gate, worth, [0] * count, [1] * count, [None] * count, seen=self._asks - 1)
+            worth, count = [replace(w) for w in self._worth], len(self.sources.all)
+            started = time.perf_counter()
+            told = self.sources.of(r)
+            live = _Live(told, gate, worth, [0] * count, [1] * count, [None] * count, seen=self._asks - 1)
+            live.began = time.perf_counter() - started
             self._live[r.request_id] = live
             self._learns |= any(told.observes for told in live.told)
         return live
@@ -346,7 +366,10 @@ class Gathering:
             self._tier(gathered, policy, limit)
             return gathered
         overhead = policy.costs.overhead.at(SPECULATIVE)
-        choice = policy.choose(size, self._nodes_of(batch, merged), overhead, limit)
+        nodes = self._nodes_of(batch, merged)
+        choice = policy.choose(size, nodes, overhead, limit)
+        if size == 1 and choice.nodes > 1:
+            choice = policy.settle(choice, nodes, overhead)
         seconds = overhead + policy.costs.target.at(size + choice.nodes)
         gathered.rate, gathered.least = choice.expected / seconds, choice.min_score
         gathered.pays = choice.nodes > 0 and gathered.rate > _MARGIN * size / policy.costs.plain(size)

@@ -23,7 +23,8 @@ _ENDOWMENT = 0.3  # plain rounds that a new engine may lose beside that
 _CAP = 8.0  # of a bank
 _LONGEST_WAIT = 128  # tokens; features that have waited for longer are written
 _SHORTEST = LOOK_BACK  # tokens that must be left after a look back
-_WON = 8.0  # of an account: what a request has won it may lose again, up to this
+_WON = 8.0, 24.0  # of an account: of what a request has won it may lose half again, or the less where that is more,
+# and no more than the other
 _CREDIT = 2.0  # smallest rounds that an account pays where a look back, or what others of its kind won, promises more
 _PROMISE = 2.5  # plain rounds that a kind is taken to win after a look back, where one request could not try alone
 _DOUBT = 1.5  # a look back is taken to cost so much more than its passes, until one has been measured
@@ -150,7 +151,7 @@ class SpeculationGate:
     advance: float = 0.0  # part of the loan that is its allowance, given before it has taken those rounds
     follows: bool = True  # the head follows the request
     net: float = 0.0  # plain rounds that the head has won
-    balance: float = 0.0  # the same, of which winnings above `_WON` are forgotten
+    balance: float = 0.0  # the same, of which winnings beyond `_WON` are forgotten
     credited: float = 0.0  # what it may lose beyond that
     patience: int = _SETTLED  # tokens to wait before it looks back
     refused: bool = False  # the last look back opened nothing, or what it opened has lost
@@ -225,8 +226,9 @@ class SpeculationGate:
 
     def spec_round(self, net: float, accepted: int = 0) -> None:
         """A round with drafts that won ``net`` plain rounds, or lost them (negative)."""
-        self.balance = min(self.balance + net, _WON)
         self.net += net
+        least, most = _WON
+        self.balance = min(self.balance + net, max(min(self.net / 2, most), least))
         self.drafted = True
         self.recent += _RECENT * (accepted - self.recent)
 
@@ -430,4 +432,29 @@ class TreePolicy:
             rate = expected / seconds
             if rate > best_rate and seconds <= limit:
                 best_rate, best = rate, TreeChoice(n, score, expected)
+        return best
+
+    def settle(self, choice: TreeChoice, nodes: Sequence[tuple[float, Kind]], drafting: float) -> TreeChoice:
+        """The choice for one request, or fewer nodes where two rounds bring its tokens in less time.
+
+        A sure chain below a doubtful token is verified for nothing where that is refused. A round with the k nodes
+        before it draws that token anyway, and where it is the one that was foretold, the next round verifies the rest:
+        the same expected tokens, at the cost of the first round and the chance of the second.
+
+        Args:
+            choice: of ``choose``, from ``nodes``.
+            nodes: of a request alone, as there; of a source that will say the same again.
+            drafting: as there.
+        """
+        n, best = choice.nodes, choice
+        seconds = [drafting + self.costs.target.at(1 + k) for k in range(n + 1)]
+        seconds[0] = self.costs.plain(1)
+        least, expected = seconds[n], 1.0
+        for k in range(n - 1):
+            score, kind = nodes[k]
+            chance = kind.chance(score)
+            both = seconds[k] + chance * seconds[n - k - 1]
+            if both < least:
+                least, best = both, TreeChoice(k, nodes[k - 1][0] if k else math.inf, expected)
+            expected += chance
         return best

@@ -167,6 +167,32 @@ def test_a_source_that_does_not_pay_is_neither_asked_nor_told(tiny: Pair, slow: 
     assert out.rounds >= 100 and 1 <= calls["propose"] <= 20 and calls["observe"] <= 20, (out.rounds, calls)
 
 
+@pytest.mark.parametrize("slow", ["begin", "propose"])
+def test_a_source_that_begins_slowly_is_asked_again(tiny: Pair, slow: str) -> None:
+    """The first call of anything meets cold caches; that says nothing of the next ones."""
+    prompt, params = [1, 2, 3], SamplingParams(max_tokens=80, ignore_eos=True)
+    tokens = LLM(tiny.target, speculative=False).generate([prompt], params)[0].token_ids
+
+    class Cold(Knows):
+        slept = False
+
+        def begin(self, request: DraftRequest) -> Any:
+            drafting = super().begin(request)
+            propose = drafting.propose
+            drafting.propose = lambda *limits: self.once("propose") or propose(*limits)
+            self.once("begin")
+            return drafting
+
+        def once(self, what: str) -> None:
+            if what == slow and not self.slept:
+                self.slept = True
+                time.sleep(0.2)  # as long as hundreds of rounds
+
+    llm = LLM(tiny.target, drafters=[Cold({tuple(prompt): tokens}, right=8, wrong=0)], tree=(1, 8, 9))
+    out = llm.generate([prompt], params)[0]
+    assert out.token_ids == tokens and out.rounds < 60, out.rounds
+
+
 def test_requests_that_want_none_are_not_drafted_for(tiny: Pair) -> None:
     prompts, params = requests(6, seed=9)
     params = [SamplingParams(max_tokens=p.max_tokens, seed=p.seed, speculative=i % 2 == 0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 import random
 
 import pytest
@@ -107,6 +109,58 @@ def test_the_choice_is_the_best_by_exhaustion() -> None:
     assert choice.min_score == scores[best - 1]
 
 
+def two_rounds(p: TreePolicy, chances: list[float], drafting: float, first: int) -> tuple[float, float]:
+    """Seconds and tokens of verifying so many nodes of a chain, and then, where these and the next token came, the
+    rest: over each token at which the target may depart from the chain."""
+    n, seconds, tokens, reached = len(chances), 0.0, 0.0, 1.0
+    for depart in range(n + 1):
+        ends = reached - (chances[depart] if depart < n else 0.0)  # nodes before it came, and it did not
+        reached -= ends
+        again = first < n and depart > first
+        spent = p.costs.plain(1) if first == 0 else drafting + p.costs.target.at(1 + first)
+        if again:
+            spent += drafting + p.costs.target.at(n - first)
+        seconds += ends * spent
+        # The target's own token comes with each round; the second round's root is the first one's last token.
+        tokens += ends * (depart + 1)
+    return seconds, tokens
+
+
+def test_a_doubtful_token_is_settled_before_what_stands_behind_it() -> None:
+    p, drafting = policy(growth=0.3), 0.1
+    doubtful = [math.log(q) for q in itertools.accumulate([0.4] + [0.98] * 9, operator.mul)]
+    p.greedy.temper = 1.0
+    choice = p.choose(1, nodes(p, doubtful), drafting)
+    assert choice.nodes == 10, "by itself the round pays"
+    assert p.settle(choice, nodes(p, doubtful), drafting).nodes == 0
+    sure = [math.log(q) for q in itertools.accumulate([0.98] * 10, operator.mul)]
+    assert p.settle(p.choose(1, nodes(p, sure), drafting), nodes(p, sure), drafting).nodes == 10
+    later = [math.log(q) for q in itertools.accumulate([0.98] * 3 + [0.4] + [0.98] * 9, operator.mul)]
+    settled = p.settle(p.choose(1, nodes(p, later), drafting), nodes(p, later), drafting)
+    assert (settled.nodes, settled.min_score) == (3, later[2])
+
+
+def test_settling_is_the_best_of_two_rounds_by_exhaustion() -> None:
+    rng = random.Random(5)
+    for _ in range(300):
+        p, drafting = policy(growth=rng.uniform(0.02, 0.6)), rng.uniform(0.0, 0.5)
+        p.greedy.temper = rng.choice([0.5, 1.0])
+        steps = [rng.choice([0.3, 0.6, 0.9, 0.99]) for _ in range(rng.randrange(2, 14))]
+        scores = [math.log(q) for q in itertools.accumulate(steps, operator.mul)]
+        choice = p.choose(1, nodes(p, scores), drafting)
+        if choice.nodes < 2:
+            continue
+        chances = [p.greedy.chance(s) for s in scores[: choice.nodes]]
+        whole = drafting + p.costs.target.at(1 + choice.nodes)
+        each = [two_rounds(p, chances, drafting, k) for k in range(choice.nodes - 1)]
+        settled = p.settle(choice, nodes(p, scores), drafting)
+        least = min([whole, *(seconds for seconds, _ in each)])
+        took = whole if settled.nodes == choice.nodes else each[settled.nodes][0]
+        assert took == pytest.approx(least)
+        assert all(tokens == pytest.approx(choice.expected) for _, tokens in each), "no token is lost"
+        assert settled.expected == pytest.approx(1.0 + sum(chances[: settled.nodes]))
+
+
 def test_drafting_stops_where_a_step_costs_more_than_it_brings() -> None:
     cheap, dear = policy(step=0.05), policy(step=5.0)
     kind = Kind(hits=0.5)
@@ -187,8 +241,19 @@ def test_an_account_grows_with_what_was_produced() -> None:
     assert gate.account(50) == pytest.approx(gate.loan + 50 * ALLOWANCE - 0.5)
     for _ in range(100):
         gate.spec_round(3.0, 4)
-    assert gate.account(0) == pytest.approx(gate.loan + 8.0)  # what it won it may lose again, up to a limit
     assert gate.net == pytest.approx(299.5)
+    assert gate.account(0) == pytest.approx(gate.loan + 24.0)  # what it won it may lose again, up to a limit
+
+
+@pytest.mark.parametrize(("won", "keeps"), [(4.0, 4.0), (12.0, 8.0), (30.0, 15.0), (48.0, 24.0), (500.0, 24.0)])
+def test_half_of_what_was_won_may_be_lost_again(won: float, keeps: float) -> None:
+    """A long edit is told well for fifty tokens and badly for three: it must not decode plainly to its end."""
+    gate = SpeculationGate(Kind(hits=0.5))
+    for _ in range(100):
+        gate.spec_round(won / 100, 1)
+    assert gate.account(0) == pytest.approx(keeps)
+    gate.spec_round(-3.0)
+    assert gate.account(0) == pytest.approx(keeps - 3.0)
 
 
 def at(produced: int, remaining: int, lag: int | None) -> Standing:
