@@ -126,8 +126,8 @@ class SamplingParams:
         allowed_token_ids: all other tokens have no probability; ``None`` allows all.
         logprobs: log-probabilities of each token and of so many most probable ones, 0..20; ``None``: none.
         logprobs_mode: ``"raw_logprobs"``: of the model's own distribution, before any of the processors above;
-            ``"processed_logprobs"``: of the one that the token is drawn from, behind all of them; tokens that have no
-            probability there are not listed. Greedy decoding draws from none: then, what bans, bias and penalties leave
+            ``"processed_logprobs"``: of the one that the token is drawn from, behind all of them; tokens that bans or
+            cuts leave out are not listed. Greedy decoding draws from none: then, what bans, bias and penalties leave
             of the model's own.
         prompt_logprobs: the same for the tokens of the prompt, but its first; always raw.
         truncate_prompt_tokens: keep so many last tokens of the prompt; -1: as many as leave room for ``max_tokens``.

@@ -11,6 +11,7 @@ Nothing decided here can change a token.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from specrs.engine.config import HEAD
 from specrs.engine.costs import SPECULATIVE, Costs
 from specrs.engine.executor import Verified
 from specrs.engine.grammars import Grammars
-from specrs.engine.policy import ALLOWANCE, Kind, SpeculationGate, TreePolicy
+from specrs.engine.policy import ALLOWANCE, Kind, SpeculationGate, TreeChoice, TreePolicy
 from specrs.engine.request import Request
 from specrs.engine.sources import Part, Sources, Told
 from specrs.engine.speculation import Share
@@ -39,11 +40,12 @@ _PATIENCE = 4  # times as long a source rests at most that has gained nothing se
 _GAINS = 0.4  # plain rounds that a source is taken to gain, before it was asked
 _COLD = 2  # first times of asking a source, which meet cold caches: both are free, and the shorter one counts
 _LONGEST_SLEEP = 32  # rounds of a request that cannot pay for asking, until its account is looked at again
+_WORD, _LEARN_WORD = 0.8, 0.3  # part of a chance that is the same; weight of a time, of which two failures are enough
 _PRICE = 0.02  # plain rounds that verifying a draft takes at least
 _LEARN, _LEARN_ALL = 0.1, 0.02  # weight of a proposal, among its request's and among the source's
 _CREDIT = 2.0  # smallest rounds that a request may lose where drafts of its kind win, or its own would have won
 _FORETOLD = 3  # tokens that came as proposals said, none of which a round has verified
-_ASKING, _PURSE = 0.008, 0.15  # plain rounds that a request may spend on asking, for each that it has taken; at most
+_ASKING, _PURSE = 0.008, 0.15  # plain rounds that a request may spend on asking, for each of its engine; at most
 _HEARD = 0.005  # of a plain round, what a source that was not asked may take to learn from it
 _MARGIN = 1.01  # by which drafts must beat plain decoding
 MAX_NODES = 1024  # of a tree, as the core has it
@@ -98,11 +100,16 @@ class _Live:
         foretold: tokens that came as a source said first, one proposal after the other, none of them verified.
         purse: plain rounds that it may spend on asking, whatever its account holds.
         began: seconds of beginning its draftings that it has not paid yet.
+        proposing: seconds that each source's last proposal took.
         asked: sources that were asked for the round.
         forced: what its grammar forces.
-        price: plain rounds that verifying their best node takes, where that is likely enough to pay; ``None`` else.
+        price: plain rounds that verifying one node takes, where their nodes, one or many, are likely enough to pay for
+            their verification; ``None`` else.
         seen, wakes: calls of `Gathering.ask`, by number: the last one that looked at the request, and the next one to.
         heard: draftings that are told of verified trees.
+        deferred: of drafts that wait for a doubtful token: the position in the request's tokens where it is expected,
+            the token, and the chance that the one behind it was given; ``None`` where none wait.
+        word: smoothed share of times that its sources said the same again, once that token had come.
     """
 
     told: list[Told]
@@ -111,6 +118,7 @@ class _Live:
     rest: list[int]
     patience: list[int]
     parts: list[Part | None]
+    proposing: list[float]
     at: int = 0
     drafted: bool = False
     foretold: int = 0
@@ -122,6 +130,8 @@ class _Live:
     seen: int = 0
     wakes: int = 0
     heard: Sequence[Told] = ()
+    deferred: tuple[int, int, float] | None = None
+    word: float = 1.0
 
 
 @dataclass(eq=False)
@@ -241,17 +251,19 @@ class Gathering:
         return r.params.speculative and (bool(self.sources.all) or r.draws.grammar is not None)
 
     def _charge(self, batch: Batch, seconds: float, idle: bool) -> None:
-        """Those that were asked, and their requests, pay for all that it took: beside the proposals, for holding them
-        against the tokens that came, for merging and for weighing them."""
+        """Those that were asked, and their requests, pay for all that it took: each for its proposal, and all alike for
+        holding them against the tokens that came, for merging and for weighing them."""
         policy, each = self._policy, [self._live.get(r.request_id) for r in batch]
         asking = [live for live in each if live is not None and live.asked and live.seen == self._asks]
         if policy is None or not asking:
             return
         asked, plain = sum(len(live.asked) for live in asking), policy.costs.plain(len(batch)) / len(batch)
-        one = max(seconds - sum(live.began for live in asking), 0.0) / asked
+        own = sum(live.began + sum(live.proposing[i] for i in live.asked) for live in asking)
+        shared = max(seconds - own, 0.0) / asked
         for live in asking:
             took, live.began = live.began, 0.0
             for i in live.asked:
+                one = live.proposing[i] + shared
                 for worth, learn in ((live.worth[i], _LEARN), (self._worth[i], _LEARN_ALL)):
                     worth.took(one, learn)
                 took += one + live.worth[i].watching
@@ -293,7 +305,9 @@ class Gathering:
             left -= self._needs(live, i)
             live.asked.append(i)
             depth = min(self._depth, r.max_depth)
+            started = time.perf_counter()
             none[i] = live.told[i].propose(r.tokens, self._nodes - 1, depth, self.sources.vocab_size)
+            live.proposing[i] = time.perf_counter() - started
         live.drafted = False
         live.parts, live.forced = none, self._forces(r)
         live.at = len(r.tokens) if live.asked or live.forced is not None else 0
@@ -340,7 +354,8 @@ class Gathering:
             worth, count = [replace(w) for w in self._worth], len(self.sources.all)
             started = time.perf_counter()
             told = self.sources.of(r)
-            live = _Live(told, gate, worth, [0] * count, [1] * count, [None] * count, seen=self._asks - 1)
+            rest, patience, nothing = [0] * count, [1] * count, [None] * count
+            live = _Live(told, gate, worth, rest, patience, [*nothing], [0.0] * count, seen=self._asks - 1)
             live.began = time.perf_counter() - started
             self._live[r.request_id] = live
             self._learns |= any(told.observes for told in live.told)
@@ -368,23 +383,56 @@ class Gathering:
         overhead = policy.costs.overhead.at(SPECULATIVE)
         nodes = self._nodes_of(batch, merged)
         choice = policy.choose(size, nodes, overhead, limit)
-        if size == 1 and choice.nodes > 1:
-            choice = policy.settle(choice, nodes, overhead)
+        if size == 1:
+            choice = self._settled(batch.requests[0], merged[0], choice, nodes, overhead)
         seconds = overhead + policy.costs.target.at(size + choice.nodes)
         gathered.rate, gathered.least = choice.expected / seconds, choice.min_score
         gathered.pays = choice.nodes > 0 and gathered.rate > _MARGIN * size / policy.costs.plain(size)
         return gathered
 
+    def _settled(
+        self, r: Request, tree: MergedDrafts, choice: TreeChoice, nodes: Sequence[tuple[float, Kind]], overhead: float
+    ) -> TreeChoice:
+        """A choice of nodes, or the first of them where the rest are better verified once a doubtful token has come:
+        as long as sources say then what they say now."""
+        policy, live = self._policy, self._live.get(r.request_id)
+        assert policy is not None
+        if live is None:
+            return choice
+        if live.deferred is not None:
+            position, token, said = live.deferred
+            live.deferred = None
+            if len(r.tokens) == position + 1 and r.tokens[position] == token:
+                kept = bool(nodes) and nodes[0][1].chance(nodes[0][0]) >= _WORD * said
+                live.word += _LEARN_WORD * (kept - live.word)
+        if live.word < 0.5 or choice.nodes < 2:
+            return choice
+        settled = policy.settle(choice, nodes, overhead)
+        if settled.nodes < choice.nodes:
+            order, kind = sorted(range(1, len(tree)), key=lambda i: -tree.scores[i]), nodes[0][1]
+            doubtful, behind = order[settled.nodes], order[settled.nodes + 1]
+            said = kind.chance(tree.scores[behind] - tree.scores[doubtful])
+            live.deferred = len(r.tokens) + settled.nodes, tree.tokens[doubtful], said
+        return settled
+
     def _promise(self, gathered: Gathered, policy: TreePolicy) -> None:
         """Note whose drafts are worth verifying where all of the batch draft, whatever their accounts hold."""
-        costs, size = policy.costs, len(gathered.merged)
-        rows = 2 * size if self._tiers is None else size * self._tiers[0]
-        seconds = costs.target.at(rows) + costs.overhead.at(SPECULATIVE)
-        price = max(seconds / costs.plain(size) - 1.0, _PRICE)
+        size = len(gathered.merged)
+        price = self._price(policy, size, 1)
         for r, tree in zip(gathered.batch, gathered.merged, strict=True):
             live = self._live.get(r.request_id)
             if live is not None and len(tree) > 1:
-                live.price = price if self._kind(r).chance(max(tree.scores[1:])) > price else None
+                chances = sorted(map(self._kind(r).chance, tree.scores[1:]), reverse=True)
+                wins = enumerate(itertools.accumulate(chances), start=1)
+                live.price = price if any(w > self._price(policy, size, n) for n, w in wins) else None
+
+    def _price(self, policy: TreePolicy, size: int, nodes: int) -> float:
+        """Plain rounds that verifying so many nodes for each of ``size`` requests takes."""
+        rows = nodes + 1
+        if self._tiers is not None:
+            rows = next((tier for tier in self._tiers if tier >= rows), self._tiers[-1])
+        seconds = policy.costs.target.at(size * rows) + policy.costs.overhead.at(SPECULATIVE)
+        return max(seconds / policy.costs.plain(size) - 1.0, _PRICE)
 
     def _nodes_of(self, batch: Batch, trees: Sequence[MergedDrafts]) -> list[tuple[float, Kind]]:
         """Nodes that may be worth verifying, the likeliest first, each with its request's kind."""

@@ -28,6 +28,7 @@ _WON = 8.0, 24.0  # of an account: of what a request has won it may lose half ag
 _CREDIT = 2.0  # smallest rounds that an account pays where a look back, or what others of its kind won, promises more
 _PROMISE = 2.5  # plain rounds that a kind is taken to win after a look back, where one request could not try alone
 _DOUBT = 1.5  # a look back is taken to cost so much more than its passes, until one has been measured
+_SETTLED_BY = 0.93  # of one round's time, what two must stay below: a source need not say the same again
 _MARGIN = 1.1  # by which the head's hits must beat what one draft node costs
 _PRIOR = 4.0  # tokens that weigh as much as what is known of the kind
 _RECENT = 0.2  # weight of a round in what a request's drafts win
@@ -443,13 +444,13 @@ class TreePolicy:
 
         Args:
             choice: of ``choose``, from ``nodes``.
-            nodes: of a request alone, as there; of a source that will say the same again.
+            nodes: of a request alone, as there; of a source that will rather say the same again.
             drafting: as there.
         """
         n, best = choice.nodes, choice
         seconds = [drafting + self.costs.target.at(1 + k) for k in range(n + 1)]
         seconds[0] = self.costs.plain(1)
-        least, expected = seconds[n], 1.0
+        least, expected = _SETTLED_BY * seconds[n], 1.0
         for k in range(n - 1):
             score, kind = nodes[k]
             chance = kind.chance(score)

@@ -148,7 +148,7 @@ class AdaptiveTree(GivenTree):
         self._again: dict[int, int] = {}  # by request, positions of its prefill that only the head needs
         self._batch = 1  # of the last round
         self._caught_up = 0.0  # seconds of this round, for features that had waited
-        self._plain_rounds = 0
+        self._plain_rounds = self._in_a_row = 0  # since ever, since the last one with drafts
         self._observing = True  # passes of this round are timed
         self._started = self._in_passes = 0.0  # seconds
 
@@ -264,9 +264,13 @@ class AdaptiveTree(GivenTree):
         return result
 
     def begin(self, speculative: bool) -> None:
-        self._plain_rounds = 0 if speculative else self._plain_rounds + 1
-        every = _OBSERVED if self._plain_rounds < _SETTLED else _SELDOM
-        self._observing = self._plain_rounds % every == 0
+        if speculative:
+            self._observing, self._in_a_row = True, 0
+        else:
+            self._plain_rounds += 1
+            self._in_a_row += 1
+            every = _OBSERVED if self._in_a_row < _SETTLED else _SELDOM
+            self._observing = self._plain_rounds % every == 0
         self._started, self._in_passes = time.perf_counter(), 0.0
 
     def plain_round(self, batch: Batch) -> None:

@@ -301,9 +301,11 @@ TABLE: tuple[Field, ...] = (
     # OpenAI's, of completions
     Field("prompt", _H, prompt, "a text, texts, token ids, or lists of token ids", _C),
     Field("max_tokens", _H, whole(0), "16 where neither request nor model says; 0 generates nothing", _C),
-    Field("echo", _H, flag, "the prompt before the output; with `logprobs` its tokens' too", _C),
+    Field("echo", _H, flag, "the prompt before the output; with `logprobs` its tokens' too, which are the model's own "
+          "in each `logprobs_mode`", _C),
     Field("logprobs", _H, whole(0, 20), "of each token and so many most probable ones, 0..20", _C),
-    Field("best_of", _H, outputs, "generates so many, gives the `n` most probable by token; not with `stream`", _C),
+    Field("best_of", _H, outputs, "generates so many, gives the `n` most probable by token, by the log-probabilities "
+          "asked for or else the model's; not with `stream`", _C),
     Field("suffix", _R, only("", why="the model fills no gaps in a text"), "fill in the middle", _C),
     # OpenAI's, of chat
     Field("messages", _H, messages, "content as a text, or parts of type `text`", _M),
@@ -347,7 +349,7 @@ TABLE: tuple[Field, ...] = (
     Field("truncate_prompt_tokens", _H, whole(-1), "keep so many last tokens; -1: what fits", origin="vLLM"),
     Field("prompt_logprobs", _H, whole(0, 20), "of the prompt's tokens; not with `stream`", origin="vLLM"),
     Field("logprobs_mode", _H, as_it_is, "`raw_logprobs`, the model's own; or `processed_logprobs`, of what tokens are "
-          "drawn from", origin="vLLM"),
+          "drawn from; named as vLLM's option of an engine", origin="specrs"),
     Field("priority", _H, as_it_is, "lower runs first, and is preempted last", origin="vLLM"),
     Field("add_special_tokens", _H, flag, "of the tokenizer, before a text (completions: true, chat: false)",
           origin="vLLM"),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specrs._specrs import ConfigError
-from specrs.sampling_params import SamplingParams
+from specrs.sampling_params import RAW, SamplingParams
 from specrs.serve import forms
 from specrs.serve.errors import RequestError, bad
 from specrs.serve.fields import CHAT, COMPLETIONS, ROUNDS
@@ -116,7 +116,10 @@ def _scores(endpoint: str, fields: Mapping[str, Any], options: dict[str, Any]) -
                 raise bad("best_of: which outputs are best is known at their ends; not with stream", "best_of")
             options["n"] = most
             if most > fields.get("n", 1) and options["logprobs"] is None:
-                options["logprobs"] = 0
+                options["logprobs"], options["logprobs_mode"] = (
+                    0,
+                    RAW,
+                )  # nobody sees them: the model's own are ranked by
     elif fields.get("logprobs"):
         options["logprobs"] = fields.get("top_logprobs", 0)
     elif fields.get("top_logprobs"):

@@ -154,9 +154,11 @@ def test_settling_is_the_best_of_two_rounds_by_exhaustion() -> None:
         whole = drafting + p.costs.target.at(1 + choice.nodes)
         each = [two_rounds(p, chances, drafting, k) for k in range(choice.nodes - 1)]
         settled = p.settle(choice, nodes(p, scores), drafting)
-        least = min([whole, *(seconds for seconds, _ in each)])
-        took = whole if settled.nodes == choice.nodes else each[settled.nodes][0]
-        assert took == pytest.approx(least)
+        least = min(seconds for seconds, _ in each)
+        if least < 0.92 * whole:
+            assert settled.nodes < choice.nodes
+        if settled.nodes < choice.nodes:
+            assert each[settled.nodes][0] == pytest.approx(least) and least < 0.94 * whole
         assert all(tokens == pytest.approx(choice.expected) for _, tokens in each), "no token is lost"
         assert settled.expected == pytest.approx(1.0 + sum(chances[: settled.nodes]))
 

@@ -1,0 +1,164 @@
+"""Requests and sources in a world of numbers: real gathering by a clock that only passes, proposals and asking move."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import specrs.engine.gathering as gathering_module
+from specrs.drafters import DraftRequest, Proposal
+from specrs.engine.batch import Batch, Passed
+from specrs.engine.costs import PLAIN, SPECULATIVE, Costs, PassCost
+from specrs.engine.gathering import Gathering
+from specrs.engine.sources import Source, Sources
+
+VOCAB = 1000
+
+
+@dataclass
+class Clock:
+    """Seconds, of which a plain round takes about one."""
+
+    now: float = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@dataclass(eq=False)
+class Text:
+    """A request, and the tokens that its target will draw.
+
+    Attributes:
+        prompt_len: tokens that are there from the beginning.
+        tokens: that are there.
+        all: and those that will come.
+    """
+
+    request_id: int
+    all: list[int]
+    prompt_len: int
+    temperature: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.tokens = self.all[: self.prompt_len]
+        self.params = SimpleNamespace(speculative=True, temperature=self.temperature)
+        self.draws = SimpleNamespace(grammar=None)
+        self.prediction: list[int] = []
+        self.seq, self.committed, self.error = None, 0, None
+
+    @property
+    def produced(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def remaining(self) -> int:
+        return len(self.all) - len(self.tokens)
+
+    @property
+    def max_depth(self) -> int:
+        return self.remaining - 1
+
+
+def text(length: int, request_id: int = 0, prompt: int = 100) -> Text:
+    rng = random.Random(request_id)
+    return Text(request_id, [rng.randrange(VOCAB) for _ in range(prompt + length)], prompt)
+
+
+@dataclass(eq=False)
+class Foretells:
+    """A source that knows what will come, and says what a function makes of it.
+
+    Attributes:
+        says: of the tokens that will come, and the number of nodes that there may be, the proposal.
+        beginning, asking: seconds.
+        asked: position in the output of each time.
+    """
+
+    clock: Clock
+    texts: Sequence[Text]
+    says: Callable[[list[int], int], Proposal]
+    beginning: float = 0.0
+    asking: float = 0.01
+    name: str = "foretells"
+    depth: int = 15
+    asked: list[int] = field(default_factory=list)
+
+    def begin(self, request: DraftRequest) -> Any:
+        self.clock.now += self.beginning
+        told = next(t for t in self.texts if t.request_id == request.request_id)
+
+        def propose(nodes: int, depth: int) -> Proposal:
+            self.clock.now += self.asking
+            self.asked.append(told.produced)
+            return self.says(told.all[len(told.tokens) :], min(nodes, depth))
+
+        return SimpleNamespace(extend=lambda _: None, propose=propose, bytes=lambda: 0, close=lambda: None)
+
+
+@dataclass
+class World:
+    """One engine's gathering.
+
+    Attributes:
+        rounds, drafted: that it has run, and those with drafts.
+    """
+
+    clock: Clock
+    costs: Costs
+    gathering: Gathering
+    rounds: int = 0
+    drafted: int = 0
+
+    def run(self, texts: Sequence[Text]) -> float:
+        """Decode until all have ended; seconds."""
+        began = self.clock.now
+        while live := [t for t in texts if t.remaining > 0]:
+            batch = Batch(live)  # type: ignore[arg-type]
+            started, gathered = self.clock.now, self.gathering.ask(batch)
+            self.rounds += 1
+            if gathered is None or not gathered.pays:
+                self.clock.now += self.costs.plain(len(live))
+                for t in live:
+                    t.tokens.append(t.all[len(t.tokens)])
+            else:
+                self.drafted += 1
+                planted = self.gathering.planted(gathered)
+                rows = sum(map(len, planted.drafts))
+                self.clock.now += self.costs.target.at(rows) + self.costs.overhead.at(SPECULATIVE)
+                passed = [self._walk(t, tree) for t, tree in zip(live, planted.drafts, strict=True)]
+                took = self.clock.now - started
+                self.gathering.landed(passed, range(len(live)), planted, took, None)
+            for t in live:
+                if t.remaining <= 0:
+                    self.gathering.forget(t)  # type: ignore[arg-type]
+        return self.clock.now - began
+
+    def _walk(self, t: Text, tree: Any) -> Passed:
+        node, drawn = 0, list[int]()
+        while t.remaining > len(drawn):
+            drawn.append(t.all[len(t.tokens) + len(drawn)])
+            below = [i for i in range(1, len(tree)) if tree.parents[i] == node and tree.tokens[i] == drawn[-1]]
+            if not below:
+                break
+            node = below[0]
+        t.tokens += drawn
+        return Passed(t, drawn, SimpleNamespace(kept=len(drawn)))  # type: ignore[arg-type]
+
+
+def world(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock, sources: Sequence[Any], rows: dict[int, float],
+    tiers: Sequence[int] | None = None,
+) -> World:  # fmt: skip
+    """An engine whose target's passes take so many seconds, by their rows."""
+    monkeypatch.setattr(gathering_module, "time", clock)
+    dear = PassCost([1, 8], [9.0, 9.0])
+    costs = Costs(PassCost(list(rows), list(rows.values())), dear, dear, PassCost([PLAIN, SPECULATIVE], [1e-4, 3e-4]))
+    gathering = Gathering(Sources(tuple(map(Source.of, sources)), VOCAB), 16, 15, tiers)
+    gathering.price(costs)
+    return World(clock, costs, gathering)
