@@ -409,9 +409,10 @@ class Gathering:
             return choice
         settled = policy.settle(choice, nodes, overhead)
         if settled.nodes < choice.nodes:
-            order, kind = sorted(range(1, len(tree)), key=lambda i: -tree.scores[i]), nodes[0][1]
+            scores, kind = tree.scores, nodes[0][1]
+            order = sorted(range(1, len(scores)), key=lambda i: -scores[i])
             doubtful, behind = order[settled.nodes], order[settled.nodes + 1]
-            said = kind.chance(tree.scores[behind] - tree.scores[doubtful])
+            said = kind.chance(scores[behind] - scores[doubtful])
             live.deferred = len(r.tokens) + settled.nodes, tree.tokens[doubtful], said
         return settled
 
