@@ -29,20 +29,19 @@ def modules() -> dict[str, Path]:
 
 
 def imports(name: str, path: Path, known: set[str]) -> set[str]:
-    """Modules of the package that a file imports when it is loaded, or in a function; not for types alone."""
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            node.body = []
+    """Modules of the package that a file imports: when it is loaded, in a function, or for types.
+
+    The package's face, ``specrs`` itself, does not count: it shows names that other files define.
+    """
     seen: set[str] = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             seen |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             assert node.level == 0, f"{name}: relative import"
             # `from package import module` names the module; `from module import name` the module that has it.
             seen |= {m if (m := f"{node.module}.{a.name}") in known else node.module for a in node.names}
-    return {m for m in seen if m in known and m != name}
+    return {m for m in seen if m in known and m not in (name, PACKAGE.name)}
 
 
 def test_no_file_of_the_package_imports_in_a_circle() -> None:
