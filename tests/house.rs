@@ -240,6 +240,15 @@ fn a_module_imports_only_from_those_on_its_left() {
 }
 
 #[test]
+fn contributing_has_the_same_order() {
+    let text = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("CONTRIBUTING.md")).unwrap();
+    let order = text.split_once("Rust: ").unwrap().1.split_once("Python: ").unwrap().0;
+    let floors = order.split("->").map(|names| names.split('|').map(str::trim).collect::<BTreeSet<_>>());
+    let listed: Vec<BTreeSet<&str>> = ORDER.iter().map(|names| names.iter().copied().collect()).collect();
+    assert_eq!(floors.collect::<Vec<_>>(), listed);
+}
+
+#[test]
 fn every_test_file_is_a_module_of_its_binary() {
     let tests = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests");
     let mut open: Vec<_> = fs::read_dir(&tests).unwrap().map(|e| e.unwrap().path()).filter(|p| p.is_dir()).collect();

@@ -66,6 +66,23 @@ def test_imports_run_from_floor_to_floor() -> None:
                 assert floor[other.split(".")[1]] <= own, f"{name} imports {other}"
 
 
+def test_contributing_has_the_order_of_the_floors() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    order = re.search(r"^Python: (.*?)^```", text, re.M | re.S)
+    assert order is not None
+    assert [set(re.split(r"\s*\|\s*", floor.strip())) for floor in order[1].split("->")] == FLOORS
+
+
+def test_contributing_names_every_folder_of_the_package_and_every_file_of_the_engine() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    rows = "\n".join(line for line in text.splitlines() if line.startswith("| "))
+    for name in set().union(*FLOORS) - {"_specrs", "sampling_params"}:
+        assert f"`{name}/`" in rows or f"specrs/{name}/`" in rows or f"specrs/{name}.py`" in rows, name
+    engine = rows[rows.index("| `python/specrs/engine/` |") : rows.index("| `python/specrs/capsule/` |")]
+    for path in sorted((PACKAGE / "engine").glob("*.py")):
+        assert path.stem in ("__init__", "errors") or f"`{path.stem}`" in engine, path.name
+
+
 def test_files_that_contributing_names_exist() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     named = re.findall(r"`((?:src|cuda|tests|benches|python|engine|models)/[\w/.]*\.(?:rs|py|cu|cuh|sh))`", text)
