@@ -1,4 +1,4 @@
-//! Allocator, goal 1 of `README.md`: alloc -> commit -> free overshoot, <= 10 ns a page.
+//! The allocator, goal 1 of `benches/README.md`: alloc -> commit -> free overshoot, <= 10 ns a page.
 //!
 //! `cargo bench --bench allocator`; `benches/bench_allocator.py` runs the same work beside vLLM's and sglang's
 //! allocators. Criterion's throughput is in pages taken (and given back, but for those kept) a second.

@@ -6,8 +6,8 @@ is the median over the pairs of new time over old time, with its quartiles. ``sa
 second copy of itself in the same turns: a ratio within its quartiles says nothing. All three share one core: a
 neighbour that is busy on another one would slow one driver and not the rest.
 
-Goal 1: ``raw`` and ``round`` of the allocator; goal 2: a round's arrays in ``native``; the planner's part of goal 12:
-the same rounds in every other format. Writes ``results/paired.json``.
+Goal 1: ``raw`` and ``round`` of the allocator; goal 2: a round's arrays in ``native``, and the same rounds in every
+other format. Writes ``results/paired.json``.
 """
 
 from __future__ import annotations

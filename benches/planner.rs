@@ -4,7 +4,7 @@
 //! draft_extend, so that the planner sees changed rows twice a round as in an engine. The pool's own work is not timed
 //! here (goal 1, `benches/allocator.rs`), nor is the commit's remap, which is the pool's too.
 //!
-//! Goal 2 of `README.md`: K = 8, S = 6, V = 64, L about 8k; <= 1.5 / 4 / 10 / 35 us at batch 1 / 16 / 64 / 256.
+//! Goal 2 of `benches/README.md`: K = 8, S = 6, V = 64, L about 8k; <= 1.5 / 4 / 10 / 35 us at batch 1 / 16 / 64 / 256.
 //! `cargo bench --bench planner`; `benches/bench_planner.py` runs it beside sglang's functions.
 //!
 //! The groups `format_*` are the same rounds with the arrays of another backend's format derived from each plan. Those

@@ -92,6 +92,23 @@ fn flatten(prefix: &str, tree: &str, found: &mut impl FnMut(String, String)) {
     found(format!("{prefix}{path}").trim_end_matches("::self").to_string(), name.trim().to_string());
 }
 
+/// The lines of a formatted file that are not of an item under `#[cfg(test)]`.
+fn without_tests(text: &str) -> Vec<&str> {
+    let (mut kept, mut lines) = (Vec::new(), text.lines());
+    while let Some(line) = lines.next() {
+        if line.trim_start() != "#[cfg(test)]" {
+            kept.push(line);
+            continue;
+        }
+        let indent = &line[..line.len() - line.trim_start().len()];
+        // The item ends with a line of its own indentation: the `}` that closes it, or one with `;` (`mod tests;`).
+        let within = |l: &str| l.strip_prefix(indent).is_none_or(|l| !(l == "}" || l.ends_with([';', ','])));
+        let deeper = |l: &str| l.strip_prefix(indent).is_some_and(|l| l.starts_with([' ', ')']));
+        while lines.next().is_some_and(|l| deeper(l) || within(l)) {}
+    }
+    kept
+}
+
 /// Every file of `src`.
 fn files() -> Vec<File> {
     fn walk(dir: &Path, module: &[String], out: &mut Vec<File>) {
@@ -102,8 +119,8 @@ fn files() -> Vec<File> {
                 walk(&entry, &own, out);
             } else if entry.extension().is_some_and(|e| e == "rs") {
                 let text = fs::read_to_string(&entry).unwrap();
-                let lines = text.lines().take_while(|l| *l != "#[cfg(test)]");
-                let code = lines.map(|l| l.split("//").next().unwrap()).collect::<Vec<_>>().join("\n");
+                let lines = without_tests(&text).into_iter().map(|l| l.split("//").next().unwrap());
+                let code = lines.collect::<Vec<_>>().join("\n");
                 out.push(File { module: if matches!(&*name, "mod" | "lib") { module.to_vec() } else { own }, code });
             }
         }
@@ -160,6 +177,16 @@ fn imports() -> BTreeMap<Module, BTreeSet<Module>> {
 }
 
 #[test]
+fn lines_behind_a_test_module_are_read() {
+    let text = "mod a;\n#[cfg(test)]\nmod tests;\n\npub use a::A;\n\n#[cfg(test)]\n#[rustfmt::skip]\nmod more {\n    \
+                use super::b;\n}\nuse c;\nimpl A {\n    #[cfg(test)]\n    fn f() {\n        g();\n    }\n    fn h() {}\n}";
+    let want = ["mod a;", "", "pub use a::A;", "", "use c;", "impl A {", "    fn h() {}", "}"];
+    assert_eq!(without_tests(text), want);
+    let pool = files().into_iter().find(|f| f.module == ["pool"]).unwrap();
+    assert!(pool.uses().iter().any(|(public, _, name)| *public && name == "Lease"), "`pub use` behind `mod tests;`");
+}
+
+#[test]
 fn no_files_import_each_other_in_a_circle() {
     let imports = imports();
     assert!(imports.len() > 60 && imports.values().map(BTreeSet::len).sum::<usize>() > 200, "imports are seen");
@@ -210,6 +237,15 @@ fn a_module_imports_only_from_those_on_its_left() {
             assert!(fine, "{} imports {}, which is on its right", file.join("::"), other.join("::"));
         }
     }
+}
+
+#[test]
+fn contributing_has_the_same_order() {
+    let text = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("CONTRIBUTING.md")).unwrap();
+    let order = text.split_once("Rust: ").unwrap().1.split_once("Python: ").unwrap().0;
+    let floors = order.split("->").map(|names| names.split('|').map(str::trim).collect::<BTreeSet<_>>());
+    let listed: Vec<BTreeSet<&str>> = ORDER.iter().map(|names| names.iter().copied().collect()).collect();
+    assert_eq!(floors.collect::<Vec<_>>(), listed);
 }
 
 #[test]

@@ -86,7 +86,7 @@ MUTANTS = [
     Mutant("quiet", "quiet", "accepted rows are taken for neighbours", "python/specrs/models/features.py",
            "if all(row == first + i for i, row in enumerate(self.rows)):", "if first >= 0:", "drafts:first_branch"),
     Mutant("quiet", "quiet", "pages whose draft KV waits are shared", "python/specrs/engine/pages.py",
-           "valid = request.draft_valid if self._drafts else request.committed", "valid = request.committed",
+           "writes = self._drafts and request.followed and request.finish_reason is None", "writes = False",
            "drafts:left_is_whole"),
     Mutant("quiet", "quiet", "copy-on-write leaves the draft cache out", "python/specrs/engine/host.py",
            "if self.drafts is not None:", "if False:", "drafts:copied_whole"),

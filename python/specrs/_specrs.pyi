@@ -528,15 +528,15 @@ class Plan:
 
     @property
     def expand_page_size(self) -> int | None:
-        """Of format `"flash_attention"`: tokens of the pages that `expand_page_table` names (1: slots); `None` where
+        """In format `"flash_attention"`, tokens of the pages that `expand_page_table` names (1: slots). `None` where
         the phase is one causal pass, and in other formats.
         """
 
     def arrays(self) -> dict[str, Array]:
         """The arrays of its format by name, exactly as long as they are used, without a copy. Arrays of the plan's
-        own memory stay as they are for as long as anybody holds them; numpy sees them read-only, and who writes into
-        them by other ways spoils the plan. Arrays in `FormatBuffers` are views: `StaleOutputError` once these are
-        written again.
+        own memory stay as they are for as long as anybody holds them; numpy sees them read-only. Writing into them
+        by other means (torch, say) corrupts the plan. Arrays in `FormatBuffers` are views: `StaleOutputError` once
+        these are written again.
         """
 
     @property

@@ -9,10 +9,10 @@ use crate::pool::{Lease, Tables};
 
 /// Copies of one token's KV, in every layer: slot `src[i]` to slot `dst[i]`, for i in order.
 ///
-/// Executed in that order each move reads what the slot held before the first move, although a destination may be
-/// the source of an **earlier** move. A kernel may run requests beside each other (they share no slot that is written),
-/// but each request's moves in order. Reading all of a request's sources before writing any would do as well, except
-/// where a ring was broken by a scratch slot: there a later move reads what an earlier one wrote.
+/// Executed in that order, each move reads what the slot held before the first move, although a destination may be
+/// the source of an **earlier** move. Different requests may run in parallel (they share no slot that is written); moves
+/// of one request run in order. A kernel may instead read all of a request's sources before it writes any, except where
+/// a scratch slot broke a ring: there a later move reads what an earlier one wrote.
 ///
 /// Every slot is a slot of the pool, no destination is the sink or occurs twice.
 #[derive(Debug, Clone, Default)]

@@ -1,6 +1,6 @@
 """Calls every binding with hostile numbers under an address-space limit: one good call each, one argument changed.
 
-Run as a program by `test_bindings_limits`. Prints a JSON line a call: name, parameter, value, outcome, seconds.
+Run as a program by `bindings/test_limits.py`. Prints a JSON line a call: name, parameter, value, outcome, seconds.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ first write in which two runs differ.
 | file | what lives there |
 |---|---|
 | `container` | the file: magic, version, lengths, checksum, compressed body |
-| `schema`, `consistency` | `Capsule`, the check of every field, and of fields against each other |
+| `parts`, `schema`, `consistency` | the values of a round, `Capsule`, the check of every field and between fields |
 | `recorder` | what the engine calls while a round runs |
 | `world` | the pool made again: same page tables, same sharing, under the same lease |
 | `synth` | keys, values and queries made up from who they belong to |

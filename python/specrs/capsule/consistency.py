@@ -1,17 +1,14 @@
-"""What a capsule's fields say of each other."""
+"""Compares a capsule's fields with each other: a round that contradicts itself is refused."""
 
 from __future__ import annotations
 
 from collections.abc import Sized
-from typing import TYPE_CHECKING
 
 from specrs.capsule.errors import CapsuleError
-
-if TYPE_CHECKING:
-    from specrs.capsule.schema import Capsule, DraftStep, Tree
+from specrs.capsule.parts import DraftStep, Fields, Tree
 
 
-def check(c: Capsule) -> None:
+def check(c: Fields) -> None:
     """Raise `CapsuleError` for the first contradiction."""
     _check_pool(c)
     _check_tables(c)
@@ -26,7 +23,7 @@ def _same(where: str, got: Sized, want: int, of: str) -> None:
         raise CapsuleError(where, f"{len(got)} entries, must have {want}: {of}")
 
 
-def _check_pool(c: Capsule) -> None:
+def _check_pool(c: Fields) -> None:
     s, p = c.shape, c.pool
     for what, size in (("num_pages * page_size", p.num_pages * s.page_size),
                        ("row_pages * page_size", p.row_pages * s.page_size),
@@ -39,7 +36,7 @@ def _check_pool(c: Capsule) -> None:
         raise CapsuleError("steps", f"{len(c.steps)} draft steps in a plain round")
 
 
-def _check_tables(c: Capsule) -> None:
+def _check_tables(c: Fields) -> None:
     seen: dict[int, int] = {}
     for i, r in enumerate(c.rows):
         at = f"rows[{i}]"
@@ -67,7 +64,7 @@ def _check_tables(c: Capsule) -> None:
             columns[page] = col
 
 
-def _check_sharing(c: Capsule) -> None:
+def _check_sharing(c: Fields) -> None:
     """Requests of the batch share leading full pages alone; whatever else owns a page owns a full committed one."""
     p = c.shape.page_size
     batch = {r.owner for r in c.rows}
@@ -101,7 +98,7 @@ def _check_sharing(c: Capsule) -> None:
                 raise CapsuleError(at_page, f"page {page}: rows[{i}] writes it, {owner} cannot own it too")
 
 
-def _check_drafts(c: Capsule) -> None:
+def _check_drafts(c: Fields) -> None:
     s = c.shape
     if len(c.steps) > s.steps:
         raise CapsuleError("steps", f"{len(c.steps)} draft steps: shape.steps is {s.steps}")
@@ -123,7 +120,7 @@ def _check_drafts(c: Capsule) -> None:
         before = step
 
 
-def _check_trees(c: Capsule) -> None:
+def _check_trees(c: Fields) -> None:
     for name, got in (("trees", c.trees), ("paths", c.paths), ("kept", c.kept)):
         _same(name, got, len(c.rows), "one a request")
     for i, (r, tree, path, kept) in enumerate(zip(c.rows, c.trees, c.paths, c.kept, strict=True)):
@@ -142,7 +139,7 @@ def _check_trees(c: Capsule) -> None:
             raise CapsuleError(f"kept[{i}]", f"{kept}: the path has {len(path)} nodes")
 
 
-def _check_tree(c: Capsule, i: int, tree: Tree) -> None:
+def _check_tree(c: Fields, i: int, tree: Tree) -> None:
     n = len(tree.parents)
     limit = 1 if c.kind == "plain" else c.shape.draft_tokens
     if not 1 <= n <= limit:
@@ -161,7 +158,7 @@ def _check_tree(c: Capsule, i: int, tree: Tree) -> None:
             raise CapsuleError(f"trees[{i}].parents[{j}]", why)
 
 
-def _check_extend(c: Capsule) -> None:
+def _check_extend(c: Fields) -> None:
     last = -1
     for n, e in enumerate(c.extend):
         if not last < e.request < len(c.rows):

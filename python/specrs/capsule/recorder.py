@@ -13,7 +13,8 @@ from typing import Protocol
 from specrs._specrs import Accepts, DraftBeams, Planner, Pool, TreeBatch
 from specrs._specrs import Sequence as PoolSequence
 from specrs.backends.base import DraftAttention
-from specrs.capsule.schema import Capsule, DraftStep, Extend, PoolSize, Row, Shape, Tree
+from specrs.capsule.parts import DraftStep, Extend, PoolSize, Row, Shape, Tree
+from specrs.capsule.schema import Capsule
 
 
 class Recorded(Protocol):

@@ -28,7 +28,8 @@ from specrs.capsule import synth
 from specrs.capsule.log import Guard, Run, Segment
 from specrs.capsule.names import Names, Owner, Query
 from specrs.capsule.owners import ArrayNames
-from specrs.capsule.schema import Capsule, DraftStep
+from specrs.capsule.parts import DraftStep
+from specrs.capsule.schema import Capsule
 from specrs.capsule.static import FILLS, MAX_BYTES, Image, Phase, Static, static_bytes
 from specrs.capsule.synth import Tokens
 from specrs.capsule.world import World, rebuild, with_room

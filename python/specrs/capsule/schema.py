@@ -1,8 +1,8 @@
-"""What a capsule holds: one round's inputs as plain values, and the check of every field.
+"""`Capsule`: from and to the value that a file holds, with a check of every field.
 
 `Capsule.from_json` accepts only what `Capsule.to_json` can write: each field has its type, its range and its length,
 and fields that say the same thing twice must agree (page tables with lengths, ancestor bits with parents, paths with
-trees), so that a replay that starts from a capsule cannot meet an impossible round. B requests, K branches, S steps.
+trees), so that a replay that starts from a capsule cannot meet an impossible round.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
-from specrs._specrs import ConfigError, Geometry, TreeShape
+from specrs._specrs import ConfigError
 from specrs.backends.base import DRAFT_ATTENTIONS, FORMATS, LAYOUTS, DraftAttention, Format, Layout
+from specrs.capsule import consistency
 from specrs.capsule.container import MAX_VALUES
 from specrs.capsule.errors import CapsuleError
-
-Kind = Literal["speculative", "plain"]
+from specrs.capsule.parts import DraftStep, Extend, Fields, Kind, PoolSize, Row, Shape, Tree
 
 _INT32 = 2**31 - 1
 _OWNER = re.compile(r"sequence (0|[1-9][0-9]{0,9})\.(0|[1-9][0-9]{0,9})|prefix cache|raw pages")
@@ -27,95 +27,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Limits, tree and draft layout: the arguments of `specrs.Geometry`."""
-
-    max_batch: int
-    max_context_len: int
-    page_size: int
-    topk: int
-    steps: int
-    draft_tokens: int
-    layout: Layout
-
-    def geometry(self, layout: Layout | None = None, reverts: Sequence[int] = ()) -> Geometry:
-        """The geometry, in another draft layout or with faults put back; the environment has no say in it."""
-        tree = TreeShape(self.topk, self.steps, self.draft_tokens)
-        limits = self.max_batch, self.max_context_len, self.page_size
-        return Geometry(*limits, tree, layout or self.layout, reverts=list(reverts))
-
-
-@dataclass(frozen=True)
-class PoolSize:
-    """Pages (the sink included), rows of the page table, and its columns."""
-
-    num_pages: int
-    max_seqs: int
-    row_pages: int
-
-
-@dataclass(frozen=True)
-class Row:
-    """One request under the round's lease.
-
-    Attributes:
-        row, generation: of its sequence.
-        committed: L, positions whose KV is valid.
-        reserved: positions that the round asked pages for.
-        seed: of its sampler.
-        pages: page of each P positions, ``ceil(reserved / P)`` of them.
-    """
-
-    row: int
-    generation: int
-    committed: int
-    reserved: int
-    seed: int
-    pages: tuple[int, ...]
-
-    @property
-    def owner(self) -> str:
-        """Its name in the pool's ledger."""
-        return f"sequence {self.row}.{self.generation}"
-
-
-@dataclass(frozen=True)
-class DraftStep:
-    """The beams that one forward of the draft model took, B * K values each.
-
-    Attributes:
-        tokens: ids in the target's vocabulary.
-        parents: row of the step before that a beam continues; of step 0 the request.
-        scores: cumulative log-probabilities, float32 exactly.
-        ancestors: bit ``b * S + s`` is beam b of step s: the beam's true ancestors and itself.
-    """
-
-    tokens: tuple[int, ...]
-    parents: tuple[int, ...]
-    scores: tuple[float, ...]
-    ancestors: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Tree:
-    """A request's verified tree: parents (-1, then each before its child), tokens, cumulative log-probabilities."""
-
-    parents: tuple[int, ...]
-    tokens: tuple[int, ...]
-    scores: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Extend:
-    """The draft model's pass over accepted tokens: `count` of them at positions `start`... of request `request`."""
-
-    request: int
-    start: int
-    count: int
-
-
-@dataclass(frozen=True)
-class Capsule:
+class Capsule(Fields):
     """One round's inputs: no weights, no text, no KV.
 
     Attributes:
@@ -132,20 +44,6 @@ class Capsule:
         kept: how many of them count (a stop string or a limit may end a request inside its path).
         extend: the draft model's pass at the end of the round; without the requests that ended.
     """
-
-    round: int
-    kind: Kind
-    format: Format
-    draft_attention: DraftAttention
-    shape: Shape
-    pool: PoolSize
-    rows: tuple[Row, ...]
-    others: tuple[tuple[int, str], ...]
-    steps: tuple[DraftStep, ...]
-    trees: tuple[Tree, ...]
-    paths: tuple[tuple[int, ...], ...]
-    kept: tuple[int, ...]
-    extend: tuple[Extend, ...]
 
     def to_json(self) -> dict[str, Any]:
         """The value that a file holds; ``-inf`` is null."""
@@ -217,9 +115,7 @@ class Capsule:
         Raises:
             CapsuleError: the first contradiction.
         """
-        from specrs.capsule.consistency import check
-
-        check(self)
+        consistency.check(self)
 
 
 _ROW = ("row", "generation", "committed", "reserved", "seed")

@@ -45,10 +45,10 @@ _COLD = 1  # runs of a variant before it is captured, which load kernels and gro
 _LASTING = {"given", "host trees", "control", "versions", "minus", "select"}  # what a round finds in place
 _DOUBTS = 3  # captures during which memory is allocated, before the variant is taken to do so
 _SLOTS = 32  # rounds whose results are kept
-_INV_TEMPERATURE, _PENALISED = 7, 11  # words of a sampler's row: 0 for greedy, and for one without penalties
+_INV_TEMPERATURE, _PENALISED = 7, 11  # words of a `SamplerRow`: 0 for greedy, and for one without penalties
 _STOPS = 8  # tokens by which the device sees that a request ends; the host sees all
 MOST_AHEAD = 8  # rounds of a loop at most
-_BUDGET = 32  # exit bit of a round: the loop has run as many rounds as it was to
+_BUDGET = 32  # `EXIT_BUDGET` of src/round/round_end.rs: the loop has run as many rounds as it was to
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from specrs._specrs import __version__
-from specrs.serve.calling import tools
 from specrs.serve.chat import chat_prompt
 from specrs.serve.errors import RequestError, bad
 from specrs.serve.exchange import Exchange
 from specrs.serve.fields import flag, messages, prompt, template, text, variables
+from specrs.serve.tool_fields import tools
 
 if TYPE_CHECKING:
     from specrs.serve.service import Service

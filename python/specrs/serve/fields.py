@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specrs.serve import calling, forms
+from specrs.serve import forms, tool_fields
 from specrs.serve.config import ServeConfig
 from specrs.serve.errors import RequestError, bad, shown
 from specrs.serve.exchange import no_constant
@@ -317,9 +317,9 @@ TABLE: tuple[Field, ...] = (
     Field("reasoning_effort", _H, text, "handed to a template that reads it; else refused", _M),
     Field("response_format", _H, forms.response_format, "`text`, `json_object`, `json_schema` (always strict); in "
           "completions as vLLM has it"),
-    Field("tools", _H, calling.tools, "functions that the model may call, at most `max_tools`; `strict` ones get "
+    Field("tools", _H, tool_fields.tools, "functions that the model may call, at most `max_tools`; `strict` ones get "
           "arguments of their schema alone", _M),
-    Field("tool_choice", _H, calling.tool_choice, "`auto`, `none`, `required`, a tool, or `allowed_tools`", _M),
+    Field("tool_choice", _H, tool_fields.tool_choice, "`auto`, `none`, `required`, a tool, or `allowed_tools`", _M),
     Field("parallel_tool_calls", _H, flag, "false: one call at most", _M),
     Field("functions", _R, only([], why="is the former name of tools"), "as `tools`", _M),
     Field("function_call", _R, only("none", "auto", why="is the former name of tool_choice"), "as `tool_choice`", _M),

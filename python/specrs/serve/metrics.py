@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from specrs._specrs import __version__
 from specrs.engine import EngineOverloadedError
 
 if TYPE_CHECKING:
-    from specrs.engine import RequestOutput
+    from specrs.engine import AsyncLLM, RequestOutput
     from specrs.engine.stats import RequestTimes
     from specrs.engine.worker import Step
     from specrs.serve.record import Record
-    from specrs.serve.service import Service
 
 #: Paths that have a label of their own: others are a stranger's to choose.
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/detokenize", "/health", "/ready",
@@ -48,10 +47,27 @@ def one_two_five(most: int) -> tuple[int, ...]:
         power *= 10
 
 
+class Measured(Protocol):
+    """What a server tells its metrics: a part of `specrs.serve.service.Service`."""
+
+    engine: AsyncLLM
+    names: tuple[str, ...]
+    context: int
+    fingerprint: str
+    draining: bool
+
+    @property
+    def open_requests(self) -> int:
+        """HTTP requests that were admitted and have not ended."""
+
+    def healthy(self) -> str | None:
+        """Why no requests can be served; ``None``: they can."""
+
+
 class Metrics:
     """Of one server, in a registry of its own."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Measured) -> None:
         from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
         self.registry = CollectorRegistry()
@@ -194,7 +210,7 @@ class Tally:
 class _Engine:
     """What is read from the engine, or was counted in its thread, when somebody asks."""
 
-    def __init__(self, service: Service, labels: dict[str, str], tallies: Sequence[Tally]) -> None:
+    def __init__(self, service: Measured, labels: dict[str, str], tallies: Sequence[Tally]) -> None:
         self._service, self._labels, self._tallies = service, labels, tallies
 
     def collect(self) -> Iterator[Any]:

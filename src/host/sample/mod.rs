@@ -4,11 +4,11 @@
 //! request's configuration and history, the path to the node, and the absolute position, which keys the random
 //! number ([`crate::round::philox`]). That is why speculation cannot change a seeded output.
 //!
-//! Processors, in this order: allowed tokens and the grammar's mask, as a bias of -inf; logit bias; repetition penalty (over prompt, output and path); frequency and presence
-//! penalties (over output and path); temperature; top-k; top-p (the smallest set of mass >= p of what top-k kept);
-//! min-p (relative to the most probable token). Then the inverse CDF in the order of token ids. Temperature 0 takes
-//! the largest logit after bias and penalties, the lowest id on ties. Ranks (top-k, top-p) are by logit, ties by
-//! lower id.
+//! Processors, in this order: allowed tokens and the grammar's mask, as a bias of -inf; logit bias; repetition penalty
+//! (over prompt, output and path); frequency and presence penalties (over output and path); temperature; top-k; top-p
+//! (the smallest set of mass >= p of what top-k kept); min-p (relative to the most probable token). Then the inverse CDF
+//! in the order of token ids. Temperature 0 takes the largest logit after bias and penalties, the lowest id on ties.
+//! Ranks (top-k, top-p) are by logit, ties by lower id.
 //!
 //! Probabilities are integers: a token's weight is `exp((logit - max) / T)` in multiples of 2^-40. Their sums are exact
 //! in any order, so a draw does not depend on vector width, threads or machine, and top-p and the inverse CDF have no

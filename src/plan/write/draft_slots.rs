@@ -26,7 +26,7 @@ pub(super) struct DraftSlots {
 }
 
 impl DraftSlots {
-    /// Place the branches behind `lens`, unless they are the ones of the last call and the pool is as it was.
+    /// Place the branches behind `lens`. Does nothing if rows and lengths are unchanged since the last call.
     ///
     /// A request at the context wall (`L = max_context_len`) has no region and gets slot 0.
     pub(super) fn place(

@@ -52,7 +52,7 @@ pub(super) struct Row<'a> {
 }
 
 impl Rows {
-    /// Look up the rows of `seqs`, unless they are the ones of the last call and the pool is as it was.
+    /// Look up the rows of `seqs`. Does nothing if sequences and pool are unchanged since the last call.
     pub(super) fn resolve(&mut self, tables: &Tables<'_>, seqs: &[SeqId]) -> Result<()> {
         let stamp = tables.stamp();
         if self.stamp == Some(stamp) && self.seqs == seqs {

@@ -101,8 +101,7 @@ impl<F: Lower> Planner<F> {
         &self.format
     }
 
-    /// Leave the arrays of the format to [`Planner::lower`]: plans come without, and those that a caller keeps are
-    /// written directly.
+    /// If on, plans carry no format arrays; fill your own with [`Planner::lower`].
     pub fn defer_arrays(&mut self, on: bool) {
         self.deferred = on;
     }

@@ -59,7 +59,7 @@ impl Plan {
         self.format.name()
     }
 
-    /// Of format `"flash_attention"`: tokens of the pages that `expand_page_table` names (1: slots); `None` where the
+    /// In format `"flash_attention"`, tokens of the pages that `expand_page_table` names (1: slots). `None` where the
     /// phase is one causal pass, and in other formats.
     #[getter]
     fn expand_page_size(&self) -> Option<u32> {
@@ -67,9 +67,9 @@ impl Plan {
     }
 
     /// The arrays of its format by name, exactly as long as they are used, without a copy. Arrays of the plan's own
-    /// memory stay as they are for as long as anybody holds them; numpy sees them read-only, and who writes into them
-    /// by other ways spoils the plan. Arrays in `FormatBuffers` are views: `StaleOutputError` once these are written
-    /// again.
+    /// memory stay as they are for as long as anybody holds them; numpy sees them read-only. Writing into them by other
+    /// means (torch, say) corrupts the plan. Arrays in `FormatBuffers` are views: `StaleOutputError` once these are
+    /// written again.
     fn arrays<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let dict = PyDict::new(py);
         if let Some(out) = &self.out {

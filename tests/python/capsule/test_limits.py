@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from specrs.capsule import Capsule, CapsuleError, container, dumps, loads
-from specrs.capsule.schema import PoolSize, Row, Shape, Tree
+from specrs.capsule.parts import PoolSize, Row, Shape, Tree
 
 MEASURE = """
 import resource, sys, time

@@ -20,8 +20,8 @@ from specrs.capsule import replay as replaying
 from specrs.capsule.compare import replay_against, replay_formats, replay_reverted
 from specrs.capsule.log import Run, Segment, compare
 from specrs.capsule.on_device import Candidates
+from specrs.capsule.parts import DraftStep, Extend, PoolSize, Row, Shape, Tree
 from specrs.capsule.replay import replay
-from specrs.capsule.schema import DraftStep, Extend, PoolSize, Row, Shape, Tree
 from specrs.capsule.static import Overrun, Static
 from specrs.capsule.world import rebuild, with_room
 from specrs.cli import main
