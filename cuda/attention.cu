@@ -1,10 +1,10 @@
 // Paged attention, one family for every phase: plain decode, prefill in chunks, draft steps and tree verification.
 //
-// A row is one query of one head. It attends to a list of logical keys: positions 0..p of its own sequence, of which a
-// tree's node has the last ones among the stored nodes that are its ancestors. The bits of a row's output are a function
+// A row is one query of one head. It attends to a list of logical keys: positions 0..p of its own sequence. A tree's
+// node finds the last of them among the stored nodes that are its ancestors. The bits of a row's output are a function
 // of that list alone: not of the batch, of where keys are stored, of the other rows, or of how a prompt was cut into
-// chunks. The rule that all phases keep (the constants are ATTENTION_* in params.cuh, and `ATTENTION_NUMERICS_ID`
-// names them together):
+// chunks. The rule that all phases keep (the constants are ATTENTION_* in params.cuh, and `ATTENTION_NUMERICS_ID` names
+// them together):
 //
 //   * c = max(0, p + 1 - TAIL). Keys below c are taken in blocks of BLOCK at absolute positions, in order, with an online
 //     softmax over blocks; a block's products in its absolute groups of 16 keys, in order. The group that holds c is cut

@@ -1,4 +1,4 @@
-// What the threads of a block do together.
+// Work that the threads of a block do together: sums of what stands before each, and finding a launch's last block.
 #pragma once
 
 #include "common.cuh"

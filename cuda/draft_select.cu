@@ -1,6 +1,6 @@
-// One step of draft selection in one launch: the K best tokens of each row of draft logits with their log-probabilities,
-// and of their K*K continuations the K best beams of each request (EAGLE-2, arXiv:2406.16858). `DraftBeams::start` and
-// `advance` of `src/host/select`.
+// One step of draft selection in one launch: the K best tokens of each row of draft logits with their
+// log-probabilities, and the K best beams of each request among their K*K continuations (EAGLE-2, arXiv:2406.16858).
+// `DraftBeams::start` and `advance` of `src/host/select`.
 //
 // A block takes one chunk of a row, a warp of it one tile after the other. The last block of a request merges its rows'
 // lists and sums, and makes the beams. Choices by logit are the host's (`logits.cuh`). Log-probabilities are f32 sums over

@@ -1,6 +1,6 @@
-// What decides a drawn token, operation by operation as on the host: the random number of a position, the integer weight of
-// a logit, masses of weights, ranks, penalties. The twin of `src/round/philox.rs`, `src/round/weight.rs`, `rank_key` in
-// `src/host/sample/scan.rs` and `Penalty` in `src/host/sample/history.rs`.
+// The functions that decide a drawn token, operation by operation as on the host: the random number of a position, the
+// integer weight of a logit, masses of weights, ranks, penalties. The twin of `src/round/philox.rs`,
+// `src/round/weight.rs`, `rank_key` in `src/host/sample/scan.rs` and `Penalty` in `src/host/sample/history.rs`.
 //
 // Plain C++ on the host too, so that a test compiles it without nvcc and compares it with the Rust functions
 // (`src/host/sample/twin.rs`). Every floating-point operation is rounded once, by name: a compiler must not contract or

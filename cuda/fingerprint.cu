@@ -1,7 +1,7 @@
-// Operands that any run makes again, and fingerprints of the rows of a matrix: what algorithms of a product are
-// compared by. A fingerprint is a sum over the row's 16-bit units, each mixed with its place, so that neither the order
-// of the sum nor the shape of the grid matters, and two rows share one by accident in one of 2^64 cases.
-// Every index is below a capacity of the launch; none is read from memory.
+// Operands that any run makes again, and fingerprints of the rows of a matrix, which compare the algorithms of a
+// product. A fingerprint is a sum over the row's 16-bit units, each mixed with its place, so that neither the order of
+// the sum nor the shape of the grid matters, and two rows share one by accident in one of 2^64 cases. Every index is
+// below a capacity of the launch; none is read from memory.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 

@@ -1,10 +1,10 @@
-// Plans on the device: what a step writes and attends to, from lengths that only the device knows.
+// Plans on the device: positions that a step writes and attends to, from lengths that only the device knows.
 //
-// The twin of `src/plan/write`: the same arrays, bit for bit, by the element functions of `form.cuh`. Lengths, counts, trees
-// and masks are read from device memory; the grid follows from the bucket alone, so a captured launch serves any batch that
-// fits. A request is live where its row is not negative; the live ones come first. What lies behind the live requests and
-// queries is written with the values that a padded plan states: row -1, version 0, prefix 0, no queries; position 0, slot 0
-// (the sink), mask 0.
+// The twin of `src/plan/write`: the same arrays, bit for bit, by the element functions of `form.cuh`. Lengths, counts,
+// trees and masks are read from device memory; the grid follows from the bucket alone, so a captured launch serves any
+// batch that fits. A request is live where its row is not negative; the live ones come first. The kernel fills the
+// place behind the live requests and queries with the values of a padded plan: row -1, version 0, prefix 0, no queries;
+// position 0, slot 0 (the sink), mask 0.
 //
 // One CTA a request. Its first query is the sum of the queries of the requests before it, which each CTA adds up by itself.
 // A request is checked before anything of it is written; one at fault (a length, a count, a page, a parent or a bit outside

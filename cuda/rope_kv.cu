@@ -14,8 +14,9 @@
 // position outside the table is recorded; the row's queries are zeros then, and it writes no key and no value.
 //
 // Values in the cache are finite. A tensor core multiplies a value by the weight 0 of a row that does not attend to it,
-// and 0 * NaN would carry one node's NaN to its siblings, or a token's to those before it in its chunk. So where a value
-// is NaN or infinite, zeros are written for all of its head, and NaN for all of the key: who attends to it gets NaN.
+// and 0 * NaN would carry one node's NaN to its siblings, or a token's to those before it in its chunk. So where a
+// value is NaN or infinite, zeros are written for all of its head, and NaN for all of the key. Every query that attends
+// to it gets NaN.
 #include "rows.cuh"
 
 namespace specrs {

@@ -1,8 +1,9 @@
 // The end of a round: lanes advance or end, and the host learns of it from mapped memory (`round::round_end` of the host).
 //
-// Block 0 has the lanes, the others copy what the round found into the ring. The last block to be through makes the slot
-// whole: whoever reads its sequence word by an acquire sees all of it. A slot's word is r while round r writes it, which
-// the round before marks, and r + 1 from then on: a reader that finds the same word before and after has read one round.
+// Block 0 has the lanes, the others copy what the round found into the ring. The last block to be through makes the
+// slot whole: a reader that reads its sequence word by an acquire sees all of it. A slot's word is r while round r
+// writes it, which the round before marks, and r + 1 from then on: a reader that finds the same word before and after
+// has read one round.
 //
 // With SPECRS_LOOP the kernel also says whether the conditional node that runs the rounds goes on. It is then the one
 // kernel of the body that does, and its last block's one thread: two writers would race.

@@ -5,8 +5,8 @@
 // norm takes one block a row, whose threads and tree of sums are fixed by `columns`; sums and products are f32 in one
 // order, and are rounded to the element type once, at the end.
 //
-// Dead rows: rows from the live count on are written as zeros, so that a static batch holds finite values everywhere; of a
-// copy from table to table they stay as they are.
+// Dead rows: rows from the live count on are written as zeros, so that a static batch holds finite values everywhere. A
+// copy from table to table leaves them as they are.
 #include "rows.cuh"
 
 namespace specrs {

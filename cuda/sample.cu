@@ -14,7 +14,7 @@
 //   full  a CTA a node: the token that would be drawn there, were its path accepted; the last CTA to finish walks all trees.
 //         For as many nodes as there are multiprocessors, where it takes the time of one row.
 //
-// A row is read once from memory and then from L2. What each parameter needs:
+// A row is read once from memory and then from L2. The needs of each parameter:
 //
 //   every row              one pass: the largest logit, NaN, +inf; each thread keeps the largest of its own
 //   top-k up to 1024       the k-th largest of the threads' largest is at most the k-th largest logit: one pass gathers the

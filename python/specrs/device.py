@@ -10,8 +10,8 @@ contents that the tensors have then. Call :func:`init` before capturing: setting
 package holds machine code for GPUs of compute capability 8.x and 9.0; for later ones the driver compiles PTX at the
 first use, which takes tens of seconds, and keeps the result.
 
-An index that only the GPU knows is checked by the kernel, always: it skips the access and leaves one record for
-each device, the first of those since the last :func:`check`. Whoever shares a device has a record of its own by
+An index that only the GPU knows is checked by the kernel, always: it skips the access and leaves one record for each
+device, the first of those since the last :func:`check`. Programs that share a device get a record of their own by
 :func:`faults`.
 
 Importing this module needs neither a GPU nor torch.

@@ -1,4 +1,4 @@
-"""What a request asks of sampling. Every field is honoured exactly on draft trees; nothing is silently ignored."""
+"""A request's sampling parameters. Every field is honoured exactly on draft trees; nothing is silently ignored."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-//! The fault record: what a kernel skipped, or the scores that it could choose nothing from, read by the host without a
-//! synchronisation.
+//! The fault record: an access that a kernel skipped, or scores that it could choose nothing from. The host reads it
+//! without a synchronisation.
 //!
 //! Protocol (device side in `cuda/common.cuh`): the record carries the epoch that may be recorded next. The first thread
 //! that raises the claim word in device memory to that epoch wins, writes the fields and then `ready = epoch`. The

@@ -1,4 +1,4 @@
-//! The embedded code: what `build.rs` compiled, and which image a device takes.
+//! The code that `build.rs` compiled and embedded, and the image that a device takes.
 
 use crate::error::{Error, Result};
 

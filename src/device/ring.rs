@@ -1,7 +1,8 @@
 //! The ring by which the host learns what rounds found: pinned memory that the device writes and the host polls.
 //!
 //! No call of the driver stands between the end of a round and the host: the last store of a round is its slot's
-//! sequence word, and whoever has read that by an acquire sees the rest of the slot (`round::round_end` says where).
+//! sequence word, and a reader that has read that by an acquire sees the rest of the slot (`round::round_end` says
+//! where).
 
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, Ordering};

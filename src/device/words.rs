@@ -1,4 +1,5 @@
-//! Words that a device and the host share or that lie on the device, and the driver's errors: what the fault record is made of.
+//! Words that a device and the host share or that lie on the device, and the driver's errors. The fault record is made
+//! of them.
 
 use std::ffi::CStr;
 use std::ptr::NonNull;

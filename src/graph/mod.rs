@@ -1,8 +1,8 @@
 //! CUDA graphs that own what they point at (feature `cuda`).
 //!
-//! A captured graph is a list of addresses: whoever frees or moves one of them corrupts a later replay silently. So a
-//! [`Graph`] of this module holds everything that its work reads and writes, and gives nothing back before its last
-//! replay has finished on the device, wherever and whenever it is dropped.
+//! A captured graph is a list of addresses. Freeing or moving memory at one of them corrupts a later replay silently.
+//! So a [`Graph`] of this module holds everything that its work reads and writes, and gives nothing back before its
+//! last replay has finished on the device, wherever and whenever it is dropped.
 //!
 //! ```text
 //! Turn -> Capture::of_stream | Capture::of_loop -> (work on the stream) -> Capture::finish -> Graph -> launch

@@ -1,5 +1,5 @@
-//! Nodes of a graph that is not instantiated: what there is of each type, child graphs included, and what may not be
-//! where it is.
+//! Nodes of a graph that is not instantiated: their number by type, child graphs included, and those that may not stand
+//! where they stand.
 //!
 //! Callers of this file hold an `Entered` guard, and the graphs live through the call.
 

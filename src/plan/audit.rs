@@ -8,7 +8,7 @@ use crate::plan::{Arrays, Format, Phase, Plan};
 use crate::pool::Tables;
 
 /// One request of the plan under check.
-struct Request<'a> {
+struct AuditedRequest<'a> {
     index: usize,
     kernel: &'static str,
     /// Pages that the row has.
@@ -80,7 +80,7 @@ fn sizes(plan: &Plan, tables: &Tables<'_>, geometry: &Geometry) -> Result<()> {
 }
 
 /// The row of request `i` is live and current, its prefix allocated, the number of its queries right.
-fn request<'a>(plan: &Plan, tables: &Tables<'a>, i: usize) -> Result<Request<'a>> {
+fn request<'a>(plan: &Plan, tables: &Tables<'a>, i: usize) -> Result<AuditedRequest<'a>> {
     let (row, version, prefix) = (plan.rows()[i], plan.versions()[i], plan.prefix_lens()[i]);
     let (first, end) = (plan.qo_indptr()[i] as usize, plan.qo_indptr()[i + 1] as usize);
     let kernel = plan.phase.name();
@@ -89,17 +89,17 @@ fn request<'a>(plan: &Plan, tables: &Tables<'a>, i: usize) -> Result<Request<'a>
             let got = format!("request {i}: row {row}, version {version}, prefix {prefix}, {} queries", end - first);
             return Err(Error::Invalid { what: "dead request", got, why: "must be -1, 0, 0, 0".into() });
         }
-        return Ok(Request { index: i, kernel, pages: &[], prefix: 0, first, end });
+        return Ok(AuditedRequest { index: i, kernel, pages: &[], prefix: 0, first, end });
     }
     check_version(tables, kernel, row, version)?;
     let pages = live_columns(tables.line(row as u32).unwrap_or(&[]));
     let allocated = pages.len() as i128 * tables.page().get() as i128;
     in_range("prefix length", prefix, 0, allocated)?;
-    Ok(Request { index: i, kernel, pages, prefix: prefix as u64, first, end })
+    Ok(AuditedRequest { index: i, kernel, pages, prefix: prefix as u64, first, end })
 }
 
 /// Query `q`: where it writes, what it attends to, where it stands.
-fn query(plan: &Plan, tables: &Tables<'_>, geometry: &Geometry, r: &Request<'_>, q: usize) -> Result<()> {
+fn query(plan: &Plan, tables: &Tables<'_>, geometry: &Geometry, r: &AuditedRequest<'_>, q: usize) -> Result<()> {
     let (shape, j) = (geometry.shape(), (q - r.first) as u32);
     let w = plan.mask_words as usize;
     let mask = &plan.mask()[q * w..(q + 1) * w];
@@ -322,6 +322,6 @@ fn attended(
 }
 
 #[cold]
-fn outside(r: &Request<'_>, buffer: &'static str, index: i64, bound: i64) -> Error {
+fn outside(r: &AuditedRequest<'_>, buffer: &'static str, index: i64, bound: i64) -> Error {
     Error::OutOfBounds { kernel: r.kernel, buffer, request: r.index as i64, step: -1, index, bound }
 }

@@ -1,4 +1,4 @@
-//! [`Plan`]: what one step of a batch writes and attends to, in row positions and slots.
+//! [`Plan`]: the row positions and slots that one step of a batch writes and attends to.
 
 use crate::bounds::PageSize;
 use crate::error::{Error, Result};

@@ -1,8 +1,8 @@
-//! Metadata formats: what an attention backend wants to be told.
+//! Metadata formats: the arrays that an attention backend wants.
 //!
-//! The phases of the planner describe a step once, in the form of [`Plan`]: who writes where, and who attends to
-//! what, in row positions. A [`Format`] derives its backend's arrays from that description and the page tables, so
-//! that a new backend adds a type here and touches no phase.
+//! The phases of the planner describe a step once, in the form of [`Plan`]: each query's row positions, to write and to
+//! attend to. A [`Format`] derives its backend's arrays from that description and the page tables, so that a new
+//! backend adds a type here and touches no phase.
 
 use std::fmt::Debug;
 

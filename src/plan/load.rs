@@ -1,7 +1,7 @@
 //! [`Load`]: a step of a batch in numbers, from which every array of every format is sized.
 //!
-//! The same function of a format turns a load into the sizes to write and into the capacities to allocate; what differs
-//! is where the load comes from: a plan ([`Load::of`]), the lengths alone ([`Load::of_lens`]), or the limits of the
+//! The same function of a format turns a load into the sizes to write and into the capacities to allocate. Only the
+//! load's source differs: a plan ([`Load::of`]), the lengths alone ([`Load::of_lens`]), or the limits of the
 //! configuration ([`Load::limit`]). That a plan's numbers never exceed the limit's is what `certify` proves.
 
 use crate::error::{Result, in_range};

@@ -1,4 +1,4 @@
-//! Plans: what each step of a round reads and writes, checked before any kernel may use it.
+//! Plans: the reads and writes of each step of a round, checked before any kernel may use them.
 //!
 //! Flow: `geometry` says where things lie, `pool` says which pages a row has, a [`Planner`] turns both into the
 //! arrays of one step, and a kernel takes only an [`AuditedPlan`].

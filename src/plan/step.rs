@@ -1,4 +1,4 @@
-//! What a step of a round is: its phase, its requests, its trees. Known on the host even where lengths are not.
+//! The description of a round's step: its phase, its requests, its trees. Known on the host even where lengths are not.
 
 use std::fmt;
 

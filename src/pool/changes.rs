@@ -26,16 +26,16 @@ pub enum ChangeKind {
 
 /// Columns of one kind of change; empty where `first >= end`.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Columns {
+pub(super) struct ColumnSpan {
     first: u32,
     end: u32,
 }
 
-const NO_COLUMNS: Columns = Columns { first: u32::MAX, end: 0 };
+const NO_COLUMNS: ColumnSpan = ColumnSpan { first: u32::MAX, end: 0 };
 
-impl Columns {
+impl ColumnSpan {
     fn widen(&mut self, first: usize, end: usize) {
-        *self = Columns { first: self.first.min(first as u32), end: self.end.max(end as u32) };
+        *self = ColumnSpan { first: self.first.min(first as u32), end: self.end.max(end as u32) };
     }
 
     /// `None` where nothing changed.
@@ -48,8 +48,8 @@ impl Columns {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Entry {
     pub(super) row: u32,
-    pub(super) pages: Columns,
-    pub(super) order: Columns,
+    pub(super) pages: ColumnSpan,
+    pub(super) order: ColumnSpan,
 }
 
 /// See the module's text.

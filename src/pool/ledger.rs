@@ -1,4 +1,4 @@
-//! The ledger: who owns each page, the free list, and a ring of the last events. Always on.
+//! The ledger: the owners of each page, the free list, and a ring of the last events. Always on.
 //!
 //! Every page movement of the pool goes through the functions of this file, so that the reference counts, the free
 //! list and the history can't part ways. One record of 8 bytes a page and one event of 16 bytes a movement keep

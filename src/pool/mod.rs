@@ -1,12 +1,12 @@
-//! The paged KV allocator: who owns which page, for every sequence, always accounted.
+//! The paged KV allocator: it accounts for the owners of every page at all times.
 //!
 //! Place in the flow: sizes come from [`geometry`](crate::geometry); [`plan`](crate::plan) reads the page table
 //! through [`Pool::with_tables`]; the engine holds [`SeqId`]s and [`Lease`]s. Nothing here touches KV bytes.
 //!
 //! A **page** holds the KV of `page_size` tokens in every layer. Page 0 is the sink: padded queries write there, no
-//! sequence ever owns it. A **sequence** is a row of one page table, `max_seqs x row_pages` of `i32`; position `pos`
-//! of a row lives in slot `table[row][pos / P] * P + pos % P`. Its first `committed` positions are valid; what is
-//! behind them is speculative and exists only under a **lease**:
+//! sequence ever owns it. A **sequence** is a row of one page table, `max_seqs x row_pages` of `i32`; position `pos` of
+//! a row lives in slot `table[row][pos / P] * P + pos % P`. Its first `committed` positions are valid; those behind
+//! them are speculative and exist only under a **lease**:
 //!
 //! ```
 //! use specrs::bounds::PageSize;
@@ -27,7 +27,7 @@
 //! # Ok::<(), specrs::Error>(())
 //! ```
 //!
-//! What holds at all times, and what [`Pool::audit`] checks:
+//! These hold at all times, and [`Pool::audit`] checks them:
 //!
 //! * a page's reference count is the number of its owners: rows, shared tails held by leases, the prefix cache, and
 //!   raw callers; it is on the free list exactly when that is 0;

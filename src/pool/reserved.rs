@@ -1,4 +1,4 @@
-//! What a lease says of its batch.
+//! The arrays of a lease: its sequences, the copies to make, and its permutations.
 
 use crate::bounds::PageId;
 use crate::pool::row::SeqId;

@@ -1,4 +1,4 @@
-//! Handles of sequences, and what the pool keeps of a row.
+//! Handles of sequences, and the pool's record of a row.
 
 use std::fmt;
 

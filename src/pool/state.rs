@@ -1,4 +1,4 @@
-//! What the pool's lock guards, and the page movements that are neither a sequence's nor a lease's.
+//! The state that the pool's lock guards, and the page movements that are neither a sequence's nor a lease's.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 

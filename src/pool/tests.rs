@@ -1,4 +1,4 @@
-//! What needs the inside of the pool: planted faults that the audit must name, and a panic under the lock.
+//! Tests that need the inside of the pool: planted faults that the audit must name, and a panic under the lock.
 
 use crate::bounds::PageSize;
 use crate::error::Error;

@@ -6,8 +6,8 @@
 //! type, shape, contiguity and alignment were checked, and an output only after it was compared with every other
 //! tensor of the call: a `&mut` slice never overlaps another slice of ours.
 //!
-//! What Rust cannot check is the contract with the caller, the same that torch's and numpy's own operations have:
-//! *while a call runs, no other thread writes to its tensors, reads its outputs, or resizes their storage.*
+//! Rust cannot check the contract with the caller, the same that torch's and numpy's own operations have: *while a call
+//! runs, no other thread writes to its tensors, reads its outputs, or resizes their storage.*
 //!
 //! ```text
 //! let x = Tensor::import(obj, "x", None)?;          // owner of the producer's tensor

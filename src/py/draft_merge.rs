@@ -1,4 +1,4 @@
-//! Proposals of drafters, their union in one tree, and what they have been worth; over [`crate::draft`].
+//! Proposals of drafters, their union in one tree, and their calibration; over [`crate::draft`].
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

@@ -1,4 +1,4 @@
-//! The KV cache of the CPU kernels: a tensor of Python's under a lock of ours, and what writes to it.
+//! The KV cache of the CPU kernels: a tensor of Python's under a lock of ours, and the calls that write to it.
 
 use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 

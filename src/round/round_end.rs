@@ -1,4 +1,4 @@
-//! The end of a round: what becomes of each lane, and the slot of a ring by which the host learns of it.
+//! The end of a round: the next state of each lane, and the slot of a ring by which the host learns of it.
 //!
 //! `cuda/round_end.cu` does on the device what [`end_round`] and [`RingLayout::publish`] do here, to the bit.
 

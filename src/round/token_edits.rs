@@ -1,4 +1,4 @@
-//! What changes a request's logits before temperature, token by token.
+//! The edits of a request's logits before temperature, token by token.
 
 use super::token_mask::TokenMask;
 

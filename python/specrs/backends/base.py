@@ -1,4 +1,4 @@
-"""What an attention backend is: what it can do, stated as class attributes, and the two calls that do it.
+"""An attention backend states what it can do as class attributes, and has the two calls that do it.
 
 A backend names a metadata format of the planner; the planner then writes that format's arrays, and the backend computes
 attention from the arrays and the KV pool alone. Its capabilities decide, before a model is read, which trees, pages and
@@ -13,7 +13,7 @@ draft layouts it may be asked for (`specrs.backends.routing`).
 
     LLM(attention_backend=Mine())
 
-What a class does not declare has the value given here, which promises least.
+An attribute that a class does not declare has the value given here, which promises least.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """FlashInfer's paged attention as specrs's planner feeds it: pages of one token, ``kv_indptr`` and ``kv_indices``.
 
-What is read is what ``BatchPrefillWithPagedKVCacheWrapper`` and ``BatchDecodeWithPagedKVCacheWrapper`` read
+The backend reads what ``BatchPrefillWithPagedKVCacheWrapper`` and ``BatchDecodeWithPagedKVCacheWrapper`` read
 (https://docs.flashinfer.ai): request z's keys are the slots ``kv_indices[kv_indptr[z]:kv_indptr[z + 1]]``, in order,
 and its queries are rows ``qo_indptr[z]:qo_indptr[z + 1]``, or row z alone without ``qo_indptr``. A custom mask has a
 row of bits per query over the request's keys, as bytes or packed, lowest bit first.

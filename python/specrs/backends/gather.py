@@ -1,4 +1,4 @@
-"""Attention over gathered slots in plain torch: what the backends here share once their arrays are read.
+"""Attention over gathered slots in plain torch, which the backends here share once their arrays are read.
 
 `groups` turns a pass's queries, slots and lengths into padded index tensors; `attend` runs a layer over them. Scores
 and softmax are float64 and rounded once at the end by the caller, so that what stands beside a row in its batch does

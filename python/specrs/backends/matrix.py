@@ -1,8 +1,8 @@
 """Which rounds exist, as data: where each backend runs, at which graph levels, and whether rounds may be gpu-only.
 
-K, P, draft layouts and what a branch attends to are the backends' own declarations (`AttentionBackend`); `MATRIX` has
-a row for each device that a backend runs on. `specrs.backends.resolve` reads both. What is in no row it refuses while
-the engine is made, with the combination and what would work.
+K, P, draft layouts and what a branch attends to are the backends' own declarations (`AttentionBackend`); `MATRIX` has a
+row for each device that a backend runs on. `specrs.backends.resolve` reads both. A combination that is in no row is
+refused while the engine is made; the error names it and what would work.
 
 * Graph levels: with ``"off"`` the launches of a round are made one by one, with ``"round"`` they are one CUDA graph,
   and with ``"loop"`` a graph runs rounds until the host has to look. Bits are the same at every level.

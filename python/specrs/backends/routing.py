@@ -1,4 +1,4 @@
-"""What a backend may be asked for: pure functions from plain values to a configuration, or to a typed refusal.
+"""Requests of a backend: pure functions from plain values to a configuration, or to a typed refusal.
 
     resolve(FlashAttention(), Combination(topk=4, page_size=16))   # layout dense, ancestors
     resolve(FlashAttention(), Combination(topk=4, page_size=16, layout="holey", draft_attention="ancestors"))

@@ -1,4 +1,4 @@
-"""A plan's attention by a backend: what the model code and the replay of recorded rounds call."""
+"""A plan's attention by a backend, as the model code and the replay of recorded rounds call it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Step capsules: one round's inputs in a small file, and what two runs of it write.
+"""Step capsules: one round's inputs in a small file, and the writes of two runs side by side.
 
     with llm.recording("round3.capsule", round=3):      # or: specrs record PROMPT -o round3.capsule --round 3
         llm.generate(["def fibonacci(n):"])

@@ -1,4 +1,4 @@
-"""What a replay wrote, array by array, and the first write in which two replays differ.
+"""The writes of a replay, array by array, and the first one in which two replays differ.
 
 A run is a list of `Segment`s in the order in which it came to them: one array (or one KV pool) in one phase of the
 round. Writes are read back from memory that was filled with a known pattern before, so that an element that nobody

@@ -1,12 +1,12 @@
 """A replay whose plans, trees, accepted paths and moves come from a GPU.
 
-What the device decides of a round is made by the kernels that an engine there launches: the page table's mirror, the
-plan of each phase and the arrays of its format, copies into holes, the trees out of their candidates' scores, greedy
+The kernels that an engine there launches make what the device decides of a round: the page table's mirror, the plan of
+each phase and the arrays of its format, copies into holes, the trees out of their candidates' scores, greedy
 verification, the commit, and every move of KV. It is read back and logged as the host's is, array by array; kernels
 write over bytes that are known, between bytes that must stay. Keys and values are written, and attention is computed,
 on the host by the device's plan, which is audited before. Draft selection reads logits, which a capsule does not hold.
 
-What a kernel skips (`OutOfBoundsError`) or an audit refuses ends the run, as a guard does.
+An access that a kernel skips (`OutOfBoundsError`) or an audit refuses ends the run, as a guard does.
 """
 
 from __future__ import annotations

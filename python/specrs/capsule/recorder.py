@@ -1,7 +1,7 @@
 """Keeps one round's inputs while the engine runs it.
 
 The engine calls a `RoundRecorder` where a round's inputs come into being; a call costs nothing where no recorder is
-set. What is kept are copies of small arrays and of the pool's account: nothing of the round is changed.
+set. The recorder keeps copies of small arrays and of the pool's account. It changes nothing of the round.
 """
 
 from __future__ import annotations

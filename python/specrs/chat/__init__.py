@@ -6,7 +6,7 @@
 A template is a program in Jinja. It runs in jinja2's sandbox, in the dialect that transformers gives it
 (https://huggingface.co/docs/transformers/chat_templating): blocks trimmed, `break` and `continue`, the tag
 `{% generation %}`, `raise_exception`, `strftime_now`, and a `tojson` that leaves HTML alone. The text is that of
-`apply_chat_template`. A model without a template is an error: what it would read as a conversation is not guessed.
+`apply_chat_template`. A model without a template is an error: nothing guesses how it reads a conversation.
 
 Neither torch nor transformers is needed. jinja2 is imported with the first template.
 """

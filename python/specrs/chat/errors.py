@@ -1,4 +1,4 @@
-"""What rendering a conversation may take, and what it raises."""
+"""Limits of rendering a conversation, and the errors of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a template sees of a conversation: plain values, and the mark of an open end."""
+"""A conversation as a template sees it: plain values, and the mark of an open end."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """``specrs certify``: prove that a configuration cannot write out of bounds, and print what its buffers cost.
 
-The placements of every residue of the committed length are run in both draft layouts, and whole rounds are planned
-and audited: used <= capacity, and no slot written twice. Of each format its full batches are counted, and the arrays
-of representative rows are written and read back the way its kernel reads them. Exit status 1 where that does not hold,
-or where the one format that was asked for cannot do the configuration.
+The placements of every residue of the committed length are run in both draft layouts, and whole rounds are planned and
+audited: used <= capacity, and no slot written twice. For each format it counts full batches, and writes the arrays of
+representative rows and reads them back the way the format's kernel does. Exit status 1 where that does not hold, or
+where the one format that was asked for cannot do the configuration.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a source of drafts is to the engine: a small protocol, which a class of a user's own may follow.
+"""The protocol of a source of drafts, as the engine sees it. A class of a user's own may follow it.
 
 A source proposes trees of tokens that may come next. Verification draws the target's own tokens and follows the drafts
 that carry them, so nothing that a source says can change an output: probabilities decide time alone. A source never

@@ -1,6 +1,7 @@
-"""What the historical faults do, drawn from the core itself: the arrays of a small configuration that each one needs,
-and the room that there is with the fault put back. ``docs/faults.md`` tells the stories; ``tests/faults`` searches for
-the smallest configurations."""
+"""The damage of the historical faults, drawn from the core itself: the arrays of a small configuration that each one
+needs, and the room that there is with the fault put back. ``docs/faults.md`` tells the stories; ``tests/faults``
+searches for the smallest configurations.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What there is to draw, computed from the same geometry that the planner uses."""
+"""The things to draw, computed from the same geometry that the planner uses."""
 
 from __future__ import annotations
 

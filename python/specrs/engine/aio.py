@@ -2,8 +2,8 @@
 
 A `Worker` thread owns the `LLM`, here or in a process of its own. Event loops put requests into its inbox; once a step
 it hands each loop everything that is new in one call. A reader that is slow finds the deltas of several steps merged
-into one event, so nothing piles up but the request's own tokens. What waits for the engine is bounded, and refused
-beyond that before it starts.
+into one event, so nothing piles up but the request's own tokens. The queue for the engine is bounded; requests beyond
+the bound are refused before they start.
 """
 
 from __future__ import annotations

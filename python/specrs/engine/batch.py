@@ -1,4 +1,4 @@
-"""What travels through the passes of a step: requests side by side, as a pass began with them."""
+"""A batch travels through the passes of a step: requests side by side, as a pass began with them."""
 
 from __future__ import annotations
 

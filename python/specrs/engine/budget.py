@@ -1,7 +1,7 @@
 """The device memory of an engine on a GPU, counted before the first byte of it is allocated.
 
-Counted from configurations and sizes alone: what a model's tensors and pages take exactly, what passes take at most.
-Where it does not fit, the error says what would: fewer pages, requests or tokens.
+Configurations and sizes alone say it: exactly for a model's tensors and pages, at most for passes. Where it does not
+fit, the error says what would: fewer pages, requests or tokens.
 """
 
 from __future__ import annotations

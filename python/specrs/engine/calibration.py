@@ -1,4 +1,4 @@
-"""What an engine's passes cost, measured once when it is made."""
+"""The costs of an engine's passes, measured once when it is made."""
 
 from __future__ import annotations
 

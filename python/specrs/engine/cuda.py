@@ -1,6 +1,6 @@
 """The executor of a GPU: a round is launched whole, and the next one behind it before the host knows what it found.
 
-From the second round of a batch on, the host knows no length: what a round begins with is on the device, pages are
+From the second round of a batch on, the host knows no length: a round begins with values on the device, pages are
 leased for the most that rounds can take, and the host reads tokens from mapped memory as they come.
 
 Where somebody looks on between draft steps (a recorder, a cost model that goes by scores), the host drafts step by

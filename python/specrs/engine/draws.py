@@ -1,4 +1,4 @@
-"""What a request's tokens are drawn by: its sampler, and bans that hold for some of its tokens.
+"""A request's sampler, and the bans that hold for some of its tokens.
 
 Some tokens are banned everywhere: all but ``allowed_token_ids``, and bad words of one token. Two bans come and go:
 

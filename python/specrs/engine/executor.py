@@ -1,4 +1,4 @@
-"""The device's part of a step, behind two protocols: the round's logic (`runner`, `drafter`) knows no tensor.
+"""The device's part of a step, behind two protocols: the round's logic (`runner`, `drafter`) computes on no tensor.
 
 The logic picks requests, takes pages, has an `Executor` run passes, and commits their results to the requests. An
 executor is one device: models, caches, the planner, and all memory that passes need. `host` has the CPU's, `cuda` a

@@ -2,8 +2,8 @@
 
 A flight begins with a round of a batch. While the host reads what that one accepted, the device may run the next ones
 over the same requests, which begin where the one before ends. The pages of all of them are leased for how far they
-could get at most. What a request gets is decided when a round *lands*, in order: where one has ended, what later rounds
-found for it is nobody's.
+could get at most. A round decides what a request gets when it *lands*, in order. Once a request has ended, the results
+of later rounds for it are dropped.
 """
 
 from __future__ import annotations

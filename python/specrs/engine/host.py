@@ -1,7 +1,7 @@
 """The executor that plans, picks drafts and accepts on the host; models compute wherever their memory lies.
 
-Plans, trees, samplers and beams are the Rust core's. Of a pass on another device, logits come back to the host before
-anything is decided by them.
+Plans, trees, samplers and beams are the Rust core's. Where a pass ran on another device, its logits come back to the
+host before anything is decided by them.
 """
 
 from __future__ import annotations

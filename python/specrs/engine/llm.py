@@ -1,4 +1,4 @@
-"""``specrs.LLM``: what users call."""
+"""``specrs.LLM``, which users call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens in a round, for those who look on: recorders of capsules, tests."""
+"""The events of a round, told to those who look on: recorders of capsules, tests."""
 
 from __future__ import annotations
 

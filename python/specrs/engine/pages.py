@@ -1,4 +1,4 @@
-"""Pages of requests: what they have, what they need, and what they share.
+"""Pages of requests: those that they have, need and share.
 
 Every pass takes pages by a lease before it writes anything. Where the pass fails, the lease rolls back and every
 request is as it was before.

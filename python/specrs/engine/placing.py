@@ -1,7 +1,7 @@
 """On which device an engine runs: the one that was asked for, or a GPU where it can and else the CPU.
 
 Everything is checked here that can be checked without reading a weight. An engine whose device nobody named runs where
-it can: what keeps it off the GPU is a reason that it tells (`LLM.device`), not an error.
+it can. If something keeps it off the GPU, that is no error: the engine tells the reason (`LLM.device`).
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""An engine in a process of its own, as its starter has it: in the place of a `Worker`, and of the `LLM` for what never
-changes."""
+"""An engine in a process of its own, as its starter has it: it stands for a `Worker`, and for the `LLM` where values
+never change.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request: its state while it runs, the one function that commits tokens to it, and what the user gets."""
+"""A request: its state while it runs, the one function that commits tokens to it, and the user's output."""
 
 from __future__ import annotations
 

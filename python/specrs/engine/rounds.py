@@ -1,4 +1,4 @@
-"""What a round drafted for one request and what came of it, for whoever asked to see it (`SamplingParams.trace`).
+"""A round's drafts for one request and their fate, told to a user who asked for them (`SamplingParams.trace`).
 
 Nodes are kept in arrays: 8 bytes a node, 16 where several sources draft. A round emits a token at
 least, so of a request that nobody reads, traces hold at most ``max_tokens`` trees of as many nodes as rounds verify.

@@ -1,11 +1,11 @@
-"""Who runs next: admission, chunked prefill, waiting for pages, and preemption.
+"""The choice of requests that run next: admission, chunked prefill, waiting for pages, and preemption.
 
-Requests join and finish independently. A request is admitted when a row of the page table is free. Where the pool
-runs out of pages, prefill waits for running requests to finish; where running requests cannot get the pages of their
-next round, the one admitted last gives its pages back and starts over later. It loses time but no tokens: its
-prompt and output are prefilled again, to the same bits. A request that could not run alone is refused when it is
-added, and what only the prefix cache holds can always be evicted; so the one admitted first always gets its pages,
-and every step makes progress.
+Requests join and finish independently. A request is admitted when a row of the page table is free. Where the pool runs
+out of pages, prefill waits for running requests to finish; where running requests cannot get the pages of their next
+round, the one admitted last gives its pages back and starts over later. It loses time but no tokens: its prompt and
+output are prefilled again, to the same bits. A request that could not run alone is refused when it is added, and pages
+that only the prefix cache holds can always be evicted. So the one admitted first always gets its pages, and every step
+makes progress.
 
 A request's priority comes before that order: the lowest number is admitted first and preempted last.
 """

@@ -1,4 +1,4 @@
-"""What an engine tells of itself while it runs: for dashboards, health checks and whoever routes requests."""
+"""Figures of an engine while it runs, for dashboards, health checks and routers of requests."""
 
 from __future__ import annotations
 

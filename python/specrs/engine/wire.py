@@ -1,4 +1,4 @@
-"""What an engine's process and the one that started it say to each other: pickles over a pair of sockets.
+"""Messages between an engine's process and the one that started it: pickles over a pair of sockets.
 
 Both are processes of one program, and nobody else has the sockets. Requests go one way as `Sealed`, `Abort`, `Audit`
 and `Shutdown`; the other way comes a `Turn` for each step, small enough that an engine of hundreds of streams need not

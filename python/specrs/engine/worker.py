@@ -1,7 +1,7 @@
 """The thread that owns an `LLM`: it drains an inbox between steps, and tells once a step what came of everything.
 
-It knows nothing of event loops, nor of processes. What goes in and comes out are plain values, which `process` takes
-to another process and back.
+It knows nothing of event loops, nor of processes. It takes and gives plain values, which `process` carries to another
+process and back.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Structured output: what a request's text must look like, and the errors of it.
+"""Structured output: the form that a request's text must have, and the errors of it.
 
     SamplingParams(structured_outputs=StructuredOutputs(json={"type": "object", ...}))
 

@@ -1,4 +1,4 @@
-"""What a request's output must look like."""
+"""The form that a request's output must have."""
 
 from __future__ import annotations
 

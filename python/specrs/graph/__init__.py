@@ -11,13 +11,13 @@
     >>> done = runtime.replay(3, {"tokens": tokens})  # the graph of 4 lanes, one of them dead
     >>> done.output("scores").tensor()  # live lanes; StaleOutputError once that memory has been replayed over
 
-A graph is a list of addresses. What keeps them true:
+A graph is a list of addresses. These rules keep them true:
 
 * All memory of a runtime is declared (:class:`Region`), counted before the first byte is allocated
   (:func:`graph_bytes`) and shared by its buckets: a smaller one uses the first lanes.
 * Each replay writes every input's lanes, live from its arguments and dead by the declared value.
-* A graph keeps the memory, the modules and torch's private pool until its last replay has finished on the device,
-  whoever drops the runtime, whenever.
+* A graph keeps the memory, the modules and torch's private pool until its last replay has finished on the device, even
+  if the runtime is dropped before.
 * Outputs are leases with a generation. ``copies`` sets of them are written in turn, a capture each, so that the last
   replay's outputs are read while the next one runs, and nothing is copied.
 * With ``SPECRS_POISON=1`` every replay begins with poison everywhere and is checked afterwards: lanes that nobody

@@ -1,4 +1,4 @@
-"""Generations of output memory: which replay each set of outputs holds, and who may still read it."""
+"""Generations of output memory: the replay that each set of outputs holds, and the leases that may still read it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Poison before a replay, and what must be there after it.
+"""Poison before a replay, and the checks after it.
 
 Every element type has a pattern that no computation makes: a NaN with a payload of its own, or an integer far from any
 index. Where an output still has it, nobody wrote; where memory outside of the bucket has lost it, somebody did.

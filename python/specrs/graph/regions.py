@@ -1,4 +1,4 @@
-"""Memory of a family of buckets, as declared: what there is of each lane, and what it takes."""
+"""Memory of a family of buckets, as declared: the regions of each lane, and their bytes."""
 
 from __future__ import annotations
 

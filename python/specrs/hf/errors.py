@@ -1,4 +1,4 @@
-"""What `specrs.hf` refuses."""
+"""The refusals of `specrs.hf`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What `generate` of transformers asks for, as sampling parameters of each row; refused by name where it is not
-honoured.
+"""Arguments of transformers' `generate` as sampling parameters of each row; one that is not honoured is refused by
+name.
 
-transformers has made its configuration into lists of objects by then. They are read instead of the configuration: what
-a caller has added to the lists stands among them, and an object that nobody here knows cannot be overlooked.
+transformers has made its configuration into lists of objects by then. They are read instead of the configuration: the
+lists have a caller's additions too, and an object that nobody here knows cannot be overlooked.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ A row's bits depend on that row, its position and its keys alone: products keep 
 reductions one order for each width, and attention takes keys by their logical position. So a token's logits are the
 same bits whether it is decoded alone, prefilled in a chunk or verified in a tree.
 
-What a kernel skips because an index is out of bounds is raised where the host waits anyway (`CudaDense.host`).
+If a kernel skips an access because an index is out of bounds, the host raises it where it waits anyway
+(`CudaDense.host`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What model families do differently from Llama, as data: nothing here computes.
+"""The differences of model families from Llama, as data: nothing here computes.
 
 `Family` says how a family's `config.json` is read and which tensors its checkpoints have. `Block` is what follows from
 one model's configuration for its forward pass; its defaults are Llama's, and `layer` and `llama` interpret it. Sources

@@ -1,7 +1,7 @@
 """The target's features of committed positions, from the pass that makes them to the draft pass that reads them.
 
-A pass writes its features where nobody has written before, and what waits for a draft pass refers to those rows; so
-nothing is copied for a position that no draft ever needs. Memory lives as long as something refers to it.
+A pass writes its features where nobody has written before, and entries that wait for a draft pass refer to those rows.
+So nothing is copied for a position that no draft ever needs. Memory lives as long as something refers to it.
 """
 
 from __future__ import annotations

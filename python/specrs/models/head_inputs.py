@@ -1,5 +1,6 @@
-"""What a draft head's decoder layer reads, for each kind of head: from tokens and features to the residual stream and
-the rows of queries, keys and values."""
+"""The inputs of a draft head's decoder layer, for each kind of head: from tokens and features to the residual stream
+and the rows of queries, keys and values.
+"""
 
 from __future__ import annotations
 

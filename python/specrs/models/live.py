@@ -1,4 +1,4 @@
-"""A model whose tensors are in memory already: what a Hugging Face directory has, without the files.
+"""A model whose tensors are in memory already: the contents of a Hugging Face directory, without the files.
 
 Wherever a directory is named, a `LiveModel` may stand: the same code reads its configuration and its tensors.
 """

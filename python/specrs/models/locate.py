@@ -1,10 +1,10 @@
 """From what a user names to a model directory: a path, or a Hugging Face id.
 
 A snapshot of an id is taken from the local hub cache; where it has none, `huggingface_hub` downloads one into it, the
-files that specrs reads alone. `HF_HUB_OFFLINE` and `TRANSFORMERS_OFFLINE` forbid that. What is no model directory is
-recognised by what lies there, and refused with what would work.
-The hub cache is read by its layout, https://huggingface.co/docs/huggingface_hub/guides/manage-cache:
-`models--ORG--NAME/refs/main` names the revision, `snapshots/REVISION` is the directory.
+files that specrs reads alone. `HF_HUB_OFFLINE` and `TRANSFORMERS_OFFLINE` forbid that. A directory that holds no model
+is recognised by its files, and refused with what would work. The hub cache is read by its layout,
+https://huggingface.co/docs/huggingface_hub/guides/manage-cache: `models--ORG--NAME/refs/main` names the revision,
+`snapshots/REVISION` is the directory.
 """
 
 from __future__ import annotations

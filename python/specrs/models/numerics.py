@@ -1,4 +1,4 @@
-"""What the bits of a model's results depend on, beside the model and its input."""
+"""The things that the bits of a model's results depend on, beside the model and its input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `config.json` says about rotary embeddings: `RopeConfig`, and how it is read for each family."""
+"""Rotary embeddings in `config.json`: `RopeConfig`, and how it is read for each family."""
 
 from __future__ import annotations
 

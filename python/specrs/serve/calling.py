@@ -1,4 +1,4 @@
-"""Tool calls and reasoning of a chat: what a request says of them, and how its answers are read."""
+"""Tool calls and reasoning of a chat: a request's choice of tools, and how its answers are read."""
 
 from __future__ import annotations
 

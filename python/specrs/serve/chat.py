@@ -1,4 +1,4 @@
-"""``/v1/chat/completions``: conversations, by the model's chat template, and what the model answers."""
+"""``/v1/chat/completions``: conversations, by the model's chat template, and the model's answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``/v1/completions``: prompts, of text or token ids, and what the model continues them with.
+"""``/v1/completions``: prompts, of text or token ids, and the model's continuations.
 
 ``echo`` with ``logprobs`` and ``max_tokens`` 0 or 1 scores texts, as evaluation harnesses do: each token of the prompt
 has its log-probability, the first one none.

@@ -1,4 +1,4 @@
-"""What a server is told: the model, the address, keys, and every limit, each with its default.
+"""A server's options: the model, the address, keys, and every limit, each with its default.
 
     config = ServeConfig(model="org/name", drain_seconds=60)
     config = ServeConfig.from_env()                 # SPECRS_SERVE_MODEL, SPECRS_SERVE_DRAIN_SECONDS, ...

@@ -1,4 +1,4 @@
-"""What a request that fails is told: OpenAI's body, and a status by which its clients decide whether to try again.
+"""Answers to a request that fails: OpenAI's body, and a status by which its clients decide whether to try again.
 
 The ``openai`` client tries 408, 409, 429 and those from 500 on again, and honours ``Retry-After``: so a request that
 can never succeed gets another one. Messages name fields, values and limits; they have no paths, and no prompts.

@@ -1,5 +1,5 @@
-"""One request and its response, over ASGI: the body in, JSON or a stream of events out, and who notices that the client
-has gone.
+"""One request and its response, over ASGI: the body in, JSON or a stream of events out, and the watch that notices that
+the client has gone.
 
 Work runs beside a listener for the disconnect, whatever it is at: waiting in a queue, generating, or sending. So a
 client that goes ends its request, streaming or not, on servers of any version of ASGI. One `Watch` for all exchanges

@@ -1,4 +1,4 @@
-"""What a request says of its output's form: OpenAI's ``response_format``, and vLLM's fields for the same."""
+"""The fields by which a request asks for a form: OpenAI's ``response_format``, and vLLM's for the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What dashboards and routers read: vLLM's names, label sets and bucket edges, and specrs' own beside them.
+"""Metrics for dashboards and routers: vLLM's names, label sets and bucket edges, and specrs' own beside them.
 
 Names and edges are those of vLLM's metrics (https://docs.vllm.ai/en/latest/usage/metrics/), so that its dashboards, and
 routers that know them, work. Gauges are read from the engine when somebody asks; counters move when a request ends.

@@ -1,4 +1,4 @@
-"""What stands before every endpoint: plain ASGI callables, which neither buffer a body nor hide a disconnect."""
+"""Plain ASGI callables before every endpoint. They neither buffer a body nor hide a disconnect."""
 
 from __future__ import annotations
 

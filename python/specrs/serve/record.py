@@ -1,4 +1,4 @@
-"""What the log says of a request: one line of JSON, never a word of a prompt or of an output."""
+"""The log of a request: one line of JSON, never a word of a prompt or of an output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every response of the two generating endpoints has: its head, usage, and how outputs ended."""
+"""The parts of every response of the two generating endpoints: its head, usage, and how outputs ended."""
 
 from __future__ import annotations
 

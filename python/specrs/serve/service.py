@@ -1,4 +1,4 @@
-"""What all requests of a server share: the engine, how requests get into it, and how the server ends.
+"""The service that all requests of a server share: the engine, how requests get into it, and how the server ends.
 
 A request is admitted before anything of it is worked on: while the server drains, or too much waits, it is refused at
 once. Its prompts are tokenised in a small pool, then all of them are handed to the engine, or none.

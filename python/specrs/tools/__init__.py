@@ -5,7 +5,7 @@
         for delta in parser.feed(piece): ...
     parser.finish()
 
-Pure text: no engine, no server. What a parser says of a text does not depend on the pieces in which the text comes.
+Pure text: no engine, no server. A parser's result does not depend on the pieces in which the text comes.
 """
 
 from __future__ import annotations

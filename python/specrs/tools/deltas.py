@@ -1,4 +1,4 @@
-"""What a parser says of a text: pieces of content, and of calls."""
+"""The pieces of content and of calls that a parser finds in a text."""
 
 from __future__ import annotations
 

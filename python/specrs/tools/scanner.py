@@ -2,10 +2,10 @@
 
     following = yield from value(first, tell)
 
-The end of the text is sent as ``""``. What a function returns is the first character that is not its own, which nobody
-has read yet; so grammars compose. What a generator yields is what it would take at once: the pattern of a run of
-characters that it treats alike, or nothing. A character that cannot stand where it stands raises `Broken` at once: what
-has been read till then is the beginning of JSON.
+The end of the text is sent as ``""``. A function returns the first character that is not its own, which nobody has read
+yet; so grammars compose. A generator yields what it would take at once: the pattern of a run of characters that it
+treats alike, or nothing. A character that cannot stand where it stands raises `Broken` at once: what has been read till
+then is the beginning of JSON.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-//! Which class of bits a weight gets, and what was chosen for it. Pure: measurements in, a choice out.
+//! The class of bits that a weight gets, and the algorithms chosen for it. Pure: measurements in, a choice out.
 
 use super::api::Config;
 use super::library::Algo;

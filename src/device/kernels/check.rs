@@ -1,4 +1,4 @@
-//! What several launches check of their operands.
+//! Checks of operands that several launches share.
 
 use crate::device::context::Context;
 use crate::device::rows::{FloatType, Rows};

@@ -1,5 +1,5 @@
-//! The launches of `cuda/plan.cu`, `cuda/plan_lists.cu` and `cuda/plan_tables.cu`. What they are given is checked by
-//! [`device::plan`](crate::device::plan), which knows geometries and formats.
+//! The launches of `cuda/plan.cu`, `cuda/plan_lists.cu` and `cuda/plan_tables.cu`.
+//! [`device::plan`](crate::device::plan), which knows geometries and formats, checks their operands.
 
 use std::sync::Arc;
 

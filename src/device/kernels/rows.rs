@@ -2,7 +2,7 @@
 //!
 //! A row's bits depend on that row and its length alone. `live` is an array whose last element counts the rows of a
 //! static batch that are live (so the `offsets` of a ragged batch serve as they are); rows from there on are written as
-//! zeros, of a copy from table to table they stay as they are. Without it all are live.
+//! zeros. A copy from table to table leaves them as they are. Without `live` all rows are.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! What a configuration needs of a device, line by line, before anything is allocated. Pure arithmetic.
+//! A configuration's memory on a device, line by line, before anything is allocated. Pure arithmetic.
 
 use std::fmt;
 

@@ -1,7 +1,7 @@
 //! Memory that this crate owns: on the device, and pinned on the host.
 //!
-//! A buffer knows the ends of the work that uses it: whoever launches says so once ([`DeviceBuffer::used_on`]), behind
-//! the launch. When the buffer is dropped its memory goes on its device's list of retired memory and is freed at an
+//! A buffer knows the ends of the work that uses it: each launch says so once ([`DeviceBuffer::used_on`]), behind the
+//! launch. When the buffer is dropped its memory goes on its device's list of retired memory and is freed at an
 //! allocation that finds that work done. Nothing waits, so a buffer may be dropped anywhere.
 
 use std::sync::{Arc, Mutex, PoisonError, Weak};

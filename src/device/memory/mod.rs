@@ -1,4 +1,4 @@
-//! Memory that this crate owns, and what it costs, known before the first byte is allocated.
+//! Memory that this crate owns. Its cost is known before the first byte is allocated.
 //!
 //! ```text
 //! Budget                    what a configuration needs, line by line, against what is free

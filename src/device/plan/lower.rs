@@ -64,7 +64,7 @@ impl DeviceArray {
 }
 
 /// The arrays that a caller gives for a format's, in its order.
-struct Given<'a> {
+struct GivenArrays<'a> {
     specs: &'static [Spec],
     arrays: &'a [Option<DeviceArray>],
     /// Arrays that the phase has.
@@ -72,7 +72,7 @@ struct Given<'a> {
     ordinal: i32,
 }
 
-impl Given<'_> {
+impl GivenArrays<'_> {
     /// Array `i` with at least `need` elements, or rows of a table; `None` where the phase has none, or an optional one is
     /// left out.
     fn array(&self, i: usize, need: usize) -> Result<Option<DeviceArray>> {
@@ -141,7 +141,7 @@ impl DevicePlanner {
         }
         format.supports(&self.geometry)?;
         let present = format.sizes(&self.geometry, plan.phase).into_iter().map(|(array, _)| array).collect();
-        let given = Given { specs: format.arrays(), arrays, present, ordinal: self.ordinal() };
+        let given = GivenArrays { specs: format.arrays(), arrays, present, ordinal: self.ordinal() };
         match format {
             AnyFormat::Native(_) => Ok(()),
             AnyFormat::FlashInfer(_) => self.lists(stream, plan, &given, [0, 1, 2, 3, 8, 4, 5, 6, 7], false),
@@ -155,7 +155,7 @@ impl DevicePlanner {
         &self,
         stream: Stream,
         plan: &DevicePlan,
-        given: &Given<'_>,
+        given: &GivenArrays<'_>,
         names: [usize; 9],
         triton: bool,
     ) -> Result<()> {
@@ -221,7 +221,7 @@ impl DevicePlanner {
     }
 
     /// Page tables.
-    fn tables(&self, stream: Stream, plan: &DevicePlan, given: &Given<'_>) -> Result<()> {
+    fn tables(&self, stream: Stream, plan: &DevicePlan, given: &GivenArrays<'_>) -> Result<()> {
         let (m, s) = (&plan.memory, Step::new(&self.geometry, plan.phase));
         let (b, q) = (m.rows.len(), m.positions.len());
         let table = |i, need| {

@@ -1,4 +1,4 @@
-//! The dynamic draft tree: candidates, beams, and what the draft model's next forward needs to know of them.
+//! The dynamic draft tree: candidates, beams, and the inputs that the draft model's next forward takes from them.
 
 use super::TopK;
 use crate::bounds::fits_i32;

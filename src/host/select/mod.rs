@@ -3,8 +3,8 @@
 //! One round for a batch of B requests (EAGLE-2, arXiv:2406.16858):
 //!
 //! 1. [`DraftBeams::start`] takes the logits `[B, Vd]` after the root: K candidates a request, all of them beams.
-//! 2. [`DraftBeams::advance`] takes the logits `[B*K, Vd]` of the beams: K*K candidates a request, of which the K best
-//!    by cumulative log-probability become the next beams. Repeated S-1 times, or fewer.
+//! 2. [`DraftBeams::advance`] takes the logits `[B*K, Vd]` of the beams: K*K candidates a request; the K best by
+//!    cumulative log-probability become the next beams. Repeated S-1 times, or fewer.
 //! 3. [`DraftBeams::finish`] makes the tree of the V-1 best candidates of all steps under each root: a [`TreeBatch`](crate::round::TreeBatch).
 //!
 //! ```

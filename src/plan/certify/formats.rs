@@ -1,4 +1,4 @@
-//! What `certify` says of a format: what each phase needs, and what failed.
+//! The certificate of a format: the needs of each phase, and the failures.
 
 use crate::error::Result;
 use crate::geometry::{Buffer, Geometry, Layout};

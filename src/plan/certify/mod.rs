@@ -25,7 +25,7 @@ use crate::error::Result;
 use crate::geometry::{Buffer, Geometry, Layout, Limits, TreeShape};
 use crate::plan::AnyFormat;
 use crate::revert::Reverts;
-use proof::{Capacity, Proof};
+use proof::{Proof, Room};
 
 /// The sizes of one layout.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -117,7 +117,7 @@ pub fn certify_with(limits: Limits, shape: TreeShape, formats: &[AnyFormat], rev
         });
         for residue in 0..geometry.page().get() {
             for committed in lengths(geometry, residue) {
-                proof.placements(geometry, Capacity::of(geometry, committed)?, committed)?;
+                proof.placements(geometry, Room::of(geometry, committed)?, committed)?;
             }
         }
         proof.index_widths(geometry)?;

@@ -44,7 +44,7 @@ pub const MAX_FAILURES: usize = 32;
 
 /// What a round behind a committed length may use.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Capacity {
+pub(super) struct Room {
     /// Positions that one round may write behind the tail page's start (holey) or the prefix (dense).
     alloc_len: u64,
     /// Positions that the row has allocated.
@@ -53,7 +53,7 @@ pub(super) struct Capacity {
     row_width: u64,
 }
 
-impl Capacity {
+impl Room {
     pub(super) fn of(geometry: &Geometry, committed: u32) -> Result<Self> {
         Ok(Self {
             alloc_len: geometry.alloc_len_per_decode() as u64,
@@ -133,9 +133,9 @@ impl Proof {
     }
 
     /// Take position `pos` for one write: in bounds, behind the prefix, and free.
-    fn take(&mut self, what: &'static str, at: FailureSite, pos: u64, base: u64, capacity: Capacity) {
+    fn take(&mut self, what: &'static str, at: FailureSite, pos: u64, base: u64, room: Room) {
         self.placed += 1;
-        let end = capacity.allocated.min(capacity.row_width);
+        let end = room.allocated.min(room.row_width);
         if pos < at.committed as u64 {
             self.fail(format!("{what} inside the prefix"), at, pos, at.committed as u64);
         } else if pos >= end {
@@ -145,44 +145,44 @@ impl Proof {
                 self.fail(format!("{what} placed on another"), at, pos, pos);
             }
         } else {
-            self.fail(format!("{what} beyond the round's allocation length"), at, pos, base + capacity.alloc_len);
+            self.fail(format!("{what} beyond the round's allocation length"), at, pos, base + room.alloc_len);
         }
     }
 
     /// Every position that one round behind `committed` writes.
-    pub(super) fn placements(&mut self, geometry: &Geometry, capacity: Capacity, committed: u32) -> Result<()> {
+    pub(super) fn placements(&mut self, geometry: &Geometry, room: Room, committed: u32) -> Result<()> {
         let shape = geometry.shape();
         let region = geometry.draft_region(committed)?;
         let at = FailureSite::behind(geometry, committed);
-        self.at_most("allocation of a row", at, capacity.allocated, capacity.row_width);
+        self.at_most("allocation of a row", at, room.allocated, room.row_width);
         let base = match region.layout() {
             Layout::Dense => committed as u64,
             Layout::Holey => region.base() as u64,
         };
         // Draft slots and holes of one round, together.
         self.taken.clear();
-        self.taken.resize(capacity.alloc_len as usize, false);
+        self.taken.resize(room.alloc_len as usize, false);
         for b in 0..shape.topk() {
             let at = FailureSite { branch: b as i64, ..at };
             for s in 0..shape.steps() {
                 let at = FailureSite { step: s as i64, ..at };
-                self.take("draft slot", at, region.pos(b, s)? as u64, base, capacity);
+                self.take("draft slot", at, region.pos(b, s)? as u64, base, room);
             }
             if let Some(hole) = region.hole(b)? {
                 self.at_most("source of a tail copy", at, (hole.src + hole.len) as u64, committed as u64);
                 for o in 0..hole.len {
-                    self.take("hole", at, (hole.dst + o) as u64, base, capacity);
+                    self.take("hole", at, (hole.dst + o) as u64, base, room);
                 }
             }
             self.branch_pages(at, geometry, &region)?;
         }
-        self.at_most("end of the draft region", at, region.end()? as u64, base + capacity.alloc_len);
+        self.at_most("end of the draft region", at, region.end()? as u64, base + room.alloc_len);
         // The verified nodes take the same positions again, after the draft is done.
         self.taken.clear();
-        self.taken.resize(capacity.alloc_len as usize, false);
+        self.taken.resize(room.alloc_len as usize, false);
         for node in 0..shape.draft_tokens() {
             let at = FailureSite { branch: node as i64, ..at };
-            self.take("verified node", at, committed as u64 + node as u64, committed as u64, capacity);
+            self.take("verified node", at, committed as u64 + node as u64, committed as u64, room);
         }
         // The host's length may lag by one round: the next round still fits what was allocated for this one.
         for accepted in 1..=geometry.max_accepted() {
@@ -190,7 +190,7 @@ impl Proof {
                 break;
             };
             let next = geometry.draft_region(later)?.end()?.max(later + shape.draft_tokens());
-            self.at_most("the round after, on a lagging length", at, next as u64, capacity.allocated);
+            self.at_most("the round after, on a lagging length", at, next as u64, room.allocated);
         }
         Ok(())
     }
@@ -236,12 +236,12 @@ mod tests {
     }
 
     /// What a proof says of capacities that are one or more positions short.
-    fn failures(layout: Layout, committed: u32, short: impl Fn(&mut Capacity)) -> Vec<Failure> {
+    fn failures(layout: Layout, committed: u32, short: impl Fn(&mut Room)) -> Vec<Failure> {
         let g = geometry(layout);
-        let mut capacity = Capacity::of(&g, committed).unwrap();
-        short(&mut capacity);
+        let mut room = Room::of(&g, committed).unwrap();
+        short(&mut room);
         let mut proof = Proof { layout, ..Proof::default() };
-        proof.placements(&g, capacity, committed).unwrap();
+        proof.placements(&g, room, committed).unwrap();
         proof.failures
     }
 
@@ -280,13 +280,13 @@ mod tests {
 
     #[test]
     fn a_position_taken_twice_or_inside_the_prefix_is_found() {
-        let capacity = Capacity { alloc_len: 8, allocated: 64, row_width: 64 };
+        let room = Room { alloc_len: 8, allocated: 64, row_width: 64 };
         let at = FailureSite { committed: 10, residue: 2, branch: 1, step: 2 };
         let mut proof = Proof { taken: vec![false; 8], ..Proof::default() };
-        proof.take("draft slot", at, 12, 10, capacity);
+        proof.take("draft slot", at, 12, 10, room);
         assert_eq!(proof.failed, 0);
-        proof.take("draft slot", at, 12, 10, capacity);
-        proof.take("draft slot", at, 9, 8, capacity);
+        proof.take("draft slot", at, 12, 10, room);
+        proof.take("draft slot", at, 9, 8, room);
         let what: Vec<_> = proof.failures.iter().map(|f| f.what.as_str()).collect();
         assert_eq!(what, ["draft slot placed on another", "draft slot inside the prefix"]);
     }

@@ -81,20 +81,20 @@ struct Rows<'a> {
 
 /// One phase of a round, to plan.
 #[derive(Clone, Copy)]
-enum Step<'a> {
+enum PhaseInput<'a> {
     Draft(u32, DraftMask<'a>),
     Verify(Trees<'a>),
     Extend(&'a [u32]),
     Decode,
 }
 
-impl Step<'_> {
+impl PhaseInput<'_> {
     fn phase(self) -> Phase {
         match self {
-            Step::Draft(step, _) => Phase::Draft { step },
-            Step::Verify(_) => Phase::Verify,
-            Step::Extend(_) => Phase::Extend,
-            Step::Decode => Phase::Decode,
+            PhaseInput::Draft(step, _) => Phase::Draft { step },
+            PhaseInput::Verify(_) => Phase::Verify,
+            PhaseInput::Extend(_) => Phase::Extend,
+            PhaseInput::Decode => Phase::Decode,
         }
     }
 }
@@ -121,12 +121,15 @@ impl Rows<'_> {
         let parents = trees.concat();
         let accepted: Vec<u32> = lens.iter().map(|&l| g.max_accepted().min(g.limits().max_context_len - l)).collect();
         let bits: Vec<Vec<u64>> = (0..shape.steps()).map(|step| crossed(&g, step, lens.len())).collect();
-        let mut steps =
-            vec![Step::Verify(Trees { sizes: &sizes, parents: &parents }), Step::Extend(&accepted), Step::Decode];
+        let mut steps = vec![
+            PhaseInput::Verify(Trees { sizes: &sizes, parents: &parents }),
+            PhaseInput::Extend(&accepted),
+            PhaseInput::Decode,
+        ];
         for (step, bits) in bits.iter().enumerate() {
             for mask in [DraftMask::Lane, DraftMask::Ancestors(bits)] {
                 if self.format.supports_mask(&g, mask).is_ok() {
-                    steps.push(Step::Draft(step as u32, mask));
+                    steps.push(PhaseInput::Draft(step as u32, mask));
                 }
             }
         }
@@ -143,7 +146,7 @@ impl Rows<'_> {
     }
 
     /// Plan, write into poisoned memory, read back; what was used is what was counted.
-    fn written(&mut self, seqs: &[SeqId], lens: &[u32], step: Step<'_>) -> Result<()> {
+    fn written(&mut self, seqs: &[SeqId], lens: &[u32], step: PhaseInput<'_>) -> Result<()> {
         let Self { format, g, pool, planner, arrays, reads, .. } = self;
         let (format, g) = (*format, *g);
         let plan = pool.with_tables(|t| {
@@ -170,7 +173,7 @@ impl Rows<'_> {
 
     /// Write a full plan into static arrays of exactly the stated capacity, then one of fewer requests padded to the
     /// same size: nothing of the first is left.
-    fn padded(&mut self, seqs: &[SeqId], lens: &[u32], step: Step<'_>) -> Result<()> {
+    fn padded(&mut self, seqs: &[SeqId], lens: &[u32], step: PhaseInput<'_>) -> Result<()> {
         let (g, format) = (self.g, self.format);
         let mut arrays = fixed(&format, &g, step.phase())?;
         let Self { pool, planner, reads, .. } = self;
@@ -190,7 +193,7 @@ impl Rows<'_> {
         done?
     }
 
-    fn failed(&mut self, lens: &[u32], step: Step<'_>, how: &str, error: &crate::Error) {
+    fn failed(&mut self, lens: &[u32], step: PhaseInput<'_>, how: &str, error: &crate::Error) {
         let at = self.at(lens).of_phase(step.phase());
         self.proof.error(format!("{} {}{how}", self.format.name(), step.phase().name()), at, error);
     }
@@ -204,27 +207,27 @@ fn plan(
     planner: &mut Planner<AnyFormat>,
     tables: &Tables<'_>,
     batch: &Batch<'_>,
-    step: Step<'_>,
+    step: PhaseInput<'_>,
 ) -> Result<AuditedPlan<AnyFormat>> {
     match step {
-        Step::Draft(step, mask) => planner.draft(tables, batch, step, mask),
-        Step::Verify(trees) => planner.verify(tables, batch, trees),
-        Step::Extend(counts) => planner.extend(tables, batch, counts),
-        Step::Decode => planner.decode(tables, batch),
+        PhaseInput::Draft(step, mask) => planner.draft(tables, batch, step, mask),
+        PhaseInput::Verify(trees) => planner.verify(tables, batch, trees),
+        PhaseInput::Extend(counts) => planner.extend(tables, batch, counts),
+        PhaseInput::Decode => planner.decode(tables, batch),
     }
 }
 
 /// The same step for the first request alone.
-fn first_request<'a>(step: Step<'a>, g: &Geometry) -> Step<'a> {
+fn first_request<'a>(step: PhaseInput<'a>, g: &Geometry) -> PhaseInput<'a> {
     match step {
-        Step::Draft(t, DraftMask::Ancestors(bits)) => {
+        PhaseInput::Draft(t, DraftMask::Ancestors(bits)) => {
             let n = (g.shape().topk() * g.draft_mask_words()) as usize;
-            Step::Draft(t, DraftMask::Ancestors(&bits[..n]))
+            PhaseInput::Draft(t, DraftMask::Ancestors(&bits[..n]))
         }
-        Step::Verify(Trees { sizes, parents }) => {
-            Step::Verify(Trees { sizes: &sizes[..1], parents: &parents[..sizes[0] as usize] })
+        PhaseInput::Verify(Trees { sizes, parents }) => {
+            PhaseInput::Verify(Trees { sizes: &sizes[..1], parents: &parents[..sizes[0] as usize] })
         }
-        Step::Extend(counts) => Step::Extend(&counts[..1]),
+        PhaseInput::Extend(counts) => PhaseInput::Extend(&counts[..1]),
         other => other,
     }
 }

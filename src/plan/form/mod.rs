@@ -1,12 +1,13 @@
-//! What every element of a step is: pure functions of plain integers, for one query or one element of an array.
+//! Every element of a step as a pure function of plain integers, for one query or one element of an array.
 //!
 //! These functions are the definition. [`write`](crate::plan::write) says how a CPU writes whole arrays of such elements;
 //! its fused loops are tested against the functions here, element by element. `cuda/form.cuh` has the same functions under
 //! the same names for a device, and a test compiles it with the C++ compiler and compares the two.
 //!
-//! Each function is of a live request, of its committed length L (`len`), the line of page ids that the pool's table has
-//! for it (`row`), and a query's mask where it has one. Indices are the caller's to check. In a padded batch the requests
-//! and queries behind the live ones are dead: their lengths, lists, positions, slots and masks are 0.
+//! Each function describes a live request. It takes the committed length L (`len`), the line of page ids that the
+//! pool's table has for the request (`row`), and a query's mask where it has one. Indices are the caller's to check. In
+//! a padded batch the requests and queries behind the live ones are dead: their lengths, lists, positions, slots and
+//! masks are 0.
 //!
 //! | module | arrays |
 //! |---|---|

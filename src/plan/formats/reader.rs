@@ -1,4 +1,4 @@
-//! Arrays read back by their indices alone, as a kernel does: what the debug audit compares with the plan.
+//! Arrays read back by their indices alone, as a kernel does. The debug audit compares the result with the plan.
 
 use crate::error::{Error, Result};
 use crate::plan::Arrays;

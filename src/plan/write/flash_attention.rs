@@ -62,7 +62,7 @@ struct Expand<'a> {
 
 /// A live request of the plan.
 #[derive(Clone, Copy)]
-struct Request<'a> {
+struct LiveRequest<'a> {
     index: usize,
     /// Its queries.
     first: usize,
@@ -78,14 +78,14 @@ struct Request<'a> {
 impl<'a> Lowering<'a> {
     /// Request `i`; `None` if it attends to nothing (padding, the context wall, no queries).
     #[inline(always)]
-    fn request(&self, i: usize) -> Option<Request<'a>> {
+    fn request(&self, i: usize) -> Option<LiveRequest<'a>> {
         let plan = self.plan;
         let (first, end) = (plan.qo_indptr()[i] as usize, plan.qo_indptr()[i + 1] as usize);
         if i >= plan.live_batch() || first == end || plan.out_slots()[first] == 0 {
             return None;
         }
         let line = self.tables.line(plan.rows()[i] as u32).unwrap_or(&[]);
-        Some(Request {
+        Some(LiveRequest {
             index: i,
             first,
             end,
@@ -117,7 +117,7 @@ impl<'a> Lowering<'a> {
 
     /// A row of slots for each query: what `slot` finds for each set bit of its mask.
     #[inline(always)]
-    fn slots(&self, out: &mut Expand<'_>, slot: impl Fn(&Request<'_>, usize) -> Result<i32>) -> Result<()> {
+    fn slots(&self, out: &mut Expand<'_>, slot: impl Fn(&LiveRequest<'_>, usize) -> Result<i32>) -> Result<()> {
         let w = self.plan.mask_words() as usize;
         self.queries(
             out,
@@ -200,7 +200,7 @@ impl<'a> Lowering<'a> {
     fn queries(
         &self,
         out: &mut Expand<'_>,
-        mut row: impl FnMut(&mut Table<'_>, &Request<'_>, usize) -> Result<u32>,
+        mut row: impl FnMut(&mut Table<'_>, &LiveRequest<'_>, usize) -> Result<u32>,
     ) -> Result<()> {
         let mut q = 0;
         for i in 0..self.plan.live_batch() {
@@ -219,7 +219,7 @@ impl<'a> Lowering<'a> {
     }
 
     /// Refuse a draft mask that is not the lanes': there is no array that could say so.
-    fn check_lanes(&self, r: &Request<'_>, step: u32) -> Result<()> {
+    fn check_lanes(&self, r: &LiveRequest<'_>, step: u32) -> Result<()> {
         let (s, w) = (self.geometry.shape().steps() as usize, self.plan.mask_words() as usize);
         for q in r.first..r.end {
             let mask = &self.plan.mask()[q * w..(q + 1) * w];

@@ -1,5 +1,5 @@
-//! A verification's ancestors as a mask over the context: of each request `[n, L + n]`, row-major, in bytes or in bits.
-//! Written in runs of ones, over the prefix, and in words of the plan's ancestor bits.
+//! A verification's ancestors as a mask over the context: `[n, L + n]` for each request, row-major, in bytes or in
+//! bits. Written in runs of ones, over the prefix, and in words of the plan's ancestor bits.
 
 use crate::error::Result;
 use crate::plan::Plan;

@@ -1,4 +1,4 @@
-//! The phases: what each step of a round writes and attends to.
+//! The phases of a round: the positions that each step writes and attends to.
 
 use crate::error::{Error, Result, in_range, same_length};
 use crate::plan::form::{self, Step};

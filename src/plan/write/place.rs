@@ -41,9 +41,9 @@ struct RowSpan {
     next: u32,
 }
 
-/// One row, in reach.
+/// The pages of one row, in reach.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Row<'a> {
+pub(super) struct RowPages<'a> {
     /// Page of each column; those that hold pages.
     pages: &'a [i32],
     own_from: u32,
@@ -119,11 +119,11 @@ impl Rows {
 
     /// The rows, in the order of the batch.
     #[inline]
-    pub(super) fn each<'a>(&'a self, tables: &Tables<'a>) -> impl Iterator<Item = Row<'a>> {
+    pub(super) fn each<'a>(&'a self, tables: &Tables<'a>) -> impl Iterator<Item = RowPages<'a>> {
         let (table, shift) = (tables.table(), tables.page().get().trailing_zeros());
         self.spans.iter().map(move |s| {
             let pages = table.get(s.start as usize..(s.start + s.columns) as usize).unwrap_or(&[]);
-            Row { pages, own_from: s.own_from, shift }
+            RowPages { pages, own_from: s.own_from, shift }
         })
     }
 }
@@ -153,7 +153,7 @@ impl WriteSite<'_> {
     }
 }
 
-impl Row<'_> {
+impl RowPages<'_> {
     /// Refuse row positions `..end` beyond what the row has allocated.
     #[inline]
     pub(super) fn check_end(&self, at: WriteSite<'_>, end: u64) -> Result<()> {

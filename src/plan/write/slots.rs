@@ -1,5 +1,5 @@
-//! Slot lists: what `flashinfer` and `triton` share. A kernel that reads KV by slot is given, for each list, the slots of
-//! its keys one after the other (`kv_indices`) and where each list starts (`kv_indptr`).
+//! Slot lists, which `flashinfer` and `triton` share. A kernel that reads KV by slot is given, for each list, the slots
+//! of its keys one after the other (`kv_indices`) and where each list starts (`kv_indptr`).
 //!
 //! A list is never computed twice: the prefix of a request is expanded from its pages once, into the list of its first
 //! branch, and the other branches copy it, so that the time of a draft step is that of writing its lists.

@@ -1,4 +1,4 @@
-//! Static memory: what a caller lends to be written round after round, or zeroed memory of ours in its stead.
+//! Static memory: tensors that a caller lends to be written round after round, or zeroed memory of ours in their stead.
 #![allow(unsafe_code)]
 
 use std::alloc::Layout;

@@ -1,8 +1,8 @@
 """``GET /``: one page on which a person watches tokens come and trees being verified.
 
 The page asks for nothing but this server's own endpoints. Its policy (CSP) lets the one script and the one style run
-that stand in it, by their hashes; by trusted types it lets no text become markup. The page holds no secret: whoever
-may reach the server may have it. Where there are API keys, its calls need one.
+that stand in it, by their hashes; by trusted types it lets no text become markup. The page holds no secret: every
+client that can reach the server may have it. Where there are API keys, its calls need one.
 """
 
 from __future__ import annotations
