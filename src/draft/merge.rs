@@ -157,8 +157,9 @@ fn union(root: u32, sources: &[&Proposal], calibration: Option<&Calibration>) ->
     for (i, node) in shared.iter().enumerate().skip(1) {
         let (best, most, sum) = children[node.parent as usize];
         let mut prob = -node.miss.exp_m1();
-        if i != best && sum > 1.0 {
-            prob *= f64::max(1.0 - most, LEFT) / (sum - most);
+        if sum > 1.0 {
+            let kept = most.min(1.0 - LEFT);
+            prob = if i == best { kept } else { prob * f64::min((1.0 - kept) / (sum - most), 1.0) };
         }
         scores[i] = scores[node.parent as usize] + prob.ln() as f32;
     }

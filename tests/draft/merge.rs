@@ -67,10 +67,11 @@ fn a_sure_source_stays_sure_beside_guesses() {
     let [first, a, b, c] = [1, 8, 9, 7].map(|t| prob(t).unwrap());
     assert!((first - (1.0 - 0.03 * 0.7)).abs() < 1e-5, "the union of both: {first}");
     assert!((first + a + b + c - 1.0).abs() < 1e-5 && (a - b).abs() < 1e-6 && (c / a - 0.25 / 0.3).abs() < 1e-4);
-    // A certain one leaves the others next to nothing, but no impossible score.
+    // A certain one leaves the others next to nothing, but no impossible score; all by itself it is certain.
+    assert_eq!(merged(&[&proposal(&[(-1, 1, 1.0)])], MergeLimits::new(9, 9)).scores(), [0.0, 0.0]);
     let certain = proposal(&[(-1, 1, 1.0)]);
     let tree = merged(&[&certain, &guesses], MergeLimits::new(9, 9));
-    assert_eq!(tree.scores()[1], 0.0);
+    assert!((tree.scores()[1].exp() - 0.9999).abs() < 1e-6);
     assert!(tree.scores()[2..].iter().all(|s| s.is_finite() && *s < -9.0), "{:?}", tree.scores());
     // Where they do not sum to more than 1, all claims stand.
     let tree = merged(&[&proposal(&[(-1, 1, 0.6), (-1, 2, 0.3)])], MergeLimits::new(9, 9));
