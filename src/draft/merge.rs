@@ -4,8 +4,8 @@
 //! union, `1 - prod(1 - p_i)` over the sources that claim it, each claim corrected by the [`Calibration`]. The
 //! probabilities of siblings sum to at most 1: where sources disagree, the likeliest keeps its probability, and the
 //! others share what it leaves. A source that has nothing better to say is right less often where another one is sure
-//! of something else; scaling all of them alike would make the sure one doubtful. The tree takes nodes best first by cumulative log-probability: a
-//! parent's score is not below its child's, so the choice is closed under ancestors.
+//! of something else; scaling all of them alike would make the sure one doubtful. The tree takes nodes best first by
+//! cumulative log-probability: a parent's score is not below its child's, so the choice is closed under ancestors.
 //!
 //! **Order.** The root is node 0 and the deepest path chosen (ties: the one that scores higher), the *spine*, stands
 //! right behind it, node by node; the others follow best first. So parents stand before their children, and the KV of
@@ -143,11 +143,11 @@ fn union(root: u32, sources: &[&Proposal], calibration: Option<&Calibration>) ->
             node.mask |= 1 << source;
         }
     }
-    // Of the children of each node: the likeliest (the first of equal ones), and what all of them claim together.
+    let probs: Vec<f64> = shared.iter().map(|node| -node.miss.exp_m1()).collect();
+    // A node's likeliest child (the first of equal ones), its probability, and the sum over all children.
     let mut children = vec![(0usize, 0.0f64, 0.0f64); shared.len()];
-    for (i, node) in shared.iter().enumerate().skip(1) {
+    for (i, (node, &prob)) in shared.iter().zip(&probs).enumerate().skip(1) {
         let (best, most, sum) = &mut children[node.parent as usize];
-        let prob = -node.miss.exp_m1();
         *sum += prob;
         if prob > *most {
             (*best, *most) = (i, prob);
@@ -155,8 +155,7 @@ fn union(root: u32, sources: &[&Proposal], calibration: Option<&Calibration>) ->
     }
     let mut scores = vec![0.0f32; shared.len()];
     for (i, node) in shared.iter().enumerate().skip(1) {
-        let (best, most, sum) = children[node.parent as usize];
-        let mut prob = -node.miss.exp_m1();
+        let ((best, most, sum), mut prob) = (children[node.parent as usize], probs[i]);
         if sum > 1.0 {
             let kept = most.min(1.0 - LEFT);
             prob = if i == best { kept } else { prob * f64::min((1.0 - kept) / (sum - most), 1.0) };

@@ -102,7 +102,7 @@ class Extend:
 
 @dataclass(frozen=True)
 class Fields:
-    """The fields of `specrs.capsule.Capsule`: one round's inputs, no weights, no text, no KV.
+    """The fields of `specrs.capsule.Capsule`.
 
     Attributes:
         round: which round of its recording it was, from 1.

@@ -28,22 +28,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Capsule(Fields):
-    """One round's inputs: no weights, no text, no KV.
-
-    Attributes:
-        round: which round of its recording it was, from 1.
-        kind: ``"speculative"``, or ``"plain"`` where each request decoded its root alone, without drafts.
-        format: of the attention backend that the engine ran.
-        draft_attention: what a draft branch attended to.
-        shape, pool: sizes.
-        rows: the batch.
-        others: (page, owner) for each owner of a page that is not a sequence of the batch, by page.
-        steps: the forwards of the draft model, in order.
-        trees: of each request.
-        paths: accepted nodes of each request, the root first.
-        kept: how many of them count (a stop string or a limit may end a request inside its path).
-        extend: the draft model's pass at the end of the round; without the requests that ended.
-    """
+    """One round's inputs: no weights, no text, no KV. `specrs.capsule.parts.Fields` has its fields."""
 
     def to_json(self) -> dict[str, Any]:
         """The value that a file holds; ``-inf`` is null."""

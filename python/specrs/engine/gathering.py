@@ -24,9 +24,10 @@ from specrs.drafters import Proposal
 from specrs.engine.batch import Batch, Passed
 from specrs.engine.config import HEAD
 from specrs.engine.costs import SPECULATIVE, Costs
+from specrs.engine.deferral import Deferral
 from specrs.engine.executor import Verified
 from specrs.engine.grammars import Grammars
-from specrs.engine.policy import ALLOWANCE, Kind, SpeculationGate, TreeChoice, TreePolicy
+from specrs.engine.policy import ALLOWANCE, Kind, SpeculationGate, TreePolicy
 from specrs.engine.request import Request
 from specrs.engine.sources import Part, Sources, Told
 from specrs.engine.speculation import Share
@@ -40,7 +41,6 @@ _PATIENCE = 4  # times as long a source rests at most that has gained nothing se
 _GAINS = 0.4  # plain rounds that a source is taken to gain, before it was asked
 _COLD = 2  # first times of asking a source, which meet cold caches: both are free, and the shorter one counts
 _LONGEST_SLEEP = 32  # rounds of a request that cannot pay for asking, until its account is looked at again
-_WORD, _LEARN_WORD = 0.8, 0.3  # part of a chance that is the same; weight of a time, of which two failures are enough
 _PRICE = 0.02  # plain rounds that verifying a draft takes at least
 _LEARN, _LEARN_ALL = 0.1, 0.02  # weight of a proposal, among its request's and among the source's
 _CREDIT = 2.0  # smallest rounds that a request may lose where drafts of its kind win, or its own would have won
@@ -107,9 +107,7 @@ class _Live:
             their verification; ``None`` else.
         seen, wakes: calls of `Gathering.ask`, by number: the last one that looked at the request, and the next one to.
         heard: draftings that are told of verified trees.
-        deferred: of drafts that wait for a doubtful token: the position in the request's tokens where it is expected,
-            the token, and the chance that the one behind it was given; ``None`` where none wait.
-        word: smoothed share of times that its sources said the same again, once that token had come.
+        deferral: drafts that wait for a doubtful token.
     """
 
     told: list[Told]
@@ -130,8 +128,7 @@ class _Live:
     seen: int = 0
     wakes: int = 0
     heard: Sequence[Told] = ()
-    deferred: tuple[int, int, float] | None = None
-    word: float = 1.0
+    deferral: Deferral = field(default_factory=Deferral)
 
 
 @dataclass(eq=False)
@@ -383,38 +380,13 @@ class Gathering:
         overhead = policy.costs.overhead.at(SPECULATIVE)
         nodes = self._nodes_of(batch, merged)
         choice = policy.choose(size, nodes, overhead, limit)
-        if size == 1:
-            choice = self._settled(batch.requests[0], merged[0], choice, nodes, overhead)
+        live = self._live.get(batch.requests[0].request_id)
+        if size == 1 and live is not None:
+            choice = live.deferral.choose(batch.requests[0].tokens, merged[0], choice, nodes, policy, overhead)
         seconds = overhead + policy.costs.target.at(size + choice.nodes)
         gathered.rate, gathered.least = choice.expected / seconds, choice.min_score
         gathered.pays = choice.nodes > 0 and gathered.rate > _MARGIN * size / policy.costs.plain(size)
         return gathered
-
-    def _settled(
-        self, r: Request, tree: MergedDrafts, choice: TreeChoice, nodes: Sequence[tuple[float, Kind]], overhead: float
-    ) -> TreeChoice:
-        """A choice of nodes, or the first of them where the rest are better verified once a doubtful token has come:
-        as long as sources say then what they say now."""
-        policy, live = self._policy, self._live.get(r.request_id)
-        assert policy is not None
-        if live is None:
-            return choice
-        if live.deferred is not None:
-            position, token, said = live.deferred
-            live.deferred = None
-            if len(r.tokens) == position + 1 and r.tokens[position] == token:
-                kept = bool(nodes) and nodes[0][1].chance(nodes[0][0]) >= _WORD * said
-                live.word += _LEARN_WORD * (kept - live.word)
-        if live.word < 0.5 or choice.nodes < 2:
-            return choice
-        settled = policy.settle(choice, nodes, overhead)
-        if settled.nodes < choice.nodes:
-            scores, kind = tree.scores, nodes[0][1]
-            order = sorted(range(1, len(scores)), key=lambda i: -scores[i])
-            doubtful, behind = order[settled.nodes], order[settled.nodes + 1]
-            said = kind.chance(scores[behind] - scores[doubtful])
-            live.deferred = len(r.tokens) + settled.nodes, tree.tokens[doubtful], said
-        return settled
 
     def _promise(self, gathered: Gathered, policy: TreePolicy) -> None:
         """Note whose drafts are worth verifying where all of the batch draft, whatever their accounts hold."""
@@ -423,7 +395,9 @@ class Gathering:
         for r, tree in zip(gathered.batch, gathered.merged, strict=True):
             live = self._live.get(r.request_id)
             if live is not None and len(tree) > 1:
-                chances = sorted(map(self._kind(r).chance, tree.scores[1:]), reverse=True)
+                chances = map(
+                    self._kind(r).chance, sorted(tree.scores[1:], reverse=True)
+                )  # as far as they are looked at
                 wins = enumerate(itertools.accumulate(chances), start=1)
                 live.price = price if any(w > self._price(policy, size, n) for n, w in wins) else None
 

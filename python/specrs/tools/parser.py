@@ -20,6 +20,7 @@ import contextlib
 import json
 import re
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator
 from typing import Any
 
@@ -31,7 +32,7 @@ NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _ARGUMENTS = ("arguments", "parameters")
 
 
-class ToolParser:
+class ToolParser(ABC):
     """Of one message. The deltas, neighbours merged, are the same whatever the pieces of the text.
 
     Args:
@@ -221,9 +222,9 @@ class ToolParser:
             if len(marks[0]) == at:  # none is the beginning of another
                 return marks[0], (yield)
 
+    @abstractmethod
     def _block(self, c: str) -> Read:
         """One call, or several, behind a mark."""
-        raise NotImplementedError
 
     def _call(self, c: str) -> Read:
         """An object that names a tool and has its arguments."""
