@@ -48,6 +48,12 @@ const KERNELS: &[(&str, &[&str])] = &[
     ("attention_f16_64", &["80", "90a"]),
     ("attention_f16_96", &["80", "90a"]),
     ("attention_f16_128", &["80", "90a"]),
+    ("attention_bf16_256", &["80", "90a"]),
+    ("attention_f16_256", &["80", "90a"]),
+    ("attention_bf16_128_capped", &["80", "90a"]),
+    ("attention_f16_128_capped", &["80", "90a"]),
+    ("attention_bf16_256_capped", &["80", "90a"]),
+    ("attention_f16_256_capped", &["80", "90a"]),
 ];
 
 /// Images that are one file each under other macros: image, file, macros. The driver compiles an image when it is loaded,
@@ -59,6 +65,12 @@ const VARIANTS: &[(&str, &str, &[&str])] = &[
     ("attention_f16_64", "attention", &["SPECRS_ELEMENT=F16", "SPECRS_HEAD_DIM=64"]),
     ("attention_f16_96", "attention", &["SPECRS_ELEMENT=F16", "SPECRS_HEAD_DIM=96"]),
     ("attention_f16_128", "attention", &["SPECRS_ELEMENT=F16", "SPECRS_HEAD_DIM=128"]),
+    ("attention_bf16_256", "attention", &["SPECRS_ELEMENT=Bf16", "SPECRS_HEAD_DIM=256"]),
+    ("attention_f16_256", "attention", &["SPECRS_ELEMENT=F16", "SPECRS_HEAD_DIM=256"]),
+    ("attention_bf16_128_capped", "attention", &["SPECRS_ELEMENT=Bf16", "SPECRS_HEAD_DIM=128", "SPECRS_CAPPED=1"]),
+    ("attention_f16_128_capped", "attention", &["SPECRS_ELEMENT=F16", "SPECRS_HEAD_DIM=128", "SPECRS_CAPPED=1"]),
+    ("attention_bf16_256_capped", "attention", &["SPECRS_ELEMENT=Bf16", "SPECRS_HEAD_DIM=256", "SPECRS_CAPPED=1"]),
+    ("attention_f16_256_capped", "attention", &["SPECRS_ELEMENT=F16", "SPECRS_HEAD_DIM=256", "SPECRS_CAPPED=1"]),
     ("round_end_loop", "round_end", &["SPECRS_LOOP"]),
 ];
 

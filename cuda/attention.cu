@@ -36,11 +36,15 @@
 // K and V come through a ring of blocks in shared memory, loaded by cp.async in 16-byte pieces; a key that no row reaches is
 // zeros there, never read.
 //
-// build.rs compiles this file once for each element type (SPECRS_ELEMENT) and head_dim (SPECRS_HEAD_DIM).
+// build.rs compiles this file once for each element type (SPECRS_ELEMENT) and head_dim (SPECRS_HEAD_DIM), and, for the
+// models that cap their scores (Gemma 2, arXiv:2408.00118), once more with SPECRS_CAPPED.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define SPECRS_WARPGROUPS 1
 #else
 #define SPECRS_WARPGROUPS 0
+#endif
+#ifndef SPECRS_CAPPED
+#define SPECRS_CAPPED 0
 #endif
 
 #include "common.cuh"
@@ -61,6 +65,7 @@ constexpr int THREADS = 32 * WARPS;
 constexpr int WIDE_THREADS = 3 * THREADS;  // of a tile of 128 rows
 constexpr int SPLIT_BLOCKS = SPLIT / BLOCK;
 constexpr int MAX_STAGES = 6;  // entries of the ring
+constexpr bool CAPPED = SPECRS_CAPPED != 0;
 static_assert(BLOCK == 32 * WARPS, "a lane looks up one key of a block, and a warp scores 32");
 static_assert(SPLIT % BLOCK == 0 && BLOCK % GROUP == 0, "splits are whole blocks, blocks whole groups");
 
@@ -218,6 +223,11 @@ template <int HD, bool PANELS>
 __device__ __forceinline__ uint32_t in_entry(int row, int piece) {
     return PANELS ? static_cast<uint32_t>((piece >> 3) * BLOCK * 128) + swizzled<64>(row, piece & 7)
                   : swizzled<HD>(row, piece);
+}
+
+// tanh(x) within 2^-22 or so of it: 1 - 2 / (1 + e^2x), from `x` times 2 log2(e).
+__device__ __forceinline__ float tanh_of(float x) {
+    return __fsub_rn(1.0f, __fdiv_rn(2.0f, __fadd_rn(1.0f, exp2_approx(x))));
 }
 
 // Maximum and row sum of the splits so far.
@@ -453,7 +463,8 @@ __device__ __forceinline__ void attend(const AttentionParams &p) {
     constexpr bool WIDE = M == 128;
     constexpr int COMPUTING = WIDE ? 2 * THREADS : THREADS;
     constexpr int ALL = WIDE ? WIDE_THREADS : THREADS;
-    static_assert(!WARPGROUP || (M >= 64 && HD % 64 == 0), "a warpgroup's product has 64 rows, a panel 64 columns");
+    static_assert(!WARPGROUP || (M >= 64 && HD % 64 == 0 && HD <= 128),
+                  "a warpgroup's product has 64 rows, a panel 64 columns, and a thread 255 registers");
     static_assert(WARPGROUP || !WIDE, "mma.sync keeps all rows of a tile in each warp");
     constexpr int ROW_TILES = WARPGROUP ? 1 : M / 16;
     constexpr int KEY_TILES = WARPGROUP ? BLOCK / 8 : 4;         // of 8 keys, which a warp scores
@@ -463,8 +474,9 @@ __device__ __forceinline__ void attend(const AttentionParams &p) {
     constexpr uint32_t ENTRY = BLOCK * HD * 2;
     // What the launcher takes for it.
     static_assert(sizeof(Shared<M>) <= M * 76 + BLOCK * 8 + M / 16 * 8 + 240, "shared_bytes in kernels/attention.rs");
-    // Q's fragments stay in registers, and its place becomes another's; else it lies behind the ring.
-    constexpr bool KEEP_Q = (WARPGROUP && !WIDE) || M <= 32;
+    // Q's fragments stay in registers, and its place becomes another's; else it lies behind the ring. One of more columns
+    // than a block has keys is larger than the weights, whose place it would take.
+    constexpr bool KEEP_Q = (WARPGROUP && !WIDE) || (M <= 32 && HD <= BLOCK);
 
     extern __shared__ __align__(1024) uint8_t shared_memory[];
     uint8_t *const ring = shared_memory;
@@ -915,6 +927,19 @@ __device__ __forceinline__ void attend(const AttentionParams &p) {
                     }
                 }
             }
+            if constexpr (CAPPED) {  // in units of the cap, which `c` has as a factor
+                const float factor = __uint_as_float(p.cap_bits);
+#pragma unroll
+                for (int rt = 0; rt < ROW_TILES; ++rt) {
+#pragma unroll
+                    for (int kt = 0; kt < KEY_TILES; ++kt) {
+#pragma unroll
+                        for (int x = 0; x < 4; ++x) {
+                            s[rt][kt][x] = tanh_of(__fmul_rn(s[rt][kt][x], factor));
+                        }
+                    }
+                }
+            }
             // A key that a row does not attend to scores -inf: its weight is exactly 0.
             if (tail) {
 #pragma unroll
@@ -1321,19 +1346,27 @@ __device__ __forceinline__ void merge(const AttentionParams &p) {
         const int32_t first = __ldcg(header + 2 + i) + place;
         const int32_t tail = __ldcg(header + 1) + __ldcg(header + 2 + p.requests + i) + place;
         Folded f = {none(), 0.0f};
-        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         constexpr int AHEAD = 4;
+        constexpr int VECTORS = (HD / 4 + 31) / 32;  // of a lane
+        float4 sum[VECTORS];
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v) {
+            sum[v] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        }
         for (int32_t split = 0; split <= splits; split += AHEAD) {
             float2 state[AHEAD];
-            float4 part[AHEAD];
+            float4 part[AHEAD][VECTORS];
 #pragma unroll
             for (int k = 0; k < AHEAD; ++k) {
                 if (split + k <= splits) {
                     const int32_t slot = split + k == splits ? tail : first + (split + k) * p.kv_heads * tiles;
                     const int64_t line = static_cast<int64_t>(slot) * p.slot_rows + packed % p.tile_rows;
                     state[k] = __ldcg(states + line);
-                    if (lane < HD / 4) {
-                        part[k] = __ldcg(partials + line * (HD / 4) + lane);
+#pragma unroll
+                    for (int v = 0; v < VECTORS; ++v) {
+                        if (v * 32 + lane < HD / 4) {
+                            part[k][v] = __ldcg(partials + line * (HD / 4) + v * 32 + lane);
+                        }
                     }
                 }
             }
@@ -1345,22 +1378,32 @@ __device__ __forceinline__ void merge(const AttentionParams &p) {
                 if (f.m == none()) {
                     f.m = state[k].x;
                     f.l = state[k].y;
-                    sum = part[k];
+#pragma unroll
+                    for (int v = 0; v < VECTORS; ++v) {
+                        sum[v] = part[k][v];
+                    }
                 } else {
                     float u;
                     float w;
                     f.add(state[k].x, state[k].y, c, u, w);
-                    sum.x = fold(sum.x, u, part[k].x, w);
-                    sum.y = fold(sum.y, u, part[k].y, w);
-                    sum.z = fold(sum.z, u, part[k].z, w);
-                    sum.w = fold(sum.w, u, part[k].w, w);
+#pragma unroll
+                    for (int v = 0; v < VECTORS; ++v) {
+                        sum[v].x = fold(sum[v].x, u, part[k][v].x, w);
+                        sum[v].y = fold(sum[v].y, u, part[k][v].y, w);
+                        sum[v].z = fold(sum[v].z, u, part[k][v].z, w);
+                        sum[v].w = fold(sum[v].w, u, part[k][v].w, w);
+                    }
                 }
             }
         }
-        if (lane < HD / 4) {
-            const uint64_t element = (static_cast<uint64_t>(r.first + j) * heads + query_head) * HD + lane * 4;
-            store_pair<T>(p, element, normalised(sum.x, f), normalised(sum.y, f));
-            store_pair<T>(p, element + 2, normalised(sum.z, f), normalised(sum.w, f));
+        const uint64_t line = (static_cast<uint64_t>(r.first + j) * heads + query_head) * HD;
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v) {
+            const int vector = v * 32 + lane;
+            if (vector < HD / 4) {
+                store_pair<T>(p, line + vector * 4, normalised(sum[v].x, f), normalised(sum[v].y, f));
+                store_pair<T>(p, line + vector * 4 + 2, normalised(sum[v].z, f), normalised(sum[v].w, f));
+            }
         }
     }
     if (!waited) {
@@ -1383,9 +1426,9 @@ extern "C" __global__ void __launch_bounds__(specrs::attention::THREADS, 2)
 extern "C" __global__ void __launch_bounds__(specrs::attention::THREADS, 2)
     attention_64(const __grid_constant__ specrs::AttentionParams p) {
     specrs::attention::attend<specrs::SPECRS_ELEMENT, SPECRS_HEAD_DIM, 64,
-                              SPECRS_WARPGROUPS != 0 && SPECRS_HEAD_DIM % 64 == 0>(p);
+                              SPECRS_WARPGROUPS != 0 && SPECRS_HEAD_DIM % 64 == 0 && SPECRS_HEAD_DIM <= 128>(p);
 }
-#if SPECRS_WARPGROUPS && SPECRS_HEAD_DIM % 64 == 0
+#if SPECRS_WARPGROUPS && SPECRS_HEAD_DIM % 64 == 0 && SPECRS_HEAD_DIM <= 128
 extern "C" __global__ void __launch_bounds__(specrs::attention::WIDE_THREADS, 1)
     attention_128(const __grid_constant__ specrs::AttentionParams p) {
     specrs::attention::attend<specrs::SPECRS_ELEMENT, SPECRS_HEAD_DIM, 128, true>(p);

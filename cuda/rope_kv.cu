@@ -67,11 +67,22 @@ __device__ __forceinline__ float2 add_pair(float2 x, const uint16_t *at, int32_t
     return make_float2(__fadd_rn(x.x, y.x), __fadd_rn(x.y, y.y));
 }
 
+// A norm's weights `first + i` and the next one, the second only where `i + 1` is one of `count`.
 template <typename T>
-__device__ __forceinline__ float2 scale_pair(float2 x, float scale, const uint16_t *at, int32_t i, int32_t count,
-                                             bool wide) {
-    const float2 w = load_pair<T>(at, i, count, wide);
-    return make_float2(__fmul_rn(__fmul_rn(x.x, scale), w.x), __fmul_rn(__fmul_rn(x.y, scale), w.y));
+__device__ __forceinline__ float2 weight_pair(const RopeKvParams &p, uint64_t norm, int32_t first, int32_t i, int32_t count) {
+    if (p.norm_f32 != 0) {
+        return load_angles(reinterpret_cast<const float *>(norm) + first, i, count, false);
+    }
+    return load_pair<T>(reinterpret_cast<const uint16_t *>(norm) + first, i, count, p.wide != 0);
+}
+
+template <typename T>
+__device__ __forceinline__ float weight_of(const RopeKvParams &p, uint64_t norm, int32_t i) {
+    return p.norm_f32 != 0 ? reinterpret_cast<const float *>(norm)[i] : T::load(reinterpret_cast<const uint16_t *>(norm)[i]);
+}
+
+__device__ __forceinline__ float2 scale_pair(float2 x, float scale, float2 weight) {
+    return make_float2(__fmul_rn(__fmul_rn(x.x, scale), weight.x), __fmul_rn(__fmul_rn(x.y, scale), weight.y));
 }
 
 template <typename T>
@@ -193,22 +204,21 @@ __device__ __forceinline__ void rope_kv(const RopeKvParams &p) {
     }
     const uint64_t norm = query ? p.q_norm : p.k_norm;
     if (norm != 0) {
-        const uint16_t *weight = reinterpret_cast<const uint16_t *>(norm);
         const float mean = __fdiv_rn(warp_sum(sum), static_cast<float>(d));
         const float scale = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(mean, __uint_as_float(p.eps_bits))));
 #pragma unroll
         for (int k = 0; k < MAX_PAIRS; ++k) {
             const int32_t i = k * 64 + 2 * lane;
             if (i < half) {
-                low[k] = scale_pair<T>(low[k], scale, weight, i, half, wide);
-                high[k] = scale_pair<T>(high[k], scale, weight + half, i, half, wide);
+                low[k] = scale_pair(low[k], scale, weight_pair<T>(p, norm, 0, i, half));
+                high[k] = scale_pair(high[k], scale, weight_pair<T>(p, norm, half, i, half));
             }
         }
 #pragma unroll
         for (int k = 0; k < MAX_REST; ++k) {
             const int32_t i = 2 * half + k * 32 + lane;
             if (i < d) {
-                rest[k] = __fmul_rn(__fmul_rn(rest[k], scale), T::load(weight[i]));
+                rest[k] = __fmul_rn(__fmul_rn(rest[k], scale), weight_of<T>(p, norm, i));
             }
         }
     }

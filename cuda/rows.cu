@@ -1,5 +1,5 @@
 // Operations on rows of activations [rows, columns]: gathers (embeddings, rows by index, from table to table), RMSNorm with the residual sum,
-// SiLU(gate) * up.
+// SiLU(gate) * up, GELU(gate) * up.
 //
 // Bits: a row's result is a function of that row and of `columns`, whatever the batch, the strides and the alignment. The
 // norm takes one block a row, whose threads and tree of sums are fixed by `columns`; sums and products are f32 in one
@@ -64,6 +64,25 @@ __device__ __forceinline__ void gather_rows(const GatherRowsParams &p) {
 
 constexpr int NORM_VECTORS = 4;  // of a thread: what keeps a row in registers
 
+// Weights `at`..`at + WIDTH` of a norm, 0 behind its last column.
+template <typename T>
+__device__ __forceinline__ void load_weights(const AddRmsNormParams &p, int64_t at, bool wide, float (&weight)[WIDTH]) {
+    const int64_t left = p.columns - at;
+    if (p.weight_f32 == 0) {
+        const Vector8 v = load8(reinterpret_cast<const uint16_t *>(p.weight) + at, left, wide);
+#pragma unroll
+        for (int j = 0; j < WIDTH; ++j) {
+            weight[j] = T::load(v.bits[j]);
+        }
+        return;
+    }
+    const float *from = reinterpret_cast<const float *>(p.weight) + at;
+#pragma unroll
+    for (int j = 0; j < WIDTH; ++j) {
+        weight[j] = j < left ? __ldg(from + j) : 0.0f;
+    }
+}
+
 // residual += x (rounded: the residual stream has the element type), out = residual * weight / rms(residual).
 // Without x the residual is read alone. `copy`, where it is given, gets the residual too.
 //
@@ -82,7 +101,6 @@ __device__ __forceinline__ void add_rms_norm(const AddRmsNormParams &p) {
     const uint16_t *x = reinterpret_cast<const uint16_t *>(p.x) + row * p.x_stride;
     uint16_t *copy = reinterpret_cast<uint16_t *>(p.copy) + row * p.copy_stride;
     uint16_t *out = reinterpret_cast<uint16_t *>(p.out) + row * p.out_stride;
-    const uint16_t *weight = reinterpret_cast<const uint16_t *>(p.weight);
 
     float value[NORM_VECTORS][WIDTH];
     float sum = 0.0f;
@@ -135,20 +153,23 @@ __device__ __forceinline__ void add_rms_norm(const AddRmsNormParams &p) {
             continue;
         }
         Vector8 v;
-        const Vector8 w = load8(weight + at, columns - at, wide);
+        float weight[WIDTH];
+        load_weights<T>(p, at, wide, weight);
 #pragma unroll
         for (int j = 0; j < WIDTH; ++j) {
-            v.bits[j] = dead ? 0 : T::store(__fmul_rn(__fmul_rn(value[i][j], scale), T::load(w.bits[j])));
+            v.bits[j] = dead ? 0 : T::store(__fmul_rn(__fmul_rn(value[i][j], scale), weight[j]));
         }
         store8(out + at, v, columns - at, wide);
     }
 }
 
-// out = silu(gate) * up, of rows [gate | up], or of pairs gate, up, gate, up, ...
-template <typename T>
-__device__ __forceinline__ void silu_up(const SiluUpParams &p) {
+// out = activation(gate) * up, of rows [gate | up], or of pairs gate, up, gate, up, ... Both activations are g / (1 + e^-z):
+// SiLU with z = g, GELU in its tanh form, 0.5 g (1 + tanh(z / 2)), with z = sqrt(8 / pi) (g + 0.044715 g^3)
+// (https://arxiv.org/abs/1606.08415).
+template <typename T, bool GELU>
+__device__ __forceinline__ void gated_up(const GatedUpParams &p) {
     const int32_t live =
-        live_rows(p.live, p.rows, p.record, p.claim, KERNEL_SILU_UP,
+        live_rows(p.live, p.rows, p.record, p.claim, KERNEL_GATED_UP,
                   blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0);
     const uint64_t row = blockIdx.x;
     const bool wide = p.wide != 0;
@@ -181,8 +202,13 @@ __device__ __forceinline__ void silu_up(const SiluUpParams &p) {
 #pragma unroll
         for (int j = 0; j < WIDTH; ++j) {
             const float g = T::load(gate.bits[j]);
-            const float silu = __fdiv_rn(g, __fadd_rn(1.0f, host_exp(-g)));
-            v.bits[j] = T::store(__fmul_rn(silu, T::load(up.bits[j])));
+            float z = g;
+            if (GELU) {
+                const float cube = __fmul_rn(__fmul_rn(g, g), g);
+                z = __fmul_rn(__fmaf_rn(cube, 0.044715f, g), 1.5957691216057308f);
+            }
+            const float active = __fdiv_rn(g, __fadd_rn(1.0f, host_exp(-z)));
+            v.bits[j] = T::store(__fmul_rn(active, T::load(up.bits[j])));
         }
     }
     store8(out, v, columns - at, wide);
@@ -204,9 +230,15 @@ extern "C" __global__ void __launch_bounds__(1024)
     add_rms_norm_f16(const __grid_constant__ specrs::AddRmsNormParams p) {
     specrs::add_rms_norm<specrs::F16>(p);
 }
-extern "C" __global__ void __launch_bounds__(256) silu_up_bf16(const __grid_constant__ specrs::SiluUpParams p) {
-    specrs::silu_up<specrs::Bf16>(p);
+extern "C" __global__ void __launch_bounds__(256) silu_up_bf16(const __grid_constant__ specrs::GatedUpParams p) {
+    specrs::gated_up<specrs::Bf16, false>(p);
 }
-extern "C" __global__ void __launch_bounds__(256) silu_up_f16(const __grid_constant__ specrs::SiluUpParams p) {
-    specrs::silu_up<specrs::F16>(p);
+extern "C" __global__ void __launch_bounds__(256) silu_up_f16(const __grid_constant__ specrs::GatedUpParams p) {
+    specrs::gated_up<specrs::F16, false>(p);
+}
+extern "C" __global__ void __launch_bounds__(256) gelu_up_bf16(const __grid_constant__ specrs::GatedUpParams p) {
+    specrs::gated_up<specrs::Bf16, true>(p);
+}
+extern "C" __global__ void __launch_bounds__(256) gelu_up_f16(const __grid_constant__ specrs::GatedUpParams p) {
+    specrs::gated_up<specrs::F16, true>(p);
 }

@@ -1592,8 +1592,17 @@ def _device_add_rms_norm(
     f16 [rows, columns], `copy` [rows, at least column + columns].
     """
 
-def _device_silu_up(gate_up: _Tensor, interleaved: bool, live: _Tensor | None, out: _Tensor, stream: _Stream) -> None:
-    """out [rows, columns] = silu(gate) * up of gate_up [rows, 2 * columns]: all gates first, or interleaved pairs."""
+def _device_gated_up(
+    gate_up: _Tensor,
+    activation: Literal["silu", "gelu_tanh"],
+    interleaved: bool,
+    live: _Tensor | None,
+    out: _Tensor,
+    stream: _Stream,
+) -> None:
+    """out [rows, columns] = activation(gate) * up of gate_up [rows, 2 * columns], all gates first, or interleaved
+    pairs; the activation is "silu" or "gelu_tanh".
+    """
 
 def _device_rope_kv(
     qkv: _Tensor,
@@ -2162,6 +2171,7 @@ def _device_attention(
     draft: tuple[SupportsIndex, SupportsIndex] | None,
     max_queries: SupportsIndex,
     scale: float,
+    cap: float | None = None,
     workspace: _Tensor,
     stream: _Stream,
 ) -> None:
@@ -2170,7 +2180,8 @@ def _device_attention(
     Query j of request i is row `starts[i] + j` of `q` [queries, heads, head_dim]. It attends to positions `[0,
     lens[i])` of row `rows[i]` (i without `rows`) of `table` [rows, width], whose pages hold `page_size` tokens, and
     then causally to `lens[i] ..= lens[i] + j`, or, with a `mask`, to `lens[i] + b` of each bit b of its word. `draft =
-    (K, S)`: bits are `branch * S + step`. `out` is of `q`'s type or `float32`.
+    (K, S)`: bits are `branch * S + step`. `out` is of `q`'s type or `float32`. With a `cap` a scaled score x becomes
+    `cap * tanh(x / cap)`.
     """
 
 def _error_examples() -> list[SpecrsError]:

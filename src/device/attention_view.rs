@@ -29,7 +29,7 @@ pub struct KvLayerView {
     num_slots: i32,
     /// At least 1.
     kv_heads: u32,
-    /// 64, 96 or 128.
+    /// 64, 96, 128 or 256.
     head_dim: u32,
     element: HalfType,
     device: i32,
@@ -45,11 +45,11 @@ impl KvLayerView {
         let [num_slots, kv_heads, head_dim] = shape;
         in_range("cache num_slots", num_slots, 1, i128::from(i32::MAX))?;
         in_range("cache kv_heads", kv_heads, 1, i128::from(u16::MAX))?;
-        if !matches!(head_dim, 64 | 96 | 128) {
+        if !matches!(head_dim, 64 | 96 | 128 | 256) {
             return Err(Error::Invalid {
                 what: "cache head_dim",
                 got: head_dim.to_string(),
-                why: "attention on a GPU takes 64, 96 or 128".into(),
+                why: "attention on a GPU takes 64, 96, 128 or 256".into(),
             });
         }
         for (operand, address) in [("keys", k), ("values", v)] {

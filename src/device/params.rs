@@ -152,7 +152,7 @@ declare! {
             KERNEL_EMBED = 16: "embed",
             KERNEL_GATHER_ROWS = 17: "gather_rows",
             KERNEL_RMS_NORM = 18: "add_rms_norm",
-            KERNEL_SILU_UP = 19: "silu_up",
+            KERNEL_GATED_UP = 19: "gated_up",
             KERNEL_ROPE_KV = 20: "rope_kv",
             KERNEL_VERIFY_GREEDY = 21: "verify_greedy",
             KERNEL_KV_COMMIT = 22: "kv_commit",
@@ -364,8 +364,8 @@ declare! {
             scale_bits: u32,
             /// Pieces of 16 bytes of a slot of one plane; a plane's all are fewer than `u32::MAX`.
             slot_pieces: u32,
-            /// Zero; keeps the size a multiple of 8.
-            reserved: u32,
+            /// Bits of the `f32` factor from a score to the exponent of e^2x in its tanh; 0 where scores have no cap.
+            cap_bits: u32,
         }
 
         /// Parameters of `cuda/round_end.cu`, passed by value.
@@ -508,10 +508,14 @@ declare! {
             eps_bits: u32,
             /// 1 where every row of every operand can be read in vectors of 16 bytes.
             wide: u32,
+            /// 1 where `weight` is of f32, 0 where it is of the element type.
+            weight_f32: u32,
+            /// Zero; keeps the size a multiple of 8.
+            reserved: u32,
         }
 
-        /// Parameters of `silu_up` in `cuda/rows.cu`, passed by value. Strides are elements from row to row.
-        SiluUpParams {
+        /// Parameters of `gated_up` in `cuda/rows.cu`, passed by value. Strides are elements from row to row.
+        GatedUpParams {
             /// `[rows, 2 * columns]`.
             gate_up: u64,
             /// `[rows, columns]`.
@@ -586,8 +590,8 @@ declare! {
             eps_bits: u32,
             /// 1 where two neighbours of every operand can be read at once.
             wide: u32,
-            /// Zero; keeps the size a multiple of 8.
-            reserved: u32,
+            /// 1 where the norms' weights are of f32, 0 where they are of the element type.
+            norm_f32: u32,
         }
 
         /// Parameters of `cuda/verify_greedy.cu`, passed by value.

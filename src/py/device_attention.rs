@@ -54,11 +54,11 @@ pub(super) fn _device_attention_workspace(
 /// Query j of request i is row `starts[i] + j` of `q` [queries, heads, head_dim]. It attends to positions `[0, lens[i])` of
 /// row `rows[i]` (i without `rows`) of `table` [rows, width], whose pages hold `page_size` tokens, and then causally to
 /// `lens[i] ..= lens[i] + j`, or, with a `mask`, to `lens[i] + b` of each bit b of its word. `draft = (K, S)`: bits are
-/// `branch * S + step`. `out` is of `q`'s type or `float32`.
+/// `branch * S + step`. `out` is of `q`'s type or `float32`. With a `cap` a scaled score x becomes `cap * tanh(x / cap)`.
 #[pyfunction]
 #[allow(clippy::too_many_arguments, reason = "the operands of one launch, passed by name")]
 #[pyo3(signature = (
-    cache, layer, q, out, *, table, page_size, rows, lens, starts, mask, draft, max_queries, scale, workspace, stream
+    cache, layer, q, out, *, table, page_size, rows, lens, starts, mask, draft, max_queries, scale, cap=None, workspace, stream
 ))]
 pub(super) fn _device_attention(
     cache: &Bound<'_, PyAny>,
@@ -74,6 +74,7 @@ pub(super) fn _device_attention(
     draft: Option<(Int, Int)>,
     max_queries: Int,
     scale: f64,
+    cap: Option<f64>,
     workspace: &Bound<'_, PyAny>,
     stream: StreamArg,
 ) -> PyResult<()> {
@@ -120,6 +121,7 @@ pub(super) fn _device_attention(
                 heads: u32::try_from(heads).unwrap_or(u32::MAX),
                 max_queries,
                 scale,
+                cap,
                 workspace: bytes,
             };
             Device::get(ordinal)?.kernels().attention.launch(stream, &call)
@@ -127,7 +129,23 @@ pub(super) fn _device_attention(
     }
     #[cfg(not(feature = "cuda"))]
     {
-        _ = (layer, q, out, table, page_size, rows, lens, starts, mask, draft, max_queries, scale, workspace, stream);
+        _ = (
+            layer,
+            q,
+            out,
+            table,
+            page_size,
+            rows,
+            lens,
+            starts,
+            mask,
+            draft,
+            max_queries,
+            scale,
+            cap,
+            workspace,
+            stream,
+        );
         detached(cache.py(), available)
     }
 }

@@ -14,7 +14,7 @@ use super::geometry::TreeShape;
 
 #[cfg(feature = "cuda")]
 use crate::device::{
-    AddRmsNorm, CommitOperands, DeviceAccepts, DeviceBeams, DeviceTrees, DraftSelectOperands, MovesView,
+    Activation, AddRmsNorm, CommitOperands, DeviceAccepts, DeviceBeams, DeviceTrees, DraftSelectOperands, MovesView,
     RopeKvOperands, TreeBuildOperands, VerifyMode, VerifyOperands,
 };
 #[cfg(feature = "cuda")]
@@ -256,13 +256,15 @@ pub(super) fn _device_add_rms_norm(
     }
 }
 
-/// out [rows, columns] = silu(gate) * up of gate_up [rows, 2 * columns]: all gates first, or interleaved pairs.
+/// out [rows, columns] = activation(gate) * up of gate_up [rows, 2 * columns], all gates first, or interleaved pairs; the
+/// activation is "silu" or "gelu_tanh".
 #[pyfunction]
-#[pyo3(signature = (gate_up, interleaved, live, out, stream))]
+#[pyo3(signature = (gate_up, activation, interleaved, live, out, stream))]
 #[allow(clippy::too_many_arguments)]
-pub(super) fn _device_silu_up(
+pub(super) fn _device_gated_up(
     py: Python<'_>,
     gate_up: Arg<'_, '_>,
+    activation: &str,
     interleaved: bool,
     live: Option<Arg<'_, '_>>,
     out: Arg<'_, '_>,
@@ -270,14 +272,15 @@ pub(super) fn _device_silu_up(
 ) -> PyResult<()> {
     #[cfg(feature = "cuda")]
     {
+        let activation = activation.parse::<Activation>()?;
         let operands = import(&[("gate_up", Some(gate_up)), ("live", live)], &[("out", Some(out))])?;
         operands.launch(py, stream, |o, k, s, g| {
-            k.rows.silu_up(s, &o.rows(0, g)?, interleaved, o.maybe(1, g)?.as_ref(), &o.rows(2, g)?)
+            k.rows.gated_up(s, activation, &o.rows(0, g)?, interleaved, o.maybe(1, g)?.as_ref(), &o.rows(2, g)?)
         })
     }
     #[cfg(not(feature = "cuda"))]
     {
-        _ = (gate_up, interleaved, live, out, stream);
+        _ = (gate_up, activation, interleaved, live, out, stream);
         absent(py)
     }
 }

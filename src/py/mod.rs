@@ -77,8 +77,8 @@ mod _specrs {
     use super::device_attention::{_device_attention, _device_attention_workspace};
     #[pymodule_export]
     use super::device_ops::{
-        _device_add_rms_norm, _device_draft_scratch, _device_draft_select, _device_embed, _device_gather_rows,
-        _device_kv_commit, _device_rope_kv, _device_silu_up, _device_tree_build, _device_verify_greedy,
+        _device_add_rms_norm, _device_draft_scratch, _device_draft_select, _device_embed, _device_gated_up,
+        _device_gather_rows, _device_kv_commit, _device_rope_kv, _device_tree_build, _device_verify_greedy,
         _device_verify_scratch,
     };
     #[pymodule_export]

@@ -55,7 +55,7 @@ queue() {
 }
 echo "== tests, a process for each file, ${JOBS:-1} at once"
 # The longest file first, a process for each shape of its models.
-shapes=(group1- group2-64 group2-96 group4 group7 group8)
+shapes=(group1- group2-64 group2-96 group4 group7 group8 granite olmo2 gemma- gemma2 gemma3-256 eagle1)
 for shape in "${shapes[@]}"; do
     queue run_file "$root/tests/python/engine/test_gpu_engine.py" "$shape" "$shape"
 done

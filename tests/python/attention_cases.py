@@ -16,13 +16,14 @@ TAIL = 8
 
 @dataclass
 class Shape:
-    """Heads of a model's attention, the type of its cache, and the cache's pages."""
+    """Heads of a model's attention, the type of its cache, the cache's pages, and the cap of scaled scores."""
 
     kv_heads: int = 2
     group: int = 4
     dim: int = 128
     dtype: torch.dtype = torch.bfloat16
     page: int = 16
+    cap: float | None = None
 
     @property
     def heads(self) -> int:
@@ -186,6 +187,7 @@ class Launch:
             "draft": self.draft,
             "max_queries": self.max_queries,
             "scale": shape.dim**-0.5,
+            "cap": shape.cap,
             "workspace": a["workspace"],
             "stream": torch.cuda.current_stream().cuda_stream,
         } | other
@@ -273,5 +275,7 @@ def reference(shape: Shape, q: torch.Tensor, keys: Tokens, dtype: torch.dtype = 
     k = keys.k.to(dtype).repeat_interleave(shape.group, 1)
     v = keys.v.to(dtype).repeat_interleave(shape.group, 1)
     scores = torch.einsum("hd,khd->hk", q.to(dtype), k) * shape.dim**-0.5
+    if shape.cap is not None:
+        scores = torch.tanh(scores / shape.cap) * shape.cap
     weights = torch.softmax(scores.to(torch.float64 if dtype == torch.float64 else torch.float32), -1).to(dtype)
     return torch.einsum("hk,khd->hd", weights, v)

@@ -192,9 +192,11 @@ def agree(target: str | Path, draft: str | Path, common: float = 1.0, slope: flo
 
     One direction is added to every embedding (`common`), and its score grows by `slope` from token to token, in a
     random order; so all hidden states rank the tokens alike, but for what the context makes of them. The head passes
-    the target's features on, adds little, and scores by the target's weights. Its vocabulary is the target's.
+    the target's features on, adds little, and scores by the target's weights. Its vocabulary is the target's. A head of
+    EAGLE-1 passes its one feature on.
     """
     big, small = read_weights(target), read_weights(draft)
+    first = "midlayer.self_attn.o_proj.weight" not in small
     table, scores, fc = big["model.embed_tokens.weight"], big["lm_head.weight"], small["fc.weight"]
     (tokens, h), dtype = table.shape, table.dtype
     generator = torch.Generator().manual_seed(9)
@@ -203,10 +205,15 @@ def agree(target: str | Path, draft: str | Path, common: float = 1.0, slope: flo
     big["model.embed_tokens.weight"] = (table.float() + common * direction).to(dtype)
     big["lm_head.weight"] = (scores.float() + bonus[:, None] * direction / h).to(dtype)
     features = fc.shape[1] // h
-    small["fc.weight"] = (0.1 * fc.float() + torch.eye(h).repeat(1, features) / features).to(dtype)
+    passes = torch.eye(h).repeat(1, features) / features
+    if first:  # [embedding, feature]
+        passes[:, :h] = 0.0
+        passes[:, h:] = torch.eye(h)
+    small["fc.weight"] = (0.1 * fc.float() + passes).to(dtype)
     for name in ("self_attn.o_proj", "mlp.down_proj"):
-        small[f"midlayer.{name}.weight"] *= 0.3
-    small["lm_head.weight"] = big["lm_head.weight"].clone()
+        small[f"{'layers.0' if first else 'midlayer'}.{name}.weight"] *= 0.3
+    if not first:
+        small["lm_head.weight"] = big["lm_head.weight"].clone()
     write_weights(Path(target), big)
     write_weights(Path(draft), small)
 

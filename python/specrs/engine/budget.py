@@ -18,6 +18,7 @@ from specrs.engine.ahead import drafted_levels, tiers
 from specrs.engine.config import EngineConfig
 from specrs.engine.lanes import buckets
 from specrs.models.config import HeadConfig, LayerConfig, ModelConfig
+from specrs.models.layer import LayerTail, WholeNormQkv
 from specrs.models.llama import ROPE_SLACK, LlamaModel
 from specrs.models.placement import Placement
 
@@ -128,7 +129,10 @@ class Engine:
         yield "rotary tables", turning + still
 
         t = self.target
-        units = [(4 * t.hidden_size + t.qkv_size + 2 * t.q_size + 2 * t.intermediate_size) * rows]
+        # A layer's, once for all rows and once for those whose logits are wanted.
+        block = 2 * (t.hidden_size + sum(LayerTail.widths(t, t.block).values())) + t.qkv_size
+        norms = sum(WholeNormQkv.widths(t).values()) if t.block.whole_qk_norm else 0
+        units = [(block + norms) * rows]
         if head is not None:
             h = head.config
             # Passes over the target's features, passes that write alone, draft steps, and what follows attention.

@@ -31,14 +31,15 @@ from specrs._specrs import (
     cuda_unavailable_reason,
 )
 from specrs.backends import Capabilities, NativeCuda
-from specrs.models.config import Eagle1Config, Eagle3Config, HeadConfig, ModelConfig
+from specrs.models.config import HeadConfig, ModelConfig
 from specrs.models.live import ModelSource
 from specrs.models.loader import Checkpoint
 from specrs.models.ops import Embedding, Heads, KvMemory, Linear
 from specrs.models.placement import HOST, Dtype, Placement
 
 _MOST_ROWS = 2048  # of one launch of a product; longer passes take several
-HEAD_DIMS = (64, 96, 128)
+HEAD_DIMS = (64, 96, 128, 256)
+_CAPPED = (128, 256)  # of those, where scores are capped
 _MOST_GROUP = 64
 _MASK_BITS = 64
 _LARGE = 1 << 25  # bytes of a block that is made no larger than it has to be
@@ -88,12 +89,12 @@ def placed(
     ordinal, count = int(found[1]) if found[1] else torch.cuda.current_device(), torch.cuda.device_count()
     if ordinal >= count:
         raise ConfigError(f"device = {asked!r}: there are {count} CUDA devices, cuda:0 to cuda:{count - 1}")
+    cuda = torch.device("cuda", ordinal)
     for whose, part in (("", sizes), ("the draft head: ", head)):
-        if part is not None and (why := why_not(part)) is not None:
+        if part is not None and (why := why_not(part) or _too_large(cuda, part)) is not None:
             raise ConfigError(f"device = {asked!r}: {whose}{why}; device='cpu' runs this model")
     if dtype == "float32":
         raise ConfigError(f"dtype = {dtype!r}: {asked!r} computes in bfloat16 or float16; device='cpu' has float32")
-    cuda = torch.device("cuda", ordinal)
     half = torch.float16 if Checkpoint(model).dtype("model.embed_tokens.weight") == "F16" else torch.bfloat16
     half = half if dtype == "auto" else getattr(torch, dtype)
     return Placement(cuda, half, half, torch.float32)
@@ -101,44 +102,36 @@ def placed(
 
 def why_not(sizes: ModelConfig | HeadConfig) -> str | None:
     """Why a GPU does not run a model, or a head; ``None`` where it does."""
-    if isinstance(sizes, Eagle1Config):
-        return "an EAGLE-1 or EAGLE-2 head: rounds of a GPU keep features of layers, not the last hidden state"
-    if isinstance(sizes, ModelConfig) and (why := _not_fused(sizes)) is not None:
-        return why
-    if sizes.head_dim not in HEAD_DIMS:
-        return f"head_dim = {sizes.head_dim}: attention on a GPU takes {', '.join(map(str, HEAD_DIMS))}"
+    capped = isinstance(sizes, ModelConfig) and sizes.block.score_cap is not None
+    if sizes.head_dim not in (dims := _CAPPED if capped else HEAD_DIMS):
+        where = " where attn_logit_softcapping caps scores" if capped else ""
+        return f"head_dim = {sizes.head_dim}: attention on a GPU takes {', '.join(map(str, dims))}{where}"
     if sizes.num_heads // sizes.num_kv_heads > _MOST_GROUP:
         return f"{sizes.num_heads} heads over {sizes.num_kv_heads} key heads: a group has at most {_MOST_GROUP}"
     if sizes.vocab_size > _MOST_VOCABULARY:
         return f"vocab_size = {sizes.vocab_size}: sampling on a GPU takes at most {_MOST_VOCABULARY}"
-    tokens = sizes.draft_vocab_size if isinstance(sizes, Eagle3Config) else sizes.vocab_size
+    tokens = sizes.vocab_size if isinstance(sizes, ModelConfig) else sizes.draft_vocab_size
     widths = (sizes.hidden_size, sizes.qkv_size, sizes.q_size, sizes.intermediate_size, tokens)
     odd = next((n for n in widths if n % 8), None)
     return None if odd is None else f"a matrix of {odd} rows or columns: products on a GPU take multiples of 8"
 
 
-def _not_fused(model: ModelConfig) -> str | None:
-    """What a family's layers do that no kernel of a GPU does."""
-    block = model.block
-    scales = {
-        "embedding_multiplier": block.embedding_scale,
-        "residual_multiplier": block.residual_scale,
-        "logits_scaling": block.logits_divisor,
-    }
-    found = [f"{name} = {value:g}" for name, value in scales.items() if value != 1.0]
-    if block.activation != "silu":
-        found.insert(0, "gelu")
-    if block.norms != "before":
-        found.insert(0, "norms behind attention and MLP")
-    if block.whole_qk_norm:
-        found.insert(0, "norms of all heads together")
-    if block.score_cap is not None:
-        found.append(f"attn_logit_softcapping = {block.score_cap:g}")
-    if block.logits_cap is not None:
-        found.append(f"final_logit_softcapping = {block.logits_cap:g}")
-    if not found:
-        return None
-    return f"{model.architecture} has {' and '.join(found[:2])}, which kernels of a GPU do not compute"
+def _too_large(cuda: torch.device, sizes: ModelConfig | HeadConfig) -> str | None:
+    """Why this GPU has no room for a block of attention over such heads; ``None`` where it has."""
+    group = sizes.num_heads // sizes.num_kv_heads
+    try:
+        core._device_attention_workspace(
+            cuda.index,
+            requests=1,
+            max_queries=1,
+            kv_heads=sizes.num_kv_heads,
+            group=group,
+            head_dim=sizes.head_dim,
+            max_keys=1,
+        )
+    except ConfigError as error:
+        return f"head_dim = {sizes.head_dim}: {error}"
+    return None
 
 
 class _Memory:
@@ -217,6 +210,18 @@ class CudaDense:
             residual, self._owed = self._owed[1], None
         self.settle()
         core._device_add_rms_norm(x, residual, weight, eps, None, 0, None, out, self.stream)
+
+    def gelu_up(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
+        self.settle()
+        core._device_gated_up(gate_up, "gelu_tanh", False, None, out, self.stream)
+
+    def scaled_add(self, x: torch.Tensor, y: torch.Tensor, scale: float, out: torch.Tensor) -> None:
+        self.settle()
+        torch.add(x, y, alpha=scale, out=out)
+
+    def soft_cap(self, x: torch.Tensor, cap: float) -> None:
+        self.settle()
+        x.div_(cap).tanh_().mul_(cap)  # one thread an element, wherever it lies
 
     def attention_space(self, size: int) -> torch.Tensor:
         """Scratch of attention, of so many bytes at least."""
@@ -350,7 +355,7 @@ class CudaLinear:
     def forward_swiglu(self, x: torch.Tensor, out: torch.Tensor, norm: torch.Tensor | None, eps: float) -> None:
         y = self._dense.memory("product", x.shape[0], self.out_features, self._dtype)
         self._multiply(x, norm, eps, y)
-        core._device_silu_up(y, False, None, out, self._dense.stream)
+        core._device_gated_up(y, "silu", False, None, out, self._dense.stream)
 
     def _multiply(self, x: torch.Tensor, norm: torch.Tensor | None, eps: float, y: torch.Tensor) -> None:
         dense = self._dense
@@ -484,6 +489,7 @@ class CudaAttention:
             draft=self._draft if at.phase == "draft" else None,
             max_queries=at.most_queries,
             scale=heads.scale,
+            cap=heads.cap,
             workspace=self._dense.attention_space(size),
             stream=self._dense.stream,
         )

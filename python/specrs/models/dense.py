@@ -18,6 +18,7 @@ from specrs import _specrs as core
 from specrs._specrs import ConfigError, Moves, Plan
 from specrs.models.ops import Embedding, Heads, KvMemory, Linear
 from specrs.models.placement import HOST, Placement
+from specrs.models.rowwise import gelu_up, scaled_add, soft_cap
 
 _KEPT: dict[torch.dtype, Literal["bf16", "f32"]] = {
     torch.bfloat16: "bf16",
@@ -48,6 +49,8 @@ class TorchDense:
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
         out.copy_(_rms_norm(x, weight, eps))
+
+    gelu_up, scaled_add, soft_cap = staticmethod(gelu_up), staticmethod(scaled_add), staticmethod(soft_cap)
 
     def gather(self, x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, shift: int = 0) -> None:
         torch.index_select(x, 0, rows + shift if shift else rows, out=out)
@@ -96,6 +99,7 @@ class HostDense:
         plain = TorchDense(placement)
         self.embedding, self.gather, self.beside, self.host = plain.embedding, plain.gather, plain.beside, plain.host
         self.rope, self.rms_norm = plain.rope, core.rms_norm
+        self.gelu_up, self.scaled_add, self.soft_cap = gelu_up, scaled_add, soft_cap
 
     def linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False, scores: bool = False
@@ -170,7 +174,7 @@ class _TorchLinear:
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+    return (weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))).to(x.dtype)
 
 
 def _rotated(

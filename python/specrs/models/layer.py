@@ -15,7 +15,6 @@ from specrs.models.families import LLAMA, Block
 from specrs.models.loader import Checkpoint
 from specrs.models.ops import Dense, Heads, KvMemory, Linear, Ops
 from specrs.models.placement import Placement
-from specrs.models.rowwise import gelu_up, scaled_add
 
 # Row counts repeat from round to round; this many sets of views are kept before starting over.
 _MAX_ROW_COUNTS = 256
@@ -127,11 +126,12 @@ def layer_shapes(config: LayerConfig, kind: LayerKind, prefix: str, qkv_inputs: 
 
 
 def norm_weight(at: Placement, weights: Checkpoint, name: str | None, block: Block) -> torch.Tensor | None:
-    """A norm's weight as operations read it; ``None`` of no norm."""
+    """A norm's weight as operations read it; ``None`` of no norm. With an offset it is of f32: a sum near 1 would keep
+    few of the weight's bits in bf16."""
     if name is None:
         return None
     weight = weights.load(f"{name}.weight")
-    return at.vector(weight.float() + block.norm_offset if block.norm_offset else weight)
+    return (weight.float() + block.norm_offset).to(at.device) if block.norm_offset else at.vector(weight)
 
 
 class Qkv(Protocol):
@@ -149,17 +149,27 @@ class Qkv(Protocol):
 
 
 class WholeNormQkv:
-    """Queries, keys and values by three products; an RMSNorm of all query heads as one row, and of all key heads."""
+    """Queries, keys and values by three products; an RMSNorm of all query heads as one row, and of all key heads.
 
-    def __init__(self, ops: Ops, config: LayerConfig, kind: LayerKind, weights: Checkpoint, prefix: str) -> None:
+    work: memory of `widths`, which layers share.
+    """
+
+    def __init__(
+        self, ops: Ops, config: LayerConfig, kind: LayerKind, weights: Checkpoint, prefix: str, work: Workspace
+    ) -> None:
         self._dense, self._eps = ops.dense, config.rms_norm_eps
         self.parts = [stacked(ops.dense, weights, [name], kind.qkv_bias) for name in qkv_names(prefix)]
         self._norms = [
             norm_weight(ops.placement, weights, f"{prefix}self_attn.{name}", kind.block)
             for name in ("q_norm", "k_norm")
         ]
+        self._work = work
+
+    @staticmethod
+    def widths(config: LayerConfig) -> dict[str, int]:
+        """Memory that `forward` uses, by name: columns."""
         q, k = config.q_size, config.kv_size
-        self._work = Workspace(ops.placement, q=q, k=k, v=k, q_normed=q, k_normed=k)
+        return {"q": q, "k": k, "v": k, "q_normed": q, "k_normed": k}
 
     def forward(
         self,
@@ -178,10 +188,17 @@ class WholeNormQkv:
         torch.cat((w["q_normed"], w["k_normed"], w["v"]), 1, out=out)
 
 
-def qkv_of(ops: Ops, config: LayerConfig, kind: LayerKind, weights: Checkpoint, prefix: str) -> Linear | WholeNormQkv:
+def qkv_work(at: Placement, config: LayerConfig, block: Block) -> Workspace:
+    """The memory that the projections of all layers share."""
+    return Workspace(at, **(WholeNormQkv.widths(config) if block.whole_qk_norm else {}))
+
+
+def qkv_of(
+    ops: Ops, config: LayerConfig, kind: LayerKind, weights: Checkpoint, prefix: str, work: Workspace
+) -> Linear | WholeNormQkv:
     """A layer's projection of queries, keys and values."""
     if kind.block.whole_qk_norm:
-        return WholeNormQkv(ops, config, kind, weights, prefix)
+        return WholeNormQkv(ops, config, kind, weights, prefix, work)
     return stacked(ops.dense, weights, kind.qkv_names(prefix), kind.qkv_bias)
 
 
@@ -246,7 +263,7 @@ class LayerTail:
         self._add(self.o, attended, residual, self._attention_norm, w, w["y"])
         if self._gelu:
             self.gate_up.forward(w["y"], w["gate_up"], None, self.post_norm, self._eps)
-            gelu_up(w["gate_up"], w["act"])
+            self._dense.gelu_up(w["gate_up"], w["act"])
         else:
             self.gate_up.forward_swiglu(w["y"], w["act"], self.post_norm, self._eps)
         self._add(self.down, w["act"], w["y"], self._mlp_norm, w, out)
@@ -270,7 +287,7 @@ class LayerTail:
         if norm is not None:
             self._dense.rms_norm(added, norm, self._eps, w["normed"])
             added = w["normed"]
-        scaled_add(residual, added, scale, out)
+        self._dense.scaled_add(residual, added, scale, out)
 
 
 def stacked(dense: Dense, weights: Checkpoint, names: list[str], bias: bool, gated: bool = False) -> Linear:

@@ -19,12 +19,20 @@ from specrs.models.cache import new_cache
 from specrs.models.config import ModelConfig
 from specrs.models.errors import UnsupportedModelError
 from specrs.models.features import FeatureMemory, FeatureRows
-from specrs.models.layer import LayerKind, LayerTail, Workspace, layer_shapes, norm_weight, qkv_of, qkv_products
+from specrs.models.layer import (
+    LayerKind,
+    LayerTail,
+    Workspace,
+    layer_shapes,
+    norm_weight,
+    qkv_of,
+    qkv_products,
+    qkv_work,
+)
 from specrs.models.live import ModelSource
 from specrs.models.loader import Checkpoint
 from specrs.models.ops import KvMemory, Linear, Ops
 from specrs.models.rope import rope_tables
-from specrs.models.rowwise import soft_cap
 
 # Draft rows of a request at the context wall are computed before the tree is clamped to it, and may lie past it.
 ROPE_SLACK = 256
@@ -54,13 +62,16 @@ class LlamaModel:
         prefixes = [f"model.layers.{i}." for i in range(config.num_layers)]
         names = [kind.norms(prefix).before_attention for prefix in prefixes]
         self._input_norms = [norm_weight(at, weights, name, config.block) for name in names]
-        self._qkv = [qkv_of(ops, config, kind, weights, prefix) for prefix in prefixes]
+        self._qkv_work = qkv_work(at, config, config.block)
+        self._qkv = [qkv_of(ops, config, kind, weights, prefix, self._qkv_work) for prefix in prefixes]
         self._tails = [LayerTail(ops, config, kind, weights, prefix) for prefix in prefixes]
         self._ropes = self._rope_tables()
         wide = LayerTail.widths(config, config.block)
         self._work = Workspace(at, x=h, qkv=config.qkv_size, **wide)
         self._tail_work = Workspace(at, x=h, **wide)
         self._logits = Workspace(at.for_logits(), logits=config.vocab_size)
+        # Gemma's own code rounds the factor to the type of activations; Granite's factors are the same there.
+        self._embedding_scale = float(torch.tensor(config.block.embedding_scale).to(at.activations))
 
     @classmethod
     def load(cls, directory: ModelSource, ops: Ops, max_context_len: int | None = None) -> LlamaModel:
@@ -108,12 +119,13 @@ class LlamaModel:
         """Memory for passes of so many rows, and of so many that logits are wanted of: memory that a graph was captured
         with must not move."""
         self._work.rows(rows)
+        self._qkv_work.rows(rows)
         self._logits.rows(logit_rows)
 
     @property
     def moves(self) -> int:
         """How often the memory of passes moved whose logits are all wanted."""
-        return self._work.moves + self._logits.moves
+        return self._work.moves + self._qkv_work.moves + self._logits.moves
 
     def new_cache(self, num_pages: int, page_size: int, dtype: torch.dtype | None = None) -> KvMemory:
         """Memory for the KV of `num_pages` pages (page 0, the sink, included) of `page_size` tokens."""
@@ -157,7 +169,7 @@ class LlamaModel:
         rows = check_rows(tokens, plan)
         w = self._work.rows(rows)
         x, qkv, attended = w["x"], w["qkv"], w["attended"]
-        eps, scale = self.config.rms_norm_eps, self.config.block.embedding_scale
+        eps = self.config.rms_norm_eps
         features = self._check_features(aux, rows)
         if not rows:
             return self._logits.rows(0)["logits"], features
@@ -167,8 +179,8 @@ class LlamaModel:
         if features is not None and not final:
             x, turns = features.first, features.turns
         self.embedding.lookup(tokens, x)
-        if scale != 1.0:
-            x.mul_(scale)
+        if self._embedding_scale != 1.0:
+            x.mul_(self._embedding_scale)
         for i, tail in enumerate(self._tails):
             out = turns.get(i, x)
             if features is not None and i == features.last:
@@ -204,7 +216,7 @@ class LlamaModel:
         if block.logits_divisor != 1.0:
             logits.div_(block.logits_divisor)
         if block.logits_cap is not None:
-            soft_cap(logits, block.logits_cap, logits)
+            self._dense.soft_cap(logits, block.logits_cap)
 
     def _check_features(self, aux: FeatureRows | bool | None, rows: int) -> FeatureRows | None:
         if aux is None or aux is False:

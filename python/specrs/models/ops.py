@@ -5,7 +5,7 @@ any attention that reads its memory, as the Rust kernels with their own attentio
 (`specrs.backends`), or plain torch with either. `pairs` makes those that there are.
 
 Activations are [rows, width], contiguous, caller-allocated, of the dtype and on the device of `Dense.placement`, and so
-are the weights of norms (`Placement.vector`). An `out` never shares memory with an input.
+are the weights of norms (`Placement.vector`), or these are f32. An `out` never shares memory with an input.
 """
 
 from __future__ import annotations
@@ -107,6 +107,15 @@ class Dense(Protocol):
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
         """out [M, K] = weight * x / sqrt(mean(x^2) + eps)."""
+
+    def gelu_up(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
+        """out [M, N] = gelu(gate) * up of rows [gate, up] of 2 N, by gelu's tanh form."""
+
+    def scaled_add(self, x: torch.Tensor, y: torch.Tensor, scale: float, out: torch.Tensor) -> None:
+        """out = x + scale * y, which may overwrite y; out may be x."""
+
+    def soft_cap(self, x: torch.Tensor, cap: float) -> None:
+        """x = cap * tanh(x / cap), in place."""
 
     def gather(self, x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, shift: int = 0) -> None:
         """out [R, K] = rows + shift of x [M, K]; `rows` int64 or int32 [R], each below M once shifted."""

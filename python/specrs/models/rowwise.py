@@ -1,8 +1,9 @@
-"""Operations on activations for families whose layers the kernels do not fuse, in torch.
+"""Operations on activations for families whose layers the host's kernels do not fuse, in torch.
 
 Each is made of additions, multiplications, divisions and roundings alone, which are correctly rounded: an element's
 bits depend on its own inputs, not on where in a tensor it lies. torch's own `exp` and `tanh` do not keep that, since
-the ends of a tensor take another path through them than its middle. `out` may be an input, but for `gelu_up`.
+the ends of a tensor take another path through them than its middle. All compute in float32. `out` may be an input, but
+for `gelu_up`.
 """
 
 from __future__ import annotations
@@ -29,18 +30,17 @@ def gelu_up(gate_up: torch.Tensor, out: torch.Tensor) -> None:
 
     0.5 x (1 + tanh u) is x / (1 + e^-2u).
     """
-    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate_up.float().chunk(2, dim=-1)
     u = gate * gate * gate
     u.mul_(0.044715).add_(gate).mul_(-2.0 * math.sqrt(2.0 / math.pi))
     # Beyond, the quotient is x, or as good as 0.
-    torch.div(gate, _exp(u.clamp_(-88.0, 88.0)).add_(1.0), out=out)
-    out.mul_(up)
+    e = _exp(u.clamp_(-88.0, 88.0)).add_(1.0)
+    torch.mul(torch.div(gate, e, out=e), up, out=out)
 
 
-def soft_cap(x: torch.Tensor, cap: float, out: torch.Tensor) -> None:
-    """out = cap * tanh(x / cap)."""
-    z = x / cap
-    torch.mul(_tanh(z), cap, out=out)
+def soft_cap(x: torch.Tensor, cap: float) -> None:
+    """x = cap * tanh(x / cap), in place."""
+    torch.mul(_tanh(x.float() / cap), cap, out=x)
 
 
 def _exp(x: torch.Tensor) -> torch.Tensor:

@@ -25,9 +25,24 @@ const MAX_STAGES: u32 = 6;
 const RESERVED_SHARED: u32 = 1024;
 /// Heights of a tile, for which there are kernels in every image.
 const TILE_ROWS: [u32; 3] = [16, 32, 64];
-/// And one that only Hopper's own image has, for head_dims that are whole panels of 64: two warpgroups share the keys that a
+/// And one that only Hopper's own image has, for head_dims of a warpgroup ([`by_warpgroups`]): two share the keys that a
 /// third loads.
 const WIDE_ROWS: u32 = 128;
+/// An image each: element type, head_dim, whether scores are capped, name.
+const IMAGES: [(HalfType, u32, bool, &str); 12] = [
+    (HalfType::Bf16, 64, false, "attention_bf16_64"),
+    (HalfType::Bf16, 96, false, "attention_bf16_96"),
+    (HalfType::Bf16, 128, false, "attention_bf16_128"),
+    (HalfType::Bf16, 256, false, "attention_bf16_256"),
+    (HalfType::F16, 64, false, "attention_f16_64"),
+    (HalfType::F16, 96, false, "attention_f16_96"),
+    (HalfType::F16, 128, false, "attention_f16_128"),
+    (HalfType::F16, 256, false, "attention_f16_256"),
+    (HalfType::Bf16, 128, true, "attention_bf16_128_capped"),
+    (HalfType::Bf16, 256, true, "attention_bf16_256_capped"),
+    (HalfType::F16, 128, true, "attention_f16_128_capped"),
+    (HalfType::F16, 256, true, "attention_f16_256_capped"),
+];
 /// Blocks of `merge` for each multiprocessor, at most.
 const MERGE_RESIDENT: u32 = 16;
 /// Tiles for each block of the grid, up to which the workspace holds every split of each. Beyond, tiles fill the GPU.
@@ -69,6 +84,9 @@ pub struct AttentionCall {
     pub max_queries: u32,
     /// Factor of the scores, usually `head_dim^-0.5`; positive and finite.
     pub scale: f64,
+    /// c in `c * tanh(x / c)` of a scaled score x, positive and finite; `None` where scores have no cap. There are kernels
+    /// with one for head_dims of 128 and 256.
+    pub cap: Option<f64>,
     /// At least one slot for each block of the grid; [`Attention::workspace_bytes`] says how much keeps the GPU busy at any
     /// length. Launches that may run at the same time need one each. Contents need not be kept between launches.
     pub workspace: DeviceSlice<u8>,
@@ -110,8 +128,13 @@ struct Gpu {
 impl Gpu {
     /// Whether there are tiles of [`WIDE_ROWS`].
     fn wide(self, head_dim: u32) -> bool {
-        self.warpgroups && head_dim.is_multiple_of(64)
+        self.warpgroups && by_warpgroups(head_dim)
     }
+}
+
+/// Whether a warpgroup's products take a head: whole panels of 64 columns, as many as a thread has registers for.
+fn by_warpgroups(head_dim: u32) -> bool {
+    head_dim.is_multiple_of(64) && head_dim <= 128
 }
 
 /// Threads of a block of `attend` for tiles of `rows`.
@@ -133,7 +156,8 @@ struct Image {
 /// The kernels of `cuda/attention.cu` on one device; those of an element type and head_dim are loaded at their first use.
 #[derive(Debug)]
 pub struct Attention {
-    images: [OnceLock<Image>; 6],
+    /// By [`IMAGES`].
+    images: [OnceLock<Image>; IMAGES.len()],
     /// Held while an image is loaded, so that it is loaded once.
     loading: Mutex<()>,
     gpu: Gpu,
@@ -149,10 +173,11 @@ impl Attention {
         Ok(Self { images: Default::default(), loading: Mutex::new(()), gpu, context })
     }
 
-    /// Load the kernels of `element` and `head_dim` (64, 96 or 128), which [`launch`](Self::launch) does at its first use:
-    /// a matter of milliseconds, and of seconds on a GPU that the images hold no machine code for.
-    pub fn prepare(&self, element: HalfType, head_dim: u32) -> Result<()> {
-        self.image(element, head_dim).map(|_| ())
+    /// Load the kernels of `element` and `head_dim` (64, 96, 128 or 256), with capped scores or without, which
+    /// [`launch`](Self::launch) does at its first use: a matter of milliseconds, and of seconds on a GPU that the images
+    /// hold no machine code for.
+    pub fn prepare(&self, element: HalfType, head_dim: u32, capped: bool) -> Result<()> {
+        self.image(element, head_dim, capped).map(|_| ())
     }
 
     /// Bytes of workspace with which a batch of `size` keeps the GPU busy at any length.
@@ -211,12 +236,11 @@ impl Attention {
                 want: format!("one for each of {queries} queries"),
             });
         }
-        if !(call.scale.is_finite() && call.scale > 0.0) {
-            return Err(Error::Invalid {
-                what: "scale",
-                got: call.scale.to_string(),
-                why: "must be positive and finite".into(),
-            });
+        for (what, factor) in [("scale", Some(call.scale)), ("cap", call.cap)] {
+            if let Some(factor) = factor.filter(|f| !(f.is_finite() && *f > 0.0)) {
+                let why = "must be positive and finite".into();
+                return Err(Error::Invalid { what, got: factor.to_string(), why });
+            }
         }
         for (operand, address) in [("q", call.q.address()), ("out", out), ("workspace", call.workspace.address())] {
             if !address.is_multiple_of(16) {
@@ -263,7 +287,9 @@ impl Attention {
         let partials = call.workspace.address() + tiling.header;
         let (k, v) = cache.addresses();
         let draft = batch.draft().unwrap_or((0, 0));
-        let scale = (call.scale * std::f64::consts::LOG2_E) as f32;
+        // A capped score is in units of the cap: tanh(x / cap), by e^2x.
+        let scale = (call.cap.unwrap_or(call.scale) * std::f64::consts::LOG2_E) as f32;
+        let cap = call.cap.map_or(0.0, |cap| (call.scale / cap * 2.0 * std::f64::consts::LOG2_E) as f32);
         let params = AttentionParams {
             q: call.q.address(),
             k,
@@ -298,9 +324,9 @@ impl Attention {
             stages: tiling.stages as i32,
             scale_bits: scale.to_bits(),
             slot_pieces,
-            reserved: 0,
+            cap_bits: cap.to_bits(),
         };
-        let image = self.image(cache.element(), cache.head_dim())?;
+        let image = self.image(cache.element(), cache.head_dim(), call.cap.is_some())?;
         let attend = TILE_ROWS.into_iter().zip(image.attend).find(|(rows, _)| *rows == tiling.rows).map(|(_, f)| f);
         let Some(attend) = attend.or(image.wide.filter(|_| tiling.rows == WIDE_ROWS)) else {
             return Err(Error::Invalid {
@@ -326,23 +352,14 @@ impl Attention {
         }
     }
 
-    fn image(&self, element: HalfType, head_dim: u32) -> Result<&Image> {
-        let (place, name) = match (element, head_dim) {
-            (HalfType::Bf16, 64) => (0, "attention_bf16_64"),
-            (HalfType::Bf16, 96) => (1, "attention_bf16_96"),
-            (HalfType::Bf16, 128) => (2, "attention_bf16_128"),
-            (HalfType::F16, 64) => (3, "attention_f16_64"),
-            (HalfType::F16, 96) => (4, "attention_f16_96"),
-            (HalfType::F16, 128) => (5, "attention_f16_128"),
-            _ => {
-                return Err(Error::Invalid {
-                    what: "head_dim",
-                    got: head_dim.to_string(),
-                    why: "attention on a GPU takes 64, 96 or 128".into(),
-                });
-            }
+    fn image(&self, element: HalfType, head_dim: u32, capped: bool) -> Result<&Image> {
+        let found =
+            IMAGES.iter().zip(&self.images).find(|((e, d, c, _), _)| (*e, *d, *c) == (element, head_dim, capped));
+        let Some((&(.., name), cell)) = found else {
+            let takes = if capped { "128 or 256 where scores are capped" } else { "64, 96, 128 or 256" };
+            let why = format!("attention on a GPU takes {takes}");
+            return Err(Error::Invalid { what: "head_dim", got: head_dim.to_string(), why });
         };
-        let cell = &self.images[place];
         if let Some(image) = cell.get() {
             return Ok(image);
         }
@@ -372,9 +389,9 @@ fn shared_bytes(rows: u32, stages: u32, head_dim: u32, requests: u32, warpgroups
     // A warpgroup keeps weights in registers; the queries of one begin in the ring, those of two lie behind it.
     let tiles = match rows {
         WIDE_ROWS => rows * head_dim * 2,
-        64 if warpgroups && head_dim.is_multiple_of(64) => 0,
-        64 => rows * block * 2 + rows * head_dim * 2,
-        _ => rows * block * 2,
+        64 if warpgroups && by_warpgroups(head_dim) => 0,
+        16 | 32 if head_dim <= block => rows * block * 2,
+        _ => rows * block * 2 + rows * head_dim * 2,
     };
     // `Shared` of the kernel: 76 bytes a row (16 of bits, cut and last, 32 of four warps' maxima and sums, 28 of the row's
     // state), 8 a key of a block, 8 for each 16 rows, at most 240 besides.
@@ -395,10 +412,11 @@ fn tiling(size: &AttentionSize, gpu: Gpu) -> Result<Tiling> {
     let wanted = heights.clone().find(|&rows| u64::from(rows) >= request_rows).unwrap_or(highest);
     let fits = |rows: u32| {
         let sharers = if rows == WIDE_ROWS { 1 } else { RESIDENT };
-        let resident = gpu.shared.1 / sharers - RESERVED_SHARED.min(gpu.shared.1 / sharers);
         let bytes = |stages| shared_bytes(rows, stages, size.head_dim, size.requests, gpu.warpgroups);
-        let best = (2..=MAX_STAGES).rev().find(|&stages| bytes(stages) <= resident.min(gpu.shared.0));
-        best.or(Some(2)).filter(|&stages| bytes(stages) <= gpu.shared.0).map(|stages| (stages, bytes(stages)))
+        (1..=sharers).rev().find_map(|sharers| {
+            let room = (gpu.shared.1 / sharers).saturating_sub(RESERVED_SHARED).min(gpu.shared.0);
+            (2..=MAX_STAGES).rev().find(|&stages| bytes(stages) <= room).map(|stages| (stages, bytes(stages)))
+        })
     };
     let chosen = heights.rev().filter(|&rows| rows <= wanted).find_map(|rows| Some((rows, fits(rows)?)));
     let Some((rows, (stages, shared))) = chosen else {
@@ -486,6 +504,19 @@ mod tests {
         }
         let tiny = Gpu { multiprocessors: 1, shared: (49_152, 65_536), warpgroups: false };
         assert!(tiling(&llama(1, 1, 1024), tiny).unwrap_err().to_string().contains("49152 bytes"));
+    }
+
+    #[test]
+    fn heads_of_256_take_what_shared_memory_there_is() {
+        let gemma = |queries| AttentionSize { kv_heads: 4, group: 2, head_dim: 256, ..llama(16, queries, 8192) };
+        for (queries, rows) in [(8, 16), (16, 32), (17, 64), (2048, 64)] {
+            let t = tiling(&gemma(queries), H200).unwrap();
+            assert_eq!((t.rows, t.stages, t.grid), (rows, if rows == 64 { 2 } else { 3 }, 132), "{queries} queries");
+            assert!(t.shared <= H200.shared.0);
+        }
+        let a100 = Gpu { multiprocessors: 108, shared: (166_912, 167_936), warpgroups: false };
+        assert_eq!(tiling(&gemma(2048), a100).unwrap().rows, 32);
+        assert!(tiling(&gemma(1), ADA).unwrap_err().to_string().contains("101376 bytes"));
     }
 
     #[test]

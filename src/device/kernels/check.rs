@@ -56,6 +56,13 @@ pub(super) fn half<T>(rows: &Rows, bf16: T, f16: T) -> Result<T> {
     }
 }
 
+/// The weight of a norm over rows of `columns` of `float`: of that type, or of f32; whether it is f32.
+pub(super) fn norm_weight(weight: &Rows, columns: usize, float: FloatType) -> Result<bool> {
+    let wide = weight.float() == FloatType::F32;
+    weight.expect(1, columns, if wide { FloatType::F32 } else { float })?;
+    Ok(wide)
+}
+
 /// The epsilon of a norm.
 pub(super) fn epsilon(eps: f32) -> Result<u32> {
     if eps.is_finite() && eps >= 0.0 {

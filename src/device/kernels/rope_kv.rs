@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::check::{arrays, epsilon, half, on_device, rows_on_device};
+use super::check::{arrays, epsilon, half, norm_weight, on_device, rows_on_device};
 use crate::device::context::Context;
 use crate::device::driver::{Function, Module, Stream};
 use crate::device::images;
@@ -35,9 +35,9 @@ pub struct RopeKvOperands<'a> {
     pub kv_heads: usize,
     /// `[1, (heads + 2 kv_heads) head_dim]`, added first (Qwen2).
     pub bias: Option<&'a Rows>,
-    /// RMSNorm of each query head before the rotation, `[1, head_dim]` (Qwen3).
+    /// RMSNorm of each query head before the rotation, `[1, head_dim]` (Qwen3), of the element type or of f32.
     pub q_norm: Option<&'a Rows>,
-    /// RMSNorm of each key head before the rotation, `[1, head_dim]`.
+    /// RMSNorm of each key head before the rotation, `[1, head_dim]`, of the type of `q_norm`.
     pub k_norm: Option<&'a Rows>,
     /// Added to the mean square of a head.
     pub eps: f32,
@@ -112,7 +112,17 @@ impl RopeKv {
             }
         }
         o.bias.map_or(Ok(()), |b| b.expect(1, all_heads * head_dim, float))?;
-        [o.q_norm, o.k_norm].into_iter().flatten().try_for_each(|n| n.expect(1, head_dim, float))?;
+        let mut norm_f32 = None;
+        for norm in [o.q_norm, o.k_norm].into_iter().flatten() {
+            let wide = norm_weight(norm, head_dim, float)?;
+            if *norm_f32.get_or_insert(wide) != wide {
+                return Err(Error::Mismatch {
+                    operand: norm.what(),
+                    got: norm.float().name().into(),
+                    want: "the type of q_norm".into(),
+                });
+            }
+        }
         in_range("rotary pairs", o.cos.columns() as u64, 1, head_dim as i128 / 2)?;
         o.cos.expect(o.cos.rows(), o.cos.columns(), FloatType::F32)?;
         o.sin.expect(o.cos.rows(), o.cos.columns(), FloatType::F32)?;
@@ -169,7 +179,7 @@ impl RopeKv {
             num_slots: o.cache.num_slots(),
             eps_bits,
             wide: u32::from(o.in_pairs()),
-            reserved: 0,
+            norm_f32: u32::from(norm_f32 == Some(true)),
         };
         let blocks = (all_heads as u32).div_ceil(BLOCK / 32);
         let _current = context.enter()?;

@@ -1,4 +1,4 @@
-//! The launches of `cuda/rows.cu`: gathers of rows, RMSNorm with the residual sum, SiLU(gate) * up.
+//! The launches of `cuda/rows.cu`: gathers of rows, RMSNorm with the residual sum, SiLU(gate) * up, GELU(gate) * up.
 //!
 //! A row's bits depend on that row and its length alone. `live` is an array whose last element counts the rows of a
 //! static batch that are live (so the `offsets` of a ragged batch serve as they are); rows from there on are written as
@@ -6,11 +6,11 @@
 
 use std::sync::Arc;
 
-use super::check::{epsilon, half, length, live_address, on_device, rows_on_device};
+use super::check::{epsilon, half, length, live_address, norm_weight, on_device, rows_on_device};
 use crate::device::context::Context;
 use crate::device::driver::{Function, Module, Stream};
 use crate::device::images;
-use crate::device::params::{AddRmsNormParams, BUFFERS, GatherRowsParams, KERNELS, SiluUpParams};
+use crate::device::params::{AddRmsNormParams, BUFFERS, GatedUpParams, GatherRowsParams, KERNELS};
 use crate::device::rows::Rows;
 use crate::device::view::DeviceSlice;
 use crate::error::{Error, Result, in_range};
@@ -34,8 +34,33 @@ pub struct RowOps {
     gather: [Function; 2],
     norm: [Function; 2],
     silu: [Function; 2],
+    gelu: [Function; 2],
     _module: Module,
     context: Arc<Context>,
+}
+
+/// What a gate goes through, as `config.json` calls it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Activation {
+    /// `x / (1 + e^-x)`.
+    Silu,
+    /// GELU in its tanh form (<https://arxiv.org/abs/1606.08415>).
+    GeluTanh,
+}
+
+impl std::str::FromStr for Activation {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        match name {
+            "silu" => Ok(Self::Silu),
+            "gelu_tanh" => Ok(Self::GeluTanh),
+            _ => {
+                let why = "must be \"silu\" or \"gelu_tanh\"".into();
+                Err(Error::Invalid { what: "activation", got: name.into(), why })
+            }
+        }
+    }
 }
 
 /// The operands of [`RowOps::add_rms_norm`].
@@ -45,7 +70,7 @@ pub struct AddRmsNorm<'a> {
     pub residual: &'a Rows,
     /// Added to it, `[rows, columns]`.
     pub x: Option<&'a Rows>,
-    /// One factor a column, `[1, columns]`.
+    /// One factor a column, `[1, columns]`, of the element type or of f32.
     pub weight: &'a Rows,
     /// Added to the mean square.
     pub eps: f32,
@@ -64,7 +89,8 @@ impl RowOps {
         let gather = [module.function("gather_rows_v16")?, module.function("gather_rows_v2")?];
         let norm = [module.function("add_rms_norm_bf16")?, module.function("add_rms_norm_f16")?];
         let silu = [module.function("silu_up_bf16")?, module.function("silu_up_f16")?];
-        Ok(Self { gather, norm, silu, _module: module, context })
+        let gelu = [module.function("gelu_up_bf16")?, module.function("gelu_up_f16")?];
+        Ok(Self { gather, norm, silu, gelu, _module: module, context })
     }
 
     /// `out[i] = table[tokens[i]]`. A token of -1 is a lane without a token: its row is zeros. A token outside the table is
@@ -198,7 +224,7 @@ impl RowOps {
         let (rows, columns, float) = (residual.rows(), residual.columns(), residual.float());
         let function = half(residual, self.norm[0], self.norm[1])?;
         in_range("columns of a norm", columns as u64, 1, MAX_NORM_COLUMNS as i128)?;
-        weight.expect(1, columns, float)?;
+        let weight_f32 = norm_weight(weight, columns, float)?;
         let given = [x, out, copy].into_iter().flatten();
         given.clone().try_for_each(|r| r.expect(rows, columns, float))?;
         rows_on_device(context, &[residual, weight])?;
@@ -227,27 +253,31 @@ impl RowOps {
             columns: columns as i32,
             eps_bits,
             wide: u32::from(given.clone().chain([residual, weight]).all(Rows::in_vectors)),
+            weight_f32: u32::from(weight_f32),
+            reserved: 0,
         };
         let _current = context.enter()?;
         // SAFETY: as in `gather_as`.
         unsafe { function.launch((rows as u32, 1, 1), norm_threads(columns), stream, &params) }
     }
 
-    /// `out = silu(gate) * up` of `gate_up` `[rows, 2 * columns]`: all gates before all ups, or, `interleaved`, pairs gate,
-    /// up, gate, up, ...; `out` is `[rows, columns]`. In f32, with the host's exponential, rounded once.
+    /// `out = activation(gate) * up` of `gate_up` `[rows, 2 * columns]`: all gates before all ups, or, `interleaved`, pairs
+    /// gate, up, gate, up, ...; `out` is `[rows, columns]`. In f32, with the host's exponential, rounded once.
     ///
     /// # Errors
     /// [`Error::Mismatch`] for operands that do not fit each other.
-    pub fn silu_up(
+    pub fn gated_up(
         &self,
         stream: Stream,
+        activation: Activation,
         gate_up: &Rows,
         interleaved: bool,
         live: Option<&DeviceSlice<i32>>,
         out: &Rows,
     ) -> Result<()> {
         let context = &self.context;
-        let function = half(out, self.silu[0], self.silu[1])?;
+        let [bf16, f16] = if activation == Activation::Silu { self.silu } else { self.gelu };
+        let function = half(out, bf16, f16)?;
         gate_up.expect(out.rows(), out.columns() * 2, out.float())?;
         rows_on_device(context, &[gate_up, out])?;
         let live = live_address(context, live)?;
@@ -255,9 +285,9 @@ impl RowOps {
             return Ok(());
         }
         let blocks = out.columns().div_ceil(256 * WIDTH);
-        in_range("columns of silu_up", out.columns() as u64, 1, 65_535 * 256 * WIDTH as i128)?;
+        in_range("columns of gated_up", out.columns() as u64, 1, 65_535 * 256 * WIDTH as i128)?;
         let (record, claim) = context.fault_addresses(stream)?;
-        let params = SiluUpParams {
+        let params = GatedUpParams {
             gate_up: gate_up.address(),
             out: out.address(),
             live,

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from modelzoo import Pair, agree, write_eagle3, write_target
+from modelzoo import Pair, agree, write_eagle1, write_eagle3, write_target
 from specrs import LLM, SamplingParams, SpecrsError, assets, device
 from specrs import _specrs as core
 from specrs.engine.batch import Batch
@@ -28,7 +28,12 @@ if not torch.cuda.is_available():
 if not device.cuda_available():
     pytest.skip(f"no CUDA kernels: {device.cuda_unavailable_reason()}", allow_module_level=True)
 
-# architecture, heads, kv heads, head_dim, dtype
+GRANITE = {"embedding_multiplier": 12.0, "attention_multiplier": 0.02, "residual_multiplier": 0.22,
+           "logits_scaling": 0.5}  # fmt: skip
+GEMMA2 = {"query_pre_attn_scalar": 40, "sliding_window": 8192, "attn_logit_softcapping": 5.0,
+          "final_logit_softcapping": 30.0}  # fmt: skip
+GEMMA3 = {"query_pre_attn_scalar": 40, "sliding_window": 8192, "rope_local_base_freq": 5000.0}
+# architecture, heads, kv heads, head_dim, dtype, and what else config.json says; the head is EAGLE-3's, or EAGLE-1's
 SHAPES = [
     pytest.param(("LlamaForCausalLM", 4, 4, 64, torch.bfloat16), id="llama-group1-64-bf16"),
     pytest.param(("Qwen2ForCausalLM", 4, 2, 64, torch.bfloat16), id="qwen2-group2-64-bf16"),
@@ -39,6 +44,14 @@ SHAPES = [
     pytest.param(("Phi3ForCausalLM", 4, 2, 96, torch.bfloat16), id="phi3-group2-96-bf16"),
     # One layer without rope.
     pytest.param(("SmolLM3ForCausalLM", 4, 1, 64, torch.bfloat16), id="smollm3-group4-64-bf16"),
+    pytest.param(("GraniteForCausalLM", 4, 2, 64, torch.bfloat16, GRANITE), id="granite-64-bf16"),
+    pytest.param(("Olmo2ForCausalLM", 4, 2, 128, torch.bfloat16), id="olmo2-128-bf16"),
+    pytest.param(("GemmaForCausalLM", 4, 1, 256, torch.bfloat16), id="gemma-256-bf16"),
+    pytest.param(("Gemma2ForCausalLM", 4, 2, 256, torch.bfloat16, GEMMA2), id="gemma2-256-bf16"),
+    pytest.param(("Gemma2ForCausalLM", 4, 2, 128, torch.float16, GEMMA2), id="gemma2-128-f16"),
+    pytest.param(("Gemma3ForCausalLM", 4, 1, 256, torch.bfloat16, GEMMA3), id="gemma3-256-bf16"),
+    pytest.param(("LlamaForCausalLM", 4, 2, 64, torch.bfloat16, {}, write_eagle1), id="llama-eagle1-bf16"),
+    pytest.param(("Gemma3ForCausalLM", 2, 1, 128, torch.bfloat16, GEMMA3, write_eagle1), id="gemma3-eagle1-bf16"),
 ]
 TREES = [(1, 1, 2), (1, 6, 7), (2, 3, 8), (3, 6, 33), (4, 2, 16), (8, 6, 64), (8, 3, 5), (5, 4, 40)]
 SAMPLED: dict[str, Any] = {
@@ -52,14 +65,16 @@ Bits = dict[tuple[int, int], bytes]
 @pytest.fixture(scope="module", params=SHAPES)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """8 tokens only, and a head that is right often enough (`agree`)."""
-    architecture, heads, kv_heads, head_dim, dtype = request.param
+    architecture, heads, kv_heads, head_dim, dtype, *more = request.param
+    changes, write_head = more[0] if more else {}, more[1] if len(more) > 1 else write_eagle3
     root = tmp_path_factory.mktemp("gpu")
     sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
     target = write_target(
         root / "target", architecture, dtype=dtype, vocab_size=8, eos_token_id=None, bos_token_id=None,
-        max_position_embeddings=8192, **sizes,
+        max_position_embeddings=8192, **sizes, **changes,
     )  # fmt: skip
-    draft = write_eagle3(root / "draft", target, draft_vocab_size=8, dtype=dtype, head_dim=64)
+    own = {"draft_vocab_size": 8} if write_head is write_eagle3 else {}
+    draft = write_head(root / "draft", target, dtype=dtype, head_dim=64, **own)
     agree(target, draft)
     return Pair(target, draft)
 

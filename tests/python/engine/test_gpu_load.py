@@ -90,9 +90,9 @@ def test_a_gpu_is_taken_where_nobody_says_otherwise(pair: Pair, monkeypatch: pyt
 
 def test_what_the_gpu_does_not_run_runs_on_the_cpu_with_a_warning(tmp_path: Path, pair: Pair) -> None:
     odd = modelzoo.write_target(tmp_path / "odd")
-    with pytest.warns(RuntimeWarning, match="not the GPU: head_dim = 32: attention on a GPU takes 64, 96, 128$"):
+    with pytest.warns(RuntimeWarning, match="not the GPU: head_dim = 32: attention on a GPU takes 64, 96, 128, 256$"):
         llm = LLM(odd)
-    assert llm.device == "cpu (not the GPU: head_dim = 32: attention on a GPU takes 64, 96, 128)"
+    assert llm.device == "cpu (not the GPU: head_dim = 32: attention on a GPU takes 64, 96, 128, 256)"
     assert len(llm.generate([[1, 2]], GREEDY)[0].token_ids) == 24
     with pytest.warns(RuntimeWarning, match="tree = "):
         assert LLM(pair.target, pair.draft, tree=(4, 8, 32)).device.startswith("cpu (not the GPU: tree = (4, 8, 32)")

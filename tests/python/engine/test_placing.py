@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 import modelzoo
 from modelzoo import Pair
 from specrs import LLM, ConfigError, CudaError, DraftMismatchError, SamplingParams, cuda_available
+from specrs import _specrs as core
 from specrs.models import Eagle3Config, ModelConfig
 from specrs.models.cuda import placed, unavailable, why_not
 
@@ -44,7 +46,7 @@ def test_the_device_is_as_asked_by_option_then_environment(tiny: Pair, monkeypat
 
 @pytest.mark.parametrize(
     ("sizes", "words"),
-    [({"head_dim": 32}, "head_dim = 32: attention on a GPU takes 64, 96, 128"),
+    [({"head_dim": 32}, "head_dim = 32: attention on a GPU takes 64, 96, 128, 256"),
      ({"head_dim": 64, "intermediate_size": 100}, "a matrix of 100 rows or columns"),
      ({"head_dim": 64, "vocab_size": 301}, "a matrix of 301 rows"), ({"head_dim": 64, "hidden_size": 68}, "of 68 rows"),
      ({"head_dim": 64, "num_attention_heads": 65, "num_key_value_heads": 1}, "65 heads over 1 key heads"),
@@ -110,6 +112,7 @@ def test_a_gpu_computes_in_16_bits(stored: torch.dtype, tmp_path: Path, monkeypa
     """What is settled before the GPU is touched."""
     monkeypatch.setattr("specrs.models.cuda.unavailable", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(core, "_device_attention_workspace", lambda *_, **sizes: 0)
     target = modelzoo.write_target(tmp_path / "target", dtype=stored, head_dim=64, vocab_size=304)
     sizes = ModelConfig.from_directory(target)
     own = torch.bfloat16 if stored is torch.float32 else stored
@@ -118,3 +121,10 @@ def test_a_gpu_computes_in_16_bits(stored: torch.dtype, tmp_path: Path, monkeypa
         assert (place.activations, place.weights, place.logits) == (want, want, torch.float32)
     with pytest.raises(ConfigError, match="dtype = 'float32': 'cuda:0' computes in bfloat16 or float16; device='cpu'"):
         placed("cuda:0", target, sizes, None, "float32")
+
+    def small(*_: Any, **sizes: Any) -> int:
+        raise ConfigError("shared memory of a block = 101376 bytes: attention needs 140224")
+
+    monkeypatch.setattr(core, "_device_attention_workspace", small)
+    with pytest.raises(ConfigError, match=r"head_dim = 64: shared memory of a block = 101376 .*; device='cpu' runs"):
+        placed("cuda:0", target, sizes)

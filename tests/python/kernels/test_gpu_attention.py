@@ -36,6 +36,7 @@ from attention_cases import (
 
 LENGTHS = [*range(18), 31, 32, 33, 63, 64, 65, *range(120, 130), 250, 255, 257, *range(1016, 1027), 2047, 3071, 4000]
 GROUPS = [1, 2, 4, 7, 8]
+HEADS = [(128, None), (128, None), (64, None), (96, None), (256, None), (256, 20.0), (128, 5.0)]  # elements, cap
 KINDS = ["normal", "peaked", "equal", "huge", "sink", "zeros", "tiny"]
 
 
@@ -57,12 +58,14 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def any_shape(rng: random.Random, i: int) -> Shape:
+    dim, cap = rng.choice(HEADS)
     return Shape(
         kv_heads=rng.choice([1, 2, 3]),
         group=GROUPS[i % len(GROUPS)],
-        dim=[128, 64, 96][rng.randrange(10) // 4],
+        dim=dim,
         dtype=[torch.bfloat16, torch.float16][rng.randrange(4) // 3],
         page=rng.choice([1, 4, 16, 64, 256]),
+        cap=cap,
     )
 
 
@@ -112,9 +115,9 @@ class Case:
 CASES = list(enumerate(LENGTHS))
 
 
-def check_tree(i, length, turn, rng, tree=None):
+def check_tree(i, length, turn, rng, tree=None, shape=None):
     """Each node against decoding and prefill, of a random shape."""
-    shape = any_shape(rng, i + turn)
+    shape = shape or any_shape(rng, i + turn)
     case = Case(shape, length, tree or any_tree(rng), i * 10 + turn, rng.choice(KINDS), leaves=4)
     where = (length, shape, case.tree.parents)
     [verified] = attend(case.cache, [case.verify])
@@ -140,6 +143,51 @@ def check_tree(i, length, turn, rng, tree=None):
                         assert same(row, earlier), ("prefix", size, position, where)
 
 
+@pytest.mark.parametrize(("dim", "cap"), [(256, None), (256, 20.0), (128, 5.0)])
+def test_tiles_of_every_height_give_the_same_bits_of_wide_and_capped_heads(dim, cap):
+    """A request's rows choose the height by capacity, 16, 32 or 64; splits stand alone, or are folded on the way."""
+    rng = random.Random(dim)
+    for dtype in (torch.bfloat16, torch.float16):
+        shape = Shape(2, 4, dim, dtype, 16, cap)
+        cache = Cache(shape, 700, rng)
+        requests = []
+        for i, length in enumerate((0, 7, 129, 1030, 2500)):
+            stored = tokens(shape, length, i).then(tokens(shape, 4, 100 + i))
+            requests.append(Request(cache.store(stored), length, stored.q[length:], Tree([-1, 0, 0, 1]).words()))
+        want = attend(cache, requests)
+        for capacity in (4, 8, 16, 64):
+            for got, one in zip(attend(cache, requests, max_queries=capacity), want, strict=True):
+                assert same(got, one), capacity
+        launch = Launch(cache, requests).prepare()
+        least = torch.full((300 * 64 * (dim * 4 + 8) + 4096,), 255, dtype=torch.uint8, device=CUDA)
+        for got, one in zip(launch.live(launch.run(workspace=least)), want, strict=True):
+            assert same(got, one)
+
+
+def test_a_cap_changes_scores_and_a_high_one_does_not():
+    shape, rng = Shape(1, 2, 128, torch.bfloat16, 16), random.Random(5)
+    stored = tokens(shape, 300, 1, "peaked")
+    cache = Cache(shape, 40, rng)
+    request = Request(cache.store(stored), 299, stored.q[299:])
+    launch = Launch(cache, [request]).prepare()
+    plain = launch.run().clone()
+    high, low = launch.run(cap=1e4).clone(), launch.run(cap=1.0).clone()
+    assert torch.allclose(plain[:1], high[:1], atol=1e-2, rtol=1e-2)
+    assert not torch.allclose(plain[:1], low[:1], atol=0.1)
+    for bad in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(specrs.ConfigError, match=r"cap = .*positive and finite"):
+            launch.run(cap=bad)
+
+
+@pytest.mark.parametrize(("dim", "cap", "takes"), [(32, None, "64, 96, 128 or 256"), (64, 20.0, "128 or 256 where")])
+def test_heads_without_a_kernel_are_refused(dim, cap, takes):
+    shape = Shape(1, 2, dim, torch.bfloat16, 16, cap)
+    cache = Cache(shape, 4, random.Random(5))
+    stored = tokens(shape, 3, 1)
+    with pytest.raises(specrs.ConfigError, match=f"head_dim = {dim}: attention on a GPU takes {takes}"):
+        attend(cache, [Request(cache.store(stored), 2, stored.q[2:])])
+
+
 @pytest.mark.parametrize("part", range(4))
 def test_a_tree_equals_plain_decoding_and_prefill_in_chunks(part):
     for i, length in CASES[part::4]:
@@ -153,6 +201,14 @@ def test_small_trees(i, length):
     """What a sanitizer gets through."""
     rng = random.Random(i)
     check_tree(i, length, 0, rng, random_tree(rng, 9, 4))
+
+
+@pytest.mark.parametrize(("dim", "cap"), [(256, None), (256, 20.0), (128, 5.0)])
+def test_small_trees_of_wide_and_capped_heads(dim, cap):
+    for i, length in enumerate((0, 17, 130)):
+        rng = random.Random(i)
+        shape = Shape(1 + i % 2, GROUPS[i], dim, [torch.bfloat16, torch.float16][i % 2], 16, cap)
+        check_tree(i, length, 0, rng, random_tree(rng, 9, 4), shape)
 
 
 def test_rounded_outputs_are_those_of_the_f32_values():

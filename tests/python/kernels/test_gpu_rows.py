@@ -5,6 +5,7 @@ The references are the same f32 operations in the same order, on the CPU; compar
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -120,8 +121,8 @@ def test_a_live_count_outside_the_batch_is_recorded_and_clamped(canaries, bad):
     assert fault() == ("embed", "live", -1, -1, bad, 5)
     assert same(out, table[[1, 2, 3, 4]] if bad > 0 else torch.zeros_like(out).cpu())
     gate_up, half = canaries.of(random_rows(4, 16, dtype=torch.bfloat16)), canaries.empty(4, 8, dtype=torch.bfloat16)
-    core._device_silu_up(gate_up, False, live, half, handle())
-    assert fault()[:2] == ("silu_up", "live")
+    core._device_gated_up(gate_up, "silu", False, live, half, handle())
+    assert fault()[:2] == ("gated_up", "live")
     core._device_add_rms_norm(out, None, canaries.of(torch.ones(64).bfloat16()), 0.0, None, 0, live, None, handle())
     assert fault()[:2] == ("add_rms_norm", "live")
 
@@ -228,8 +229,8 @@ def test_norms_have_the_bits_of_their_order(canaries, dtype, columns):
     rows = 5
     residual = random_rows(rows, columns, dtype=dtype, seed=columns)
     x = random_rows(rows, columns, dtype=dtype, seed=columns + 1, scale=0.1)
-    weight = random_rows(columns, dtype=dtype, seed=2) + 1
-    for given, eps in ((x, 1e-5), (None, 1e-6)):
+    for given, eps, kind in ((x, 1e-5, dtype), (None, 1e-6, dtype), (x, 1e-6, torch.float32)):
+        weight = random_rows(columns, dtype=kind, seed=2) + 1
         total, norm = norm_reference(residual, given, weight, eps)
         for offset in (0, 2):  # vectors, or element by element: the same bits
             stream, out = canaries.of(residual, offset=offset), canaries.empty(rows, columns, dtype=dtype)
@@ -323,31 +324,38 @@ def exp_reference(x):
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("columns", [1, 4, 8, 12, 100, 1536, 14336])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_silu_up_has_the_bits_of_the_host_exponential(canaries, dtype, columns, interleaved):
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_gated_up_has_the_bits_of_the_host_exponential(canaries, dtype, columns, interleaved, activation):
     rows = 4
     gate = random_rows(rows, columns, dtype=dtype, seed=columns, scale=4.0)
     up = random_rows(rows, columns, dtype=dtype, seed=columns + 1)
     special = torch.tensor([0.0, -0.0, 87.0, -87.0, 95.0, -95.0, 1e4, -1e4, float("inf"), -3.4]).to(dtype)
     gate[0, : min(columns, 10)] = special[:columns]
-    g = gate.float()
-    want = ((g / (exp_reference(-g) + 1.0)) * up.float()).to(dtype)
+    z = g = gate.float()
+    if activation == "gelu_tanh":
+        cubic = fma(g * g * g, torch.full_like(g, 0.044715), g)
+        z = torch.where(g.isinf(), g, cubic) * torch.tensor(1.5957691216057308)
+    want = ((g / (exp_reference(-z) + 1.0)) * up.float()).to(dtype)
     gate_up = torch.stack([gate, up], -1).view(rows, -1) if interleaved else torch.cat([gate, up], -1)
     for offset in (0, 2):
         out = canaries.empty(rows, columns, dtype=dtype, offset=offset)
-        core._device_silu_up(canaries.of(gate_up, offset=offset), interleaved, None, out, handle())
+        core._device_gated_up(canaries.of(gate_up, offset=offset), activation, interleaved, None, out, handle())
         assert same(out, want)
     if columns > 100:
-        exact = g.double() * torch.sigmoid(g.double()) * up.double()
+        x = g.double()
+        if activation == "gelu_tanh":  # torch's own adds 1 to a tanh near -1
+            x = math.sqrt(8.0 / math.pi) * (x + 0.044715 * x**3)
+        exact = g.double() * torch.sigmoid(x) * up.double()
         finite = exact.abs() < torch.finfo(dtype).max
         error = (out.cpu().double() - exact).abs()[finite]
         assert (error <= exact[finite].abs() * torch.finfo(dtype).eps * 0.51 + torch.finfo(dtype).tiny).all()
 
 
-def test_dead_rows_of_silu_up_are_zeros(canaries):
+def test_dead_rows_of_gated_up_are_zeros(canaries):
     gate_up = random_rows(5, 64, dtype=torch.bfloat16)
     gate_up[2:] = float("nan")
     out = canaries.empty(5, 32, dtype=torch.bfloat16)
-    core._device_silu_up(canaries.of(gate_up), False, canaries.of([2]), out, handle())
+    core._device_gated_up(canaries.of(gate_up), "gelu_tanh", False, canaries.of([2]), out, handle())
     assert (out[2:].view(torch.int16) == 0).all() and out[:2].isfinite().all()
 
 
@@ -409,13 +417,14 @@ SHAPES = [  # heads, kv_heads, head_dim, rotary dimensions
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(("heads", "kv_heads", "d", "rotary"), SHAPES)
-@pytest.mark.parametrize("extra", ["plain", "bias", "norms"])
+@pytest.mark.parametrize("extra", ["plain", "bias", "norms", "f32 norms"])
 def test_rope_and_cache(canaries, dtype, heads, kv_heads, d, rotary, extra):
     rows, slots, layers, layer, table_rows = 9, 40, 3, 1, 50
     width = (heads + 2 * kv_heads) * d
     qkv = random_rows(rows, width, dtype=dtype, seed=d, scale=2.0)
     bias = random_rows(width, dtype=dtype, seed=5) if extra == "bias" else None
-    q_norm, k_norm = ((random_rows(d, dtype=dtype, seed=s) + 1 if extra == "norms" else None) for s in (6, 7))
+    kind = torch.float32 if extra == "f32 norms" else dtype
+    q_norm, k_norm = ((random_rows(d, dtype=kind, seed=s) + 1 if "norms" in extra else None) for s in (6, 7))
     tables = rope_tables(table_rows, rotary // 2)
     rng = random.Random(d)
     positions = [0, table_rows - 1, *(rng.randrange(table_rows) for _ in range(rows - 2))]
@@ -558,7 +567,7 @@ def test_a_layers_small_operations_replay_in_a_graph():
         core._device_add_rms_norm(x, None, weight, 1e-5, None, 0, live, out, handle())
         torch.cat([out, x], -1, out=qkv)
         core._device_rope_kv(qkv, heads, kv_heads, None, None, None, 0.0, rope, positions, slots, q, cache, 0, handle())
-        core._device_silu_up(qkv, False, live, act, handle())
+        core._device_gated_up(qkv, "silu", False, live, act, handle())
 
     run()  # torch's own warm-up
     torch.cuda.synchronize()
@@ -592,7 +601,7 @@ def test_operands_that_do_not_fit_are_refused_before_the_launch():
         with pytest.raises(specrs.ConfigError, match=match):
             f(*args, handle())
 
-    embed, norm, silu = core._device_embed, core._device_add_rms_norm, core._device_silu_up
+    embed, norm, silu = core._device_embed, core._device_add_rms_norm, core._device_gated_up
     refused("out: got bfloat16 .3, 9., want bfloat16 .3, 8.", embed, rows(5, 8), ids, None, rows(3, 9))
     refused("out: got float16 .3, 8.", embed, rows(5, 8), ids, None, rows(3, 8, dtype=torch.float16))
     refused("tokens: got int64", embed, rows(5, 8), ids.long(), None, rows(3, 8))
@@ -605,7 +614,8 @@ def test_operands_that_do_not_fit_are_refused_before_the_launch():
     refused("columns of a norm = 32769", norm, rows(1, 32769), None, rows(32769), 0.0, None, 0, None, None)
     refused("first column = 8", norm, rows(3, 8), None, rows(8), 0.0, rows(3, 8), 8, None, None)
     refused("residual: got float32", norm, rows(3, 8, dtype=torch.float32), None, rows(8), 0.0, None, 0, None, None)
-    refused("gate_up: got bfloat16 .3, 8., want bfloat16 .3, 16.", silu, rows(3, 8), False, None, rows(3, 8))
+    refused("gate_up: got bfloat16 .3, 8., want bfloat16 .3, 16.", silu, rows(3, 8), "silu", False, None, rows(3, 8))
+    refused('activation = "relu": must be "silu" or', silu, rows(3, 16), "relu", False, None, rows(3, 8))
     rope = core._device_rope_kv
     table = (rows(4, 2, dtype=torch.float32), rows(4, 2, dtype=torch.float32))
     cache, q = rows(2, 2, 9, 1, 4), rows(3, 8)

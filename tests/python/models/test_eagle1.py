@@ -193,13 +193,14 @@ def test_heads_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
         Eagle3Head.load(place, torch_ops(), target)
 
 
-def test_a_gpu_refuses_such_a_head_by_name(tmp_path: Path) -> None:
-    place = modelzoo.write_target(tmp_path / "target")
-    config, _ = Eagle3Head.check(
-        modelzoo.write_eagle1(tmp_path / "head", place), LlamaModel.load(place, torch_ops()).config
-    )
-    assert isinstance(config, Eagle1Config)
-    assert "EAGLE-1" in (why_not(config) or "")
+def test_a_gpu_runs_such_a_head_of_its_sizes(tmp_path: Path) -> None:
+    place = modelzoo.write_target(tmp_path / "target", vocab_size=304)
+    for head_dim, why in ((64, None), (32, "head_dim = 32")):
+        head = modelzoo.write_eagle1(tmp_path / f"head{head_dim}", place, head_dim=head_dim)
+        config, _ = Eagle3Head.check(head, LlamaModel.load(place, torch_ops()).config)
+        assert isinstance(config, Eagle1Config)
+        found = why_not(config)
+        assert found is None if why is None else found is not None and why in found
 
 
 def test_the_last_hidden_state_stands_alone(tmp_path: Path) -> None:

@@ -183,8 +183,6 @@ def test_backends_that_cap_no_scores_are_refused(tmp_path: Path) -> None:
     target = modelzoo.write_target(tmp_path, architecture, **overrides)
     with pytest.raises(ConfigError, match=r"attn_logit_softcapping = 0\.4, which 'native' does"):
         LLM(target, device="cpu", attention_backend="flashinfer")
-    why = why_not(ModelConfig.from_directory(target))
-    assert why is not None and "gelu" in why
 
 
 def config(architecture: str, **overrides: Any) -> ModelConfig:
@@ -227,8 +225,8 @@ def test_operations_are_close_and_do_not_depend_on_the_place() -> None:
     rowwise.gelu_up(both, out)
     exact = torch.nn.functional.gelu(x.double(), approximate="tanh") * up.double()
     torch.testing.assert_close(out.double(), exact, rtol=2e-5, atol=1e-7)
-    capped = torch.empty_like(x)
-    rowwise.soft_cap(x, 5.0, capped)
+    capped = x.clone()
+    rowwise.soft_cap(capped, 5.0)
     torch.testing.assert_close(capped.double(), 5 * torch.tanh(x.double() / 5), rtol=1e-6, atol=0)
     for columns in (1, 2, 15, 16, 33):
         for row in (0, 7, 299):
@@ -236,7 +234,8 @@ def test_operations_are_close_and_do_not_depend_on_the_place() -> None:
             alone = torch.empty(1, columns)
             rowwise.gelu_up(part, alone)
             assert torch.equal(alone[0], out[row, :columns])
-            rowwise.soft_cap(x[row : row + 1, :columns], 5.0, alone)
+            alone = x[row : row + 1, :columns].clone()
+            rowwise.soft_cap(alone, 5.0)
             assert torch.equal(alone[0], capped[row, :columns])
 
 
@@ -249,23 +248,16 @@ def test_operations_hide_no_number_that_is_not_finite(bad: float) -> None:
         rowwise.gelu_up(torch.tensor([[bad, 1.0]]), out)
         assert not out.isfinite().any()
     if bad != bad:
-        rowwise.soft_cap(torch.tensor([[bad]]), 30.0, out)
+        out = torch.tensor([[bad]])
+        rowwise.soft_cap(out, 30.0)
         assert not out.isfinite().any()
 
 
 # -- devices ------------------------------------------------------------------------------------------------------
 
 
-def test_a_gpu_refuses_by_name_what_it_does_not_compute() -> None:
-    sizes = {"head_dim": 64, "vocab_size": 304}
-    refused = {
-        "GraniteForCausalLM": ({"residual_multiplier": 0.22}, "residual_multiplier"),
-        "Olmo2ForCausalLM": ({}, "norms"),
-        "GemmaForCausalLM": ({}, "gelu"),
-        "Gemma2ForCausalLM": ({}, "gelu"),
-        "Gemma3ForCausalLM": ({}, "gelu"),
-    }
+def test_a_gpu_runs_every_family_of_the_sizes_that_it_has_kernels_for() -> None:
     for name in FAMILIES:
-        changes, why = refused.get(name, ({}, None))
-        found = why_not(config(name, **sizes, **changes))
-        assert found is None if why is None else found is not None and why in found, (name, found)
+        assert why_not(config(name, head_dim=128, vocab_size=304, residual_multiplier=0.22)) is None, name
+    why = why_not(config("Gemma2ForCausalLM", head_dim=64, vocab_size=304, attn_logit_softcapping=50.0))
+    assert why == ("head_dim = 64: attention on a GPU takes 128, 256 where attn_logit_softcapping caps scores")
