@@ -10,12 +10,14 @@ a model that goes on with the answer (`Told`). A head that was trained on other 
 it does one that it was not trained for; these rows say what the text itself is worth.
 
 Counted: each pass at a fixed price (`gate_counted`), which no neighbour changes. Timed: at each task and repeat both
-engines run in step (`in_step`); a row's ratio is that of the sums of medians. "null" holds a plain engine against
-another. "behind the prompt" is the ratio of what follows the first token. Kinds of work do not know of each other, so
-that a machine of many cores measures several at once, each in a process on a core of its own.
+engines run in step (`in_step`); a row's ratio is that of the sums of medians. Where an engine's memory lies makes it
+up to 1% faster or slower as long as it lives, so several pairs of engines are made for a row. "null" holds a plain
+engine against another. "behind the prompt" is the ratio of what follows the first token. Kinds of work do not know of
+each other, nor do temperatures, so that a machine of many cores measures several at once, each in a process on a core
+of its own.
 
-    python benches/bench_drafters.py [--length 160] [--temperatures 0,1] [--repeats 5] [--parts counted,timed]
-        [--name drafters] [--kinds code] [--cores 8]
+    python benches/bench_drafters.py [--length 160] [--temperatures 0,1] [--pairs 4] [--repeats 3]
+        [--parts counted,timed] [--name drafters] [--kinds code] [--cores 8]
 """
 
 from __future__ import annotations
@@ -112,58 +114,69 @@ def chosen(kinds: str) -> dict[str, list[Task]]:
     return {kinds: TASKS[kinds]} if kinds in TASKS else {kind: tasks for kind, tasks in TASKS.items() if kinds in kind}
 
 
-def counted(length: int, temperatures: Sequence[float], kinds: str) -> dict[str, Any]:
+def counted(length: int, temperature: float, kinds: str) -> dict[str, Any]:
     """Every mix by priced passes."""
     plain = engine(None)
     alone, other = Counter(plain), Told(plain)
     rows: dict[str, Any] = {}
     for mix, drafters in MIXES.items():
-        for temperature in temperatures:
-            for kind, tasks in chosen(kinds).items():
-                llm = engine(drafters)  # which has learnt nothing of other kinds
-                counter, told, pairs = Counter(llm), Told(llm), []
-                for seed, task in enumerate(tasks):
-                    prompt = ids(llm, task)
-                    told.tell(llm, prompt, task)
-                    tokens = other.tell(llm, prompt, task) or length
-                    asked = params(task, min(tokens, length), temperature, seed)
-                    before, [want] = alone.price([prompt], [asked], plain)
-                    took, [out] = counter.price([prompt], [asked], llm)
-                    assert out.token_ids == want.token_ids, "drafts must not change the tokens"
-                    pairs.append(((before, alone.first_token), (took, counter.first_token), out))
-                name = f"{mix}, {kind}, T={temperature:g}"
-                rows[name] = row(pairs)
-                print(f"counted: {name}: {rows[name]}", flush=True)
-                llm.close()
+        for kind, tasks in chosen(kinds).items():
+            llm = engine(drafters)  # which has learnt nothing of other kinds
+            counter, told, pairs = Counter(llm), Told(llm), []
+            for seed, task in enumerate(tasks):
+                prompt = ids(llm, task)
+                told.tell(llm, prompt, task)
+                tokens = other.tell(llm, prompt, task) or length
+                asked = params(task, tokens, temperature, seed)
+                before, [want] = alone.price([prompt], [asked], plain)
+                took, [out] = counter.price([prompt], [asked], llm)
+                assert out.token_ids == want.token_ids, "drafts must not change the tokens"
+                pairs.append(((before, alone.first_token), (took, counter.first_token), out))
+            name = f"{mix}, {kind}, T={temperature:g}"
+            rows[name] = row(pairs)
+            print(f"counted: {name}: {rows[name]}", flush=True)
+            llm.close()
     return rows
 
 
-def timed(length: int, temperatures: Sequence[float], repeats: int, kinds: str) -> dict[str, Any]:
-    """Every mix by the clock, over the same weights."""
-    plain = engine(None)
+InStep = list[tuple[float, float, RequestOutput]]  # of both engines, the one with drafts first
+
+
+def by_the_clock(
+    drafters: Sequence[str] | None, tasks: Sequence[Task], length: int, temperature: float, repeats: int
+) -> list[list[InStep]]:
+    """A pair of engines over the same weights: of each task, ``repeats`` requests behind one that warms up."""
+    found: list[list[InStep]] = []
+    with engine(None) as plain, engine(drafters) as llm:
+        plain._runner.executor.target = llm._runner.executor.target  # type: ignore[attr-defined]
+        told = Told(llm)
+        for seed, task in enumerate(tasks):
+            prompt = ids(llm, task)
+            tokens = told.tell(llm, prompt, task) or length
+            asked = params(task, tokens, temperature, seed)
+            runs = [in_step((llm, plain), prompt, asked, repeat % 2) for repeat in range(repeats + 1)]
+            assert all(one[2].token_ids == other[2].token_ids for one, other in runs)
+            found.append(runs[1:])
+    return found
+
+
+def timed(length: int, engines: int, repeats: int, temperature: float, kinds: str) -> dict[str, Any]:
+    """Every mix by the clock, with so many pairs of engines a row."""
     rows: dict[str, Any] = {}
     for mix, drafters in {"null": None, **MIXES}.items():
-        for temperature in temperatures:
-            for kind, tasks in chosen(kinds).items():
-                llm = engine(drafters)
-                plain._runner.executor.target = llm._runner.executor.target  # type: ignore[attr-defined]
-                told, pairs = Told(llm), []
-                for seed, task in enumerate(tasks):
-                    prompt = ids(llm, task)
-                    tokens = told.tell(llm, prompt, task) or length
-                    asked = params(task, min(tokens, length), temperature, seed)
-                    runs = [in_step((llm, plain), prompt, asked, repeat % 2) for repeat in range(repeats + 1)]
-                    drafted, alone = zip(*runs[1:], strict=True)  # the first one warms up
-                    assert all(one[2].token_ids == other[2].token_ids for one, other in runs)
-                    before, took = (
-                        (statistics.median(one[0] for one in each), statistics.median(one[1] for one in each))
-                        for each in (alone, drafted)
-                    )
-                    pairs.append((before, took, drafted[-1][2]))
-                name = f"{mix}, {kind}, T={temperature:g}"
-                rows[name] = row(pairs)
-                print(f"timed: {name}: {rows[name]}", flush=True)
-                llm.close()
+        for kind, tasks in chosen(kinds).items():
+            each = [by_the_clock(drafters, tasks, length, temperature, repeats) for _ in range(engines)]
+            pairs = []
+            for runs in zip(*each, strict=True):  # of a task
+                drafted, alone = zip(*(run for some in runs for run in some), strict=True)
+                before, took = (
+                    (statistics.median(one[0] for one in side), statistics.median(one[1] for one in side))
+                    for side in (alone, drafted)
+                )
+                pairs.append((before, took, drafted[-1][2]))
+            name = f"{mix}, {kind}, T={temperature:g}"
+            rows[name] = row(pairs)
+            print(f"timed: {name}: {rows[name]}", flush=True)
     return rows
 
 
@@ -195,18 +208,21 @@ def physical() -> list[int]:
     return list(found.values())
 
 
-def measured(part: Callable[..., dict[str, Any]], kinds: Sequence[str], cores: int, *args: Any) -> dict[str, Any]:
-    """The rows of a part, of all kinds."""
+def measured(
+    part: Callable[..., dict[str, Any]], kinds: Sequence[str], temperatures: Sequence[float], cores: int, *args: Any
+) -> dict[str, Any]:
+    """The rows of a part, of all kinds and temperatures."""
+    units = [(temperature, kind) for temperature in temperatures for kind in kinds]
     if cores == 1:
-        each = [part(*args, kind) for kind in kinds]
+        each = [part(*args, *unit) for unit in units]
     else:
         spawn = multiprocessing.get_context("spawn")
         own = spawn.Queue()
         for cpu in physical()[:cores]:
             own.put(cpu)
         with ProcessPoolExecutor(cores, mp_context=spawn, initializer=apart, initargs=(own,)) as pool:
-            each = [f.result() for f in [pool.submit(part, *args, kind) for kind in kinds]]
-    # By mix and temperature, as one process finds them.
+            each = [f.result() for f in [pool.submit(part, *args, *unit) for unit in units]]
+    # By mix.
     order = [list(rows) for rows in each]
     return {name: rows[name] for names in zip(*order, strict=True) for rows, name in zip(each, names, strict=True)}
 
@@ -214,25 +230,27 @@ def measured(part: Callable[..., dict[str, Any]], kinds: Sequence[str], cores: i
 def main() -> None:
     """Run the parts that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--length", type=int, default=160)
+    parser.add_argument("--length", type=int, default=160, help="tokens of a request whose answer is not told")
     parser.add_argument("--temperatures", default="0,1")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=4, help="pairs of engines for a timed row")
+    parser.add_argument("--repeats", type=int, default=3, help="of a task with each pair")
     parser.add_argument("--parts", default="counted,timed")
     parser.add_argument("--name", default="drafters")
     parser.add_argument("--kinds", default="", help="the one of this name, else those whose name has this in it")
-    parser.add_argument("--cores", type=int, default=1, help="kinds at once, each on a core of its own")
+    parser.add_argument("--cores", type=int, default=1, help="of kinds and temperatures, each has one for itself")
     args = parser.parse_args()
     one_thread()
     cores = min(args.cores, len(physical()))
     temperatures, parts = [float(t) for t in args.temperatures.split(",")], args.parts.split(",")
     kinds = list(chosen(args.kinds))
     result: dict[str, Any] = {"goals": GOALS, "threads": 1, "cores": cores, "length": args.length}
+    result |= {"pairs": args.pairs, "repeats": args.repeats}
     if "timed" in parts:
-        rows = measured(timed, kinds, cores, args.length, temperatures, args.repeats)
+        rows = measured(timed, kinds, temperatures, cores, args.length, args.pairs, args.repeats)
         result["timed"] = {"rows": rows, **worst({name: r for name, r in rows.items() if not name.startswith("null")})}
         write_result(args.name, result)  # the other part takes long, and may be stopped
     if "counted" in parts:
-        rows = measured(counted, kinds, cores, args.length, temperatures)
+        rows = measured(counted, kinds, temperatures, cores, args.length)
         prices = {"table_ms": TABLE, "beside_ms": BESIDE, "asked_ms": ASKED}
         result["counted"] = {**prices, "rows": rows, **worst(rows)}
         write_result(args.name, result)
