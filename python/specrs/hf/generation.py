@@ -81,18 +81,18 @@ def generate(
     llm = engine_of(model, engine_options or {}, max(map(len, texts)) + asked.most)
     if token_streamer is not None:
         token_streamer.put(input_ids.cpu())
-    new = _run(llm, texts, _params(asked, rows, bool(generation_config.do_sample)), asked, input_ids.cpu(), out)
+    new = _run(llm, texts, _params(asked, rows, llm, bool(generation_config.do_sample)), asked, input_ids.cpu(), out)
     if out is not None:
         out.end()
     return _result(input_ids, new, asked, generation_config)
 
 
-def _params(asked: Asked, rows: int, sample: bool) -> list[SamplingParams]:
+def _params(asked: Asked, rows: int, llm: LLM, sample: bool) -> list[SamplingParams]:
     """Of each row; a seed each where they sample."""
     seeds: list[int | None] = [None] * rows
     if sample:
         seeds = list(torch.randint(2**63 - 1, (rows,)).tolist())
-    return [asked.params(seed) for seed in seeds]
+    return [asked.params(seed, llm.vocab_size) for seed in seeds]
 
 
 def _run(

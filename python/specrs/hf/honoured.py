@@ -57,14 +57,14 @@ class Asked:
     stops: list[StopCheck] = field(default_factory=list)
     ignored: list[int] | None = None
 
-    def params(self, seed: int | None) -> SamplingParams:
-        """Of a row."""
+    def params(self, seed: int | None, vocab_size: int) -> SamplingParams:
+        """Of a row of a model with so many tokens: those of ``eos`` that it lacks, -1 say, end no row."""
         return SamplingParams(
             max_tokens=self.most,
             seed=seed,
             min_tokens=min(self.least, self.most),
             ignore_eos=True,
-            stop_token_ids=self.eos or (),
+            stop_token_ids=[token for token in self.eos or () if 0 <= token < vocab_size],
             **{**_NOTHING, **self.sampling},
         )
 

@@ -74,6 +74,8 @@ MANY_EOS = [5, 7, 11, 19, 23, 42, 77, 80, 99, 120, 150, 200, 220, 250, 280]
         {"min_length": 27, "eos_token_id": MANY_EOS, "repetition_penalty": 1.3},  # padding counts
         {"min_new_tokens": 6, "min_length": 24, "eos_token_id": MANY_EOS},
         {"min_new_tokens": 50, "eos_token_id": MANY_EOS},
+        {"eos_token_id": -1},
+        {"eos_token_id": [*MANY_EOS, 300, 1 << 20], "min_new_tokens": 9},
         {"max_length": 20, "max_new_tokens": None},
         {"num_return_sequences": 1, "renormalize_logits": True},
         {"use_cache": False},
