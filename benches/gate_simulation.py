@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from specrs.engine.costs import PLAIN, SPECULATIVE, Costs, PassCost
-from specrs.engine.policy import LOOK_BACK, SpeculationGate, Standing, Step, TreePolicy
+from specrs.engine.policy import LOOK_BACK, SpeculationGate, Standing, Step, TreePolicy, nodes_of
 
 _ROWS = [1, 8, 64]
 _DEPTH = 8
@@ -123,7 +123,7 @@ def _round(
         ):
             levels += 1
         drafts_cost = costs.drafting(batch, batch, levels - 1)
-        offers = sorted(((score, r.gate.kind) for r in some for score in claims[:levels]), key=lambda o: -o[0])
+        offers = nodes_of([(score, r.gate.kind) for r in some for score in claims[:levels]])
         least = p.choose(batch, offers, drafts_cost, limit).min_score
         nodes = [sum(score >= least for score in claims[:levels]) for _ in some]
         seconds = drafts_cost + costs.target.at(batch + sum(nodes))

@@ -984,6 +984,13 @@ class DraftProposal:
     describes it.
     """
 
+    def __new__(
+        cls,
+        parents: _List[SupportsIndex],
+        tokens: _List[SupportsIndex],
+        probs: _List[float],
+        buckets: _List[SupportsIndex] = (),
+    ) -> DraftProposal: ...
     @property
     def parents(self) -> list[int]:
         """Index of each node's parent in this proposal; -1 for a child of the request's last token."""
@@ -999,6 +1006,12 @@ class DraftProposal:
     @property
     def buckets(self) -> list[int]:
         """Class of each node, for calibration."""
+
+    def first(self) -> int | None:
+        """The likeliest next token, of equal ones the first; `None` where nothing is proposed."""
+
+    def fits(self, nodes: SupportsIndex, vocab: SupportsIndex) -> bool:
+        """Whether there are at most so many nodes, all of a vocabulary of `vocab` tokens."""
 
     def __len__(self) -> int: ...
 
@@ -1069,6 +1082,82 @@ class DraftCalibration:
 
     def observe(self, source: SupportsIndex, bucket: SupportsIndex, prob: float, accepted: bool) -> None:
         """A node that a source claimed with probability `prob`, and whose parent was accepted, was accepted or not."""
+
+    def grade(self, source: SupportsIndex, proposal: DraftProposal, drawn: _List[SupportsIndex]) -> int:
+        """Hold a source's proposal against the tokens that the target drew: every node whose parent these reached
+        had its outcome, verified or not. How many of the tokens the proposal has, one below the other.
+        """
+
+_ChosenNodes = tuple[int, float, float]
+
+@final
+class DraftNodes:
+    """Nodes of the trees of a batch whose score is not below `least`, the likeliest first. A node of score s is taken
+    to be accepted with probability `exp(temper * s)`; each tree has the temper of its request.
+
+    `target`, wherever it is asked for, is (row counts, seconds of a pass of each, factor on them): a pass of other rows
+    is interpolated.
+    """
+
+    def __new__(cls, trees: _List[MergedDrafts], tempers: _List[float], least: float) -> DraftNodes: ...
+    @staticmethod
+    def scored(scores: _List[float], tempers: _List[float]) -> DraftNodes:
+        """Nodes by their scores, likeliest first, each with its temper."""
+
+    def score(self, index: SupportsIndex) -> float:
+        """A node's cumulative log-probability."""
+
+    def chance(self, index: SupportsIndex) -> float:
+        """The probability that a node is accepted."""
+
+    def token(self, index: SupportsIndex) -> int:
+        """A node's token; -1 of one that has only a score."""
+
+    def choose(
+        self,
+        batch: SupportsIndex,
+        target: tuple[_List[SupportsIndex], _List[float], float],
+        beside: float,
+        limit: float,
+    ) -> _ChosenNodes:
+        """The number of nodes with the most expected tokens a second, the score of the last one (infinite for none) and
+        these tokens, for a batch of so many requests, each with its root.
+
+        `beside`: seconds of the round beside the target's pass; `limit`: seconds that it may take.
+        """
+
+    def settle(
+        self,
+        choice: tuple[SupportsIndex, float, float],
+        target: tuple[_List[SupportsIndex], _List[float], float],
+        beside: float,
+        plain: float,
+        share: float,
+    ) -> _ChosenNodes:
+        """A choice for one request, or fewer nodes where two rounds bring its tokens in less than `share` of the time:
+        a sure chain below a doubtful token waits until that has come.
+
+        `plain`: seconds of a round without nodes.
+        """
+
+    def pays(
+        self,
+        tree: SupportsIndex,
+        batch: SupportsIndex,
+        target: tuple[_List[SupportsIndex], _List[float], float],
+        beside: float,
+        plain: float,
+        least: float,
+        tiers: _List[SupportsIndex] | None = None,
+    ) -> bool:
+        """Whether some number of the best nodes of tree `tree` is expected to give more tokens than verifying as many
+        for each of `batch` requests takes, in plain rounds of `plain` seconds.
+
+        `least`: plain rounds that it takes at least. `tiers`: rows that a request's tree takes, ascending, where rounds
+        are made for those alone.
+        """
+
+    def __len__(self) -> int: ...
 
 def merge_drafts(
     root: SupportsIndex,

@@ -7,7 +7,7 @@
 //! and is what was observed where all claims of a bucket are alike. A prior of [`PRIOR`] outcomes as claimed keeps
 //! early noise out.
 
-use super::proposal::BUCKETS;
+use super::proposal::{BUCKETS, Proposal};
 use crate::error::{Error, Result, in_range};
 
 /// Most sources of one tree: bits of a mask.
@@ -95,6 +95,26 @@ impl Calibration {
         account.accepted += u64::from(accepted);
     }
 
+    /// Hold a source's proposal against the tokens that the target drew: every node whose parent these reached had its
+    /// outcome, verified or not. How many of the tokens the proposal has, one below the other.
+    ///
+    /// # Panics
+    /// As [`Calibration::corrected`].
+    pub fn grade(&mut self, source: usize, proposal: &Proposal, drawn: &[u32]) -> usize {
+        let mut reached = -1;
+        for (hits, &token) in drawn.iter().enumerate() {
+            let mut found = None;
+            for node in (0..proposal.len()).filter(|&node| proposal.parents[node] == reached) {
+                let hit = proposal.tokens[node] == token;
+                self.observe(source, proposal.bucket(node), proposal.probs[node], hit);
+                found = if hit { Some(node) } else { found };
+            }
+            let Some(node) = found else { return hits };
+            reached = node as i32;
+        }
+        drawn.len()
+    }
+
     /// Check that there are at least so many sources.
     ///
     /// # Errors
@@ -128,6 +148,27 @@ mod tests {
         assert_eq!(c.corrected(0, 3, 0.8), 0.8, "another source");
         assert_eq!(c.account(1), Some(Account { proposed: 4000, accepted: 1000 }));
         assert_eq!(c.account(2), None);
+    }
+
+    #[test]
+    fn a_proposal_is_graded_along_the_tokens_that_came() {
+        let parents = vec![-1, -1, 0, 0, 2, 1];
+        let tokens = vec![5, 6, 7, 8, 9, 7];
+        let proposal = Proposal { parents, tokens, probs: vec![0.5; 6], buckets: vec![0, 1, 2, 3, 4, 5] };
+        let account = |drawn: &[u32]| {
+            let mut c = Calibration::new(1).unwrap();
+            let hits = c.grade(0, &proposal, drawn);
+            let a = c.account(0).unwrap();
+            (hits, a.proposed, a.accepted)
+        };
+        assert_eq!(account(&[]), (0, 0, 0));
+        assert_eq!(account(&[4]), (0, 2, 0));
+        assert_eq!(account(&[5, 7, 9, 1]), (3, 5, 3));
+        assert_eq!(account(&[5, 9]), (1, 4, 1));
+        assert_eq!(account(&[6, 7]), (2, 3, 2));
+        assert_eq!(proposal.first(), Some(5));
+        assert_eq!(Proposal::default().first(), None);
+        assert!(proposal.fits(6, 10) && !proposal.fits(5, 10) && !proposal.fits(6, 9));
     }
 
     #[test]

@@ -15,6 +15,7 @@ mod mix;
 mod proposal;
 pub mod recycle;
 mod suffix;
+mod weigh;
 
 pub use calibration::{Account, Calibration, MAX_SOURCES};
 pub use corpus::{Corpus, CorpusDrafts};
@@ -23,3 +24,4 @@ pub use merge::{MergeLimits, MergedDrafts, merge};
 pub use proposal::{BUCKETS, MAX_PROPOSED, Proposal};
 pub use recycle::RecycledTokens;
 pub use suffix::{FEWEST_BYTES, MOST_BYTES, SuffixDrafts};
+pub use weigh::{Candidate, Candidates, Choice, PassTable};

@@ -38,6 +38,18 @@ impl Proposal {
         self.buckets.get(node).copied().unwrap_or(0)
     }
 
+    /// The likeliest next token: of equal ones, the first.
+    pub fn first(&self) -> Option<u32> {
+        let below = (0..self.len()).filter(|&node| self.parents[node] < 0);
+        let best = below.reduce(|best, node| if self.probs[node] > self.probs[best] { node } else { best });
+        best.map(|node| self.tokens[node])
+    }
+
+    /// Whether there are at most so many nodes, all of a vocabulary of `vocab` tokens.
+    pub fn fits(&self, nodes: usize, vocab: u32) -> bool {
+        self.len() <= nodes && self.tokens.iter().all(|&token| token < vocab)
+    }
+
     /// Append a node; returns its index.
     pub(super) fn push(&mut self, parent: i32, token: u32, prob: f32, bucket: u8) -> usize {
         self.parents.push(parent);

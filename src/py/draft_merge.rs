@@ -15,6 +15,21 @@ pub(super) struct DraftProposal(pub(super) draft::Proposal);
 
 #[pymethods]
 impl DraftProposal {
+    /// Lists as `specrs.drafters.Proposal` has them, but for tokens, which nothing is known of here.
+    #[new]
+    #[pyo3(signature = (parents, tokens, probs, buckets=Vec::new()))]
+    #[pyo3(text_signature = "(parents, tokens, probs, buckets=())")]
+    fn new(parents: Vec<Int>, tokens: Vec<Int>, probs: Vec<f32>, buckets: Vec<Int>) -> PyResult<Self> {
+        let made = draft::Proposal {
+            parents: i32s("proposal parent", &parents)?,
+            tokens: u32s("proposed token", &tokens)?,
+            probs,
+            buckets: self::buckets(&buckets, tokens.len())?,
+        };
+        made.check(u32::MAX)?;
+        Ok(Self(made))
+    }
+
     /// Index of each node's parent in this proposal; -1 for a child of the request's last token.
     #[getter]
     fn parents(&self) -> Vec<i32> {
@@ -39,6 +54,16 @@ impl DraftProposal {
         self.0.buckets.iter().map(|&b| b.into()).collect()
     }
 
+    /// The likeliest next token, of equal ones the first; `None` where nothing is proposed.
+    fn first(&self) -> Option<u32> {
+        self.0.first()
+    }
+
+    /// Whether there are at most so many nodes, all of a vocabulary of `vocab` tokens.
+    fn fits(&self, nodes: Int, vocab: Int) -> PyResult<bool> {
+        Ok(self.0.fits(nodes.usize("nodes")?, vocab.u32("vocab")?))
+    }
+
     fn __len__(&self) -> usize {
         self.0.len()
     }
@@ -46,6 +71,15 @@ impl DraftProposal {
     fn __repr__(&self) -> String {
         format!("DraftProposal(nodes={})", self.0.len())
     }
+}
+
+/// Classes of `nodes` nodes: one each, or none.
+fn buckets(all: &[Int], nodes: usize) -> PyResult<Vec<u8>> {
+    if !all.is_empty() {
+        super::arg::same_len("proposal buckets", all.len(), "proposal tokens", nodes)?;
+    }
+    let last = draft::BUCKETS as i128 - 1;
+    Ok(all.iter().map(|b| b.within("proposal bucket", 0, last).map(|v| v as u8)).collect::<Result<_>>()?)
 }
 
 /// A proposal of a class of the caller's: anything with the four lists. One of the core is taken as it is.
@@ -58,8 +92,7 @@ fn proposal(source: &Bound<'_, PyAny>) -> PyResult<draft::Proposal> {
         Some(all) => {
             // Fewer or none are as wrong as too many, where nodes have one each.
             super::arg::same_len("proposal buckets", all.len(), "proposal tokens", tokens.len())?;
-            let last = draft::BUCKETS as i128 - 1;
-            all.iter().map(|b| b.within("proposal bucket", 0, last).map(|v| v as u8)).collect::<Result<_>>()?
+            self::buckets(&all, tokens.len())?
         }
     };
     Ok(draft::Proposal { parents, tokens, probs: source.getattr("probs")?.extract()?, buckets })
@@ -230,6 +263,13 @@ impl DraftCalibration {
         let (source, bucket) = (self.source(source)?, claim(bucket, prob)?);
         self.state().observe(source, bucket, prob, accepted);
         Ok(())
+    }
+
+    /// Hold a source's proposal against the tokens that the target drew: every node whose parent these reached had its
+    /// outcome, verified or not. How many of the tokens the proposal has, one below the other.
+    fn grade(&self, source: Int, proposal: &Bound<'_, DraftProposal>, drawn: Vec<Int>) -> PyResult<usize> {
+        let (source, drawn) = (self.source(source)?, u32s("token", &drawn)?);
+        Ok(self.state().grade(source, &proposal.get().0, &drawn))
     }
 
     fn __repr__(&self) -> String {

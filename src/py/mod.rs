@@ -21,6 +21,7 @@
 //! | `revert` | the registry of historical faults |
 //! | `certify` | proofs of a configuration, as dictionaries |
 //! | `draft_merge` | proposals of drafters, their union in one tree, their calibration |
+//! | `draft_nodes` | nodes of merged trees by what they are worth |
 //! | `drafts` | sources of drafts: a request's text, recycled tokens, a corpus |
 //! | `trees` | draft beams, the trees of a batch |
 //! | `sampling` | samplers and verification |
@@ -39,6 +40,7 @@ mod device_round;
 mod device_sample;
 mod dlpack;
 mod draft_merge;
+mod draft_nodes;
 mod drafts;
 mod errors;
 mod geometry;
@@ -100,6 +102,8 @@ mod _specrs {
     use super::dlpack::{Array, as_array};
     #[pymodule_export]
     use super::draft_merge::{DraftCalibration, DraftProposal, MergedDrafts, merge_drafts};
+    #[pymodule_export]
+    use super::draft_nodes::DraftNodes;
     #[pymodule_export]
     use super::drafts::{CorpusDrafts, DraftCorpus, RecycledTokens, SuffixDrafts};
     #[pymodule_export]

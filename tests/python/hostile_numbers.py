@@ -62,6 +62,9 @@ WORLDS: list[World] = []
 """Those of the calls at hand: a lease that nobody holds is rolled back."""
 
 
+PASSES = ([1, 4], [1.0, 2.0], 1.0)
+
+
 def zeros(*shape: int) -> Any:
     return np.zeros(shape, dtype=np.float32)
 
@@ -185,6 +188,40 @@ def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "DraftCalibration.observe": (
             lambda **k: core.DraftCalibration(2).observe(accepted=True, **k),
             {"source": 1, "bucket": 3, "prob": 0.5},
+        ),
+        "DraftCalibration.grade": (
+            lambda **k: core.DraftCalibration(2).grade(proposal=core.DraftProposal([-1], [1], [0.5]), **k),
+            {"source": 1, "drawn": [1, 2]},
+        ),
+        "DraftProposal.__new__": (
+            core.DraftProposal,
+            {"parents": [-1, 0], "tokens": [1, 2], "probs": [0.5, 0.5], "buckets": [0, 63]},
+        ),
+        "DraftProposal.fits": (core.DraftProposal([-1], [1], [0.5]).fits, {"nodes": 4, "vocab": 8}),
+        "DraftNodes.__new__": (lambda **k: core.DraftNodes([merge()], **k), {"tempers": [0.5], "least": -4.0}),
+        "DraftNodes.scored": (core.DraftNodes.scored, {"scores": [-0.1, -0.2], "tempers": [1.0, 0.5]}),
+        "DraftNodes.score": (core.DraftNodes.scored([-0.1], [1.0]).score, {"index": 0}),
+        "DraftNodes.chance": (core.DraftNodes.scored([-0.1], [1.0]).chance, {"index": 0}),
+        "DraftNodes.token": (core.DraftNodes.scored([-0.1], [1.0]).token, {"index": 0}),
+        "DraftNodes.choose": (
+            core.DraftNodes.scored([-0.1], [1.0]).choose,
+            {"batch": 1, "target": PASSES, "beside": 0.1, "limit": 9.0},
+        ),
+        "DraftNodes.settle": (
+            core.DraftNodes.scored([-0.1], [1.0]).settle,
+            {"choice": (1, -0.1, 1.9), "target": PASSES, "beside": 0.1, "plain": 1.0, "share": 0.9},
+        ),
+        "DraftNodes.pays": (
+            core.DraftNodes.scored([-0.1], [1.0]).pays,
+            {
+                "tree": 0,
+                "batch": 1,
+                "target": PASSES,
+                "beside": 0.1,
+                "plain": 1.0,
+                "least": 0.02,
+                "tiers": [2, 8],
+            },
         ),
         "SuffixDrafts.__new__": (core.SuffixDrafts, {"vocab": 8, "limit": 2**16, "prediction": [1, 2, 3]}),
         "SuffixDrafts.prompt": (core.SuffixDrafts(8, 2**16).prompt, {"tokens": [1, 2, 3]}),

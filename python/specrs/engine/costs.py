@@ -49,6 +49,11 @@ class PassCost:
         """The table at the machine's present pace."""
         return [s * self.pace.factor for s in self._shape]
 
+    @property
+    def table(self) -> tuple[list[int], list[float], float]:
+        """Row counts, seconds of a pass of each, and the pace that they are multiplied by: as `DraftNodes` takes it."""
+        return self.rows, self._shape, self.pace.factor
+
     def at(self, rows: int) -> float:
         """Predicted seconds of a pass over ``rows`` rows; beyond the table by its last slope."""
         known = self._known.get(rows)

@@ -11,7 +11,6 @@ Nothing decided here can change a token.
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -19,8 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from torch.utils.dlpack import from_dlpack
 
-from specrs._specrs import DraftCalibration, MergedDrafts, TreeBatch, merge_drafts
-from specrs.drafters import Proposal
+from specrs._specrs import DraftCalibration, DraftNodes, DraftProposal, MergedDrafts, TreeBatch, merge_drafts
 from specrs.engine.batch import Batch, Passed
 from specrs.engine.config import HEAD
 from specrs.engine.costs import SPECULATIVE, Costs
@@ -50,7 +48,7 @@ _HEARD = 0.005  # of a plain round, what a source that was not asked may take to
 _MARGIN = 1.01  # by which drafts must beat plain decoding
 MAX_NODES = 1024  # of a tree, as the core has it
 _LEAST = math.log(0.02)  # nodes less likely are never verified, where a cost model decides
-_NOTHING = Proposal()
+_NOTHING = DraftProposal([], [], [])
 _DECILES = 10
 
 
@@ -337,8 +335,8 @@ class Gathering:
             return None
         chain, most = self.grammars.forced(r.draws.grammar), min(self._depth, r.max_depth, self._nodes - 1)
         tokens, probs = list(chain.tokens[:most]), list(chain.probs[:most])
-        part = Part(self._forced, list(chain.parents[:most]), tokens, probs, list((chain.buckets or ())[:most]))
-        return part if tokens else None
+        buckets = list((chain.buckets or ())[:most])
+        return Part(self._forced, DraftProposal(list(chain.parents[:most]), tokens, probs, buckets)) if tokens else None
 
     def _of(self, r: Request, batch: int) -> _Live:
         live = self._live.get(r.request_id)
@@ -366,56 +364,44 @@ class Gathering:
         policy, size = self._policy, len(batch)
         if policy is None:
             return gathered
-        self._promise(gathered, policy)
+        nodes = self._nodes_of(batch, merged)
+        self._promise(gathered, nodes, policy)
         accounts = [self._account(r) for r in batch]
-        least = self._stake(policy, size)
-        for i, account in enumerate(accounts):
-            if account < least:
+        least = self._stake(policy, size) if self._terms is None else self._terms[1]
+        if poor := [i for i, account in enumerate(accounts) if account < least]:
+            for i in poor:
                 merged[i] = merge_drafts(roots[i], self.sources.vocab_size, [], 1, 0)
+            nodes = self._nodes_of(batch, merged)
         drafting = [a for a, tree in zip(accounts, merged, strict=True) if len(tree) > 1]
         limit = policy.limit(size, drafting) if drafting else 0.0
         if self._tiers is not None:
             self._tier(gathered, policy, limit)
             return gathered
         overhead = policy.costs.overhead.at(SPECULATIVE)
-        nodes = self._nodes_of(batch, merged)
         choice = policy.choose(size, nodes, overhead, limit)
         live = self._live.get(batch.requests[0].request_id)
         if size == 1 and live is not None:
-            choice = live.deferral.choose(batch.requests[0].tokens, merged[0], choice, nodes, policy, overhead)
+            choice = live.deferral.choose(batch.requests[0].tokens, choice, nodes, policy, overhead)
         seconds = overhead + policy.costs.target.at(size + choice.nodes)
         gathered.rate, gathered.least = choice.expected / seconds, choice.min_score
         gathered.pays = choice.nodes > 0 and gathered.rate > _MARGIN * size / policy.costs.plain(size)
         return gathered
 
-    def _promise(self, gathered: Gathered, policy: TreePolicy) -> None:
+    def _promise(self, gathered: Gathered, nodes: DraftNodes, policy: TreePolicy) -> None:
         """Note whose drafts are worth verifying where all of the batch draft, whatever their accounts hold."""
-        size = len(gathered.merged)
-        price = self._price(policy, size, 1)
-        for r, tree in zip(gathered.batch, gathered.merged, strict=True):
+        costs, size = policy.costs, len(gathered.merged)
+        overhead, plain = costs.overhead.at(SPECULATIVE), costs.plain(size)
+        rows = 2 if self._tiers is None else next((tier for tier in self._tiers if tier >= 2), self._tiers[-1])
+        price = max((costs.target.at(size * rows) + overhead) / plain - 1.0, _PRICE)
+        for i, (r, tree) in enumerate(zip(gathered.batch, gathered.merged, strict=True)):
             live = self._live.get(r.request_id)
             if live is not None and len(tree) > 1:
-                chances = map(
-                    self._kind(r).chance, sorted(tree.scores[1:], reverse=True)
-                )  # as far as they are looked at
-                wins = enumerate(itertools.accumulate(chances), start=1)
-                live.price = price if any(w > self._price(policy, size, n) for n, w in wins) else None
+                pays = nodes.pays(i, size, costs.target.table, overhead, plain, _PRICE, self._tiers)
+                live.price = price if pays else None
 
-    def _price(self, policy: TreePolicy, size: int, nodes: int) -> float:
-        """Plain rounds that verifying so many nodes for each of ``size`` requests takes."""
-        rows = nodes + 1
-        if self._tiers is not None:
-            rows = next((tier for tier in self._tiers if tier >= rows), self._tiers[-1])
-        seconds = policy.costs.target.at(size * rows) + policy.costs.overhead.at(SPECULATIVE)
-        return max(seconds / policy.costs.plain(size) - 1.0, _PRICE)
-
-    def _nodes_of(self, batch: Batch, trees: Sequence[MergedDrafts]) -> list[tuple[float, Kind]]:
-        """Nodes that may be worth verifying, the likeliest first, each with its request's kind."""
-        nodes = [
-            (s, self._kind(r)) for r, tree in zip(batch, trees, strict=True) for s in tree.scores[1:] if s >= _LEAST
-        ]
-        nodes.sort(key=lambda node: -node[0])
-        return nodes
+    def _nodes_of(self, batch: Batch, trees: list[MergedDrafts]) -> DraftNodes:
+        """Nodes that may be worth verifying, by what has come of such nodes of each request's kind."""
+        return DraftNodes(trees, [self._kind(r).temper for r in batch], _LEAST)
 
     def _kind(self, r: Request) -> Kind:
         assert self._policy is not None
@@ -452,7 +438,7 @@ class Gathering:
 
     def _merged(self, r: Request, parts: Sequence[Part | None], head: Part | None, forced: Part | None) -> MergedDrafts:
         """One tree of all; without what the request's grammar does not allow, which the target never draws."""
-        each = [_NOTHING if p is None else p if p.core is None else p.core for p in (*parts, head, forced)]
+        each = [_NOTHING if p is None else p.proposal for p in (*parts, head, forced)]
         depth, grammar = max(min(self._depth, r.max_depth), 0), r.draws.grammar
         nodes = self._nodes if grammar is None else min(2 * self._nodes, MAX_NODES)
         tree = merge_drafts(r.tokens[-1], self.sources.vocab_size, each, nodes, depth, calibration=self.calibration)
@@ -553,25 +539,21 @@ class Gathering:
         said = [p for p in (*live.parts, live.forced) if p is not None]
         if live.drafted or live.gate is None or self._policy is None or not said:
             return
-        live.foretold = live.foretold + 1 if any(part.first() == token for part in said) else 0
+        live.foretold = live.foretold + 1 if any(part.proposal.first() == token for part in said) else 0
         if live.foretold >= _FORETOLD:
             live.gate.credit(_CREDIT * self._stake(self._policy, self._batch), r.produced)
             live.foretold = 0
 
-    def grade(self, part: Part, drawn: Sequence[int]) -> int:
+    def grade(self, part: Part, drawn: list[int]) -> int:
         """Calibrate a source by a proposal and the tokens that came; how many of these it had proposed."""
-        hits = 0
-        for node, hit in part.trials(drawn):
-            self.calibration.observe(part.source, part.buckets[node], part.probs[node], hit)
-            hits += hit
-        return hits
+        return self.calibration.grade(part.source, part.proposal, drawn)
 
     def share(self, head: Part | None, passed: Passed) -> Share:
         """The head's part of what a round gave a request, by which the head is calibrated."""
         if head is None:
             return Share([], 0)
         scores: list[float] = []
-        for parent, prob in zip(head.parents, head.probs, strict=True):
+        for parent, prob in zip(head.proposal.parents, head.proposal.probs, strict=True):
             scores.append(math.log(prob) + (scores[parent] if parent >= 0 else 0.0))
         return Share(sorted(scores, reverse=True), self.grade(head, passed.tokens))
 
@@ -637,6 +619,6 @@ def head_parts(trees: TreeBatch, source: int) -> list[Part | None]:
         first += size
         probs = [min(max(math.exp(s - scores[p]), 1e-6), 1.0) for s, p in zip(scores[1:], parents[1:], strict=True)]
         buckets = [min(int(p * _DECILES), _DECILES - 1) for p in probs]
-        part = Part(source, [p - 1 for p in parents[1:]], tokens[1:], probs, buckets)
-        parts.append(part if part.tokens else None)
+        proposal = DraftProposal([p - 1 for p in parents[1:]], tokens[1:], probs, buckets)
+        parts.append(Part(source, proposal) if len(proposal) else None)
     return parts

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from specrs._specrs import DraftNodes
 from specrs.engine.costs import Costs
 
 LOOK_BACK = 8  # tokens that a look back asks the head for
@@ -412,33 +413,21 @@ class TreePolicy:
             return False
         return gain > (cost + target.at(verified + batch) - target.at(verified)) * rate
 
-    def choose(
-        self, batch: int, nodes: Sequence[tuple[float, Kind]], drafting: float, limit: float = math.inf
-    ) -> TreeChoice:
+    def choose(self, batch: int, nodes: DraftNodes, drafting: float, limit: float = math.inf) -> TreeChoice:
         """The number of draft nodes with the most expected tokens per second.
 
         Args:
             batch: requests, each with its root.
-            nodes: cumulative log-probabilities of the usable candidates of all requests, descending, each with its
-                request's kind.
+            nodes: usable candidates of all requests, likeliest first.
             drafting: seconds of the round beside the target's pass.
             limit: seconds that the round may take.
         """
-        best = TreeChoice(0, math.inf, float(batch))
-        best_rate = batch / (drafting + self.costs.target.at(batch))
-        expected = float(batch)
-        for n, (score, kind) in enumerate(nodes, start=1):
-            expected += kind.chance(score)
-            seconds = drafting + self.costs.target.at(batch + n)
-            rate = expected / seconds
-            if rate > best_rate and seconds <= limit:
-                best_rate, best = rate, TreeChoice(n, score, expected)
-        return best
+        return TreeChoice(*nodes.choose(batch, self.costs.target.table, drafting, limit))
 
-    def settle(self, choice: TreeChoice, nodes: Sequence[tuple[float, Kind]], drafting: float) -> TreeChoice:
+    def settle(self, choice: TreeChoice, nodes: DraftNodes, drafting: float) -> TreeChoice:
         """The choice for one request, or fewer nodes where two rounds bring its tokens in less time.
 
-        A sure chain below a doubtful token is verified for nothing where that is refused. A round with the k nodes
+        A sure chain below a doubtful token is verified for nothing where that is refused. A round with the nodes
         before it draws that token anyway, and where it is the one that was foretold, the next round verifies the rest:
         the same expected tokens, at the cost of the first round and the chance of the second.
 
@@ -447,15 +436,12 @@ class TreePolicy:
             nodes: of a request alone, as there; of a source that will rather say the same again.
             drafting: as there.
         """
-        n, best = choice.nodes, choice
-        seconds = [drafting + self.costs.target.at(1 + k) for k in range(n + 1)]
-        seconds[0] = self.costs.plain(1)
-        least, expected = _SETTLED_BY * seconds[n], 1.0
-        for k in range(n - 1):
-            score, kind = nodes[k]
-            chance = kind.chance(score)
-            both = seconds[k] + chance * seconds[n - k - 1]
-            if both < least:
-                least, best = both, TreeChoice(k, nodes[k - 1][0] if k else math.inf, expected)
-            expected += chance
-        return best
+        chosen = choice.nodes, choice.min_score, choice.expected
+        table, plain = self.costs.target.table, self.costs.plain(1)
+        return TreeChoice(*nodes.settle(chosen, table, drafting, plain, _SETTLED_BY))
+
+
+def nodes_of(scored: Sequence[tuple[float, Kind]]) -> DraftNodes:
+    """Nodes by their cumulative log-probabilities, each with its request's kind; in any order."""
+    best = sorted(scored, key=lambda node: -node[0])
+    return DraftNodes.scored([score for score, _ in best], [kind.temper for _, kind in best])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -46,45 +46,15 @@ class Source:
 
 @dataclass(frozen=True)
 class Part:
-    """A checked proposal: what one source says may come next. `merge_drafts` takes it.
+    """A checked proposal: what one source says may come next.
 
     Attributes:
         source: its index among the engine's; the head's is behind them.
-        parents, tokens, probs, buckets: as `Proposal` has them, of equal length.
-        core: the same as the core made it, which is merged without a copy; ``None`` of another class.
+        proposal: its tree, in the core's memory.
     """
 
     source: int
-    parents: list[int]
-    tokens: list[int]
-    probs: list[float]
-    buckets: list[int]
-    core: DraftProposal | None = None
-
-    def first(self) -> int:
-        """The likeliest next token."""
-        return max((prob, -i, token) for i, (parent, token, prob) in enumerate(
-            zip(self.parents, self.tokens, self.probs, strict=True)) if parent < 0)[2]  # fmt: skip
-
-    def trials(self, drawn: Sequence[int]) -> Iterator[tuple[int, bool]]:
-        """Nodes whose parent the target's tokens reached, each with whether it was the next of them.
-
-        The target decides of all of these, verified or not: ``drawn`` has the token after each that it reached.
-        """
-        children: dict[int, list[int]] = {}
-        for i, parent in enumerate(self.parents):
-            children.setdefault(parent, []).append(i)
-        node = -1
-        for token in drawn:
-            found = -1
-            for i in children.get(node, ()):
-                hit = self.tokens[i] == token
-                yield i, hit
-                if hit:
-                    found = i
-            if found < 0:
-                return
-            node = found
+    proposal: DraftProposal
 
 
 def checked(proposal: Drafts, source: int, nodes: int, depth: int, vocab_size: int) -> Part:
@@ -95,10 +65,9 @@ def checked(proposal: Drafts, source: int, nodes: int, depth: int, vocab_size: i
     Nothing is read of a proposal behind one node more than it may have.
     """
     if isinstance(proposal, DraftProposal):  # a tree, if not perhaps of this request
-        core = Part(source, proposal.parents, proposal.tokens, proposal.probs, proposal.buckets, proposal)
-        if len(core.tokens) > nodes or max(core.tokens, default=0) >= vocab_size:
+        if not proposal.fits(nodes, vocab_size):
             raise ValueError(f"{proposal} for at most {nodes} nodes of a vocabulary of {vocab_size} tokens")
-        return core
+        return Part(source, proposal)
     parents = [operator.index(p) for p in islice(proposal.parents, nodes + 1)]
     tokens = [operator.index(t) for t in islice(proposal.tokens, nodes + 1)]
     probs = [float(p) for p in islice(proposal.probs, nodes + 1)]
@@ -129,7 +98,7 @@ def checked(proposal: Drafts, source: int, nodes: int, depth: int, vocab_size: i
         levels.append(1 if parent < 0 else levels[parent] + 1)
         if levels[i] > depth:
             raise ValueError(f"node {i} lies {levels[i]} levels deep; {depth} were asked for")
-    return Part(source, parents, tokens, probs, buckets)
+    return Part(source, DraftProposal(parents, tokens, probs, buckets))
 
 
 @dataclass(eq=False)
@@ -180,7 +149,7 @@ class Told:
             return None
         try:
             part = checked(self.drafting.propose(nodes, depth), self.index, nodes, depth, vocab_size)
-            return part if part.tokens else None
+            return part if len(part.proposal) else None
         except Exception as error:
             self.fail("propose", error)
             return None

@@ -17,7 +17,7 @@ from torch.utils.dlpack import from_dlpack
 from specrs._specrs import DraftBeams, TreeBatch
 from specrs.engine.batch import Batch, Passed
 from specrs.engine.costs import PLAIN, SPECULATIVE, Costs, PassCost
-from specrs.engine.policy import SpeculationGate, Standing, Step, TreePolicy
+from specrs.engine.policy import SpeculationGate, Standing, Step, TreePolicy, nodes_of
 from specrs.engine.request import Request
 
 PassKind = Literal["target", "draft_step", "draft_extend"]
@@ -247,9 +247,8 @@ class AdaptiveTree(GivenTree):
     def least_score(self, batch: Batch, trees: TreeBatch, steps: int, limit: float) -> float | None:
         scores = _draft_scores(trees)
         nodes = [(s, self._gate(r).kind) for r, some in zip(batch, scores, strict=True) for s in some]
-        nodes.sort(key=lambda node: -node[0])
         drafting = self.policy.costs.drafting(len(batch), len(batch) * self._topk, steps)
-        choice = self.policy.choose(len(batch), nodes, drafting, limit)
+        choice = self.policy.choose(len(batch), nodes_of(nodes), drafting, limit)
         return choice.min_score if choice.nodes < len(nodes) else None
 
     def timed(self, kind: PassKind, rows: int, run: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:

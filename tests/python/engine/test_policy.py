@@ -10,12 +10,14 @@ import random
 import pytest
 
 from gate_simulation import Simulated, begin, decode, policy, request, together
+from specrs import _specrs as core
+from specrs._specrs import DraftNodes
 from specrs.engine.costs import PLAIN, SPECULATIVE, Pace, PassCost
-from specrs.engine.policy import Kind, SpeculationGate, Standing, Step, TreePolicy
+from specrs.engine.policy import Kind, SpeculationGate, Standing, Step, TreePolicy, nodes_of
 
 
-def nodes(p: TreePolicy, scores: list[float], sampled: bool = False) -> list[tuple[float, Kind]]:
-    return [(score, p.hot if sampled else p.greedy) for score in scores]
+def nodes(p: TreePolicy, scores: list[float]) -> DraftNodes:
+    return nodes_of([(score, p.greedy) for score in scores])
 
 
 def test_cost_interpolates_and_extrapolates() -> None:
@@ -93,7 +95,7 @@ def test_sure_drafts_are_all_verified_and_hopeless_ones_are_not() -> None:
     p = policy()
     assert p.choose(1, nodes(p, [math.log(0.95)] * 5), 0.4).nodes == 5
     assert p.choose(1, nodes(p, [math.log(0.0001)] * 5), 0.4).nodes == 0
-    assert p.choose(1, [], 0.4).nodes == 0
+    assert p.choose(1, nodes(p, []), 0.4).nodes == 0
 
 
 def test_the_choice_is_the_best_by_exhaustion() -> None:
@@ -107,6 +109,43 @@ def test_the_choice_is_the_best_by_exhaustion() -> None:
     assert 0 < best < 12
     assert choice.nodes == best
     assert choice.min_score == scores[best - 1]
+
+
+def test_nodes_of_several_trees_are_chosen_as_the_formula_says() -> None:
+    """Against the same loops in plain Python: random trees, tempers, tables, batches and limits."""
+    rng = random.Random(11)
+    for _ in range(200):
+        rows = sorted(rng.sample(range(1, 40), rng.randrange(1, 6)))
+        target = PassCost(rows, sorted(rng.uniform(0.5, 3.0) for _ in rows), Pace(rng.uniform(0.5, 2.0)))
+        batch, beside, limit = rng.randrange(1, 4), rng.uniform(0.01, 0.5), rng.choice([math.inf, rng.uniform(1, 6)])
+        trees, tempers, least = [], [rng.uniform(0.2, 2.0) for _ in range(batch)], math.log(0.02)
+        for _ in range(batch):
+            n = rng.randrange(0, 30)
+            parents = [rng.randrange(-1, i) for i in range(n)]
+            source = core.DraftProposal(parents, list(range(n)), [rng.uniform(0.05, 1.0) for _ in range(n)])
+            trees.append(core.merge_drafts(0, 64, [source], 40, 40, off_spine=40))
+        found = DraftNodes(trees, tempers, least)
+        plain = [(s, t, i) for i, (tree, t) in enumerate(zip(trees, tempers, strict=True)) for s in tree.scores[1:]]
+        plain = sorted((n for n in plain if n[0] >= least), key=lambda n: -n[0])
+        assert [found.score(i) for i in range(len(found))] == [s for s, _, _ in plain]
+        assert [found.chance(i) for i in range(len(found))] == pytest.approx([math.exp(t * s) for s, t, _ in plain])
+        best, expected = (0, math.inf, float(batch)), float(batch)
+        best_rate = expected / (beside + target.at(batch))
+        for n, (score, temper, _) in enumerate(plain, start=1):
+            expected += math.exp(temper * score)
+            seconds = beside + target.at(batch + n)
+            if expected / seconds > best_rate and seconds <= limit:
+                best_rate, best = expected / seconds, (n, score, expected)
+        assert found.choose(batch, target.table, beside, limit) == pytest.approx(best)
+        for tree in range(batch):
+            for tiers in (None, [4, 16, 64]):
+                wins, pays = 0.0, False
+                own = [math.exp(t * s) for s, t, i in plain if i == tree]
+                for n, chance in enumerate(own, start=1):
+                    wins += chance
+                    wide = n + 1 if tiers is None else next((t for t in tiers if t > n), tiers[-1])
+                    pays |= wins > max((target.at(batch * wide) + beside) / 1.5 - 1.0, 0.02)
+                assert found.pays(tree, batch, target.table, beside, 1.5, 0.02, tiers) == pays
 
 
 def two_rounds(p: TreePolicy, chances: list[float], drafting: float, first: int) -> tuple[float, float]:
