@@ -15,6 +15,7 @@ import pytest
 
 from drafts_world import VOCAB, agree, head_for, reference, watched
 from modelzoo import Pair, write_target
+from specrs._specrs import DraftNodes
 from specrs.engine.policy import TreeChoice
 from specrs.engine.speculation import AdaptiveTree
 
@@ -268,9 +269,9 @@ def test_chains_that_the_cost_model_cuts(pair: Pair, monkeypatch: pytest.MonkeyP
     assert isinstance(speculation, AdaptiveTree)
     policy = speculation.policy
 
-    def choose(batch: int, nodes: Sequence[Any], *_: Any) -> TreeChoice:
+    def choose(batch: int, nodes: DraftNodes, *_: Any) -> TreeChoice:
         n = rng.randrange(min(len(nodes), 1), len(nodes) + 1)
-        return TreeChoice(n, nodes[n - 1][0] if n else float("inf"), 1.0)
+        return TreeChoice(n, nodes.score(n - 1) if n else float("inf"), 1.0)
 
     monkeypatch.setattr(policy, "choose", choose)
     monkeypatch.setattr(policy, "deepen", lambda *_: rng.random() < 0.8)

@@ -348,7 +348,9 @@ def test_gated_up_has_the_bits_of_the_host_exponential(canaries, dtype, columns,
         exact = g.double() * torch.sigmoid(x) * up.double()
         finite = exact.abs() < torch.finfo(dtype).max
         error = (out.cpu().double() - exact).abs()[finite]
-        assert (error <= exact[finite].abs() * torch.finfo(dtype).eps * 0.51 + torch.finfo(dtype).tiny).all()
+        # The exponential is 0 or infinite where float32 ends: behind 88, a product of 16 * 4 may still be some 1e-37.
+        least = max(torch.finfo(dtype).tiny, 1e-36)
+        assert (error <= exact[finite].abs() * torch.finfo(dtype).eps * 0.51 + least).all()
 
 
 def test_dead_rows_of_gated_up_are_zeros(canaries):
@@ -615,7 +617,7 @@ def test_operands_that_do_not_fit_are_refused_before_the_launch():
     refused("first column = 8", norm, rows(3, 8), None, rows(8), 0.0, rows(3, 8), 8, None, None)
     refused("residual: got float32", norm, rows(3, 8, dtype=torch.float32), None, rows(8), 0.0, None, 0, None, None)
     refused("gate_up: got bfloat16 .3, 8., want bfloat16 .3, 16.", silu, rows(3, 8), "silu", False, None, rows(3, 8))
-    refused('activation = "relu": must be "silu" or', silu, rows(3, 16), "relu", False, None, rows(3, 8))
+    refused('activation = relu: must be "silu" or', silu, rows(3, 16), "relu", False, None, rows(3, 8))
     rope = core._device_rope_kv
     table = (rows(4, 2, dtype=torch.float32), rows(4, 2, dtype=torch.float32))
     cache, q = rows(2, 2, 9, 1, 4), rows(3, 8)
