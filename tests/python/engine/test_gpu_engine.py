@@ -212,6 +212,17 @@ def test_every_tree_page_and_chunk_gives_the_bits_of_plain_decoding(pair: Pair, 
     assert sum(node != depth for path in paths for depth, node in enumerate(path)) >= 50
 
 
+def test_rounds_are_captured(pair: Pair) -> None:
+    """Nothing that a family does between kernels allocates memory, moves it, or waits for the device."""
+    params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+    with LLM(pair.target, pair.draft, device="cuda", tree=(2, 3, 8), max_batch=1) as llm:
+        llm.generate([[1, 2, 3]], params)
+        executor: Any = llm._runner.executor
+        kept = {variant: lanes for lanes in executor._lanes.values() for variant in lanes._graphs}
+        assert any(variant.levels for variant in kept)
+        assert not any(lanes._doubts for lanes in kept.values())
+
+
 def test_long_contexts_give_the_bits_of_plain_decoding(pair: Pair) -> None:
     """Over the borders of blocks and splits."""
     prompts, params = requests(2, "greedy", long=1100)
