@@ -62,7 +62,7 @@ MODEL = {
     "products": r"nvjet|gemm|gemv|cublas|cutlass|splitK|xmma|^dot_kernel|^reduce_1Block",
     "attention": r"^attention_",
     "rope_kv": r"^rope_kv_",
-    "row operations": r"^(add_)?rms_norm|^silu_up",
+    "row operations": r"^(add_)?rms_norm|^(silu|gelu)_up",
 }
 NOT_MODEL = {
     "selection": r"^draft_select",

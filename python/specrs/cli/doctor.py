@@ -82,7 +82,7 @@ def add_parser(commands: Any) -> None:
     p = commands.add_parser("doctor", help="what this machine and these files can do", description=__doc__)
     p.add_argument("model", nargs="?", metavar="MODEL",
                    help="Hugging Face directory, or org/name; default: the small model in the package")  # fmt: skip
-    p.add_argument("--draft", help="directory of an EAGLE-3 head for the model")
+    p.add_argument("--draft", help="directory of an EAGLE head for the model")
     options.add_device(p)
     p.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: auto)")
     options.add_threads(p)

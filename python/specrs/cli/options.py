@@ -25,7 +25,7 @@ class _FormerOption(argparse.Action):
 def add_models(parser: argparse.ArgumentParser) -> None:
     """Declare --model and --draft."""
     parser.add_argument("--model", help="Hugging Face directory; default: the small model in the package")
-    parser.add_argument("--draft", help="directory of an EAGLE-3 head for the model")
+    parser.add_argument("--draft", help="directory of an EAGLE head for the model")
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:

@@ -116,7 +116,9 @@ class Engine:
         assert c.max_context_len is not None
 
         shapes = LlamaModel.shapes(self.target)
-        yield "weights of the target", _bytes(shapes, half)
+        norms = sum(shape[0] for name, shape in shapes.items() if name.endswith("norm.weight"))
+        wider = norms * (4 - half) if self.target.block.norm_offset else 0  # f32
+        yield "weights of the target", _bytes(shapes, half) + wider
         tensors = len(shapes)
         if head is not None:
             # Its keys' and values' rows stand a second time, for passes that want no more.
@@ -124,9 +126,10 @@ class Engine:
             yield "weights of the draft head", _bytes(head.shapes, half) + again * half
             tensors += len(head.shapes) + 4
         positions = c.max_context_len + ROPE_SLACK
-        turning = sum(2 * positions * (layer.head_dim // 2) * 4 for layer, _ in self.layers)
+        kinds = len({self.target.rope_of(i) for i in range(self.target.num_layers)} - {None})  # each has a table
+        turning = kinds * self.target.head_dim + sum(layer.head_dim for layer, _ in self.layers[1:])
         still = 2 * positions * 2 * 4 if None in self.target.layer_ropes else 0
-        yield "rotary tables", turning + still
+        yield "rotary tables", 2 * positions * (turning // 2) * 4 + still
 
         t = self.target
         # A layer's, once for all rows and once for those whose logits are wanted.
@@ -138,7 +141,7 @@ class Engine:
             # Passes over the target's features, passes that write alone, draft steps, and what follows attention.
             units += [
                 (4 * h.hidden_size + 2 * h.qkv_size + h.q_size + h.intermediate_size) * rows,
-                (3 * h.hidden_size + 4 * h.kv_size) * rows,
+                (4 * h.hidden_size + 4 * h.kv_size) * rows,
                 (4 * h.hidden_size + 2 * h.qkv_size + h.q_size + h.intermediate_size) * _up(b * shape.topk, 16),
                 (3 * h.hidden_size + h.q_size + h.intermediate_size) * rows,
                 h.aux_size * rows,

@@ -375,7 +375,7 @@ def _architecture(get: Reader, known: tuple[str, ...]) -> str:
         if name in _EAGLE3_ARCHITECTURES:
             hint = "an EAGLE-3 draft head: give it as draft, beside the model that it was trained for; "
         elif name in FAMILIES:
-            hint = "a model, no draft head: draft needs an EAGLE-3 head; "
+            hint = "a model, no draft head: draft needs an EAGLE head; "
         get.refuse("architectures", names, f"{hint}implemented: one of {', '.join(known)}")
     if raw.get("quantization_config") or raw.get("compression_config"):
         got = raw.get("quantization_config") or raw.get("compression_config")

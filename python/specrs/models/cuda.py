@@ -40,6 +40,8 @@ from specrs.models.placement import HOST, Dtype, Placement
 _MOST_ROWS = 2048  # of one launch of a product; longer passes take several
 HEAD_DIMS = (64, 96, 128, 256)
 _CAPPED = (128, 256)  # of those, where scores are capped
+_CAPS = 1e-4, 1e4  # of scores: `CAPS` of src/device/kernels/attention.rs
+_SMALL_HEADS = 128  # elements of a head that every GPU has shared memory for
 _MOST_GROUP = 64
 _MASK_BITS = 64
 _LARGE = 1 << 25  # bytes of a block that is made no larger than it has to be
@@ -89,12 +91,12 @@ def placed(
     ordinal, count = int(found[1]) if found[1] else torch.cuda.current_device(), torch.cuda.device_count()
     if ordinal >= count:
         raise ConfigError(f"device = {asked!r}: there are {count} CUDA devices, cuda:0 to cuda:{count - 1}")
+    if dtype == "float32":
+        raise ConfigError(f"dtype = {dtype!r}: {asked!r} computes in bfloat16 or float16; device='cpu' has float32")
     cuda = torch.device("cuda", ordinal)
     for whose, part in (("", sizes), ("the draft head: ", head)):
         if part is not None and (why := why_not(part) or _too_large(cuda, part)) is not None:
             raise ConfigError(f"device = {asked!r}: {whose}{why}; device='cpu' runs this model")
-    if dtype == "float32":
-        raise ConfigError(f"dtype = {dtype!r}: {asked!r} computes in bfloat16 or float16; device='cpu' has float32")
     half = torch.float16 if Checkpoint(model).dtype("model.embed_tokens.weight") == "F16" else torch.bfloat16
     half = half if dtype == "auto" else getattr(torch, dtype)
     return Placement(cuda, half, half, torch.float32)
@@ -102,7 +104,10 @@ def placed(
 
 def why_not(sizes: ModelConfig | HeadConfig) -> str | None:
     """Why a GPU does not run a model, or a head; ``None`` where it does."""
-    capped = isinstance(sizes, ModelConfig) and sizes.block.score_cap is not None
+    cap = sizes.block.score_cap if isinstance(sizes, ModelConfig) else None
+    capped = cap is not None
+    if cap is not None and not _CAPS[0] <= cap <= _CAPS[1]:
+        return f"attn_logit_softcapping = {cap:g}: attention on a GPU takes {_CAPS[0]:g} to {_CAPS[1]:g}"
     if sizes.head_dim not in (dims := _CAPPED if capped else HEAD_DIMS):
         where = " where attn_logit_softcapping caps scores" if capped else ""
         return f"head_dim = {sizes.head_dim}: attention on a GPU takes {', '.join(map(str, dims))}{where}"
@@ -118,6 +123,8 @@ def why_not(sizes: ModelConfig | HeadConfig) -> str | None:
 
 def _too_large(cuda: torch.device, sizes: ModelConfig | HeadConfig) -> str | None:
     """Why this GPU has no room for a block of attention over such heads; ``None`` where it has."""
+    if sizes.head_dim <= _SMALL_HEADS:
+        return None  # known without the device
     group = sizes.num_heads // sizes.num_kv_heads
     try:
         core._device_attention_workspace(

@@ -31,6 +31,7 @@ class Block:
         score_scale: factor on attention's scores; ``None``: 1 / sqrt(head_dim).
         score_cap: c in c * tanh(x / c) of a scaled score x.
         embedding_scale: factor on embeddings as they enter the first layer.
+        rounds_scale: whether that is rounded to the type of activations first.
         residual_scale: factor on what attention and MLP add to the residual stream.
         logits_divisor: of the last product's outputs.
         logits_cap: c in logits = c * tanh(logits / c), behind the divisor.
@@ -44,6 +45,7 @@ class Block:
     score_scale: float | None = None
     score_cap: float | None = None
     embedding_scale: float = 1.0
+    rounds_scale: bool = False
     residual_scale: float = 1.0
     logits_divisor: float = 1.0
     logits_cap: float | None = None
@@ -110,6 +112,7 @@ class Family:
             activation=self.activation,
             score_scale=self._score_scale(get),
             embedding_scale=self._embedding_scale(get, hidden_size),
+            rounds_scale=self.scaled_embedding,
             residual_scale=get.number("residual_multiplier", 1.0) if self.multipliers else 1.0,
             logits_divisor=get.number("logits_scaling", 1.0) if self.multipliers else 1.0,
             score_cap=self._cap(get, "attn_logit_softcapping"),

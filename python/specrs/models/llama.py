@@ -70,8 +70,8 @@ class LlamaModel:
         self._work = Workspace(at, x=h, qkv=config.qkv_size, **wide)
         self._tail_work = Workspace(at, x=h, **wide)
         self._logits = Workspace(at.for_logits(), logits=config.vocab_size)
-        # Gemma's own code rounds the factor to the type of activations; Granite's factors are the same there.
-        self._embedding_scale = float(torch.tensor(config.block.embedding_scale).to(at.activations))
+        scale = config.block.embedding_scale
+        self._embedding_scale = float(torch.tensor(scale).to(at.activations)) if config.block.rounds_scale else scale
 
     @classmethod
     def load(cls, directory: ModelSource, ops: Ops, max_context_len: int | None = None) -> LlamaModel:

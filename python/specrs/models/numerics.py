@@ -31,7 +31,7 @@ def numerics(dense: Dense, weights: Iterable[tuple[str, Linear]]) -> dict[str, A
             found["products"] = "the fastest algorithm of any class for each number of rows: NOT exact, for a bench"
     else:
         found |= {"device": str(at.device), "instructions": instructions}
-    found["torch"] = torch.__version__  # its cosines and sines are in the rotary tables
+    found["torch"] = torch.__version__  # cosines and sines; on a GPU some families' sums, products and caps
     return {**found, "weights": {name: _of(linear) for name, linear in weights}}
 
 

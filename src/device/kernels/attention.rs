@@ -28,6 +28,8 @@ const TILE_ROWS: [u32; 3] = [16, 32, 64];
 /// And one that only Hopper's own image has, for head_dims of a warpgroup ([`by_warpgroups`]): two share the keys that a
 /// third loads.
 const WIDE_ROWS: u32 = 128;
+/// Caps of scores. The kernel's tanh is within 2^-22 or so, in units of the cap: beyond, scores near 0 would be wrong.
+const CAPS: std::ops::RangeInclusive<f64> = 1e-4..=1e4;
 /// An image each: element type, head_dim, whether scores are capped, name.
 const IMAGES: [(HalfType, u32, bool, &str); 12] = [
     (HalfType::Bf16, 64, false, "attention_bf16_64"),
@@ -84,7 +86,7 @@ pub struct AttentionCall {
     pub max_queries: u32,
     /// Factor of the scores, usually `head_dim^-0.5`; positive and finite.
     pub scale: f64,
-    /// c in `c * tanh(x / c)` of a scaled score x, positive and finite; `None` where scores have no cap. There are kernels
+    /// c in `c * tanh(x / c)` of a scaled score x, from 1e-4 to 1e4; `None` where scores have no cap. There are kernels
     /// with one for head_dims of 128 and 256.
     pub cap: Option<f64>,
     /// At least one slot for each block of the grid; [`Attention::workspace_bytes`] says how much keeps the GPU busy at any
@@ -236,11 +238,13 @@ impl Attention {
                 want: format!("one for each of {queries} queries"),
             });
         }
-        for (what, factor) in [("scale", Some(call.scale)), ("cap", call.cap)] {
-            if let Some(factor) = factor.filter(|f| !(f.is_finite() && *f > 0.0)) {
-                let why = "must be positive and finite".into();
-                return Err(Error::Invalid { what, got: factor.to_string(), why });
-            }
+        if !(call.scale.is_finite() && call.scale > 0.0) {
+            let why = "must be positive and finite".into();
+            return Err(Error::Invalid { what: "scale", got: call.scale.to_string(), why });
+        }
+        if let Some(cap) = call.cap.filter(|cap| !CAPS.contains(cap)) {
+            let why = format!("must be positive and finite, from {} to {}", CAPS.start(), CAPS.end());
+            return Err(Error::Invalid { what: "cap", got: cap.to_string(), why });
         }
         for (operand, address) in [("q", call.q.address()), ("out", out), ("workspace", call.workspace.address())] {
             if !address.is_multiple_of(16) {

@@ -55,6 +55,33 @@ def test_weights_and_pages_are_exact() -> None:
     assert plain["logits"] < lines["logits"]
 
 
+def test_what_families_take_beside_llama_is_counted() -> None:
+    """Rotary tables of two kinds, norms in float32, and memory that a layer's norms and gates want."""
+
+    def lines(architecture: str, **changes: object) -> dict[str, int]:
+        raw = {**LLAMA_8B, "architectures": [architecture], "max_position_embeddings": 8192, **changes}
+        target = ModelConfig.from_dict(raw)
+        config = EngineConfig(tree=(8, 6, 64), kv_dtype="bfloat16", attention_backend=NativeCuda(), device="cuda:0",
+                              draft_layout="dense", max_context_len=8192)  # fmt: skip
+        resolved, geometry = config.resolve(8192)
+        plan = Engine(target, None, resolved, geometry, PLACE, lambda *sizes: 1 << 20)
+        return dict(planned(plan, None, 140 * GIB)[1].lines)
+
+    llama = lines("LlamaForCausalLM")
+    gemma: dict[str, object] = {"hidden_activation": "gelu_pytorch_tanh", "head_dim": 128, "tie_word_embeddings": False}
+    gemma |= {"query_pre_attn_scalar": 128, "sliding_window": 8192, "rope_local_base_freq": 1e4}
+    wide = lines("Gemma3ForCausalLM", **gemma)
+    assert wide["rotary tables"] == 2 * llama["rotary tables"]
+    norms = 32 * (4 * 4096 + 2 * 128) + 4096
+    added = 2 * 32 * (2 * 4096 + 2 * 128)  # two more norms of the stream in each layer, and those of heads
+    assert wide["weights of the target"] == llama["weights of the target"] + added + 2 * norms
+    rows = (wide["activations"] - llama["activations"]) // (2 * 2 * (2 * 4096 + 2 * 14336))
+    assert rows >= 512, "two memories of the stream and both halves of the gate, for all rows and for those wanted"
+    olmo = lines("Olmo2ForCausalLM")
+    assert olmo["activations"] > llama["activations"] + 2 * 512 * 2 * (2 * 4096 + 3 * 1024)
+    assert olmo["rotary tables"] == llama["rotary tables"]
+
+
 def test_a_pool_that_nobody_sized_is_a_full_load_or_nine_tenths_of_what_is_left() -> None:
     small, asked = engine(max_batch=2, max_context_len=4096)
     config, budget = planned(small, asked, 140 * GIB)

@@ -112,7 +112,7 @@ def test_a_gpu_computes_in_16_bits(stored: torch.dtype, tmp_path: Path, monkeypa
     """What is settled before the GPU is touched."""
     monkeypatch.setattr("specrs.models.cuda.unavailable", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(core, "_device_attention_workspace", lambda *_, **sizes: 0)
+    monkeypatch.setattr(core, "_device_attention_workspace", None)
     target = modelzoo.write_target(tmp_path / "target", dtype=stored, head_dim=64, vocab_size=304)
     sizes = ModelConfig.from_directory(target)
     own = torch.bfloat16 if stored is torch.float32 else stored
@@ -126,5 +126,6 @@ def test_a_gpu_computes_in_16_bits(stored: torch.dtype, tmp_path: Path, monkeypa
         raise ConfigError("shared memory of a block = 101376 bytes: attention needs 140224")
 
     monkeypatch.setattr(core, "_device_attention_workspace", small)
-    with pytest.raises(ConfigError, match=r"head_dim = 64: shared memory of a block = 101376 .*; device='cpu' runs"):
-        placed("cuda:0", target, sizes)
+    large = modelzoo.write_target(tmp_path / "large", dtype=stored, head_dim=256, vocab_size=304)
+    with pytest.raises(ConfigError, match=r"head_dim = 256: shared memory of a block = 101376 .*; device='cpu' runs"):
+        placed("cuda:0", large, ModelConfig.from_directory(large))

@@ -145,7 +145,7 @@ def check_tree(i, length, turn, rng, tree=None, shape=None):
 
 @pytest.mark.parametrize(("dim", "cap"), [(256, None), (256, 20.0), (128, 5.0)])
 def test_tiles_of_every_height_give_the_same_bits_of_wide_and_capped_heads(dim, cap):
-    """A request's rows choose the height by capacity, 16, 32 or 64; splits stand alone, or are folded on the way."""
+    """A request's rows choose the height by capacity: 16, 32 or 64."""
     rng = random.Random(dim)
     for dtype in (torch.bfloat16, torch.float16):
         shape = Shape(2, 4, dim, dtype, 16, cap)
@@ -158,10 +158,6 @@ def test_tiles_of_every_height_give_the_same_bits_of_wide_and_capped_heads(dim, 
         for capacity in (4, 8, 16, 64):
             for got, one in zip(attend(cache, requests, max_queries=capacity), want, strict=True):
                 assert same(got, one), capacity
-        launch = Launch(cache, requests).prepare()
-        least = torch.full((300 * 64 * (dim * 4 + 8) + 4096,), 255, dtype=torch.uint8, device=CUDA)
-        for got, one in zip(launch.live(launch.run(workspace=least)), want, strict=True):
-            assert same(got, one)
 
 
 def test_a_cap_changes_scores_and_a_high_one_does_not():

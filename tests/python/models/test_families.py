@@ -259,5 +259,8 @@ def test_operations_hide_no_number_that_is_not_finite(bad: float) -> None:
 def test_a_gpu_runs_every_family_of_the_sizes_that_it_has_kernels_for() -> None:
     for name in FAMILIES:
         assert why_not(config(name, head_dim=128, vocab_size=304, residual_multiplier=0.22)) is None, name
+    for cap, fits in ((1e-5, False), (1e-4, True), (50.0, True), (1e4, True), (1e8, False)):
+        why = why_not(config("Gemma2ForCausalLM", head_dim=128, vocab_size=304, attn_logit_softcapping=cap))
+        assert (why is None) is fits, (cap, why)
     why = why_not(config("Gemma2ForCausalLM", head_dim=64, vocab_size=304, attn_logit_softcapping=50.0))
     assert why == ("head_dim = 64: attention on a GPU takes 128, 256 where attn_logit_softcapping caps scores")
