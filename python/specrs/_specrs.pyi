@@ -1140,7 +1140,7 @@ class DraftNodes:
         `plain`: seconds of a round without nodes.
         """
 
-    def pays(
+    def price(
         self,
         tree: SupportsIndex,
         batch: SupportsIndex,
@@ -1149,9 +1149,10 @@ class DraftNodes:
         plain: float,
         least: float,
         tiers: _List[SupportsIndex] | None = None,
-    ) -> bool:
-        """Whether some number of the best nodes of tree `tree` is expected to give more tokens than verifying as many
-        for each of `batch` requests takes, in plain rounds of `plain` seconds.
+    ) -> float | None:
+        """What verifying one node for each of `batch` requests takes, in plain rounds of `plain` seconds, where some
+        number of the best nodes of tree `tree` is expected to give more tokens than verifying as many takes; `None`
+        else.
 
         `least`: plain rounds that it takes at least. `tiers`: rows that a request's tree takes, ascending, where rounds
         are made for those alone.

@@ -92,8 +92,9 @@ struct Shared {
 /// The tree of `root` and what `sources` propose below it, for a target of `vocab` tokens. A source that proposes one
 /// token twice below one parent claims the sum.
 ///
-/// # Errors Those of [`Proposal::check`], for each source; [`Error::OutOfRange`] for `root`, `vocab`, a limit or too
-/// many sources; [`Error::Mismatch`] where the calibration has fewer sources.
+/// # Errors
+/// Those of [`Proposal::check`], for each source; [`Error::OutOfRange`] for `root`, `vocab`, a limit or too many sources;
+/// [`Error::Mismatch`] where the calibration has fewer sources.
 pub fn merge(
     root: u32,
     vocab: u32,

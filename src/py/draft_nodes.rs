@@ -85,14 +85,14 @@ impl DraftNodes {
         Ok(chosen(self.0.settle(Choice { nodes, min_score, expected }, &target, beside, plain, share)))
     }
 
-    /// Whether some number of the best nodes of tree `tree` is expected to give more tokens than verifying as many for
-    /// each of `batch` requests takes, in plain rounds of `plain` seconds.
+    /// What verifying one node for each of `batch` requests takes, in plain rounds of `plain` seconds, where some number
+    /// of the best nodes of tree `tree` is expected to give more tokens than verifying as many takes; `None` else.
     ///
     /// `least`: plain rounds that it takes at least. `tiers`: rows that a request's tree takes, ascending, where rounds
     /// are made for those alone.
     #[pyo3(signature = (tree, batch, target, beside, plain, least, tiers=None))]
     #[allow(clippy::too_many_arguments)]
-    fn pays(
+    fn price(
         &self,
         tree: Int,
         batch: Int,
@@ -101,7 +101,7 @@ impl DraftNodes {
         plain: f64,
         least: f64,
         tiers: Option<Vec<Int>>,
-    ) -> PyResult<bool> {
+    ) -> PyResult<Option<f64>> {
         let (tree, batch, target) = (tree.usize("tree")?, batch.u32("batch")?, table(target)?);
         let tiers = u32s("tier", &tiers.unwrap_or_default())?;
         let price = |nodes: u64| {
@@ -109,7 +109,7 @@ impl DraftNodes {
             let seconds = beside + target.at(u64::from(batch) * rows.unwrap_or(nodes + 1));
             f64::max(seconds / plain - 1.0, least)
         };
-        Ok(self.0.pays(tree, price))
+        Ok(self.0.pays(tree, price).then(|| price(1)))
     }
 
     fn __len__(&self) -> usize {

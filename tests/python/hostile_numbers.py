@@ -211,8 +211,8 @@ def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
             core.DraftNodes.scored([-0.1], [1.0]).settle,
             {"choice": (1, -0.1, 1.9), "target": PASSES, "beside": 0.1, "plain": 1.0, "share": 0.9},
         ),
-        "DraftNodes.pays": (
-            core.DraftNodes.scored([-0.1], [1.0]).pays,
+        "DraftNodes.price": (
+            core.DraftNodes.scored([-0.1], [1.0]).price,
             {
                 "tree": 0,
                 "batch": 1,

@@ -391,13 +391,10 @@ class Gathering:
         """Note whose drafts are worth verifying where all of the batch draft, whatever their accounts hold."""
         costs, size = policy.costs, len(gathered.merged)
         overhead, plain = costs.overhead.at(SPECULATIVE), costs.plain(size)
-        rows = 2 if self._tiers is None else next((tier for tier in self._tiers if tier >= 2), self._tiers[-1])
-        price = max((costs.target.at(size * rows) + overhead) / plain - 1.0, _PRICE)
         for i, (r, tree) in enumerate(zip(gathered.batch, gathered.merged, strict=True)):
             live = self._live.get(r.request_id)
             if live is not None and len(tree) > 1:
-                pays = nodes.pays(i, size, costs.target.table, overhead, plain, _PRICE, self._tiers)
-                live.price = price if pays else None
+                live.price = nodes.price(i, size, costs.target.table, overhead, plain, _PRICE, self._tiers)
 
     def _nodes_of(self, batch: Batch, trees: list[MergedDrafts]) -> DraftNodes:
         """Nodes that may be worth verifying, by what has come of such nodes of each request's kind."""
