@@ -28,6 +28,7 @@ class Simulated:
         lag: features that wait; ``None`` where the head is ready to draft.
         rounds: those that drafted.
         deceived: looks back that opened the gate.
+        wakes: the number of its tokens that it waits for.
     """
 
     gate: SpeculationGate
@@ -38,6 +39,7 @@ class Simulated:
     lag: int | None = 1
     rounds: int = 0
     deceived: int = 0
+    wakes: int = 0
 
 
 @dataclass
@@ -104,7 +106,11 @@ def _round(
 ) -> None:
     """One round of a batch."""
     batch, costs, plain = len(live), p.costs, p.costs.plain(len(live))
-    able = [_able(p, r, batch, rng, done) if r.gate.follows else None for r in live]
+    awake = any(r.gate.follows and r.produced >= r.wakes for r in live)
+    able = [_able(p, r, batch, rng, done) if awake and r.gate.follows else None for r in live]
+    for r, asked in zip(live, able, strict=True):
+        if awake and r.gate.follows and asked is None and r.lag is not None:
+            r.wakes = r.produced + p.doze(r.gate, batch, Standing(r.produced, r.tokens - r.produced, r.lag))
     drafting = p.drafting(able) if any(able) else [False] * batch
     for r, asked, drafts in zip(live, able, drafting, strict=True):
         if asked is not None and not drafts:

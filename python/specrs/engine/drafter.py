@@ -53,7 +53,9 @@ class Drafter:
 
     def catch_up(self, batch: Batch, speculation: GivenTree) -> None:
         """Write the draft KV of requests whose features have waited for long, or give them up."""
-        late = [r for r in batch if r.finish_reason is None and r.lag >= _MAX_LAG]
+        late = [r for r in batch if r.lag >= _MAX_LAG and r.finish_reason is None]
+        if not late:
+            return
         for r in late:
             if not speculation.catches_up(r, len(batch)):
                 r.give_up_drafts(r.draft_valid)

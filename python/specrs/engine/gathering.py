@@ -195,6 +195,7 @@ class Gathering:
         self.calibration = DraftCalibration(self._forced + 1)
         self.grammars: Grammars | None = None
         """Of the engine, where requests may have grammars."""
+        self._proposing = bool(sources.all)
         self._policy: TreePolicy | None = None
         self._worth = [_Worth() for _ in sources.all]
         self._live: dict[int, _Live] = {}
@@ -227,7 +228,10 @@ class Gathering:
         self._asks += 1
         for r in batch:
             live = self._live.get(r.request_id)
-            if self._may_draft(r) if live is None else live.wakes <= self._asks:
+            if live is not None:
+                if live.wakes <= self._asks:
+                    break
+            elif (self._proposing or r.draws.grammar is not None) and r.params.speculative:
                 break
         else:  # most rounds of requests whose drafts lose: they must not notice that they might draft
             return None
@@ -243,7 +247,7 @@ class Gathering:
 
     def _may_draft(self, r: Request) -> bool:
         """Whether anything may ever propose for a request."""
-        return r.params.speculative and (bool(self.sources.all) or r.draws.grammar is not None)
+        return r.params.speculative and (self._proposing or r.draws.grammar is not None)
 
     def _charge(self, batch: Batch, seconds: float, idle: bool) -> None:
         """Those that were asked, and their requests, pay for all that it took: each for its proposal, and all alike for

@@ -29,6 +29,7 @@ _WON = 8.0, 24.0  # of an account: of what a request has won it may lose half ag
 _CREDIT = 2.0  # smallest rounds that an account pays where a look back, or what others of its kind won, promises more
 _PROMISE = 2.5  # plain rounds that a kind is taken to win after a look back, where one request could not try alone
 _DOUBT = 1.5  # a look back is taken to cost so much more than its passes, until one has been measured
+_DOZE = 16  # tokens that a request which waits lets pass at most, until it looks at its account again
 _SETTLED_BY = 0.93  # of one round's time, what two must stay below: a source need not say the same again
 _MARGIN = 1.1  # by which the head's hits must beat what one draft node costs
 _PRIOR = 4.0  # tokens that weigh as much as what is known of the kind
@@ -327,14 +328,24 @@ class TreePolicy:
         way = self.waiting(lag, batch) + (0.0 if self.early(gate, lag) else self.look_back(batch))
         return way + self.stake(batch, batch) - left
 
+    def doze(self, gate: SpeculationGate, batch: int, at: Standing) -> int:
+        """Tokens that a request which was told to wait lets pass, until asking again can bring anything else.
+
+        Most rounds of a request whose drafts do not win are such: they must not notice that it might draft.
+        """
+        return int(min(self._wait(gate, batch, at, gate.account(at.produced)), _DOZE))
+
     def _too_late(self, gate: SpeculationGate, batch: int, at: Standing, left: float) -> bool:
         """Whether a request will end before drafts can win anything."""
+        wait = self._wait(gate, batch, at, left)
+        return wait > 0.0 and at.remaining < wait + _SHORTEST
+
+    def _wait(self, gate: SpeculationGate, batch: int, at: Standing, left: float) -> float:
+        """Tokens until a request whose account has ``left`` has waited for long enough, and can pay its way."""
         lag = at.lag or 0
         short, each = self._short(gate, batch, lag, left), ALLOWANCE - self.waiting(1, batch)
         wait = 0.0 if short <= 0.0 else short / each if each > 0.0 else math.inf
-        if not self.early(gate, lag):
-            wait = max(wait, gate.patience - lag)
-        return wait > 0.0 and at.remaining < wait + _SHORTEST
+        return wait if self.early(gate, lag) else max(wait, gate.patience - lag)
 
     def waiting(self, tokens: int, batch: int) -> float:
         """Plain rounds that the draft KV of so many tokens takes of a batch, which waits for it."""

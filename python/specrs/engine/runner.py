@@ -206,7 +206,7 @@ class Runner:
             return self._go(self._flight, stays)
         batch, drafter, drafting = Batch(reqs), self.drafter, None
         gathered = None if self.gathering is None else self.gathering.ask(batch)
-        if drafter is not None and any(r.followed and r.max_depth > 0 for r in reqs):
+        if drafter is not None and self.speculation.awake(batch):
             asked = self.speculation.drafting(batch, drafter)
             drafting = [d and r.draws.room > 1 for r, d in zip(batch, asked, strict=True)]
         return self._go(self._begin(batch, drafting if drafting and any(drafting) else None, gathered), stays)
@@ -477,7 +477,7 @@ class Runner:
             o.committed(kept)
         if self.gathering is not None:
             self.gathering.watch(batch, verified)
-        if self.drafter is not None:
+        if self.drafter is not None and self._follow(batch):  # else: most rounds of requests that gave it up
             self.drafter.remember(batch, verified, [p[:n] for p, n in zip(paths, kept, strict=True)], overtaken)
             for r, cut in zip(batch, cuts, strict=True):
                 if cut:

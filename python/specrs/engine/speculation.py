@@ -70,6 +70,10 @@ class GivenTree:
         """Whether a request that has ended writes its last draft KV, for a later one that goes on from there."""
         return False
 
+    def awake(self, batch: Batch) -> bool:
+        """Whether any request may draft in the next round, so that `drafting` is worth asking."""
+        return any(r.followed and r.max_depth > 0 for r in batch)
+
     def drafting(self, batch: Batch, drafter: LooksBack) -> list[bool]:
         """Which requests' next round drafts."""
         return [r.followed for r in batch]
@@ -146,6 +150,7 @@ class AdaptiveTree(GivenTree):
         self._topk = topk
         self._gates: dict[int, SpeculationGate] = {}  # by request, from its first admission to its end
         self._again: dict[int, int] = {}  # by request, positions of its prefill that only the head needs
+        self._wakes: dict[int, int] = {}  # by request that waits, the number of its tokens that it waits for
         self._batch = 1  # of the last round
         self._caught_up = 0.0  # seconds of this round, for features that had waited
         self._plain_rounds = self._in_a_row = 0  # since ever, since the last one with drafts
@@ -154,6 +159,7 @@ class AdaptiveTree(GivenTree):
 
     def follows(self, request: Request) -> bool:
         gate = self._gate(request)
+        self._wakes.pop(request.request_id, None)
         if gate.follows:
             at, again = Standing(request.produced, request.remaining, 0), request.committed - request.draft_shared
             entries = request.prefill_target - request.draft_shared
@@ -180,10 +186,18 @@ class AdaptiveTree(GivenTree):
                 price = self.policy.waiting(n, self._batch) + self.policy.prefilling(again, self._batch)
                 self._gate(r).pay(price)
 
+    def awake(self, batch: Batch) -> bool:
+        # Where one is, all are asked: what one alone cannot pay, several may.
+        return any(r.followed and len(r.tokens) >= self._wakes.get(r.request_id, 0) and r.max_depth > 0 for r in batch)
+
     def drafting(self, batch: Batch, drafter: LooksBack) -> list[bool]:
         able = [self._able(r, len(batch), drafter) if r.followed else None for r in batch]
         drafting = self.policy.drafting(able)
         self._caught_up = 0.0
+        for r, one in zip(batch, able, strict=True):
+            if r.followed and one is None and r.root is None:
+                doze = self.policy.doze(self._gate(r), len(batch), _standing(r))
+                self._wakes[r.request_id] = len(r.tokens) + doze
         for r, asked, drafts in zip(batch, able, drafting, strict=True):
             if drafts and r.lag > 1:  # the last one is the round's
                 waited = self.policy.waiting(r.lag - 1, len(batch))
@@ -195,8 +209,7 @@ class AdaptiveTree(GivenTree):
 
     def _able(self, r: Request, batch: int, drafter: LooksBack) -> tuple[float, float] | None:
         """What a request may lose to drafts and what a round of them should win; ``None`` where it does not draft."""
-        gate, policy, lag = self._gate(r), self.policy, r.lag if r.root is None else None
-        at = Standing(r.produced, r.remaining, lag)
+        gate, policy, at = self._gate(r), self.policy, _standing(r)
         step = policy.step(gate, batch, at, lambda: drafter.reach(r))
         if step is Step.GIVE_UP:
             r.give_up_drafts(r.draft_valid)
@@ -205,7 +218,7 @@ class AdaptiveTree(GivenTree):
             if gate.would_open(hits, stake):  # else: whatever the head would choose, it lacks these tokens
                 started = time.perf_counter()
                 hits = drafter.look_back(r)
-                gate.pay(policy.looked_back(batch, lag or 0, time.perf_counter() - started))
+                gate.pay(policy.looked_back(batch, at.lag or 0, time.perf_counter() - started))
             opens = gate.looked_back(hits, stake, r.produced)
             if not gate.follows:
                 r.give_up_drafts(r.draft_valid)
@@ -270,6 +283,8 @@ class AdaptiveTree(GivenTree):
             self._in_a_row += 1
             every = _OBSERVED if self._in_a_row < _SETTLED else _SELDOM
             self._observing = self._plain_rounds % every == 0
+            if not self._observing:
+                return  # nobody asks when it began
         self._started, self._in_passes = time.perf_counter(), 0.0
 
     def plain_round(self, batch: Batch) -> None:
@@ -318,8 +333,13 @@ class AdaptiveTree(GivenTree):
     def forget(self, request: Request) -> None:
         gate = self._gates.pop(request.request_id, None)
         self._again.pop(request.request_id, None)
+        self._wakes.pop(request.request_id, None)
         if gate is not None:
             gate.end(request.produced)
+
+
+def _standing(r: Request) -> Standing:
+    return Standing(r.produced, r.remaining, r.lag if r.root is None else None)
 
 
 def _draft_scores(trees: TreeBatch) -> list[list[float]]:

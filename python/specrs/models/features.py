@@ -78,7 +78,7 @@ class FeatureMemory:
         return next(fresh)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Features:
     """Features of consecutive positions: rows, in order, of what a pass wrote."""
 

@@ -15,7 +15,7 @@ from gate_counted import Twins
 from modelzoo import Pair, write_target
 from reference_drafts import Tree
 from specrs import LLM, SamplingParams
-from specrs.engine.policy import Kind, Step, TreeChoice, TreePolicy
+from specrs.engine.policy import Kind, SpeculationGate, Step, TreeChoice, TreePolicy
 from specrs.engine.speculation import AdaptiveTree
 
 
@@ -204,6 +204,26 @@ def test_a_preempted_request_keeps_its_account(
     assert preempted and set(gates) == set(requests)
     assert sorted(tokens for tokens, _ in ended) == [40] * 4
     assert all(gate.prompt == pytest.approx(policy_of(llm).prefilling(11, 1), rel=0.9) for gate in gates.values())
+
+
+def test_plain_rounds_of_who_waits_ask_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The price of what asks is bookkeeping of every plain round, in which nothing is to be won."""
+    llm = LLM(pair.target, pair.draft, page_size=4, max_batch=2, max_context_len=256)
+    policy = policy_of(llm)
+    monkeypatch.setattr(policy, "follows", lambda *_: True)
+    monkeypatch.setattr(SpeculationGate, "would_open", lambda *_: False)
+    asked: list[int] = []
+    step = policy.step
+    monkeypatch.setattr(policy, "step", lambda gate, *rest: asked.append(id(gate)) or step(gate, *rest))
+    for first in (1, 2):
+        llm.add([first, *PROMPT], SamplingParams(max_tokens=150, temperature=1.0, seed=first, ignore_eos=True))
+    rounds = 0
+    while llm.unfinished:
+        rounds += 1
+        llm.step()
+    looks = [asked.count(gate) for gate in set(asked)]
+    assert len(looks) == 2 and 1 <= max(looks) < rounds / 4, (looks, rounds)
+    assert not llm._runner.speculation._wakes  # type: ignore[attr-defined]
 
 
 def test_an_abort_closes_the_books_once(pair: Pair, ended: list[tuple[int, float]]) -> None:

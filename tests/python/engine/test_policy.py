@@ -315,6 +315,32 @@ def test_a_request_looks_back_as_soon_as_it_can_pay() -> None:
     assert dear.step(dear.gate(0.0, 100, 0), 1, at(0, 100, 1), lambda: 8) is Step.GIVE_UP
 
 
+def test_who_dozes_misses_nothing() -> None:
+    """Whatever a request's account holds: while it dozes, it would have been told to wait, or to give up."""
+    rng, dozed = random.Random(5), 0
+    for _ in range(400):
+        p = policy(step=rng.choice((0.05, 0.2, 0.6)), growth=rng.choice((0.01, 0.05)))
+        if rng.random() < 0.4:
+            p.greedy.worth = 3.0  # such a request needs no look back
+        batch, lag = rng.choice((1, 1, 4)), rng.randrange(1, 90)
+        produced = lag + rng.randrange(40)
+        gate = p.gate(0.0, 600, rng.choice((0, 50, 500)), batch)
+        gate.pay(rng.uniform(-0.5, 2.0))
+        gate.refused, gate.patience = rng.random() < 0.5, rng.choice((32, 64, 128))
+
+        def later(n: int, p: TreePolicy = p, gate: SpeculationGate = gate, batch: int = batch, produced: int = produced,
+                  lag: int = lag) -> Step:  # fmt: skip
+            return p.step(gate, batch, at(produced + n, 600, lag + n), lambda: 8)
+
+        if later(0) is not Step.WAIT:
+            continue
+        doze = p.doze(gate, batch, at(produced, 600, lag))
+        assert 0 <= doze <= 16
+        assert all(later(n) in (Step.WAIT, Step.GIVE_UP) for n in range(1, doze)), (doze, batch)
+        dozed += doze > 1
+    assert dozed > 100
+
+
 def test_a_request_that_has_lost_all_waits_and_looks_back() -> None:
     p = policy()
     gate = p.gate(0.0, 500, 0)
