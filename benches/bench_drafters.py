@@ -11,10 +11,10 @@ it does one that it was not trained for; these rows say what the text itself is 
 
 Counted: each pass at a fixed price (`gate_counted`), which no neighbour changes. Timed: at each task and repeat both
 engines run in step (`in_step`); a row's ratio is that of the sums of medians. Where an engine's memory lies makes it
-up to 1% faster or slower as long as it lives, so several pairs of engines are made for a row. "null" holds a plain
-engine against another. "behind the prompt" is the ratio of what follows the first token. Kinds of work do not know of
-each other, nor do temperatures, so that a machine of many cores measures several at once, each in a process on a core
-of its own.
+up to 1% faster or slower as long as it lives, so several pairs of engines are made for a row; for one that comes out
+below 0.99x, `CLOSER` times as many, all of which count. "null" holds a plain engine against another, of two kinds.
+"behind the prompt" is the ratio of what follows the first token. Rows do not know of each other, so that a machine of
+many cores measures several at once, each in a process on a core of its own.
 
     python benches/bench_drafters.py [--length 160] [--temperatures 0,1] [--pairs 4] [--repeats 3]
         [--parts counted,timed] [--name drafters] [--kinds code] [--cores 8]
@@ -48,7 +48,9 @@ MIXES: dict[str, list[str]] = {
     "suffix + recycling": ["suffix", "recycling"],
     "head + suffix + recycling": ["head", "suffix", "recycling"],
 }
+NULLS = ("prose", "random tokens")
 GOALS = {"code editing": 3.0, "over the head alone": 1.5, "never below": 0.98}
+DOUBTFUL, CLOSER = 0.99, 4
 
 Run = Callable[[LLM, list[int], SamplingParams], tuple[float, RequestOutput]]
 
@@ -109,34 +111,21 @@ def row(pairs: Sequence[tuple[Took, Took, RequestOutput]]) -> dict[str, Any]:
     }
 
 
-def chosen(kinds: str) -> dict[str, list[Task]]:
-    """The tasks of the kind of this name, else of kinds whose name has this in it."""
-    return {kinds: TASKS[kinds]} if kinds in TASKS else {kind: tasks for kind, tasks in TASKS.items() if kinds in kind}
-
-
-def counted(length: int, temperature: float, kinds: str) -> dict[str, Any]:
-    """Every mix by priced passes."""
-    plain = engine(None)
-    alone, other = Counter(plain), Told(plain)
-    rows: dict[str, Any] = {}
-    for mix, drafters in MIXES.items():
-        for kind, tasks in chosen(kinds).items():
-            llm = engine(drafters)  # which has learnt nothing of other kinds
-            counter, told, pairs = Counter(llm), Told(llm), []
-            for seed, task in enumerate(tasks):
-                prompt = ids(llm, task)
-                told.tell(llm, prompt, task)
-                tokens = other.tell(llm, prompt, task) or length
-                asked = params(task, tokens, temperature, seed)
-                before, [want] = alone.price([prompt], [asked], plain)
-                took, [out] = counter.price([prompt], [asked], llm)
-                assert out.token_ids == want.token_ids, "drafts must not change the tokens"
-                pairs.append(((before, alone.first_token), (took, counter.first_token), out))
-            name = f"{mix}, {kind}, T={temperature:g}"
-            rows[name] = row(pairs)
-            print(f"counted: {name}: {rows[name]}", flush=True)
-            llm.close()
-    return rows
+def counted(length: int, temperature: float, kind: str, mix: str) -> dict[str, Any]:
+    """A row by priced passes."""
+    pairs = []
+    with engine(None) as plain, engine(MIXES[mix]) as llm:  # which has learnt nothing of other kinds
+        alone, other, counter, told = Counter(plain), Told(plain), Counter(llm), Told(llm)
+        for seed, task in enumerate(TASKS[kind]):
+            prompt = ids(llm, task)
+            told.tell(llm, prompt, task)
+            tokens = other.tell(llm, prompt, task) or length
+            asked = params(task, tokens, temperature, seed)
+            before, [want] = alone.price([prompt], [asked], plain)
+            took, [out] = counter.price([prompt], [asked], llm)
+            assert out.token_ids == want.token_ids, "drafts must not change the tokens"
+            pairs.append(((before, alone.first_token), (took, counter.first_token), out))
+    return row(pairs)
 
 
 InStep = list[tuple[float, float, RequestOutput]]  # of both engines, the one with drafts first
@@ -160,24 +149,29 @@ def by_the_clock(
     return found
 
 
-def timed(length: int, engines: int, repeats: int, temperature: float, kinds: str) -> dict[str, Any]:
-    """Every mix by the clock, with so many pairs of engines a row."""
-    rows: dict[str, Any] = {}
-    for mix, drafters in {"null": None, **MIXES}.items():
-        for kind, tasks in chosen(kinds).items():
-            each = [by_the_clock(drafters, tasks, length, temperature, repeats) for _ in range(engines)]
-            pairs = []
-            for runs in zip(*each, strict=True):  # of a task
-                drafted, alone = zip(*(run for some in runs for run in some), strict=True)
-                before, took = (
-                    (statistics.median(one[0] for one in side), statistics.median(one[1] for one in side))
-                    for side in (alone, drafted)
-                )
-                pairs.append((before, took, drafted[-1][2]))
-            name = f"{mix}, {kind}, T={temperature:g}"
-            rows[name] = row(pairs)
-            print(f"timed: {name}: {rows[name]}", flush=True)
-    return rows
+def timed(length: int, engines: int, repeats: int, temperature: float, kind: str, mix: str) -> dict[str, Any]:
+    """A row by the clock, with so many pairs of engines, or more where it is in doubt."""
+    each: list[list[list[InStep]]] = []
+    for most in (engines, CLOSER * engines):
+        while len(each) < most:
+            each.append(by_the_clock(MIXES.get(mix), TASKS[kind], length, temperature, repeats))
+        found = {**of_pairs(each), "pairs": most}
+        if found["ratio"] >= DOUBTFUL:
+            break
+    return found
+
+
+def of_pairs(each: Sequence[list[list[InStep]]]) -> dict[str, Any]:
+    """A row by the runs of several pairs of engines."""
+    pairs = []
+    for runs in zip(*each, strict=True):  # of a task
+        drafted, alone = zip(*(run for some in runs for run in some), strict=True)
+        before, took = (
+            (statistics.median(one[0] for one in side), statistics.median(one[1] for one in side))
+            for side in (alone, drafted)
+        )
+        pairs.append((before, took, drafted[-1][2]))
+    return row(pairs)
 
 
 def worst(rows: dict[str, Any]) -> dict[str, Any]:
@@ -208,23 +202,30 @@ def physical() -> list[int]:
     return list(found.values())
 
 
-def measured(
-    part: Callable[..., dict[str, Any]], kinds: Sequence[str], temperatures: Sequence[float], cores: int, *args: Any
-) -> dict[str, Any]:
-    """The rows of a part, of all kinds and temperatures."""
-    units = [(temperature, kind) for temperature in temperatures for kind in kinds]
+Unit = tuple[float, str, str]  # temperature, kind, mix
+
+
+def measured(part: Callable[..., dict[str, Any]], units: Sequence[Unit], cores: int, *args: Any) -> dict[str, Any]:
+    """The rows of a part."""
+    names = [f"{mix}, {kind}, T={temperature:g}" for temperature, kind, mix in units]
+    rows: dict[str, Any] = {}
+
+    def note(name: str, found: dict[str, Any]) -> None:
+        rows[name] = found
+        print(f"{part.__name__}: {name}: {found}", flush=True)
+
     if cores == 1:
-        each = [part(*args, *unit) for unit in units]
-    else:
-        spawn = multiprocessing.get_context("spawn")
-        own = spawn.Queue()
-        for cpu in physical()[:cores]:
-            own.put(cpu)
-        with ProcessPoolExecutor(cores, mp_context=spawn, initializer=apart, initargs=(own,)) as pool:
-            each = [f.result() for f in [pool.submit(part, *args, *unit) for unit in units]]
-    # By mix.
-    order = [list(rows) for rows in each]
-    return {name: rows[name] for names in zip(*order, strict=True) for rows, name in zip(each, names, strict=True)}
+        for name, unit in zip(names, units, strict=True):
+            note(name, part(*args, *unit))
+        return rows
+    spawn = multiprocessing.get_context("spawn")
+    own = spawn.Queue()
+    for cpu in physical()[:cores]:
+        own.put(cpu)
+    with ProcessPoolExecutor(cores, mp_context=spawn, initializer=apart, initargs=(own,)) as pool:
+        for name, future in [(n, pool.submit(part, *args, *u)) for n, u in zip(names, units, strict=True)]:
+            note(name, future.result())
+    return rows
 
 
 def main() -> None:
@@ -242,15 +243,17 @@ def main() -> None:
     one_thread()
     cores = min(args.cores, len(physical()))
     temperatures, parts = [float(t) for t in args.temperatures.split(",")], args.parts.split(",")
-    kinds = list(chosen(args.kinds))
+    kinds = [kind for kind in TASKS if args.kinds == kind or (args.kinds not in TASKS and args.kinds in kind)]
+    units = [(t, kind, mix) for mix in MIXES for t in temperatures for kind in kinds]
+    nulls = [(t, kind, "null") for t in temperatures for kind in kinds if kind in NULLS]
     result: dict[str, Any] = {"goals": GOALS, "threads": 1, "cores": cores, "length": args.length}
     result |= {"pairs": args.pairs, "repeats": args.repeats}
     if "timed" in parts:
-        rows = measured(timed, kinds, temperatures, cores, args.length, args.pairs, args.repeats)
+        rows = measured(timed, [*nulls, *units], cores, args.length, args.pairs, args.repeats)
         result["timed"] = {"rows": rows, **worst({name: r for name, r in rows.items() if not name.startswith("null")})}
         write_result(args.name, result)  # the other part takes long, and may be stopped
     if "counted" in parts:
-        rows = measured(counted, kinds, temperatures, cores, args.length)
+        rows = measured(counted, units, cores, args.length)
         prices = {"table_ms": TABLE, "beside_ms": BESIDE, "asked_ms": ASKED}
         result["counted"] = {**prices, "rows": rows, **worst(rows)}
         write_result(args.name, result)
