@@ -10,11 +10,11 @@ a model that goes on with the answer (`Told`). A head that was trained on other 
 it does one that it was not trained for; these rows say what the text itself is worth.
 
 Counted: each pass at a fixed price (`gate_counted`), which no neighbour changes. Timed: at each task and repeat both
-engines run in step (`in_step`); a row's ratio is that of the sums of medians. Where an engine's memory lies makes it
-up to 1% faster or slower as long as it lives, so several pairs of engines are made for a row; for one that comes out
-below 0.99x, `CLOSER` times as many, all of which count. "null" holds a plain engine against another, of two kinds.
-"behind the prompt" is the ratio of what follows the first token. Rows do not know of each other, so that a machine of
-many cores measures several at once, each in a process on a core of its own.
+engines run in step (`in_step`); of a task the median of the runs' ratios counts, by what it takes in plain decoding.
+Where an engine's memory lies makes it up to 1% faster or slower as long as it lives, so several pairs of engines are
+made for a row; for one that comes out below 0.99x, `CLOSER` times as many, all of which count. "null" holds a plain
+engine against another, of two kinds. "behind the prompt" is the ratio of what follows the first token. Rows do not know
+of each other, so that a machine of many cores measures several at once, each in a process on a core of its own.
 
     python benches/bench_drafters.py [--length 160] [--temperatures 0,1] [--pairs 4] [--repeats 3]
         [--parts counted,timed] [--name drafters] [--kinds code] [--cores 8]
@@ -165,12 +165,13 @@ def of_pairs(each: Sequence[list[list[InStep]]]) -> dict[str, Any]:
     """A row by the runs of several pairs of engines."""
     pairs = []
     for runs in zip(*each, strict=True):  # of a task
-        drafted, alone = zip(*(run for some in runs for run in some), strict=True)
-        before, took = (
-            (statistics.median(one[0] for one in side), statistics.median(one[1] for one in side))
-            for side in (alone, drafted)
-        )
-        pairs.append((before, took, drafted[-1][2]))
+        both = [run for some in runs for run in some]
+        # A pass over a prompt takes once and a half as long in one second as in the next, so each run is its own peer.
+        whole = statistics.median(alone[0] / drafted[0] for drafted, alone in both)
+        behind = statistics.median((alone[0] - alone[1]) / (drafted[0] - drafted[1]) for drafted, alone in both)
+        before, first = (statistics.median(alone[i] for _, alone in both) for i in (0, 1))
+        took = before / whole
+        pairs.append(((before, first), (took, took - (before - first) / behind), both[-1][0][2]))
     return row(pairs)
 
 

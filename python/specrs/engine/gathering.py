@@ -43,7 +43,8 @@ _PRICE = 0.02  # plain rounds that verifying a draft takes at least
 _LEARN, _LEARN_ALL = 0.1, 0.02  # weight of a proposal, among its request's and among the source's
 _CREDIT = 2.0  # smallest rounds that a request may lose where drafts of its kind win, or its own would have won
 _FORETOLD = 3  # tokens that came as proposals said, none of which a round has verified
-_ASKING, _PURSE = 0.008, 0.15  # plain rounds that a request may spend on asking, for each of its engine; at most
+_ASKING, _LEAST_ASKING = 0.008, 0.003  # plain rounds that a request may spend on asking, for each of its engine
+_PURSE = 0.15  # that it may save for that
 _HEARD = 0.005  # of a plain round, what a source that was not asked may take to learn from it
 _MARGIN = 1.01  # by which drafts must beat plain decoding
 MAX_NODES = 1024  # of a tree, as the core has it
@@ -291,7 +292,7 @@ class Gathering:
         if self._policy is not None:
             live.rest = [max(rest - rounds, 0) for rest in live.rest]
         if live.gate is not None:
-            live.purse = min(live.purse + rounds * _ASKING, _PURSE)
+            live.purse = min(live.purse + rounds * _asking(live.gate.kind), _PURSE)
         if due and self._policy is not None and live.gate is not None:
             if self._terms is None:
                 plain = self._policy.costs.plain(batch) / batch
@@ -608,6 +609,12 @@ class Gathering:
         self._live.clear()
         self._hearing.clear()
         self.sources.close()
+
+
+def _asking(kind: Kind) -> float:
+    """Plain rounds that a request may spend on asking, for each of its engine: where asking has won requests of its
+    kind nothing, and their bank owes what it took, less and less."""
+    return max(_ASKING / (1.0 - min(kind.bank, 0.0)), _LEAST_ASKING)
 
 
 def head_parts(trees: TreeBatch, source: int) -> list[Part | None]:
