@@ -407,15 +407,20 @@ class Pool:
     def pages(self, seq: Sequence) -> list[int]:
         """Pages of a sequence, in the order of its positions."""
 
-    def cache_lookup(self, tokens: _List[SupportsIndex], max: SupportsIndex | None = None) -> tuple[Sequence, int, int]:
+    def cache_lookup(
+        self, tokens: _List[SupportsIndex], max: SupportsIndex | None = None, salt: SupportsIndex = ...
+    ) -> tuple[Sequence, int, int]:
         """A new sequence that starts with the longest cached prefix of `tokens` (full pages, at most `max`
-        positions, default all), its length, and how many of those positions have the draft's KV too.
+        positions, default all), its length, and how many of those positions have the draft's KV too. `salt` (64
+        bits): prefixes of different salts share no page.
         """
 
-    def cache_insert(self, seq: Sequence, tokens: _List[SupportsIndex], drafted: SupportsIndex = ...) -> int:
+    def cache_insert(
+        self, seq: Sequence, tokens: _List[SupportsIndex], drafted: SupportsIndex = ..., salt: SupportsIndex = ...
+    ) -> int:
         """Let the cache keep the full pages of `tokens`, the first committed tokens of `seq`; the first `drafted` of
         them have the draft's KV too (0 without a draft model). Returns how many pages were new to it. Pages that it
-        has already stay, unless they lack draft KV that this sequence's have.
+        has already stay, unless they lack draft KV that this sequence's have. `salt`: of lookups that may find them.
         """
 
     def cache_clear(self) -> int:

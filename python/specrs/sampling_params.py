@@ -26,6 +26,7 @@ _MAX_REPETITION = 1e6
 _MAX_LOGPROBS = 20  # beside the chosen token
 _MAX_N = 4096
 _MAX_PRIORITY = 2**31
+_MAX_SALT = 1024
 _DECIMAL = re.compile("[0-9]{1,19}")
 
 
@@ -132,6 +133,9 @@ class SamplingParams:
         prompt_logprobs: the same for the tokens of the prompt, but its first; always raw.
         truncate_prompt_tokens: keep so many last tokens of the prompt; -1: as many as leave room for ``max_tokens``.
         priority: requests with a lower number run first, and are preempted last; in -2**31..2**31 - 1 (0).
+        cache_salt: a text of 1 to 1024 characters. Requests of one salt share cached prefixes, and what a drafter shares,
+            with each other alone; so nobody can tell by timing what a request of a salt that he does not know was told.
+            ``None``: shared with all requests without one.
         skip_special_tokens: leave special tokens out of the text.
         keep_special_tokens: those whose text stays nonetheless: marks of tool calls, say.
         structured_outputs: what the text must look like, as `StructuredOutputs` or a mapping of its fields; tokens that
@@ -167,6 +171,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     priority: int | None = 0
+    cache_salt: str | None = None
     skip_special_tokens: bool | None = True
     keep_special_tokens: Sequence[int] | None = ()
     structured_outputs: StructuredOutputs | None = None
@@ -364,6 +369,12 @@ def _prediction(name: str, value: object) -> str | tuple[int, ...]:
     return tuple(_integer(name, i, 0) for i in _items(name, value))
 
 
+def _salt(name: str, value: object) -> str:
+    if not isinstance(value, str) or not 1 <= len(value) <= _MAX_SALT:
+        raise _refuse(name, value, f"must be a text of 1 to {_MAX_SALT} characters")
+    return value
+
+
 def _structured(name: str, value: object) -> StructuredOutputs:
     if isinstance(value, StructuredOutputs):
         return value
@@ -398,6 +409,7 @@ _CHECKS: dict[str, Callable[[str, object], Any]] = {
     "prompt_logprobs": _logprobs,
     "truncate_prompt_tokens": _truncate,
     "priority": lambda name, value: _integer(name, value, -_MAX_PRIORITY, _MAX_PRIORITY - 1),
+    "cache_salt": _salt,
     "skip_special_tokens": _flag,
     "keep_special_tokens": _token_ids,
     "structured_outputs": _structured,

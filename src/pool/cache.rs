@@ -4,6 +4,9 @@
 //! spells out a prefix from its first token. The hash only finds candidates; a match is a comparison of the parent
 //! and of every token, so colliding prompts can't read each other's KV.
 //!
+//! A chain has a *salt*, which its key holds too: prompts of different salts share no page, so that nobody can tell by
+//! the time to a first token what another salt's prompts said (vLLM's `cache_salt`).
+//!
 //! A page has slots in every KV cache over the pool, and a draft model may lag behind its target: a node says whether the
 //! draft's KV is valid in its page too (*drafted*). Draft KV attends to all before it, so a drafted node's parent is
 //! drafted. A sequence that has it where the cache does not gives the cache its own page instead.
@@ -32,11 +35,23 @@ const NONE: u32 = u32::MAX;
 
 /// Place in the tree where a chain goes on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Cursor(u32);
+pub(super) struct Cursor {
+    /// The node of the chain's last page, `NONE` before the first one.
+    node: u32,
+    /// Of the whole chain.
+    salt: u64,
+}
 
 impl Cursor {
-    /// Before the first page.
-    pub(super) const ROOT: Cursor = Cursor(NONE);
+    /// Before the first page of chains with this salt.
+    pub(super) const fn root(salt: u64) -> Self {
+        Self { node: NONE, salt }
+    }
+
+    /// Behind node `node` of the same chain.
+    const fn to(self, node: u32) -> Self {
+        Self { node, ..self }
+    }
 }
 
 #[derive(Debug, Clone)]
@@ -48,6 +63,8 @@ struct Node {
     /// Next node of the same hash.
     next: u32,
     hash: u64,
+    /// Its parent's, where it has one.
+    salt: u64,
     /// Nodes whose parent this is.
     children: u32,
     /// Whether the page has an owner besides the cache.
@@ -118,8 +135,8 @@ impl PrefixCache {
         self.idle += 1;
     }
 
-    fn hash(&self, parent: u32, tokens: &[u32]) -> u64 {
-        self.seed.hash_one((parent, tokens)) & self.hash_mask
+    fn hash(&self, at: Cursor, tokens: &[u32]) -> u64 {
+        self.seed.hash_one((at.node, at.salt, tokens)) & self.hash_mask
     }
 
     fn tokens_of(&self, node: u32) -> &[u32] {
@@ -128,11 +145,11 @@ impl PrefixCache {
 
     /// The node behind `at` that holds exactly these tokens (`page_len` of them), and its page.
     pub(super) fn find(&self, at: Cursor, tokens: &[u32]) -> Option<(Cursor, u32)> {
-        let mut n = self.buckets.get(&self.hash(at.0, tokens)).copied().unwrap_or(NONE);
+        let mut n = self.buckets.get(&self.hash(at, tokens)).copied().unwrap_or(NONE);
         while n != NONE {
             let node = &self.nodes[n as usize];
-            if node.parent == at.0 && self.tokens_of(n) == tokens {
-                return Some((Cursor(n), node.page));
+            if (node.parent, node.salt) == (at.node, at.salt) && self.tokens_of(n) == tokens {
+                return Some((at.to(n), node.page));
             }
             n = node.next;
         }
@@ -143,7 +160,7 @@ impl PrefixCache {
     /// that no such node exists, adds the cache's reference, and stores the returned index with the page. `drafted`:
     /// whether the draft's KV is valid in it; only behind a node that is drafted.
     pub(super) fn insert(&mut self, at: Cursor, tokens: &[u32], page: u32, drafted: bool) -> (Cursor, u32) {
-        let hash = self.hash(at.0, tokens);
+        let hash = self.hash(at, tokens);
         let n = match self.spare.pop() {
             Some(n) => n,
             None => {
@@ -153,6 +170,7 @@ impl PrefixCache {
                     parent: NONE,
                     next: NONE,
                     hash: 0,
+                    salt: 0,
                     children: 0,
                     pinned: false,
                     drafted: false,
@@ -164,29 +182,30 @@ impl PrefixCache {
         };
         self.tokens[n as usize * self.page_len..][..self.page_len].copy_from_slice(tokens);
         let next = self.buckets.insert(hash, n).unwrap_or(NONE);
-        let fresh = Node { page, parent: at.0, next, hash, children: 0, pinned: true, drafted, tick: 0 };
+        let (parent, salt) = (at.node, at.salt);
+        let fresh = Node { page, parent, next, hash, salt, children: 0, pinned: true, drafted, tick: 0 };
         self.nodes[n as usize] = fresh;
         self.live += 1;
-        if let Some(parent) = self.nodes.get_mut(at.0 as usize) {
+        if let Some(parent) = self.nodes.get_mut(at.node as usize) {
             parent.children += 1;
-            let key = (parent.tick, at.0);
+            let key = (parent.tick, at.node);
             self.victims.remove(&key); // it has a child now
         }
-        (Cursor(n), n)
+        (at.to(n), n)
     }
 
     /// Whether the draft's KV is valid in the page of the node at `at`, which is not the root.
     pub(super) fn drafted(&self, at: Cursor) -> bool {
-        self.nodes[at.0 as usize].drafted
+        self.nodes[at.node as usize].drafted
     }
 
     /// The node at `at` has the draft's KV from now on, in `page`, which another owner holds too; returns its index and
     /// the page that it had. Where the two differ, the caller moves the cache's reference from one to the other.
     pub(super) fn draft(&mut self, at: Cursor, page: u32) -> (u32, u32) {
-        self.pin(at.0);
-        let node = &mut self.nodes[at.0 as usize];
+        self.pin(at.node);
+        let node = &mut self.nodes[at.node as usize];
         node.drafted = true;
-        (at.0, std::mem::replace(&mut node.page, page))
+        (at.node, std::mem::replace(&mut node.page, page))
     }
 
     /// The page of node `n` got an owner besides the cache.
@@ -335,14 +354,20 @@ impl PrefixCache {
                 if p.page == 0 {
                     return Err(format!("cache node {n} of page {page} hangs from the unused node {}", node.parent));
                 }
+                if node.salt != p.salt {
+                    return Err(format!(
+                        "cache node {n} of page {page} has another salt than its parent {}",
+                        node.parent
+                    ));
+                }
                 if node.drafted && !p.drafted {
                     let parent = node.parent;
                     return Err(format!("cache node {n} of page {page} is drafted, its parent {parent} is not"));
                 }
                 children[node.parent as usize] += 1;
             }
-            let cursor = Cursor(node.parent);
-            if self.find(cursor, self.tokens_of(n)) != Some((Cursor(n), page)) {
+            let above = Cursor { node: node.parent, salt: node.salt };
+            if self.find(above, self.tokens_of(n)) != Some((above.to(n), page)) {
                 return Err(format!("cache node {n} of page {page} is not found by its tokens"));
             }
         }
@@ -370,18 +395,20 @@ impl PrefixCache {
 mod tests {
     use super::*;
 
+    const ROOT: Cursor = Cursor::root(0);
+
     /// With one hash for everything, tokens and parents alone tell nodes apart.
     #[test]
     fn colliding_hashes_do_not_match() {
         let mut c = PrefixCache::with_hash_mask(2, 0);
-        let (a, a_node) = c.insert(Cursor::ROOT, &[1, 2], 10, false);
-        let (b, b_node) = c.insert(Cursor::ROOT, &[3, 4], 11, false);
+        let (a, a_node) = c.insert(ROOT, &[1, 2], 10, false);
+        let (b, b_node) = c.insert(ROOT, &[3, 4], 11, false);
         let (aa, aa_node) = c.insert(a, &[1, 2], 12, false);
-        assert_eq!(c.find(Cursor::ROOT, &[1, 2]), Some((a, 10)));
-        assert_eq!(c.find(Cursor::ROOT, &[3, 4]), Some((b, 11)));
+        assert_eq!(c.find(ROOT, &[1, 2]), Some((a, 10)));
+        assert_eq!(c.find(ROOT, &[3, 4]), Some((b, 11)));
         assert_eq!(c.find(a, &[1, 2]), Some((aa, 12)));
         assert_eq!(c.find(b, &[1, 2]), None);
-        assert_eq!(c.find(Cursor::ROOT, &[1, 3]), None);
+        assert_eq!(c.find(ROOT, &[1, 3]), None);
         c.check(|_| true).unwrap();
         // Evict out of the middle of the one bucket.
         for n in [b_node, aa_node, a_node] {
@@ -391,9 +418,25 @@ mod tests {
         let evict = |c: &mut PrefixCache| c.evict(&mut Vec::new());
         assert_eq!(evict(&mut c), Some(11));
         c.check(|_| false).unwrap();
-        assert_eq!((c.find(Cursor::ROOT, &[1, 2]), c.find(Cursor::ROOT, &[3, 4])), (Some((a, 10)), None));
+        assert_eq!((c.find(ROOT, &[1, 2]), c.find(ROOT, &[3, 4])), (Some((a, 10)), None));
         assert_eq!((evict(&mut c), evict(&mut c), evict(&mut c)), (Some(12), Some(10), None));
         assert_eq!((c.len(), c.idle()), (0, 0));
+    }
+
+    /// Chains of two salts share nothing, with one hash for everything too.
+    #[test]
+    fn salts_keep_equal_tokens_apart() {
+        let mut c = PrefixCache::with_hash_mask(1, 0);
+        let (mine, theirs) = (Cursor::root(1), Cursor::root(2));
+        let (a, _) = c.insert(mine, &[5], 10, false);
+        let (aa, _) = c.insert(a, &[6], 11, false);
+        assert_eq!((c.find(theirs, &[5]), c.find(ROOT, &[5])), (None, None));
+        let (b, _) = c.insert(theirs, &[5], 12, false);
+        assert_eq!((c.find(mine, &[5]), c.find(theirs, &[5])), (Some((a, 10)), Some((b, 12))));
+        assert_eq!((c.find(a, &[6]), c.find(b, &[6])), (Some((aa, 11)), None));
+        c.check(|_| true).unwrap();
+        c.nodes[1].salt = 2;
+        assert!(c.check(|_| true).unwrap_err().contains("another salt than its parent 0"));
     }
 
     /// Idle nodes from which pinned ones hang (two sequences computed the same prefix) go last, from the bottom, and
@@ -401,12 +444,12 @@ mod tests {
     #[test]
     fn an_idle_page_can_be_had_whatever_hangs_from_it() {
         let mut c = PrefixCache::new(1);
-        let (a, an) = c.insert(Cursor::ROOT, &[1], 1, false);
+        let (a, an) = c.insert(ROOT, &[1], 1, false);
         let (b, bn) = c.insert(a, &[2], 2, false);
         let (d, _) = c.insert(b, &[3], 3, false);
         let (_, _) = c.insert(d, &[4], 4, false);
         let (_, en) = c.insert(a, &[5], 5, false);
-        let (_, other) = c.insert(Cursor::ROOT, &[6], 6, false);
+        let (_, other) = c.insert(ROOT, &[6], 6, false);
         for n in [an, bn, en, other] {
             c.unpin(n);
         }
@@ -422,7 +465,7 @@ mod tests {
         assert_eq!(c.evict(&mut forgotten), Some(2));
         assert_eq!((forgotten.as_slice(), c.len(), c.idle()), (&[3, 4][..], 1, 1));
         c.check(used).unwrap();
-        assert_eq!((c.find(Cursor::ROOT, &[1]), c.find(a, &[2])), (Some((a, 1)), None));
+        assert_eq!((c.find(ROOT, &[1]), c.find(a, &[2])), (Some((a, 1)), None));
         assert_eq!((c.evict(&mut forgotten), c.evict(&mut forgotten)), (Some(1), None));
         assert_eq!((forgotten.len(), c.len(), c.idle()), (2, 0, 0));
         c.check(|_| false).unwrap();
@@ -432,7 +475,7 @@ mod tests {
     #[test]
     fn a_cut_forgets_no_more_than_it_must() {
         let mut c = PrefixCache::new(1);
-        let mut at = Cursor::ROOT;
+        let mut at = ROOT;
         let nodes: Vec<u32> = (1..=5)
             .map(|page| {
                 let (next, n) = c.insert(at, &[page], page, false);

@@ -165,27 +165,30 @@ impl Pool {
         self.write()?.free_pages(pages)
     }
 
-    /// A new sequence that starts with the longest cached chain of full pages that spells a prefix of `tokens`, at
-    /// most `max` positions; its length, 0 where nothing matches; and how many of those positions, from the first on,
+    /// A new sequence that starts with the longest cached chain of full pages of this `salt` that spells a prefix of
+    /// `tokens`, at most `max` positions; its length, 0 where nothing matches; and how many of those positions, from the first on,
     /// have the draft's KV too. A prefill that needs the last token's logits passes `max = tokens.len() - 1`; one that
     /// can do nothing with target KV alone looks up again with `max` = the third.
     ///
+    /// Prompts of different salts share no page: time to a first token tells nothing about another salt's prompts.
+    ///
     /// # Errors
     /// [`Error::TooManySequences`].
-    pub fn cache_lookup(&self, tokens: &[u32], max: u32) -> Result<(SeqId, u32, u32)> {
-        self.write()?.cache_lookup(tokens, max)
+    pub fn cache_lookup(&self, tokens: &[u32], max: u32, salt: u64) -> Result<(SeqId, u32, u32)> {
+        self.write()?.cache_lookup(tokens, max, salt)
     }
 
-    /// Let the cache keep the full pages of `tokens`, the tokens of the sequence's first committed positions.
+    /// Let the cache keep the full pages of `tokens`, the tokens of the sequence's first committed positions, for
+    /// lookups of this `salt`.
     /// The first `drafted` of them have the draft's KV too (0 without a draft model). Returns how many pages were new to
     /// it. Where another sequence cached the same tokens before, those pages stay the cached ones, unless they lack draft
     /// KV that this sequence has: then this sequence's pages take their place.
     ///
     /// # Errors
     /// [`Error::OutOfRange`] for more tokens than are committed, or more drafted than tokens; [`Error::Invalid`] where a page of the sequence is
-    /// cached under other tokens; [`Error::Dead`]. Nothing is changed then.
-    pub fn cache_insert(&self, seq: SeqId, tokens: &[u32], drafted: u32) -> Result<u32> {
-        self.write()?.cache_insert(seq, tokens, drafted)
+    /// cached under other tokens or another salt; [`Error::Dead`]. Nothing is changed then.
+    pub fn cache_insert(&self, seq: SeqId, tokens: &[u32], drafted: u32, salt: u64) -> Result<u32> {
+        self.write()?.cache_insert(seq, tokens, drafted, salt)
     }
 
     /// Empty the cache; returns how many pages it had. Pages that sequences share stay theirs.

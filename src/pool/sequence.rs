@@ -67,12 +67,12 @@ impl State {
         Ok(())
     }
 
-    pub(super) fn cache_lookup(&mut self, tokens: &[u32], max: u32) -> Result<(SeqId, u32, u32)> {
+    pub(super) fn cache_lookup(&mut self, tokens: &[u32], max: u32, salt: u64) -> Result<(SeqId, u32, u32)> {
         let (page_len, width) = (self.config.page.get() as usize, self.config.row_pages as usize);
         let full = (tokens.len().min(max as usize) / page_len).min(width);
         let seq = self.create()?;
         let (row, owner) = (seq.row() as usize, Owner::of(seq));
-        let (mut at, mut n, mut drafted) = (Cursor::ROOT, 0, 0);
+        let (mut at, mut n, mut drafted) = (Cursor::root(salt), 0, 0);
         for chunk in tokens[..full * page_len].chunks_exact(page_len) {
             let Some((next, page)) = self.cache.find(at, chunk) else { break };
             self.ledger.add_ref(page, EventKind::Share, owner)?;
@@ -88,7 +88,7 @@ impl State {
         Ok((seq, len, (drafted * page_len) as u32))
     }
 
-    pub(super) fn cache_insert(&mut self, seq: SeqId, tokens: &[u32], drafted: u32) -> Result<u32> {
+    pub(super) fn cache_insert(&mut self, seq: SeqId, tokens: &[u32], drafted: u32, salt: u64) -> Result<u32> {
         let row = self.live_row(seq)?;
         let committed = self.rows[row].committed;
         if tokens.len() > committed as usize {
@@ -98,7 +98,7 @@ impl State {
         let (page_len, width) = (self.config.page.get() as usize, self.config.row_pages as usize);
         in_range("drafted tokens to cache", drafted, 0, tokens.len() as i128)?;
         let (full, drafted) = (tokens.len() / page_len, drafted as usize / page_len);
-        let (mut at, mut have, mut taken) = (Cursor::ROOT, 0, 0);
+        let (mut at, mut have, mut taken) = (Cursor::root(salt), 0, 0);
         for (col, chunk) in tokens.chunks_exact(page_len).enumerate() {
             let found = if have == col { self.cache.find(at, chunk) } else { None };
             let page = self.table[row * width + col] as u32;
@@ -113,14 +113,14 @@ impl State {
                 return Err(Error::Invalid {
                     what: "tokens to cache",
                     got: format!("sequence {seq}, page {page} of positions {}..", col * page_len),
-                    why: "the page is in the cache under other tokens".into(),
+                    why: "the page is in the cache under other tokens, or another salt".into(),
                 });
             }
         }
         let r = &mut self.rows[row];
         r.shared = r.shared.max(full as u32);
         r.version += u64::from(taken > 0); // as in `fork`
-        at = Cursor::ROOT;
+        at = Cursor::root(salt);
         for (col, chunk) in tokens.chunks_exact(page_len).enumerate() {
             let (page, drafted) = (self.table[row * width + col] as u32, col < drafted);
             let (next, node, old) = match self.cache.find(at, chunk) {

@@ -45,7 +45,7 @@ fn audit_names_the_fault() {
         let pool = Pool::new(PoolConfig { num_pages: 9, page, max_seqs: 3, row_pages: 4 }).unwrap();
         let (a, b) = (pool.create().unwrap(), pool.create().unwrap());
         pool.reserve(&[(a, 8), (b, 4)]).unwrap().commit(&[8, 4]).unwrap();
-        pool.cache_insert(a, &[1, 2, 3, 4], 0).unwrap();
+        pool.cache_insert(a, &[1, 2, 3, 4], 0, 0).unwrap();
         let lease = pool.reserve(&[(b, 9)]).unwrap();
         pool.audit().unwrap();
         (pool, lease)

@@ -131,22 +131,38 @@ impl Pool {
     }
 
     /// A new sequence that starts with the longest cached prefix of `tokens` (full pages, at most `max` positions,
-    /// default all), its length, and how many of those positions have the draft's KV too.
-    #[pyo3(signature = (tokens, max=None))]
-    fn cache_lookup(&self, py: Python<'_>, tokens: Vec<Int>, max: Option<Int>) -> PyResult<(Sequence, u32, u32)> {
+    /// default all), its length, and how many of those positions have the draft's KV too. `salt` (64 bits): prefixes of
+    /// different salts share no page.
+    #[pyo3(signature = (tokens, max=None, salt=Int::ZERO))]
+    fn cache_lookup(
+        &self,
+        py: Python<'_>,
+        tokens: Vec<Int>,
+        max: Option<Int>,
+        salt: Int,
+    ) -> PyResult<(Sequence, u32, u32)> {
+        let salt = salt.u64("salt")?;
         let tokens = u32s("token", &tokens)?;
         let max = max.map_or(Ok(u32::MAX), |m| m.u32("max"))?;
-        let (seq, length, drafted) = detached(py, || self.0.cache_lookup(&tokens, max))?;
+        let (seq, length, drafted) = detached(py, || self.0.cache_lookup(&tokens, max, salt))?;
         Ok((Sequence(seq), length, drafted))
     }
 
     /// Let the cache keep the full pages of `tokens`, the first committed tokens of `seq`; the first `drafted` of them
     /// have the draft's KV too (0 without a draft model). Returns how many pages were new to it. Pages that it has
-    /// already stay, unless they lack draft KV that this sequence's have.
-    #[pyo3(signature = (seq, tokens, drafted=Int::ZERO))]
-    fn cache_insert(&self, py: Python<'_>, seq: &Bound<'_, Sequence>, tokens: Vec<Int>, drafted: Int) -> PyResult<u32> {
-        let (seq, tokens, drafted) = (seq.get().0, u32s("token", &tokens)?, drafted.u32("drafted")?);
-        detached(py, || self.0.cache_insert(seq, &tokens, drafted))
+    /// already stay, unless they lack draft KV that this sequence's have. `salt`: of lookups that may find them.
+    #[pyo3(signature = (seq, tokens, drafted=Int::ZERO, salt=Int::ZERO))]
+    fn cache_insert(
+        &self,
+        py: Python<'_>,
+        seq: &Bound<'_, Sequence>,
+        tokens: Vec<Int>,
+        drafted: Int,
+        salt: Int,
+    ) -> PyResult<u32> {
+        let (seq, tokens) = (seq.get().0, u32s("token", &tokens)?);
+        let (drafted, salt) = (drafted.u32("drafted")?, salt.u64("salt")?);
+        detached(py, || self.0.cache_insert(seq, &tokens, drafted, salt))
     }
 
     /// Empty the prefix cache; returns how many pages it had.

@@ -45,10 +45,10 @@ fn a_plan_made_before_a_cache_insertion_may_not_write_what_is_cached_now() {
     let c = Case::new(&small(), &[8], 3);
     let mut planner = Planner::new(small(), Native).unwrap();
     let plan = rewrite(&c, &mut planner);
-    assert_eq!(c.pool.cache_insert(c.seqs[0], &[1, 2, 3, 4, 5, 6, 7, 8], 0).unwrap(), 2);
+    assert_eq!(c.pool.cache_insert(c.seqs[0], &[1, 2, 3, 4, 5, 6, 7, 8], 0, 0).unwrap(), 2);
     refused(c.pool.with_tables(|t| plan.check_rows(&t)), "plan");
     let version = c.pool.version(c.seqs[0]).unwrap();
-    assert_eq!(c.pool.cache_insert(c.seqs[0], &[1, 2, 3, 4], 0).unwrap(), 0);
+    assert_eq!(c.pool.cache_insert(c.seqs[0], &[1, 2, 3, 4], 0, 0).unwrap(), 0);
     assert_eq!(c.pool.version(c.seqs[0]).unwrap(), version, "nothing new is shared");
 }
 

@@ -87,7 +87,7 @@ fn exhaustion_changes_nothing() {
     assert_eq!(e, Error::TooManySequences { limit: 3 });
     let e = refused(&p, || p.fork(a, 1));
     assert_eq!(e, Error::TooManySequences { limit: 3 });
-    let e = refused(&p, || p.cache_lookup(&[1, 2, 3, 4], 4));
+    let e = refused(&p, || p.cache_lookup(&[1, 2, 3, 4], 4, 0));
     assert_eq!(e, Error::TooManySequences { limit: 3 });
 }
 
@@ -136,7 +136,7 @@ fn stale_and_foreign_handles() {
         refused(&p, || p.fork(a, 0)),
         refused(&p, || p.reserve(&[(a, 1)]).map(drop)),
         refused(&p, || p.committed(a)),
-        refused(&p, || p.cache_insert(a, &[], 0)),
+        refused(&p, || p.cache_insert(a, &[], 0, 0)),
     ] {
         assert!(matches!(&e, Error::Dead { what: "sequence", id, .. } if id == "0.1"), "{e}");
     }
@@ -328,20 +328,20 @@ fn cache_keeps_full_pages() {
     let tokens = [10, 11, 12, 13, 14];
     let a = p.create().unwrap();
     p.reserve(&[(a, 5)]).unwrap().commit(&[5]).unwrap();
-    assert_eq!(p.cache_insert(a, &tokens, 0).unwrap(), 2);
-    assert_eq!(p.cache_insert(a, &tokens, 0).unwrap(), 0);
-    let e = refused(&p, || p.cache_insert(a, &[10, 11, 12, 13, 14, 15], 0));
+    assert_eq!(p.cache_insert(a, &tokens, 0, 0).unwrap(), 2);
+    assert_eq!(p.cache_insert(a, &tokens, 0, 0).unwrap(), 0);
+    let e = refused(&p, || p.cache_insert(a, &[10, 11, 12, 13, 14, 15], 0, 0));
     assert_eq!(e, Error::OutOfRange { what: "tokens to cache", got: 6, min: 0, max: 5 });
-    let e = refused(&p, || p.cache_insert(a, &[10, 11, 12, 99], 0));
+    let e = refused(&p, || p.cache_insert(a, &[10, 11, 12, 99], 0, 0));
     assert!(matches!(e, Error::Invalid { what: "tokens to cache", .. }));
     let pages = p.pages(a).unwrap();
     p.release(&[a]).unwrap();
     assert_eq!((p.stats().unwrap().free_pages, p.stats().unwrap().evictable_pages), (6, 2));
-    let (b, len, _) = p.cache_lookup(&[10, 11, 12, 13, 7], 4).unwrap();
+    let (b, len, _) = p.cache_lookup(&[10, 11, 12, 13, 7], 4, 0).unwrap();
     assert_eq!((len, p.pages(b).unwrap().as_slice()), (4, &pages[..2]));
-    let (c, len, _) = p.cache_lookup(&[10, 11, 12, 13], 3).unwrap();
+    let (c, len, _) = p.cache_lookup(&[10, 11, 12, 13], 3, 0).unwrap();
     assert_eq!((len, p.pages(c).unwrap().as_slice()), (2, &pages[..1]));
-    let (d, len, _) = p.cache_lookup(&[12, 13], 2).unwrap(); // the second page's tokens do not start a chain
+    let (d, len, _) = p.cache_lookup(&[12, 13], 2, 0).unwrap(); // the second page's tokens do not start a chain
     assert_eq!(len, 0);
     assert_eq!(p.stats().unwrap().evictable_pages, 0);
     p.audit().unwrap();
@@ -366,7 +366,7 @@ fn cached_page_is_never_written() {
     let p = pool(8, 4, 4, 8);
     let a = p.create().unwrap();
     p.reserve(&[(a, 4)]).unwrap().commit(&[4]).unwrap();
-    p.cache_insert(a, &[1, 2, 3, 4], 0).unwrap();
+    p.cache_insert(a, &[1, 2, 3, 4], 0, 0).unwrap();
     let cached = p.pages(a).unwrap()[0];
     let b = p.fork(a, 2).unwrap();
     p.release(&[a]).unwrap();
@@ -386,14 +386,14 @@ fn cache_evicts_in_order() {
     let seqs = prompts.map(|tokens| {
         let s = p.create().unwrap();
         p.reserve(&[(s, 2)]).unwrap().commit(&[2]).unwrap();
-        p.cache_insert(s, &tokens, 0).unwrap();
+        p.cache_insert(s, &tokens, 0, 0).unwrap();
         s
     });
     let pages = seqs.map(|s| ids(&p.pages(s).unwrap()));
     for s in seqs {
         p.release(&[s]).unwrap();
     }
-    let (s, len, _) = p.cache_lookup(&prompts[0], 2).unwrap(); // used again: now the most recent
+    let (s, len, _) = p.cache_lookup(&prompts[0], 2, 0).unwrap(); // used again: now the most recent
     assert_eq!(len, 2);
     p.release(&[s]).unwrap();
     let evicted: Vec<u32> = (0..6)
@@ -489,12 +489,12 @@ fn exhaustion_at_every_point() {
             let (lb, lc) = (p.committed(b).unwrap(), p.committed(c).unwrap());
             run(1, &[(b, lb + page), (c, lc + 2 * page)], &[lb + 1, lc + page]);
             let la = p.committed(a).unwrap();
-            p.cache_insert(a, &vec![3; la as usize], 0).unwrap();
+            p.cache_insert(a, &vec![3; la as usize], 0, 0).unwrap();
             p.release(&[a]).unwrap();
             // What the cache alone holds makes room here.
             let lc = p.committed(c).unwrap();
             run(2, &[(c, lc + 4 * page)], &[lc + 4 * page]);
-            let (d, ld, _) = p.cache_lookup(&vec![3; 2 * page as usize], 2 * page).unwrap();
+            let (d, ld, _) = p.cache_lookup(&vec![3; 2 * page as usize], 2 * page, 0).unwrap();
             run(3, &[(d, ld + 8 * page)], &[ld]);
             let before = snapshot(&p);
             match p.alloc_pages(9) {
@@ -518,7 +518,7 @@ fn owners_of_every_kind() {
     let p = pool(8, 4, 3, 6);
     let a = p.create().unwrap();
     p.reserve(&[(a, 6)]).unwrap().commit(&[6]).unwrap(); // pages 1, 2
-    p.cache_insert(a, &[1, 2, 3, 4], 0).unwrap();
+    p.cache_insert(a, &[1, 2, 3, 4], 0, 0).unwrap();
     let b = p.fork(a, 5).unwrap();
     let _lease = p.reserve(&[(b, 9)]).unwrap(); // page 3 replaces the shared tail, which the lease holds; page 4
     let raw = p.alloc_pages(1).unwrap();
@@ -579,10 +579,10 @@ fn pages_of_the_cache_alone_can_be_had_while_others_hang_from_them() {
     let tokens: Vec<u32> = (0..13).collect();
     let (a, b) = (p.create().unwrap(), p.create().unwrap());
     p.reserve(&[(a, 6), (b, 6)]).unwrap().commit(&[6, 6]).unwrap();
-    assert_eq!(p.cache_insert(a, &tokens[..6], 0).unwrap(), 3);
-    assert_eq!(p.cache_insert(b, &tokens[..6], 0).unwrap(), 0);
+    assert_eq!(p.cache_insert(a, &tokens[..6], 0, 0).unwrap(), 3);
+    assert_eq!(p.cache_insert(b, &tokens[..6], 0, 0).unwrap(), 0);
     p.reserve(&[(b, 11)]).unwrap().commit(&[11]).unwrap();
-    assert_eq!(p.cache_insert(b, &tokens[..11], 0).unwrap(), 2); // behind the pages of a
+    assert_eq!(p.cache_insert(b, &tokens[..11], 0, 0).unwrap(), 2); // behind the pages of a
     let heads = p.pages(a).unwrap();
     p.release(&[a]).unwrap();
     let stats = p.stats().unwrap();
@@ -599,14 +599,14 @@ fn pages_of_the_cache_alone_can_be_had_while_others_hang_from_them() {
     assert_eq!((raw[0], p.version(b).unwrap()), (heads[2], version));
     p.audit().unwrap();
     p.free_pages(&raw).unwrap();
-    let (c, len, _) = p.cache_lookup(&tokens, 12).unwrap();
+    let (c, len, _) = p.cache_lookup(&tokens, 12, 0).unwrap();
     assert_eq!((len, p.pages(c).unwrap().as_slice()), (4, &heads[..2]));
     p.release(&[c]).unwrap();
     let lease = p.reserve(&[(b, 24)]).unwrap();
     assert_eq!((p.allocated(b).unwrap(), p.stats().unwrap().cached_pages), (24, 0));
     lease.commit(&[13]).unwrap();
     // Its own pages again make the chain that others find.
-    assert_eq!(p.cache_insert(b, &tokens, 0).unwrap(), 6);
+    assert_eq!(p.cache_insert(b, &tokens, 0, 0).unwrap(), 6);
     let mine = p.pages(b).unwrap();
     let kinds: Vec<_> = p.history(mine[4]).unwrap().iter().map(|e| (e.kind, e.owner)).collect();
     assert_eq!(kinds[1..], [EventKind::Cache, EventKind::Evict, EventKind::Cache].map(|k| (k, Owner::Cache)));
@@ -622,10 +622,10 @@ fn pages_with_draft_kv_replace_pages_without() {
     let tokens: Vec<u32> = (0..9).collect();
     let (a, b) = (p.create().unwrap(), p.create().unwrap());
     p.reserve(&[(a, 8), (b, 6)]).unwrap().commit(&[8, 6]).unwrap();
-    assert_eq!(p.cache_insert(a, &tokens[..8], 3).unwrap(), 4); // one full page of draft KV
+    assert_eq!(p.cache_insert(a, &tokens[..8], 3, 0).unwrap(), 4); // one full page of draft KV
     let (first, second) = (p.pages(a).unwrap(), p.pages(b).unwrap());
     let found = |max| {
-        let (s, len, drafted) = p.cache_lookup(&tokens, max).unwrap();
+        let (s, len, drafted) = p.cache_lookup(&tokens, max, 0).unwrap();
         let pages = p.pages(s).unwrap();
         p.release(&[s]).unwrap();
         (len, drafted, pages)
@@ -636,11 +636,11 @@ fn pages_with_draft_kv_replace_pages_without() {
     assert_eq!(p.stats().unwrap().evictable_pages, 4);
     // Without draft KV of its own, b has nothing to offer.
     let version = p.version(b).unwrap();
-    assert_eq!((p.cache_insert(b, &tokens[..6], 3).unwrap(), p.version(b).unwrap()), (0, version));
-    let e = refused(&p, || p.cache_insert(b, &tokens[..6], 7));
+    assert_eq!((p.cache_insert(b, &tokens[..6], 3, 0).unwrap(), p.version(b).unwrap()), (0, version));
+    let e = refused(&p, || p.cache_insert(b, &tokens[..6], 7, 0));
     assert_eq!(e, Error::OutOfRange { what: "drafted tokens to cache", got: 7, min: 0, max: 6 });
     // Its second and third page go in, a's second and third are free; a plan that writes b's pages is refused now.
-    assert_eq!(p.cache_insert(b, &tokens[..6], 6).unwrap(), 2);
+    assert_eq!(p.cache_insert(b, &tokens[..6], 6, 0).unwrap(), 2);
     assert!(p.version(b).unwrap() > version);
     let mixed = vec![first[0], second[1], second[2], first[3]];
     assert_eq!(found(9), (8, 6, mixed.clone()));
@@ -650,11 +650,11 @@ fn pages_with_draft_kv_replace_pages_without() {
     assert_eq!(kinds.last(), Some(&(EventKind::Free, Owner::Cache)));
     p.audit().unwrap();
     // The last page is marked where it is: the sequence that found it has its draft KV now.
-    let (c, len, _) = p.cache_lookup(&tokens, 8).unwrap();
-    assert_eq!((len, p.cache_insert(c, &tokens[..8], 8).unwrap()), (8, 0));
+    let (c, len, _) = p.cache_lookup(&tokens, 8, 0).unwrap();
+    assert_eq!((len, p.cache_insert(c, &tokens[..8], 8, 0).unwrap()), (8, 0));
     assert_eq!(found(9), (8, 8, mixed));
     // What the cache has under other tokens can't go in.
-    let e = refused(&p, || p.cache_insert(c, &[7, 7], 2));
+    let e = refused(&p, || p.cache_insert(c, &[7, 7], 2, 0));
     assert!(matches!(e, Error::Invalid { what: "tokens to cache", .. }));
     p.release(&[b, c]).unwrap();
     assert_eq!(p.stats().unwrap().evictable_pages, 4);
@@ -669,9 +669,9 @@ fn a_replaced_page_stays_with_its_owners() {
     let p = pool(6, 2, 4, 4);
     let (a, b) = (p.create().unwrap(), p.create().unwrap());
     p.reserve(&[(a, 2), (b, 2)]).unwrap().commit(&[2, 2]).unwrap();
-    p.cache_insert(a, &[1, 2], 0).unwrap();
-    let (c, ..) = p.cache_lookup(&[1, 2], 2).unwrap();
-    assert_eq!(p.cache_insert(b, &[1, 2], 2).unwrap(), 1);
+    p.cache_insert(a, &[1, 2], 0, 0).unwrap();
+    let (c, ..) = p.cache_lookup(&[1, 2], 2, 0).unwrap();
+    assert_eq!(p.cache_insert(b, &[1, 2], 2, 0).unwrap(), 1);
     p.audit().unwrap();
     assert_eq!((p.pages(c).unwrap(), p.stats().unwrap().free_pages), (p.pages(a).unwrap(), 4));
     p.release(&[a]).unwrap();

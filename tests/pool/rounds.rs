@@ -124,7 +124,7 @@ fn a_renewal_may_be_the_first_to_write() {
     let p = pool(9, 4, 2, 8);
     let a = p.create().unwrap();
     p.reserve(&[(a, 4)]).unwrap().commit(&[4]).unwrap();
-    p.cache_insert(a, &[1, 2, 3, 4], 0).unwrap();
+    p.cache_insert(a, &[1, 2, 3, 4], 0, 0).unwrap();
     let b = p.fork(a, 2).unwrap();
     p.release(&[a]).unwrap();
     let mut lease = p.reserve(&[(b, 2)]).unwrap();
@@ -204,7 +204,7 @@ fn changes_are_the_columns_that_changed() {
     let (shared, now) = changes(&p, two);
     assert_eq!(shared[1..], [(2, 0, vec![1, 2], Pages)]);
     p.reserve(&[(fork, 2)]).unwrap().commit(&[2]).unwrap();
-    p.cache_insert(a, &[1, 2, 3], 0).unwrap();
+    p.cache_insert(a, &[1, 2, 3], 0, 0).unwrap();
     assert_eq!(changes(&p, now).0, []);
 }
 

@@ -52,7 +52,7 @@ fn work(pool: &Pool, writers: &[AtomicU32], me: u32) -> (u32, u32) {
     let page = pool.config().page;
     for round in 0..ROUNDS {
         let prompt = [rng.below(2); 8];
-        let (a, _, _) = pool.cache_lookup(&prompt, 8).unwrap();
+        let (a, _, _) = pool.cache_lookup(&prompt, 8, 0).unwrap();
         let b = pool.fork(a, pool.committed(a).unwrap()).unwrap();
         for _ in 0..3 {
             let (la, lb) = (pool.committed(a).unwrap(), pool.committed(b).unwrap());
@@ -94,7 +94,7 @@ fn work(pool: &Pool, writers: &[AtomicU32], me: u32) -> (u32, u32) {
             done += 1;
         }
         let n = pool.committed(a).unwrap().min(8);
-        match pool.cache_insert(a, &prompt[..n as usize], rng.below(2) * n) {
+        match pool.cache_insert(a, &prompt[..n as usize], rng.below(2) * n, 0) {
             // Pages of a prompt that another thread cached meanwhile stay private; nothing else may go wrong.
             Ok(_) => {}
             Err(e) => panic!("{e}"),

@@ -125,8 +125,10 @@ def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "Pool.__new__": (core.Pool, {"num_pages": 9, "page_size": 4, "max_seqs": 3, "row_pages": 6}),
         "Pool.fork": (w.pool.fork, {"seq": w.seqs[0], "length": 4}),
         "Pool.reserve": (native.pool.reserve, {"wants": [(lender, 8)]}),
-        "Pool.cache_lookup": (w.pool.cache_lookup, {"tokens": [1, 2, 3, 4], "max": 4}),
-        "Pool.cache_insert": (native.pool.cache_insert, {"seq": cached, "tokens": [1, 2, 3, 4], "drafted": 4}),
+        "Pool.cache_lookup": (w.pool.cache_lookup, {"tokens": [1, 2, 3, 4], "max": 4, "salt": 5}),
+        "Pool.cache_insert": (
+            native.pool.cache_insert, {"seq": cached, "tokens": [1, 2, 3, 4], "drafted": 4, "salt": 0},
+        ),
         "Pool.alloc_pages": (w.pool.alloc_pages, {"n": 1}),
         "Pool.free_pages": (native.pool.free_pages, {"pages": raw}),
         "Pool.take_next": (native.pool.take_next, {"pages": free}),

@@ -6,7 +6,9 @@ request is as it was before.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from hashlib import blake2b
 
 from specrs import _specrs as core
 from specrs.engine.batch import Batch
@@ -32,6 +34,7 @@ class Pages:
         drafts: bool,
     ) -> None:
         self.pool, self._config, self._copy, self._drafts = pool, config, copy, drafts
+        self._secret = os.urandom(16)  # so that nobody can look for two salts that come out alike
         self.round_positions = geometry.alloc_len_per_decode if drafts else 1
         """Positions behind the committed ones that a round may write, per request. What other sources than the head
         draft is verified where there are pages for it, and is not counted."""
@@ -71,7 +74,8 @@ class Pages:
             if request.unscored < request.prompt_len - 1:  # whose logits are wanted
                 most = request.unscored if most is None else min(most, request.unscored)
             # At least one position is computed: its logits, or its features for the draft, are wanted.
-            request.admit(*self.pool.cache_lookup(request.tokens[: request.prefill_target - 1], most))
+            known = request.tokens[: request.prefill_target - 1]
+            request.admit(*self.pool.cache_lookup(known, most, self._salt(request)))
         else:
             request.admit(self.pool.create(), 0, 0)
 
@@ -90,7 +94,15 @@ class Pages:
         # A page that the cache has is written no more, and the head has entries to add behind `drafted`.
         writes = self._drafts and request.followed and request.finish_reason is None
         valid = drafted if writes else request.committed
-        self.pool.cache_insert(request.seq, request.tokens[:valid], drafted)
+        self.pool.cache_insert(request.seq, request.tokens[:valid], drafted, self._salt(request))
+
+    def _salt(self, request: Request) -> int:
+        """The core's salt of a request's cached pages; 0 without one."""
+        salt = request.params.cache_salt
+        if salt is None:
+            return 0
+        digest = blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=8, key=self._secret).digest()
+        return int.from_bytes(digest, "little") or 1
 
     def lease(self, batch: Batch, extra: Sequence[int]) -> core.Lease:
         """Pages for ``extra`` positions behind the committed ones of each request, copies of shared ones made."""

@@ -212,7 +212,9 @@ class Sources:
             told = [Told(source, i, request.request_id) for i, source in enumerate(self.all)]
             self._told[request.request_id] = told
             prompt = tuple(request.tokens[: request.prompt_len])
-            known = DraftRequest(request.request_id, prompt, self.vocab_size, tuple(request.prediction))
+            known = DraftRequest(
+                request.request_id, prompt, self.vocab_size, tuple(request.prediction), request.params.cache_salt
+            )
             for one in told:
                 one.begin(known)
         return told

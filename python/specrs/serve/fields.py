@@ -351,6 +351,7 @@ TABLE: tuple[Field, ...] = (
     Field("logprobs_mode", _H, as_it_is, "`raw_logprobs`, the model's own; or `processed_logprobs`, of what tokens are "
           "drawn from; named as vLLM's option of an engine", origin="specrs"),
     Field("priority", _H, as_it_is, "lower runs first, and is preempted last", origin="vLLM"),
+    Field("cache_salt", _H, as_it_is, "requests of one salt share cached prefixes with each other alone", origin="vLLM"),
     Field("add_special_tokens", _H, flag, "of the tokenizer, before a text (completions: true, chat: false)",
           origin="vLLM"),
     Field("return_token_ids", _H, flag, "`token_ids` in each choice, and `prompt_token_ids`", origin="vLLM"),
@@ -367,8 +368,6 @@ TABLE: tuple[Field, ...] = (
           origin="vLLM"),
     Field("use_beam_search", _R, only(False, why=_BEAMS), "beams", origin="vLLM"),
     Field("length_penalty", _R, only(1, 1.0, why=_BEAMS), "of beams", origin="vLLM"),
-    Field("cache_salt", _R, only(why="the prefix cache has one level for all requests"), "a cache of one's own",
-          origin="vLLM"),
     Field("logits_processors", _R, only([], why=_LATER), "code of the server's", origin="vLLM"),
     Field("kv_transfer_params", _R, only(why=_LATER), "keys and values of another server", origin="vLLM"),
     Field("vllm_xargs", _R, only({}, why=_LATER), "of vLLM's plugins", origin="vLLM"),

@@ -28,7 +28,7 @@ _SAME: dict[str, str] = {
     "include_stop_str_in_output": "include_stop", "speculative": "speculative", "prediction": "prediction",
     "bad_words": "bad_words", "allowed_token_ids": "allowed_token_ids", "priority": "priority",
     "skip_special_tokens": "skip_special_tokens", "prompt_logprobs": "prompt_logprobs",
-    "logprobs_mode": "logprobs_mode",
+    "logprobs_mode": "logprobs_mode", "cache_salt": "cache_salt",
 }  # fmt: skip
 _CALLED = {ours: theirs for theirs, ours in _SAME.items()}
 

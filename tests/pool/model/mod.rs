@@ -31,7 +31,9 @@ use world::World;
 /// operations means something and shrinks well.
 #[derive(Debug, Clone)]
 enum Op {
-    Create,
+    Create {
+        salt: bool,
+    },
     Fork {
         src: u16,
         len: u16,
@@ -140,7 +142,7 @@ enum Op {
 fn op() -> impl Strategy<Value = Op> {
     let n = any::<u16>;
     prop_oneof![
-        6 => Just(Op::Create),
+        6 => any::<bool>().prop_map(|salt| Op::Create { salt }),
         6 => (n(), n()).prop_map(|(src, len)| Op::Fork { src, len }),
         16 => (n(), any::<[u16; 3]>()).prop_map(|(who, more)| Op::Reserve { who, more }),
         1 => (n(), any::<bool>()).prop_map(|(who, twice)| Op::ReserveRefused { who, twice }),

@@ -69,7 +69,7 @@ impl World {
                 .reserve(&live.iter().map(|&s| (s, 1 << 20)).chain([(id, 1)]).rev().collect::<Vec<_>>())
                 .map(drop),
             2 => self.pool.fork(id, 0).map(drop),
-            3 => self.pool.cache_insert(id, &[], 0).map(drop),
+            3 => self.pool.cache_insert(id, &[], 0, 0).map(drop),
             _ => self.pool.version(id).map(drop),
         };
         ensure!(matches!(got, Err(Error::Dead { what: "sequence", .. })), "{got:?}");
@@ -98,15 +98,18 @@ impl World {
     pub(super) fn cache_insert_refused(&mut self, seq: u16) -> Outcome {
         let Some(s) = pick(&self.seqs, seq) else { return Ok(()) };
         let tokens = vec![7; s.tokens.len() + 1];
-        let got = self.pool.cache_insert(s.id, &tokens, 0);
+        let got = self.pool.cache_insert(s.id, &tokens, 0, 0);
         ensure!(matches!(got, Err(Error::OutOfRange { what: "tokens to cache", .. })), "{got:?}");
         // A page that is cached already, under tokens that no sequence has.
         let p = self.config.page.get() as usize;
         if s.tokens.len() >= p && self.cached(s.pages[0]) {
-            let got = self.pool.cache_insert(s.id, &tokens[..p], p as u32);
+            let got = self.pool.cache_insert(s.id, &tokens[..p], p as u32, 0);
+            ensure!(matches!(got, Err(Error::Invalid { what: "tokens to cache", .. })), "{got:?}");
+            // And under a salt that no sequence has.
+            let got = self.pool.cache_insert(s.id, &s.tokens[..p], 0, 2);
             ensure!(matches!(got, Err(Error::Invalid { what: "tokens to cache", .. })), "{got:?}");
         }
-        let more = self.pool.cache_insert(s.id, &s.tokens, s.tokens.len() as u32 + 1);
+        let more = self.pool.cache_insert(s.id, &s.tokens, s.tokens.len() as u32 + 1, 0);
         ensure!(matches!(more, Err(Error::OutOfRange { what: "drafted tokens to cache", .. })), "{more:?}");
         Ok(())
     }

@@ -22,6 +22,8 @@ pub(super) fn kv_of(tokens: &[u32]) -> u64 {
 #[derive(Debug, Clone)]
 pub(super) struct Seq {
     pub(super) id: SeqId,
+    /// Of what it finds in the cache and leaves there.
+    pub(super) salt: u64,
     /// Tokens of the committed positions.
     pub(super) tokens: Vec<u32>,
     /// As the pool said at the last change that was checked.
@@ -37,6 +39,7 @@ pub(super) struct Reserved {
 }
 
 struct Cached {
+    salt: u64,
     /// All tokens from the first to this page's last.
     prefix: Vec<u32>,
     page: u32,
@@ -124,6 +127,9 @@ impl World {
 
     /// Whether cached page `j` continues cached page `i`.
     fn below(&self, i: usize, j: usize) -> bool {
+        if self.cache[i].salt != self.cache[j].salt {
+            return false;
+        }
         let (up, down) = (&self.cache[i].prefix, &self.cache[j].prefix);
         down.len() > up.len() && down.starts_with(up)
     }
@@ -210,7 +216,7 @@ impl World {
     pub(super) fn apply(&mut self, op: &Op) -> Outcome {
         self.step += 1;
         match op {
-            Op::Create => self.create(),
+            Op::Create { salt } => self.create(u64::from(*salt)),
             Op::Fork { src, len } => self.fork(*src, *len),
             Op::Reserve { who, more } => self.reserve(*who, more),
             Op::ReserveRefused { who, twice } => self.reserve_refused(*who, *twice),
@@ -234,13 +240,14 @@ impl World {
             Op::CacheInsertRefused { seq } => self.cache_insert_refused(*seq),
             Op::CacheLookup { tokens, len, max } => {
                 let tokens: Vec<u32> = (0..len % 24).map(|i| u32::from(tokens >> (i % 16) & 1)).collect();
-                self.cache_lookup(&tokens, u32::from(*max) % 32)
+                self.cache_lookup(&tokens, u32::from(*max) % 32, u64::from(max >> 15))
             }
             Op::CacheLookupOf { seq, len } => match pick(&self.seqs, *seq) {
                 None => Ok(()),
                 Some(s) => {
                     let tokens = s.tokens[..*len as usize % (s.tokens.len() + 1)].to_vec();
-                    self.cache_lookup(&tokens, tokens.len() as u32)
+                    let salt = if *len >> 14 == 0 { 1 - s.salt } else { s.salt }; // now and then the other one
+                    self.cache_lookup(&tokens, tokens.len() as u32, salt)
                 }
             },
             Op::CacheClear => {
@@ -253,23 +260,23 @@ impl World {
         self.check()
     }
 
-    fn add(&mut self, made: specrs::Result<SeqId>, tokens: Vec<u32>, pages: Vec<u32>) -> Outcome {
+    fn add(&mut self, made: specrs::Result<SeqId>, salt: u64, tokens: Vec<u32>, pages: Vec<u32>) -> Outcome {
         let full = self.seqs.len() == self.config.max_seqs as usize;
         match made {
             Err(Error::TooManySequences { limit }) if full && limit == u64::from(self.config.max_seqs) => Ok(()),
             Ok(id) if !full => {
                 ensure!(!self.seqs.iter().any(|s| s.id.row() == id.row()), "row {} is in use", id.row());
                 ensure!(!self.released.contains(&id), "handle {id} was used before");
-                self.seqs.push(Seq { id, tokens, pages });
+                self.seqs.push(Seq { id, salt, tokens, pages });
                 Ok(())
             }
             other => Err(format!("{other:?} with {} sequences of {}", self.seqs.len(), self.config.max_seqs)),
         }
     }
 
-    fn create(&mut self) -> Outcome {
+    fn create(&mut self, salt: u64) -> Outcome {
         let made = self.pool.create();
-        self.add(made, Vec::new(), Vec::new())
+        self.add(made, salt, Vec::new(), Vec::new())
     }
 
     fn fork(&mut self, src: u16, len: u16) -> Outcome {
@@ -284,7 +291,7 @@ impl World {
         let lease = self.leases.iter().flat_map(|l| &l.entries).find(|(id, ..)| *id == s.id);
         let source = lease.map_or(&s.pages, |(_, before, _)| before);
         let pages = source[..self.needed(len)].to_vec();
-        self.add(made, s.tokens[..len].to_vec(), pages)
+        self.add(made, s.salt, s.tokens[..len].to_vec(), pages)
     }
 
     fn reserve(&mut self, who: u16, more: &[u16; 3]) -> Outcome {
@@ -562,7 +569,7 @@ impl World {
         let tokens = &s.tokens[..len as usize % (s.tokens.len() + 1)];
         // Half of the claims are of no draft KV, or of all.
         let drafted = [0, tokens.len(), drafted as usize % (tokens.len() + 1)][(drafted as usize >> 8) % 3];
-        let n = self.pool.cache_insert(s.id, tokens, drafted as u32).map_err(|e| e.to_string())?;
+        let n = self.pool.cache_insert(s.id, tokens, drafted as u32, s.salt).map_err(|e| e.to_string())?;
         let mut new = 0;
         for (i, &page) in s.pages.iter().enumerate().take(tokens.len() / p) {
             let (prefix, drafted) = (&tokens[..(i + 1) * p], (i + 1) * p <= drafted);
@@ -570,9 +577,10 @@ impl World {
                 let kv = (i * p..prefix.len()).map(|pos| kv_of(&tokens[..=pos])).collect();
                 self.drafts.insert(page, kv);
             }
-            match self.cache.iter_mut().find(|c| c.prefix == prefix) {
+            match self.cache.iter_mut().find(|c| c.salt == s.salt && c.prefix == prefix) {
                 None => {
-                    self.cache.push(Cached { prefix: prefix.to_vec(), page, drafted, used: self.step });
+                    let (salt, prefix) = (s.salt, prefix.to_vec());
+                    self.cache.push(Cached { salt, prefix, page, drafted, used: self.step });
                     new += 1;
                 }
                 Some(c) if drafted && !c.drafted => {
@@ -587,11 +595,11 @@ impl World {
         Ok(())
     }
 
-    fn cache_lookup(&mut self, tokens: &[u32], max: u32) -> Outcome {
+    fn cache_lookup(&mut self, tokens: &[u32], max: u32, salt: u64) -> Outcome {
         let p = self.config.page.get() as usize;
         let (mut pages, mut drafted) = (Vec::new(), 0);
         while let Some(prefix) = tokens.get(..(pages.len() + 1) * p) {
-            let found = self.cache.iter().find(|c| c.prefix == prefix);
+            let found = self.cache.iter().find(|c| c.salt == salt && c.prefix == prefix);
             let fits = prefix.len() <= max as usize && pages.len() < self.config.row_pages as usize;
             let Some(c) = found.filter(|_| fits) else { break };
             if c.drafted {
@@ -602,12 +610,12 @@ impl World {
             }
             pages.push(c.page);
         }
-        let got = self.pool.cache_lookup(tokens, max);
+        let got = self.pool.cache_lookup(tokens, max, salt);
         if let Ok((_, len, valid)) = got {
             let want = (pages.len() * p, drafted);
             ensure!((len as usize, valid as usize) == want, "({len}, {valid}) tokens found, not {want:?}");
         }
-        self.add(got.map(|(id, ..)| id), tokens[..pages.len() * p].to_vec(), pages)
+        self.add(got.map(|(id, ..)| id), salt, tokens[..pages.len() * p].to_vec(), pages)
     }
 
     // ---- checks ----

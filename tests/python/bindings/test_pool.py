@@ -187,7 +187,11 @@ def test_prefix_cache(pool: core.Pool) -> None:
     c, shared, _ = pool.cache_lookup(list(range(9)), max=7)
     assert shared == 4
     assert pool.committed(c) == 4
-    pool.release([a, c])
+    d, shared, _ = pool.cache_lookup(list(range(9)), salt=2**64 - 1)
+    assert shared == 0
+    with pytest.raises(core.ConfigError, match="under other tokens, or another salt"):
+        pool.cache_insert(a, list(range(10)), salt=1)
+    pool.release([a, c, d])
     assert pool.stats()["cached_pages"] == 2
     assert pool.cache_clear() == 2
     assert free(pool) == 8

@@ -48,7 +48,7 @@ def test_every_field_of_openai_s_requests_has_a_class() -> None:
 
 def test_the_page_has_the_tables_as_they_are() -> None:
     page = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
-    assert table() in page, "python -m specrs.serve.fields docs/serving.md"
+    assert table() in page, "python -m specrs.serve docs/serving.md"
     for one in fields(ServeConfig):
         assert f"`{one.name}`" in page, one.name
 

@@ -39,7 +39,7 @@ JSON = {"content-type": "application/json"}
     ("prompt", 3), ("prompt", []), ("prompt", [[]]), ("prompt", ""), ("prompt", [1.5]), ("prompt", ["x", 1]),
     ("prompt", [99999]), ("prompt", [-1]), ("prompt", ["x"] * 33), ("prompt", [[1], ["x"]]), ("best_of", 200),
     ("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", -2), ("model", 3), ("suffix", "x"), ("speculative", 1),
-    ("use_beam_search", True), ("cache_salt", "x"), ("skip_special_tokens", "no"), ("prompt_logprobs", 21),
+    ("use_beam_search", True), ("cache_salt", ""), ("skip_special_tokens", "no"), ("prompt_logprobs", 21),
     ("logprobs_mode", "raw"), ("user_name", "x"), ("messages", []),
 ])  # fmt: skip
 def test_a_wrong_value_is_refused_by_name(web: Running, name: str, value: Any) -> None:
