@@ -133,9 +133,9 @@ class SamplingParams:
         prompt_logprobs: the same for the tokens of the prompt, but its first; always raw.
         truncate_prompt_tokens: keep so many last tokens of the prompt; -1: as many as leave room for ``max_tokens``.
         priority: requests with a lower number run first, and are preempted last; in -2**31..2**31 - 1 (0).
-        cache_salt: a text of 1 to 1024 characters. Requests of one salt share cached prefixes, and what a drafter shares,
-            with each other alone; so nobody can tell by timing what a request of a salt that he does not know was told.
-            ``None``: shared with all requests without one.
+        cache_salt: a text of 1 to 1024 characters. Requests of one salt share cached prefixes, and what a drafter
+            shares, with each other alone: nobody can tell by timing what a request of a salt that he does not know was
+            told. ``None``: prefixes are shared with all requests without one.
         skip_special_tokens: leave special tokens out of the text.
         keep_special_tokens: those whose text stays nonetheless: marks of tool calls, say.
         structured_outputs: what the text must look like, as `StructuredOutputs` or a mapping of its fields; tokens that

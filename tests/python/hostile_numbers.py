@@ -127,7 +127,8 @@ def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "Pool.reserve": (native.pool.reserve, {"wants": [(lender, 8)]}),
         "Pool.cache_lookup": (w.pool.cache_lookup, {"tokens": [1, 2, 3, 4], "max": 4, "salt": 5}),
         "Pool.cache_insert": (
-            native.pool.cache_insert, {"seq": cached, "tokens": [1, 2, 3, 4], "drafted": 4, "salt": 0},
+            native.pool.cache_insert,
+            {"seq": cached, "tokens": [1, 2, 3, 4], "drafted": 4, "salt": 0},
         ),
         "Pool.alloc_pages": (w.pool.alloc_pages, {"n": 1}),
         "Pool.free_pages": (native.pool.free_pages, {"pages": raw}),

@@ -351,7 +351,8 @@ TABLE: tuple[Field, ...] = (
     Field("logprobs_mode", _H, as_it_is, "`raw_logprobs`, the model's own; or `processed_logprobs`, of what tokens are "
           "drawn from; named as vLLM's option of an engine", origin="specrs"),
     Field("priority", _H, as_it_is, "lower runs first, and is preempted last", origin="vLLM"),
-    Field("cache_salt", _H, as_it_is, "requests of one salt share cached prefixes with each other alone", origin="vLLM"),
+    Field("cache_salt", _H, as_it_is, "requests of one salt share cached prefixes with each other alone",
+          origin="vLLM"),
     Field("add_special_tokens", _H, flag, "of the tokenizer, before a text (completions: true, chat: false)",
           origin="vLLM"),
     Field("return_token_ids", _H, flag, "`token_ids` in each choice, and `prompt_token_ids`", origin="vLLM"),

@@ -1,4 +1,4 @@
-"""Salts: requests of one share pages and tables of drafts, with nobody else, and draw the tokens that they always do."""
+"""Salts: requests of one share pages and tables of drafts with nobody else, and draw the tokens that they always do."""
 
 from __future__ import annotations
 
