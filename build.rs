@@ -37,6 +37,7 @@ const KERNELS: &[(&str, &[&str])] = &[
     ("kv_commit", &["80"]),
     ("draft_select", &["80"]),
     ("tree_build", &["80"]),
+    ("tree_unite", &["80"]),
     ("round_end", &["80"]),
     ("round_end_loop", &["80"]),
     ("fingerprint", &["80"]),

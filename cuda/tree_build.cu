@@ -8,18 +8,13 @@
 // Trees lie behind one another, so a block needs the sizes of those before its own. A size follows from the limits alone
 // where there is no least score; else the block counts other requests' candidates too. No block waits for another.
 #include "block.cuh"
-#include "form.cuh"
 #include "rows.cuh"
+#include "trees.cuh"
 
 namespace specrs {
 
 constexpr int MAX_CANDIDATES = 4096;
 constexpr int MAX_TREE = 1024;  // `bounds::MAX_DRAFT_TOKENS`
-
-// A score that is NaN, which no draft step writes, counts as the least.
-__device__ __forceinline__ float score_at(const float *scores, uint64_t at) {
-    return fmaxf(scores[at], __uint_as_float(0xff800000u));
-}
 
 // How many of `count` scores from `first` on come before candidate c: larger ones, and as good ones of a lower index. The
 // candidates of a warp are `c - lane` and the 31 behind it, so that most blocks of 32 need one comparison a score.
@@ -60,14 +55,7 @@ __device__ __forceinline__ Limits limits_of(const TreeBuildParams &p, int32_t re
         }
         sound = 0;
     }
-    int32_t nodes = reinterpret_cast<const int32_t *>(p.max_nodes)[request];
-    if (nodes < 1 || nodes > p.draft_tokens) {
-        if (reporter) {
-            record_fault(p.record, p.claim, KERNEL_TREE_BUILD, BUFFER_MAX_NODES, request, -1, nodes,
-                         static_cast<int64_t>(p.draft_tokens) + 1);
-        }
-        nodes = 1;
-    }
+    const int32_t nodes = max_nodes_of(p, KERNEL_TREE_BUILD, request, reporter);
     const int32_t levels = min(sound, max(reinterpret_cast<const int32_t *>(p.max_depths)[request], 0));
     const int32_t within = levels == 0 ? 0 : p.topk + (levels - 1) * p.topk * p.topk;
     return {within, min(nodes - 1, within)};
@@ -124,33 +112,11 @@ __device__ __forceinline__ void tree_build(const TreeBuildParams &p) {
     block_before(all, sums, total);
 
     int32_t *tokens = reinterpret_cast<int32_t *>(p.tokens);
-    int32_t *depths = reinterpret_cast<int32_t *>(p.depths);
-    int32_t *out_parents = reinterpret_cast<int32_t *>(p.parents);
-    int32_t *next_child = reinterpret_cast<int32_t *>(p.next_child);
-    int32_t *next_sibling = reinterpret_cast<int32_t *>(p.next_sibling);
     float *scores = reinterpret_cast<float *>(p.node_scores);
-    uint64_t *masks = reinterpret_cast<uint64_t *>(p.masks);
-    const uint32_t words = static_cast<uint32_t>(p.draft_tokens + 63) / 64;
     if (reporter) {
-        int32_t *offsets = reinterpret_cast<int32_t *>(p.offsets);
-        offsets[request] = begin;
-        if (request == p.requests - 1) {
-            offsets[p.requests] = total;
-        }
+        write_offsets(p, request, begin, total);
     }
-    // Dead lanes, behind the last tree.
-    const int32_t capacity = p.requests * p.draft_tokens;
-    for (int32_t i = total + request * blockDim.x + threadIdx.x; i < capacity; i += p.requests * blockDim.x) {
-        tokens[i] = 0;
-        depths[i] = 0;
-        out_parents[i] = -1;
-        next_child[i] = -1;
-        next_sibling[i] = -1;
-        scores[i] = 0.0f;
-        for (uint32_t w = 0; masks != nullptr && w < words; ++w) {
-            masks[static_cast<uint64_t>(i) * words + w] = 0;
-        }
-    }
+    write_dead_nodes(p, request, total);
     const Limits limits = limits_of(p, request, live, reporter);
     if (limits.count < 0) {
         return;
@@ -189,21 +155,7 @@ __device__ __forceinline__ void tree_build(const TreeBuildParams &p) {
         size += found;
     }
     __syncthreads();
-    for (int32_t j = threadIdx.x; j < size; j += blockDim.x) {
-        int32_t child = -1;
-        int32_t sibling = -1;
-        for (int32_t k = size - 1; k > j; --k) {
-            child = parents[k] == j ? k : child;
-            sibling = parents[k] == parents[j] ? k : sibling;
-        }
-        out_parents[begin + j] = parents[j];
-        depths[begin + j] = static_cast<int32_t>(form::node_depth(parents, j));
-        next_child[begin + j] = child;
-        next_sibling[begin + j] = sibling;
-        for (uint32_t w = 0; masks != nullptr && w < words; ++w) {
-            masks[static_cast<uint64_t>(begin + j) * words + w] = form::node_word(parents, j, w);
-        }
-    }
+    write_links(p, parents, begin, size);
 }
 
 }  // namespace specrs

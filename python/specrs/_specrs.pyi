@@ -1782,6 +1782,23 @@ def _device_tree_build(
     next_sibling and scores; `masks` (int64) their ancestor bits.
     """
 
+def _device_tree_unite(
+    shape: TreeShape,
+    own: tuple[_Tensor, _Tensor, _Tensor, _Tensor],
+    other: tuple[_Tensor, _Tensor, _Tensor, _Tensor],
+    limits: tuple[_Tensor, _Tensor],
+    live: _Tensor | None,
+    trees: tuple[_Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor],
+    masks: _Tensor | None,
+    origins: _Tensor,
+    stream: _Stream,
+) -> None:
+    """One tree of two for each request: its root and the best nodes of `own` and of `other`, each the arrays offsets
+    (int32 [batch + 1]), tokens, parents and scores (float32) of batch * V entries. Equal paths are one node.
+    `limits` are the roots and max_nodes (int32 [batch]); `trees` and `masks` as for `_device_tree_build`; `origins`
+    (int32) says whose a node is, bit 0 of `own`, bit 1 of `other`.
+    """
+
 def _device_draft_scratch(
     shape: TreeShape, batch: SupportsIndex, draft_vocab: SupportsIndex, ordinal: SupportsIndex
 ) -> int:

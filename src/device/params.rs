@@ -158,6 +158,7 @@ declare! {
             KERNEL_KV_COMMIT = 22: "kv_commit",
             KERNEL_DRAFT_SELECT = 23: "draft_select",
             KERNEL_TREE_BUILD = 24: "tree_build",
+            KERNEL_TREE_UNITE = 25: "tree_unite",
             KERNEL_SAMPLE_VERIFY = 30: "sample_verify",
             KERNEL_PLAN = 31: "plan",
             KERNEL_PLAN_LISTS = 32: "plan_lists",
@@ -804,6 +805,58 @@ declare! {
             candidates: i32,
             /// Zero; keeps the size a multiple of 8.
             reserved: i32,
+        }
+
+        /// Parameters of `cuda/tree_unite.cu`, passed by value. Of two batches of trees, own ones and others.
+        TreeUniteParams {
+            /// `int32[requests + 1]`: first node of each own tree.
+            own_offsets: u64,
+            /// `int32[requests * draft_tokens]`.
+            own_tokens: u64,
+            /// `int32[requests * draft_tokens]`: parent of each node within its tree, -1 for a root.
+            own_parents: u64,
+            /// `float[requests * draft_tokens]`: cumulative log-probability of each node.
+            own_scores: u64,
+            /// As `own_offsets`.
+            other_offsets: u64,
+            /// As `own_tokens`.
+            other_tokens: u64,
+            /// As `own_parents`.
+            other_parents: u64,
+            /// As `own_scores`.
+            other_scores: u64,
+            /// `int32[requests]`: token of each root.
+            roots: u64,
+            /// `int32[requests]`, root included.
+            max_nodes: u64,
+            /// `int32`: requests that are live; 0 where all are.
+            live: u64,
+            /// `int32[requests + 1]`: first node of each tree.
+            offsets: u64,
+            /// `int32[requests * draft_tokens]`, as the arrays below.
+            tokens: u64,
+            /// Depth of each node.
+            depths: u64,
+            /// Parent of each node within its tree, -1 for a root.
+            parents: u64,
+            /// First child, -1 for none.
+            next_child: u64,
+            /// Next child of the same parent, -1 for none.
+            next_sibling: u64,
+            /// `float`: score of each node.
+            node_scores: u64,
+            /// `uint64[requests * draft_tokens, words]`: ancestors of each node and itself; 0 where not wanted.
+            masks: u64,
+            /// Whose a node is: bit 0 an own one, bit 1 the other tree's.
+            origins: u64,
+            /// [`FaultRecord`] in mapped host memory.
+            record: u64,
+            /// `uint32` in device memory: the last epoch whose record was claimed.
+            claim: u64,
+            /// Requests.
+            requests: i32,
+            /// V; at most 64.
+            draft_tokens: i32,
         }
 
         /// Sampling parameters of a request, as `cuda/sample.cu` reads them: `SamplerConfig`, prepared.

@@ -14,8 +14,8 @@ use super::geometry::TreeShape;
 
 #[cfg(feature = "cuda")]
 use crate::device::{
-    Activation, AddRmsNorm, CommitOperands, DeviceAccepts, DeviceBeams, DeviceTrees, DraftSelectOperands, MovesView,
-    RopeKvOperands, TreeBuildOperands, VerifyMode, VerifyOperands,
+    Activation, AddRmsNorm, CommitOperands, DeviceAccepts, DeviceBeams, DraftSelectOperands, MovesView, RopeKvOperands,
+    VerifyMode, VerifyOperands,
 };
 #[cfg(feature = "cuda")]
 use operands::{Operands, import};
@@ -137,7 +137,12 @@ pub(super) mod operands {
 }
 
 #[cfg(feature = "cuda")]
-fn beams(o: &Operands, first: usize, shape: crate::geometry::TreeShape, g: i32) -> crate::Result<DeviceBeams> {
+pub(super) fn beams(
+    o: &Operands,
+    first: usize,
+    shape: crate::geometry::TreeShape,
+    g: i32,
+) -> crate::Result<DeviceBeams> {
     Ok(DeviceBeams {
         shape,
         scores: o.slice(first, g)?,
@@ -547,86 +552,6 @@ pub(super) fn _device_draft_select(
     #[cfg(not(feature = "cuda"))]
     {
         _ = (step, logits, to_target, vocab, live, shape, beams, scratch, stream);
-        absent(py)
-    }
-}
-
-/// Trees of a round's candidates: roots, max_depths and max_nodes (int32 [batch]), min_score (float32 [1]). `beams` as for
-/// `_device_draft_select`; `trees` are the arrays offsets, tokens, depths, parents, next_child, next_sibling and scores;
-/// `masks` (int64) their ancestor bits.
-#[pyfunction]
-#[pyo3(signature = (shape, beams, limits, min_score, live, trees, masks, stream))]
-#[allow(clippy::too_many_arguments)]
-pub(super) fn _device_tree_build(
-    py: Python<'_>,
-    shape: &Bound<'_, TreeShape>,
-    beams: [Bound<'_, PyAny>; 8],
-    limits: [Bound<'_, PyAny>; 3],
-    min_score: Option<Arg<'_, '_>>,
-    live: Option<Arg<'_, '_>>,
-    trees: [Bound<'_, PyAny>; 7],
-    masks: Option<Arg<'_, '_>>,
-    stream: StreamArg,
-) -> PyResult<()> {
-    #[cfg(feature = "cuda")]
-    {
-        let shape = shape.get().0;
-        let operands = import(
-            &[
-                ("scores", Some(&beams[0])),
-                ("candidate_tokens", Some(&beams[1])),
-                ("candidate_parents", Some(&beams[2])),
-                ("beams", Some(&beams[3])),
-                ("beam_tokens", Some(&beams[4])),
-                ("beam_parents", Some(&beams[5])),
-                ("ancestors", Some(&beams[6])),
-                ("sound", Some(&beams[7])),
-                ("roots", Some(&limits[0])),
-                ("max_depths", Some(&limits[1])),
-                ("max_nodes", Some(&limits[2])),
-                ("min_score", min_score),
-                ("live", live),
-            ],
-            &[
-                ("offsets", Some(&trees[0])),
-                ("tree tokens", Some(&trees[1])),
-                ("depths", Some(&trees[2])),
-                ("tree parents", Some(&trees[3])),
-                ("next_child", Some(&trees[4])),
-                ("next_sibling", Some(&trees[5])),
-                ("tree scores", Some(&trees[6])),
-                ("masks", masks),
-            ],
-        )?;
-        operands.launch(py, stream, |o, k, s, g| {
-            let (min_score, live) = (o.maybe(11, g)?, o.maybe(12, g)?);
-            let trees = DeviceTrees {
-                offsets: o.slice(13, g)?,
-                tokens: o.slice(14, g)?,
-                depths: o.slice(15, g)?,
-                parents: o.slice(16, g)?,
-                next_child: o.slice(17, g)?,
-                next_sibling: o.slice(18, g)?,
-                scores: o.slice(19, g)?,
-                masks: o.maybe(20, g)?,
-            };
-            k.tree_build.launch(
-                s,
-                &TreeBuildOperands {
-                    beams: &self::beams(o, 0, shape, g)?,
-                    roots: &o.slice(8, g)?,
-                    max_depths: &o.slice(9, g)?,
-                    max_nodes: &o.slice(10, g)?,
-                    min_score: min_score.as_ref(),
-                    live: live.as_ref(),
-                    trees: &trees,
-                },
-            )
-        })
-    }
-    #[cfg(not(feature = "cuda"))]
-    {
-        _ = (shape, beams, limits, min_score, live, trees, masks, stream);
         absent(py)
     }
 }

@@ -38,6 +38,7 @@ mod device_ops;
 mod device_plan;
 mod device_round;
 mod device_sample;
+mod device_trees;
 mod dlpack;
 mod draft_merge;
 mod draft_nodes;
@@ -80,8 +81,7 @@ mod _specrs {
     #[pymodule_export]
     use super::device_ops::{
         _device_add_rms_norm, _device_draft_scratch, _device_draft_select, _device_embed, _device_gated_up,
-        _device_gather_rows, _device_kv_commit, _device_rope_kv, _device_tree_build, _device_verify_greedy,
-        _device_verify_scratch,
+        _device_gather_rows, _device_kv_commit, _device_rope_kv, _device_verify_greedy, _device_verify_scratch,
     };
     #[pymodule_export]
     use super::device_plan::{_device_plan, _device_tail_copies};
@@ -95,6 +95,8 @@ mod _specrs {
     use super::device_round::{_device_round_end, _device_round_end_load};
     #[pymodule_export]
     use super::device_sample::{_device_sample_verify, _device_samplers};
+    #[pymodule_export]
+    use super::device_trees::{_device_tree_build, _device_tree_unite};
     #[cfg(feature = "cuda")]
     #[pymodule_export]
     use super::dlpack::DeviceArray;

@@ -22,7 +22,16 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from specrs import _specrs as core
-from specrs.engine.ahead import AheadPolicy, AheadTree, drafted_levels, levels_for, most_nodes, tiers
+from specrs.engine.ahead import (
+    AheadPolicy,
+    AheadTree,
+    drafted_levels,
+    levels_for,
+    most_nodes,
+    tiers,
+    united_levels,
+    unites,
+)
 from specrs.engine.batch import Batch
 from specrs.engine.budget import attention_passes
 from specrs.engine.config import EngineConfig
@@ -63,11 +72,13 @@ class AskedRound:
     Attributes:
         depths: how deep each request drafts, 0 for not at all.
         levels: of drafts that are run, 0 without any.
+        trees: of the host, with which the drafts are united.
     """
 
     batch: Batch
     depths: list[int]
     levels: int
+    trees: core.TreeBatch | None = None
 
     @property
     def steps(self) -> int:
@@ -84,7 +95,7 @@ class LaunchedRound:
         lanes, number: where it runs, and which of the rounds there it is.
         variant: what was launched.
         places: the lane of each request.
-        given: trees that the host made; ``None`` where the device drafted them.
+        given: trees that the host made; ``None`` where the device drafted them, or some of their nodes.
     """
 
     batch: Batch
@@ -133,6 +144,14 @@ class LaunchedRound:
         scores = found["tree_scores"].view(torch.float32)
         offsets, arrays = self._of_places(found["tree_offsets"], (found["tree_tokens"], found["tree_parents"], scores))
         return core.TreeBatch.from_arrays(offsets, *arrays)
+
+    @cached_property
+    def origins(self) -> list[list[int]] | None:
+        found = self._found
+        if not self.variant.drafts:
+            return None
+        offsets, origins = found["tree_offsets"].tolist(), found["tree_origins"]
+        return [origins[offsets[place] : offsets[place + 1]].tolist() for place in self.places]
 
     @cached_property
     def accepts(self) -> core.Accepts:
@@ -371,23 +390,27 @@ class CudaExecutor(HostExecutor):
             super().commit(batch, lease, verified)
 
     def _launched(self, asked: AskedRound, follow: bool, given: Watched | None = None) -> LaunchedRound:
-        """Launch a round, of drafts that the device makes or, ``given``, the host has made."""
-        batch, levels = asked.batch, asked.levels
+        """Launch a round, of drafts that the device makes or, ``given``, the host has made; or of both."""
+        batch, levels, shape = asked.batch, asked.levels, self.planner.geometry.shape
+        trees, drafts = None if given is None else given.trees, 0
+        if asked.trees is not None:
+            trees, drafts = asked.trees, levels
+            levels = united_levels(shape, levels, max(trees.sizes))
         lanes = self._running = self._of(next(b for b in self._buckets if b >= len(batch)))
-        nodes = most_nodes(self.planner.geometry.shape, levels)
+        nodes = most_nodes(shape, levels)
         # A request ends with the position before its last token's, whose KV nobody needs.
         limits, stops = [r.ending.max_total - 1 for r in batch], [r.ending.eos_ids | r.ending.stop_ids for r in batch]
         tokens = [r.tokens[-1] for r in batch]
         lanes.give([q.row for q in batch.seqs], batch.lens, tokens, asked.depths, nodes, levels, limits, stops)
         edits = lanes.sample_by([r.sampler for r in batch], any(r.draws.grammar is not None for r in batch))
         self._table.upload(self._dense.stream)
-        if given is not None:
-            lanes.give_trees(given.trees)
-        variant = Variant(lanes.batch, levels, follow, edits, trees=given is not None)
+        if trees is not None:
+            lanes.give_trees(trees)
+        variant = Variant(lanes.batch, levels, follow, edits, trees=trees is not None, drafts=drafts)
         number = lanes.launch(variant, self._graphs)
         # What the head is asked for behind this round, a root or features, the host has to see to.
         waits = follow and not all(depth > 0 or not r.followed for r, depth in zip(batch, asked.depths, strict=True))
-        self._alone = waits or lanes.changing or given is not None or self._level == "off"
+        self._alone = waits or lanes.changing or trees is not None or self._level == "off"
         return LaunchedRound(batch, lanes, number, variant, range(len(batch)), given)
 
     def following(self, verified: Verified) -> Verified | None:
@@ -458,6 +481,7 @@ class CudaDrafts(HostDrafts):
     ) -> None:
         super().__init__(head, cache, planner, config, vocab_size)
         self._roots, self._steps = roots, planner.geometry.shape.steps
+        self.unites = unites(planner.geometry.shape)
 
     def draft(self, batch: Batch, depths: Sequence[int], deepen: Deepen | None, clock: Clock) -> Drafted:
         if deepen is not None:
@@ -470,6 +494,11 @@ class CudaDrafts(HostDrafts):
         # Of the levels that graphs are made for; each lane knows how deep it drafts itself.
         levels = min(n for n in drafted_levels(self._geometry.shape) if n >= deepest) if deepest else 0
         return AskedRound(batch, able, levels)
+
+    def beside(self, drafted: Drafted, trees: core.TreeBatch) -> Drafted | None:
+        if not isinstance(drafted, AskedRound) or not drafted.levels or not self.unites:
+            return None
+        return replace(drafted, trees=trees)
 
     def _lend(self, request: Request, logits: torch.Tensor, hidden: torch.Tensor) -> DeviceRoot:
         self._roots.put(request.seq.row, logits, hidden)

@@ -84,6 +84,11 @@ class Verified(Pass, Protocol):
         """The trees that were verified."""
 
     @property
+    def origins(self) -> Sequence[Sequence[int]] | None:
+        """Whose each node is of each request's tree, root first, where the device has united two
+        (`DraftExecutor.beside`): bit 0 the head's, bit 1 the other one's. ``None`` else."""
+
+    @property
     def accepts(self) -> Accepts:
         """The accepted paths and tokens."""
 
@@ -144,6 +149,13 @@ class DraftExecutor(Protocol):
 
     def cut(self, drafted: Watched, least: float) -> Watched:
         """The same without nodes of a cumulative log-probability below ``least``."""
+
+    @property
+    def unites(self) -> bool:
+        """Whether `beside` can be had of drafts that nobody looks at."""
+
+    def beside(self, drafted: Drafted, trees: TreeBatch) -> Drafted | None:
+        """The same, which the device makes one tree of with one of these for each request; ``None`` where it cannot."""
 
 
 class Executor(Protocol):

@@ -31,6 +31,7 @@ class Flight:
         drafting: which requests the head drafts for; ``None`` in rounds without it.
         steps: draft steps of a round.
         planted: trees with drafts of other sources, of a round that has some; no other round is launched behind it.
+        beside: trees of other sources that a device unites with the head's, of a round that has some; likewise.
         rounds: launched, not landed.
         alone: no round is launched before the first one has landed.
         last: no round is launched any more.
@@ -48,6 +49,7 @@ class Flight:
     steps: int
     rounds: deque[Verified]
     planted: Planted | None = None
+    beside: Planted | None = None
     alone: bool = False
     last: bool = False
     landed: int = 0

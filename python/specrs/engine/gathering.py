@@ -486,6 +486,7 @@ class Gathering:
         planted: Planted,
         seconds: float,
         others: Sequence[int] | None,
+        shares: Sequence[Share] | None = None,
     ) -> None:
         """A round with these trees ended.
 
@@ -495,6 +496,7 @@ class Gathering:
             planted: its trees.
             seconds: that it took.
             others: of each of these requests, tokens that another source has won and pays for; ``None`` without one.
+            shares: of each, what of its tree was verified and accepted, where a device has united it with another.
         """
         policy, batch = self._policy, len(passed)
         if policy is None or any(p.request.error is not None for p in passed):
@@ -513,7 +515,8 @@ class Gathering:
             if len(tree) < 2 or live is None or live.gate is None:
                 continue
             live.drafted = True
-            live.gate.kind.learn(tree.scores[1:], len(p.tokens) - 1, gain)
+            share = Share(tree.scores[1:], len(p.tokens) - 1) if shares is None else shares[i]
+            live.gate.kind.learn(share.scores, share.accepted, gain)
             won = p.committed.kept - 1 - (0 if others is None else others[i])
             live.gate.spec_round(won - extra, max(won, 0))
 

@@ -66,6 +66,7 @@ class HostVerified(_Pass):
     accepts: core.Accepts
     faults: Sequence[tuple[core.NonFiniteError, int]]
     lost: Sequence[int] = ()
+    origins: None = None
 
     def likeliest(self, requests: Sequence[int], count: int) -> list[tuple[list[int], list[list[int]]]]:
         return core.likeliest(self.trees, self.scores, requests, count)
@@ -290,6 +291,11 @@ class HostDrafts:
             steps += 1
         finish = partial(beams.finish, [r.tokens[-1] for r in batch], depths, [shape.draft_tokens] * len(batch))
         return HostDrafted(finish(), steps, faults, finish)
+
+    unites = False  # here the host has seen the head's drafts, and merges by what sources claim
+
+    def beside(self, drafted: Drafted, trees: core.TreeBatch) -> Drafted | None:
+        return None
 
     def cut(self, drafted: Watched, least: float) -> Watched:
         assert isinstance(drafted, HostDrafted)

@@ -2,6 +2,8 @@
 
     select, (plan, head, select) ..., build trees | plan, target, accept, commit | plan, head
 
+Trees of the host take the place of the drafts, or are united with those that the head drafts.
+
 Lengths, beams, trees and accepted paths stay on the device: kernels read them there, and the round's end makes what the
 next one begins with. So a round can be launched behind another of which the host knows nothing yet, or go round and
 round in a WHILE loop on the device. Each publishes what it found to a slot of mapped memory, where the host reads it
@@ -61,7 +63,8 @@ class Variant:
         follow: whether the target's features are kept.
         edits: room for sampling's edits of tokens; ``None`` where all lanes are greedy and have none.
         loop: whether the device goes on by itself.
-        trees: whether the host made them, of as many nodes as those of ``levels`` have; nothing is drafted then.
+        trees: whether the host made them, of as many nodes as those of ``levels`` have.
+        drafts: with trees of the host's, levels that the device drafts and unites with these; 0 for none.
     """
 
     batch: int
@@ -70,6 +73,7 @@ class Variant:
     edits: int | None
     loop: bool = False
     trees: bool = False
+    drafts: int = 0
 
 
 class Roots:
@@ -188,9 +192,11 @@ class Lanes:
         self._found = _Fields(
             offsets=batch + 1, paths=batch * path, tokens=batch * path, rows=batch * path, roots=batch, new_lens=batch,
             faults=batch, sound=batch, tree_offsets=batch + 1, tree_tokens=batch * v, tree_parents=batch * v,
-            tree_scores=batch * v,
+            tree_scores=batch * v, tree_origins=batch * v,
         )  # fmt: skip
-        self._host_trees = _Fields(tree_offsets=batch + 1, tree_tokens=batch * v, tree_parents=batch * v)
+        self._host_trees = _Fields(
+            tree_offsets=batch + 1, tree_tokens=batch * v, tree_parents=batch * v, tree_scores=batch * v
+        )
         regions: dict[str, tuple[str, list[int]]] = {
             "given": ("int32", [self._given.words]),
             "host trees": ("int32", [self._host_trees.words]),
@@ -226,6 +232,11 @@ class Lanes:
                 "next_child": ("int32", [batch * v]),
                 "next_sibling": ("int32", [batch * v]),
             }
+        if head is not None and models.config.sources:  # what the head drafts, before it is united with other trees
+            regions["own offsets"] = ("int32", [batch + 1])
+            regions |= {f"own {name}": ("int32", [batch * v]) for name in ("tokens", "depths", "parents", "next_child",
+                                                                         "next_sibling")}  # fmt: skip
+            regions["own scores"] = ("float32", [batch * v])
         if g.page_size > 1 and (k > 1 or models.config.sources):
             moves = batch * path
             regions |= {name: ("int32", [moves]) for name in ("move src", "move dst")}
@@ -298,6 +309,9 @@ class Lanes:
             out["tree_offsets"], out["tree_tokens"], a["depths"], out["tree_parents"], a["next_child"],
             a["next_sibling"], out["tree_scores"].view(torch.float32),
         )  # fmt: skip
+        if "own offsets" in a:
+            names = ("offsets", "tokens", "depths", "parents", "next_child", "next_sibling", "scores")
+            self._own_trees: Any = tuple(a[f"own {name}"] for name in names)
 
     def _plan(self, name: str, nodes: int) -> DevicePlan:
         """The plan of a phase; of verification and of accepted paths, for so many nodes a request."""
@@ -383,6 +397,8 @@ class Lanes:
         host["tree_offsets"][len(offsets) :] = total
         for name, values, dead in (("tree_tokens", trees.tokens, 0), ("tree_parents", trees.parents, -1)):
             host[name][:total], host[name][total:] = from_dlpack(values), dead
+        scores = host["tree_scores"].view(torch.float32)
+        scores[:total], scores[total:] = from_dlpack(trees.scores), 0.0
         self._a["host trees"].copy_(self._host_trees_host, non_blocking=True)
 
     def sample_by(self, samplers: Sequence[core.Sampler], moving: bool) -> int | None:
@@ -550,8 +566,11 @@ class Lanes:
         """A round. ``handle``: of the loop that it is the body of, else 0."""
         if self._poisoned is not None:
             self._poison(self._poisoned)
-        if variant.levels and not variant.trees:
-            self._draft(variant.levels)
+        if variant.drafts:
+            self._draft(variant.drafts, self._own_trees)
+            self._unite()
+        elif variant.levels and not variant.trees:
+            self._draft(variant.levels, self._trees)
         tokens, plan, features = self._to_verify(variant)
         cache, target = self._m.cache, self._m.target
         self.logits = target.forward(tokens, cast(Plan, plan), cache, features if variant.follow else None)[0]
@@ -581,7 +600,7 @@ class Lanes:
             self._ring, accepts, limits, state, self._a["control"], self._a["found"], handle, self._m.dense.stream
         )
 
-    def _draft(self, levels: int) -> None:
+    def _draft(self, levels: int, trees: Any) -> None:
         m = self._m
         head, roots = m.head, m.roots
         assert head is not None and roots is not None and m.draft_cache is not None
@@ -597,9 +616,23 @@ class Lanes:
             logits, hidden = head.step(a["beam tokens"], self._step_hidden, cast(Plan, plan), m.draft_cache)
             self._select(step + 1, logits)
         limits = (self._in["roots"], self._in["depths"], self._in["nodes"])
-        core._device_tree_build(
-            self._shape, self._beams, limits, None, self._in["live"], self._trees, None, m.dense.stream
-        )
+        core._device_tree_build(self._shape, self._beams, limits, None, self._in["live"], trees, None, m.dense.stream)
+
+    def _unite(self) -> None:
+        """Make one tree of what the head has drafted and of the host's, for each lane."""
+        offsets, tokens, _, parents, _, _, scores = self._own_trees
+        given, host = self._in, self._trees_in
+        other = (
+            host["tree_offsets"], host["tree_tokens"], host["tree_parents"], host["tree_scores"].view(torch.float32),
+        )  # fmt: skip
+        core._device_tree_unite(
+            self._shape, (offsets, tokens, parents, scores), other, (given["roots"], given["nodes"]), given["live"],
+            self._trees, None, self._out["tree_origins"], self._m.dense.stream,
+        )  # fmt: skip
+
+    def _verified(self, variant: Variant) -> dict[str, torch.Tensor]:
+        """Where the trees are that are verified: the host's, or those that the device has made."""
+        return self._trees_in if variant.trees and not variant.drafts else self._out
 
     def _select(self, step: int, logits: torch.Tensor) -> None:
         core._device_draft_select(
@@ -608,7 +641,7 @@ class Lanes:
         )  # fmt: skip
 
     def _to_verify(self, variant: Variant) -> tuple[torch.Tensor, DevicePlan, FeatureRows | None]:
-        levels, out = variant.levels, self._trees_in if variant.trees else self._out
+        levels, out = variant.levels, self._verified(variant)
         if not levels:
             self._plan_step("decode", (None, None, None))
             return self._in["roots"], self._plans["decode"], self._features[0] if variant.follow else None
@@ -637,7 +670,7 @@ class Lanes:
         scratch = self._scratch[variant.levels, variant.edits is not None, variant.trees]
         if variant.levels:
             rows, path = b * nodes, self._paths[variant.trees]
-            made = self._trees_in if variant.trees else out
+            made = self._verified(variant)
             trees = (made["tree_tokens"][:rows], made["tree_parents"][:rows], made["tree_offsets"])
         else:
             path = 1

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from specrs import _specrs as core
+from specrs.engine import united
 from specrs.engine.ahead import tiers
 from specrs.engine.batch import Batch, Passed
 from specrs.engine.config import HEAD, EngineConfig
@@ -253,10 +254,11 @@ class Runner:
         drafter, speculation = self.drafter, self.speculation
         alone = gathered is not None and gathered.pays
         if drafting is not None and gathered is not None and alone:
-            alone = gathered.rate > speculation.rate(batch, drafting)
-            drafting = None if alone else drafting  # without the head's passes, tokens come faster
+            alone = speculation.alone(batch, drafting, gathered)
+            drafting = None if alone else drafting
         began = time.perf_counter()
         drafted: Drafted | None = None
+        beside: Planted | None = None
         need = [1] * len(batch)
         if drafting is not None:
             need = [self.geometry.alloc_len_per_decode] * len(batch)
@@ -277,33 +279,47 @@ class Runner:
                 positions = [n + more for n, more in zip(batch.lens, need, strict=True)]
                 o.reserved(batch.requests, positions, speculative=drafts)
             if drafting is not None and drafter is not None:
-                drafted = self._drafted(batch, drafting, drafter, gathered)
+                drafted, beside = self._drafted(batch, drafting, drafter, gathered)
             if drafted is None:
                 verified = self.executor.decode(batch, self._follow(batch), speculation.timed)
             else:
                 verified = self.executor.verify(batch, drafted, self._follow(batch), speculation.timed)
             planted = drafted if isinstance(drafted, Planted) else None
             longest = self.config.deepest + 1 if drafts else 1
-            single = self._alone or bool(self.observers) or planted is not None or any(r.alone for r in batch)
+            waits = planted is not None or beside is not None  # the next trees need its tokens
+            single = self._alone or bool(self.observers) or waits or any(r.alone for r in batch)
             self._alone = False
             steps = 0 if drafted is None else drafted.steps
             self._flight = flight = Flight(
                 batch.requests, lease, batch.lens, max(need), longest, drafting, steps, deque([verified]), planted,
-                single, began=began,
+                beside, single, began=began,
             )  # fmt: skip
         return flight
 
-    def _drafted(self, batch: Batch, drafting: list[bool], drafter: Drafter, gathered: Gathered | None) -> Drafted:
-        """The head's drafts, with those of other sources where both can be in one tree."""
-        speculation, gathering = self.speculation, self.gathering
+    def _drafted(
+        self, batch: Batch, drafting: list[bool], drafter: Drafter, gathered: Gathered | None
+    ) -> tuple[Drafted, Planted | None]:
+        """The head's drafts, with those of other sources in one tree where there are any; and the latter, where a
+        device makes that tree."""
+        speculation, gathering, drafts = self.speculation, self.gathering, self.executor.drafts
         followed = [r for r, d in zip(batch, drafting, strict=True) if d]
         drafter.write(followed)
         drafter.extend(followed, speculation)
-        if gathering is None or gathered is None or not speculation.merges or not gathered.nodes:
-            return drafter.draft(batch, drafting, speculation)
+        if gathering is None or gathered is None or not gathered.nodes:
+            return drafter.draft(batch, drafting, speculation), None
+        if drafts is not None and drafts.unites and speculation.given and not self.observers:
+            drafted = drafter.draft(batch, drafting, speculation)
+            if not speculation.joined(batch, drafting, gathered):
+                return drafted, None
+            planted = gathering.planted(gathered)
+            both = drafts.beside(drafted, planted.trees)
+            return (drafted, None) if both is None else (both, planted)
+        if not speculation.merges:
+            return drafter.draft(batch, drafting, speculation), None
         limit = speculation.limit(batch, drafting)
         grown = drafter.grow(batch, drafting, speculation, limit)
-        return gathering.beside(batch, gathered, grown.trees, grown.steps, grown.faults, limit, speculation.costs)
+        merged = gathering.beside(batch, gathered, grown.trees, grown.steps, grown.faults, limit, speculation.costs)
+        return merged, None
 
     def _go(self, flight: Flight, stays: bool = True) -> list[Passed]:
         """Launch what can be, and land the oldest round; all of them once a request has ended, whose pages are leased
@@ -384,7 +400,12 @@ class Runner:
             for p, nodes in zip(passed, sizes, strict=True):
                 p.request.proposed += nodes - 1
                 p.request.drafting_rounds += nodes > 1
-        if planted is not None and self.gathering is not None:
+        if flight.beside is not None and self.gathering is not None and drafting is not None:
+            heads, hosts = united.shares(verified, passed)
+            self.speculation.spec_round(passed, lambda: verified.trees, drafting, flight.steps, heads)
+            took, won = time.perf_counter() - flight.began, [share.accepted for share in heads]
+            self.gathering.landed(passed, rows, flight.beside, took, won, hosts)
+        elif planted is not None and self.gathering is not None:
             self._settle(flight, planted, self.gathering, rows, passed, drafting)
         elif drafting is None:
             self.speculation.plain_round(batch)
@@ -424,8 +445,11 @@ class Runner:
         speculation, drafting = self.speculation, flight.drafting
         if drafting is None or speculation.merges:
             return True
-        drew = [drafting[row] for row in flight.batch()[1]]
-        return any(drew) and gathered.rate > speculation.rate(batch, drew)
+        drew, drafts = [drafting[row] for row in flight.batch()[1]], self.executor.drafts
+        if not any(drew):
+            return False
+        unites = drafts is not None and drafts.unites
+        return speculation.alone(batch, drew, gathered) or (unites and speculation.joined(batch, drew, gathered))
 
     def _commit(
         self,
@@ -496,7 +520,11 @@ class Runner:
         wanted = [i for i, r in enumerate(batch) if r.params.trace]
         if not wanted:
             return {}
-        planted = flight.planted
+        planted, beside = flight.planted, flight.beside
+        if beside is not None and self.gathering is not None:
+            drafts = [beside.drafts[row] for row in rows]
+            found = united.traced(verified, drafts, wanted, paths, self.gathering.names)
+            return dict(zip(wanted, found, strict=True))
         if planted is None or self.gathering is None:
             return dict(zip(wanted, trees_of(verified.trees, wanted, paths, HEAD), strict=True))
         names, drafts = self.gathering.names, planted.drafts

@@ -39,12 +39,27 @@ class LooksBack(Protocol):
         """Bring a request's drafts up to date; of its last `LOOK_BACK` tokens, the head's first choices."""
 
 
+class Outlook(Protocol):
+    """What other sources than the head propose for a round.
+
+    Attributes:
+        rate: tokens a second that a round of their trees alone is expected to yield.
+        most: nodes of a tree at most, root included.
+        pays: whether that is better than plain decoding.
+    """
+
+    rate: float
+    most: int
+    pays: bool
+
+
 class GivenTree:
     """Every request that the head follows drafts, and every node is verified.
 
     Attributes:
         given: whether depth and size of trees are known before a round, so that nobody asks during it.
-        merges: whether the head's drafts and those of other sources can be one tree; else a round has either.
+        merges: whether the host drafts step by step where other sources draft too, and makes one tree of all; else a
+            round has either, or a device makes one tree of both (`joined`).
         costs: of passes, by which nodes of a merged tree are chosen; ``None``: all are verified.
     """
 
@@ -90,6 +105,15 @@ class GivenTree:
         """Tokens a second that a round with the head's drafts is expected to yield."""
         return math.inf
 
+    def alone(self, batch: Batch, drafting: Sequence[bool], others: Outlook) -> bool:
+        """Whether tokens come faster by the drafts of other sources without the head's passes."""
+        return others.pays and others.rate > self.rate(batch, drafting)
+
+    def joined(self, batch: Batch, drafting: Sequence[bool], others: Outlook) -> bool:
+        """Whether they come faster by the head's drafts with those of other sources than by the head's alone, in rounds
+        whose trees the device makes."""
+        return True
+
     def deepen(self, batch: Batch, beams: DraftBeams, depths: Sequence[int], levels: int, limit: float) -> bool:
         """Whether another draft step pays."""
         return True
@@ -134,10 +158,12 @@ class Share:
     Attributes:
         scores: that it gave its nodes, best first.
         accepted: of its drafts.
+        others: of the other sources' drafts, where a device has united both.
     """
 
     scores: list[float]
     accepted: int
+    others: int = 0
 
 
 class AdaptiveTree(GivenTree):

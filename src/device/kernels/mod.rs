@@ -14,6 +14,7 @@ mod rows;
 mod sample;
 mod table_update;
 mod tree_build;
+mod tree_unite;
 mod verify_greedy;
 
 pub use attention::{Attention, AttentionCall, AttentionSize};
@@ -31,6 +32,7 @@ pub use sample::{DeviceSamplers, MAX_SAMPLED_VOCAB, SAMPLER_ROW_WORDS, SampleVer
 pub(super) use table_update::CHANGE_WORDS;
 pub use table_update::TableUpdate;
 pub use tree_build::{DeviceTrees, MAX_DEVICE_CANDIDATES, TreeBuild, TreeBuildOperands};
+pub use tree_unite::{GivenTrees, MAX_UNITED, TreeUnite, TreeUniteOperands};
 pub use verify_greedy::{DeviceAccepts, VerifyGreedy, VerifyMode, VerifyOperands, verify_scratch};
 
 use std::sync::Arc;
@@ -59,6 +61,8 @@ pub struct Kernels {
     pub draft_select: DraftSelect,
     /// Candidates to trees.
     pub tree_build: TreeBuild,
+    /// Two trees to one.
+    pub tree_unite: TreeUnite,
     /// The end of a round.
     pub round_end: RoundEndKernels,
     /// Reproducible operands, fingerprints of rows.
@@ -84,6 +88,7 @@ impl Kernels {
             kv_commit: KvCommit::load(context.clone())?,
             draft_select: DraftSelect::load(context.clone())?,
             tree_build: TreeBuild::load(context.clone())?,
+            tree_unite: TreeUnite::load(context.clone())?,
             round_end: RoundEndKernels::load(context.clone())?,
             fingerprint: Fingerprint::load(context.clone())?,
             table_update: TableUpdate::load(context.clone())?,

@@ -1,0 +1,79 @@
+// What the kernels that make trees of a batch share: its offsets, the nodes behind its last tree, and the links, depths
+// and ancestor bits that follow from parents. `Params` names the arrays as `TreeBuildParams` does.
+#pragma once
+
+#include "common.cuh"
+#include "form.cuh"
+
+namespace specrs {
+
+// A score that is NaN, which no draft step writes, counts as the least.
+__device__ __forceinline__ float score_at(const float *scores, uint64_t at) {
+    return fmaxf(scores[at], __uint_as_float(0xff800000u));
+}
+
+// Most nodes of a request's tree, root included; a root alone where its limit is none.
+template <class Params>
+__device__ __forceinline__ int32_t max_nodes_of(const Params &p, Kernel kernel, int32_t request, bool reporter) {
+    const int32_t nodes = reinterpret_cast<const int32_t *>(p.max_nodes)[request];
+    if (nodes >= 1 && nodes <= p.draft_tokens) {
+        return nodes;
+    }
+    if (reporter) {
+        record_fault(p.record, p.claim, kernel, BUFFER_MAX_NODES, request, -1, nodes,
+                     static_cast<int64_t>(p.draft_tokens) + 1);
+    }
+    return 1;
+}
+
+// Where a request's tree begins, and behind the last request's where all end. One thread of its block calls it.
+template <class Params>
+__device__ __forceinline__ void write_offsets(const Params &p, int32_t request, int32_t begin, int32_t total) {
+    int32_t *offsets = reinterpret_cast<int32_t *>(p.offsets);
+    offsets[request] = begin;
+    if (request == p.requests - 1) {
+        offsets[p.requests] = total;
+    }
+}
+
+// Dead lanes, behind the last tree; all blocks share them.
+template <class Params>
+__device__ __forceinline__ void write_dead_nodes(const Params &p, int32_t request, int32_t total) {
+    const uint32_t words = static_cast<uint32_t>(p.draft_tokens + 63) / 64;
+    const int32_t capacity = p.requests * p.draft_tokens;
+    for (int32_t i = total + request * blockDim.x + threadIdx.x; i < capacity; i += p.requests * blockDim.x) {
+        reinterpret_cast<int32_t *>(p.tokens)[i] = 0;
+        reinterpret_cast<int32_t *>(p.depths)[i] = 0;
+        reinterpret_cast<int32_t *>(p.parents)[i] = -1;
+        reinterpret_cast<int32_t *>(p.next_child)[i] = -1;
+        reinterpret_cast<int32_t *>(p.next_sibling)[i] = -1;
+        reinterpret_cast<float *>(p.node_scores)[i] = 0.0f;
+        for (uint32_t w = 0; p.masks != 0 && w < words; ++w) {
+            reinterpret_cast<uint64_t *>(p.masks)[static_cast<uint64_t>(i) * words + w] = 0;
+        }
+    }
+}
+
+// What follows from the parents of a tree's `size` nodes, each below its children; the nodes lie from `begin` on.
+template <class Params>
+__device__ __forceinline__ void write_links(const Params &p, const int32_t *parents, int32_t begin, int32_t size) {
+    const uint32_t words = static_cast<uint32_t>(p.draft_tokens + 63) / 64;
+    for (int32_t j = threadIdx.x; j < size; j += blockDim.x) {
+        int32_t child = -1;
+        int32_t sibling = -1;
+        for (int32_t k = size - 1; k > j; --k) {
+            child = parents[k] == j ? k : child;
+            sibling = parents[k] == parents[j] ? k : sibling;
+        }
+        reinterpret_cast<int32_t *>(p.parents)[begin + j] = parents[j];
+        reinterpret_cast<int32_t *>(p.depths)[begin + j] = static_cast<int32_t>(form::node_depth(parents, j));
+        reinterpret_cast<int32_t *>(p.next_child)[begin + j] = child;
+        reinterpret_cast<int32_t *>(p.next_sibling)[begin + j] = sibling;
+        for (uint32_t w = 0; p.masks != 0 && w < words; ++w) {
+            reinterpret_cast<uint64_t *>(p.masks)[static_cast<uint64_t>(begin + j) * words + w] =
+                form::node_word(parents, j, w);
+        }
+    }
+}
+
+}  // namespace specrs

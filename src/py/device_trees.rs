@@ -1,0 +1,185 @@
+//! Launches of the kernels that make trees, on Python's tensors: of a head's candidates, and of two trees. As in
+//! `device_ops`.
+
+use pyo3::prelude::*;
+
+use super::device::StreamArg;
+#[cfg(not(feature = "cuda"))]
+use super::device_ops::absent;
+#[cfg(feature = "cuda")]
+use super::device_ops::{self, operands::import};
+use super::geometry::TreeShape;
+#[cfg(feature = "cuda")]
+use crate::device::{DeviceTrees, GivenTrees, TreeBuildOperands, TreeUniteOperands};
+
+/// A tensor argument.
+type Arg<'a, 'py> = &'a Bound<'py, PyAny>;
+
+/// Trees of a round's candidates: roots, max_depths and max_nodes (int32 [batch]), min_score (float32 [1]). `beams` as for
+/// `_device_draft_select`; `trees` are the arrays offsets, tokens, depths, parents, next_child, next_sibling and scores;
+/// `masks` (int64) their ancestor bits.
+#[pyfunction]
+#[pyo3(signature = (shape, beams, limits, min_score, live, trees, masks, stream))]
+#[allow(clippy::too_many_arguments)]
+pub(super) fn _device_tree_build(
+    py: Python<'_>,
+    shape: &Bound<'_, TreeShape>,
+    beams: [Bound<'_, PyAny>; 8],
+    limits: [Bound<'_, PyAny>; 3],
+    min_score: Option<Arg<'_, '_>>,
+    live: Option<Arg<'_, '_>>,
+    trees: [Bound<'_, PyAny>; 7],
+    masks: Option<Arg<'_, '_>>,
+    stream: StreamArg,
+) -> PyResult<()> {
+    #[cfg(feature = "cuda")]
+    {
+        let shape = shape.get().0;
+        let operands = import(
+            &[
+                ("scores", Some(&beams[0])),
+                ("candidate_tokens", Some(&beams[1])),
+                ("candidate_parents", Some(&beams[2])),
+                ("beams", Some(&beams[3])),
+                ("beam_tokens", Some(&beams[4])),
+                ("beam_parents", Some(&beams[5])),
+                ("ancestors", Some(&beams[6])),
+                ("sound", Some(&beams[7])),
+                ("roots", Some(&limits[0])),
+                ("max_depths", Some(&limits[1])),
+                ("max_nodes", Some(&limits[2])),
+                ("min_score", min_score),
+                ("live", live),
+            ],
+            &[
+                ("offsets", Some(&trees[0])),
+                ("tree tokens", Some(&trees[1])),
+                ("depths", Some(&trees[2])),
+                ("tree parents", Some(&trees[3])),
+                ("next_child", Some(&trees[4])),
+                ("next_sibling", Some(&trees[5])),
+                ("tree scores", Some(&trees[6])),
+                ("masks", masks),
+            ],
+        )?;
+        operands.launch(py, stream, |o, k, s, g| {
+            let (min_score, live) = (o.maybe(11, g)?, o.maybe(12, g)?);
+            let trees = DeviceTrees {
+                offsets: o.slice(13, g)?,
+                tokens: o.slice(14, g)?,
+                depths: o.slice(15, g)?,
+                parents: o.slice(16, g)?,
+                next_child: o.slice(17, g)?,
+                next_sibling: o.slice(18, g)?,
+                scores: o.slice(19, g)?,
+                masks: o.maybe(20, g)?,
+            };
+            k.tree_build.launch(
+                s,
+                &TreeBuildOperands {
+                    beams: &device_ops::beams(o, 0, shape, g)?,
+                    roots: &o.slice(8, g)?,
+                    max_depths: &o.slice(9, g)?,
+                    max_nodes: &o.slice(10, g)?,
+                    min_score: min_score.as_ref(),
+                    live: live.as_ref(),
+                    trees: &trees,
+                },
+            )
+        })
+    }
+    #[cfg(not(feature = "cuda"))]
+    {
+        _ = (shape, beams, limits, min_score, live, trees, masks, stream);
+        absent(py)
+    }
+}
+
+/// One tree of two for each request: its root and the best nodes of `own` and of `other`, each the arrays offsets (int32
+/// [batch + 1]), tokens, parents and scores (float32) of batch * V entries. Equal paths are one node. `limits` are the
+/// roots and max_nodes (int32 [batch]); `trees` and `masks` as for `_device_tree_build`; `origins` (int32) says whose a node
+/// is, bit 0 of `own`, bit 1 of `other`.
+#[pyfunction]
+#[pyo3(signature = (shape, own, other, limits, live, trees, masks, origins, stream))]
+#[allow(clippy::too_many_arguments)]
+pub(super) fn _device_tree_unite(
+    py: Python<'_>,
+    shape: &Bound<'_, TreeShape>,
+    own: [Bound<'_, PyAny>; 4],
+    other: [Bound<'_, PyAny>; 4],
+    limits: [Bound<'_, PyAny>; 2],
+    live: Option<Arg<'_, '_>>,
+    trees: [Bound<'_, PyAny>; 7],
+    masks: Option<Arg<'_, '_>>,
+    origins: Arg<'_, '_>,
+    stream: StreamArg,
+) -> PyResult<()> {
+    #[cfg(feature = "cuda")]
+    {
+        let draft_tokens = shape.get().0.draft_tokens();
+        let operands = import(
+            &[
+                ("own offsets", Some(&own[0])),
+                ("own tokens", Some(&own[1])),
+                ("own parents", Some(&own[2])),
+                ("own scores", Some(&own[3])),
+                ("other offsets", Some(&other[0])),
+                ("other tokens", Some(&other[1])),
+                ("other parents", Some(&other[2])),
+                ("other scores", Some(&other[3])),
+                ("roots", Some(&limits[0])),
+                ("max_nodes", Some(&limits[1])),
+                ("live", live),
+            ],
+            &[
+                ("offsets", Some(&trees[0])),
+                ("tree tokens", Some(&trees[1])),
+                ("depths", Some(&trees[2])),
+                ("tree parents", Some(&trees[3])),
+                ("next_child", Some(&trees[4])),
+                ("next_sibling", Some(&trees[5])),
+                ("tree scores", Some(&trees[6])),
+                ("masks", masks),
+                ("origins", Some(origins)),
+            ],
+        )?;
+        operands.launch(py, stream, |o, k, s, g| {
+            let given = |first: usize| -> crate::Result<GivenTrees> {
+                Ok(GivenTrees {
+                    offsets: o.slice(first, g)?,
+                    tokens: o.slice(first + 1, g)?,
+                    parents: o.slice(first + 2, g)?,
+                    scores: o.slice(first + 3, g)?,
+                })
+            };
+            let live = o.maybe(10, g)?;
+            k.tree_unite.launch(
+                s,
+                &TreeUniteOperands {
+                    draft_tokens,
+                    own: &given(0)?,
+                    other: &given(4)?,
+                    roots: &o.slice(8, g)?,
+                    max_nodes: &o.slice(9, g)?,
+                    live: live.as_ref(),
+                    trees: &DeviceTrees {
+                        offsets: o.slice(11, g)?,
+                        tokens: o.slice(12, g)?,
+                        depths: o.slice(13, g)?,
+                        parents: o.slice(14, g)?,
+                        next_child: o.slice(15, g)?,
+                        next_sibling: o.slice(16, g)?,
+                        scores: o.slice(17, g)?,
+                        masks: o.maybe(18, g)?,
+                    },
+                    origins: &o.slice(19, g)?,
+                },
+            )
+        })
+    }
+    #[cfg(not(feature = "cuda"))]
+    {
+        _ = (shape, own, other, limits, live, trees, masks, origins, stream);
+        absent(py)
+    }
+}
