@@ -665,6 +665,7 @@ def test_operands_that_do_not_fit_are_refused_before_the_launch():
     refused("page_size", page_size=3)
     refused("scale = 0", scale=0.0)
     refused("scale = NaN", scale=float("nan"))
+    refused("scale = 1000000.*in float32 too", scale=1e39)
     refused("draft slots = 72", draft=(8, 9))
     refused("draft step needs one", draft=(2, 2), mask=None)
     refused("queries of one request = 0", max_queries=0)
