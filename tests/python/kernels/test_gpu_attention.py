@@ -586,6 +586,24 @@ def test_a_length_outside_the_table_is_skipped_and_recorded(bad, index):
     assert torch.equal(out[:5], torch.zeros_like(out[:5]))
 
 
+@pytest.mark.parametrize("bad", [2**31 - 2, 2**31 - 1025])
+def test_a_length_that_int32_does_not_round_up_is_skipped_and_recorded(bad):
+    """A row of 2^31 tokens: the kernel counts whole splits, so it takes no length within one of the end."""
+    shape = Shape(1, 2, 64, torch.bfloat16, 1024)
+    cache, stored = Cache(shape, 4, random.Random(1)), tokens(shape, 30, 1)
+    launch = Launch(cache, [Request(cache.store(stored), 29, stored.q[29:])]).prepare()
+    before, row = launch.run().clone(), int(launch.arrays["rows"][0])
+    table = torch.full((row + 1, 2**21), 2**30 + 7, dtype=torch.int32, device=CUDA)
+    table[row, :1] = launch.arrays["table"][row, :1]
+    launch.arrays["table"] = table
+    launch.arrays["workspace"] = launch.least_workspace()
+    assert same(launch.run(), before)
+    launch.arrays["lens"][0] = bad
+    record, out = fault(launch)
+    assert record == ("attention", "page table row (tokens)", 0, -1, bad, 2**31 - 1025)
+    assert torch.equal(out, torch.zeros_like(out))
+
+
 @pytest.mark.parametrize("bad", [4, -1, 2**31 - 1])
 def test_a_table_row_outside_the_table_is_skipped_and_recorded(bad):
     launch, before = two_requests()
