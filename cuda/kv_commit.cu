@@ -5,7 +5,7 @@
 //   moves  larger pages: the list of slots (source, destination) that `kv_move` executes, for each d with n_d != d.
 //
 // A path starts with node 0 and increases strictly, so n_d >= d, and from the first d with n_d != d on all differ.
-// A request whose path or whose row is not so is recorded and left as it is.
+// A request whose path or whose row is not so is recorded and left as it is; so is one whose moves have no room.
 #include "block.cuh"
 #include "rows.cuh"
 
@@ -149,9 +149,9 @@ __device__ __forceinline__ void kv_list(const KvCommitParams &p) {
     int32_t *dst = reinterpret_cast<int32_t *>(p.dst);
     if (reporter) {
         int32_t *offsets = reinterpret_cast<int32_t *>(p.move_offsets);
-        offsets[request] = before;
+        offsets[request] = min(before, p.moves);
         if (request == p.requests - 1) {
-            offsets[p.requests] = total;
+            offsets[p.requests] = min(total, p.moves);
         }
     }
     // Lanes behind the last move are padding: from the sink to the sink.
@@ -164,10 +164,16 @@ __device__ __forceinline__ void kv_list(const KvCommitParams &p) {
     if (moves == 0) {
         return;
     }
+    // Offsets that decrease make paths overlap, and those have more moves together than there are entries.
+    const bool fits = before + moves <= p.moves;
+    if (!fits && reporter) {
+        record_fault(p.record, p.claim, KERNEL_KV_COMMIT, BUFFER_MOVES, request, -1,
+                     static_cast<int64_t>(before) + moves - 1, p.moves);
+    }
     const int32_t *paths = reinterpret_cast<const int32_t *>(p.paths) + path.begin;
-    int32_t len;
-    const int32_t *line = line_of(p, request, path, paths[path.length - 1], len, reporter);
-    for (int32_t i = threadIdx.x; i < moves; i += blockDim.x) {
+    int32_t len = 0;
+    const int32_t *line = fits ? line_of(p, request, path, paths[path.length - 1], len, reporter) : nullptr;
+    for (int32_t i = threadIdx.x; i < moves && before + i < p.moves; i += blockDim.x) {
         const int32_t d = path.length - moves + i;
         int32_t from = 0;
         int32_t to = 0;

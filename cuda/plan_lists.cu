@@ -241,7 +241,8 @@ __device__ __forceinline__ void fill_bits(const PlanListParams &p, form::Step s,
     const uint64_t *mask = mask_of(p, s, r.first);
     const uint64_t width = static_cast<uint64_t>(r.len) + r.n;
     uint8_t *out = at<uint8_t>(p.packed_mask) + start;
-    for (int32_t x = blockIdx.x * FILL_THREADS + threadIdx.x; x < end - start; x += gridDim.x * FILL_THREADS) {
+    for (int64_t x = static_cast<int64_t>(blockIdx.x) * FILL_THREADS + threadIdx.x; x < end - start;
+         x += static_cast<int64_t>(gridDim.x) * FILL_THREADS) {
         const uint64_t key = static_cast<uint64_t>(x) * 8 % width;
         out[x] = key + 8 <= r.len ? 0xFF : form::lists::packed_at(s, r.len, r.n, mask, x);
     }

@@ -1684,7 +1684,7 @@ def _device_add_rms_norm(
     stream: _Stream,
 ) -> None:
     """residual += x (where x is given); copy[:, column:] = residual; out = RMSNorm(residual) * weight. All bf16 or
-    f16 [rows, columns], `copy` [rows, at least column + columns].
+    f16 [rows, columns], `copy` [rows, at least column + columns]; `weight` [columns] may be float32.
     """
 
 def _device_gated_up(
@@ -1716,7 +1716,8 @@ def _device_rope_kv(
     stream: _Stream,
 ) -> None:
     """Bias, per-head RMSNorm and rotation of the rows of qkv: queries to q, keys and values to the slots of a layer
-    of the cache. `table` is (cos, sin), float32 [positions, pairs].
+    of the cache. `table` is (cos, sin), float32 [positions, pairs]; the norms' weights may be float32, both or
+    neither.
     """
 
 def _device_verify_greedy(

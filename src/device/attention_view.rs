@@ -1,5 +1,6 @@
 //! Typed views of what attention reads and writes.
 
+use super::params::ATTENTION_SPLIT;
 use super::view::{DeviceSlice, device_mismatch};
 use crate::bounds::PageSize;
 use crate::error::{Error, Result, in_range};
@@ -8,6 +9,8 @@ use crate::error::{Error, Result, in_range};
 pub(crate) const MAX_ATTENTION_REQUESTS: usize = 1024;
 /// Largest group: query heads of a key and value head.
 pub(crate) const MAX_GROUP: u32 = 64;
+/// Most keys of a request: the kernel rounds positions up to whole splits, in int32.
+const MAX_KEYS: i32 = i32::MAX - ATTENTION_SPLIT;
 /// Bits of a query's mask.
 const MASK_BITS: u32 = 64;
 
@@ -192,9 +195,9 @@ impl AttentionBatch {
         (self.table.len() / self.width as usize) as i32 // `new` checked that it fits
     }
 
-    /// Tokens that a row of the table can place.
+    /// Tokens that a row of the table can place, and that the kernel can count.
     pub fn capacity(&self) -> i32 {
-        (u64::from(self.width) * u64::from(self.page.get())).min(i32::MAX as u64) as i32
+        (u64::from(self.width) * u64::from(self.page.get())).min(MAX_KEYS as u64) as i32
     }
 
     /// Tokens of a page.
@@ -290,6 +293,7 @@ mod tests {
         };
         let good = batch(40, 10, None, 4, 5, None, None).unwrap();
         assert_eq!((good.requests(), good.table_rows(), good.capacity()), (4, 4, 160));
+        assert_eq!(batch(1 << 27, 1 << 27, None, 1, 2, None, None).unwrap().capacity(), i32::MAX - 1024);
         assert!(batch(40, 1 << 28, None, 0, 1, None, None).unwrap_err().to_string().contains("whole number"));
         let text = |b: Result<AttentionBatch>| b.unwrap_err().to_string();
         assert!(text(batch(41, 10, None, 4, 5, None, None)).contains("whole number of rows"));

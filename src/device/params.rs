@@ -97,7 +97,7 @@ macro_rules! declare {
 declare! {
     constants {
         /// Names the rule that attention's bits follow, these constants included: a change of any of them, or of a
-        /// formula in `cuda/attention.cu`, takes another number.
+        /// formula in `cuda/attention.cu` or its headers, takes another number.
         ATTENTION_NUMERICS_ID = 1,
         /// Keys of a block, which share one maximum; a block begins at a multiple of it.
         ATTENTION_BLOCK = 128,

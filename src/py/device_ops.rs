@@ -213,7 +213,7 @@ pub(super) fn _device_gather_rows(
 }
 
 /// residual += x (where x is given); copy[:, column:] = residual; out = RMSNorm(residual) * weight. All bf16 or f16 [rows, columns],
-/// `copy` [rows, at least column + columns].
+/// `copy` [rows, at least column + columns]; `weight` [columns] may be float32.
 #[pyfunction]
 #[pyo3(signature = (residual, x, weight, eps, copy, column, live, out, stream))]
 #[allow(clippy::too_many_arguments)]
@@ -291,7 +291,7 @@ pub(super) fn _device_gated_up(
 }
 
 /// Bias, per-head RMSNorm and rotation of the rows of qkv: queries to q, keys and values to the slots of a layer of the
-/// cache. `table` is (cos, sin), float32 [positions, pairs].
+/// cache. `table` is (cos, sin), float32 [positions, pairs]; the norms' weights may be float32, both or neither.
 #[pyfunction]
 #[pyo3(signature = (qkv, heads, kv_heads, bias, q_norm, k_norm, eps, table, positions, slots, q, cache, layer, stream))]
 #[allow(clippy::too_many_arguments)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +17,8 @@ TAIL = 8
 
 @dataclass
 class Shape:
-    """Heads of a model's attention, the type of its cache, the cache's pages, and the cap of scaled scores."""
+    """Heads of a model's attention, the type of its cache, the cache's pages, the cap of scaled scores, and their scale
+    where it is not ``dim ** -0.5`` (Granite's multiplier, Gemma's scalar)."""
 
     kv_heads: int = 2
     group: int = 4
@@ -24,6 +26,11 @@ class Shape:
     dtype: torch.dtype = torch.bfloat16
     page: int = 16
     cap: float | None = None
+    scale: float | None = None
+
+    @property
+    def factor(self) -> float:
+        return self.dim**-0.5 if self.scale is None else self.scale
 
     @property
     def heads(self) -> int:
@@ -174,6 +181,16 @@ class Launch:
             max_keys=self.arrays["table"].shape[1] * shape.page,
         )
 
+    def least_workspace(self) -> torch.Tensor:
+        """The smallest that `run` takes, a slot for each block: a batch of more items than blocks folds its splits."""
+        try:
+            self.run(workspace=torch.zeros(16, dtype=torch.uint8, device=CUDA))
+        except core.ConfigError as error:
+            found = re.search(r"workspace: got 16 bytes, want at least (\d+)", str(error))
+            assert found is not None, error
+            return torch.full((int(found[1]),), 255, dtype=torch.uint8, device=CUDA)
+        raise AssertionError("16 bytes of workspace are enough")
+
     def run(self, **other: object) -> torch.Tensor:
         a = self.arrays
         shape = self.cache.shape
@@ -186,7 +203,7 @@ class Launch:
             "mask": a.get("mask"),
             "draft": self.draft,
             "max_queries": self.max_queries,
-            "scale": shape.dim**-0.5,
+            "scale": shape.factor,
             "cap": shape.cap,
             "workspace": a["workspace"],
             "stream": torch.cuda.current_stream().cuda_stream,
@@ -200,6 +217,13 @@ class Launch:
         *parts, rest = torch.split(out, [*counts, len(out) - sum(counts)])
         assert torch.equal(rest, torch.zeros_like(rest)), "dead lanes are 0"
         return parts
+
+
+def folds(workspace: torch.Tensor) -> bool:
+    """Whether the last launch with this workspace folded its splits on the way: the first word of its schedule."""
+    [word] = workspace[:4].view(torch.int32).tolist()
+    assert word in (0, 1), word
+    return word == 1
 
 
 def attend(cache: Cache, requests: list[Request], **options: object) -> list[torch.Tensor]:
@@ -274,7 +298,7 @@ def reference(shape: Shape, q: torch.Tensor, keys: Tokens, dtype: torch.dtype = 
     """Attention of one query [heads, dim] over all `keys`, in float64; in another type as plain torch would do it."""
     k = keys.k.to(dtype).repeat_interleave(shape.group, 1)
     v = keys.v.to(dtype).repeat_interleave(shape.group, 1)
-    scores = torch.einsum("hd,khd->hk", q.to(dtype), k) * shape.dim**-0.5
+    scores = torch.einsum("hd,khd->hk", q.to(dtype), k) * shape.factor
     if shape.cap is not None:
         scores = torch.tanh(scores / shape.cap) * shape.cap
     weights = torch.softmax(scores.to(torch.float64 if dtype == torch.float64 else torch.float32), -1).to(dtype)

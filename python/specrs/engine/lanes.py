@@ -564,6 +564,7 @@ class Lanes:
 
     def _run(self, variant: Variant, handle: int) -> None:
         """A round. ``handle``: of the loop that it is the body of, else 0."""
+        self._m.dense.forget()  # a sum that a broken pass owes would be in a graph for good, its memory would not
         if self._poisoned is not None:
             self._poison(self._poisoned)
         if variant.drafts:

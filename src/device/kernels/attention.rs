@@ -238,14 +238,14 @@ impl Attention {
                 want: format!("one for each of {queries} queries"),
             });
         }
-        if !(call.scale.is_finite() && call.scale > 0.0) {
-            let why = "must be positive and finite".into();
-            return Err(Error::Invalid { what: "scale", got: call.scale.to_string(), why });
-        }
         if let Some(cap) = call.cap.filter(|cap| !CAPS.contains(cap)) {
             let why = format!("must be positive and finite, from {} to {}", CAPS.start(), CAPS.end());
             return Err(Error::Invalid { what: "cap", got: cap.to_string(), why });
         }
+        let Some((scale, cap)) = factors(call.scale, call.cap) else {
+            let why = "must be positive and finite, in float32 too".into();
+            return Err(Error::Invalid { what: "scale", got: call.scale.to_string(), why });
+        };
         for (operand, address) in [("q", call.q.address()), ("out", out), ("workspace", call.workspace.address())] {
             if !address.is_multiple_of(16) {
                 return Err(Error::Mismatch {
@@ -291,9 +291,6 @@ impl Attention {
         let partials = call.workspace.address() + tiling.header;
         let (k, v) = cache.addresses();
         let draft = batch.draft().unwrap_or((0, 0));
-        // A capped score is in units of the cap: tanh(x / cap), by e^2x.
-        let scale = (call.cap.unwrap_or(call.scale) * std::f64::consts::LOG2_E) as f32;
-        let cap = call.cap.map_or(0.0, |cap| (call.scale / cap * 2.0 * std::f64::consts::LOG2_E) as f32);
         let params = AttentionParams {
             q: call.q.address(),
             k,
@@ -385,6 +382,16 @@ impl Attention {
     }
 }
 
+/// What the kernel multiplies by: a score's factor in the exponent of 2, and, of a score that is in units of its cap
+/// (`tanh(x / cap)`, by e^2x), the one before the tanh, else 0. `None` where float32 has no such factor.
+fn factors(scale: f64, cap: Option<f64>) -> Option<(f32, f32)> {
+    let factor = |x: f64| Some((x * std::f64::consts::LOG2_E) as f32).filter(|x| x.is_finite() && *x > 0.0);
+    match cap {
+        None => Some((factor(scale)?, 0.0)),
+        Some(cap) => Some((factor(cap)?, factor(scale / cap * 2.0)?)),
+    }
+}
+
 /// Bytes of shared memory of a block of `attend`: the ring, the weights' tile, the queries' where it does not share that, and
 /// the lists.
 fn shared_bytes(rows: u32, stages: u32, head_dim: u32, requests: u32, warpgroups: bool) -> u32 {
@@ -407,6 +414,16 @@ fn tiling(size: &AttentionSize, gpu: Gpu) -> Result<Tiling> {
     in_range("queries of one request", size.max_queries, 1, i128::from(i32::MAX) / 64)?;
     in_range("query heads of a key and value head", size.group, 1, MAX_GROUP.into())?;
     let request_rows = u64::from(size.max_queries) * u64::from(size.group);
+    // The kernels number a request's rows in int32, and round them up to tiles.
+    let (all_rows, most) = (request_rows * u64::from(size.kv_heads), u64::from(i32::MAX as u32 - WIDE_ROWS));
+    if all_rows > most {
+        return Err(Error::Overflow {
+            what: "rows of a request",
+            expr: format!("{} queries * {} query heads * {} key heads", size.max_queries, size.group, size.kv_heads),
+            ty: "int32",
+            limit: most,
+        });
+    }
     // The lowest tile that holds a request's rows, else the highest that fits the GPU; as many stages as leave room for the
     // blocks that are to share a multiprocessor, at least 2. 128 rows of a group of one would be more queries than the
     // tail's block has keys.
@@ -449,7 +466,7 @@ fn tiling(size: &AttentionSize, gpu: Gpu) -> Result<Tiling> {
     let resident = (gpu.shared.1 / (shared + RESERVED_SHARED)).clamp(1, RESIDENT);
     let grid = u64::from(gpu.multiprocessors * resident).min(items).max(1);
     let slot_rows = request_rows.min(rows.into()) as u32;
-    let merge_rows = u64::from(size.requests) * u64::from(size.max_queries * size.kv_heads * size.group);
+    let merge_rows = u64::from(size.requests) * all_rows;
     let merge_grid =
         merge_rows.div_ceil(u64::from(THREADS / 32)).clamp(1, (gpu.multiprocessors * MERGE_RESIDENT).into());
     Ok(Tiling {
@@ -540,9 +557,26 @@ mod tests {
     }
 
     #[test]
+    fn factors_that_float32_does_not_have_are_none() {
+        let log2e = std::f64::consts::LOG2_E;
+        assert_eq!(factors(0.125, None), Some(((0.125 * log2e) as f32, 0.0)));
+        assert_eq!(factors(0.125, Some(50.0)), Some(((50.0 * log2e) as f32, (0.125 / 50.0 * 2.0 * log2e) as f32)));
+        for scale in [0.0, -1.0, f64::NAN, f64::INFINITY, 1e41, 1e-50] {
+            assert_eq!((factors(scale, None), factors(scale, Some(50.0))), (None, None), "{scale}");
+        }
+        assert_eq!((factors(1e39, None), factors(1e36, Some(1e-4))), (None, None));
+    }
+
+    #[test]
     fn sizes_that_no_kernel_indexes_are_refused() {
-        let big = AttentionSize { kv_heads: 60_000, ..llama(1024, 1 << 20, 1 << 30) };
-        assert!(matches!(tiling(&big, H200), Err(Error::Overflow { .. })));
+        let text = |size: &AttentionSize| tiling(size, H200).unwrap_err().to_string();
+        assert!(text(&AttentionSize { kv_heads: 60_000, ..llama(1024, 16, 1 << 30) }).contains("items of attention"));
+        // 2^32 rows, which a product in 32 bits would take for none; and one more than there may be.
+        let rows = AttentionSize { kv_heads: 64, group: 64, ..llama(1, 1 << 20, 64) };
+        assert!(text(&rows).contains("rows of a request"), "{}", text(&rows));
+        let most = |queries| AttentionSize { kv_heads: 1, group: 64, ..llama(1, queries, 64) };
+        assert!(tiling(&most((i32::MAX as u32 - 128) / 64), H200).is_ok());
+        assert!(text(&most((i32::MAX as u32 - 128) / 64 + 1)).contains("rows of a request"));
         let group = AttentionSize { group: 65, ..llama(1, 1, 64) };
         assert!(tiling(&group, H200).unwrap_err().to_string().contains("= 65 is outside 1..=64"));
     }

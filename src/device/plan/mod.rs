@@ -28,6 +28,7 @@ use super::devices::Device;
 use super::driver::Stream;
 use super::params::{PlanParams, TailCopyParams};
 use super::view::{DeviceSlice, MovesView, device_mismatch};
+use crate::bounds::fits_i32;
 use crate::error::{Error, Result, in_range, same_length};
 use crate::geometry::{Geometry, Layout};
 use crate::plan::form::Step;
@@ -58,6 +59,14 @@ impl DeviceTable {
             return Err(Error::Mismatch { operand: "page table", got, want });
         }
         Ok(Self { pages, rows: (pages.len() / columns as usize) as u32, columns, num_pages })
+    }
+
+    /// Check that int32 counts the slots of the pool: of a page beyond, the product would be another page's slot.
+    fn slots_fit(&self, page_size: u32) -> Result<()> {
+        fits_i32("KV slots", u64::from(self.num_pages) * u64::from(page_size), || {
+            format!("num_pages {} * page_size {page_size}", self.num_pages)
+        })
+        .map(|_| ())
     }
 }
 
@@ -205,7 +214,7 @@ impl DevicePlanner {
     ///
     /// # Errors
     /// [`Error::Mismatch`] for arrays that do not fit each other or lie elsewhere; [`Error::OutOfRange`] for a bucket beyond
-    /// the geometry's limits, or a step that it does not have.
+    /// the geometry's limits, or a step that it does not have; [`Error::Overflow`] for a pool whose slots int32 does not count.
     pub fn plan(
         &self,
         stream: Stream,
@@ -225,6 +234,7 @@ impl DevicePlanner {
             Phase::Extend | Phase::Decode => 0,
         } as usize;
         in_range("mask words", (q * words) as u64, 0, i128::from(i32::MAX))?;
+        table.slots_fit(geometry.page().get())?;
         same_length("batch rows", batch.rows.len(), b)?;
         same_length("batch versions", batch.versions.len(), b)?;
         same_length("lens", batch.lens.len(), b)?;
@@ -329,6 +339,7 @@ impl DevicePlanner {
     ) -> Result<()> {
         let b = rows.len();
         in_range("bucket requests", b as u64, 0, self.geometry.limits().max_batch.into())?;
+        table.slots_fit(self.geometry.page().get())?;
         same_length("lens", lens.len(), b)?;
         same_length("offsets", out.offsets().len(), b + 1)?;
         on_device(
@@ -365,5 +376,21 @@ impl DevicePlanner {
             copies: out.src().len() as i32, // at most MAX_MOVES
         };
         kernels.launch_tail_copies(stream, &params)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pool_whose_slots_do_not_fit_int32_is_refused() {
+        // SAFETY: nothing is launched with it.
+        let pages = unsafe { DeviceSlice::from_raw("pages", 64, 8, 0) }.unwrap();
+        let table = |num_pages| DeviceTable::new(pages, 4, num_pages).unwrap();
+        assert!(table(i32::MAX as u32).slots_fit(1).is_ok());
+        assert!(table((1 << 27) - 1).slots_fit(16).is_ok());
+        let error = table(1 << 27).slots_fit(16).unwrap_err().to_string();
+        assert!(error.contains("num_pages 134217728 * page_size 16"), "{error}");
     }
 }

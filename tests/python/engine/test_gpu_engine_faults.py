@@ -287,6 +287,25 @@ def test_steps_that_fail_again_and_again_lose_nothing(engine: Engines, want: lis
         llm.audit()
 
 
+def test_a_sum_that_a_broken_pass_owes_is_in_no_graph(engine: Engines, want: list[list[int]]) -> None:
+    """An interrupt between a product and the norm behind it: a graph that made the sum would write there for ever."""
+    total, more = torch.zeros(64, device="cuda"), torch.ones(64, device="cuda")
+    original, captured = Lanes._capture, []
+
+    def capture(lanes: Lanes, variant: Any) -> Any:
+        captured.append(variant)
+        lanes._m.dense.owe(total, more)
+        return original(lanes, variant)
+
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(Lanes, "_capture", capture)
+        with engine.make("round") as llm:
+            assert [o.token_ids for o in llm.generate(PROMPTS, PARAMS)] == want
+    assert captured
+    torch.cuda.synchronize()
+    assert torch.equal(total, torch.zeros_like(total))
+
+
 def test_engines_that_share_a_gpu_do_not_see_each_others_faults(engine: Engines, want: list[list[int]]) -> None:
     """One engine's launches are spoilt from time to time while another runs in its own thread."""
     spoilt, lock = threading.local(), threading.Lock()

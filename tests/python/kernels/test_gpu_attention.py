@@ -6,6 +6,7 @@ table that nobody may read are wild.
 """
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,9 +26,11 @@ from attention_cases import (
     Launch,
     Request,
     Shape,
+    Tokens,
     Tree,
     attend,
     beam_tree,
+    folds,
     random_tree,
     reference,
     spine_tree,
@@ -292,6 +295,105 @@ def test_many_requests_fold_their_splits_on_the_way():
         assert same(attend(cache, [requests[k]])[0], together[k]), requests[k].length
 
 
+class Folded:
+    """Requests whose prefixes share their whole pages, as a prefix cache has it, in a batch that folds its splits.
+
+    Requests i and i + len(lengths) have prefixes of one length; each has a tree, or a chunk, of its own.
+    """
+
+    def __init__(self, shape: Shape, queries: int, lengths: list[int], turns: int, masked: bool):
+        rng = random.Random(queries)
+        self.shape, self.queries, self.lengths, self.requests = shape, queries, lengths * turns, []
+        self.base, own = tokens(shape, max(lengths), 1), shape.page + queries
+        self.cache = Cache(shape, max(lengths) // shape.page + len(self.lengths) * (own // shape.page + 1) + 3, rng)
+        self.nodes = [tokens(shape, queries, 100 + i) for i in range(len(self.lengths))]
+        self.trees = [random_tree(rng, queries, 5) if masked else None for _ in self.nodes]
+        whole = self.cache.store(self.base)
+        for length, nodes, tree in zip(self.lengths, self.nodes, self.trees, strict=True):
+            shared = length // shape.page
+            tail = self.base.take(slice(shared * shape.page, length)).then(nodes)
+            pages = whole[:shared] + self.cache.store(tail)
+            self.requests.append(Request(pages, length, nodes.q, None if tree is None else tree.words()))
+
+    def keys(self, request: int, query: int):
+        """What a query attends to, in logical order."""
+        tree, nodes = self.trees[request], self.nodes[request]
+        path = list(range(query + 1)) if tree is None else tree.path(query)
+        return self.base.take(slice(0, self.lengths[request])).then(nodes.take(path))
+
+    def check(self, samples: list[int]) -> list[torch.Tensor]:
+        """All at once, folded, against each sample alone, unfolded; what all were."""
+        launch = Launch(self.cache, self.requests, dead=6).prepare()
+        workspace = launch.least_workspace()
+        together = launch.live(launch.run(workspace=workspace))
+        assert folds(workspace), "the batch has no more items than the grid has blocks"
+        for k in samples:
+            alone = Launch(self.cache, [self.requests[k]]).prepare()
+            [want] = alone.live(alone.run())
+            assert not folds(alone.arrays["workspace"])
+            assert same(together[k], want), (self.shape, self.lengths[k], k)
+        return together
+
+
+# Rows of a request are queries times group: tiles of 16, 32 and 64 rows, and of 128 elements on Hopper of 128.
+FOLDED = [(256, None, 2, torch.bfloat16), (256, 20.0, 4, torch.float16), (128, 5.0, 8, torch.bfloat16)]
+
+
+@pytest.mark.parametrize("queries", [1, 8, 16])
+@pytest.mark.parametrize(("dim", "cap", "group", "dtype"), FOLDED)
+def test_wide_and_capped_heads_fold_their_splits_on_the_way(dim, cap, group, dtype, queries):
+    """Bits of the unfolded path, and values near float64's, of trees and of chunks."""
+    shape = Shape(4, group, dim, dtype, 16, cap)
+    lengths = [0, 7, 1023, 1040, 2047, 2999]
+    for masked in (True, False):
+        batch = Folded(shape, queries, lengths, 11, masked)
+        samples = [*range(6), *range(54, 66)]
+        together = batch.check(samples)
+        for length in lengths:
+            worst = torch_worst = 0.0
+            for k in (k for k in samples if batch.lengths[k] == length):
+                for j in {0, queries // 2, queries - 1}:
+                    q, keys = batch.nodes[k].q[j], batch.keys(k, j)
+                    want = reference(shape, q, keys)
+                    plain = reference(shape, q, keys, dtype).double()
+                    worst = max(worst, float((together[k][j].double() - want).abs().max()))
+                    torch_worst = max(torch_worst, float((plain - want).abs().max()))
+            assert worst <= 2 * torch_worst + 1e-5, (masked, length, worst, torch_worst)
+
+
+@pytest.mark.parametrize("queries", [1, 8, 16])
+@pytest.mark.parametrize(("dim", "cap", "group", "dtype"), FOLDED)
+def test_small_folded_batches_of_wide_and_capped_heads(dim, cap, group, dtype, queries):
+    """What a sanitizer gets through: two splits and a tail to fold, and the bits of the unfolded path."""
+    batch = Folded(Shape(8, group, dim, dtype, 16, cap), queries, [0, 7, 1040, 1060], 6, queries == 8)
+    batch.check([2, 20, 23])
+
+
+@pytest.mark.parametrize(
+    ("dim", "cap", "scale"),
+    [(64, None, 0.015625), (128, None, 0.0078125), (256, None, 144**-0.5), (128, 50.0, 144**-0.5), (256, 50.0, 0.0625)],
+)
+def test_small_batches_take_the_scale_that_is_asked_for(dim, cap, scale):
+    """Granite's multiplier and Gemma's scalar take the place of dim ** -0.5, under a cap too."""
+    for dtype in (torch.bfloat16, torch.float16):
+        shape, rng = Shape(2, 4, dim, dtype, 16, cap, scale), random.Random(dim)
+        cache, tree = Cache(shape, 12, rng), random_tree(rng, 9, 4)
+        kind = "peaked" if scale < 0.05 else "normal"  # scores of about 1: neither flat nor one key's alone
+        prefix, nodes = tokens(shape, 130, 1, kind), tokens(shape, 9, 2, kind)
+        [out] = attend(cache, [Request(cache.store(prefix.then(nodes)), 130, nodes.q, tree.words())])
+        worst = torch_worst = other = 0.0
+        for j in range(9):
+            q, keys = nodes.q[j].cpu(), Tokens(*(t.cpu() for t in prefix.then(nodes.take(tree.path(j))).parts()))
+            want, got = reference(shape, q, keys), out[j].double().cpu()
+            plain = reference(shape, q, keys, dtype).double()
+            usual = reference(replace(shape, scale=2 * scale), q, keys)
+            worst = max(worst, float((got - want).abs().max()))
+            torch_worst = max(torch_worst, float((plain - want).abs().max()))
+            other = max(other, float((got - usual).abs().max()))
+        assert worst <= 2 * torch_worst + 1e-5, (dtype, worst, torch_worst)
+        assert other > 4 * torch_worst, "another scale would pass as well"
+
+
 @pytest.mark.parametrize("mode", ["ancestors", "lanes"])
 def test_draft_steps_attend_to_the_slots_of_their_mask(mode):
     rng = random.Random(9)
@@ -484,6 +586,24 @@ def test_a_length_outside_the_table_is_skipped_and_recorded(bad, index):
     assert torch.equal(out[:5], torch.zeros_like(out[:5]))
 
 
+@pytest.mark.parametrize("bad", [2**31 - 2, 2**31 - 1025])
+def test_a_length_that_int32_does_not_round_up_is_skipped_and_recorded(bad):
+    """A row of 2^31 tokens: the kernel counts whole splits, so it takes no length within one of the end."""
+    shape = Shape(1, 2, 64, torch.bfloat16, 1024)
+    cache, stored = Cache(shape, 4, random.Random(1)), tokens(shape, 30, 1)
+    launch = Launch(cache, [Request(cache.store(stored), 29, stored.q[29:])]).prepare()
+    before, row = launch.run().clone(), int(launch.arrays["rows"][0])
+    table = torch.full((row + 1, 2**21), 2**30 + 7, dtype=torch.int32, device=CUDA)
+    table[row, :1] = launch.arrays["table"][row, :1]
+    launch.arrays["table"] = table
+    launch.arrays["workspace"] = launch.least_workspace()
+    assert same(launch.run(), before)
+    launch.arrays["lens"][0] = bad
+    record, out = fault(launch)
+    assert record == ("attention", "page table row (tokens)", 0, -1, bad, 2**31 - 1025)
+    assert torch.equal(out, torch.zeros_like(out))
+
+
 @pytest.mark.parametrize("bad", [4, -1, 2**31 - 1])
 def test_a_table_row_outside_the_table_is_skipped_and_recorded(bad):
     launch, before = two_requests()
@@ -563,6 +683,7 @@ def test_operands_that_do_not_fit_are_refused_before_the_launch():
     refused("page_size", page_size=3)
     refused("scale = 0", scale=0.0)
     refused("scale = NaN", scale=float("nan"))
+    refused("scale = 1000000.*in float32 too", scale=1e39)
     refused("draft slots = 72", draft=(8, 9))
     refused("draft step needs one", draft=(2, 2), mask=None)
     refused("queries of one request = 0", max_queries=0)

@@ -53,6 +53,16 @@ def random_rows(*shape, dtype, seed=0, scale=1.0):
     return (torch.randn(*shape, generator=g) * scale).to(dtype)
 
 
+def at_the_end(values, shift=0):
+    """A copy on the GPU whose last byte is the last of its allocation, `shift` bytes behind its start: what is read or
+    written behind it, memcheck sees."""
+    size = values.numel() * values.element_size()
+    raw = torch.empty(shift + size, dtype=torch.uint8, device=CUDA)
+    made = raw[shift:].view(values.dtype).view(values.shape)
+    made.copy_(values)
+    return made
+
+
 # --- gathers ---------------------------------------------------------------------------------------------------------
 
 
@@ -321,6 +331,17 @@ def exp_reference(x):
     return torch.where(over, c(float("inf")), torch.where(under, c(0.0), y))
 
 
+def gated_reference(gate, up, z):
+    """g / (1 + e^-z) * up in float32, rounded once."""
+    return ((gate.float() / (exp_reference(-z) + 1.0)) * up.float()).to(gate.dtype)
+
+
+def gelu_reference(gate, up):
+    g = gate.float()
+    cubic = fma(g * g * g, torch.full_like(g, 0.044715), g)
+    return gated_reference(gate, up, torch.where(g.isinf(), g, cubic) * torch.tensor(1.5957691216057308))
+
+
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("columns", [1, 4, 8, 12, 100, 1536, 14336])
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -331,21 +352,17 @@ def test_gated_up_has_the_bits_of_the_host_exponential(canaries, dtype, columns,
     up = random_rows(rows, columns, dtype=dtype, seed=columns + 1)
     special = torch.tensor([0.0, -0.0, 87.0, -87.0, 95.0, -95.0, 1e4, -1e4, float("inf"), -3.4]).to(dtype)
     gate[0, : min(columns, 10)] = special[:columns]
-    z = g = gate.float()
-    if activation == "gelu_tanh":
-        cubic = fma(g * g * g, torch.full_like(g, 0.044715), g)
-        z = torch.where(g.isinf(), g, cubic) * torch.tensor(1.5957691216057308)
-    want = ((g / (exp_reference(-z) + 1.0)) * up.float()).to(dtype)
+    want = gelu_reference(gate, up) if activation == "gelu_tanh" else gated_reference(gate, up, gate.float())
     gate_up = torch.stack([gate, up], -1).view(rows, -1) if interleaved else torch.cat([gate, up], -1)
     for offset in (0, 2):
         out = canaries.empty(rows, columns, dtype=dtype, offset=offset)
         core._device_gated_up(canaries.of(gate_up, offset=offset), activation, interleaved, None, out, handle())
         assert same(out, want)
     if columns > 100:
-        x = g.double()
+        g = x = gate.double()
         if activation == "gelu_tanh":  # torch's own adds 1 to a tanh near -1
             x = math.sqrt(8.0 / math.pi) * (x + 0.044715 * x**3)
-        exact = g.double() * torch.sigmoid(x) * up.double()
+        exact = g * torch.sigmoid(x) * up.double()
         finite = exact.abs() < torch.finfo(dtype).max
         error = (out.cpu().double() - exact).abs()[finite]
         # The exponential is 0 or infinite where float32 ends: behind 88, a product of 16 * 4 may still be some 1e-37.
@@ -454,6 +471,63 @@ def test_rope_and_cache(canaries, dtype, heads, kv_heads, d, rotary, extra):
     kv = canaries.of(qkv[:, heads * d :].contiguous())
     core._device_rope_kv(kv, 0, kv_heads, *on, 1e-6, *args, None, alone, layer, handle())
     assert same(alone, want)
+
+
+FAMILY_HEADS = [(2, 1, 256, 256), (2, 1, 256, 64), (1, 1, 128, 128), (3, 1, 80, 32), (1, 1, 6, 6)]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("heads", "kv_heads", "d", "rotary"), FAMILY_HEADS)
+def test_few_rows_rotate_behind_norms_of_float32(canaries, dtype, heads, kv_heads, d, rotary):
+    """What a sanitizer gets through of Gemma's 1 + w: whole heads of 256, parts that are not rotated, odd halves; the
+    weights at the end of what is allocated, aligned to 4 bytes alone, and the key's norm without the query's."""
+    rows, slots = 3, 5
+    qkv = random_rows(rows, (heads + 2 * kv_heads) * d, dtype=dtype, seed=d, scale=2.0)
+    norms = [random_rows(d, dtype=torch.float32, seed=seed) + 1 for seed in (6, 7)]
+    tables, positions, targets = rope_tables(7, rotary // 2), [6, 0, 3], [4, 0, 1]
+    table = tuple(canaries.of(t) for t in tables)
+    for q_norm, k_norm in (norms, (None, norms[1])):
+        q, k, v = rope_reference(qkv, heads, kv_heads, None, q_norm, k_norm, 1e-6, tables, positions)
+        for offset, shift in ((0, 0), (2, 4)):
+            cache = canaries.empty(1, 2, slots, kv_heads, d, dtype=dtype)
+            want, out = cache.cpu().clone(), canaries.empty(rows, heads * d, dtype=dtype)
+            for row, slot in enumerate(targets):
+                if slot != 0:
+                    want[0, 0, slot], want[0, 1, slot] = k[row], v[row]
+            on = [None if w is None else at_the_end(w, shift) for w in (q_norm, k_norm)]
+            x, where = canaries.of(qkv, offset=offset), (canaries.of(positions), canaries.of(targets))
+            core._device_rope_kv(x, heads, kv_heads, None, *on, 1e-6, table, *where, out, cache, 0, handle())
+            assert same(out.view(rows, heads, d), q)
+            assert same(cache, want)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("columns", [5, 8, 2304])
+def test_few_rows_take_a_norm_of_float32(canaries, dtype, columns):
+    """What a sanitizer gets through: weights of float32 at the end of what is allocated, in vectors or one by one."""
+    residual, x = (random_rows(3, columns, dtype=dtype, seed=s) for s in (1, 2))
+    weight = random_rows(columns, dtype=torch.float32, seed=3) + 1
+    total, norm = norm_reference(residual, x, weight, 1e-6)
+    for offset, shift in ((0, 0), (2, 4)):
+        stream, out = canaries.of(residual, offset=offset), canaries.empty(3, columns, dtype=dtype)
+        on = at_the_end(weight, shift)
+        core._device_add_rms_norm(stream, canaries.of(x), on, 1e-6, None, 0, None, out, handle())
+        assert same(stream, total) and same(out, norm)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("columns", [5, 8, 2304])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_few_rows_take_gelu(dtype, columns, interleaved):
+    """What a sanitizer gets through: gates and ups at the end of what is allocated, in vectors or one by one."""
+    gate, up = (random_rows(3, columns, dtype=dtype, seed=s, scale=3.0) for s in (1, 2))
+    gate[:, :3] = torch.tensor([0.0, 200.0, -200.0]).to(dtype)
+    want = gelu_reference(gate, up)
+    gate_up = torch.stack([gate, up], -1).view(3, -1) if interleaved else torch.cat([gate, up], -1)
+    for shift in (0, 2):
+        out = at_the_end(torch.full((3, columns), float("nan"), dtype=dtype), shift)
+        core._device_gated_up(at_the_end(gate_up, shift), "gelu_tanh", interleaved, None, out, handle())
+        assert same(out, want)
 
 
 @pytest.mark.parametrize("dtype", HALVES)

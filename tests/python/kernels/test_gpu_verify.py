@@ -473,6 +473,26 @@ def test_a_bad_path_or_row_is_recorded_and_left_as_it_is(canaries, remap, change
     assert ids.tolist() == want
 
 
+def test_moves_beyond_their_capacities_are_recorded_and_left_out(canaries):
+    """Offsets that decrease give two requests one path; its moves fit the arrays once."""
+    path, entries = [0, *range(2, 17)], 16
+    accepts = (canaries.of([0, entries, 0, entries]), canaries.of(path), canaries.of([1 + entries, 1, 1 + entries]))
+    table = torch.arange(1, 25, dtype=torch.int32).view(3, 8)
+    moves = tuple(canaries.empty(n, dtype=torch.int32) for n in (entries, entries, 4))
+    core._device_kv_commit(accepts, canaries.of(table), canaries.of([0, 1, 2]), None, 25, 4, 32, moves, handle())
+    torch.cuda.synchronize()
+    with pytest.raises(specrs.OutOfBoundsError) as e:
+        device.check()
+    found = (e.value.kernel, e.value.buffer, e.value.request, e.value.step, e.value.index, e.value.bound)
+    assert found in {
+        ("kv_commit", "offsets (decreasing)", 1, -1, 0, entries + 1),
+        ("kv_commit", "src and dst", 2, -1, 29, entries),
+    }
+    line = table[0].tolist()
+    src, dst = ([slot(line, 4, 1 + n) for n in nodes] for nodes in (path[1:], range(1, entries)))
+    assert [m.tolist() for m in moves] == [[*src, 0], [*dst, 0], [0, 15, 15, 16]]
+
+
 @pytest.mark.parametrize("bad", [20, -1, I32_MAX])
 def test_a_page_outside_the_pool_is_recorded_and_moves_nothing(canaries, bad):
     accepts = commit_operands(canaries, [[0, 2], [0, 5]], [3, 3], 8)

@@ -1,0 +1,193 @@
+// How splits of the keys become a row of the output: one formula, in index order, whether a CTA folds them on the way or
+// `merge` does behind it.
+#pragma once
+
+#include "attention_rows.cuh"
+#include "mma.cuh"  // exp2_approx
+
+namespace specrs {
+namespace attention {
+
+// Maximum and row sum of the splits so far.
+struct Folded {
+    float m;
+    float l;
+
+    // (m, l) of the next split joins. Sums become fold(old, u, new, w); where there was nothing before, the new ones.
+    __device__ __forceinline__ void add(float mj, float lj, float c, float &u, float &w) {
+        const float top = fmaxf(m, mj);
+        u = exp2_approx(__fmul_rn(__fsub_rn(m, top), c));
+        w = exp2_approx(__fmul_rn(__fsub_rn(mj, top), c));
+        l = __fmaf_rn(lj, w, __fmul_rn(l, u));
+        m = top;
+    }
+
+    // The same for (m, l) alone; a split that the row does not reach leaves it.
+    __device__ __forceinline__ void join(float mj, float lj, float c) {
+        if (mj == none()) {
+            return;
+        }
+        if (m == none()) {
+            m = mj;
+            l = lj;
+            return;
+        }
+        float u;
+        float w;
+        add(mj, lj, c, u, w);
+    }
+};
+
+// A block's part of the row sum: `count` steps of 2^-23 of `unit`.
+__device__ __forceinline__ float row_sum_of(uint32_t count, float unit) {
+    return __fmul_rn(__fmul_rn(__int2float_rn(static_cast<int32_t>(count)), 1.0f / 8388608.0f), unit);
+}
+
+__device__ __forceinline__ float fold(float sum, float u, float part, float w) {
+    return __fmaf_rn(part, w, __fmul_rn(sum, u));
+}
+
+// The output of sums `o` over a row sum `l`; 0 for a row without keys. -0 becomes +0 (see the top).
+__device__ __forceinline__ float normalised(float o, const Folded &f) {
+    return f.m == none() ? 0.0f : __fadd_rn(__fdiv_rn(o, f.l), 0.0f);
+}
+
+template <typename T>
+__device__ __forceinline__ void store_pair(const AttentionParams &p, uint64_t element, float low, float high) {
+    if (p.out_f32 != 0) {
+        *reinterpret_cast<float2 *>(p.out + element * 4) = make_float2(low, high);
+    } else {
+        *reinterpret_cast<uint32_t *>(p.out + element * 2) = T::pack(low, high);
+    }
+}
+
+// Zeros for queries first..end, by threads `thread`, `thread + threads`, ...
+template <int HD>
+__device__ __forceinline__ void clear_queries(const AttentionParams &p, int64_t first, int64_t end, int64_t thread,
+                                              int64_t threads) {
+    const int64_t bytes = static_cast<int64_t>(p.kv_heads) * p.group * HD * (p.out_f32 != 0 ? 4 : 2);
+    for (int64_t at = first * bytes + thread * 16; at < end * bytes; at += threads * 16) {
+        *reinterpret_cast<uint4 *>(p.out + at) = make_uint4(0, 0, 0, 0);
+    }
+}
+
+// Where the launcher lets `merge` begin before `attend` has ended (Hopper's own image): wait for its end and its writes.
+__device__ __forceinline__ void wait_for_attend() {
+#if SPECRS_WARPGROUPS
+    asm volatile("griddepcontrol.wait;\n" ::: "memory");
+#endif
+}
+
+// And where `attend` says that it may.
+__device__ __forceinline__ void let_merge_begin() {
+#if SPECRS_WARPGROUPS
+    asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
+#endif
+}
+
+// Fold the slots of each row: splits in index order, then the tail. One warp a row. What it reads before it waits was
+// written before `attend` began.
+template <typename T, int HD>
+__device__ __forceinline__ void merge(const AttentionParams &p) {
+    const int32_t *header = reinterpret_cast<const int32_t *>(p.schedule);
+    bool waited = false;
+    const int lane = threadIdx.x & 31;
+    const int32_t heads = p.kv_heads * p.group;
+    const int64_t per_request = static_cast<int64_t>(p.max_queries) * heads;
+    const int64_t step = static_cast<int64_t>(gridDim.x) * WARPS;
+    const float c = __uint_as_float(p.scale_bits);
+    const float4 *partials = reinterpret_cast<const float4 *>(p.partials);
+    const float2 *states = reinterpret_cast<const float2 *>(p.states);
+    for (int64_t at = blockIdx.x * WARPS + (threadIdx.x >> 5); at < per_request * p.requests; at += step) {
+        const int32_t i = static_cast<int32_t>(at / per_request);
+        const int32_t rest = static_cast<int32_t>(at % per_request);
+        const int32_t j = rest / heads;
+        const Request r = request_at<false>(p, i, false);
+        if (j >= r.queries) {
+            continue;
+        }
+        const int32_t query_head = rest % heads;
+        const int32_t head = query_head / p.group;
+        const int32_t packed = j * p.group + query_head % p.group;
+        const int32_t tiles = (r.queries * p.group + p.tile_rows - 1) / p.tile_rows;
+        const int32_t place = head * tiles + tiles - 1 - packed / p.tile_rows;  // as `attend` numbers items
+        const Row row = row_at<false>(p, r, i, j, false);
+        const int32_t splits = (row.cut + SPLIT - 1) / SPLIT;
+        // What `attend` wrote is read past L1, and not before the wait: no load for constants may be used.
+        if (!waited) {
+            wait_for_attend();
+            waited = true;
+            if (__ldcg(header) != 0) {
+                return;  // serial: the sums were folded on the way
+            }
+        }
+        const int32_t first = __ldcg(header + 2 + i) + place;
+        const int32_t tail = __ldcg(header + 1) + __ldcg(header + 2 + p.requests + i) + place;
+        Folded f = {none(), 0.0f};
+        constexpr int AHEAD = 4;
+        constexpr int VECTORS = (HD / 4 + 31) / 32;  // of a lane
+        float4 sum[VECTORS];
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v) {
+            sum[v] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        }
+        for (int32_t split = 0; split <= splits; split += AHEAD) {
+            float2 state[AHEAD];
+            float4 part[AHEAD][VECTORS];
+#pragma unroll
+            for (int k = 0; k < AHEAD; ++k) {
+                if (split + k <= splits) {
+                    const int32_t slot = split + k == splits ? tail : first + (split + k) * p.kv_heads * tiles;
+                    const int64_t line = static_cast<int64_t>(slot) * p.slot_rows + packed % p.tile_rows;
+                    state[k] = __ldcg(states + line);
+#pragma unroll
+                    for (int v = 0; v < VECTORS; ++v) {
+                        if (v * 32 + lane < HD / 4) {
+                            part[k][v] = __ldcg(partials + line * (HD / 4) + v * 32 + lane);
+                        }
+                    }
+                }
+            }
+#pragma unroll
+            for (int k = 0; k < AHEAD; ++k) {
+                if (split + k > splits || state[k].x == none()) {
+                    continue;
+                }
+                if (f.m == none()) {
+                    f.m = state[k].x;
+                    f.l = state[k].y;
+#pragma unroll
+                    for (int v = 0; v < VECTORS; ++v) {
+                        sum[v] = part[k][v];
+                    }
+                } else {
+                    float u;
+                    float w;
+                    f.add(state[k].x, state[k].y, c, u, w);
+#pragma unroll
+                    for (int v = 0; v < VECTORS; ++v) {
+                        sum[v].x = fold(sum[v].x, u, part[k][v].x, w);
+                        sum[v].y = fold(sum[v].y, u, part[k][v].y, w);
+                        sum[v].z = fold(sum[v].z, u, part[k][v].z, w);
+                        sum[v].w = fold(sum[v].w, u, part[k][v].w, w);
+                    }
+                }
+            }
+        }
+        const uint64_t line = (static_cast<uint64_t>(r.first + j) * heads + query_head) * HD;
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v) {
+            const int vector = v * 32 + lane;
+            if (vector < HD / 4) {
+                store_pair<T>(p, line + vector * 4, normalised(sum[v].x, f), normalised(sum[v].y, f));
+                store_pair<T>(p, line + vector * 4 + 2, normalised(sum[v].z, f), normalised(sum[v].w, f));
+            }
+        }
+    }
+    if (!waited) {
+        wait_for_attend();  // what follows `merge` in the stream waits for it alone
+    }
+}
+
+}  // namespace attention
+}  // namespace specrs
