@@ -97,6 +97,7 @@ cases() {
         ;;
     test_gpu_rows) echo "few_rows or $small" ;;
     test_gpu_faults) echo "record" ;;
+    test_gpu_unite) echo "recorded or none or limits or (references and 3-2)" ;;
     *) echo "$small" ;;
     esac
 }

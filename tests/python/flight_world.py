@@ -19,10 +19,11 @@ import pytest
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from reference_unite import Scored, unite
 from specrs import LLM
 from specrs import _specrs as core
 from specrs.engine import llm as engine
-from specrs.engine.ahead import AheadPolicy, AheadTree
+from specrs.engine.ahead import AheadPolicy, AheadTree, most_nodes, united_levels, unites
 from specrs.engine.batch import Batch
 from specrs.engine.host import HostDrafts, HostExecutor, Root, likeliest
 from specrs.engine.request import Request
@@ -47,10 +48,11 @@ class DeviceRoot:
 
 @dataclass(eq=False)
 class Asked:
-    """Drafts that are launched together with their verification."""
+    """Drafts that are launched together with their verification. given: trees of the host to unite them with."""
 
     batch: Batch
     depths: list[int]
+    given: core.TreeBatch | None = None
 
     @property
     def steps(self) -> int:
@@ -96,6 +98,7 @@ class Found:
     features: FeatureRows | None
     goes_on: bool = False
     ended: bool = False
+    origins: list[list[int]] | None = None
 
 
 @dataclass(eq=False)
@@ -106,12 +109,14 @@ class Run:
         levels: of drafts, for all of its rounds.
         follow: whether features are kept.
         alone: whether nothing can be launched behind its first round.
+        given: trees of the host, which its only round unites with its drafts.
     """
 
     lanes: list[Lane]
     levels: int
     follow: bool
     alone: bool
+    given: core.TreeBatch | None = None
 
 
 @dataclass(eq=False)
@@ -146,6 +151,11 @@ class Round:
         ends = torch.tensor([0, *accumulate(sizes[p] for p in self.places)], dtype=torch.int32)
         tokens, parents, scores = (a[torch.tensor(rows, dtype=torch.int64)] for a in arrays)
         return core.TreeBatch.from_arrays(ends, tokens, parents, scores)
+
+    @property
+    def origins(self) -> list[list[int]] | None:
+        origins = self._found.origins
+        return None if origins is None else [origins[p] for p in self.places]
 
     @cached_property
     def accepts(self) -> core.Accepts:
@@ -219,6 +229,7 @@ class Told:
     lost: int = 0  # times that scores could not be looked at any more
     abandoned: int = 0
     unsound: int = 0  # lanes whose root gave no drafts
+    united: int = 0  # rounds of the host's trees and the head's drafts
 
 
 class Device(HostExecutor):
@@ -288,12 +299,13 @@ class Device(HostExecutor):
                  r.ending.eos_ids | r.ending.stop_ids, depth > 0)
             for r, depth in zip(batch, asked.depths, strict=True)
         ]  # fmt: skip
-        waits = follow and not all(d > 0 or not r.followed for r, d in zip(batch, asked.depths, strict=True))
+        waits = asked.given is not None
+        waits |= follow and not all(d > 0 or not r.followed for r, d in zip(batch, asked.depths, strict=True))
         changing = any(
             (r.params.repetition_penalty, r.params.presence_penalty, r.params.frequency_penalty) != (1, 0, 0)
             for r in batch
         )
-        self._running = Run(lanes, levels, follow, waits or changing or self.told.level == "off")
+        self._running = Run(lanes, levels, follow, waits or changing or self.told.level == "off", asked.given)
         number = self._round(self._running)
         self.might("first")
         return Round(self, self._running, number, batch, range(len(batch)))
@@ -360,9 +372,10 @@ class Device(HostExecutor):
         self._overwrite()
         lanes = run.lanes
         seqs, lens = [lane.seq for lane in lanes], [lane.length for lane in lanes]
-        depths, unsound = [lane.depth for lane in lanes], {}
+        depths, unsound, origins = [lane.depth for lane in lanes], {}, None
         if run.levels:
             trees, unsound = self._draft(run, seqs, lens, depths)
+            trees, origins = (trees, None) if run.given is None else self._united(run, trees)
             plan = self.planner.verify(seqs, lens, trees)
         else:
             trees = core.TreeBatch.from_parents([[-1]] * len(lanes), [[lane.root] for lane in lanes])
@@ -388,7 +401,7 @@ class Device(HostExecutor):
         ended = any(lane.done for lane in lanes) or bool(unsound)
         number, self._next, self._overtaken = self._next, self._next + 1, False
         self._slots[number % SLOTS] = Found(
-            lens, depths, trees, starts, paths, drawn, faulty, unsound, logits, features, ended=ended
+            lens, depths, trees, starts, paths, drawn, faulty, unsound, logits, features, ended=ended, origins=origins
         )
         self._handed = self._next
         self.told.rounds += 1
@@ -412,6 +425,19 @@ class Device(HostExecutor):
             beams.advance(logits)
         able = [0 if i in unsound else depth for i, depth in enumerate(depths)]
         return beams.finish([lane.root for lane in run.lanes], able, [shape.draft_tokens] * len(lens)), unsound
+
+    def _united(self, run: Run, trees: core.TreeBatch) -> tuple[core.TreeBatch, list[list[int]]]:
+        """The head's trees and the host's."""
+        assert run.given is not None
+        shape = self.planner.geometry.shape
+        most = most_nodes(shape, united_levels(shape, run.levels, max(run.given.sizes)))
+        each = zip(scored(trees), scored(run.given), strict=True)
+        found = [unite(own.tokens[0], own, other, most) for own, other in each]
+        self.told.united += 1
+        made = core.TreeBatch.from_parents(
+            [t.parents for t in found], [t.tokens for t in found], [t.scores for t in found]
+        )
+        return made, [t.origins for t in found]
 
     def _move(self, lanes: list[Lane], paths: list[list[int]]) -> None:
         """Make the KV of accepted paths the end of each prefix."""
@@ -477,12 +503,27 @@ class DeviceDrafts(HostDrafts):
         each = zip(batch, depths, strict=True)
         return Asked(batch, [min(depth, steps) if isinstance(r.root, DeviceRoot) else 0 for r, depth in each])
 
+    @property
+    def unites(self) -> bool:  # type: ignore[override]
+        return self._device.drafts_ahead and unites(self._geometry.shape)
+
+    def beside(self, drafted: Any, trees: core.TreeBatch) -> Any:
+        self._device.might("beside")
+        return replace(drafted, given=trees) if isinstance(drafted, Asked) and max(drafted.depths) else None
+
     def _lend(self, request: Request, logits: torch.Tensor, hidden: torch.Tensor) -> DeviceRoot:
         self._device.roots[request.seq.row] = Root(logits.clone(), hidden.clone())
         return DeviceRoot(request.seq.row, request.draft_valid)
 
     def _root(self, request: Request) -> Root:
         return self._device.roots[request.root.row] if isinstance(request.root, DeviceRoot) else self._no_root
+
+
+def scored(trees: core.TreeBatch) -> list[Scored]:
+    """Each tree of a batch."""
+    arrays = [from_dlpack(a) for a in (trees.tokens, trees.parents, trees.scores)]
+    each = [torch.split(a, trees.sizes) for a in arrays]
+    return [Scored(t.tolist(), p.tolist(), s.tolist()) for t, p, s in zip(*each, strict=True)]
 
 
 def flying(target: Path, draft: Path | None, monkeypatch: pytest.MonkeyPatch, told: Told, **options: Any) -> LLM:

@@ -14,7 +14,7 @@ import torch
 
 from specrs import _specrs as core
 from specrs._specrs import ConfigError, DeviceMemoryError, Geometry
-from specrs.engine.ahead import drafted_levels, tiers
+from specrs.engine.ahead import drafted_levels, levels_for, tiers, unites
 from specrs.engine.config import EngineConfig
 from specrs.engine.lanes import buckets
 from specrs.models.config import HeadConfig, LayerConfig, ModelConfig
@@ -168,9 +168,13 @@ class Engine:
         if c.graphs != "off":
             levels = 1 + len(drafted_levels(shape)) if head is not None else 1
             each = 2 if c.graphs == "loop" else 1  # a round, and it in a loop
-            given = len(tiers(shape.draft_tokens)) if c.sources else 0  # no loop: the host makes the next trees
+            given = 0  # no loop: the host makes the next trees
+            if c.sources:
+                room = {levels_for(shape, n) for n in tiers(shape.draft_tokens)}
+                both = len(drafted_levels(shape)) if head is not None and unites(shape) else 0
+                given = len(room) * (1 + both)
             yield "captured rounds", len(buckets(b)) * (levels * each + given) * _CAPTURED
-        words = 2 * b * g.row_pages + 16 * (c.prefill_chunk + b) + 4 * nodes * 24
+        words = 2 * b * g.row_pages + 16 * (c.prefill_chunk + b) + 4 * nodes * 28
         yield "page tables, plans, trees and scratch", words * 4 + _SCRATCH
         yield "the page that padding writes to", self.page_bytes
         yield "rounding of torch's allocator", tensors * _ROUNDING

@@ -12,6 +12,7 @@ from specrs import TreeShape
 from specrs._specrs import TreeBatch
 from specrs.engine.ahead import AheadPolicy, AheadTree, most_nodes
 from specrs.engine.costs import PLAIN, SPECULATIVE, Costs, Pace, PassCost
+from specrs.engine.speculation import Share
 
 SHAPE = TreeShape(4, 6, 32)
 PLAIN_SECONDS, STEP, EXTEND = 1.0, 0.1, 0.2
@@ -158,3 +159,52 @@ def test_a_cold_round_is_charged_as_its_model_says(clock: list[float]) -> None:
     cold[0] = False
     _, levels = run(speculation, r, 1.0, rng, clock)
     assert levels > 0, "no request pays for making a graph"
+
+
+def others(rate: float, most: int = 8, pays: bool = True) -> Any:
+    """What other sources propose, in tokens for each plain round's time."""
+    return SimpleNamespace(rate=rate / PLAIN_SECONDS, most=most, pays=pays)
+
+
+def test_the_heads_drafts_are_joined_by_others_where_that_yields_more() -> None:
+    speculation, r = tree(), request(0)
+    batch: Any = [r]
+    speculation.drafting(batch, None)  # type: ignore[arg-type]
+    assert speculation.joined(batch, [True], others(2.0))
+    assert not speculation.joined(batch, [True], others(2.0, pays=False))
+    assert not speculation.joined(batch, [True], others(1.0)), "what adds no token only makes the host wait"
+    speculation._adds = 0.0  # the head has had everything that the others had
+    assert not speculation.joined(batch, [True], others(2.0))
+
+
+def test_others_draft_alone_where_the_heads_passes_add_little() -> None:
+    speculation, r = tree(), request(0)
+    speculation.policy.greedy.bank = 1.0  # what a new engine lends would limit the head
+    batch: Any = [r]
+    speculation.drafting(batch, None)  # type: ignore[arg-type]
+    assert speculation.alone(batch, [True], others(30.0, most=32)), "a sure chain of 32"
+    assert not speculation.alone(batch, [True], others(30.0, most=32, pays=False))
+    # As good as the head's alone, but both together are better.
+    kind = speculation._gate(r).kind
+    kind.gain, speculation._keep(kind)[:] = 2.0, [0.8] * SHAPE.steps
+    assert not speculation.alone(batch, [True], others(2.05))
+    assert speculation.joined(batch, [True], others(2.05))
+
+
+def test_what_others_add_is_learnt_from_rounds_of_both(clock: list[float]) -> None:
+    def learnt(accepted: int, head: int, had: int) -> float:
+        speculation, r = tree(), request(0)
+        speculation.drafting([r], None)  # type: ignore[arg-type]
+        for _ in range(60):
+            speculation.begin(True)
+            clock[0] += 2 * PLAIN_SECONDS
+            passed = SimpleNamespace(request=r, tokens=[1] * (accepted + 1), committed=SimpleNamespace(kept=1))
+            trees = TreeBatch.from_parents([[-1, 0, 1]], [[0, 0, 0]])
+            share = Share([-0.1], head, had)
+            speculation.spec_round([passed], lambda trees=trees: trees, [True], 0, [share])  # type: ignore[list-item]
+        return speculation._adds
+
+    assert learnt(accepted=6, head=6, had=6) < 0.05, "the head had them all"
+    assert learnt(accepted=6, head=0, had=6) > 0.95, "it had none"
+    assert learnt(accepted=6, head=3, had=6) == pytest.approx(0.5, abs=0.05)
+    assert learnt(accepted=3, head=3, had=0) == 0.5, "rounds in which the others had nothing say nothing"

@@ -17,6 +17,7 @@ from specrs.engine import RequestOutput
 MIXES: dict[str, Any] = {
     "alone": lambda: [Ngrams(), Likeliest()],
     "with a head": lambda: ["head", Ngrams()],
+    "with a head, too": lambda: ["head", Ngrams(), "recycling"],
     "rarely": lambda: [Says(lambda n, d: Proposal([-1], [3], [0.9]) if d % 5 == 0 else Proposal())],
 }
 TREES: dict[str, dict[str, Any]] = {"chain": {"tree": (1, 8, 9)}, "tree": {"tree": (2, 3, 11)}, "auto": {}}
@@ -45,7 +46,40 @@ def test_tokens_are_the_plain_ones(
         if tree != "auto" and mix != "rarely":
             assert won(outputs) > 2
         assert level != "off" or not told.ahead
+        if tree != "auto" and "head" in drafters and (tree == "chain" or page_size > 1):
+            assert told.united > 5, "one tree of both"
         llm.audit()
+
+
+def test_a_united_round_tells_whose_its_nodes_are(tiny: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Told(level="round")
+    llm = flying(tiny.target, tiny.draft, monkeypatch, told, drafters=["head", Ngrams()], tree=(2, 3, 11), max_batch=3)
+    prompts, params = requests(6, seed=9)
+    params = [SamplingParams(max_tokens=40, seed=p.seed, temperature=0, trace=True) for p in params]
+    alone = [0, 0]
+    both = 0
+    for event in (e for i in range(0, 6, 3) for e in stepped(llm, prompts[i : i + 3], params[i : i + 3])):
+        for one in event.rounds:
+            if set(one.sources) != {"head", "ngrams"}:
+                continue
+            bits = [1 << one.sources.index(name) for name in ("head", "ngrams")]
+            assert len(one.proposed) == len(one.tokens) and one.proposed[0] == 0
+            for node, parent in enumerate(one.parents):
+                assert parent < 1 or one.proposed[node] & ~one.proposed[parent] == 0, "who has a node has its parent"
+                assert node == 0 or one.proposed[node], "somebody has it"
+            for i in (0, 1):
+                alone[i] += any(mask == bits[i] for mask in one.proposed)
+            both += any(mask == sum(bits) for mask in one.proposed)
+    assert told.united > 10 and min(*alone, both) > 2
+    llm.audit()
+
+
+def stepped(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> Any:
+    """Events of some requests, to their ends."""
+    for prompt, one in zip(prompts, params, strict=True):
+        llm.add(prompt, one)
+    while llm.unfinished:
+        yield from llm.step()
 
 
 @pytest.mark.parametrize("level", ["round", "loop"])
@@ -82,7 +116,7 @@ def test_rounds_without_drafts_run_ahead_until_there_are_some(
     llm.audit()
 
 
-@pytest.mark.parametrize("fails", ["landing", "commit", "first", "prefill"])
+@pytest.mark.parametrize("fails", ["landing", "commit", "first", "prefill", "beside"])
 def test_a_failed_round_leaves_requests_as_they_were(tiny: Pair, fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, params = requests(4, seed=7)
     want = plain(tiny, prompts, params)

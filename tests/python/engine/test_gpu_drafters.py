@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from drafters_world import ODD, RUBBISH, Fails, Ngrams, Says
+from drafters_world import ODD, RUBBISH, Fails, Likeliest, Ngrams, Says
 from modelzoo import Pair, agree, write_eagle3, write_target
 from specrs import LLM, SamplingParams, device
 
@@ -21,6 +22,8 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA GPU in this machine", allow_module_level=True)
 if not device.cuda_available():
     pytest.skip(f"no CUDA kernels: {device.cuda_unavailable_reason()}", allow_module_level=True)
+
+from specrs.engine.lanes import Lanes, Variant
 
 VOCAB, REQUESTS = 16, 14
 MIXES: dict[str, Callable[[], list[Any]]] = {
@@ -138,3 +141,43 @@ def test_rounds_with_drafts_of_the_host_take_no_memory(pair: Pair) -> None:
             served(llm, random.Random(1))
         torch.cuda.synchronize()
         assert torch.cuda.memory_allocated() <= before + (1 << 16)
+
+
+@pytest.mark.parametrize("graphs", LEVELS)
+@pytest.mark.parametrize("page", [1, 16])
+def test_a_round_unites_the_heads_drafts_with_others(
+    pair: Pair, want: list[list[int]], page: int, graphs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In poisoned memory: one tree of both, without the host between the head's passes and verification."""
+    monkeypatch.setenv("SPECRS_POISON", "1")
+    launched: list[Variant] = []
+    again = Lanes.again
+
+    def watched(self: Lanes, variant: Variant, *rest: Any) -> int:
+        launched.append(variant)
+        return again(self, variant, *rest)
+
+    monkeypatch.setattr(Lanes, "again", watched)
+    for tree, names in (((3, 4, 24), ("head", "ngrams")), ((1, 7, 40), ("head", "ngrams", "likeliest"))):
+        others = [Ngrams(depth=30), *([Likeliest()] if "likeliest" in names else [])]
+        with LLM(pair.target, pair.draft, drafters=["head", *others], device="cuda", page_size=page, max_batch=4,
+                 max_context_len=256, graphs=graphs, tree=tree) as llm:  # fmt: skip
+            seen: dict[int, list[Any]] = {}
+            ids = [llm.add(prompt, replace(params, trace=True)) for prompt, params in work()]
+            outputs = {}
+            while llm.unfinished:
+                for event in llm.step():
+                    seen.setdefault(event.request_id, []).extend(event.rounds)
+                    if event.output is not None:
+                        outputs[event.request_id] = event.output
+            assert [outputs[i].token_ids for i in ids] == want, (tree, page)
+            rounds = [one for some in seen.values() for one in some if {"head", "ngrams"} <= set(one.sources)]
+            assert len(rounds) > 20
+            for one in rounds:
+                for node, parent in enumerate(one.parents):
+                    assert node == 0 or (one.proposed[node] and (parent == 0 or not one.proposed[node]
+                                                                 & ~one.proposed[parent]))  # fmt: skip
+            assert llm.audit()["leased_sequences"] == 0
+    united = [v for v in launched if v.drafts]
+    assert len(united) > 40 and all(v.trees and v.levels >= v.drafts for v in united)
+    assert not any(v.loop for v in united), "the host makes the next trees"
