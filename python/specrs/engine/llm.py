@@ -89,6 +89,8 @@ class LLM(Conversing):
         **options: Any,
     ) -> None:
         config = EngineConfig.of(options)
+        if not isinstance(speculative, bool):
+            raise ConfigError(f"speculative = {speculative!r}: must be a bool")
         bars.wanted(progress)
         if model is None:
             model, draft = assets.model_dir(), assets.draft_dir() if draft is None else draft
