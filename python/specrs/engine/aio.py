@@ -88,6 +88,8 @@ class AsyncLLM:
             if draft is not None or options:
                 given = ", ".join(["draft"] * (draft is not None) + list(options))
                 raise ConfigError(f"{given}: the LLM that is handed over has its own")
+            if model.lent:
+                raise ConfigError("the LLM that is handed over belongs to another AsyncLLM, until that one's aclose")
             if model.unfinished:
                 raise ConfigError(f"the LLM that is handed over has {model.unfinished} requests of its own")
         if not isinstance(process, bool):
@@ -111,6 +113,7 @@ class AsyncLLM:
         else:
             self._llm = llm = model if isinstance(model, LLM) else LLM(model, draft, **options)
             self._worker = worker = Worker(llm, desk.tell, close=llm is not model)
+            llm._owner = worker.thread
         self._most, self._most_tokens = max_waiting, max_waiting_tokens
         self._pool = ThreadPoolExecutor(pool_threads, thread_name_prefix="specrs-prompts")
         desk.inbox = worker.inbox

@@ -24,6 +24,7 @@ from specrs import (
     LLM,
     AsyncLLM,
     ConfigError,
+    EngineBusyError,
     EngineClosedError,
     EngineFailedError,
     EngineOverloadedError,
@@ -663,6 +664,27 @@ def test_a_process_ends_with_an_engine_at_work(tiny: Pair) -> None:
     argv = [sys.executable, "-c", code, str(tiny.target)]
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0 and done.stdout == "submitted\n" and done.stderr == ""
+
+
+def test_a_lent_engine_is_nobody_elses(tiny: Pair) -> None:
+    """Two that step one engine take each other's events, and wait for ever."""
+
+    async def main() -> None:
+        with LLM(tiny.target, **OPTIONS) as llm:
+            async with AsyncLLM(llm) as engine:
+                stream = await engine.submit([1], SamplingParams(max_tokens=100, ignore_eos=True))
+                with pytest.raises(ConfigError, match="belongs to another AsyncLLM, until that one's aclose"):
+                    AsyncLLM(llm)
+                for call in (llm.step, lambda: llm.add([1]), lambda: llm.abort(0)):
+                    with pytest.raises(EngineBusyError):
+                        call()
+                assert llm.lent and len((await stream.output()).token_ids) == 100
+            assert not llm.lent
+            async with AsyncLLM(llm) as engine:
+                await engine.complete([1], SamplingParams(max_tokens=2))
+            assert llm.add([1]) and llm.step()
+
+    run(main)
 
 
 def test_somebody_else_at_the_engine_is_waited_for(llm: LLM) -> None:
