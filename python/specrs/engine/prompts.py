@@ -74,22 +74,30 @@ def truncated(ids: list[int], keep: int | None, room: int) -> list[int]:
 
 
 def spellings(tokenizer: Tokenizer, words: Sequence[str], vocab: int) -> list[tuple[int, ...]]:
-    """Token ids of ``bad_words``, each as it is and behind a space, as it stands within a text; without those that have
-    a token which the model lacks, and so never come.
+    """Token ids of ``bad_words``, each as it is and behind a space, at the beginning of a text and within one; without
+    those that have a token which the model lacks, and so never come.
 
     Raises:
         ConfigError: a word that the tokenizer makes nothing of, or that is not encodable.
     """
-    found: dict[tuple[int, ...], None] = {}
+
+    def encoded(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    found: list[tuple[int, ...]] = []
+    line = encoded("\n")
     for word in words:
         check_text(word, f"SamplingParams.bad_words: {word!r}")
         for text in (word, " " + word.lstrip(" ")):
-            ids = tuple(tokenizer.encode(text, add_special_tokens=False).ids)
+            ids = encoded(text)
             if not ids:
                 raise ConfigError(f"SamplingParams.bad_words: {text!r} has no tokens")
-            if max(ids) < vocab:
-                found[ids] = None
-    return list(found)
+            found.append(ids)
+            # Tokenizers of the sentencepiece kind begin a text with a space, which it does not have behind another one.
+            within = encoded(f"\n{text}")
+            if within[: len(line)] == line and len(within) > len(line):
+                found.append(within[len(line) :])
+    return [ids for ids in dict.fromkeys(found) if max(ids) < vocab]
 
 
 Encode = Callable[[str, str], list[int]]

@@ -193,6 +193,8 @@ def test_refusals_are_the_same_errors(plain: LLM) -> None:
         ("x", SamplingParams(structured_outputs=StructuredOutputs(json={"type": "wrong"}))),
     ]  # fmt: skip
 
+    few = SamplingParams(max_tokens=2)
+
     async def work(engine: AsyncLLM) -> None:
         for prompt, asked in bad:
             with pytest.raises(ConfigError) as here:
@@ -204,8 +206,9 @@ def test_refusals_are_the_same_errors(plain: LLM) -> None:
                 assert str(here.value).endswith(str(there.value)), (str(here.value), str(there.value))
                 assert type(there.value) is type(here.value)
         with pytest.raises(ConfigError, match="cannot go to the engine's process"):
-            await engine.submit(i for i in [1])  # type: ignore[arg-type]
-        assert (await engine.complete("x", SamplingParams(max_tokens=2))).usage.completion_tokens
+            await engine.submit([lambda: None])  # type: ignore[list-item]
+        assert (await engine.complete(iter([1, 2]), few)).prompt_token_ids == [1, 2]  # type: ignore[arg-type]
+        assert (await engine.complete("x", few)).usage.completion_tokens
         clean(await engine.audit())
 
     apart(work)
