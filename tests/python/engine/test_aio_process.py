@@ -455,9 +455,6 @@ class Unreadable:
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (str, "no such thing")
 
-    def __iter__(self) -> Iterator[int]:
-        return iter([1])
-
 
 def test_one_request_that_cannot_be_read_is_one_request() -> None:
     async def work(engine: AsyncLLM) -> None:
@@ -467,7 +464,7 @@ def test_one_request_that_cannot_be_read_is_one_request() -> None:
         for prompt in (Word("import os"), {"prompt": Word("import os")}, Ids(ids), {"prompt_token_ids": Ids(ids)}):
             assert (await engine.complete(prompt, asked)).token_ids == want
         with pytest.raises(ConfigError, match="cannot be read in the engine's process"):
-            await engine.complete(Unreadable())  # type: ignore[arg-type]
+            await engine.complete([Unreadable()])  # type: ignore[list-item]
         assert (await engine.complete("import os", asked)).token_ids == want
 
     apart(work)
