@@ -26,8 +26,11 @@ def wanted(progress: bool | None) -> bool:
     if progress is not None and not isinstance(progress, bool):
         raise ConfigError(f"progress = {progress!r}: must be True, False, or None for a bar on a terminal alone")
     if progress is not None:
-        return progress
-    return sys.stderr is not None and sys.stderr.isatty()
+        return progress and sys.stderr is not None  # a process without one has nowhere to draw
+    try:
+        return sys.stderr is not None and bool(sys.stderr.isatty())
+    except (AttributeError, ValueError, OSError):  # what somebody put in its place; a closed file
+        return False
 
 
 @contextmanager

@@ -197,6 +197,10 @@ class SamplingParams:
         ``{"type": "content", "content": text}``.
         """
         known = cls.__dataclass_fields__
+        if not isinstance(options, Mapping):
+            raise ConfigError(
+                f"options is a {type(options).__name__}: must be a mapping of the fields of SamplingParams"
+            )
         for name, value in options.items():
             if name not in known:
                 raise _refuse(name, value, f"is not supported; supported are {', '.join(sorted(known))}")

@@ -7,7 +7,7 @@ from typing import Any
 
 # What each is for stands in its name.
 TEMPLATES = {p.stem: p.read_text(encoding="utf-8") for p in (Path(__file__).parent / "chat/templates").glob("*.jinja")}
-assert len(TEMPLATES) == 20
+assert len(TEMPLATES) == 21
 
 TOOLS: list[dict[str, Any]] = [
     {

@@ -70,7 +70,12 @@ def environment() -> jinja2.Environment:
 
         def parse(self, parser: Any) -> nodes.Node:
             line = next(parser.stream).lineno
-            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            # A call, as in transformers: `varargs` and `caller` are its own, and no `break` leads out of it.
+            return nodes.CallBlock(self.call_method("spoken"), [], [], body, lineno=line)
+
+        def spoken(self, caller: Any) -> Any:
+            return caller()
 
         def tick(self) -> bool:
             return _tick()

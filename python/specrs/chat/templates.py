@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -136,12 +136,28 @@ class ChatTemplates:
                 alternate, say); messages or options that are not as above.
             ChatLimitError: one of `limits` was reached.
         """
+        if tools is not None and (isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Iterable)):
+            raise ChatTemplateError(f"tools is a {type(tools).__name__}: must be a list of JSON schemas or functions")
+        if not isinstance(add_generation_prompt, bool):
+            raise ChatTemplateError(f"add_generation_prompt = {add_generation_prompt!r}: must be a bool")
+        if not isinstance(continue_final_message, (bool, str)) or continue_final_message == "":
+            raise ChatTemplateError(
+                f"continue_final_message = {continue_final_message!r}: must be a bool, or the name of a message's field"
+            )
         source = self.source(chat_template, tools is not None)
         given = {} if chat_template_kwargs is None else chat_template_kwargs
         if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
             raise ChatTemplateError("chat_template_kwargs: must be a mapping from names of variables")
         if taken := [key for key in _OWN if key in given]:
             raise ChatTemplateError(f"chat_template_kwargs: {taken[0]!r} is an argument of its own")
+        documents = given.get("documents")
+        if isinstance(documents, Sequence):
+            for i, document in enumerate(documents):
+                if not isinstance(document, Mapping):
+                    kind = type(document).__name__
+                    raise ChatTemplateError(
+                        f"chat_template_kwargs['documents'][{i}] is a {kind}: must be a mapping with title and text"
+                    )
         if continue_final_message and add_generation_prompt:
             raise ChatTemplateError(
                 "continue_final_message with add_generation_prompt: the last message goes on, or another one begins; "

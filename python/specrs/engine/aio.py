@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import os
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from pathlib import Path
-from threading import Lock
+from threading import TIMEOUT_MAX, Lock
 from typing import Any, TypeVar
 
 from specrs._specrs import ConfigError
@@ -35,6 +37,7 @@ from specrs.sampling_params import SamplingParams
 
 _T = TypeVar("_T")
 _GRACE = 30.0  # seconds for the step that runs when the time to drain is over
+_LONGEST = TIMEOUT_MAX / 2  # of a wait for a thread, which Python bounds
 _AT_EXIT = 5.0  # seconds that the end of the process waits for the step that runs
 _SLICE = 16  # readers that a loop wakes in one turn: with 0.1 ms of work each, its timers are late by 2 ms
 _Engine = Worker | EngineProcess
@@ -85,6 +88,8 @@ class AsyncLLM:
             if draft is not None or options:
                 given = ", ".join(["draft"] * (draft is not None) + list(options))
                 raise ConfigError(f"{given}: the LLM that is handed over has its own")
+            if model.lent:
+                raise ConfigError("the LLM that is handed over belongs to another AsyncLLM, until that one's aclose")
             if model.unfinished:
                 raise ConfigError(f"the LLM that is handed over has {model.unfinished} requests of its own")
         if not isinstance(process, bool):
@@ -108,6 +113,7 @@ class AsyncLLM:
         else:
             self._llm = llm = model if isinstance(model, LLM) else LLM(model, draft, **options)
             self._worker = worker = Worker(llm, desk.tell, close=llm is not model)
+            llm._owner = worker.thread
         self._most, self._most_tokens = max_waiting, max_waiting_tokens
         self._pool = ThreadPoolExecutor(pool_threads, thread_name_prefix="specrs-prompts")
         desk.inbox = worker.inbox
@@ -132,9 +138,10 @@ class AsyncLLM:
             EngineFailedError: the engine cannot go on.
             ConfigError, PoolExhaustedError: as `LLM.add`.
         """
-        if not isinstance(prompt, str):
+        ids = prompt.token_ids if isinstance(prompt, TokenizedPrompt) else prompt
+        if isinstance(ids, (list, tuple)):
             return await self._submit(lambda: prompt, params, pooled=False)
-        return await self._submit(lambda: TokenizedPrompt(prompt, self._llm._encode(prompt, "prompt")), params)
+        return await self._submit(lambda: self._llm._settled(prompt), params)
 
     async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncGenerator[StreamEvent, None]:
         """A request's events; the last one has its ``output`` (of ``n``: the last of each `StreamEvent.index`).
@@ -143,9 +150,9 @@ class AsyncLLM:
         An event may join those of several steps. A request that cannot go on raises nothing: its ``output`` has the
         ``error``. Raises what `submit` does, and what `RequestStream` does.
         """
-        stream = await self.submit(prompt, params)
-        async for event in _events(stream):
-            yield event
+        with closing(await self.submit(prompt, params)) as stream:
+            async for event in stream:
+                yield event
 
     async def complete(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestOutput:
         """A request's whole output, as `LLM.generate` gives it. Being cancelled aborts it. Raises as `generate`."""
@@ -160,9 +167,9 @@ class AsyncLLM:
         Raises:
             ChatTemplateError: as `LLM.chat`.
         """
-        stream = await self._submit(lambda: self._llm.chat_prompt(messages, **options), params)
-        async for event in _events(stream):
-            yield event
+        with closing(await self._submit(lambda: self._llm.chat_prompt(messages, **options), params)) as stream:
+            async for event in stream:
+                yield event
 
     async def chat_prompt(self, messages: Messages, **options: Any) -> TokenizedPrompt:
         """As `LLM.chat_prompt`, in the pool."""
@@ -252,17 +259,22 @@ class AsyncLLM:
 
         Args:
             drain: let requests run to their ends; else abort them.
-            timeout: seconds for them to do so; what runs then is aborted. Streams get the last events, with
-                ``finish_reason`` ``"abort"``.
+            timeout: seconds for them to do so, at least 0; ``math.inf``: as long as they take. What runs then is
+                aborted. Streams get the last events, with ``finish_reason`` ``"abort"``.
 
         Raises:
+            ConfigError: a timeout that is none; nothing was closed.
             TimeoutError: a step went on for 30 seconds beyond that; the thread ends by itself once it is over. An
                 engine's process is killed instead.
         """
-        wait = timeout if drain else 0.0
+        if isinstance(timeout, bool) or not isinstance(timeout, Real) or not timeout >= 0:
+            raise ConfigError(f"timeout = {timeout!r}: must be a number of seconds, at least 0")
+        if self._desk.forked:
+            return  # it is not this process that has the engine
+        wait = min(float(timeout), _LONGEST) if drain else 0.0
         self._desk.close(wait)
         thread = self._worker.thread
-        await asyncio.get_running_loop().run_in_executor(None, thread.join, max(wait, 0.0) + _GRACE)
+        await asyncio.get_running_loop().run_in_executor(None, thread.join, wait + _GRACE)
         if thread.is_alive() and isinstance(self._worker, EngineProcess):
             self.kill()  # it hangs, and need not
             await asyncio.get_running_loop().run_in_executor(None, thread.join, _GRACE)
@@ -341,14 +353,6 @@ class RequestStream:
 
     def __del__(self) -> None:
         self._engine._desk.abort(self._slot)  # which takes no lock: the garbage collector runs anywhere
-
-
-async def _events(stream: RequestStream) -> AsyncGenerator[StreamEvent, None]:
-    try:
-        async for event in stream:
-            yield event
-    finally:
-        stream.close()
 
 
 @dataclass(eq=False)
@@ -442,10 +446,12 @@ class _Desk:
         self._next = 0
         self.waiting = self.waiting_tokens = 0
         self.closing = False
+        self._process = os.getpid()
         self._hands: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Hand] = weakref.WeakKeyDictionary()
 
     def reserve(self, loop: asyncio.AbstractEventLoop, times: RequestTimes, most: int, worker: _Engine) -> _Slot:
         """A place in the queue."""
+        self._check_process()
         with self._lock:
             self._check(worker)
             if self.waiting >= most:
@@ -457,9 +463,7 @@ class _Desk:
 
     def queue(self, slot: _Slot, prompt: Prompt, params: SamplingParams | None, began: float, most: int) -> None:
         """Hand the request to the worker."""
-        ids: Any = prompt.token_ids if isinstance(prompt, TokenizedPrompt) else prompt
-        ids = ids.get("prompt_token_ids") or () if isinstance(ids, Mapping) else ids
-        tokens = len(ids) if hasattr(ids, "__len__") else 0
+        tokens = len(prompt.token_ids if isinstance(prompt, TokenizedPrompt) else prompt)
         with self._lock:
             if self.closing:
                 raise EngineClosedError
@@ -471,6 +475,7 @@ class _Desk:
 
     def ask(self, loop: asyncio.AbstractEventLoop, worker: _Engine) -> _Slot:
         """Ask for an audit."""
+        self._check_process()
         with self._lock:
             self._check(worker)
             slot = self._new(loop, RequestTimes(time.perf_counter()))
@@ -482,6 +487,17 @@ class _Desk:
         with self._lock:
             keys = list(self._slots)
         self.tell([News(k, error=EngineClosedError() if error is None else EngineFailedError(error)) for k in keys])
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is not the process that made the engine, but a fork, which lacks the engine's thread."""
+        return os.getpid() != self._process
+
+    def _check_process(self) -> None:
+        """Refuse a fork, where nobody would answer. Takes no lock, which another thread may have held at the fork."""
+        if self.forked:
+            why = f"process {os.getpid()} is a fork of {self._process}, which alone has the engine's thread"
+            raise EngineFailedError(RuntimeError(why))
 
     def _check(self, worker: _Engine) -> None:
         if self.closing:

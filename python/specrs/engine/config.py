@@ -23,6 +23,7 @@ _NAMED = {"suffix": "SuffixDrafter", "recycling": "RecyclingDrafter"}  # by name
 NAMES = (*_NAMED, HEAD)
 _MOST_GPU_DEPTH = 31  # 32 tokens: a request takes as many rows of a round, whatever its tree
 _INTEGERS = ("max_batch", "max_context_len", "page_size", "num_pages", "prefill_chunk")
+_MOST_PAGES = 2**31 - 2  # beside the sink; a page's id is an int32
 _MOST_REQUESTS = 1024  # of a pass on a GPU
 _FORMER = ("topk", "steps", "draft_tokens")  # of `tree`
 
@@ -92,6 +93,9 @@ class EngineConfig:
         if self.graphs not in (None, *backends.GRAPH_LEVELS):
             levels = ", ".join(map(repr, backends.GRAPH_LEVELS))
             raise ConfigError(f"graphs = {self.graphs!r}: must be one of {levels}, or None for the device's default")
+        if self.kv_dtype is not None and (not isinstance(self.kv_dtype, str) or not self.kv_dtype):
+            why = "must be the name of a type, or None for the default"  # which there are, the backend says
+            raise ConfigError(f"kv_dtype = {self.kv_dtype!r}: {why}")
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype = {self.dtype!r}: must be one of {', '.join(map(repr, DTYPES))}")
         if self.max_context_len is not None and self.max_context_len < 2:
@@ -270,8 +274,8 @@ class EngineConfig:
             raise ConfigError(f"prefill_chunk = {self.prefill_chunk}: must be at least 1")
         geometry = Geometry(self.max_batch, context, self.page_size, self.shape, self.draft_layout or "dense")
         pages = geometry.pages_for_full_load if self.num_pages is None else self.num_pages
-        if pages < 1:
-            raise ConfigError(f"num_pages = {pages}: must be at least 1")
+        if not 1 <= pages <= _MOST_PAGES:
+            raise ConfigError(f"num_pages = {pages}: must be {'at least 1' if pages < 1 else f'at most {_MOST_PAGES}'}")
         return replace(self, max_context_len=context, num_pages=pages), geometry
 
 

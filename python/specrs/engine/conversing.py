@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from specrs._specrs import ConfigError
 from specrs.chat import ChatTemplates, Messages
 from specrs.engine.errors import EngineClosedError
-from specrs.engine.prompts import Chats, Prompt
+from specrs.engine.prompts import Chats, Given, Prompt, check_text
 from specrs.engine.request import RequestOutput, TokenizedPrompt
 from specrs.sampling_params import SamplingParams
 
@@ -41,11 +41,21 @@ class Tokenizing(ABC):
                 f"{where}: the model directory has no tokenizer.json; give prompts as token ids, or write one with "
                 "transformers: AutoTokenizer.from_pretrained(directory).save_pretrained(directory)"
             )
-        try:
-            text.encode()
-        except UnicodeEncodeError as e:
-            raise ConfigError(f"{where}: not encodable as UTF-8 at character {e.start}: {e.reason}") from None
+        if not isinstance(text, str):
+            raise ConfigError(f"{where} is a {type(text).__name__}: must be a text")
+        check_text(text, where)
         return list(tokenizer.encode(text, add_special_tokens=special).ids)
+
+    def _settled(self, prompt: Prompt, where: str = "prompt") -> list[int] | TokenizedPrompt:
+        """A prompt of any kind with its token ids, as `LLM.add` reads it. Any thread may call it at any time.
+
+        Raises:
+            ConfigError: as `LLM.add`.
+        """
+        given = Given.of(prompt, where)
+        if given.text is None:
+            return given.ids or []
+        return TokenizedPrompt(given.text, self._encode(given.text, where) if given.ids is None else given.ids)
 
     def _encode_chat(self, text: str, where: str) -> list[int]:
         return self._encode(text, where, special=False)  # the template wrote its own

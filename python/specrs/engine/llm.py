@@ -89,6 +89,8 @@ class LLM(Conversing):
         **options: Any,
     ) -> None:
         config = EngineConfig.of(options)
+        if not isinstance(speculative, bool):
+            raise ConfigError(f"speculative = {speculative!r}: must be a bool")
         bars.wanted(progress)
         if model is None:
             model, draft = assets.model_dir(), assets.draft_dir() if draft is None else draft
@@ -149,6 +151,7 @@ class LLM(Conversing):
         self._name = f"model={str(model)!r}, draft={draft!r}, device={str(site.place.device)!r}"
         self._lock = threading.Lock()  # held by whoever works; nobody waits for it
         self._left: deque[Request] = deque()  # requests of streams that were closed, still to be aborted
+        self._owner: threading.Thread | None = None  # of an AsyncLLM
         self._next_id = 0
         self._inboxes: dict[int, deque[StreamEvent]] = {}  # of requests that a stream waits for
         self._bad_words: tuple[tuple[str, ...], list[tuple[int, ...]]] = ((), [])  # of the last request that had some
@@ -206,6 +209,16 @@ class LLM(Conversing):
         if self._parts is None:
             raise EngineClosedError
         return self._parts[1]
+
+    @property
+    def lent(self) -> bool:
+        """Whether an `AsyncLLM` has it, whose thread alone may call `add`, `step` and `abort`."""
+        return self._owner is not None and self._owner.is_alive()
+
+    def _check_owner(self) -> None:
+        """Refuse who would take events, or queue requests, that another thread's readers wait for ever for."""
+        if self.lent and threading.current_thread() is not self._owner:
+            raise EngineBusyError
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -356,6 +369,7 @@ class LLM(Conversing):
 
     def add(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
         """Queue a request and return its id; ``step`` makes it progress."""
+        self._check_owner()
         return self._enqueue(prompt, params)[0].request_id
 
     def _enqueue(self, prompt: Prompt, params: SamplingParams | None) -> list[Request]:
@@ -372,6 +386,7 @@ class LLM(Conversing):
         ``"error"`` and the ``error``. What is raised concerns the whole step, and leaves every request as it was before
         the failed pass; abort one, or free pages, and step again.
         """
+        self._check_owner()
         with self._turn():
             events = [*self._unclaimed, *self._step()]
             self._unclaimed.clear()
@@ -392,6 +407,7 @@ class LLM(Conversing):
         waits for the request gets the event too, and goes on with its others. Of a request with several outputs
         (``n``), this is the event of the first that has one; the next ``step`` returns the others.
         """
+        self._check_owner()
         with self._turn():
             news = [e for e in self._unclaimed if e.request_id == request_id]
             self._unclaimed = [e for e in self._unclaimed if e.request_id != request_id]

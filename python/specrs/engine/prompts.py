@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,6 +54,18 @@ class Given:
         return cls(text, None if ids is None else _token_ids(ids, f"{where}['prompt_token_ids']"))
 
 
+def check_text(text: str, where: str) -> None:
+    """Refuse a text that no tokenizer takes: half of a surrogate pair stands for no character.
+
+    Raises:
+        ConfigError: by ``where``, with the place.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise ConfigError(f"{where}: not encodable as UTF-8 at character {e.start}: {e.reason}") from None
+
+
 def truncated(ids: list[int], keep: int | None, room: int) -> list[int]:
     """The last ``keep`` tokens of a prompt; -1: of as many as leave ``room``, one at least. ``None`` keeps all."""
     if keep is None:
@@ -62,21 +74,30 @@ def truncated(ids: list[int], keep: int | None, room: int) -> list[int]:
 
 
 def spellings(tokenizer: Tokenizer, words: Sequence[str], vocab: int) -> list[tuple[int, ...]]:
-    """Token ids of ``bad_words``, each as it is and behind a space, as it stands within a text; without those that have
-    a token which the model lacks, and so never come.
+    """Token ids of ``bad_words``, each as it is and behind a space, at the beginning of a text and within one; without
+    those that have a token which the model lacks, and so never come.
 
     Raises:
-        ConfigError: a word that the tokenizer makes nothing of.
+        ConfigError: a word that the tokenizer makes nothing of, or that is not encodable.
     """
-    found: dict[tuple[int, ...], None] = {}
+
+    def encoded(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    found: list[tuple[int, ...]] = []
+    line = encoded("\n")
     for word in words:
+        check_text(word, f"SamplingParams.bad_words: {word!r}")
         for text in (word, " " + word.lstrip(" ")):
-            ids = tuple(tokenizer.encode(text, add_special_tokens=False).ids)
+            ids = encoded(text)
             if not ids:
                 raise ConfigError(f"SamplingParams.bad_words: {text!r} has no tokens")
-            if max(ids) < vocab:
-                found[ids] = None
-    return list(found)
+            found.append(ids)
+            # Tokenizers of the sentencepiece kind begin a text with a space, which it does not have behind another one.
+            within = encoded(f"\n{text}")
+            if within[: len(line)] == line and len(within) > len(line):
+                found.append(within[len(line) :])
+    return [ids for ids in dict.fromkeys(found) if max(ids) < vocab]
 
 
 Encode = Callable[[str, str], list[int]]
@@ -153,10 +174,15 @@ def load_tokenizer(model: Path | LiveModel) -> Tokenizer | None:
 
 def _token_ids(prompt: object, where: str) -> list[int]:
     """A prompt that is no text: a list or an array of integers."""
-    if isinstance(prompt, (str, bytes, Mapping, Set)) or not isinstance(prompt, Iterable):
-        raise ConfigError(f"{where} is a {type(prompt).__name__}: must be a text or a sequence of token ids")
+    try:
+        if isinstance(prompt, (str, bytes, Mapping, Set)):
+            raise TypeError
+        tokens = iter(prompt)  # type: ignore[call-overload]
+    except TypeError:  # of an array without an axis too, which has the method
+        why = "must be a text or a sequence of token ids"
+        raise ConfigError(f"{where} is a {type(prompt).__name__}: {why}") from None
     ids = []
-    for i, token in enumerate(prompt):
+    for i, token in enumerate(tokens):
         try:
             if isinstance(token, bool):
                 raise TypeError

@@ -88,8 +88,9 @@ class StopMatcher:
         """Text released by ``piece``, and the stop string that it completed, if any and if it ``may_stop`` already."""
         if not self._stop:
             return piece, None
-        window = self._held + piece
-        hits = [(at + len(s), at, s) for s in self._stop if (at := window.find(s)) >= 0]
+        window, old = self._held + piece, len(self._held)
+        # What is held may be a whole one, which came when nothing might stop and begins a longer one: it ends nothing.
+        hits = [(at + len(s), at, s) for s in self._stop if (at := window.find(s, max(old - len(s) + 1, 0))) >= 0]
         if hits and may_stop:
             # What ends first was completed first; of two that end together, the longer one (it begins earlier).
             end, at, s = min(hits)

@@ -32,6 +32,9 @@ _IGNORED: dict[str, tuple[Any, ...]] = {
     "no_repeat_ngram_size": (0,), "encoder_repetition_penalty": (1,), "min_length": (0,), "min_new_tokens": (0,),
     "bad_words_ids": ([],), "suppress_tokens": ([],), "begin_suppress_tokens": ([],), "sequence_bias": ({}, []),
     "guidance_scale": (1,), "forced_bos_token_id": (), "forced_eos_token_id": (), "stop_strings": ([],),
+    "top_h": (), "exponential_decay_length_penalty": (), "watermarking_config": (), "max_time": (),
+    "encoder_no_repeat_ngram_size": (0,), "force_words_ids": ([],), "constraints": ([],), "dola_layers": (),
+    "num_return_sequences": (1,), "token_healing": (False,),
 }  # fmt: skip
 
 

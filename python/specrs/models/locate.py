@@ -48,13 +48,19 @@ def locate(given: str | os.PathLike[str], role: str, *, download: bool = True, p
         ModelFileError: nothing there that can be loaded, with what there is and what would work.
         HubError: a `ModelFileError`: it is not in the hub cache, and could not be downloaded; ``why`` says why.
     """
+    name = os.fspath(given)
     path = Path(given)
-    if path.is_dir():
+    if not name:  # which a path takes for the folder that the process stands in
+        raise ModelFileError(path, f"{role} = '': no path; give {_NEEDS[role]}")
+    try:
+        there, directory = path.exists(), path.is_dir()
+    except OSError as error:  # too long, or not to be looked at
+        raise ModelFileError(path, f"{role}: {error.strerror}; give {_NEEDS[role]}") from None
+    if directory:
         _check(path, role)
         return path
-    if path.exists():
+    if there:
         raise ModelFileError(path, f"{role}: {_file(path)}; give {_NEEDS[role]}")
-    name = os.fspath(given)
     if _HUB_ID.fullmatch(name):
         try:
             return _cached(name, role)
@@ -90,6 +96,7 @@ def _cached(name: str, role: str) -> Path:
     snapshot = folder / "snapshots" / revision
     if (
         Path(revision).name != revision
+        or revision in ("", "..")  # the first is the folder of all, the second leads out of it
         or not (snapshot / "config.json").is_file()
         or not _has(snapshot, "*.safetensors")
         or not _whole(snapshot)

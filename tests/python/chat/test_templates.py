@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 
 from chat_corpus import CHATS, TEMPLATES, TOOLS
 from modelzoo import write_json, write_tokenizer
+from specrs import ConfigError
 from specrs.chat import ChatLimitError, ChatTemplateError, ChatTemplates, RenderLimits, apart
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -210,8 +211,24 @@ def test_messages_are_plain_values(plain: tuple[ChatTemplates, Any]) -> None:
     for name in ("messages", "tools", "add_generation_prompt", "chat_template", "continue_final_message"):
         with pytest.raises(ChatTemplateError, match=f"'{name}' is an argument of its own"):
             templates.render(CHATS["one"], chat_template=chatml, chat_template_kwargs={name: "x"})
-    with pytest.raises(ChatTemplateError, match="must be a mapping"):
-        templates.render(CHATS["one"], chat_template=chatml, chat_template_kwargs=[1])  # type: ignore[arg-type]
+    for options, message in (
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs: must be a mapping"), ({"tools": 3}, "tools is a int"),
+        ({"tools": "weather"}, "tools is a str: must be a list"), ({"tools": TOOLS[0]}, "tools is a dict"),
+        ({"add_generation_prompt": "no"}, "add_generation_prompt = 'no': must be a bool"),
+        ({"continue_final_message": 3, "add_generation_prompt": False}, "continue_final_message = 3: must be a bool"),
+        ({"continue_final_message": "", "add_generation_prompt": False}, "continue_final_message = ''"),
+        ({"chat_template_kwargs": {"documents": [{"title": "t"}, "x"]}}, r"\['documents'\]\[1\] is a str: must be"),
+    ):  # fmt: skip
+        with pytest.raises(ChatTemplateError, match=message):
+            templates.render(CHATS["one"], chat_template=chatml, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", ["5", None, True, -1, float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["seconds", "characters", "memory"])
+def test_limits_are_numbers(name: str, value: Any) -> None:
+    """One that is none would bound nothing."""
+    with pytest.raises(ConfigError, match=rf"RenderLimits\.{name} = {value!r}: must be an? "):
+        RenderLimits(**{name: value})
 
 
 def test_functions_become_schemas(plain: tuple[ChatTemplates, Any]) -> None:
@@ -236,6 +253,7 @@ ERRORS = [
     ("{{ raise_exception('roles must alternate') }}", "chat template: roles must alternate"),
     ("{{ messages.x.y }}", "no attribute 'x'"), ("{{ 1 / 0 }}", "division by zero"), ("{{ 'a' + 1 }}", "can only"),
     ("{{ x | nothing }}", "No filter named 'nothing'"), ("{% generation %}", "line 1"),
+    ("{% for m in messages %}{% generation %}{% break %}{% endgeneration %}{% endfor %}", "'break' outside loop"),
     ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"), ("{% include 'x' %}", "chat template"),
     ("{{ messages.append(1) }}", "is not safely callable|unsafe"),
     ("{{ messages.__class__.__mro__ }}", "unsafe|no attribute"), ("{% set ns = namespace(_x=1) %}", "underscore"),

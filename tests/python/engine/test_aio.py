@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import os
 import random
 import subprocess
@@ -13,7 +14,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from aio_world import OPTIONS, clean, params, prompts, run
 from modelzoo import VOCAB, Pair
@@ -21,6 +24,7 @@ from specrs import (
     LLM,
     AsyncLLM,
     ConfigError,
+    EngineBusyError,
     EngineClosedError,
     EngineFailedError,
     EngineOverloadedError,
@@ -297,6 +301,53 @@ def test_a_stream_that_is_dropped_is_aborted(llm: LLM) -> None:
     run(main)
 
 
+def test_a_generator_that_was_closed_has_aborted_its_request(llm: LLM) -> None:
+    """By then, not in a later turn of the loop: an audit that is asked for next comes behind it."""
+
+    async def main() -> None:
+        async with AsyncLLM(llm) as engine:
+            each = SamplingParams(max_tokens=200, ignore_eos=True)
+            for _ in range(20):
+                events = engine.generate([1], each)
+                await events.__anext__()
+                await events.aclose()
+                clean(await engine.audit())
+
+    run(main)
+
+
+def test_prompts_of_every_kind_are_counted_and_read(bytes_pair: Pair) -> None:
+    text = "hello there"
+
+    async def main() -> None:
+        async with AsyncLLM(bytes_pair.target, max_waiting_tokens=5) as engine:
+            few = SamplingParams(max_tokens=3, temperature=0)
+            ids = await engine.encode(text)
+            want = (await engine.complete(text, few)).token_ids
+            kinds: list[Any] = [
+                np.array(ids), torch.tensor(ids), iter(ids), {"prompt": text}, {"prompt_token_ids": np.array(ids)},
+                {"prompt_token_ids": torch.tensor(ids)}, {"prompt": text, "prompt_token_ids": tuple(ids)},
+            ]  # fmt: skip
+            for prompt in kinds:
+                out = await engine.complete(prompt, few)
+                assert (out.prompt_token_ids, out.token_ids) == (ids, want), prompt
+            for wrong in (np.array(3), torch.tensor(3), {"prompt_token_ids": 3}, {"prompt": 3}, {}, None):
+                with pytest.raises(ConfigError, match="prompt"):
+                    await engine.submit(wrong)
+            # However a prompt is given, its tokens count among those that wait.
+            for made in (lambda: iter(ids), lambda: {"prompt": text}, lambda: {"prompt_token_ids": np.array(ids)}):
+                many = [asyncio.ensure_future(engine.submit(made(), few)) for _ in range(30)]
+                done = await asyncio.gather(*many, return_exceptions=True)
+                assert any(isinstance(d, EngineOverloadedError) and d.what == "prompt tokens" for d in done)
+                for stream in done:
+                    if not isinstance(stream, BaseException):
+                        await stream.output()
+            assert engine.stats().submitted == engine.stats().submitted_tokens == 0
+            clean(await engine.audit())
+
+    run(main)
+
+
 def test_text_chats_and_times(bytes_pair: Pair) -> None:
     messages = [{"role": "user", "content": "hello"}]
     template = "{{ messages[0].content | upper }}:"
@@ -523,6 +574,61 @@ def test_closing_drains_or_aborts(llm: LLM) -> None:
     clean(llm.audit())
 
 
+@pytest.mark.parametrize("timeout", ["x", None, -1, math.nan, True])
+def test_a_timeout_that_is_none_closes_nothing(llm: LLM, timeout: Any) -> None:
+    async def main() -> None:
+        async with AsyncLLM(llm) as engine:
+            with pytest.raises(ConfigError, match=f"timeout = {timeout!r}: must be a number of seconds"):
+                await engine.aclose(timeout=timeout)
+            assert engine.healthy and len((await engine.complete([1], SamplingParams(max_tokens=2))).token_ids) == 2
+
+    run(main)
+
+
+def test_closing_waits_as_long_as_it_takes(llm: LLM) -> None:
+    async def main() -> None:
+        engine = AsyncLLM(llm)
+        stream = await engine.submit([1], SamplingParams(max_tokens=100, ignore_eos=True))
+        await engine.aclose(timeout=math.inf)
+        assert len((await stream.output()).token_ids) == 100 and not engine._worker.thread.is_alive()
+
+    run(main)
+
+
+FORKED = """
+import asyncio, os, sys
+from specrs import AsyncLLM, EngineFailedError, SamplingParams
+few = SamplingParams(max_tokens=2)
+async def refused(engine):
+    for call in (engine.complete([1], few), engine.audit()):
+        try:
+            await asyncio.wait_for(call, 20)
+        except EngineFailedError as e:
+            print("refused", "is a fork of" in str(e), engine.healthy, flush=True)
+    await asyncio.wait_for(engine.aclose(), 20)
+async def main(options):
+    engine = AsyncLLM(sys.argv[1], **options)
+    await engine.complete([1], few)
+    if (child := os.fork()) == 0:
+        asyncio._set_running_loop(None)
+        asyncio.set_event_loop(None)
+        asyncio.new_event_loop().run_until_complete(refused(engine))
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    print(len((await engine.complete([1], few)).token_ids), flush=True)
+    await engine.aclose()
+asyncio.run(main({"process": sys.argv[2] == "process"}))
+"""
+
+
+@pytest.mark.parametrize("how", ["thread", "process"])
+def test_a_fork_is_refused_and_waits_for_nobody(tiny: Pair, how: str) -> None:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    argv = [sys.executable, "-c", FORKED, str(tiny.target), how]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "refused True False\n" * 2 + "2\n", done.stderr
+
+
 def test_an_error_in_the_block_aborts(tiny: Pair) -> None:
     async def main() -> None:
         with pytest.raises(KeyError):
@@ -558,6 +664,27 @@ def test_a_process_ends_with_an_engine_at_work(tiny: Pair) -> None:
     argv = [sys.executable, "-c", code, str(tiny.target)]
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0 and done.stdout == "submitted\n" and done.stderr == ""
+
+
+def test_a_lent_engine_is_nobody_elses(tiny: Pair) -> None:
+    """Two that step one engine take each other's events, and wait for ever."""
+
+    async def main() -> None:
+        with LLM(tiny.target, **OPTIONS) as llm:
+            async with AsyncLLM(llm) as engine:
+                stream = await engine.submit([1], SamplingParams(max_tokens=100, ignore_eos=True))
+                with pytest.raises(ConfigError, match="belongs to another AsyncLLM, until that one's aclose"):
+                    AsyncLLM(llm)
+                for call in (llm.step, lambda: llm.add([1]), lambda: llm.abort(0)):
+                    with pytest.raises(EngineBusyError):
+                        call()
+                assert llm.lent and len((await stream.output()).token_ids) == 100
+            assert not llm.lent
+            async with AsyncLLM(llm) as engine:
+                await engine.complete([1], SamplingParams(max_tokens=2))
+            assert llm.add([1]) and llm.step()
+
+    run(main)
 
 
 def test_somebody_else_at_the_engine_is_waited_for(llm: LLM) -> None:

@@ -193,6 +193,8 @@ def test_refusals_are_the_same_errors(plain: LLM) -> None:
         ("x", SamplingParams(structured_outputs=StructuredOutputs(json={"type": "wrong"}))),
     ]  # fmt: skip
 
+    few = SamplingParams(max_tokens=2)
+
     async def work(engine: AsyncLLM) -> None:
         for prompt, asked in bad:
             with pytest.raises(ConfigError) as here:
@@ -204,8 +206,9 @@ def test_refusals_are_the_same_errors(plain: LLM) -> None:
                 assert str(here.value).endswith(str(there.value)), (str(here.value), str(there.value))
                 assert type(there.value) is type(here.value)
         with pytest.raises(ConfigError, match="cannot go to the engine's process"):
-            await engine.submit(i for i in [1])  # type: ignore[arg-type]
-        assert (await engine.complete("x", SamplingParams(max_tokens=2))).usage.completion_tokens
+            await engine.submit([lambda: None])  # type: ignore[list-item]
+        assert (await engine.complete(iter([1, 2]), few)).prompt_token_ids == [1, 2]  # type: ignore[arg-type]
+        assert (await engine.complete("x", few)).usage.completion_tokens
         clean(await engine.audit())
 
     apart(work)
@@ -452,9 +455,6 @@ class Unreadable:
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (str, "no such thing")
 
-    def __iter__(self) -> Iterator[int]:
-        return iter([1])
-
 
 def test_one_request_that_cannot_be_read_is_one_request() -> None:
     async def work(engine: AsyncLLM) -> None:
@@ -464,7 +464,7 @@ def test_one_request_that_cannot_be_read_is_one_request() -> None:
         for prompt in (Word("import os"), {"prompt": Word("import os")}, Ids(ids), {"prompt_token_ids": Ids(ids)}):
             assert (await engine.complete(prompt, asked)).token_ids == want
         with pytest.raises(ConfigError, match="cannot be read in the engine's process"):
-            await engine.complete(Unreadable())  # type: ignore[arg-type]
+            await engine.complete([Unreadable()])  # type: ignore[list-item]
         assert (await engine.complete("import os", asked)).token_ids == want
 
     apart(work)

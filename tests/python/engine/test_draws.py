@@ -15,7 +15,7 @@ import torch
 
 from draws_world import cuts_of, naive, prompts_of, seen, words_of
 from flight_world import Level, Told, flying
-from modelzoo import Pair
+from modelzoo import Pair, write_target
 from specrs import LLM, ConfigError, NonFiniteError, Sampler, SamplingParams
 from specrs.capsule.replay import replay
 from specrs.engine.draws import Draws
@@ -555,6 +555,32 @@ def test_special_tokens_are_text_where_they_are_wanted(bytes_pair: Pair) -> None
         params = SamplingParams(max_tokens=20, logit_bias={1: 8.0}, ignore_eos=True, skip_special_tokens=skip)
         [out] = llm.generate(["hello"], params)
         assert 1 in out.token_ids and out.text.count("<s>") == (0 if skip else out.token_ids.count(1))
+
+
+def test_a_bad_word_is_found_where_tokenizers_begin_texts_with_a_space(tmp_path: Path) -> None:
+    """There the word alone is spelled as behind a space, and within a text by other tokens."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+
+    from specrs.engine.prompts import spellings
+
+    pieces = ["\u2581foo", "\u2581", "foo", "f", "o", "oo", "x", "<0x0A>"]
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2, **{piece: i + 3 for i, piece in enumerate(pieces)}}
+    merges = [("o", "o"), ("f", "oo"), ("\u2581", "foo")]
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token="<unk>"))
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<s>", "</s>")])
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    found = {tuple(tokenizer.id_to_token(i) for i in ids) for ids in spellings(tokenizer, ["foo"], len(vocab))}
+    assert found == {("\u2581foo",), ("foo",), ("\u2581", "\u2581foo")}
+
+    target = write_target(tmp_path, vocab_size=len(vocab), eos_token_id=None, bos_token_id=None)
+    tokenizer.save(str(target / "tokenizer.json"))
+    params = SamplingParams(max_tokens=60, temperature=2.0, seed=1, bad_words=["foo"], allowed_token_ids=[3, 4, 5, 9])
+    with LLM(target) as llm:
+        assert "foo" not in llm.generate(["x"], params)[0].text
+        assert "foo" in llm.generate(["x"], replace(params, bad_words=()))[0].text
 
 
 def test_words_that_the_model_cannot_write_are_never_written(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -44,6 +45,32 @@ def test_on_a_terminal_several_prompts_have_one(
         assert capfd.readouterr().err == ""
         llm.generate([[1], [2]], PARAMS)
         assert "2/2" in capfd.readouterr().err
+
+
+class Silent:
+    """What somebody put in the place of stderr: it takes text and can do no more."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+
+def closed() -> io.StringIO:
+    file = io.StringIO()
+    file.close()
+    return file
+
+
+@pytest.mark.parametrize("progress", [None, True])
+@pytest.mark.parametrize("make", [closed, Silent, lambda: None], ids=["closed", "silent", "none"])
+def test_a_process_without_a_stderr_works(
+    tiny: Pair, make: Any, progress: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", make())
+    with LLM(tiny.target, progress=progress) as llm:
+        assert len(llm.generate([[1], [2]], PARAMS, progress=progress)) == 2
 
 
 @pytest.mark.parametrize("value", ["yes", 1, 0.0])

@@ -242,7 +242,10 @@ def test_empty_batches_and_lone_strings(llm: LLM) -> None:
      ({"num_pages": 2.5}, "num_pages = 2.5: must be an integer or None"), ({"prefill_chunk": None}, "prefill_chunk"),
      ({"tree": (2.0, 1, 2)}, r"tree = \(2.0, 1, 2\): must be"), ({"prefix_cache": 3}, "prefix_cache = 3"),
      ({"max_context_len": 1}, "max_context_len = 1: must be at least 2"), ({"model": 5}, "model = 5"),
-     ({"kv_dtype": "int8"}, "int8"), ({"draft_attention": "all"}, "all"), ({"beams": 3}, "unknown option 'beams'"),
+     ({"kv_dtype": "int8"}, "int8"), ({"kv_dtype": ""}, "kv_dtype = ''"), ({"kv_dtype": []}, r"kv_dtype = \[\]"),
+     ({"num_pages": 10**30}, "num_pages = 10{30}: must be at most 2147483646"),
+     ({"speculative": "no"}, "speculative = 'no': must be a bool"), ({"speculative": 0}, "speculative = 0"),
+     ({"draft_attention": "all"}, "all"), ({"beams": 3}, "unknown option 'beams'"),
      ({"max_batch": 65536, "page_size": 1024, "tree": (64, 64, 1024)}, "int32")],
 )  # fmt: skip
 def test_bad_options_name_value_and_limit(tiny: Pair, options: dict[str, Any], message: str) -> None:
@@ -395,13 +398,23 @@ def test_arrays_of_token_ids_are_prompts(llm: LLM) -> None:
      ([1, 2], None, r"prompts\[0\] is a int"), ([[1], None], None, r"prompts\[1\] is a NoneType"),
      ([{1: 2}], None, r"prompts\[0\] is a dict"), ([b"ab"], None, r"prompts\[0\] is a bytes"),
      ([[True]], None, r"prompts\[0\]\[0\] = True: must be a token id"),
-     (["a", "\ud800"], None, r"prompts\[1\]: not encodable"), ([[1]], {"max_tokens": 3}, "params is a dict"),
+     (["a", "\ud800"], None, r"prompts\[1\]: not encodable"),
+     ([torch.tensor(3)], None, r"prompts\[0\] is a Tensor: must be"),
+     ([np.array(3)], None, r"prompts\[0\] is a ndarray"),
+     (["a"], SamplingParams(bad_words=["x", "\ud800"]), "params: SamplingParams.bad_words: .*not encodable as UTF-8"),
+     ([[1]], {"max_tokens": 3}, "params is a dict"),
      ([[1]], [None], r"params\[0\] is a NoneType"), ([[1]], 5, "params is a int")],
 )  # fmt: skip
 def test_arguments_of_a_wrong_type(text_llm: LLM, prompts: Any, params: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         text_llm.generate(prompts, params)
     assert text_llm.unfinished == 0
+
+
+@pytest.mark.parametrize("text", [None, 3, b"x", ["x"]])
+def test_only_texts_are_encoded(text_llm: LLM, text: Any) -> None:
+    with pytest.raises(ConfigError, match=f"prompt is a {type(text).__name__}: must be a text"):
+        text_llm.encode(text)
 
 
 def test_errors_of_parameters_say_whose(text_llm: LLM, llm: LLM, tiny: Pair) -> None:

@@ -98,6 +98,12 @@ def test_request_bodies_name_tokens_as_text() -> None:
             SamplingParams.from_dict({"logit_bias": {key: 1}})
 
 
+@pytest.mark.parametrize("options", [None, [1], "n", 3])
+def test_options_are_a_mapping(options: Any) -> None:
+    with pytest.raises(ConfigError, match=f"options is a {type(options).__name__}: must be a mapping"):
+        SamplingParams.from_dict(options)
+
+
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(ConfigError, match="best_of"):
         SamplingParams.from_dict({"best_of": 2})

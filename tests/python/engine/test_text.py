@@ -78,9 +78,9 @@ def test_a_space_after_a_special_token_stays() -> None:
         assert text == tokenizer.decode([1, 3, *tokens]).removeprefix("one"), tokens
 
 
-def reference(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """Cut at the stop string that is completed first."""
-    for end in range(len(text) + 1):
+def reference(text: str, stops: list[str], include: bool, early: int = 0) -> tuple[str, str | None]:
+    """Cut at the stop string that is completed first, behind so many characters."""
+    for end in range(early + 1, len(text) + 1):
         done = [s for s in stops if text[:end].endswith(s)]
         if done:
             s = max(done, key=len)
@@ -95,14 +95,17 @@ def test_stop_strings_equal_the_reference_for_any_split(include: bool) -> None:
         text = "".join(rng.choice("ab") for _ in range(rng.randrange(12)))
         stops = ["".join(rng.choice("ab") for _ in range(rng.randrange(1, 5))) for _ in range(rng.randrange(4))]
         matcher, out, hit, rest = StopMatcher(stops, include), "", None, text
+        least, early = rng.choice([0, 0, 2, 5]), 0  # before `least` characters nothing stops
         while rest and hit is None:
             n = rng.randrange(1, 4)
-            released, hit = matcher.push(rest[:n])
+            may_stop = len(text) - len(rest) >= least
+            early += 0 if may_stop else len(rest[:n])
+            released, hit = matcher.push(rest[:n], may_stop)
             rest = rest[n:]
             out += released
         if hit is None:
             out += matcher.finish()
-        assert (out, hit) == reference(text, stops, include), (text, stops)
+        assert (out, hit) == reference(text, stops, include, early), (text, stops, early)
 
 
 def test_text_that_cannot_begin_a_stop_string_is_not_held() -> None:

@@ -95,6 +95,12 @@ def test_what_is_not_implemented_is_said(tmp_path: Path) -> None:
         default_sampling(write(tmp_path, {"no_repeat_ngram_size": 3, "num_beams": 1}))
 
 
+@pytest.mark.parametrize("key", ["top_h", "exponential_decay_length_penalty", "watermarking_config", "max_time"])
+def test_nothing_that_changes_tokens_is_left_out_silently(key: str, tmp_path: Path) -> None:
+    with pytest.warns(RuntimeWarning, match=rf"generation_config\.json: {key} = 0.5 is not implemented"):
+        default_sampling(write(tmp_path, {key: 0.5}))
+
+
 def test_outputs_say_what_they_were_sampled_with(bytes_pair: Pair, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(bytes_pair.target, model)

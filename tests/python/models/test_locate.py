@@ -82,6 +82,23 @@ def test_an_incomplete_snapshot_and_a_strange_revision(tiny: Pair, cache: Path) 
         LLM(cache / "models--org--model")
 
 
+@pytest.mark.parametrize("revision", ["", ".", "..", "../snapshots", "/"])
+def test_a_revision_is_a_name(revision: str, tiny: Pair, cache: Path) -> None:
+    """It leads nowhere but into its own folder, though a model be where it leads."""
+    snapshot = put(cache, "org/model", tiny.target)
+    for place in (snapshot.parent, snapshot.parent.parent):
+        shutil.copytree(tiny.target, place, dirs_exist_ok=True)
+    (cache / "models--org--model" / "refs" / "main").write_text(revision)
+    with pytest.raises(ModelFileError, match="no whole snapshot"):
+        LLM("org/model")
+
+
+def test_no_path_is_not_the_folder_that_the_process_stands_in(tiny: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tiny.target)
+    with pytest.raises(ModelFileError, match="model = '': no path; give a Hugging Face model directory"):
+        LLM("")
+
+
 def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     names = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME")
@@ -126,6 +143,7 @@ def folder(*names: str, config: bool = False) -> Any:
         (folder("pytorch_model.bin", config=True), "only pickled weights.*convert them"),
         (folder("pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"), "only pickled weights"),
         (folder("notes.txt"), "config.json: .*no such file"), (lambda root, _: root / "nowhere", "no such directory"),
+        (lambda root, _: root / ("x" * 300), "File name too long"),
     ],
 )  # fmt: skip
 def test_what_is_no_model_is_recognised(make: Any, message: str, role: str, tiny: Pair, tmp_path: Path) -> None:
