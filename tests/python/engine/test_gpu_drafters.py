@@ -158,7 +158,7 @@ def test_a_round_unites_the_heads_drafts_with_others(
         return again(self, variant, *rest)
 
     monkeypatch.setattr(Lanes, "again", watched)
-    for tree, names in (((3, 4, 24), ("head", "ngrams")), ((1, 7, 40), ("head", "ngrams", "likeliest"))):
+    for tree, names in (((3, 4, 24), ("head", "ngrams")), ((3, 7, 40), ("head", "ngrams", "likeliest"))):
         others = [Ngrams(depth=30), *([Likeliest()] if "likeliest" in names else [])]
         with LLM(pair.target, pair.draft, drafters=["head", *others], device="cuda", page_size=page, max_batch=4,
                  max_context_len=256, graphs=graphs, tree=tree) as llm:  # fmt: skip
