@@ -16,8 +16,9 @@
 //! | .. + 4n | positions of all suffixes, u32, sorted by their first 64 tokens, then by position |
 
 use std::fs::File;
-use std::io::{BufWriter, Write};
-use std::path::Path;
+use std::io::{BufWriter, ErrorKind, Write};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use rayon::prelude::*;
 
@@ -188,9 +189,9 @@ pub fn write_corpus(path: &Path, vocab: u32, documents: &[&[u32]]) -> Result<()>
     sum.add(&header[..40]);
     body.iter().for_each(|part| sum.add(part));
     header[40..48].copy_from_slice(&sum.0.to_le_bytes());
-    let beside = path.with_extension(format!("{}.partial", std::process::id()));
+    let (file, beside) = beside(path).map_err(|e| refused(path, e.to_string()))?;
     let write = || -> std::io::Result<()> {
-        let mut out = BufWriter::new(File::create(&beside)?);
+        let mut out = BufWriter::new(file);
         out.write_all(&header)?;
         body.iter().try_for_each(|part| out.write_all(part))?;
         out.into_inner().map_err(|e| e.into_error())?.sync_all()?;
@@ -200,6 +201,20 @@ pub fn write_corpus(path: &Path, vocab: u32, documents: &[&[u32]]) -> Result<()>
         let _ = std::fs::remove_file(&beside);
         refused(path, e.to_string())
     })
+}
+
+/// A new file in the folder of `path`, whose name no other writer has, of this process or another one.
+fn beside(path: &Path) -> std::io::Result<(File, PathBuf)> {
+    static WRITERS: AtomicU64 = AtomicU64::new(0);
+    loop {
+        let writer = WRITERS.fetch_add(1, Ordering::Relaxed);
+        let name = path.with_file_name(format!(".corpus-{}-{writer}.partial", std::process::id()));
+        match File::create_new(&name) {
+            // Left behind by a process that ended in the midst, or of one that shares the folder from another machine.
+            Err(e) if e.kind() == ErrorKind::AlreadyExists => {}
+            made => return made.map(|file| (file, name)),
+        }
+    }
 }
 
 /// A sum of 32-bit words in which each bit and the order matter: damage is seen, malice is not.
