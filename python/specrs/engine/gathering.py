@@ -20,7 +20,7 @@ from torch.utils.dlpack import from_dlpack
 
 from specrs._specrs import DraftCalibration, DraftNodes, DraftProposal, MergedDrafts, TreeBatch, merge_drafts
 from specrs.engine.batch import Batch, Passed
-from specrs.engine.config import HEAD
+from specrs.engine.config import GRAMMAR, HEAD
 from specrs.engine.costs import SPECULATIVE, Costs
 from specrs.engine.deferral import Deferral
 from specrs.engine.executor import Verified
@@ -209,7 +209,7 @@ class Gathering:
     @property
     def names(self) -> list[str]:
         """Of all that draft, in the order of `MergedDrafts.sources`."""
-        return [*(source.name for source in self.sources.all), HEAD, "grammar"]
+        return [*(source.name for source in self.sources.all), HEAD, GRAMMAR]
 
     def price(self, costs: Costs) -> None:
         """From now on a cost model decides what is asked and verified."""
@@ -574,7 +574,8 @@ class Gathering:
         rows = verified.likeliest(requests, LIKELIEST)
         if rows is None:  # a device has moved on
             return
-        told_of = dict(zip(requests, rows, strict=True))
+        # All draftings of a request are told one and the same, which none of them can change.
+        told_of = {i: (tuple(tokens), tuple(map(tuple, top))) for i, (tokens, top) in zip(requests, rows, strict=True)}
         for i, told in learning:
             told.observe(*told_of[i])
         each = (time.perf_counter() - started) / len(learning)

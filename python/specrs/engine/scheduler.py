@@ -104,6 +104,7 @@ class Scheduler:
             # Who is still in its prompt, or has left it in this step, waits for every round that is in flight.
             stays = len(ready) == len(self._admitted)
             self._news += [self._event(p) for p in self._with_pages(ready, partial(self._runner.round, stays=stays))]
+        self._runner.warn()
         news, self._news = self._news, []
         return news
 
