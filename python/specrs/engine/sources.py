@@ -248,6 +248,15 @@ class Sources:
         return sum(one.bytes() for told in self._told.values() for one in told)
 
     def warn(self) -> None:
-        """Tell the user what has failed. Where warnings are errors, the first one is raised, and the others wait."""
-        while self._faults:
-            warnings.warn(self._faults.popleft(), RuntimeWarning, stacklevel=2)
+        """Tell the user what has failed since the last time. Where warnings are errors, the first one is raised, and
+        has the others as notes: each step raises once, however many drafters failed in it."""
+        faults = list(self._faults)
+        self._faults.clear()
+        for i, fault in enumerate(faults, 1):
+            try:
+                warnings.warn(fault, RuntimeWarning, stacklevel=2)
+            except RuntimeWarning as error:
+                if hasattr(error, "add_note"):  # from Python 3.11 on
+                    for other in faults[i:]:
+                        error.add_note(other)
+                raise

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import random
+import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -271,8 +272,10 @@ def test_a_warning_that_is_an_error_comes_between_passes(tiny: Pair, method: str
     llm = engine(tiny, drafters, tree=(2, 3, 11), max_batch=3, page_size=4, num_pages=200)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(RuntimeWarning, match=f"drafter 'mine': {method}()"):
+        with pytest.raises(RuntimeWarning, match=rf"drafter 'mine': {method}\(\)") as failed:
             llm.generate(prompts, params)
+        notes = getattr(failed.value, "__notes__", [])
+        assert method == "close" or sys.version_info < (3, 11) or len(notes) == 2, "of the other requests of the step"
         llm.audit()
         ids = [llm.add(p, s) for p, s in zip(prompts, params, strict=True)]
         got: dict[int, list[int]] = {i: [] for i in ids}
@@ -288,7 +291,7 @@ def test_a_warning_that_is_an_error_comes_between_passes(tiny: Pair, method: str
                 ended |= {event.request_id} if event.output is not None else set()
             if not llm.unfinished:
                 break
-        assert list(got.values()) == want and ended == set(ids) and raised >= 5
+        assert list(got.values()) == want and ended == set(ids) and raised >= 2
         assert llm.audit()["sequences"] == 0
         llm.add(prompts[0], SamplingParams(max_tokens=50))
         for _ in range(3):
@@ -296,6 +299,50 @@ def test_a_warning_that_is_an_error_comes_between_passes(tiny: Pair, method: str
                 llm.step()
         llm.close()
         assert llm.closed
+
+
+@pytest.mark.parametrize("head", [False, True], ids=["alone", "beside a head"])
+@pytest.mark.parametrize("method", ["begin", "extend", "propose", "observe", "close"])
+def test_an_interrupt_in_a_drafter_loses_no_event(tiny: Pair, method: str, head: bool) -> None:
+    """Ctrl-C comes wherever the time goes; who goes on to step gets every token."""
+    prompts, params = requests(8, seed=5)
+    want = plain(tiny, prompts, params)
+    rng = random.Random(3)
+
+    class Interrupted(Likeliest):
+        def begin(self, request: DraftRequest) -> Any:
+            inner = super().begin(request)
+            if method != "begin":
+                setattr(inner, method, self._or_stop(getattr(inner, method)))
+            return inner if method != "begin" else self._or_stop(lambda: inner)()
+
+        @staticmethod
+        def _or_stop(call: Callable[..., Any]) -> Callable[..., Any]:
+            def stops(*args: Any) -> Any:
+                if rng.random() < 0.3:
+                    raise KeyboardInterrupt
+                return call(*args)
+
+            return stops
+
+    drafters = [Interrupted(), "recycling", *(["head"] if head else [])]
+    llm = engine(tiny, drafters, tree=(2, 3, 11), max_batch=3, page_size=4)
+    ids = [llm.add(p, s) for p, s in zip(prompts, params, strict=True)]
+    got: dict[int, list[int]] = {i: [] for i in ids}
+    ended, stopped = set[int](), 0
+    for _ in range(1000):
+        if not llm.unfinished:
+            break
+        try:
+            events = llm.step()
+        except KeyboardInterrupt:
+            stopped += 1
+            continue
+        for event in events:
+            got[event.request_id] += event.token_ids
+            ended |= {event.request_id} if event.output is not None else set()
+    assert stopped and list(got.values()) == want and ended == set(ids)
+    assert llm.audit()["sequences"] == 0
 
 
 def test_an_exception_without_a_message_ends_a_drafting_too(tiny: Pair) -> None:
