@@ -156,7 +156,7 @@ impl CorpusFile {
 /// replaced at once, by renaming; who has it open keeps the old one. Takes 8 bytes of memory a token, and all cores.
 ///
 /// # Errors [`Error::OutOfRange`] for the vocabulary or a token, [`Error::Invalid`] for no documents, an empty one, too
-/// many tokens, or a file that cannot be written.
+/// many tokens, a file that cannot be written, or a folder, device or pipe in its place.
 pub fn write_corpus(path: &Path, vocab: u32, documents: &[&[u32]]) -> Result<()> {
     in_range("vocab", vocab, 1, MAX_VOCAB.into())?;
     let total: u64 = documents.iter().map(|d| d.len() as u64 + 1).sum();
@@ -164,6 +164,9 @@ pub fn write_corpus(path: &Path, vocab: u32, documents: &[&[u32]]) -> Result<()>
         let got = format!("{} documents of {} tokens", documents.len(), total - documents.len() as u64);
         let why = format!("a corpus has documents, each has tokens, all together at most {MAX_CORPUS}");
         return Err(Error::Invalid { what: "corpus", got, why });
+    }
+    if std::fs::metadata(path).is_ok_and(|there| !there.is_file()) {
+        return Err(refused(path, "it is there and no regular file: a corpus replaces files alone"));
     }
     let mut tokens: Vec<u32> = Vec::with_capacity(total as usize);
     for document in documents {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import stat
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -154,12 +156,17 @@ def test_a_corpus_refuses_what_it_cannot_serve(corpus: Path, tmp_path: Path) -> 
             CorpusDrafter.build(tmp_path / "new", documents, 1000)
     assert not (tmp_path / "new").exists()
     (tmp_path / "folder").mkdir()
-    for path in ("folder", "none/new"):
-        with pytest.raises(ConfigError, match="corpus file"):
+    os.mkfifo(tmp_path / "pipe")  # as a device is, which root could replace
+    for path, why in (("folder", "no regular file"), ("pipe", "no regular file"), ("none/new", "No such file")):
+        with pytest.raises(ConfigError, match=f"corpus file.*{why}"):
             CorpusDrafter.build(tmp_path / path, [[1]], 1000)
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+    for vocab in (-1, 0, 2**24 + 1):
+        with pytest.raises(ConfigError, match=f"vocab = {vocab} is outside 1.."):
+            CorpusDrafter.build(tmp_path / "new", [[0]], vocab)
     with pytest.raises(ConfigError, match="no file of at least 64 bytes"):
         CorpusDrafter(tmp_path / "folder")
-    assert {p.name for p in tmp_path.iterdir()} == {"texts.corpus", "damaged", "short", "folder"}
+    assert {p.name for p in tmp_path.iterdir()} == {"texts.corpus", "damaged", "short", "folder", "pipe"}
     assert not list((tmp_path / "folder").iterdir())
 
 
