@@ -88,7 +88,7 @@ impl Corpus {
             low
         };
         let from = bound(token);
-        Interval { from, to: bound(token + 1).max(from), length: skip + 1 }
+        Interval { from, to: bound(token.saturating_add(1)).max(from), length: skip + 1 }
     }
 
     /// The interval of a string; empty where it does not occur.

@@ -16,8 +16,9 @@
 //! | .. + 4n | positions of all suffixes, u32, sorted by their first 64 tokens, then by position |
 
 use std::fs::File;
-use std::io::{BufWriter, Write};
-use std::path::Path;
+use std::io::{BufWriter, ErrorKind, Write};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use rayon::prelude::*;
 
@@ -155,7 +156,7 @@ impl CorpusFile {
 /// replaced at once, by renaming; who has it open keeps the old one. Takes 8 bytes of memory a token, and all cores.
 ///
 /// # Errors [`Error::OutOfRange`] for the vocabulary or a token, [`Error::Invalid`] for no documents, an empty one, too
-/// many tokens, or a file that cannot be written.
+/// many tokens, a file that cannot be written, or a folder, device or pipe in its place.
 pub fn write_corpus(path: &Path, vocab: u32, documents: &[&[u32]]) -> Result<()> {
     in_range("vocab", vocab, 1, MAX_VOCAB.into())?;
     let total: u64 = documents.iter().map(|d| d.len() as u64 + 1).sum();
@@ -163,6 +164,9 @@ pub fn write_corpus(path: &Path, vocab: u32, documents: &[&[u32]]) -> Result<()>
         let got = format!("{} documents of {} tokens", documents.len(), total - documents.len() as u64);
         let why = format!("a corpus has documents, each has tokens, all together at most {MAX_CORPUS}");
         return Err(Error::Invalid { what: "corpus", got, why });
+    }
+    if std::fs::metadata(path).is_ok_and(|there| !there.is_file()) {
+        return Err(refused(path, "it is there and no regular file: a corpus replaces files alone"));
     }
     let mut tokens: Vec<u32> = Vec::with_capacity(total as usize);
     for document in documents {
@@ -188,9 +192,9 @@ pub fn write_corpus(path: &Path, vocab: u32, documents: &[&[u32]]) -> Result<()>
     sum.add(&header[..40]);
     body.iter().for_each(|part| sum.add(part));
     header[40..48].copy_from_slice(&sum.0.to_le_bytes());
-    let beside = path.with_extension(format!("{}.partial", std::process::id()));
+    let (file, beside) = beside(path).map_err(|e| refused(path, e.to_string()))?;
     let write = || -> std::io::Result<()> {
-        let mut out = BufWriter::new(File::create(&beside)?);
+        let mut out = BufWriter::new(file);
         out.write_all(&header)?;
         body.iter().try_for_each(|part| out.write_all(part))?;
         out.into_inner().map_err(|e| e.into_error())?.sync_all()?;
@@ -200,6 +204,20 @@ pub fn write_corpus(path: &Path, vocab: u32, documents: &[&[u32]]) -> Result<()>
         let _ = std::fs::remove_file(&beside);
         refused(path, e.to_string())
     })
+}
+
+/// A new file in the folder of `path`, whose name no other writer has, of this process or another one.
+fn beside(path: &Path) -> std::io::Result<(File, PathBuf)> {
+    static WRITERS: AtomicU64 = AtomicU64::new(0);
+    loop {
+        let writer = WRITERS.fetch_add(1, Ordering::Relaxed);
+        let name = path.with_file_name(format!(".corpus-{}-{writer}.partial", std::process::id()));
+        match File::create_new(&name) {
+            // Left behind by a process that ended in the midst, or of one that shares the folder from another machine.
+            Err(e) if e.kind() == ErrorKind::AlreadyExists => {}
+            made => return made.map(|file| (file, name)),
+        }
+    }
 }
 
 /// A sum of 32-bit words in which each bit and the order matter: damage is seen, malice is not.

@@ -10,6 +10,7 @@ use super::dlpack::Tensor;
 use super::draft_merge::DraftProposal;
 use crate::draft;
 use crate::error::{Error, Result, in_range};
+use crate::round::MAX_VOCAB;
 
 /// A lock that outlives a panic: what it guards is checked in every call.
 fn held<T>(state: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -149,7 +150,7 @@ impl DraftCorpus {
     /// renaming.
     #[staticmethod]
     fn build(py: Python<'_>, path: PathBuf, vocab: Int, tokens: &Bound<'_, PyAny>, ends: Vec<Int>) -> PyResult<()> {
-        let vocab = vocab.u32("vocab")?;
+        let vocab = vocab.within("vocab", 1, MAX_VOCAB.into())? as u32;
         let tokens = Tensor::import(tokens, "corpus tokens", None)?;
         let [n] = tokens.dims("shape [n]")?;
         let given = tokens.input::<i32>(&[n])?;

@@ -255,6 +255,7 @@ def _configuration(
     report: Report, config: EngineConfig, model: Path, sizes: ModelConfig, head: tuple[Path, HeadConfig] | None
 ) -> None:
     from specrs.engine.placing import Wanted
+    from specrs.engine.sources import Source
     from specrs.models import cache_bytes, has_recurrent_state
 
     section = "configuration"
@@ -269,7 +270,7 @@ def _configuration(
     assert c.num_pages is not None and c.kv_dtype is not None
     report.add(section, "runs on", site.name)
     report.add(section, "computes in", site.place.dtype_name)
-    names = [d if isinstance(d, str) else type(d).__name__ for d in c.drafters or ()]
+    names = [d if isinstance(d, str) else type(Source.of(d).drafter).__name__ for d in c.drafters or ()]
     report.add(section, "drafts by", names, None if names else "decodes plainly")
     report.add(section, "tree", "auto" if c.adaptive else [c.shape.topk, c.shape.steps, c.shape.draft_tokens])
     report.add(section, "requests at once", c.max_batch)

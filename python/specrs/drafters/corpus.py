@@ -9,7 +9,7 @@ from functools import partial
 from os import PathLike
 from typing import Any
 
-from specrs._specrs import CorpusDrafts, DraftCorpus, DraftProposal
+from specrs._specrs import ConfigError, CorpusDrafts, DraftCorpus, DraftProposal
 from specrs.drafters.protocol import DraftRequest
 
 
@@ -24,28 +24,41 @@ class CorpusDrafter:
         path: the file.
         depth: levels below the last token that it proposes at most.
         verify: read the whole file first, and refuse what was damaged.
+        name: in warnings and counts; two corpora of an engine have different ones.
+
+    Raises:
+        ConfigError: a file that cannot be read, or is no corpus; the path, and what is wrong.
     """
 
-    name = "corpus"
-
-    def __init__(self, path: str | PathLike[str], *, depth: int = 32, verify: bool = True) -> None:
-        self.corpus, self.depth = DraftCorpus(path, verify), depth
-        self._made = os.path.abspath(path), depth, verify
+    def __init__(
+        self, path: str | PathLike[str], *, depth: int = 32, verify: bool = True, name: str = "corpus"
+    ) -> None:
+        self.corpus, self.depth, self.name = DraftCorpus(path, verify), depth, name
+        self._made = os.path.abspath(path), verify
 
     def __reduce__(self) -> tuple[Any, ...]:
-        path, depth, verify = self._made  # another process maps the same file
-        return partial(type(self), path, depth=depth, verify=verify), ()
+        path, verify = self._made  # another process maps the same file
+        return partial(type(self), path, depth=self.depth, verify=verify, name=self.name), ()
 
     @staticmethod
     def build(path: str | PathLike[str], documents: Iterable[Sequence[int]], vocab_size: int) -> None:
-        """Write the file of some documents, each a sequence of tokens, none empty. It takes 8 bytes a token, on disk
-        and, while it is sorted, in memory.
+        """Write the file of some documents, each a sequence of tokens, none empty. It takes 8 bytes a token on disk
+        and, while it is sorted, 12 in memory. A file that is there is replaced at once, when all is written.
+
+        Raises:
+            ConfigError: a document that is no sequence of tokens, or empty, or none at all; a token outside the
+                vocabulary; a file that cannot be written. Nothing is left behind.
         """
         import torch  # only to hand the tokens over without a copy
 
-        tokens, ends = array("i"), []
-        for document in documents:
-            tokens.extend(document)
+        tokens, ends = array("i"), list[int]()
+        for i, document in enumerate(documents):
+            try:
+                tokens.extend(document)
+            except (TypeError, OverflowError) as e:
+                raise ConfigError(f"documents[{i}]: {e}; a document is a sequence of tokens") from None
+            if len(tokens) == (ends[-1] if ends else 0):
+                raise ConfigError(f"documents[{i}] is empty: each document of a corpus has tokens")
             ends.append(len(tokens))
         assert tokens.itemsize == 4
         flat = torch.frombuffer(tokens, dtype=torch.int32) if ends and ends[-1] else torch.empty(0, dtype=torch.int32)

@@ -8,7 +8,7 @@ One `Drafter` serves an engine; it begins a `Drafting` for each request that dra
 tokens that were committed, asks it for a tree before each round, and closes it when the request ends.
 ``examples/own_drafter.py`` has one.
 
-All calls for one engine come from one thread.
+All calls for one engine come from one thread. What one raises becomes a warning at the end of the step.
 """
 
 from __future__ import annotations
@@ -94,8 +94,9 @@ class Drafter(Protocol):
     """A source of drafts; one serves an engine.
 
     Attributes:
-        name: in metrics, and in calibration; no two sources of an engine have the same.
-        depth: levels below a request's last token that it proposes at most.
+        name: in warnings, and of the sources of a traced tree; no two of an engine have the same, none is ``"head"`` or
+            ``"grammar"``.
+        depth: levels below a request's last token that it proposes at most, at least 1. The engine reads both once.
     """
 
     name: str

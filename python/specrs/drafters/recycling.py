@@ -20,6 +20,9 @@ class RecyclingDrafter:
         depth: levels below the last token that it proposes at most.
         shared: whether requests of equal ``cache_salt`` share a table.
         tables: shared tables that are kept at most; the one whose last request began longest ago goes first.
+
+    Raises:
+        ConfigError: a limit that no table has, with the range; no shared table at all.
     """
 
     name = "recycling"
@@ -27,6 +30,7 @@ class RecyclingDrafter:
     def __init__(self, *, limit: int = 8 << 20, depth: int = 6, shared: bool = False, tables: int = 16) -> None:
         if tables < 1:
             raise ConfigError(f"tables = {tables}: a shared table has to be kept")
+        RecycledTokens(1, limit)  # refuses a limit now, rather than each request's drafting
         self.limit, self.depth, self.shared, self.tables = limit, depth, shared, tables
         self._shared: OrderedDict[tuple[str, int], RecycledTokens] = OrderedDict()
 

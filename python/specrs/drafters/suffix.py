@@ -15,11 +15,15 @@ class SuffixDrafter:
         limit: bytes of a request at most. A token takes about 50, so the default follows over a million; of a
             longer text the older half is forgotten.
         depth: levels below the last token that it proposes at most.
+
+    Raises:
+        ConfigError: a limit that nothing fits in, or that no automaton reaches; the range.
     """
 
     name = "suffix"
 
     def __init__(self, *, limit: int = 64 << 20, depth: int = 32) -> None:
+        SuffixDrafts(1, limit)  # refuses a limit now, rather than each request's drafting
         self.limit, self.depth = limit, depth
 
     def begin(self, request: DraftRequest) -> SuffixDrafting:

@@ -10,12 +10,14 @@ from typing import Any, cast
 from specrs import backends, drafters
 from specrs._specrs import ConfigError, Geometry, TreeShape
 from specrs.backends.base import DraftAttention, KvDtype, Layout
-from specrs.drafters import Drafter
+from specrs.drafters import CorpusDrafter, Drafter
+from specrs.engine.sources import Source
 from specrs.models.placement import DTYPES, Dtype, Placement
 
 AUTO_GPU_TREE = TreeShape(4, 6, 32)  # on a GPU, where up to some 64 rows cost little more than one
 AUTO_TREE = TreeShape(1, 8, 9)  # what the cost model picks from: chains of up to 8 tokens
 HEAD = "head"  # among `drafters`
+GRAMMAR = "grammar"  # what a request's grammar forces, beside all of them
 _LEAST_DEPTH = 16  # of trees that the host's sources make, where the cost model picks: room for branches too
 _MOST_DEPTH = 32
 _MOST_SOURCES = 16
@@ -164,9 +166,9 @@ class EngineConfig:
         return shape.draft_tokens - 1 if self.sources else min(shape.steps, shape.draft_tokens - 1)
 
     @property
-    def sources(self) -> tuple[Drafter, ...]:
+    def sources(self) -> tuple[Source, ...]:
         """Sources of drafts beside the head, of a configuration that `drafting` gave."""
-        return tuple(d for d in self.drafters or () if not isinstance(d, str))
+        return tuple(Source.of(d) for d in self.drafters or () if not isinstance(d, str))
 
     @property
     def drafts_by_head(self) -> bool:
@@ -193,6 +195,21 @@ class EngineConfig:
             raise ConfigError(f"drafters = {list(asked)!r}: there is no draft head; name its directory, draft=...")
         made = tuple(d if d == HEAD or not isinstance(d, str) else getattr(drafters, _NAMED[d])() for d in asked)
         return replace(self, drafters=made)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Refuse a corpus whose tokens the model does not have, of a configuration that `drafting` gave.
+
+        Raises:
+            ConfigError: the drafter, its corpus's vocabulary and the model's.
+        """
+        for source in self.sources:
+            if isinstance(source.drafter, CorpusDrafter):
+                has = source.drafter.corpus.vocab
+                if has > vocab_size:
+                    raise ConfigError(
+                        f"drafter {source.name!r}: its corpus has a vocabulary of {has} tokens, the model one of "
+                        f"{vocab_size}"
+                    )
 
     @property
     def backend(self) -> backends.AttentionBackend:
@@ -280,7 +297,8 @@ class EngineConfig:
 
 
 def _drafters(asked: object) -> tuple[str | Drafter, ...] | None:
-    """Sources of drafts as users give them.
+    """Sources of drafts as users give them; drafters as `Source`, with the name and depth that they have now, since
+    every size follows from these.
 
     Raises:
         ConfigError: no list; a name that there is not; an object that is no drafter; a name twice.
@@ -290,6 +308,7 @@ def _drafters(asked: object) -> tuple[str | Drafter, ...] | None:
     if isinstance(asked, (str, bytes, Mapping)) or not isinstance(asked, Iterable):
         raise ConfigError(f"drafters = {asked!r}: must be a list of names and drafters")
     found, names = tuple(asked), set[str]()
+    kept: list[str | Drafter] = []
     if len(found) > _MOST_SOURCES:
         raise ConfigError(f"drafters: {len(found)} of them; at most {_MOST_SOURCES}")
     for i, one in enumerate(found):
@@ -309,10 +328,14 @@ def _drafters(asked: object) -> tuple[str | Drafter, ...] | None:
                 raise ConfigError(f"{where}: a drafter has a method begin(request)")
             if name == HEAD:
                 raise ConfigError(f"{where}: {HEAD!r} names the draft head")
+            if name == GRAMMAR:
+                raise ConfigError(f"{where}: {GRAMMAR!r} names what a request's grammar forces")
+            one = one if isinstance(one, Source) else Source(its, depth, one)
         if name in names:
             raise ConfigError(f"{where}: a drafter of the name {name!r} stands before it")
         names.add(name)
-    return found
+        kept.append(one)
+    return tuple(kept)
 
 
 def tree_shape(tree: object) -> TreeShape | None:

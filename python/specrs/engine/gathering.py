@@ -20,27 +20,22 @@ from torch.utils.dlpack import from_dlpack
 
 from specrs._specrs import DraftCalibration, DraftNodes, DraftProposal, MergedDrafts, TreeBatch, merge_drafts
 from specrs.engine.batch import Batch, Passed
-from specrs.engine.config import HEAD
+from specrs.engine.config import GRAMMAR, HEAD
 from specrs.engine.costs import SPECULATIVE, Costs
 from specrs.engine.deferral import Deferral
 from specrs.engine.executor import Verified
 from specrs.engine.grammars import Grammars
 from specrs.engine.policy import ALLOWANCE, Kind, SpeculationGate, TreePolicy
 from specrs.engine.request import Request
-from specrs.engine.sources import Part, Sources, Told
+from specrs.engine.sources import Part, Sources
 from specrs.engine.speculation import Share
+from specrs.engine.worth import Asking, Worth
 
 LIKELIEST = 8
 """Next tokens of a verified node that sources which observe are told."""
 
-_IDLE = 0.003  # of a plain round, what asking a source may take for each, as long as it gains less than that
-_LONGEST_REST = 512  # rounds
-_PATIENCE = 4  # times as long a source rests at most that has gained nothing several times in a row
-_GAINS = 0.4  # plain rounds that a source is taken to gain, before it was asked
-_COLD = 2  # first times of asking a source, which meet cold caches: both are free, and the shorter one counts
 _LONGEST_SLEEP = 32  # rounds of a request that cannot pay for asking, until its account is looked at again
 _PRICE = 0.02  # plain rounds that verifying a draft takes at least
-_LEARN, _LEARN_ALL = 0.1, 0.02  # weight of a proposal, among its request's and among the source's
 _CREDIT = 2.0  # smallest rounds that a request may lose where drafts of its kind win, or its own would have won
 _FORETOLD = 3  # tokens that came as proposals said, none of which a round has verified
 _ASKING, _LEAST_ASKING = 0.008, 0.003  # plain rounds that a request may spend on asking, for each of its engine
@@ -54,80 +49,45 @@ _DECILES = 10
 
 
 @dataclass(eq=False)
-class _Worth:
-    """What a source is worth to the engine, or to one request.
-
-    Attributes:
-        gains: smoothed plain rounds that a round with its proposal wins, or would have: the tokens that the target drew
-            as it had said, less what verifying takes; nothing where no node was worth that.
-        asking, watching: smoothed seconds of asking it once, and of telling it what came of a round.
-        asked: how often that was.
-    """
-
-    gains: float = _GAINS
-    asking: float = 0.0
-    watching: float = 0.0
-    asked: int = 0
-
-    def took(self, seconds: float, learn: float) -> None:
-        """Asking it took so long."""
-        if self.asked < _COLD:
-            self.asking = min(seconds, self.asking or seconds)
-        else:
-            self.asking += learn * (seconds - self.asking)
-        self.asked += 1
-
-    @property
-    def seconds(self) -> float:
-        """What it takes of a round."""
-        return self.asking + self.watching
-
-
-@dataclass(eq=False)
 class _Live:
     """A request that drafts.
 
     Attributes:
-        told: its draftings.
+        sources: in the engine's order.
         gate: its account, where a cost model decides.
-        worth: of each source, to this request.
-        rest: of each source, rounds until it is asked again.
-        patience: of each, by how much its next rest is longer than the first.
-        parts: what each source proposed last.
-        at: tokens of the request when they did; 0 once the proposals have been judged.
-        drafted: whether a round has verified them.
+        at: tokens of the request when the sources last proposed; 0 once that has been judged.
+        drafted: whether a round has verified it.
         foretold: tokens that came as a source said first, one proposal after the other, none of them verified.
         purse: plain rounds that it may spend on asking, whatever its account holds.
         began: seconds of beginning its draftings that it has not paid yet.
-        proposing: seconds that each source's last proposal took.
         asked: sources that were asked for the round.
         forced: what its grammar forces.
         price: plain rounds that verifying one node takes, where their nodes, one or many, are likely enough to pay for
             their verification; ``None`` else.
         seen, wakes: calls of `Gathering.ask`, by number: the last one that looked at the request, and the next one to.
-        heard: draftings that are told of verified trees.
+        heard: sources that are told of verified trees.
         deferral: drafts that wait for a doubtful token.
     """
 
-    told: list[Told]
+    sources: list[Asking]
     gate: SpeculationGate | None
-    worth: list[_Worth]
-    rest: list[int]
-    patience: list[int]
-    parts: list[Part | None]
-    proposing: list[float]
+    seen: int
     at: int = 0
     drafted: bool = False
     foretold: int = 0
     purse: float = _PURSE
     began: float = 0.0
-    asked: list[int] = field(default_factory=list)
+    asked: list[Asking] = field(default_factory=list)
     forced: Part | None = None
     price: float | None = None
-    seen: int = 0
     wakes: int = 0
-    heard: Sequence[Told] = ()
+    heard: Sequence[Asking] = ()
     deferral: Deferral = field(default_factory=Deferral)
+
+    @property
+    def parts(self) -> list[Part | None]:
+        """What each source proposed last."""
+        return [source.part for source in self.sources]
 
 
 @dataclass(eq=False)
@@ -198,7 +158,7 @@ class Gathering:
         """Of the engine, where requests may have grammars."""
         self._proposing = bool(sources.all)
         self._policy: TreePolicy | None = None
-        self._worth = [_Worth() for _ in sources.all]
+        self._worth = [Worth() for _ in sources.all]
         self._live: dict[int, _Live] = {}
         self._batch = 1  # of the last round
         self._terms: tuple[float, float] | None = None  # of this one: seconds of a request's plain round, its stake
@@ -209,7 +169,7 @@ class Gathering:
     @property
     def names(self) -> list[str]:
         """Of all that draft, in the order of `MergedDrafts.sources`."""
-        return [*(source.name for source in self.sources.all), HEAD, "grammar"]
+        return [*(source.name for source in self.sources.all), HEAD, GRAMMAR]
 
     def price(self, costs: Costs) -> None:
         """From now on a cost model decides what is asked and verified."""
@@ -258,39 +218,33 @@ class Gathering:
         if policy is None or not asking:
             return
         asked, plain = sum(len(live.asked) for live in asking), policy.costs.plain(len(batch)) / len(batch)
-        own = sum(live.began + sum(live.proposing[i] for i in live.asked) for live in asking)
+        own = sum(live.began + sum(one.proposing for one in live.asked) for live in asking)
         shared = max(seconds - own, 0.0) / asked
         for live in asking:
             took, live.began = live.began, 0.0
-            for i in live.asked:
-                one = live.proposing[i] + shared
-                for worth, learn in ((live.worth[i], _LEARN), (self._worth[i], _LEARN_ALL)):
-                    worth.took(one, learn)
-                took += one + live.worth[i].watching
-                if live.worth[i].gains * plain < live.worth[i].seconds and self._worth[i].asked >= _COLD:
-                    rest = int(live.worth[i].seconds / (_IDLE * plain) * live.patience[i])
-                    live.rest[i] = min(rest, _LONGEST_REST)
-                    live.patience[i] = min(2 * live.patience[i], _PATIENCE)
+            took += sum(one.took(one.proposing + shared, plain) for one in live.asked)
             if live.gate is not None and idle:
                 live.gate.pay(took / plain)
                 live.purse = max(live.purse - took / plain, 0.0)
 
     def _parts(self, r: Request, batch: int) -> tuple[list[Part | None], Part | None]:
         """What each source proposes, and what the request's grammar forces."""
-        none: list[Part | None] = [None] * len(self.sources.all)
+        nothing: list[Part | None] = [None] * len(self.sources.all)
         if r.max_depth < 1 or not self._may_draft(r):
-            return none, None
+            return nothing, None
         live = self._of(r, batch)
         if live.wakes > self._asks:
-            return none, None
+            return nothing, None
         self._judge(r, live)
         live.asked, live.price = [], None
         rounds, live.seen = self._asks - live.seen, self._asks
         # Of the rounds since, all but this one have passed.
-        due = [i for i, rest in enumerate(live.rest) if rest < rounds]
+        due = [one for one in live.sources if one.rest < rounds]
+        for one in live.sources:
+            one.part = None
+            if self._policy is not None:
+                one.rest = max(one.rest - rounds, 0)
         left = math.inf
-        if self._policy is not None:
-            live.rest = [max(rest - rounds, 0) for rest in live.rest]
         if live.gate is not None:
             live.purse = min(live.purse + rounds * _asking(live.gate.kind), _PURSE)
         if due and self._policy is not None and live.gate is not None:
@@ -299,35 +253,30 @@ class Gathering:
                 self._terms = plain, self._stake(self._policy, batch)
             # What asking takes leaves enough for a round that drafts; beside that, a request may ask now and then.
             left = max(live.gate.account(r.produced) - self._terms[1], live.purse) * self._terms[0]
-        for i in due:
-            if self._needs(live, i) > left:
+        for one in due:
+            if one.needs > left:
                 continue
-            left -= self._needs(live, i)
-            live.asked.append(i)
+            left -= one.needs
+            live.asked.append(one)
             depth = min(self._depth, r.max_depth)
             started = time.perf_counter()
-            none[i] = live.told[i].propose(r.tokens, self._nodes - 1, depth, self.sources.vocab_size)
-            live.proposing[i] = time.perf_counter() - started
-        live.drafted = False
-        live.parts, live.forced = none, self._forces(r)
+            one.part = one.told.propose(r.tokens, self._nodes - 1, depth, self.sources.vocab_size)
+            one.proposing = time.perf_counter() - started
+        live.drafted, live.forced = False, self._forces(r)
         live.at = len(r.tokens) if live.asked or live.forced is not None else 0
         if self._learns:
             live.heard = self._hears(live, batch)
             (self._hearing.add if live.heard else self._hearing.discard)(r.request_id)
         if not live.at and live.gate is not None and r.draws.grammar is None:
             live.wakes = self._asks + 1 + self._sleep(r, live, due)
-        return none, live.forced
+        return live.parts, live.forced
 
-    def _needs(self, live: _Live, i: int) -> float:
-        """Seconds that a request must be able to pay for asking a source."""
-        return live.worth[i].seconds if self._worth[i].asked >= _COLD else 0.0
-
-    def _sleep(self, r: Request, live: _Live, due: Sequence[int]) -> int:
+    def _sleep(self, r: Request, live: _Live, due: Sequence[Asking]) -> int:
         """Rounds until a source is due that the request can pay."""
-        rest = [n for i, n in enumerate(live.rest) if i not in due]
+        rest = [one.rest for one in live.sources if one not in due]
         if due and self._terms is not None and live.gate is not None:
             plain, stake = self._terms
-            needs = min(self._needs(live, i) for i in due) / plain
+            needs = min(one.needs for one in due) / plain
             wait = (needs + stake - live.gate.account(r.produced)) / ALLOWANCE
             if needs <= _PURSE:
                 wait = min(wait, (needs - live.purse) / _ASKING)
@@ -351,14 +300,12 @@ class Gathering:
                 gate = self._policy.gate(r.params.temperature, r.remaining, r.prompt_len, batch)
                 if gate.kind.trusted():  # once: what others of its kind won promises as much
                     gate.credit(_CREDIT * self._stake(self._policy, batch), r.produced)
-            worth, count = [replace(w) for w in self._worth], len(self.sources.all)
-            started = time.perf_counter()
-            told = self.sources.of(r)
-            rest, patience, nothing = [0] * count, [1] * count, [None] * count
-            live = _Live(told, gate, worth, rest, patience, [*nothing], [0.0] * count, seen=self._asks - 1)
+            known, started = [replace(w) for w in self._worth], time.perf_counter()
+            each = zip(self.sources.of(r), self._worth, known, strict=True)
+            live = _Live([Asking(*one) for one in each], gate, self._asks - 1)
             live.began = time.perf_counter() - started
             self._live[r.request_id] = live
-            self._learns |= any(told.observes for told in live.told)
+            self._learns |= any(one.told.observes for one in live.sources)
         return live
 
     def _weighed(self, batch: Batch, parts: list[list[Part | None]], forced: list[Part | None]) -> Gathered:
@@ -530,14 +477,9 @@ class Gathering:
         self._foretold(r, live, drawn[0])
         if live.forced is not None:
             self.grade(live.forced, drawn)
-        for i in live.asked:
-            part = live.parts[i]
-            hits = 0 if part is None else self.grade(part, drawn)
-            gain = 0.0 if live.price is None or part is None else hits - live.price
-            for worth, learn in ((live.worth[i], _LEARN), (self._worth[i], _LEARN_ALL)):
-                worth.gains += learn * (gain - worth.gains)
-            if gain > 0.0:
-                live.rest[i], live.patience[i] = 0, 1
+        for one in live.asked:
+            hits = 0 if one.part is None else self.grade(one.part, drawn)
+            one.gained(0.0 if live.price is None or one.part is None else hits - live.price)
 
     def _foretold(self, r: Request, live: _Live, token: int) -> None:
         """A request whose account is empty drafts again once its sources foretell one token after the other."""
@@ -567,35 +509,30 @@ class Gathering:
         if not self._hearing:
             return
         started = time.perf_counter()
-        learning: list[tuple[int, Told]] = []
+        learning: list[tuple[int, Asking]] = []
         for i, r in enumerate(batch):
             if r.request_id in self._hearing and r.finish_reason is None:
-                learning += [(i, told) for told in self._live[r.request_id].heard if told.drafting]
+                learning += [(i, one) for one in self._live[r.request_id].heard if one.told.drafting]
         if not learning:
             return
         requests = sorted({i for i, _ in learning})
         rows = verified.likeliest(requests, LIKELIEST)
         if rows is None:  # a device has moved on
             return
-        told_of = dict(zip(requests, rows, strict=True))
-        for i, told in learning:
-            told.observe(*told_of[i])
+        # All draftings of a request are told one and the same, which none of them can change.
+        told_of = {i: (tuple(tokens), tuple(map(tuple, top))) for i, (tokens, top) in zip(requests, rows, strict=True)}
+        for i, one in learning:
+            one.told.observe(*told_of[i])
         each = (time.perf_counter() - started) / len(learning)
-        for i, told in learning:
-            live = self._live[batch.requests[i].request_id]
-            for worth in (live.worth[told.index], self._worth[told.index]):
-                worth.watching += _LEARN * (each - worth.watching)
+        for _, one in learning:
+            one.watched(each)
 
-    def _hears(self, live: _Live, batch: int) -> list[Told]:
-        """Draftings that are told of the next rounds: those that were asked, and others that take little."""
+    def _hears(self, live: _Live, batch: int) -> list[Asking]:
+        """Sources that are told of the next rounds: those that were asked, and others that take little."""
         policy = self._policy
         most = math.inf if policy is None else _HEARD * policy.costs.plain(batch)
-        return [
-            told
-            for told in live.told
-            if told.observes
-            and (told.index in live.asked or (not live.rest[told.index] and live.worth[told.index].watching < most))
-        ]
+        able = [one for one in live.sources if one.told.observes]
+        return [one for one in able if one in live.asked or (not one.rest and one.worth.watching < most)]
 
     def forget(self, r: Request) -> None:
         """The request has ended."""

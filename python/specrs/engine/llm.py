@@ -109,6 +109,7 @@ class LLM(Conversing):
         shapes = ModelConfig.from_directory(model)
         context = config.max_context_len or shapes.max_context_len
         shapes.check_context(context)
+        config.check_vocabulary(shapes.vocab_size)
         #: What requests get where their own parameters are unset: of the model's generation_config.json, else greedy.
         self.default_sampling = default_sampling(model).resolved()
         #: What that file states itself, for servers, whose API has other defaults; fields that it leaves out are unset.

@@ -27,7 +27,7 @@ from specrs.engine.observer import RoundObserver
 from specrs.engine.pages import Pages
 from specrs.engine.request import FinishReason, Request
 from specrs.engine.rounds import DraftTree, trees_of
-from specrs.engine.sources import Source, Sources
+from specrs.engine.sources import Sources
 from specrs.engine.speculation import GivenTree
 from specrs.sampling_params import PROCESSED
 
@@ -58,7 +58,7 @@ class Runner:
         self.drafter = None if drafts is None else Drafter(drafts, self.observers)
         self.gathering: Gathering | None = None
         if config.sources or (drafts is not None and executor.placement.is_host):  # beside a head, what grammars force
-            named = Sources(tuple(map(Source.of, config.sources)), vocab_size)
+            named = Sources(config.sources, vocab_size)
             most = geometry.shape.draft_tokens
             sizes = None if executor.placement.is_host else tiers(most)
             self.gathering = Gathering(named, most, config.deepest, sizes)
@@ -236,9 +236,17 @@ class Runner:
         try:
             self.abandon()
         finally:
-            if self.gathering is not None:
-                self.gathering.close()
-            self.executor.close()
+            try:
+                if self.gathering is not None:
+                    self.gathering.close()
+            finally:
+                self.executor.close()
+            self.warn()
+
+    def warn(self) -> None:
+        """Tell the user which drafters have failed; no pass runs now, so that a warning may be an error."""
+        if self.gathering is not None:
+            self.gathering.sources.warn()
 
     def _news(self) -> list[Passed]:
         news, self._landed = self._landed, []

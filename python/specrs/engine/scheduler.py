@@ -31,6 +31,7 @@ class Scheduler:
         self._waiting: list[Request] = []  # by priority, then in order of arrival
         self._admitted: list[Request] = []  # by priority, then in order of admission
         self._arrived = 0
+        self._passed: list[Passed] = []  # whose events are to be noted
         self._news: list[StreamEvent] = []  # of this step; after an error, what the next one returns
         #: Since the beginning: tokens of prompts that were prefilled, those again that a preemption cost; tokens that
         #: outputs kept; requests that gave their pages back.
@@ -75,8 +76,8 @@ class Scheduler:
 
     def abort(self, request_id: int) -> list[StreamEvent]:
         """End every output of a request early. An event of each carries what no step has returned yet, if anything."""
-        if any(r.asked_id == request_id for r in self._admitted):
-            self._news += [self._event(p) for p in self._runner.land()]  # its pages are leased as long as rounds run
+        runs = any(r.asked_id == request_id for r in self._admitted)
+        self._tell(self._runner.land() if runs else ())  # its pages are leased as long as rounds run
         news = [e for e in self._news if e.request_id == request_id]
         self._news = [e for e in self._news if e.request_id != request_id]
         for group in (self._admitted, self._waiting):
@@ -94,16 +95,18 @@ class Scheduler:
         What an earlier pass of a failed step gave comes with the next step, or with `abort`.
         """
         self.passing = []
+        self._tell(())
         self._admit()
         prefilled = self._prefill()
         # Before the round, which may fail or preempt: what prefill ended is out of the way, and its pages are back.
-        self._news += [self._event(p) for p in prefilled]
+        self._tell(prefilled)
         new = {id(p.request) for p in prefilled}
         ready = [r for r in self._admitted if r.ready and id(r) not in new]  # its first token is this step's news
         if ready:
             # Who is still in its prompt, or has left it in this step, waits for every round that is in flight.
             stays = len(ready) == len(self._admitted)
-            self._news += [self._event(p) for p in self._with_pages(ready, partial(self._runner.round, stays=stays))]
+            self._tell(self._with_pages(ready, partial(self._runner.round, stays=stays)))
+        self._runner.warn()
         news, self._news = self._news, []
         return news
 
@@ -173,13 +176,20 @@ class Scheduler:
         self._runner.release(request)
         insort(self._waiting, request, key=_turn)
 
-    def _event(self, p: Passed) -> StreamEvent:
-        request, kept = p.request, p.tokens[: p.committed.kept]
-        self.generated += len(kept)
-        if p.committed.finished:
-            self._admitted.remove(request)
-            self._runner.end(request)
-        return request.event(kept, p.committed)
+    def _tell(self, passed: Sequence[Passed]) -> None:
+        """Note the events of requests that have passed, and end those that have finished. Ctrl-C may interrupt that, in
+        a drafter's code say: then the next call goes on."""
+        self._passed += passed
+        while self._passed:
+            p = self._passed.pop(0)
+            request, kept = p.request, p.tokens[: p.committed.kept]
+            self.generated += len(kept)
+            try:
+                if p.committed.finished:
+                    self._admitted.remove(request)
+                    self._runner.end(request)
+            finally:
+                self._news.append(request.event(kept, p.committed))
 
 
 def _priority(request: Request) -> int:

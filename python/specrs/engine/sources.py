@@ -2,12 +2,16 @@
 
 A drafter may be a user's own. What it raises, or says that is no tree, costs its request drafts and the user a warning
 that names it; the request goes on, and nothing leaves this module that is out of bounds.
+
+A warning may be an error (``-W error``), and a drafter is called in the midst of passes. So warnings wait until
+`Sources.warn` is called, between passes.
 """
 
 from __future__ import annotations
 
 import operator
 import warnings
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -64,6 +68,8 @@ def checked(proposal: Drafts, source: int, nodes: int, depth: int, vocab_size: i
 
     Nothing is read of a proposal behind one node more than it may have.
     """
+    if proposal is None:
+        raise TypeError("it returned None; it returns a Proposal, perhaps an empty one")
     if isinstance(proposal, DraftProposal):  # a tree, if not perhaps of this request
         if not proposal.fits(nodes, vocab_size):
             raise ValueError(f"{proposal} for at most {nodes} nodes of a vocabulary of {vocab_size} tokens")
@@ -109,11 +115,13 @@ class Told:
         drafting: ``None`` once it has failed or is closed.
         tokens: of the request, that it has been told of.
         observes: whether it learns from verified trees.
+        faults: warnings that wait, of all draftings.
     """
 
     source: Source
     index: int
     request_id: int
+    faults: deque[str]
     drafting: Drafting | None = None
     tokens: int = 0
     observes: bool = False
@@ -176,8 +184,7 @@ class Told:
     def fail(self, what: str, error: Exception) -> None:
         """The request goes on without it."""
         self.close(quiet=True)
-        text = f"drafter {self.source.name!r}: {what}(): {type(error).__name__}: {error}"
-        warnings.warn(f"{text}; request {self.request_id} goes on without it", RuntimeWarning, stacklevel=2)
+        self.faults.append(f"{self._said(what, error)}; request {self.request_id} goes on without it")
 
     def close(self, quiet: bool = False) -> None:
         """It drafts no more. quiet: it has failed already, and nobody is told of another error."""
@@ -188,8 +195,14 @@ class Told:
             drafting.close()
         except Exception as error:
             if not quiet:
-                text = f"drafter {self.source.name!r}: close(): {type(error).__name__}: {error}"
-                warnings.warn(text, RuntimeWarning, stacklevel=2)
+                self.faults.append(self._said("close", error))
+
+    def _said(self, what: str, error: Exception) -> str:
+        try:
+            why = str(error)
+        except Exception:  # an exception of a user's may fail too
+            why = "no message"
+        return f"drafter {self.source.name!r}: {what}(): {type(error).__name__}: {why}"
 
 
 @dataclass(eq=False)
@@ -204,12 +217,13 @@ class Sources:
     all: tuple[Source, ...]
     vocab_size: int
     _told: dict[int, list[Told]] = field(default_factory=dict)  # by request
+    _faults: deque[str] = field(default_factory=deque)
 
     def of(self, request: Request) -> list[Told]:
         """A request's draftings, begun where it has none. Each is told of tokens by `Told.propose`."""
         told = self._told.get(request.request_id)
         if told is None:
-            told = [Told(source, i, request.request_id) for i, source in enumerate(self.all)]
+            told = [Told(source, i, request.request_id, self._faults) for i, source in enumerate(self.all)]
             self._told[request.request_id] = told
             prompt = tuple(request.tokens[: request.prompt_len])
             known = DraftRequest(
@@ -234,3 +248,17 @@ class Sources:
     def bytes(self) -> int:
         """Memory that all of them say they hold."""
         return sum(one.bytes() for told in self._told.values() for one in told)
+
+    def warn(self) -> None:
+        """Tell the user what has failed since the last time. Where warnings are errors, the first one is raised, and
+        has the others as notes: each step raises once, however many drafters failed in it."""
+        faults = list(self._faults)
+        self._faults.clear()
+        for i, fault in enumerate(faults, 1):
+            try:
+                warnings.warn(fault, RuntimeWarning, stacklevel=2)
+            except RuntimeWarning as error:
+                if hasattr(error, "add_note"):  # from Python 3.11 on
+                    for other in faults[i:]:
+                        error.add_note(other)
+                raise

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import stat
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -119,6 +123,13 @@ def test_recycled_tokens_are_shared_by_salt_where_the_operator_asks_alone() -> N
         RecyclingDrafter(tables=0)
 
 
+def test_a_limit_that_nothing_fits_in_is_refused_before_a_request_comes() -> None:
+    with pytest.raises(ConfigError, match=r"suffix bytes = 65535 is outside 65536\.\."):
+        SuffixDrafter(limit=65535)
+    with pytest.raises(ConfigError, match="recycling bytes = -1"):
+        RecyclingDrafter(limit=-1)
+
+
 def test_a_corpus_refuses_what_it_cannot_serve(corpus: Path, tmp_path: Path) -> None:
     drafter = CorpusDrafter(corpus)
     assert (len(drafter.corpus), drafter.corpus.documents, drafter.corpus.vocab) == (103, 2, 1000)
@@ -135,10 +146,56 @@ def test_a_corpus_refuses_what_it_cannot_serve(corpus: Path, tmp_path: Path) -> 
         CorpusDrafter(tmp_path / "short", verify=False)
     with pytest.raises(ConfigError, match="No such file"):
         CorpusDrafter(tmp_path / "none")
-    for documents, why in (([], "documents"), ([[1], []], "documents"), ([[1, 1000]], "corpus token = 1000")):
+    assert not list(tmp_path.glob("*.partial"))
+    for documents, why in (
+        ([], "documents"), ([[1], []], r"documents\[1\] is empty"), ([[1, 1000]], "corpus token = 1000"),
+        ([[1], [-1]], "corpus token = -1"), ([[1], [2**31]], r"documents\[1\]: "), ([[1], ["a"]], r"documents\[1\]: "),
+        ([[1.5]], r"documents\[0\]: "), ([1], r"documents\[0\]: "),
+    ):  # fmt: skip
         with pytest.raises(ConfigError, match=why):
             CorpusDrafter.build(tmp_path / "new", documents, 1000)
     assert not (tmp_path / "new").exists()
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")  # as a device is, which root could replace
+    for path, why in (("folder", "no regular file"), ("pipe", "no regular file"), ("none/new", "No such file")):
+        with pytest.raises(ConfigError, match=f"corpus file.*{why}"):
+            CorpusDrafter.build(tmp_path / path, [[1]], 1000)
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+    for vocab in (-1, 0, 2**24 + 1):
+        with pytest.raises(ConfigError, match=f"vocab = {vocab} is outside 1.."):
+            CorpusDrafter.build(tmp_path / "new", [[0]], vocab)
+    with pytest.raises(ConfigError, match="no file of at least 64 bytes"):
+        CorpusDrafter(tmp_path / "folder")
+    assert {p.name for p in tmp_path.iterdir()} == {"texts.corpus", "damaged", "short", "folder", "pipe"}
+    assert not list((tmp_path / "folder").iterdir())
+
+
+def test_corpora_that_are_built_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
+    """Of one path, the last one stands whole; of names that differ in their endings, each its own."""
+    whole = {name: [[i] * 3000 for _ in range(4)] for i, name in enumerate(("x.a", "x.b", "x"), 1)}
+
+    def build(name: str) -> None:
+        for _ in range(5):
+            CorpusDrafter.build(tmp_path / name, whole[name], 1000)
+            CorpusDrafter.build(tmp_path / "one", whole[name], 1000)
+
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(build, [*whole] * 2))
+    assert {p.name for p in tmp_path.iterdir()} == {*whole, "one"}
+    for i, name in enumerate(whole, 1):
+        drafting = CorpusDrafter(tmp_path / name).begin(request([i] * 8))
+        assert drafting.matched == 8
+    CorpusDrafter(tmp_path / "one")  # which is verified
+
+
+def test_a_corpus_of_a_generator_and_of_one_token(tmp_path: Path) -> None:
+    CorpusDrafter.build(tmp_path / "c", (iter([7]) for _ in range(1)), 8)
+    drafter = CorpusDrafter(tmp_path / "c", depth=3, name="mine")
+    assert (len(drafter.corpus), drafter.corpus.documents) == (1, 1)
+    drafting = drafter.begin(DraftRequest(0, [7, 7, 3], 8))
+    assert len(drafting.propose(4, 4)) == 0
+    again = pickle.loads(pickle.dumps(drafter))
+    assert (again.name, again.depth, len(again.corpus)) == ("mine", 3, 1)
 
 
 def test_building_over_an_open_corpus_leaves_who_has_it_alone(corpus: Path) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import random
+import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +18,7 @@ from drafters_world import ODD, RUBBISH, Fails, Knows, Likeliest, Ngrams, Says
 from exact_world import PAGES, SAMPLED, check, plain, requests
 from modelzoo import VOCAB, Pair
 from specrs import LLM, ConfigError, SamplingParams
-from specrs.drafters import DraftRequest, Proposal
+from specrs.drafters import CorpusDrafter, DraftRequest, Proposal
 from specrs.engine import RequestOutput
 
 
@@ -253,9 +256,158 @@ def test_an_error_of_a_drafter_is_no_error_of_the_request(tiny: Pair, method: st
         llm.step()
         llm.step()
         llm._runner.gathering.sources.bytes()
+        llm.step()
     mine = [str(w.message) for w in told if "drafter 'mine'" in str(w.message)]
     assert won(outputs) > 5 and mine
     assert all(f"no {method}" in m for m in mine), mine
+
+
+@pytest.mark.parametrize("head", [False, True], ids=["alone", "beside a head"])
+@pytest.mark.parametrize("method", ["begin", "extend", "propose", "observe", "close"])
+def test_a_warning_that_is_an_error_comes_between_passes(tiny: Pair, method: str, head: bool) -> None:
+    """As with ``python -W error``: a step raises it, no event is lost, and the next step goes on."""
+    prompts, params = requests(6, seed=5)
+    want = plain(tiny, prompts, params)
+    drafters = [Fails(method, name="mine"), Ngrams(), *(["head"] if head else [])]
+    llm = engine(tiny, drafters, tree=(2, 3, 11), max_batch=3, page_size=4, num_pages=200)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeWarning, match=rf"drafter 'mine': {method}\(\)") as failed:
+            llm.generate(prompts, params)
+        notes = getattr(failed.value, "__notes__", [])
+        assert method == "close" or sys.version_info < (3, 11) or len(notes) == 2, "of the other requests of the step"
+        llm.audit()
+        ids = [llm.add(p, s) for p, s in zip(prompts, params, strict=True)]
+        got: dict[int, list[int]] = {i: [] for i in ids}
+        raised, ended = 0, set[int]()
+        for _ in range(400):
+            try:
+                events = llm.step()
+            except RuntimeWarning:
+                raised += 1
+                continue
+            for event in events:
+                got[event.request_id] += event.token_ids
+                ended |= {event.request_id} if event.output is not None else set()
+            if not llm.unfinished:
+                break
+        assert list(got.values()) == want and ended == set(ids) and raised >= 2
+        assert llm.audit()["sequences"] == 0
+        llm.add(prompts[0], SamplingParams(max_tokens=50))
+        for _ in range(3):
+            with suppress(RuntimeWarning):
+                llm.step()
+        llm.close()
+        assert llm.closed
+
+
+@pytest.mark.parametrize("head", [False, True], ids=["alone", "beside a head"])
+@pytest.mark.parametrize("method", ["begin", "extend", "propose", "observe", "close"])
+def test_an_interrupt_in_a_drafter_loses_no_event(tiny: Pair, method: str, head: bool) -> None:
+    """Ctrl-C comes wherever the time goes; who goes on to step gets every token."""
+    prompts, params = requests(8, seed=5)
+    want = plain(tiny, prompts, params)
+    rng = random.Random(3)
+
+    class Interrupted(Likeliest):
+        def begin(self, request: DraftRequest) -> Any:
+            inner = super().begin(request)
+            if method != "begin":
+                setattr(inner, method, self._or_stop(getattr(inner, method)))
+            return inner if method != "begin" else self._or_stop(lambda: inner)()
+
+        @staticmethod
+        def _or_stop(call: Callable[..., Any]) -> Callable[..., Any]:
+            def stops(*args: Any) -> Any:
+                if rng.random() < 0.3:
+                    raise KeyboardInterrupt
+                return call(*args)
+
+            return stops
+
+    drafters = [Interrupted(), "recycling", *(["head"] if head else [])]
+    llm = engine(tiny, drafters, tree=(2, 3, 11), max_batch=3, page_size=4)
+    ids = [llm.add(p, s) for p, s in zip(prompts, params, strict=True)]
+    got: dict[int, list[int]] = {i: [] for i in ids}
+    ended, stopped = set[int](), 0
+    for _ in range(1000):
+        if not llm.unfinished:
+            break
+        try:
+            events = llm.step()
+        except KeyboardInterrupt:
+            stopped += 1
+            continue
+        for event in events:
+            got[event.request_id] += event.token_ids
+            ended |= {event.request_id} if event.output is not None else set()
+    assert stopped and list(got.values()) == want and ended == set(ids)
+    assert llm.audit()["sequences"] == 0
+
+
+def test_an_exception_without_a_message_ends_a_drafting_too(tiny: Pair) -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no message")
+
+    def raises(nodes: int, depth: int) -> Any:
+        raise Mute
+
+    llm = engine(tiny, [Says(raises, name="mine")], tree=(1, 3, 4))
+    with pytest.warns(RuntimeWarning, match=r"drafter 'mine': propose\(\): Mute"):
+        assert len(llm.generate([[1, 2]], SamplingParams(max_tokens=9))[0].token_ids) == 9
+
+
+def test_what_one_source_does_to_its_lists_another_one_does_not_see(tiny: Pair) -> None:
+    seen: list[tuple[Any, Any]] = []
+
+    class Vandal(Likeliest):
+        def begin(self, request: DraftRequest) -> Any:
+            inner = super().begin(request)
+
+            def observe(tokens: Any, top: Any) -> None:
+                for some in (tokens, *top, top):
+                    with suppress(AttributeError):
+                        some.clear()
+
+            inner.observe = observe  # type: ignore[method-assign]
+            return inner
+
+    class Watches(Likeliest):
+        def begin(self, request: DraftRequest) -> Any:
+            inner = super().begin(request)
+            inner.observe = lambda tokens, top: seen.append((tokens, top))  # type: ignore[method-assign]
+            return inner
+
+    llm = engine(tiny, [Vandal("vandal"), Watches(), "recycling"], tree=(1, 12, 13))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=20))
+    assert seen and all(tokens and len(top) == len(tokens) and all(map(len, top)) for tokens, top in seen)
+
+
+def test_a_depth_that_changes_later_changes_no_size(tiny: Pair) -> None:
+    """Pages, buffers and rounds are made for the depth that a drafter had when the engine was."""
+    prompts, params = requests(4, seed=4)
+    want = plain(tiny, prompts, params)
+    source = Ngrams(depth=16)
+    llm = engine(tiny, [source], max_batch=2)
+    deepest = llm.max_tokens_per_round
+    for depth in (32, 1, 10**9):
+        source.depth, source.name = depth, str(depth)
+        check(llm, prompts, params, want)
+        assert (llm.max_tokens_per_round, llm.config.deepest) == (deepest, deepest - 1)
+
+
+def test_a_corpus_of_a_larger_vocabulary_is_refused_before_weights_are_read(tiny: Pair, tmp_path: Path) -> None:
+    CorpusDrafter.build(tmp_path / "c", [[1, 2, 3]], VOCAB + 1)
+    CorpusDrafter.build(tmp_path / "d", [[1, 2, 3]], VOCAB)
+    with pytest.raises(
+        ConfigError, match="drafter 'texts': its corpus has a vocabulary of 11 tokens, the model one of 10"
+    ):
+        LLM(tiny.target, drafters=["suffix", CorpusDrafter(tmp_path / "c", name="texts")])
+    two = [CorpusDrafter(tmp_path / "d"), CorpusDrafter(tmp_path / "d", name="more")]
+    assert [s.name for s in LLM(tiny.target, drafters=two).config.sources] == ["corpus", "more"]
 
 
 def test_a_drafter_that_calls_the_engine_is_refused(tiny: Pair) -> None:
@@ -335,6 +487,7 @@ def test_options_that_name_no_drafter_are_refused(tiny: Pair) -> None:
         ("suffix", "must be a list"), ([1], "has a name"), (["sufix"], "must be one of 'suffix', 'recycling', 'head'"),
         (["head"], "there is no draft head"), ([NoName()], "has a name"), ([Ngrams], "has a method begin"),
         ([Ngrams(), Ngrams()], "stands before it"), ([Ngrams(depth=0)], "at least 1"), ([Ngrams(name="head")], "names"),
+        ([Ngrams(name="grammar")], "names what a request's grammar forces"),
         ([Ngrams(name=str(i)) for i in range(17)], "at most 16"),
     ]:  # fmt: skip
         with pytest.raises(ConfigError, match=match):
