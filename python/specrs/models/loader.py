@@ -8,6 +8,7 @@ tensor = weights.load("model.norm.weight")
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -45,6 +46,11 @@ class _Stored:
     name: str
     shape: tuple[int, ...]
     dtype: str
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """A type that models have, by safetensors' name."""
+    return {**_FLOATS, **_INTEGERS}[name]
 
 
 class Checkpoint:
@@ -113,6 +119,11 @@ class Checkpoint:
     def __iter__(self) -> Iterator[str]:
         """Names of all tensors."""
         return iter(self._where)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors, as they are stored, once `check` has passed them."""
+        return sum(math.prod(stored.shape) * dtype_of(stored.dtype).itemsize for stored in self._where.values())
 
     def path(self, name: str) -> Path:
         """The file that holds a tensor; the directory's usual file for one that is missing (for error messages)."""
