@@ -275,6 +275,23 @@ def test_writes_that_torch_does_not_count_are_seen(tmp_path: Path, how: str) -> 
     )
 
 
+def test_inference_mode_is_the_callers_own(tmp_path: Path) -> None:
+    """An engine that was made within it works outside, and the other way round."""
+    model, ids = module(tmp_path), torch.tensor([[5, 6, 7, 8]])
+    options = {"max_new_tokens": 24, "do_sample": False, "custom_generate": by_specrs}
+    with torch.inference_mode():
+        first = model.generate(ids, **options)
+        llm = from_model(model)
+    assert torch.equal(model.generate(ids, **options), first)
+    longer = torch.tensor([random_tokens(100, seed=1)])
+    with torch.inference_mode():
+        within = model.generate(longer, **options)  # whose passes are larger than those before
+    assert torch.equal(model.generate(longer, **options), within)
+    [out] = llm.generate([ids[0].tolist()], specrs.SamplingParams(max_tokens=24, temperature=0.0))
+    assert first[0, 4:].tolist()[: len(out.token_ids)] == out.token_ids
+    llm.close()
+
+
 def test_threads_on_one_module_leave_no_engine_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, made, said = module(tmp_path), [], []
 
