@@ -21,6 +21,7 @@ from specrs.cli import options
 from specrs.cli.certify import human
 
 if TYPE_CHECKING:
+    from specrs.chat import ChatTemplates
     from specrs.engine.config import EngineConfig
     from specrs.models import HeadConfig, ModelConfig
 
@@ -47,6 +48,26 @@ class Finding:
     note: str | None = None
 
 
+def _remedy(error: Exception, usual: str) -> str:
+    """What would work; usual: where the error's kind does not say."""
+    from specrs.models import DraftMismatchError, HubError, ModelFileError, UnsupportedModelError
+
+    if isinstance(error, DeviceMemoryError):
+        return error.hint.lstrip("; ")
+    if isinstance(error, HubError):
+        return "download it as the message says, or let LLM do so: doctor downloads nothing"
+    if isinstance(error, DraftMismatchError):
+        return "a head works with the one model that it was trained for: give that model, or its head"
+    if isinstance(error, UnsupportedModelError):
+        return "give one that specrs runs (docs/models.md); where the file is wrong, correct the key that is named"
+    if isinstance(error, ModelFileError) and error.tensor is not None:
+        return (
+            "give files that belong together, of F32, F16 or BF16: all of one revision, with its own config.json, and "
+            "no other program's conversion"
+        )
+    return usual
+
+
 @dataclass
 class Report:
     """Findings in the order in which they were made."""
@@ -64,8 +85,7 @@ class Report:
             try:
                 found = work()
             except (SpecrsError, OSError, RuntimeError) as error:  # torch's own errors are of the latter
-                remedy = error.hint.lstrip("; ") if isinstance(error, DeviceMemoryError) else remedy
-                self.findings.append(Finding(section, name, None, str(error), remedy))
+                self.findings.append(Finding(section, name, None, str(error), _remedy(error, remedy)))
                 found = None
         for warning in caught:
             self.findings.append(Finding(section, name, note=str(warning.message)))
@@ -179,18 +199,18 @@ def _devices(report: Report) -> None:
 # -- what the files are ---------------------------------------------------------------------------------------------
 
 
-def _model(report: Report, given: str | Path, config: EngineConfig) -> tuple[Path, ModelConfig] | None:
-    from specrs.chat import ChatTemplates
+def _model(report: Report, given: str | Path, config: EngineConfig) -> tuple[Path, ModelConfig, bool] | None:
+    """Directory and sizes of a model, and whether its weights fit them."""
     from specrs.engine.prompts import load_tokenizer
     from specrs.models import Checkpoint, LlamaModel, ModelConfig, default_sampling, locate
 
     section = "model"
-    remedy = "give the directory of a model that specrs runs (README: models), or org/name of one on the hub"
+    remedy = "give what the message names; docs/models.md says which models run"
     path = report.check(section, "directory", lambda: locate(given, "model", download=False), remedy)
     if path is None:
         return None
     report.add(section, "directory", str(path))
-    remedy = "give a model of a family that specrs runs (README: models)"
+    remedy = "download the file that is named again, or correct it"
     sizes = report.check(section, "config.json", lambda: ModelConfig.from_directory(path), remedy)
     if sizes is None:
         return None
@@ -203,9 +223,10 @@ def _model(report: Report, given: str | Path, config: EngineConfig) -> tuple[Pat
         remedy = f"--max-context {sizes.max_context_len} or less"
         report.check(section, "context", lambda: sizes.check_context(config.max_context_len or 1), remedy)
     remedy = "download the model again: hf download ORG/NAME --local-dir DIRECTORY"
-    if report.check(section, "weights", lambda: LlamaModel.check_files(sizes, Checkpoint(path)) or True, remedy):
-        dtype = Checkpoint(path).dtype("model.embed_tokens.weight")
-        report.add(section, "weights", sum(f.stat().st_size for f in path.glob("*.safetensors")), dtype)
+    whole = report.check(section, "weights", lambda: LlamaModel.check_files(sizes, Checkpoint(path)) or True, remedy)
+    if whole:
+        weights = Checkpoint(path)
+        report.add(section, "weights", weights.nbytes, weights.dtype("model.embed_tokens.weight"))
     remedy = "download tokenizer.json again"
     tokenizer = report.check(section, "tokenizer", lambda: load_tokenizer(path), remedy)
     if tokenizer is not None:
@@ -214,9 +235,12 @@ def _model(report: Report, given: str | Path, config: EngineConfig) -> tuple[Pat
         note = f"{more} tokens that the model does not have: prompts that hold one are refused" if more > 0 else None
         report.add(section, "tokenizer", tokens, note)
     elif not (path / "tokenizer.json").exists():
-        report.add(section, "tokenizer", None, "no tokenizer.json: prompts are token ids, outputs have no text")
+        note = "no tokenizer.json: prompts are token ids, outputs have no text"
+        if (path / "tokenizer.model").exists():
+            note += "; transformers makes one: AutoTokenizer.from_pretrained(MODEL).save_pretrained(MODEL)"
+        report.add(section, "tokenizer", None, note)
     remedy = "correct the file that is named, or give chat_template= with each conversation"
-    templates = report.check(section, "chat templates", lambda: ChatTemplates.of(path), remedy)
+    templates = report.check(section, "chat templates", lambda: _templates(path), remedy)
     if templates is not None:
         note = None if templates.templates else "none: llm.chat needs chat_template="
         report.add(section, "chat templates", sorted(templates.templates), note)
@@ -224,19 +248,34 @@ def _model(report: Report, given: str | Path, config: EngineConfig) -> tuple[Pat
     sampling = report.check(section, "default sampling", lambda: default_sampling(path).resolved(), remedy)
     if sampling is not None:
         report.add(section, "default sampling", str(sampling))
-    return path, sizes
+    return path, sizes, bool(whole)
+
+
+def _templates(path: Path) -> ChatTemplates:
+    """The model's, each of them parsed. Raises ChatTemplateError."""
+    from specrs.chat import ChatTemplateError, ChatTemplates
+    from specrs.chat.dialect import environment
+
+    found = ChatTemplates.of(path)
+    for name, source in found.templates.items():
+        try:
+            environment().parse(source)
+        except Exception as error:  # jinja2's own, which is not imported here
+            at = getattr(error, "lineno", None)
+            raise ChatTemplateError(f"{path}: chat template {name!r}, line {at}: {error}") from error
+    return found
 
 
 def _head(report: Report, given: str | Path, sizes: ModelConfig) -> tuple[Path, HeadConfig] | None:
     from specrs.models import Eagle3Head, locate
 
     section = "draft head"
-    remedy = "give the directory of an EAGLE head"
+    remedy = "give what the message names; docs/models.md says which heads run"
     path = report.check(section, "directory", lambda: locate(given, "draft", download=False), remedy)
     if path is None:
         return None
     report.add(section, "directory", str(path))
-    remedy = "a head works with the one model that it was trained for: give that model, or its head"
+    remedy = "download the head again: hf download ORG/NAME --local-dir DIRECTORY"
     checked = report.check(section, "fits the model", lambda: Eagle3Head.check(path, sizes), remedy)
     if checked is None:
         return None
@@ -252,11 +291,17 @@ def _head(report: Report, given: str | Path, sizes: ModelConfig) -> tuple[Path, 
 
 
 def _configuration(
-    report: Report, config: EngineConfig, model: Path, sizes: ModelConfig, head: tuple[Path, HeadConfig] | None
+    report: Report,
+    config: EngineConfig,
+    model: Path,
+    sizes: ModelConfig,
+    whole: bool,
+    head: tuple[Path, HeadConfig] | None,
 ) -> None:
     from specrs.engine.placing import Wanted
     from specrs.engine.sources import Source
     from specrs.models import cache_bytes, has_recurrent_state
+    from specrs.models.host_memory import head_bytes, target_bytes
 
     section = "configuration"
     recurrent = has_recurrent_state(model)
@@ -284,14 +329,16 @@ def _configuration(
         report.add("memory", "in all", site.budget.bytes, f"{human(site.budget.have)} were free")
         return
     kv = cache_bytes(sizes, sizes.num_layers, c.num_pages + 1, c.page_size, c.kv_dtype)
-    weights = sum(f.stat().st_size for f in model.glob("*.safetensors"))
-    report.add("memory", "weights of the target, about", weights)
+    if not whole:
+        return  # there is nothing to count
+    weights = target_bytes(sizes, model, site.place)
+    report.add("memory", "weights of the target", weights)
     report.add("memory", "KV pool of the target", kv)
     if head is not None and site.drafts:
         directory, its = head
         kv_head = cache_bytes(its, 1, c.num_pages + 1, c.page_size, c.kv_dtype)
-        weights_head = sum(f.stat().st_size for f in directory.glob("*.safetensors"))
-        report.add("memory", "weights of the draft head, about", weights_head)
+        weights_head = head_bytes(its, directory, site.place)
+        report.add("memory", "weights of the draft head", weights_head)
         report.add("memory", "KV pool of the draft head", kv_head)
         kv, weights = kv + kv_head, weights + weights_head
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

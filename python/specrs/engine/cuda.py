@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -303,8 +303,10 @@ class CudaExecutor(HostExecutor):
             )  # fmt: skip
         self._lanes: dict[int, Lanes] = {}
 
-    def entered(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._stream)
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        with torch.inference_mode(False), torch.cuda.stream(self._stream):
+            yield
 
     def _drafts(self, head: Eagle3Head, cache: KvMemory, config: EngineConfig) -> HostDrafts:
         self._roots = Roots(head, config.max_batch)

@@ -174,7 +174,8 @@ class Executor(Protocol):
         """The head's passes; ``None`` without a head."""
 
     def entered(self) -> AbstractContextManager[object]:
-        """Within the context, this thread's work is the executor's: on its device, and in its order."""
+        """Within the context, this thread's work is the executor's: on its device, in its order, and outside of torch's
+        inference mode, whose tensors nobody may write to once it has ended."""
 
     def speculation(self, pages: Pages) -> AdaptiveTree:
         """Picks trees by what passes take on this device, of an engine that drafts; measures them."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -123,7 +123,7 @@ class HostExecutor:
         return HostDrafts(head, cache, self.planner, config, self.target.config.vocab_size)
 
     def entered(self) -> AbstractContextManager[object]:
-        return nullcontext()
+        return torch.inference_mode(False)
 
     def speculation(self, pages: Pages) -> AdaptiveTree:
         head = None if self.drafts is None else (self.drafts.head, self.drafts.cache)

@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from specrs import assets
 from specrs import progress as bars
 from specrs._specrs import Accepts, ConfigError, Grammar, Pool, PoolExhaustedError, TreeBatch, __version__
@@ -79,6 +81,7 @@ class LLM(Conversing):
         ...     print(event.text, end="")
     """
 
+    @torch.inference_mode(False)  # whose tensors could not be written to where the caller is not in that mode
     def __init__(
         self,
         model: str | Path | LiveModel | None = None,

@@ -14,9 +14,9 @@ import torch
 
 from specrs._specrs import ConfigError
 from specrs.engine import LLM, RequestOutput
-from specrs.hf.engines import engine_of
+from specrs.hf.engines import engine_of, turn
 from specrs.hf.errors import UnsupportedGenerationError
-from specrs.hf.honoured import Asked, check_arguments, prompts, read
+from specrs.hf.honoured import Asked, check_arguments, prompts, read, shape_of
 from specrs.sampling_params import SamplingParams
 
 
@@ -59,6 +59,7 @@ def generate(
 
     Raises:
         UnsupportedGenerationError: a `ConfigError` that names the argument, its value, and what would work.
+        EngineBusyError: another thread generates from this module.
         NonFiniteError: the model's scores held NaN.
         As `from_model` otherwise.
     """
@@ -67,6 +68,8 @@ def generate(
         raise UnsupportedGenerationError("assistant_model", type(assistant_model).__name__, why)
     if synced_gpus:
         raise UnsupportedGenerationError("synced_gpus", synced_gpus, "one process generates for itself")
+    if (embeds := model_kwargs.get("inputs_embeds")) is not None:
+        raise UnsupportedGenerationError("inputs_embeds", shape_of(embeds), "not read; token ids as input_ids work")
     if input_ids.dim() != 2:
         raise UnsupportedGenerationError("input_ids", list(input_ids.shape), "must be [rows, tokens]")
     if generation_config is None:
@@ -78,10 +81,12 @@ def generate(
     out = token_streamer if token_streamer is not None else streamer
     if out is not None and rows != 1:
         raise UnsupportedGenerationError("streamer", type(out).__name__, f"one row is streamed, not {rows}")
-    llm = engine_of(model, engine_options or {}, max(map(len, texts)) + asked.most)
-    if token_streamer is not None:
-        token_streamer.put(input_ids.cpu())
-    new = _run(llm, texts, _params(asked, rows, llm, bool(generation_config.do_sample)), asked, input_ids.cpu(), out)
+    with turn(model):
+        llm = engine_of(model, engine_options or {}, max(map(len, texts)) + asked.most)
+        if token_streamer is not None:
+            token_streamer.put(input_ids.cpu())
+        params = _params(asked, rows, llm, bool(generation_config.do_sample))
+        new = _run(llm, texts, params, asked, input_ids.cpu(), out)
     if out is not None:
         out.end()
     return _result(input_ids, new, asked, generation_config)

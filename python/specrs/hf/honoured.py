@@ -204,6 +204,12 @@ def prompts(input_ids: torch.Tensor, mask: torch.Tensor | None, ignored: list[in
     return found
 
 
+def shape_of(value: Any) -> Any:
+    """A value as errors show it: of a tensor that is not small, dtype and shape."""
+    large = isinstance(value, torch.Tensor) and value.numel() > 16
+    return f"{value.dtype} {list(value.shape)}" if large else value
+
+
 def check_arguments(kwargs: dict[str, Any], lengths: Sequence[int]) -> None:
     """Refuse whatever else would reach the model's forward and change what it computes. lengths: of the prompts."""
     for name, value in kwargs.items():
@@ -215,7 +221,7 @@ def check_arguments(kwargs: dict[str, Any], lengths: Sequence[int]) -> None:
             rows = rows * len(wanted) if len(rows) == 1 else rows
             if all(row[-len(want) :] == want for row, want in zip(rows, wanted, strict=True)):
                 continue
-        raise UnsupportedGenerationError(name, value, "not implemented; input_ids and attention_mask work")
+        raise UnsupportedGenerationError(name, shape_of(value), "not implemented; input_ids and attention_mask work")
     cache = kwargs.get("past_key_values")
     if cache is not None and (kept := cache.get_seq_length()):
         why = "a cache that holds tokens is not read; give the whole text as input_ids"

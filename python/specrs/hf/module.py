@@ -10,11 +10,18 @@ import torch
 from specrs._specrs import ConfigError
 from specrs.chat import TOKENIZER_CONFIG
 from specrs.engine import LLM
-from specrs.models import LiveModel
+from specrs.models import LiveModel, UnsupportedModelError
+from specrs.models.families import FAMILIES
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedModel
+
+
+_PARTS = ("torch.nn.modules.", "transformers.activations")
+"""Where a module's parts come from, beside the file of its own class."""
+_HOOKS = ("transformers.", "torch.")
+"""Whose hooks change no output: transformers' own record what a pass went through."""
 
 
 def from_model(model: PreTrainedModel, tokenizer: Any = None, **options: Any) -> LLM:
@@ -33,7 +40,8 @@ def from_model(model: PreTrainedModel, tokenizer: Any = None, **options: Any) ->
 
     Raises:
         ConfigError: no such module, or one on several devices.
-        UnsupportedModelError: an architecture, or a value of its configuration, that is not implemented.
+        UnsupportedModelError: an architecture, a value of its configuration, or a part of the module (a class, a hook)
+            that is not implemented.
         ModelFileError: tensors that do not fit the configuration, as those of a module with adapters.
     """
     source = live_model(model, tokenizer)
@@ -48,13 +56,43 @@ def live_model(model: PreTrainedModel, tokenizer: Any = None) -> LiveModel:
     if not isinstance(module, torch.nn.Module) or not hasattr(config, "to_dict"):
         raise ConfigError(f"model is a {type(model).__name__}: must be a model of transformers")
     architecture = type(module).__name__
+    name = f"{architecture} (in memory)"
+    if architecture in FAMILIES:  # others are refused as such
+        _check_parts(module)
+    tensors = module.state_dict()
+    for tensor_name, tensor in tensors.items():
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            why = "no plain tensor, as of quantised or distributed weights; a model in f32, bf16 or f16 works"
+            raise UnsupportedModelError(f"tensor {tensor_name}", type(tensor).__name__, why)
     # What a subclass does differently nobody here knows, so the class itself names the architecture.
     files: dict[str, Mapping[str, Any]] = {"config.json": {**config.to_dict(), "architectures": [architecture]}}
     generation = getattr(module, "generation_config", None)
     if generation is not None:
         files["generation_config.json"] = generation.to_dict()
     files |= _chat_of(tokenizer)
-    return LiveModel(f"{architecture} (in memory)", files, module.state_dict(), backend_of(tokenizer))
+    return LiveModel(name, files, tensors, backend_of(tokenizer))
+
+
+def _check_parts(model: torch.nn.Module) -> None:
+    """Refuse what computes something else than the family's code does. Raises UnsupportedModelError."""
+    home = type(model).__module__
+    if not home.startswith("transformers.models."):
+        got = f"{home}.{type(model).__qualname__}"
+        raise UnsupportedModelError("model", got, "code that specrs does not know; transformers' own class works")
+    for place, part in model.named_modules():
+        what = f"module {place}" if place else "model"
+        kind = type(part)
+        if kind.__module__ != home and not kind.__module__.startswith(_PARTS):
+            why = f"unknown to specrs, which runs the model as {home} has it; adapters can be merged"
+            raise UnsupportedModelError(what, f"{kind.__module__}.{kind.__qualname__}", why)
+        forward = part.__dict__.get("forward")
+        if forward is not None and not hasattr(forward, "_torchdynamo_orig_callable"):  # torch.compile's stays
+            raise UnsupportedModelError(
+                f"{what}.forward", forward, "replaced in this object, which specrs does not see"
+            )
+        for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values()):
+            if not (getattr(hook, "__module__", None) or "").startswith(_HOOKS):
+                raise UnsupportedModelError(f"hook of {what}", hook, "specrs calls no hooks; it works once removed")
 
 
 def _chat_of(tokenizer: Any) -> dict[str, Mapping[str, Any]]:
@@ -68,12 +106,15 @@ def _chat_of(tokenizer: Any) -> dict[str, Mapping[str, Any]]:
 
 
 def device_of(source: LiveModel) -> torch.device:
-    """The device of a model's tensors. ConfigError: there are several, or none."""
+    """The device of a model's tensors. ConfigError: there are several, none, or one without values."""
     devices = {tensor.device for tensor in source.tensors.values()}
     if len(devices) != 1:
         names = ", ".join(sorted(map(str, devices))) or "no device: it has no tensors"
         raise ConfigError(f"model: {source} is on {names}; a model on one device works, as model.to('cpu')")
-    return devices.pop()
+    [device] = devices
+    if device.type == "meta":
+        raise ConfigError(f"model: {source} is on the meta device, so without values: offloaded, or never loaded")
+    return device
 
 
 def backend_of(tokenizer: Any) -> Tokenizer | None:

@@ -28,6 +28,10 @@ _EAGLE1_ARCHITECTURES = (
 )  # fmt: skip
 _EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
 
+# Of later variants (the speculators library, NVIDIA's gpt-oss heads): of features before `fc`, of each of them, and of
+# what a draft step passes to the next.
+_HEAD_NORMS = ("norm_before_fc", "fc_norm", "norm_output")
+
 # How published models declare layers with a state that is overwritten token by token: by their own keys, by their name,
 # or in a list with the kind of each layer.
 _RECURRENT_KEYS = (
@@ -130,6 +134,10 @@ class ModelConfig(LayerConfig):
         """The same from parsed JSON; `path` is only named in errors."""
         architecture = _architecture(Reader(raw, path), tuple(FAMILIES))
         family = FAMILIES[architecture]
+        if (kind := raw.get("model_type")) not in (None, family.model_type):
+            # transformers would go by this one, or by code that comes with the model.
+            why = f"{architecture} is a model of type {family.model_type!r}: one of the two is wrong"
+            Reader(raw, path).refuse("model_type", kind, why)
         get = Reader({**family.defaults, **raw}, path)
         attention_bias = get.boolean("attention_bias", False)
         num_layers = get.integer("num_hidden_layers", maximum=4096)
@@ -216,20 +224,31 @@ class Eagle3Config(LayerConfig):
         """
         return cls.from_dict(*model_json(directory, "config.json"))
 
+    @staticmethod
+    def check_architecture(raw: Mapping[str, Any], path: Path | None = None) -> None:
+        """Raises UnsupportedModelError where `config.json` says that it is something else."""
+        _architecture(_flat(raw, path), _EAGLE3_ARCHITECTURES)
+
     @classmethod
-    def from_dict(cls, raw: Mapping[str, Any], path: Path | None = None) -> Eagle3Config:
-        """The same from parsed JSON; `path` is only named in errors."""
-        nested = raw.get("transformer_layer_config")
-        get = Reader({**nested, **raw} if isinstance(nested, dict) else raw, path)
-        _architecture(get, _EAGLE3_ARCHITECTURES)
+    def from_dict(
+        cls, raw: Mapping[str, Any], path: Path | None = None, *, named_as_model: bool = False
+    ) -> Eagle3Config:
+        """The same from parsed JSON; `path` is only named in errors. named_as_model: its file is that of such a head,
+        and its name may be that of a model, as the paper's authors call theirs."""
+        get = _flat(raw, path)
+        _architecture(get, (*_EAGLE3_ARCHITECTURES, *(_EAGLE1_ARCHITECTURES if named_as_model else ())))
         if (layers := get.integer("num_hidden_layers", 1, maximum=4096)) != 1:
             get.refuse("num_hidden_layers", layers, "only heads of one layer are implemented")
         layer = _layer(get)
         vocab_size = get.integer("vocab_size")
         eagle = raw.get("eagle_config")
         eagle = eagle if isinstance(eagle, dict) else {}
-        if eagle.get("use_aux_hidden_state", True) is not True:
-            get.refuse("eagle_config.use_aux_hidden_state", False, "only heads over auxiliary features are implemented")
+        if (used := eagle.get("use_aux_hidden_state", True)) is not True:
+            get.refuse("eagle_config.use_aux_hidden_state", used, "only heads over auxiliary features are implemented")
+        for key in _HEAD_NORMS:  # a head would draft badly without, and not always have a tensor that shows it
+            for name, where in ((key, raw), (f"eagle_config.{key}", eagle)):
+                if where.get(key):
+                    get.refuse(name, where[key], "norms of this variant are not implemented; heads without them work")
         return cls(
             **vars(layer),
             vocab_size=vocab_size,
@@ -445,6 +464,12 @@ def _token_ids(get: Reader, key: str, vocab_size: int) -> tuple[int, ...]:
     return tuple(ids)
 
 
+def _flat(raw: Mapping[str, Any], path: Path | None) -> Reader:
+    """A head's `config.json`, with what the speculators library nests beside the other keys."""
+    nested = raw.get("transformer_layer_config")
+    return Reader({**nested, **raw} if isinstance(nested, dict) else raw, path)
+
+
 def _aux_layers(get: Reader, eagle: Mapping[str, Any]) -> tuple[int, ...] | None:
     """Layers whose input is captured.
 
@@ -456,9 +481,9 @@ def _aux_layers(get: Reader, eagle: Mapping[str, Any]) -> tuple[int, ...] | None
     name = "eagle_aux_hidden_state_layer_ids"
     shift = 0
     ids = get.raw.get(name)
-    if ids is None:
+    if ids is None or ids == []:
         shift, ids = 1, eagle.get(name)
-    if ids is None:
+    if ids is None or ids == []:  # NVIDIA's exports write an empty list for the default
         return None
     if not isinstance(ids, list) or not 1 <= len(ids) <= 64:
         get.refuse(name, ids, "must be a list of 1..=64 layer numbers")

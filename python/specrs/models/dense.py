@@ -26,6 +26,12 @@ _KEPT: dict[torch.dtype, Literal["bf16", "f32"]] = {
 }  # weights, by the host
 
 
+def kept_dtype(placement: Placement, stored: torch.dtype) -> torch.dtype:
+    """What the host's products keep a matrix in that is stored in a dtype."""
+    wanted = placement.weights or stored
+    return wanted if wanted in _KEPT else HOST.activations
+
+
 def follow_torch() -> None:
     """Tells the kernels how many threads torch has; `specrs.set_num_threads` says when that counts."""
     core._follow_torch(torch.get_num_threads(), os.cpu_count() or 1)
@@ -104,7 +110,7 @@ class HostDense:
     def linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False, scores: bool = False
     ) -> Linear:
-        storage = _KEPT.get(self.placement.weights or weight.dtype, "f32")
+        storage = _KEPT[kept_dtype(self.placement, weight.dtype)]
         bias = None if bias is None else self.placement.vector(bias)
         return core.PackedLinear(weight.contiguous(), bias, storage, gated)
 

@@ -216,11 +216,16 @@ class Eagle3Head:
 def _open(directory: str | Path, placement: Placement) -> tuple[HeadConfig, Checkpoint]:
     """A head's configuration, and its file."""
     raw, path = model_json(directory, "config.json")
-    if Eagle1Config.describes(raw, has_fc=True):  # by its name, it may be
-        weights = Checkpoint(directory, plain_name, placement)
-        if Eagle1Config.describes(raw, "fc.weight" in weights):
-            return Eagle1Config.from_dict(raw, path), weights
-    return Eagle3Config.from_dict(raw, path), Checkpoint(directory, plain_name, placement)
+    if not (maybe_first := Eagle1Config.describes(raw, has_fc=True)):
+        Eagle3Config.check_architecture(raw, path)
+    weights = Checkpoint(directory, plain_name, placement)
+    # The paper's authors call heads of every version a model; the file says more: this norm is EAGLE-3's alone.
+    third = f"{LAYER}hidden_norm.weight" in weights
+    if maybe_first and not third and Eagle1Config.describes(raw, "fc.weight" in weights):
+        return Eagle1Config.from_dict(raw, path), weights
+    if third and not any(name.startswith("layers.") for name in weights):
+        raw = {**raw, "num_hidden_layers": 1}  # some say how many their target has (yuhuili/EAGLE3-Vicuna1.3-13B)
+    return Eagle3Config.from_dict(raw, path, named_as_model=maybe_first and third), weights
 
 
 def _check_files(config: HeadConfig, weights: Checkpoint, target: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -36,6 +36,7 @@ from specrs.models.rope import rope_tables
 
 # Draft rows of a request at the context wall are computed before the tree is clamped to it, and may lie past it.
 ROPE_SLACK = 256
+_TABLE, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class LlamaModel:
@@ -52,9 +53,9 @@ class LlamaModel:
         self.ops = ops
         self._dense = dense = ops.dense
         at, h = ops.placement, config.hidden_size
-        table = weights.load("model.embed_tokens.weight")
+        table = weights.load(_TABLE)
         self.embedding = dense.embedding(table)
-        head = table if config.tie_word_embeddings else weights.load("lm_head.weight")
+        head = table if config.tie_word_embeddings else weights.load(_HEAD)
         self.lm_head: Linear = dense.linear(head, scores=True)
         norm = norm_weight(at, weights, "model.norm", config.block)
         assert norm is not None
@@ -86,8 +87,15 @@ class LlamaModel:
 
     @classmethod
     def check_files(cls, config: ModelConfig, weights: Checkpoint) -> None:
-        """Every tensor's name, shape and dtype, from headers. Raises ModelFileError."""
-        weights.check(cls.shapes(config), ignored=("lm_head.weight",) if config.tie_word_embeddings else ())
+        """Every tensor's name, shape and dtype, from headers. Raises ModelFileError.
+
+        UnsupportedModelError: `tie_word_embeddings`, and an `lm_head.weight` of its own, which transformers would use.
+        """
+        tied = config.tie_word_embeddings
+        weights.check(cls.shapes(config), ignored=(_HEAD,) if tied else ())
+        if tied and _HEAD in weights and not weights.same(_HEAD, _TABLE):
+            why = f"{weights.path(_HEAD)} has another {_HEAD} than {_TABLE}; false uses it, without it they are tied"
+            raise UnsupportedModelError("tie_word_embeddings", True, why)
 
     @staticmethod
     def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -95,11 +103,11 @@ class LlamaModel:
         h = config.hidden_size
         kind = LayerKind.of(config)
         shapes: dict[str, tuple[int, ...]] = {
-            "model.embed_tokens.weight": (config.vocab_size, h),
+            _TABLE: (config.vocab_size, h),
             "model.norm.weight": (h,),
         }
         if not config.tie_word_embeddings:
-            shapes["lm_head.weight"] = (config.vocab_size, h)
+            shapes[_HEAD] = (config.vocab_size, h)
         for i in range(config.num_layers):
             prefix = f"model.layers.{i}."
             if (norm := kind.norms(prefix).before_attention) is not None:

@@ -8,8 +8,9 @@ tensor = weights.load("model.norm.weight")
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ _DERIVED = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$|.*\.se
 
 # Bytes read from a file before it is opened anew: what was read through one mapping counts as this process's memory.
 _RENEW = 256 << 20
+_ROWS = 4096  # of two tensors that are compared, at a time
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,11 @@ class _Stored:
     name: str
     shape: tuple[int, ...]
     dtype: str
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """A type that models have, by safetensors' name."""
+    return {**_FLOATS, **_INTEGERS}[name]
 
 
 class Checkpoint:
@@ -109,6 +116,15 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._where
 
+    def __iter__(self) -> Iterator[str]:
+        """Names of all tensors."""
+        return iter(self._where)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors, as they are stored, once `check` has passed them."""
+        return sum(math.prod(stored.shape) * dtype_of(stored.dtype).itemsize for stored in self._where.values())
+
     def path(self, name: str) -> Path:
         """The file that holds a tensor; the directory's usual file for one that is missing (for error messages)."""
         if name in self._where:
@@ -163,6 +179,24 @@ class Checkpoint:
                 tensor = tensor if at.weights is None else tensor.to(at.weights)
                 _check_finite(tensor, stored)
         return tensor.to(at.device).contiguous()
+
+    def same(self, name: str, other: str) -> bool:
+        """Whether two matrices have the same shape, dtype and values; without memory for them."""
+        a, b = self._locate(name), self._locate(other)
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            return False
+        one: Any
+        two: Any
+        try:
+            if self._live is not None:
+                one, two = (self._live.tensors[stored.name].detach() for stored in (a, b))
+                if one.data_ptr() == two.data_ptr() and one.stride() == two.stride():
+                    return True
+            else:
+                one, two = (_open(stored.path, HOST.device).get_slice(stored.name) for stored in (a, b))
+            return all(torch.equal(one[i : i + _ROWS], two[i : i + _ROWS]) for i in range(0, a.shape[0], _ROWS))
+        except (SafetensorError, OSError, ValueError) as error:
+            raise ModelFileError(a.path, f"not readable: {error}", a.name) from error
 
     def _from_file(self, stored: _Stored) -> torch.Tensor:
         """On the checkpoint's device."""

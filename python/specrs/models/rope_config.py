@@ -53,11 +53,26 @@ def read_rope(get: Reader, family: Family, max_position: int, head_dim: int) -> 
 
 def _rope_object(get: Reader) -> tuple[str, dict[str, Any]]:
     """The key of what is said about rotary embeddings, and its object."""
-    key = "rope_parameters" if get.raw.get("rope_parameters") is not None else "rope_scaling"
-    rope = get.raw.get(key) or {}
-    if not isinstance(rope, dict):
-        get.refuse(key, rope, "must be an object")
+    key, rope = "rope_scaling", dict[str, Any]()
+    for other in ("rope_scaling", "rope_parameters"):
+        given = get.raw.get(other) or {}
+        if not isinstance(given, dict):
+            get.refuse(other, given, "must be an object")
+        if rope and given and _spelt(get, given) != _spelt(get, rope):
+            # transformers takes the former, and with it another base than the latter's.
+            get.refuse(
+                key, rope, f"says something else than {other} = {given!r}; one of them works, with its rope_theta"
+            )
+        if given:
+            key, rope = other, given
     return key, rope
+
+
+def _spelt(get: Reader, rope: dict[str, Any]) -> dict[str, Any]:
+    """What both spellings have in common."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    theta = rope.get("rope_theta", get.raw.get("rope_theta"))
+    return {**{k: v for k, v in rope.items() if k != "type"}, "rope_type": kind, "rope_theta": theta}
 
 
 def _rope_of_kind(get: Reader, kind: str) -> tuple[str, dict[str, Any]]:

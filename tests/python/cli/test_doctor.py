@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from modelzoo import Pair, edit_config, read_weights, write_weights
+from modelzoo import Pair, edit_config, read_weights, write_eagle3, write_target, write_weights
 from specrs import LLM, SpecrsError
 from specrs.cli import main
+from specrs.models import load_draft, load_target
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[str, Any]]:
@@ -144,6 +146,70 @@ def test_what_is_worth_knowing(bytes_pair: Pair, tmp_path: Path, capsys: pytest.
     assert any("llm.chat needs chat_template=" in note for note in notes) and "draft head" not in report["sections"]
     with LLM(model) as llm:  # drafts of the text itself, where it does
         assert bool(values(report, "configuration")["drafts by"]) == llm.speculative
+
+
+def fault(model: Path, how: str) -> None:
+    """A fault of files that would load elsewhere, or nowhere."""
+    weights = read_weights(model)
+    name = next(n for n in weights if n.endswith("q_proj.weight"))
+    if how == "f8":
+        write_weights(model, {**weights, name: weights[name].to(torch.float8_e4m3fn)})
+    elif how == "cut":
+        (model / "model.safetensors").write_bytes(b"x")
+    elif how == "another vocabulary":
+        edit_config(model, vocab_size=999)
+    else:
+        edit_config(model, quantization_config={"quant_method": "awq"})
+
+
+@pytest.mark.parametrize("of_head", [False, True], ids=["model", "head"])
+@pytest.mark.parametrize(
+    ("how", "remedy"),
+    [("f8", "of F32, F16 or BF16"), ("cut", "again: hf download"), ("quantised", "docs/models.md"),
+     ("another vocabulary", "")],
+)  # fmt: skip
+def test_a_remedy_is_one_of_that_fault(
+    how: str, remedy: str, of_head: bool, tiny: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, draft = tmp_path / "model", tmp_path / "draft"
+    shutil.copytree(tiny.target, model)
+    shutil.copytree(tiny.draft, draft)
+    fault(draft if of_head else model, how)
+    status, report = doctor(capsys, str(model), "--draft", str(draft))
+    first = problems(report)[0]
+    if how == "another vocabulary":
+        remedy = "trained for" if of_head else "files that belong together"
+    assert status == 1 and remedy in first["remedy"], first
+
+
+def test_a_template_that_does_not_parse_is_a_problem(
+    tiny: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny.target, model)
+    (model / "chat_template.jinja").write_text("a\n{% if %}")
+    status, report = doctor(capsys, str(model))
+    [found] = problems(report)
+    assert status == 1 and "chat template 'default', line 2" in found["problem"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tied", [False, True])
+def test_memory_of_weights_is_what_the_engine_takes(
+    dtype: torch.dtype, tied: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_target(tmp_path / "model", dtype=dtype, vocab_size=320, tie_word_embeddings=tied)
+    draft = write_eagle3(tmp_path / "draft", model, dtype=dtype, draft_vocab_size=None, own_embedding=True)
+    (model / "consolidated.safetensors").write_bytes((model / "model.safetensors").read_bytes())  # which nobody reads
+    status, report = doctor(capsys, str(model), "--draft", str(draft), "--device", "cpu")
+    assert status == 0
+    target = load_target(model)
+    head = load_draft(draft, target)
+    for line, loaded in (("target", target), ("draft head", head)):
+        packed = sum(product.nbytes for _, product in loaded.products())  # type: ignore[attr-defined]
+        shapes = {n: w.shape for n, w in read_weights(model if line == "target" else draft).items()}
+        norms = sum(shape.numel() for shape in shapes.values() if len(shape) == 1)
+        assert values(report, "memory")[f"weights of the {line}"] == packed + loaded.embedding.table.nbytes + 4 * norms
 
 
 def test_a_wrong_command_is_status_2(tiny: Pair, capsys: pytest.CaptureFixture[str]) -> None:

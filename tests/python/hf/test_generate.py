@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import modelzoo
+import specrs
 from modelrun import random_tokens
 from specrs import ConfigError, UnsupportedModelError
 from specrs.hf import UnsupportedGenerationError, engines, from_model
@@ -184,6 +186,7 @@ class Odd(transformers.LogitsProcessor):
         ({"attention_mask": torch.tensor([[1, 1, 1, 0]])}, "attention_mask[0]"),
         ({"attention_mask": torch.tensor([[1, 0, 1, 1]])}, "attention_mask[0]"),
         ({"attention_mask": torch.tensor([[0, 0, 0, 0]])}, "input_ids[0]"),
+        ({"inputs_embeds": torch.zeros(1, 4, 64)}, "inputs_embeds"),
     ],
 )  # fmt: skip
 def test_what_is_not_honoured_is_refused_by_name(llama: Any, options: dict[str, Any], what: str) -> None:
@@ -195,6 +198,8 @@ def test_what_is_not_honoured_is_refused_by_name(llama: Any, options: dict[str, 
 
 def test_what_only_a_direct_call_can_ask_is_refused(llama: Any) -> None:
     ids, config = torch.tensor([[5, 6]]), transformers.GenerationConfig(max_length=9)
+    with pytest.raises(UnsupportedGenerationError, match=r"inputs_embeds = 'torch.float32 \[1, 4, 64\]': not read"):
+        llama.generate(inputs_embeds=torch.zeros(1, 4, 64), max_new_tokens=3, custom_generate=by_specrs)
     for options, what in (
         ({"assistant_model": llama}, "assistant_model"),
         ({"synced_gpus": True}, "synced_gpus"),
@@ -242,6 +247,80 @@ def test_an_engine_lives_as_long_as_its_module_and_follows_its_weights(tmp_path:
     assert gone() is None
     with pytest.raises(Exception, match="closed"):
         llm.add([1])
+
+
+def write(weight: torch.Tensor, how: str) -> None:
+    new = weight.detach().flip(0).clone()
+    if how == "data":
+        weight.data.copy_(new)
+    elif how == "numpy":
+        weight.detach().numpy()[:] = new.numpy()
+    elif how == "a row":
+        weight.data[281] = weight.data[7]  # the row of a token that had been chosen
+    else:
+        weight.data.copy_(weight.detach().flip(1).clone())
+
+
+@pytest.mark.parametrize("how", ["data", "numpy", "a row", "columns"])
+def test_writes_that_torch_does_not_count_are_seen(tmp_path: Path, how: str) -> None:
+    model = module(tmp_path)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    options = {"max_new_tokens": 8, "do_sample": False}
+    before = model.generate(ids, **options, custom_generate=by_specrs)
+    assert 281 in before[0, 4:]
+    write(model.lm_head.weight, how)
+    want = model.generate(ids, **options)
+    assert torch.equal(model.generate(ids, **options, custom_generate=by_specrs), want) and not torch.equal(
+        want, before
+    )
+
+
+def test_inference_mode_is_the_callers_own(tmp_path: Path) -> None:
+    """An engine that was made within it works outside, and the other way round."""
+    model, ids = module(tmp_path), torch.tensor([[5, 6, 7, 8]])
+    options = {"max_new_tokens": 24, "do_sample": False, "custom_generate": by_specrs}
+    with torch.inference_mode():
+        first = model.generate(ids, **options)
+        llm = from_model(model)
+    assert torch.equal(model.generate(ids, **options), first)
+    longer = torch.tensor([random_tokens(100, seed=1)])
+    with torch.inference_mode():
+        within = model.generate(longer, **options)  # whose passes are larger than those before
+    assert torch.equal(model.generate(longer, **options), within)
+    [out] = llm.generate([ids[0].tolist()], specrs.SamplingParams(max_tokens=24, temperature=0.0))
+    assert first[0, 4:].tolist()[: len(out.token_ids)] == out.token_ids
+    llm.close()
+
+
+def test_threads_on_one_module_leave_no_engine_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, made, said = module(tmp_path), [], []
+
+    def make(*given: Any, **options: Any) -> Any:
+        made.append(specrs.LLM(*given, **options))
+        return made[-1]
+
+    monkeypatch.setattr(engines, "LLM", make)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    want = model.generate(ids, max_new_tokens=20, do_sample=False)
+
+    def work(i: int) -> None:
+        for n in range(4):
+            options = {"max_batch": 1 + (i + n) % 2}  # each call wants another engine than the one before
+            try:
+                got = model.generate(
+                    ids, max_new_tokens=20, do_sample=False, custom_generate=by_specrs, engine_options=options
+                )
+                said.append(torch.equal(got, want))
+            except specrs.EngineBusyError:
+                said.append(True)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert said == [True] * 12
+    assert [llm for llm in made if not llm.closed] == [engines._ENGINES[model].llm]
 
 
 def test_an_engine_grows_with_what_is_asked(tmp_path: Path) -> None:
@@ -297,5 +376,55 @@ def test_modules_that_do_not_fit_are_refused_by_name(tmp_path: Path, llama: Any)
     part.model.norm.to("meta")
     with pytest.raises(ConfigError, match="on cpu, meta; a model on one device"):
         from_model(part)
-    with pytest.raises(ConfigError, match="without values"):
-        from_model(part.to("meta"), device="cpu")
+    for options in ({}, {"device": "cpu"}):
+        with pytest.raises(ConfigError, match="without values"):
+            from_model(part.to("meta"), **options)
+
+
+class Packed(torch.Tensor):
+    """As libraries of quantised weights have them."""
+
+
+class Twice(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+def test_parts_that_compute_something_else_are_refused_by_name(tmp_path: Path) -> None:
+    ids = torch.tensor([[5, 6, 7, 8]])
+
+    def refused(what: str) -> None:
+        with pytest.raises(UnsupportedModelError) as caught:
+            model.generate(ids, max_new_tokens=3, custom_generate=by_specrs)
+        assert caught.value.what == what
+
+    model = module(tmp_path)
+    layer = model.model.layers[1]
+    layer.self_attn.q_proj.__class__ = Twice
+    refused("module model.layers.1.self_attn.q_proj")
+    layer.self_attn.q_proj.__class__ = torch.nn.Linear
+    hook = layer.register_forward_hook(lambda part, given, out: out)
+    refused("hook of module model.layers.1")
+    hook.remove()
+    layer.mlp.forward = lambda x: x
+    refused("module model.layers.1.mlp.forward")
+    del layer.mlp.forward
+    model(ids, output_hidden_states=True)  # transformers leaves hooks of its own behind
+    want = model.generate(ids, max_new_tokens=3, do_sample=False)
+    model.forward = torch.compile(model.forward, backend="eager")
+    assert torch.equal(model.generate(ids, max_new_tokens=3, do_sample=False, custom_generate=by_specrs), want)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().as_subclass(Packed))
+    refused("tensor lm_head.weight")
+    model.lm_head = torch.ao.nn.quantized.dynamic.Linear(64, 300)
+    refused("module lm_head")
+
+
+def test_tied_embeddings_that_somebody_untied_are_refused(tmp_path: Path) -> None:
+    model, ids = module(tmp_path, tie_word_embeddings=True), torch.tensor([[5, 6, 7, 8]])
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().flip(0).clone())
+    options = {"max_new_tokens": 8, "do_sample": False}
+    with pytest.raises(UnsupportedModelError, match=r"tie_word_embeddings = True: .* false uses it"):
+        model.generate(ids, **options, custom_generate=by_specrs)
+    model.config.tie_word_embeddings = False
+    want = model.generate(ids, **options)
+    assert torch.equal(model.generate(ids, **options, custom_generate=by_specrs), want)

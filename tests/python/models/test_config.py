@@ -63,6 +63,18 @@ def test_both_spellings_of_rope_give_the_same_config() -> None:
     assert (old.rope.theta, old.rope.factor, old.rope.original_max_position) == (5e5, 8.0, 64)
 
 
+def test_two_spellings_of_rope_that_differ_are_refused() -> None:
+    linear = {"rope_type": "linear", "factor": 8.0}
+    same = target(
+        rope_theta=5e5, rope_parameters={**linear, "rope_theta": 5e5}, rope_scaling={**linear, "type": "linear"}
+    )
+    assert same.rope == target(rope_theta=5e5, rope_scaling=linear).rope
+    for scaling, theta in (({"type": "yarn", "factor": 2.0}, 5e5), (linear, 1e6)):
+        with pytest.raises(UnsupportedModelError, match="says something else than rope_parameters") as caught:
+            target(rope_theta=theta, rope_parameters={**linear, "rope_theta": 5e5}, rope_scaling=scaling)
+        assert caught.value.what == "rope_scaling"
+
+
 def test_eos_ids_come_from_both_files(tmp_path: Path) -> None:
     directory = modelzoo.write_target(tmp_path, eos_token_id=[7, 5])
     modelzoo.write_json(tmp_path / "generation_config.json", {"eos_token_id": 9})
@@ -114,6 +126,8 @@ REFUSED = [
     ({"is_causal": False}, "is_causal", "only true"),
     ({"use_bidirectional_attention": True}, "use_bidirectional_attention", "only false"),
     ({"tie_word_embeddings": "yes"}, "tie_word_embeddings", "true or false"),
+    ({"model_type": "mistral"}, "model_type", "LlamaForCausalLM is a model of type 'llama'"),
+    ({"model_type": "mine", "auto_map": {"AutoModel": "mine.LlamaForCausalLM"}}, "model_type", "one of the two"),
     ({"eos_token_id": 300}, "eos_token_id", "0..300"),
     ({"eos_token_id": [2, -1]}, "eos_token_id", "0..300"),
 ]
@@ -205,6 +219,9 @@ def test_aux_layers_are_inputs_of_layers_in_every_spelling() -> None:
     # Inside eagle_config the numbers are layers whose output is meant.
     assert head(eagle_config={name: [1, 4, 8]}).aux_layers_for(ten) == (2, 5, 9)
     assert head(**{name: [1, 4]}).aux_size == 2 * 64
+    # An empty list is the default, as NVIDIA's exports have it.
+    assert head(eagle_config={name: [], "use_aux_hidden_state": True}).aux_layers_for(ten) == (2, 5, 7)
+    assert head(**{name: []}).aux_layers_for(ten) == (2, 5, 7)
 
 
 def test_speculators_form_of_a_head() -> None:
@@ -248,7 +265,9 @@ def test_a_head_for_another_target_is_refused(change: dict[str, Any], what: str,
         {"num_hidden_layers": 2},
         {"architectures": ["LlamaForCausalLM"]},
         {"eagle_config": {"use_aux_hidden_state": False}},
-        {"eagle_aux_hidden_state_layer_ids": []},
+        {"norm_output": True},
+        {"fc_norm": True},
+        {"eagle_config": {"norm_before_fc": True}},
         {"eagle_aux_hidden_state_layer_ids": [1, "2"]},
     ],
 )

@@ -93,6 +93,23 @@ def test_extend_equals_teacher_forcing(tmp_path: Path, ops: str, options: dict[s
     close(hidden, want[1][[39, 32]])
 
 
+@pytest.mark.parametrize("layers", [1, 40])
+@pytest.mark.parametrize("prefix", ["midlayer.", "layers.0.", "model.layers.0."])
+def test_a_head_named_as_a_model_is_what_its_file_says(tmp_path: Path, layers: int, prefix: str) -> None:
+    """As the paper's authors publish theirs; one of them has the number of its target's layers."""
+    target, want, _ = build(tmp_path, ops_for(), own_embedding=True)
+    place = tmp_path / "head"
+    modelzoo.edit_config(place, architectures=["LlamaForCausalLM"], num_hidden_layers=layers)
+    weights = modelzoo.read_weights(place)
+    save_file({name.replace("midlayer.", prefix): w for name, w in weights.items()}, place / "model.safetensors")
+    head = Eagle3Head.load(place, ops_for(), target)
+    assert head.config == want.config and head.aux_layers == want.aux_layers
+    two = {name.replace("midlayer.", f"layers.{i}."): w.clone() for i in (0, 1) for name, w in weights.items()}
+    save_file(two, place / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"layers\.1|num_hidden_layers = 40"):
+        Eagle3Head.load(place, ops_for(), target)
+
+
 @pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("options", [{}, {"norm_before_residual": True}], ids=str)
 def test_write_leaves_what_extend_does(tmp_path: Path, ops: str, options: dict[str, Any]) -> None:

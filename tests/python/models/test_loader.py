@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import modelzoo
-from specrs.models import Checkpoint, LlamaModel, ModelConfig, ModelFileError
+from specrs.models import Checkpoint, LlamaModel, ModelConfig, ModelFileError, UnsupportedModelError, ops_for
 from specrs.models.loader import _check_finite, _Stored
 
 
@@ -138,6 +138,27 @@ def test_wrong_shape_and_dtype(tmp_path: Path) -> None:
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(ModelFileError, match="dtype I8, need one of F32, F16, BF16"):
         check(tmp_path)
+
+
+def test_a_head_of_its_own_beside_tied_embeddings(tmp_path: Path) -> None:
+    """transformers does not tie what differs; here it is refused, by the key that decides."""
+    modelzoo.write_target(tmp_path, tie_word_embeddings=True)
+    weights = modelzoo.read_weights(tmp_path)
+    table = weights["model.embed_tokens.weight"]
+
+    def load(head: torch.Tensor) -> None:
+        save_file({**weights, "lm_head.weight": head.contiguous()}, tmp_path / "model.safetensors")
+        LlamaModel.load(tmp_path, ops_for())
+
+    load(table.clone())
+    other = table.clone()
+    other[-1, -1] += 1
+    for head in (other, table[:200].clone(), table.bfloat16()):
+        with pytest.raises(UnsupportedModelError, match=r"has another lm_head\.weight than") as caught:
+            load(head)
+        assert caught.value.what == "tie_word_embeddings"
+    modelzoo.edit_config(tmp_path, tie_word_embeddings=False)
+    load(other)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,54 @@
+"""The host memory that a model's weights take once they are loaded, from its files' headers.
+
+Products keep their matrices packed, in bf16 or f32; embeddings stay as they are stored, norms and biases become f32. A
+head's matrices stand in two parts, and the rows of keys and values a second time, for passes that want no more.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+
+from specrs.models.config import Eagle1Config, HeadConfig, ModelConfig
+from specrs.models.dense import kept_dtype
+from specrs.models.head_inputs import plain_name
+from specrs.models.live import ModelSource
+from specrs.models.llama import LlamaModel
+from specrs.models.loader import Checkpoint, dtype_of
+from specrs.models.placement import Placement
+
+_TABLES = ("model.embed_tokens.weight", "embed_tokens.weight")
+
+
+def target_bytes(config: ModelConfig, model: ModelSource, placement: Placement) -> int:
+    """Of a model whose files were checked."""
+    weights = Checkpoint(model)
+    names = list(LlamaModel.shapes(config))
+    tied = _packed(weights, _TABLES[0], placement) if config.tie_word_embeddings else 0
+    return tied + sum(_bytes(weights, name, placement) for name in names)
+
+
+def head_bytes(config: HeadConfig, directory: str | Path, placement: Placement) -> int:
+    """Of a draft head whose files were checked."""
+    weights = Checkpoint(directory, plain_name)
+    copied = isinstance(config, Eagle1Config)  # of the target's product, and not looked at
+    names = [name for name in weights if name != "t2d" and not (copied and name == "lm_head.weight")]
+    again = sum(
+        _packed(weights, name, placement) for name in names if name.endswith(("k_proj.weight", "v_proj.weight"))
+    )
+    return again + sum(_bytes(weights, name, placement) for name in names)
+
+
+def _bytes(weights: Checkpoint, name: str, placement: Placement) -> int:
+    shape, stored = weights.shape(name), dtype_of(weights.dtype(name))
+    if name in _TABLES or not stored.is_floating_point:
+        return math.prod(shape) * (stored.itemsize if stored.is_floating_point else torch.int64.itemsize)
+    if len(shape) == 2:
+        return _packed(weights, name, placement)
+    return math.prod(shape) * placement.activations.itemsize
+
+
+def _packed(weights: Checkpoint, name: str, placement: Placement) -> int:
+    return math.prod(weights.shape(name)) * kept_dtype(placement, dtype_of(weights.dtype(name))).itemsize
