@@ -5,18 +5,20 @@ Nobody sees a round's scores before it has ended, so depth goes by how deep draf
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
 from specrs._specrs import TreeBatch, TreeShape
 from specrs.engine.batch import Batch, Passed
-from specrs.engine.costs import PLAIN, SPECULATIVE
+from specrs.engine.costs import HOSTED, PLAIN, SPECULATIVE
 from specrs.engine.policy import Kind, SpeculationGate, TreePolicy
 from specrs.engine.speculation import AdaptiveTree, Outlook, PassKind, Share
 
 _KEEP = 0.6  # of drafts accepted so far, how many are taken to be accepted a level deeper, before any was tried
 _LEARN = 0.05
+_SHORT_GAP = 0.5  # plain rounds between two rounds that follow each other at most
 _MOST_UNITED, _LONGEST_BRANCH = 64, 8  # of `cuda/tree_unite.cu`, and `off_spine` of `MergeLimits`
 _ADDS = 0.5  # of other sources' drafts that are accepted, how many the head is taken not to have, before any was tried
 
@@ -80,6 +82,7 @@ class AheadTree(AdaptiveTree):
     def __init__(self, policy: TreePolicy, shape: TreeShape, cold: Callable[[], bool] = lambda: False) -> None:
         super().__init__(policy, shape.topk)
         self._adds = _ADDS
+        self._ended = -math.inf  # when the last round did
         self._shape, self._cold = shape, cold
         self._tried = drafted_levels(shape)
         self._levels = 1  # of the last round
@@ -103,9 +106,9 @@ class AheadTree(AdaptiveTree):
         costs, size, shape = self.policy.costs, len(batch), self._shape
         levels, tokens, seconds = self._outlook(batch, drafting)
         rows = most_nodes(shape, united_levels(shape, levels, min(others.most, shape.draft_tokens)))
-        more = others.rate * (costs.overhead.at(SPECULATIVE) + costs.target.at(size * others.most)) - size
+        more = others.rate * (costs.overhead.at(HOSTED) + costs.target.at(size * others.most)) - size
         # The host has to look at such a round before the next.
-        longer = costs.overhead.at(SPECULATIVE) + costs.target.at(size * rows)
+        longer = costs.overhead.at(HOSTED) + costs.target.at(size * rows)
         longer -= costs.target.at(size * most_nodes(shape, levels))
         return tokens / seconds, (tokens + self._adds * max(more, 0.0)) / (seconds + longer)
 
@@ -148,20 +151,29 @@ class AheadTree(AdaptiveTree):
 
     def begin(self, speculative: bool) -> None:
         self._started = time.perf_counter()
+        # What the host did since the last round is part of this one, which ran meanwhile; unless nothing ran.
+        gap = self._started - self._ended
+        if 0.0 < gap < _SHORT_GAP * self.policy.costs.plain(self._batch):
+            self._started -= gap
 
     def plain_round(self, batch: Batch) -> None:
-        if not self._cold():
-            costs = self.policy.costs
-            rest = time.perf_counter() - self._started - costs.target.at(len(batch))
-            costs.overhead.observe(PLAIN, max(rest, 0.0))
+        self._learn(PLAIN, self.policy.costs.target.at(len(batch)))
         super().plain_round(batch)
+        self._ended = time.perf_counter()
+
+    def _learn(self, kind: int, passes: float) -> None:
+        """A round of passes that are modelled to take so long ended. Rounds that run behind each other take less than
+        one by itself, or more where the host is slower than the device: both must be known to compare them."""
+        if not self._cold():
+            rest = self._elapsed() - passes
+            self.policy.costs.overhead.observe(kind, min(max(rest, -passes / 2), 2 * passes))
 
     def _charged(self, seconds: float) -> float:
         # Sampling, and features that are caught up with, take time that no model of passes has.
         return seconds if self._cold() else super()._charged(seconds)
 
     def _observe_overhead(self, kind: int) -> None:
-        """`plain_round` does."""
+        """`_learn` does."""
 
     def spec_round(
         self,
@@ -171,7 +183,12 @@ class AheadTree(AdaptiveTree):
         steps: int,
         shares: Sequence[Share] | None = None,
     ) -> None:
+        if shares is None and any(drafting):
+            costs, size = self.policy.costs, len(passed)
+            passes = costs.drafting(size, size * self._topk, steps) - costs.overhead.at(SPECULATIVE)
+            self._learn(SPECULATIVE, passes + costs.target.at(sum(trees().sizes)))
         super().spec_round(passed, trees, drafting, steps, shares)
+        self._ended = time.perf_counter()
         for p, share in zip(passed, shares or (), strict=shares is not None):
             if share.others:
                 added = max(len(p.tokens) - 1 - share.accepted, 0)
