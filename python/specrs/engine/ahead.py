@@ -19,6 +19,7 @@ _KEEP = 0.6  # of drafts accepted so far, how many are taken to be accepted a le
 _LEARN = 0.05
 _MOST_UNITED, _LONGEST_BRANCH = 64, 8  # of `cuda/tree_unite.cu`, and `off_spine` of `MergeLimits`
 _ADDS = 0.5  # of other sources' drafts that are accepted, how many the head is taken not to have, before any was tried
+_FORGETS = 5e-4  # of what was learnt of that, how much each round without both takes back, so that both are tried again
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -172,6 +173,8 @@ class AheadTree(AdaptiveTree):
         shares: Sequence[Share] | None = None,
     ) -> None:
         super().spec_round(passed, trees, drafting, steps, shares)
+        if shares is None:
+            self._adds += _FORGETS * (_ADDS - self._adds)
         for p, share in zip(passed, shares or (), strict=shares is not None):
             if share.others:
                 added = max(len(p.tokens) - 1 - share.accepted, 0)
