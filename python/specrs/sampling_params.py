@@ -102,7 +102,7 @@ class SamplingParams:
     Attributes:
         max_tokens: most tokens to generate; at least 1 (128).
         temperature: 0 is greedy decoding, whatever the other fields say (0).
-        top_k: keep the k most probable tokens; 0 keeps all (0).
+        top_k: keep the k most probable tokens; 0 and -1 keep all (0).
         top_p: keep the smallest set of most probable tokens with at least this mass, in (0, 1] (1).
         min_p: drop tokens less probable than this fraction of the most probable one, in [0, 1] (0).
         repetition_penalty: in 1e-6..1e6; divides positive and multiplies negative logits of seen tokens (1;
@@ -298,6 +298,10 @@ def _temperature(name: str, value: object) -> float:
     return number
 
 
+def _top_k(name: str, value: object) -> int:
+    return max(_integer(name, value, -1, _MAX_TOP_K), 0)
+
+
 def _top_p(name: str, value: object) -> float:
     number = _number(name, value)
     if not 0 < number <= 1:
@@ -390,7 +394,7 @@ def _structured(name: str, value: object) -> StructuredOutputs:
 _CHECKS: dict[str, Callable[[str, object], Any]] = {
     "max_tokens": lambda name, value: _integer(name, value, 1),
     "temperature": _temperature,
-    "top_k": lambda name, value: _integer(name, value, 0, _MAX_TOP_K),
+    "top_k": _top_k,
     "top_p": _top_p,
     "min_p": _min_p,
     "repetition_penalty": _repetition_penalty,

@@ -47,7 +47,7 @@ class Text:
 
     def __post_init__(self) -> None:
         self.tokens = self.all[: self.prompt_len]
-        self.params = SimpleNamespace(speculative=True, temperature=self.temperature)
+        self.params = SimpleNamespace(speculative=True, temperature=self.temperature, cache_salt=None)
         self.draws = SimpleNamespace(grammar=None)
         self.prediction: list[int] = []
         self.seq, self.committed, self.error = None, 0, None

@@ -8,7 +8,7 @@ method. All sources of an engine go into one tree (`specrs._specrs.merge_drafts`
 from __future__ import annotations
 
 from specrs.drafters.corpus import CorpusDrafter
-from specrs.drafters.protocol import Drafter, Drafting, DraftRequest, Drafts, Observing, Proposal
+from specrs.drafters.protocol import Drafter, Drafting, DraftRequest, Drafts, Holding, Observing, Proposal
 from specrs.drafters.recycling import RecyclingDrafter
 from specrs.drafters.suffix import SuffixDrafter
 
@@ -18,6 +18,7 @@ __all__ = [
     "Drafter",
     "Drafting",
     "Drafts",
+    "Holding",
     "Observing",
     "Proposal",
     "RecyclingDrafter",

@@ -90,6 +90,14 @@ class Observing(Protocol):
         likeliest first, at most 8."""
 
 
+@runtime_checkable
+class Holding(Protocol):
+    """A `Drafter` that holds memory of its own, beside that of its draftings: a table that requests share, say."""
+
+    def bytes(self) -> int:
+        """Memory that it holds."""
+
+
 class Drafter(Protocol):
     """A source of drafts; one serves an engine.
 

@@ -195,6 +195,10 @@ class AsyncLLM:
             if isinstance(llm, LLM) and isinstance(params, SamplingParams) and params.structured_outputs is not None:
                 grammars, form = llm._grammars, params.structured_outputs
                 held = await self._pooled(lambda: grammars.held(form))  # compiled here, no step waits for it
+            if isinstance(params, SamplingParams) and isinstance(expected := params.prediction, str):
+                where = "prompt: SamplingParams.prediction"
+                ids = await self._pooled(lambda: llm._encode(expected, where, special=False))
+                params = replace(params, prediction=ids)
             prompt = await self._pooled(make) if pooled else make()
             self._desk.queue(slot, prompt, params, began, self._most_tokens)
             await slot.taken()

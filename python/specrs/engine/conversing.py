@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
+_LONG_TEXT = 4096  # characters
+
+
 class Tokenizing(ABC):
     """The part of an engine that makes tokens of what users give. Any thread may call it at any time."""
 
@@ -44,7 +47,10 @@ class Tokenizing(ABC):
         if not isinstance(text, str):
             raise ConfigError(f"{where} is a {type(text).__name__}: must be a text")
         check_text(text, where)
-        return list(tokenizer.encode(text, add_special_tokens=special).ids)
+        if len(text) < _LONG_TEXT:
+            return list(tokenizer.encode(text, add_special_tokens=special).ids)
+        # As a batch of one: `encode` keeps the interpreter's lock, and with it every other thread.
+        return list(tokenizer.encode_batch([text], add_special_tokens=special)[0].ids)
 
     def _settled(self, prompt: Prompt, where: str = "prompt") -> list[int] | TokenizedPrompt:
         """A prompt of any kind with its token ids, as `LLM.add` reads it. Any thread may call it at any time.

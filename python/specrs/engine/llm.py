@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -250,7 +250,7 @@ class LLM(Conversing):
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Prompt] | str | Mapping[str, Any],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         on_error: Literal["raise", "return"] = "raise",
@@ -263,7 +263,7 @@ class LLM(Conversing):
 
         Args:
             prompts: texts, sequences of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; an empty list
-                gives an empty list.
+                gives an empty list. A text or a mapping by itself is a list of one.
             params: one for all, or one for each; a field that is unset takes the model's value (`default_sampling`).
             on_error: what a request that could not go on does once all have ended. ``"raise"``: the first such error,
                 in the order of the prompts, with every output as its ``outputs``. ``"return"``: nothing; look at
@@ -302,7 +302,9 @@ class LLM(Conversing):
         return ordered
 
     def stream(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Sequence[Prompt] | str | Mapping[str, Any],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Generator[StreamEvent]:
         """As ``generate``, but yield each request's progress; ``request_id`` counts up in the order of the prompts.
 
@@ -317,9 +319,13 @@ class LLM(Conversing):
         return self._drain(requests, self._turn)
 
     def _requests(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+        self,
+        prompts: Sequence[Prompt] | str | Mapping[str, Any],
+        params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[Request]:
-        if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Sequence):
+        if isinstance(prompts, (str, Mapping)):
+            prompts = [prompts]
+        if isinstance(prompts, bytes) or not isinstance(prompts, Sequence):
             raise ConfigError(f"prompts is a {type(prompts).__name__}: give a list of prompts")
         if params is None or isinstance(params, SamplingParams):
             one = self._request_params(params or SamplingParams(), "params")
@@ -432,10 +438,15 @@ class LLM(Conversing):
 
     def stats(self) -> EngineStats:
         """How much runs, waits, and lies in the pool, between two steps."""
+        return self._stats(None)
+
+    def _stats(self, draft_bytes: int | None) -> EngineStats:
+        """draft_bytes: as they were lately, where asking every drafting would take too long."""
         with self._turn():
-            scheduler = self._scheduler
+            scheduler, runner = self._scheduler, self._runner
             counts = {name: getattr(scheduler, name) for name in ("prefilled", "generated", "preempted")}
-            return EngineStats.of(scheduler.running, scheduler.waiting, self._runner.pages.pool.stats(), **counts)
+            counts["draft_bytes"] = runner.draft_bytes() if draft_bytes is None else draft_bytes
+            return EngineStats.of(scheduler.running, scheduler.waiting, runner.pages.pool.stats(), **counts)
 
     @property
     def numerics(self) -> dict[str, Any]:

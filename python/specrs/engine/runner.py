@@ -243,6 +243,10 @@ class Runner:
                 self.executor.close()
             self.warn()
 
+    def draft_bytes(self) -> int:
+        """Memory that sources of drafts say they hold."""
+        return 0 if self.gathering is None else self.gathering.sources.bytes()
+
     def warn(self) -> None:
         """Tell the user which drafters have failed; no pass runs now, so that a warning may be an error."""
         if self.gathering is not None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from specrs._specrs import DraftProposal
-from specrs.drafters import Drafter, Drafting, DraftRequest, Drafts, Observing
+from specrs.drafters import Drafter, Drafting, DraftRequest, Drafts, Holding, Observing
 from specrs.engine.request import Request
 
 _BUCKETS = 64  # of calibration, of a source
@@ -46,6 +46,13 @@ class Source:
     def begin(self, request: DraftRequest) -> Drafting:
         """As `Drafter.begin`."""
         return self.drafter.begin(request)
+
+    def bytes(self) -> int:
+        """Memory that it shares between requests, as far as it says so."""
+        try:
+            return max(operator.index(self.drafter.bytes()), 0) if isinstance(self.drafter, Holding) else 0
+        except Exception:  # it drafts all the same
+            return 0
 
 
 @dataclass(frozen=True)
@@ -246,8 +253,9 @@ class Sources:
                 one.close()
 
     def bytes(self) -> int:
-        """Memory that all of them say they hold."""
-        return sum(one.bytes() for told in self._told.values() for one in told)
+        """Memory that all of them say they hold: draftings, and what a drafter shares between requests."""
+        held = sum(one.bytes() for told in self._told.values() for one in told)
+        return held + sum(source.bytes() for source in self.all)
 
     def warn(self) -> None:
         """Tell the user what has failed since the last time. Where warnings are errors, the first one is raised, and

@@ -23,6 +23,7 @@ class EngineStats:
             a preemption has read again is.
         generated: tokens of outputs so far.
         preempted: times so far that a request gave its pages back, to begin again later.
+        draft_bytes: memory that sources of drafts without a head say they hold. An `AsyncLLM` asks them now and then.
     """
 
     running: int
@@ -34,6 +35,7 @@ class EngineStats:
     prefilled: int = 0
     generated: int = 0
     preempted: int = 0
+    draft_bytes: int = 0
 
     @classmethod
     def of(

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from specrs.sampling_params import SamplingParams
 
 _T = TypeVar("_T")
+_DRAFT_BYTES = 64  # steps between two times of asking every drafting for its memory
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,9 @@ class Worker:
         if self._live and self.fatal is None:
             self._step()
         if self.fatal is None:
-            before, self.stats = self.stats, _when_free(self._llm.stats)
+            before = self.stats
+            lately = before.draft_bytes if self._live and self.steps % _DRAFT_BYTES else None
+            self.stats = _when_free(lambda: self._llm._stats(lately))
             self._count(before, self.stats)
         self._flush()
         return self._until is None or bool(self._live)

@@ -226,6 +226,7 @@ class _Engine:
             "vllm:kv_cache_usage_perc": (pool.kv_usage, "Share of the KV pool in use, 0 to 1."),
             "specrs:waiting_prompt_tokens": (max(pool.waiting_tokens, stats.submitted_tokens), "Of requests."),
             "specrs:cached_pages": (pool.cached_pages, "KV pages that the prefix cache has."),
+            "specrs:draft_bytes": (pool.draft_bytes, "Memory of sources of drafts."),
             "specrs:open_requests": (service.open_requests, "HTTP requests that generate."),
             "specrs:step_seconds": (stats.last_step, "The last step of the engine."),
             "specrs:healthy": (float(service.healthy() is None), "1: requests can be served."),

@@ -744,3 +744,19 @@ def test_several_outputs_of_a_prompt(llm: LLM, monkeypatch: pytest.MonkeyPatch) 
 
     run(main)
     assert llm.unfinished == 0
+
+
+@pytest.mark.parametrize("process", [False, True])
+def test_a_prediction_is_made_tokens_in_the_pool(bytes_pair: Pair, process: bool) -> None:
+    async def main() -> None:
+        async with AsyncLLM(bytes_pair.target, process=process, **OPTIONS) as engine:
+            asked = SamplingParams(max_tokens=8, temperature=0)
+            told = SamplingParams(max_tokens=8, temperature=0, prediction="abcabc")
+            out = await engine.complete("abc", told)
+            assert out.params.prediction == tuple(await engine.encode("abcabc"))
+            assert out.token_ids == (await engine.complete("abc", asked)).token_ids
+            with pytest.raises(ConfigError, match=r"prompt: SamplingParams\.prediction: not encodable"):
+                await engine.submit("abc", SamplingParams(prediction="\ud800"))
+            clean(await engine.audit())
+
+    run(main)

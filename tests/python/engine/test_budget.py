@@ -68,7 +68,12 @@ def test_what_families_take_beside_llama_is_counted() -> None:
         return dict(planned(plan, None, 140 * GIB)[1].lines)
 
     llama = lines("LlamaForCausalLM")
-    gemma: dict[str, object] = {"hidden_activation": "gelu_pytorch_tanh", "head_dim": 128, "tie_word_embeddings": False}
+    gemma: dict[str, object] = {
+        "model_type": "gemma3_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+    }
     gemma |= {"query_pre_attn_scalar": 128, "sliding_window": 8192, "rope_local_base_freq": 1e4}
     wide = lines("Gemma3ForCausalLM", **gemma)
     assert wide["rotary tables"] == 2 * llama["rotary tables"]
@@ -77,7 +82,7 @@ def test_what_families_take_beside_llama_is_counted() -> None:
     assert wide["weights of the target"] == llama["weights of the target"] + added + 2 * norms
     rows = (wide["activations"] - llama["activations"]) // (2 * 2 * (2 * 4096 + 2 * 14336))
     assert rows >= 512, "two memories of the stream and both halves of the gate, for all rows and for those wanted"
-    olmo = lines("Olmo2ForCausalLM")
+    olmo = lines("Olmo2ForCausalLM", model_type="olmo2")
     assert olmo["activations"] > llama["activations"] + 2 * 512 * 2 * (2 * 4096 + 3 * 1024)
     assert olmo["rotary tables"] == llama["rotary tables"]
 

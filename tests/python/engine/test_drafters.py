@@ -18,7 +18,7 @@ from drafters_world import ODD, RUBBISH, Fails, Knows, Likeliest, Ngrams, Says
 from exact_world import PAGES, SAMPLED, check, plain, requests
 from modelzoo import VOCAB, Pair
 from specrs import LLM, ConfigError, SamplingParams
-from specrs.drafters import CorpusDrafter, DraftRequest, Proposal
+from specrs.drafters import CorpusDrafter, DraftRequest, Proposal, RecyclingDrafter
 from specrs.engine import RequestOutput
 
 
@@ -438,6 +438,24 @@ def test_preempted_and_aborted_requests_keep_their_drafting(tiny: Pair) -> None:
     assert sorted(source.begun) == sorted(source.closed)
     assert llm._runner.gathering is not None and not llm._runner.gathering._live
     llm.audit()
+
+
+def test_what_drafts_hold_is_told(tiny: Pair) -> None:
+    shared = RecyclingDrafter(shared=True)
+    with engine(tiny, ["suffix", shared, Fails("bytes")], tree=(1, 3, 4)) as llm:
+        assert llm.stats().draft_bytes == 0
+        told = []
+        for salt in (None, "ada"):
+            llm.add([1, 2, 3], SamplingParams(max_tokens=20, cache_salt=salt))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                for _ in range(4):
+                    llm.step()
+                told.append(llm.stats().draft_bytes)
+                while llm.unfinished:
+                    llm.step()
+            told.append(llm.stats().draft_bytes)
+        assert told[0] > 100 and told[1] == 0 and told[2] > told[3] == shared.bytes() > 0
 
 
 def test_closing_an_engine_closes_its_draftings(tiny: Pair) -> None:

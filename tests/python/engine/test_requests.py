@@ -216,12 +216,12 @@ def test_bad_prompts_are_refused_before_anything_happens(llm: LLM, prompt: Any, 
     assert llm.audit() == before
 
 
-def test_empty_batches_and_lone_strings(llm: LLM) -> None:
+def test_empty_batches_and_lone_bytes(llm: LLM) -> None:
     assert llm.generate([]) == []
     assert list(llm.stream([])) == []
     assert llm.step() == []
     with pytest.raises(ConfigError, match="list of prompts"):
-        llm.generate("text")
+        llm.generate(b"text")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="2 entries for 1 prompts"):
         llm.generate([[1]], [SamplingParams(), SamplingParams()])
 
@@ -469,3 +469,20 @@ def test_a_device_is_named_and_there(tiny: Pair) -> None:
     if not cuda_available():
         with pytest.raises(CudaError, match="device = 'cuda:1': "):
             LLM(tiny.target, device="cuda:1")
+
+
+def test_one_prompt_by_itself_is_a_list_of_one(bytes_pair: Pair) -> None:
+    params = SamplingParams(max_tokens=4, temperature=0)
+    with LLM(bytes_pair.target, speculative=False) as llm:
+        [want] = llm.generate(["abc"], params)
+        for prompt in ("abc", {"prompt": "abc"}, {"prompt_token_ids": llm.encode("abc")}):
+            assert [o.token_ids for o in llm.generate(prompt, params)] == [want.token_ids]
+        assert [e.output.token_ids for e in llm.stream("abc", params) if e.output] == [want.token_ids]
+        with pytest.raises(ConfigError, match="prompts is a bytes: give a list of prompts"):
+            llm.generate(b"abc", params)  # type: ignore[arg-type]
+
+
+def test_long_texts_have_the_tokens_of_short_ones(bytes_pair: Pair) -> None:
+    with LLM(bytes_pair.target, speculative=False) as llm:
+        text = "abcdefgh" * 1024
+        assert llm.encode(text) == llm.tokenizer.encode(text).ids  # type: ignore[union-attr]

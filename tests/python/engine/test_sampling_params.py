@@ -18,7 +18,7 @@ from specrs import ConfigError, SamplingParams
     ("name", "value"),
     [
         ("max_tokens", 0), ("max_tokens", 1.5), ("max_tokens", True), ("temperature", -0.1), ("temperature", math.nan),
-        ("temperature", "hot"), ("top_k", -1), ("top_p", 0.0), ("top_p", 1.01), ("min_p", -0.1), ("min_p", 1.1),
+        ("temperature", "hot"), ("top_k", -2), ("top_p", 0.0), ("top_p", 1.01), ("min_p", -0.1), ("min_p", 1.1),
         ("seed", -1), ("seed", 2**64), ("seed", 1.0), ("stop", [""]), ("stop", [3]), ("stop_token_ids", [-1]),
         ("repetition_penalty", 0.0), ("repetition_penalty", math.inf), ("presence_penalty", math.nan),
         ("frequency_penalty", math.inf), ("logit_bias", {-1: 1.0}), ("logit_bias", {1: math.nan}), ("ignore_eos", 1),
@@ -50,6 +50,7 @@ def test_unset_fields_take_the_models_values_and_given_ones_win() -> None:
     given = SamplingParams(temperature=0, top_p=1.0, max_tokens=7, seed=3, stop="x").resolved(model)
     assert (given.temperature, given.top_p, given.max_tokens, given.top_k) == (0.0, 1.0, 7, 20)
     assert (given.seed, given.stop, given.repetition_penalty) == (3, ("x",), 1.2)
+    assert SamplingParams(top_k=-1).top_k == 0, "as vLLM says it"
     neutral = SamplingParams().resolved()
     assert (neutral.max_tokens, neutral.temperature, neutral.top_k, neutral.top_p) == (128, 0.0, 0, 1.0)
     assert (neutral.min_p, neutral.repetition_penalty, neutral.logit_bias) == (0.0, 1.0, {})

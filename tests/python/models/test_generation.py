@@ -47,7 +47,7 @@ def test_no_file_is_greedy(tmp_path: Path) -> None:
     ("key", "value", "why"),
     [
         ("temperature", "hot", "a number"), ("temperature", -1, "at least 0"), ("top_p", 0, r"\(0, 1\]"),
-        ("top_p", 1.5, r"\(0, 1\]"), ("top_k", -5, "must be in 0"), ("top_k", 2.5, "an integer"),
+        ("top_p", 1.5, r"\(0, 1\]"), ("top_k", -5, "must be in -1"), ("top_k", 2.5, "an integer"),
         ("top_k", True, "an integer"), ("min_p", 2, r"\[0, 1\]"), ("repetition_penalty", 0, "must be in 1e-6"),
         ("repetition_penalty", [1], "a number"), ("max_new_tokens", 0, "at least 1"), ("do_sample", 1, "true or false"),
         ("temperature", float("nan"), "finite"),
