@@ -166,9 +166,9 @@ impl Pool {
     }
 
     /// A new sequence that starts with the longest cached chain of full pages of this `salt` that spells a prefix of
-    /// `tokens`, at most `max` positions; its length, 0 where nothing matches; and how many of those positions, from the first on,
-    /// have the draft's KV too. A prefill that needs the last token's logits passes `max = tokens.len() - 1`; one that
-    /// can do nothing with target KV alone looks up again with `max` = the third.
+    /// `tokens`, at most `max` positions; its length, 0 where nothing matches; and how many of those positions, from
+    /// the first on, have the draft's KV too. A prefill that needs the last token's logits passes
+    /// `max = tokens.len() - 1`; one that can do nothing with target KV alone looks up again with `max` = the third.
     ///
     /// Prompts of different salts share no page: time to a first token tells nothing about another salt's prompts.
     ///
@@ -179,14 +179,13 @@ impl Pool {
     }
 
     /// Let the cache keep the full pages of `tokens`, the tokens of the sequence's first committed positions, for
-    /// lookups of this `salt`.
-    /// The first `drafted` of them have the draft's KV too (0 without a draft model). Returns how many pages were new to
-    /// it. Where another sequence cached the same tokens before, those pages stay the cached ones, unless they lack draft
-    /// KV that this sequence has: then this sequence's pages take their place.
+    /// lookups of this `salt`. The first `drafted` of them have the draft's KV too (0 without a draft model). Returns
+    /// how many pages were new to it. Where another sequence cached the same tokens before, those pages stay the cached
+    /// ones, unless they lack draft KV that this sequence has: then this sequence's pages take their place.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] for more tokens than are committed, or more drafted than tokens; [`Error::Invalid`] where a page of the sequence is
-    /// cached under other tokens or another salt; [`Error::Dead`]. Nothing is changed then.
+    /// [`Error::OutOfRange`] for more tokens than are committed, or more drafted than tokens; [`Error::Invalid`] where
+    /// a page of the sequence is cached under other tokens or another salt; [`Error::Dead`]. Nothing is changed then.
     pub fn cache_insert(&self, seq: SeqId, tokens: &[u32], drafted: u32, salt: u64) -> Result<u32> {
         self.write()?.cache_insert(seq, tokens, drafted, salt)
     }

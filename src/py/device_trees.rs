@@ -15,9 +15,9 @@ use crate::device::{DeviceTrees, GivenTrees, TreeBuildOperands, TreeUniteOperand
 /// A tensor argument.
 type Arg<'a, 'py> = &'a Bound<'py, PyAny>;
 
-/// Trees of a round's candidates: roots, max_depths and max_nodes (int32 [batch]), min_score (float32 [1]). `beams` as for
-/// `_device_draft_select`; `trees` are the arrays offsets, tokens, depths, parents, next_child, next_sibling and scores;
-/// `masks` (int64) their ancestor bits.
+/// Trees of a round's candidates: roots, max_depths and max_nodes (int32 [batch]), min_score (float32 [1]). `beams` as
+/// for `_device_draft_select`; `trees` are the arrays offsets, tokens, depths, parents, next_child, next_sibling and
+/// scores; `masks` (int64) their ancestor bits.
 #[pyfunction]
 #[pyo3(signature = (shape, beams, limits, min_score, live, trees, masks, stream))]
 #[allow(clippy::too_many_arguments)]
@@ -95,10 +95,10 @@ pub(super) fn _device_tree_build(
     }
 }
 
-/// One tree of two for each request: its root and the best nodes of `own` and of `other`, each the arrays offsets (int32
-/// [batch + 1]), tokens, parents and scores (float32) of batch * V entries. Equal paths are one node. `limits` are the
-/// roots and max_nodes (int32 [batch]); `trees` and `masks` as for `_device_tree_build`; `origins` (int32) says whose a node
-/// is, bit 0 of `own`, bit 1 of `other`.
+/// One tree of two for each request: its root and the best nodes of `own` and of `other`, each the arrays offsets
+/// (int32 [batch + 1]), tokens, parents and scores (float32) of batch * V entries. Equal paths are one node. `limits`
+/// are the roots and max_nodes (int32 [batch]); `trees` and `masks` as for `_device_tree_build`; `origins` (int32) says
+/// whose a node is, bit 0 of `own`, bit 1 of `other`.
 #[pyfunction]
 #[pyo3(signature = (shape, own, other, limits, live, trees, masks, origins, stream))]
 #[allow(clippy::too_many_arguments)]

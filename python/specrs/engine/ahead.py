@@ -21,6 +21,7 @@ _LEARN = 0.05
 _SHORT_GAP = 0.5  # plain rounds between two rounds that follow each other at most
 _MOST_UNITED, _LONGEST_BRANCH = 64, 8  # of `cuda/tree_unite.cu`, and `off_spine` of `MergeLimits`
 _ADDS = 0.5  # of other sources' drafts that are accepted, how many the head is taken not to have, before any was tried
+_FORGETS = 5e-4  # of what was learnt of that, how much each round without both takes back, so that both are tried again
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -105,8 +106,9 @@ class AheadTree(AdaptiveTree):
         """Tokens a second that the head's drafts are expected to yield, alone and united with those of others."""
         costs, size, shape = self.policy.costs, len(batch), self._shape
         levels, tokens, seconds = self._outlook(batch, drafting)
-        rows = most_nodes(shape, united_levels(shape, levels, min(others.most, shape.draft_tokens)))
-        more = others.rate * (costs.overhead.at(HOSTED) + costs.target.at(size * others.most)) - size
+        most = min(others.most, shape.draft_tokens)
+        rows = most_nodes(shape, united_levels(shape, levels, most))
+        more = others.rate * (costs.overhead.at(HOSTED) + costs.target.at(size * most)) - size
         # The host has to look at such a round before the next.
         longer = costs.overhead.at(HOSTED) + costs.target.at(size * rows)
         longer -= costs.target.at(size * most_nodes(shape, levels))
@@ -189,6 +191,8 @@ class AheadTree(AdaptiveTree):
             self._learn(SPECULATIVE, passes + costs.target.at(sum(trees().sizes)))
         super().spec_round(passed, trees, drafting, steps, shares)
         self._ended = time.perf_counter()
+        if shares is None:
+            self._adds += _FORGETS * (_ADDS - self._adds)
         for p, share in zip(passed, shares or (), strict=shares is not None):
             if share.others:
                 added = max(len(p.tokens) - 1 - share.accepted, 0)

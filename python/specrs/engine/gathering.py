@@ -378,11 +378,8 @@ class Gathering:
     def _stake(self, policy: TreePolicy, size: int) -> float:
         """Plain rounds that a request loses by a round with the least drafts, all of them its own and refused."""
         costs, least = policy.costs, size + 1 if self._tiers is None else size * self._tiers[0]
-        return (
-            (costs.target.at(least) + costs.overhead.at(self._kind_of_round) - costs.plain(size))
-            / costs.plain(size)
-            * size
-        )
+        plain, took = costs.plain(size), costs.target.at(least) + costs.overhead.at(self._kind_of_round)
+        return (took - plain) / plain * size
 
     def _account(self, r: Request) -> float:
         live = self._live.get(r.request_id)

@@ -192,7 +192,7 @@ class Lanes:
         self._found = _Fields(
             offsets=batch + 1, paths=batch * path, tokens=batch * path, rows=batch * path, roots=batch, new_lens=batch,
             faults=batch, sound=batch, tree_offsets=batch + 1, tree_tokens=batch * v, tree_parents=batch * v,
-            tree_scores=batch * v, tree_origins=batch * v,
+            tree_scores=batch * v, tree_origins=batch * v if models.config.sources else 0,
         )  # fmt: skip
         self._host_trees = _Fields(
             tree_offsets=batch + 1, tree_tokens=batch * v, tree_parents=batch * v, tree_scores=batch * v

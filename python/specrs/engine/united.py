@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch.utils.dlpack import from_dlpack
 
@@ -20,20 +21,41 @@ from specrs.engine.speculation import Share
 _HEADS, _HOSTS = 1, 2  # bits of an origin
 
 
-def shares(verified: Verified, passed: Sequence[Passed]) -> tuple[list[Share], list[Share]]:
-    """Of each request, the head's part of what the round gave it, and the host's."""
-    origins, paths = verified.origins, verified.accepts.paths
-    assert origins is not None
-    scores: list[float] = from_dlpack(verified.trees.scores).tolist()
-    heads, hosts, first = [], [], 0
-    for p, path, whose in zip(passed, paths, origins, strict=True):
-        pairs = list(zip(scores[first : first + len(whose)], whose, strict=True))
-        first += len(whose)
-        accepted = [whose[node] for node in path[1 : len(p.tokens)]]  # behind them the target drew a token itself
-        of = [sum(origin & bit != 0 for origin in accepted) for bit in (_HEADS, _HOSTS)]
-        each = [sorted((score for score, w in pairs if w & bit), reverse=True) for bit in (_HEADS, _HOSTS)]
-        heads.append(Share(each[0], of[0], of[1]))
-        hosts.append(Share(each[1], of[1], of[0]))
+@dataclass(frozen=True)
+class _Tree:
+    """A request's united tree.
+
+    Attributes:
+        tokens, parents, scores, origins: of each node, root first.
+        theirs: the node of the host's tree that each is; 0 for none, and of the root.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    scores: list[float]
+    origins: Sequence[int]
+    theirs: list[int]
+
+
+def shares(
+    verified: Verified, passed: Sequence[Passed], drafts: Sequence[MergedDrafts]
+) -> tuple[list[Share], list[Share]]:
+    """The head's part of what the round gave each request, and the host's.
+
+    The host's part has the scores that the host gave. A node that the head has too may have a better one in the united
+    tree, which says nothing of how sure the host was.
+
+    Args:
+        drafts: the host's tree for each request.
+    """
+    heads, hosts = [], []
+    for p, path, tree, draft in zip(passed, verified.accepts.paths, _trees(verified, drafts), drafts, strict=True):
+        accepted = [tree.origins[node] for node in path[1 : len(p.tokens)]]  # behind them the target drew itself
+        head, host = (sum(origin & bit != 0 for origin in accepted) for bit in (_HEADS, _HOSTS))
+        own = [score for score, origin in zip(tree.scores, tree.origins, strict=True) if origin & _HEADS]
+        scores = draft.scores
+        heads.append(Share(sorted(own, reverse=True), head, host))
+        hosts.append(Share(sorted((scores[node] for node in tree.theirs if node), reverse=True), host, head))
     return heads, hosts
 
 
@@ -43,26 +65,28 @@ def traced(
 ) -> list[DraftTree]:  # fmt: skip
     """The trees of some requests of a landing. drafts: of each request, the host's tree. paths: accepted ones, with
     roots."""
-    origins, trees = verified.origins, verified.trees
-    assert origins is not None
-    tokens, parents = from_dlpack(trees.tokens).tolist(), from_dlpack(trees.parents).tolist()
-    firsts = [0]
-    for size in trees.sizes:
-        firsts.append(firsts[-1] + size)
-    head = 1 << names.index(HEAD)
+    trees, head = _trees(verified, drafts), 1 << names.index(HEAD)
     found = []
     for i in wanted:
-        own, above = tokens[firsts[i] : firsts[i + 1]], parents[firsts[i] : firsts[i + 1]]
-        theirs = dict(zip(_paths(drafts[i].tokens, drafts[i].parents), drafts[i].sources, strict=True))
-        each = zip(_paths(own, above), origins[i], strict=True)
-        masks = [head * (whose & _HEADS) | (theirs[path] if whose & _HOSTS else 0) for path, whose in each]
-        found.append(DraftTree.of(own, above, paths[i], names, masks))
+        tree, sources = trees[i], drafts[i].sources
+        each = zip(tree.origins, tree.theirs, strict=True)
+        masks = [head * (origin & _HEADS) | (sources[node] if node else 0) for origin, node in each]
+        found.append(DraftTree.of(tree.tokens, tree.parents, paths[i], names, masks))
     return found
 
 
-def _paths(tokens: Sequence[int], parents: Sequence[int]) -> list[tuple[int, ...]]:
-    """The tokens from below the root down to each node."""
-    found: list[tuple[int, ...]] = [()]
-    for token, parent in zip(tokens[1:], parents[1:], strict=True):
-        found.append((*found[parent], token))
+def _trees(verified: Verified, drafts: Sequence[MergedDrafts]) -> list[_Tree]:
+    origins, trees = verified.origins, verified.trees
+    assert origins is not None
+    arrays = [from_dlpack(a).tolist() for a in (trees.tokens, trees.parents, trees.scores)]
+    found, first = [], 0
+    for whose, draft in zip(origins, drafts, strict=True):
+        tokens, parents, scores = (array[first : first + len(whose)] for array in arrays)
+        first += len(whose)
+        children = {child: node for node, child in enumerate(zip(draft.parents, draft.tokens, strict=True))}
+        theirs = [0] * len(whose)
+        for node, origin in enumerate(whose):  # parents stand before their children
+            if origin & _HOSTS:
+                theirs[node] = children[theirs[parents[node]], tokens[node]]
+        found.append(_Tree(tokens, parents, scores, whose, theirs))
     return found

@@ -54,7 +54,8 @@ pub struct TreeUniteOperands<'a> {
     pub live: Option<&'a DeviceSlice<i32>>,
     /// What is written; none of it is read.
     pub trees: &'a DeviceTrees,
-    /// Whose each node is: bit 0 an own one, bit 1 the other tree's; 0 for roots and behind the last tree. B * V entries.
+    /// Whose each node is, B * V entries: bit 0 an own one, bit 1 the other tree's; 0 for roots and behind the last
+    /// tree.
     pub origins: &'a DeviceSlice<i32>,
 }
 

@@ -18,12 +18,12 @@ SHAPE = TreeShape(4, 6, 32)
 PLAIN_SECONDS, STEP, EXTEND = 1.0, 0.1, 0.2
 
 
-def tree(rows: float = 0.0) -> AheadTree:
-    """rows: what a row to verify costs beside a pass."""
+def tree(rows: float = 0.0, overhead: float = 0.0) -> AheadTree:
+    """rows: what a row to verify costs beside a pass; overhead: what a round that the host waits for does."""
     pace = Pace()
     target = PassCost([1, 256], [PLAIN_SECONDS, PLAIN_SECONDS + 255 * rows], pace)
     extend = PassCost([1, 16], [EXTEND, EXTEND], pace)
-    none = PassCost([PLAIN, SPECULATIVE], [0.0, 0.0], pace)
+    none = PassCost([PLAIN, SPECULATIVE], [0.0, overhead], pace)
     return AheadTree(AheadPolicy(Costs(target, PassCost([1], [STEP], pace), extend, none)), SHAPE)
 
 
@@ -208,3 +208,27 @@ def test_what_others_add_is_learnt_from_rounds_of_both(clock: list[float]) -> No
     assert learnt(accepted=6, head=0, had=6) > 0.95, "it had none"
     assert learnt(accepted=6, head=3, had=6) == pytest.approx(0.5, abs=0.05)
     assert learnt(accepted=3, head=3, had=0) == 0.5, "rounds in which the others had nothing say nothing"
+
+
+def test_what_others_add_is_tried_again_and_seldom(clock: list[float]) -> None:
+    """Where the head had everything that the others had, other texts may come."""
+
+    def rounds(speculation: AheadTree, r: Any, count: int, added: int) -> list[bool]:
+        joins = []
+        for _ in range(count):
+            joins.append(speculation.joined([r], [True], others(3.0)))  # type: ignore[arg-type]
+            speculation.begin(True)
+            clock[0] += PLAIN_SECONDS
+            passed = SimpleNamespace(request=r, tokens=[1] * (5 if joins[-1] else 3), committed=SimpleNamespace(kept=3))
+            shares = [Share([-0.1], 4 - added, 4)] if joins[-1] else None
+            trees = TreeBatch.from_parents([[-1, 0, 1]], [[0, 0, 0]])
+            speculation.spec_round([passed], lambda trees=trees: trees, [True], 1, shares)  # type: ignore[list-item]
+        return joins
+
+    speculation, r = tree(overhead=0.1 * PLAIN_SECONDS), request(0)
+    speculation.drafting([r], None)  # type: ignore[arg-type]
+    barren = rounds(speculation, r, 4000, added=0)
+    assert barren[0] and sum(barren[:200]) < 150, "what adds nothing is left"
+    assert 0 < sum(barren[2000:]) < 200, "and tried now and then"
+    fruitful = rounds(speculation, r, 4000, added=4)
+    assert sum(fruitful[2000:]) > 1900
