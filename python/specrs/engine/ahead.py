@@ -151,6 +151,10 @@ class AheadTree(AdaptiveTree):
     def timed(self, kind: PassKind, rows: int, run: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         return run(*args, **kwargs)  # how long a launch takes says nothing of its pass
 
+    @property
+    def cold(self) -> bool:
+        return self._cold()
+
     def begin(self, speculative: bool) -> None:
         self._started = time.perf_counter()
         # What the host did since the last round is part of this one, which ran meanwhile; unless nothing ran.
@@ -159,7 +163,8 @@ class AheadTree(AdaptiveTree):
             self._started -= gap
 
     def plain_round(self, batch: Batch) -> None:
-        self._learn(PLAIN, self.policy.costs.target.at(len(batch)))
+        if not any(r.followed for r in batch):  # the host sees to the head's features, which plain decoding has not
+            self._learn(PLAIN, self.policy.costs.target.at(len(batch)))
         super().plain_round(batch)
         self._ended = time.perf_counter()
 
@@ -185,8 +190,11 @@ class AheadTree(AdaptiveTree):
         steps: int,
         shares: Sequence[Share] | None = None,
     ) -> None:
-        if shares is None and any(drafting):
-            costs, size = self.policy.costs, len(passed)
+        costs, size = self.policy.costs, len(passed)
+        if not any(drafting):
+            room = most_nodes(self._shape, levels_for(self._shape, max(trees().sizes)))
+            self._learn(HOSTED, costs.target.at(size * room))
+        elif shares is None:
             passes = costs.drafting(size, size * self._topk, steps) - costs.overhead.at(SPECULATIVE)
             self._learn(SPECULATIVE, passes + costs.target.at(sum(trees().sizes)))
         super().spec_round(passed, trees, drafting, steps, shares)

@@ -433,7 +433,7 @@ class Gathering:
         passed: Sequence[Passed],
         rows: Sequence[int],
         planted: Planted,
-        seconds: float,
+        seconds: float | None,
         others: Sequence[int] | None,
         shares: Sequence[Share] | None = None,
     ) -> None:
@@ -443,7 +443,7 @@ class Gathering:
             passed: what it gave each request that it tells of.
             rows: of these requests in the round's batch.
             planted: its trees.
-            seconds: that it took.
+            seconds: that it took; ``None``: as it is modelled.
             others: of each of these requests, tokens that another source has won and pays for; ``None`` without one.
             shares: of each, what of its tree was verified and accepted, where a device has united it with another.
         """
@@ -456,10 +456,8 @@ class Gathering:
         if self._tiers is not None:
             queries = len(planted.drafts) * next((n for n in self._tiers if n >= most), most)
         modelled = costs.overhead.at(self._kind_of_round) + costs.target.at(queries)
-        took = min(max(seconds, modelled / 2), 2 * modelled) / costs.plain(batch)
-        if self._tiers is not None and others is None:
-            rest = seconds - costs.target.at(queries)
-            costs.overhead.observe(HOSTED, min(max(rest, 0.0), 2 * modelled))
+        seconds = modelled if seconds is None else min(max(seconds, modelled / 2), 2 * modelled)
+        took = seconds / costs.plain(batch)
         gain = sum(len(p.tokens) for p in passed) / batch / took
         extra = 0.0 if others is not None else (took - 1.0) * batch / max(sum(len(tree) > 1 for tree in trees), 1)
         for i, (p, tree) in enumerate(zip(passed, trees, strict=True)):

@@ -415,8 +415,8 @@ class Runner:
         if flight.beside is not None and self.gathering is not None and drafting is not None:
             heads, hosts = united.shares(verified, passed, [flight.beside.drafts[row] for row in rows])
             self.speculation.spec_round(passed, lambda: verified.trees, drafting, flight.steps, heads)
-            took, won = time.perf_counter() - flight.began, [share.accepted for share in heads]
-            self.gathering.landed(passed, rows, flight.beside, took, won, hosts)
+            won = [share.accepted for share in heads]
+            self.gathering.landed(passed, rows, flight.beside, self._took(flight), won, hosts)
         elif planted is not None and self.gathering is not None:
             self._settle(flight, planted, self.gathering, rows, passed, drafting)
         elif drafting is None:
@@ -439,12 +439,16 @@ class Runner:
         """Tell those who drafted what came of a round with drafts of the host's sources."""
         if drafting is None:
             self.speculation.spec_round(passed, lambda: planted.trees, [False] * len(passed), 0)
-            gathering.landed(passed, rows, planted, time.perf_counter() - flight.began, None)
+            gathering.landed(passed, rows, planted, self._took(flight), None)
             return
         shares = [gathering.share(planted.head[row], p) for row, p in zip(rows, passed, strict=True)]
         self.speculation.spec_round(passed, lambda: planted.trees, drafting, flight.steps, shares)
         others = [share.accepted for share in shares]
-        gathering.landed(passed, rows, planted, time.perf_counter() - flight.began, others)
+        gathering.landed(passed, rows, planted, self._took(flight), others)
+
+    def _took(self, flight: Flight) -> float | None:
+        """Seconds of its round; ``None`` where these say nothing of others like it."""
+        return None if self.speculation.cold else time.perf_counter() - flight.began
 
     def _tempted(self, flight: Flight) -> bool:
         """Whether the host's sources know better than the rounds that run: these are let run out then."""

@@ -130,6 +130,11 @@ class GivenTree:
         """Whether a round right behind the present one, of which nothing is known yet, drafts as that one does."""
         return True
 
+    @property
+    def cold(self) -> bool:
+        """Whether the last round took longer than others like it will."""
+        return False
+
     def begin(self, speculative: bool) -> None:
         """A round begins, or landing it does."""
 
