@@ -5,20 +5,18 @@ Nobody sees a round's scores before it has ended, so depth goes by how deep draf
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
 from specrs._specrs import TreeBatch, TreeShape
 from specrs.engine.batch import Batch, Passed
-from specrs.engine.costs import HOSTED, PLAIN, SPECULATIVE
+from specrs.engine.costs import PLAIN, SPECULATIVE
 from specrs.engine.policy import Kind, SpeculationGate, TreePolicy
 from specrs.engine.speculation import AdaptiveTree, Outlook, PassKind, Share
 
 _KEEP = 0.6  # of drafts accepted so far, how many are taken to be accepted a level deeper, before any was tried
 _LEARN = 0.05
-_SHORT_GAP = 0.5  # plain rounds between two rounds that follow each other at most
 _MOST_UNITED, _LONGEST_BRANCH = 64, 8  # of `cuda/tree_unite.cu`, and `off_spine` of `MergeLimits`
 _ADDS = 0.5  # of other sources' drafts that are accepted, how many the head is taken not to have, before any was tried
 _FORGETS = 5e-4  # of what was learnt of that, how much each round without both takes back, so that both are tried again
@@ -83,7 +81,6 @@ class AheadTree(AdaptiveTree):
     def __init__(self, policy: TreePolicy, shape: TreeShape, cold: Callable[[], bool] = lambda: False) -> None:
         super().__init__(policy, shape.topk)
         self._adds = _ADDS
-        self._ended = -math.inf  # when the last round did
         self._shape, self._cold = shape, cold
         self._tried = drafted_levels(shape)
         self._levels = 1  # of the last round
@@ -108,9 +105,9 @@ class AheadTree(AdaptiveTree):
         levels, tokens, seconds = self._outlook(batch, drafting)
         most = min(others.most, shape.draft_tokens)
         rows = most_nodes(shape, united_levels(shape, levels, most))
-        more = others.rate * (costs.overhead.at(HOSTED) + costs.target.at(size * most)) - size
+        more = others.rate * (costs.overhead.at(SPECULATIVE) + costs.target.at(size * most)) - size
         # The host has to look at such a round before the next.
-        longer = costs.overhead.at(HOSTED) + costs.target.at(size * rows)
+        longer = costs.overhead.at(SPECULATIVE) + costs.target.at(size * rows)
         longer -= costs.target.at(size * most_nodes(shape, levels))
         return tokens / seconds, (tokens + self._adds * max(more, 0.0)) / (seconds + longer)
 
@@ -157,30 +154,20 @@ class AheadTree(AdaptiveTree):
 
     def begin(self, speculative: bool) -> None:
         self._started = time.perf_counter()
-        # What the host did since the last round is part of this one, which ran meanwhile; unless nothing ran.
-        gap = self._started - self._ended
-        if 0.0 < gap < _SHORT_GAP * self.policy.costs.plain(self._batch):
-            self._started -= gap
 
     def plain_round(self, batch: Batch) -> None:
-        if not any(r.followed for r in batch):  # the host sees to the head's features, which plain decoding has not
-            self._learn(PLAIN, self.policy.costs.target.at(len(batch)))
-        super().plain_round(batch)
-        self._ended = time.perf_counter()
-
-    def _learn(self, kind: int, passes: float) -> None:
-        """A round of passes that are modelled to take so long ended. Rounds that run behind each other take less than
-        one by itself, or more where the host is slower than the device: both must be known to compare them."""
         if not self._cold():
-            rest = self._elapsed() - passes
-            self.policy.costs.overhead.observe(kind, min(max(rest, -passes / 2), 2 * passes))
+            costs = self.policy.costs
+            rest = time.perf_counter() - self._started - costs.target.at(len(batch))
+            costs.overhead.observe(PLAIN, max(rest, 0.0))
+        super().plain_round(batch)
 
     def _charged(self, seconds: float) -> float:
         # Sampling, and features that are caught up with, take time that no model of passes has.
         return seconds if self._cold() else super()._charged(seconds)
 
     def _observe_overhead(self, kind: int) -> None:
-        """`_learn` does."""
+        """`plain_round` does."""
 
     def spec_round(
         self,
@@ -190,15 +177,7 @@ class AheadTree(AdaptiveTree):
         steps: int,
         shares: Sequence[Share] | None = None,
     ) -> None:
-        costs, size = self.policy.costs, len(passed)
-        if not any(drafting):
-            room = most_nodes(self._shape, levels_for(self._shape, max(trees().sizes)))
-            self._learn(HOSTED, costs.target.at(size * room))
-        elif shares is None:
-            passes = costs.drafting(size, size * self._topk, steps) - costs.overhead.at(SPECULATIVE)
-            self._learn(SPECULATIVE, passes + costs.target.at(sum(trees().sizes)))
         super().spec_round(passed, trees, drafting, steps, shares)
-        self._ended = time.perf_counter()
         if shares is None:
             self._adds += _FORGETS * (_ADDS - self._adds)
         for p, share in zip(passed, shares or (), strict=shares is not None):

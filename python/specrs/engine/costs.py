@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 
 _STEP = 1.015  # of a running median
 _SHAPE_STEP = 1.004
-_MEAN = 0.05  # weight of what is seen, in a running mean
 _RETURN = 0.01  # of an entry's distance to its calibrated value, at each observation
 
 
@@ -97,29 +96,7 @@ class PassCost:
                 shape[-j - 1] = min(shape[-j - 1], shape[-j])
 
 
-PLAIN, SPECULATIVE, HOSTED = 1, 2, 3  # "rows" of the table of overheads; a device's rounds of the host's trees
-
-
-class Beside(PassCost):
-    """What a device's rounds of each kind take beside their passes: running means.
-
-    One is negative where rounds overlap more than they did as passes were measured.
-
-    Args:
-        seconds: of each kind, before any was seen.
-    """
-
-    def __init__(self, seconds: Sequence[float]) -> None:
-        super().__init__(range(PLAIN, PLAIN + len(seconds)), [0.0] * len(seconds))
-        self._shape, self._seen = list(seconds), [0] * len(seconds)
-
-    def at(self, rows: int) -> float:
-        return self._shape[rows - PLAIN]
-
-    def observe(self, rows: int, seconds: float) -> None:
-        i = rows - PLAIN
-        self._seen[i] += 1
-        self._shape[i] += max(1 / (self._seen[i] + 1), _MEAN) * (seconds - self._shape[i])
+PLAIN, SPECULATIVE = 1, 2  # "rows" of the table of overheads
 
 
 def _overheads() -> PassCost:

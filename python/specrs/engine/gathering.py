@@ -21,7 +21,7 @@ from torch.utils.dlpack import from_dlpack
 from specrs._specrs import DraftCalibration, DraftNodes, DraftProposal, MergedDrafts, TreeBatch, merge_drafts
 from specrs.engine.batch import Batch, Passed
 from specrs.engine.config import GRAMMAR, HEAD
-from specrs.engine.costs import HOSTED, SPECULATIVE, Costs
+from specrs.engine.costs import SPECULATIVE, Costs
 from specrs.engine.deferral import Deferral
 from specrs.engine.executor import Verified
 from specrs.engine.grammars import Grammars
@@ -152,7 +152,6 @@ class Gathering:
 
     def __init__(self, sources: Sources, nodes: int, depth: int, tiers: Sequence[int] | None = None) -> None:
         self.sources, self._nodes, self._depth, self._tiers = sources, nodes, depth, tiers
-        self._kind_of_round = SPECULATIVE if tiers is None else HOSTED  # among overheads
         self._head, self._forced = len(sources.all), len(sources.all) + 1  # what no source says
         self.calibration = DraftCalibration(self._forced + 1)
         self.grammars: Grammars | None = None
@@ -330,7 +329,7 @@ class Gathering:
         if self._tiers is not None:
             self._tier(gathered, policy, limit)
             return gathered
-        overhead = policy.costs.overhead.at(self._kind_of_round)
+        overhead = policy.costs.overhead.at(SPECULATIVE)
         choice = policy.choose(size, nodes, overhead, limit)
         live = self._live.get(batch.requests[0].request_id)
         if size == 1 and live is not None:
@@ -343,7 +342,7 @@ class Gathering:
     def _promise(self, gathered: Gathered, nodes: DraftNodes, policy: TreePolicy) -> None:
         """Note whose drafts are worth verifying where all of the batch draft, whatever their accounts hold."""
         costs, size = policy.costs, len(gathered.merged)
-        overhead, plain = costs.overhead.at(self._kind_of_round), costs.plain(size)
+        overhead, plain = costs.overhead.at(SPECULATIVE), costs.plain(size)
         for i, (r, tree) in enumerate(zip(gathered.batch, gathered.merged, strict=True)):
             live = self._live.get(r.request_id)
             if live is not None and len(tree) > 1:
@@ -370,7 +369,7 @@ class Gathering:
         for i, tier in enumerate(self._tiers or ()):
             if i and (self._tiers or ())[i - 1] > deepest:
                 break  # it would be filled by no tree
-            seconds = costs.overhead.at(self._kind_of_round) + costs.target.at(size * tier)
+            seconds = costs.overhead.at(SPECULATIVE) + costs.target.at(size * tier)
             rate = (size + sum(sum(c[: tier - 1]) for c in chances)) / seconds
             if seconds <= limit and rate > max(gathered.rate, _MARGIN * plain):
                 gathered.rate, gathered.most, gathered.pays = rate, tier, True
@@ -378,8 +377,7 @@ class Gathering:
     def _stake(self, policy: TreePolicy, size: int) -> float:
         """Plain rounds that a request loses by a round with the least drafts, all of them its own and refused."""
         costs, least = policy.costs, size + 1 if self._tiers is None else size * self._tiers[0]
-        plain, took = costs.plain(size), costs.target.at(least) + costs.overhead.at(self._kind_of_round)
-        return (took - plain) / plain * size
+        return (costs.target.at(least) + costs.overhead.at(SPECULATIVE) - costs.plain(size)) / costs.plain(size) * size
 
     def _account(self, r: Request) -> float:
         live = self._live.get(r.request_id)
@@ -455,7 +453,7 @@ class Gathering:
         queries = sum(map(len, planted.drafts))
         if self._tiers is not None:
             queries = len(planted.drafts) * next((n for n in self._tiers if n >= most), most)
-        modelled = costs.overhead.at(self._kind_of_round) + costs.target.at(queries)
+        modelled = costs.overhead.at(SPECULATIVE) + costs.target.at(queries)
         seconds = modelled if seconds is None else min(max(seconds, modelled / 2), 2 * modelled)
         took = seconds / costs.plain(batch)
         gain = sum(len(p.tokens) for p in passed) / batch / took

@@ -355,11 +355,8 @@ class AdaptiveTree(GivenTree):
     def _charged(self, seconds: float) -> float:
         """What accounts pay for a round that is modelled to take so long: the time that it did take. On a machine that
         throttles, passes cost half or twice what is modelled."""
-        return min(max(self._elapsed() - self._caught_up, seconds / 2), 2 * seconds)
-
-    def _elapsed(self) -> float:
-        """Seconds of the round."""
-        return time.perf_counter() - self._started
+        elapsed = time.perf_counter() - self._started - self._caught_up
+        return min(max(elapsed, seconds / 2), 2 * seconds)
 
     def _observe_overhead(self, kind: int) -> None:
         self.policy.costs.overhead.observe(kind, time.perf_counter() - self._started - self._in_passes)

@@ -11,7 +11,7 @@ import pytest
 from specrs import TreeShape
 from specrs._specrs import TreeBatch
 from specrs.engine.ahead import AheadPolicy, AheadTree, most_nodes
-from specrs.engine.costs import HOSTED, PLAIN, SPECULATIVE, Beside, Costs, Pace, PassCost
+from specrs.engine.costs import PLAIN, SPECULATIVE, Costs, Pace, PassCost
 from specrs.engine.speculation import Share
 
 SHAPE = TreeShape(4, 6, 32)
@@ -232,36 +232,3 @@ def test_what_others_add_is_tried_again_and_seldom(clock: list[float]) -> None:
     assert 0 < sum(barren[2000:]) < 200, "and tried now and then"
     fruitful = rounds(speculation, r, 4000, added=4)
     assert sum(fruitful[2000:]) > 1900
-
-
-@pytest.mark.parametrize("real", [0.6, 1.6], ids=["overlapped", "the host is slower"])
-def test_plain_rounds_are_what_they_take_behind_each_other(real: float, clock: list[float]) -> None:
-    """Not what one by itself took: drafts that lose against them are known to lose."""
-    speculation, rng = tree(), random.Random(6)
-    for i in range(8):
-        r, begun, drawn = request(i), clock[0], 0
-        r.give_up_drafts = give_up(r)
-        while r.remaining > 0:
-            [drafts] = speculation.drafting([r], None)  # type: ignore[arg-type]
-            if drafts:
-                n, _ = run(speculation, r, 0.1, rng, clock, beside=real - PLAIN_SECONDS)
-                drawn += n
-                continue
-            speculation.begin(False)
-            clock[0] += real
-            r.tokens, r.remaining, drawn = [*r.tokens, 1], r.remaining - 1, drawn + 1
-            speculation.plain_round([r])  # type: ignore[arg-type]
-        took = clock[0] - begun
-        speculation.forget(r)
-        assert drawn * real / took > (0.97 if i else 0.9), (i, drawn, took)
-    assert speculation.policy.costs.plain(1) == pytest.approx(real, rel=0.05)
-
-
-def test_what_rounds_take_beside_their_passes_is_a_mean() -> None:
-    beside = Beside([0.0, 0.0, 3e-4])
-    assert [beside.at(kind) for kind in (PLAIN, SPECULATIVE, HOSTED)] == [0.0, 0.0, 3e-4]
-    beside.observe(PLAIN, -1e-4)
-    assert beside.at(PLAIN) == pytest.approx(-5e-5), "the first counts for half"
-    for _ in range(200):
-        beside.observe(PLAIN, -1e-4)
-    assert beside.at(PLAIN) == pytest.approx(-1e-4, rel=1e-3) and beside.at(SPECULATIVE) == 0.0
