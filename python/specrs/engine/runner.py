@@ -413,7 +413,7 @@ class Runner:
                 p.request.proposed += nodes - 1
                 p.request.drafting_rounds += nodes > 1
         if flight.beside is not None and self.gathering is not None and drafting is not None:
-            heads, hosts = united.shares(verified, passed)
+            heads, hosts = united.shares(verified, passed, [flight.beside.drafts[row] for row in rows])
             self.speculation.spec_round(passed, lambda: verified.trees, drafting, flight.steps, heads)
             won = [share.accepted for share in heads]
             self.gathering.landed(passed, rows, flight.beside, self._took(flight), won, hosts)
