@@ -7,13 +7,31 @@ use super::device::StreamArg;
 #[cfg(not(feature = "cuda"))]
 use super::device_ops::absent;
 #[cfg(feature = "cuda")]
-use super::device_ops::{self, operands::import};
+use super::device_ops::{
+    self,
+    operands::{Operands, import},
+};
 use super::geometry::TreeShape;
 #[cfg(feature = "cuda")]
 use crate::device::{DeviceTrees, GivenTrees, TreeBuildOperands, TreeUniteOperands};
 
 /// A tensor argument.
 type Arg<'a, 'py> = &'a Bound<'py, PyAny>;
+
+/// The trees that a launch writes: operands from `first` on, masks last.
+#[cfg(feature = "cuda")]
+fn written(o: &Operands, first: usize, g: i32) -> crate::Result<DeviceTrees> {
+    Ok(DeviceTrees {
+        offsets: o.slice(first, g)?,
+        tokens: o.slice(first + 1, g)?,
+        depths: o.slice(first + 2, g)?,
+        parents: o.slice(first + 3, g)?,
+        next_child: o.slice(first + 4, g)?,
+        next_sibling: o.slice(first + 5, g)?,
+        scores: o.slice(first + 6, g)?,
+        masks: o.maybe(first + 7, g)?,
+    })
+}
 
 /// Trees of a round's candidates: roots, max_depths and max_nodes (int32 [batch]), min_score (float32 [1]). `beams` as
 /// for `_device_draft_select`; `trees` are the arrays offsets, tokens, depths, parents, next_child, next_sibling and
@@ -64,16 +82,6 @@ pub(super) fn _device_tree_build(
         )?;
         operands.launch(py, stream, |o, k, s, g| {
             let (min_score, live) = (o.maybe(11, g)?, o.maybe(12, g)?);
-            let trees = DeviceTrees {
-                offsets: o.slice(13, g)?,
-                tokens: o.slice(14, g)?,
-                depths: o.slice(15, g)?,
-                parents: o.slice(16, g)?,
-                next_child: o.slice(17, g)?,
-                next_sibling: o.slice(18, g)?,
-                scores: o.slice(19, g)?,
-                masks: o.maybe(20, g)?,
-            };
             k.tree_build.launch(
                 s,
                 &TreeBuildOperands {
@@ -83,7 +91,7 @@ pub(super) fn _device_tree_build(
                     max_nodes: &o.slice(10, g)?,
                     min_score: min_score.as_ref(),
                     live: live.as_ref(),
-                    trees: &trees,
+                    trees: &written(o, 13, g)?,
                 },
             )
         })
@@ -162,16 +170,7 @@ pub(super) fn _device_tree_unite(
                     roots: &o.slice(8, g)?,
                     max_nodes: &o.slice(9, g)?,
                     live: live.as_ref(),
-                    trees: &DeviceTrees {
-                        offsets: o.slice(11, g)?,
-                        tokens: o.slice(12, g)?,
-                        depths: o.slice(13, g)?,
-                        parents: o.slice(14, g)?,
-                        next_child: o.slice(15, g)?,
-                        next_sibling: o.slice(16, g)?,
-                        scores: o.slice(17, g)?,
-                        masks: o.maybe(18, g)?,
-                    },
+                    trees: &written(o, 11, g)?,
                     origins: &o.slice(19, g)?,
                 },
             )
