@@ -117,7 +117,8 @@ class SamplingParams:
         include_stop: keep the stop string in the text.
         speculative: ``False`` decodes this request plainly; its tokens are the same.
         prediction: text, or token ids, that the output is expected to hold much of, as a file that is to be edited: one
-            more source to draft from. It changes no token. ``None``: nothing is expected.
+            more source to draft from. It changes no token. ``None``: nothing is expected. `RequestOutput.params` has a
+            text's ids, as many as the context has.
         n: outputs of the prompt, which is prefilled once (1, at most 4096); `RequestOutput.outputs` has all. Output i
             draws with a seed of its own, split from the request's: that of output 0 is the request's itself.
         min_tokens: tokens before which no EOS, stop token or stop string ends the output (0). EOS and stop tokens have

@@ -195,10 +195,9 @@ class AsyncLLM:
             if isinstance(llm, LLM) and isinstance(params, SamplingParams) and params.structured_outputs is not None:
                 grammars, form = llm._grammars, params.structured_outputs
                 held = await self._pooled(lambda: grammars.held(form))  # compiled here, no step waits for it
-            if isinstance(params, SamplingParams) and isinstance(expected := params.prediction, str):
-                where = "prompt: SamplingParams.prediction"
-                ids = await self._pooled(lambda: llm._encode(expected, where, special=False))
-                params = replace(params, prediction=ids)
+            if isinstance(params, SamplingParams) and isinstance(params.prediction, str):
+                asked = params
+                params = await self._pooled(lambda: self._predicting(asked))
             prompt = await self._pooled(make) if pooled else make()
             self._desk.queue(slot, prompt, params, began, self._most_tokens)
             await slot.taken()
@@ -207,6 +206,11 @@ class AsyncLLM:
             raise
         del held  # the engine has the grammar now
         return RequestStream(self, slot)
+
+    def _predicting(self, params: SamplingParams) -> SamplingParams:
+        """The same with a text that is expected made tokens, so that the engine's thread need not make them."""
+        ids = self._llm._encode(str(params.prediction), "prompt: SamplingParams.prediction", special=False)
+        return replace(params, prediction=ids[: self._llm.config.max_context_len])
 
     # -- the engine ---------------------------------------------------------------------------------------------
 

@@ -560,6 +560,8 @@ class LLM(Conversing):
         if len(ids) >= context:
             raise ConfigError(f"{where}: {len(ids)} tokens leave no room to generate in max_context_len = {context}")
         prediction = self._prediction(params.prediction, where)[:context]
+        if isinstance(params.prediction, str):  # made tokens once, here or by an `AsyncLLM` before
+            params = replace(params, prediction=tuple(prediction))
         requests: list[Request] = []
         for index in range(params.n):
             request = Request.create(

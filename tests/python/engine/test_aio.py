@@ -509,7 +509,7 @@ def test_what_cannot_go_on_fails_all_and_says_so(tiny: Pair, how: str, monkeypat
         def raises(*_: Any) -> Any:
             raise broken
 
-        monkeypatch.setattr(engine._llm, "step" if how != "loop" else "stats", raises)
+        monkeypatch.setattr(engine._llm, "step" if how != "loop" else "_stats", raises)
         if how == "device":
             monkeypatch.setattr(Worker, "_fault", lambda _, error: error)
         for stream in streams:
