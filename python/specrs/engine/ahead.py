@@ -76,7 +76,7 @@ class AheadTree(AdaptiveTree):
     """
 
     given = True
-    merges = False  # the device drafts and verifies in one launch; what it unites is told by its executor
+    merges = False  # the device drafts and verifies in one launch, and unites trees within it (`joined`)
 
     def __init__(self, policy: TreePolicy, shape: TreeShape, cold: Callable[[], bool] = lambda: False) -> None:
         super().__init__(policy, shape.topk)

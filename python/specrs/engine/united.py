@@ -76,6 +76,7 @@ def traced(
 
 
 def _trees(verified: Verified, drafts: Sequence[MergedDrafts]) -> list[_Tree]:
+    """The tree of each request, and which of its nodes are which of the host's."""
     origins, trees = verified.origins, verified.trees
     assert origins is not None
     arrays = [from_dlpack(a).tolist() for a in (trees.tokens, trees.parents, trees.scores)]
