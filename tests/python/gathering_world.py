@@ -50,7 +50,7 @@ class Text:
         self.params = SimpleNamespace(speculative=True, temperature=self.temperature, cache_salt=None)
         self.draws = SimpleNamespace(grammar=None)
         self.prediction: list[int] = []
-        self.seq, self.committed, self.error = None, 0, None
+        self.seq, self.committed, self.error, self.finish_reason = None, 0, None, None
 
     @property
     def produced(self) -> int:

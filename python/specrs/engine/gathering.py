@@ -187,12 +187,9 @@ class Gathering:
             idle: whether the round waits for the answer; else a device is busy meanwhile, and it costs nothing.
         """
         self._asks += 1
-        for r in batch:
+        for r in batch.requests:
             live = self._live.get(r.request_id)
-            if live is not None:
-                if live.wakes <= self._asks:
-                    break
-            elif (self._proposing or r.draws.grammar is not None) and r.params.speculative:
+            if self._may_draft(r) if live is None else live.wakes <= self._asks:
                 break
         else:  # most rounds of requests whose drafts lose: they must not notice that they might draft
             return None
@@ -208,24 +205,32 @@ class Gathering:
 
     def _may_draft(self, r: Request) -> bool:
         """Whether anything may ever propose for a request."""
-        return r.params.speculative and (self._proposing or r.draws.grammar is not None)
+        return (self._proposing or r.draws.grammar is not None) and r.params.speculative
 
     def _charge(self, batch: Batch, seconds: float, idle: bool) -> None:
         """Those that were asked, and their requests, pay for all that it took: each for its proposal, and all alike for
-        holding them against the tokens that came, for merging and for weighing them."""
-        policy, each = self._policy, [self._live.get(r.request_id) for r in batch]
-        asking = [live for live in each if live is not None and live.asked and live.seen == self._asks]
-        if policy is None or not asking:
+        holding them against the tokens that came, for merging and for weighing them. Where none was asked, the requests
+        that were looked at pay. One that waits for no tokens now is not looked at until there is something to ask."""
+        policy, each = self._policy, [(r, self._live.get(r.request_id)) for r in batch]
+        looked = [(r, live) for r, live in each if live is not None and live.seen == self._asks]
+        if policy is None or not looked:
             return
-        asked, plain = sum(len(live.asked) for live in asking), policy.costs.plain(len(batch)) / len(batch)
-        own = sum(live.began + sum(one.proposing for one in live.asked) for live in asking)
-        shared = max(seconds - own, 0.0) / asked
-        for live in asking:
+        asked, plain = sum(len(live.asked) for _, live in looked), policy.costs.plain(len(batch)) / len(batch)
+        own = sum(live.began + sum(one.proposing for one in live.asked) for _, live in looked)
+        shared = max(seconds - own, 0.0) / (asked or len(looked))
+        for r, live in looked:
             took, live.began = live.began, 0.0
-            took += sum(one.took(one.proposing + shared, plain) for one in live.asked)
-            if live.gate is not None and idle:
+            took += sum(one.took(one.proposing + shared, plain) for one in live.asked) if asked else shared
+            if not live.at:
+                for one in live.asked:
+                    one.gained(0.0)
+            if live.gate is None:
+                continue
+            if idle:
                 live.gate.pay(took / plain)
                 live.purse = max(live.purse - took / plain, 0.0)
+            if not live.at and r.draws.grammar is None:
+                live.wakes = self._asks + 1 + self._sleep(r, live, live.gate, len(batch))
 
     def _parts(self, r: Request, batch: int) -> tuple[list[Part | None], Part | None]:
         """What each source proposes, and what the request's grammar forces."""
@@ -248,11 +253,9 @@ class Gathering:
         if live.gate is not None:
             live.purse = min(live.purse + rounds * _asking(live.gate.kind), _PURSE)
         if due and self._policy is not None and live.gate is not None:
-            if self._terms is None:
-                plain = self._policy.costs.plain(batch) / batch
-                self._terms = plain, self._stake(self._policy, batch)
+            plain, stake = self._priced(self._policy, batch)
             # What asking takes leaves enough for a round that drafts; beside that, a request may ask now and then.
-            left = max(live.gate.account(r.produced) - self._terms[1], live.purse) * self._terms[0]
+            left = max(live.gate.account(r.produced) - stake, live.purse) * plain
         for one in due:
             if one.needs > left:
                 continue
@@ -263,25 +266,31 @@ class Gathering:
             one.part = one.told.propose(r.tokens, self._nodes - 1, depth, self.sources.vocab_size)
             one.proposing = time.perf_counter() - started
         live.drafted, live.forced = False, self._forces(r)
-        live.at = len(r.tokens) if live.asked or live.forced is not None else 0
+        said = live.forced is not None or any(one.part is not None for one in live.asked)
+        live.at = len(r.tokens) if said else 0
         if self._learns:
-            live.heard = self._hears(live, batch)
-            (self._hearing.add if live.heard else self._hearing.discard)(r.request_id)
-        if not live.at and live.gate is not None and r.draws.grammar is None:
-            live.wakes = self._asks + 1 + self._sleep(r, live, due)
+            self._attend(r, live, batch)
         return live.parts, live.forced
 
-    def _sleep(self, r: Request, live: _Live, due: Sequence[Asking]) -> int:
+    def _priced(self, policy: TreePolicy, batch: int) -> tuple[float, float]:
+        """Seconds of a request's plain round, and its stake, as this round finds them."""
+        if self._terms is None:
+            self._terms = policy.costs.plain(batch) / batch, self._stake(policy, batch)
+        return self._terms
+
+    def _sleep(self, r: Request, live: _Live, gate: SpeculationGate, batch: int) -> int:
         """Rounds until a source is due that the request can pay."""
-        rest = [one.rest for one in live.sources if one not in due]
-        if due and self._terms is not None and live.gate is not None:
-            plain, stake = self._terms
-            needs = min(one.needs for one in due) / plain
-            wait = (needs + stake - live.gate.account(r.produced)) / ALLOWANCE
+        if self._policy is None or not live.sources:
+            return _LONGEST_SLEEP
+        plain, stake = self._priced(self._policy, batch)
+        account, saves, sleeps = gate.account(r.produced), _asking(gate.kind), list[int]()
+        for one in live.sources:
+            needs = one.needs / plain
+            wait = (needs + stake - account) / ALLOWANCE
             if needs <= _PURSE:
-                wait = min(wait, (needs - live.purse) / _ASKING)
-            rest.append(min(math.ceil(wait) - 1, _LONGEST_SLEEP))
-        return max(min(rest, default=_LONGEST_SLEEP), 0)
+                wait = min(wait, (needs - live.purse) / saves)
+            sleeps.append(max(one.rest, min(math.ceil(wait) - 1, _LONGEST_SLEEP)))
+        return max(min(sleeps), 0)
 
     def _forces(self, r: Request) -> Part | None:
         """What the grammar of a request forces; it costs as good as nothing."""
@@ -527,13 +536,18 @@ class Gathering:
         each = (time.perf_counter() - started) / len(learning)
         for _, one in learning:
             one.watched(each)
+        for r in (batch.requests[i] for i in requests):
+            live = self._live[r.request_id]
+            if not live.at and live.asked:  # they said nothing, and nobody looks at the request in the next round
+                live.asked = []
+                self._attend(r, live, len(batch))
 
-    def _hears(self, live: _Live, batch: int) -> list[Asking]:
-        """Sources that are told of the next rounds: those that were asked, and others that take little."""
-        policy = self._policy
-        most = math.inf if policy is None else _HEARD * policy.costs.plain(batch)
+    def _attend(self, r: Request, live: _Live, batch: int) -> None:
+        """Sources are told of the next rounds that were asked, and others that take little."""
+        most = math.inf if self._policy is None else _HEARD * self._policy.costs.plain(batch)
         able = [one for one in live.sources if one.told.observes]
-        return [one for one in able if one in live.asked or (not one.rest and one.worth.watching < most)]
+        live.heard = [one for one in able if one in live.asked or (not one.rest and one.worth.watching < most)]
+        (self._hearing.add if live.heard else self._hearing.discard)(r.request_id)
 
     def forget(self, r: Request) -> None:
         """The request has ended."""

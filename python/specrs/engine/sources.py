@@ -260,6 +260,8 @@ class Sources:
     def warn(self) -> None:
         """Tell the user what has failed since the last time. Where warnings are errors, the first one is raised, and
         has the others as notes: each step raises once, however many drafters failed in it."""
+        if not self._faults:  # every step asks
+            return
         faults = list(self._faults)
         self._faults.clear()
         for i, fault in enumerate(faults, 1):

@@ -218,8 +218,10 @@ class AdaptiveTree(GivenTree):
                 self._gate(r).pay(price)
 
     def awake(self, batch: Batch) -> bool:
-        # Where one is, all are asked: what one alone cannot pay, several may.
-        return any(r.followed and len(r.tokens) >= self._wakes.get(r.request_id, 0) and r.max_depth > 0 for r in batch)
+        for r in batch.requests:  # of requests that gave the head up, a round asks nothing more
+            if r.followed and len(r.tokens) >= self._wakes.get(r.request_id, 0) and r.max_depth > 0:
+                return True  # where one is, all are asked: what one alone cannot pay, several may
+        return False
 
     def drafting(self, batch: Batch, drafter: LooksBack) -> list[bool]:
         able = [self._able(r, len(batch), drafter) if r.followed else None for r in batch]

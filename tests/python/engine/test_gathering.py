@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from gathering_world import VOCAB, Clock, Foretells, text, world
-from specrs.drafters import Proposal
+from specrs.drafters import DraftRequest, Proposal
+from specrs.engine.batch import Batch
 from specrs.engine.costs import Costs, PassCost
 from specrs.engine.policy import TreePolicy
 from specrs.engine.speculation import AdaptiveTree
@@ -78,6 +82,77 @@ def test_a_source_that_is_always_wrong_costs_little(
     took = sum(w.run([one]) for one in texts)
     # Of its first two times nobody knows what they will cost.
     assert took - 2 * asking < 3600 * 1.02, (took, len(source.asked), w.drafted)
+
+
+@pytest.mark.parametrize("says", ["nothing", "what never comes"])
+@pytest.mark.parametrize("asking", [0.003, 0.05, 0.12, 1.0])
+def test_requests_are_looked_at_only_where_something_is_asked_or_judged(
+    asking: float, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, texts = Clock(), [text(600, i) for i in range(6)]
+
+    def wrong(coming: list[int], room: int) -> Proposal:
+        return chain([(t + 1) % VOCAB for t in coming[: min(8, room)]], 0.3, 0.3)
+
+    source = Foretells(clock, texts, wrong if says != "nothing" else lambda coming, room: Proposal(), asking=asking)
+    other = Foretells(clock, texts, source.says, asking=1.5 * asking, name="another")
+    w, looks = world(monkeypatch, clock, [source, other], STEEP), 0
+    judge = w.gathering._judge
+
+    def looked(*args: Any) -> None:
+        nonlocal looks
+        looks += 1
+        judge(*args)
+
+    monkeypatch.setattr(w.gathering, "_judge", looked)
+    for one in texts:
+        w.run([one])
+    asked = len(source.asked) + len(other.asked)
+    # What was said is held against the token behind it. An account is looked at once in 33 rounds, at the least, and a
+    # request once at its end.
+    assert looks <= asked * (1 if says == "nothing" else 2) + len(texts) * (600 / 33 + 2), (looks, asked)
+
+
+def test_looking_at_a_request_is_paid_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, one = Clock(), text(2000)
+    w = world(monkeypatch, clock, [Foretells(clock, [one], lambda coming, room: Proposal(), asking=0.14)], FLAT)
+    judge = w.gathering._judge
+
+    def dear(*args: Any) -> None:
+        clock.now += 0.5
+        judge(*args)
+
+    monkeypatch.setattr(w.gathering, "_judge", dear)
+    took = w.run([one])
+    live = w.gathering._live.get(one.request_id)
+    assert live is None and took < 2000 * 1.015, took
+
+
+def test_a_source_that_said_nothing_hears_of_the_round_that_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, one, heard = Clock(), text(400), list[int]()
+
+    def observe(tokens: Sequence[int], top: Sequence[Sequence[int]]) -> None:
+        clock.now += 0.05  # more than a source that is not asked may take
+        heard.append(one.produced)
+
+    source = Foretells(clock, [one], lambda coming, room: Proposal(), asking=0.05)
+    begin = source.begin
+
+    def begins(request: DraftRequest) -> Any:
+        told = begin(request)
+        told.observe = observe
+        return told
+
+    monkeypatch.setattr(source, "begin", begins)
+    w = world(monkeypatch, clock, [source], STEEP)
+    while one.remaining > 1:
+        w.gathering.ask(Batch([one]))  # type: ignore[list-item]
+        clock.now += 1.0
+        one.tokens.append(one.all[len(one.tokens)])
+        row = SimpleNamespace(likeliest=lambda requests, count: [([1], [[1]])])
+        w.gathering.watch(Batch([one]), row)  # type: ignore[arg-type, list-item]
+    assert source.asked and heard[1:] == [n + 1 for n in source.asked][-len(heard) + 1 :]
+    assert len(heard) <= len(source.asked) + 1, "its first time, nobody knows what telling it takes"
 
 
 def test_a_dear_source_does_not_make_a_cheap_one_look_dear(monkeypatch: pytest.MonkeyPatch) -> None:
