@@ -310,6 +310,10 @@ class Device(HostExecutor):
         self.might("first")
         return Round(self, self._running, number, batch, range(len(batch)))
 
+    @property
+    def waited(self) -> float:
+        return 0.0
+
     def following(self, verified: Any) -> Any:
         if not isinstance(verified, Round) or not verified.loop or verified.number != self._handed - 1:
             return None

@@ -5,19 +5,27 @@ Nobody sees a round's scores before it has ended, so depth goes by how deep draf
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 from specrs._specrs import TreeBatch, TreeShape
 from specrs.engine.batch import Batch, Passed
-from specrs.engine.costs import PLAIN, SPECULATIVE
-from specrs.engine.policy import Kind, SpeculationGate, TreePolicy
-from specrs.engine.speculation import AdaptiveTree, Outlook, PassKind, Share
+from specrs.engine.costs import FOLLOWED, HOSTED, PLAIN, SPECULATIVE
+from specrs.engine.policy import TRIES, Kind, SpeculationGate, Standing, Step, TreePolicy, endow
+from specrs.engine.request import Request
+from specrs.engine.speculation import AdaptiveTree, LooksBack, Outlook, PassKind, Share
 
 _KEEP = 0.6  # of drafts accepted so far, how many are taken to be accepted a level deeper, before any was tried
 _LEARN = 0.05
+_SHORT_GAP = 0.5  # plain rounds between two rounds that follow each other at most
 _MOST_UNITED, _LONGEST_BRANCH = 64, 8  # of `cuda/tree_unite.cu`, and `off_spine` of `MergeLimits`
+_WORTH_A_TRY = 1.01  # stakes
+_MOST_ENTRY = 16.0  # plain rounds
+_PRIOR = 2.0  # plain rounds that the head is taken to win a request, before it was tried
+_ENTER = 0.1  # weight of what a request's first round with drafts takes longer
 _ADDS = 0.5  # of other sources' drafts that are accepted, how many the head is taken not to have, before any was tried
 _FORGETS = 5e-4  # of what was learnt of that, how much each round without both takes back, so that both are tried again
 
@@ -58,15 +66,51 @@ def drafted_levels(shape: TreeShape) -> set[int]:
     return {1, (shape.steps + 1) // 2, shape.steps}
 
 
+@dataclass
 class AheadPolicy(TreePolicy):
     """Drafts from the first round on, and again once it has lost what it may, without a look back: a round of one level
     costs less than asking the head would.
 
-    What that may lose is the account's to bound, as ever.
+    What that may lose is the account's to bound, as ever. Plain rounds run behind one another, but those that the head
+    follows do not: features lie where the next round's will, and the host has to save them in between. Where that takes
+    more than a request may lose, one that cannot draft is given up. Since it cannot wait until it may draft, it does so
+    at once, on what its kind has saved; and where drafts of its kind win, it drafts on by that.
+
+    Attributes:
+        entry: seconds that the first round with drafts of a request takes longer than its others, for the head's pass
+            over its prompt.
     """
+
+    entry: float = 1e-3
+
+    def __post_init__(self) -> None:
+        kinds = self.greedy, self.cool, self.hot
+        endow(kinds, self.stake(1, 1), self.costs.plain(1))
+        for kind in kinds:
+            kind.worth = _PRIOR  # who loads a head has reason to
 
     def early(self, gate: SpeculationGate, lag: int) -> bool:
         return True
+
+    def following(self, batch: int) -> float:
+        overhead = self.costs.overhead
+        return max(overhead.at(FOLLOWED) - overhead.at(PLAIN), 0.0) / self.costs.plain(batch)
+
+    def waiting(self, tokens: int, batch: int) -> float:
+        # Of one token, a round with drafts writes the draft KV itself.
+        return self.entry / self.costs.plain(batch) * batch if tokens > 1 else 0.0
+
+    def gate(self, temperature: float, tokens: int, prompt: int, batch: int = 1) -> SpeculationGate:
+        gate = super().gate(temperature, tokens, prompt, batch)
+        if not gate.kind.trusted():
+            gate.borrow(self.waiting(prompt, batch) + TRIES * self.stake(batch, batch) - gate.account(0))
+        return gate
+
+    def step(self, gate: SpeculationGate, batch: int, at: Standing, reach: Callable[[], int]) -> Step:
+        stake = self.stake(batch, batch)
+        if gate.kind.trusted() and gate.account(at.produced) < stake:
+            gate.borrow(TRIES * stake)
+        return super().step(gate, batch, at, reach)
 
 
 class AheadTree(AdaptiveTree):
@@ -78,13 +122,24 @@ class AheadTree(AdaptiveTree):
     given = True
     merges = False  # the device drafts and verifies in one launch, and unites trees within it (`joined`)
 
-    def __init__(self, policy: TreePolicy, shape: TreeShape, cold: Callable[[], bool] = lambda: False) -> None:
+    policy: AheadPolicy
+
+    def __init__(self, policy: AheadPolicy, shape: TreeShape, cold: Callable[[], bool] = lambda: False) -> None:
         super().__init__(policy, shape.topk)
         self._adds = _ADDS
+        self._entering = False  # a request of the round drafts for the first time
+        self._ended = -math.inf  # when the last round did
         self._shape, self._cold = shape, cold
         self._tried = drafted_levels(shape)
         self._levels = 1  # of the last round
         self._keeps: dict[int, list[float]] = {}  # by kind: of each level, the share that is accepted if its parent is
+
+    def _able(self, r: Request, batch: int, drafter: LooksBack) -> tuple[float, float] | None:
+        able = super()._able(r, batch, drafter)
+        if able is None:
+            return None
+        # What it may lose it may try: deeper levels win more than the first, and nobody can wait for better times.
+        return able[0], max(able[1], _WORTH_A_TRY * self.policy.stake(batch, batch))
 
     def cap(self, batch: Batch, drafting: Sequence[bool]) -> int:
         self._levels = self._best(batch, drafting)
@@ -105,16 +160,16 @@ class AheadTree(AdaptiveTree):
         levels, tokens, seconds = self._outlook(batch, drafting)
         most = min(others.most, shape.draft_tokens)
         rows = most_nodes(shape, united_levels(shape, levels, most))
-        more = others.rate * (costs.overhead.at(SPECULATIVE) + costs.target.at(size * most)) - size
+        more = others.rate * (costs.overhead.at(HOSTED) + costs.target.at(size * most)) - size
         # The host has to look at such a round before the next.
-        longer = costs.overhead.at(SPECULATIVE) + costs.target.at(size * rows)
+        longer = costs.overhead.at(HOSTED) + costs.target.at(size * rows)
         longer -= costs.target.at(size * most_nodes(shape, levels))
         return tokens / seconds, (tokens + self._adds * max(more, 0.0)) / (seconds + longer)
 
     def stays(self, batch: Batch, drafting: Sequence[bool]) -> bool:
         drew = [r for r, drafts in zip(batch, drafting, strict=False) if drafts]
         stake = self.policy.stake(len(batch), max(len(drew), 1))
-        if any(self._gate(r).account(r.produced) < stake for r in drew):
+        if any(self.gate(r).account(r.produced) < stake for r in drew):
             return False
         return self._best(batch, drafting) == self._levels
 
@@ -124,7 +179,7 @@ class AheadTree(AdaptiveTree):
     def _outlook(self, batch: Batch, drafting: Sequence[bool]) -> tuple[int, float, float]:
         """The number of levels that yields most a second; tokens that a round of it is expected to give, and its
         seconds."""
-        kinds = [self._gate(r).kind for r, d in zip(batch, drafting, strict=True) if d]
+        kinds = [self.gate(r).kind for r, d in zip(batch, drafting, strict=True) if d]
         costs, limit = self.policy.costs, self.limit(batch, drafting)
         shape, size = self._shape, len(batch)
         best, best_rate, expected = (1, float(size), costs.plain(size)), 0.0, float(size)
@@ -154,20 +209,45 @@ class AheadTree(AdaptiveTree):
 
     def begin(self, speculative: bool) -> None:
         self._started = time.perf_counter()
+        # What the host did since the last round is part of this one, which ran meanwhile; unless nothing ran.
+        gap = self._started - self._ended
+        if 0.0 < gap < _SHORT_GAP * self.policy.costs.plain(self._batch):
+            self._started -= gap
 
     def plain_round(self, batch: Batch) -> None:
-        if not self._cold():
-            costs = self.policy.costs
-            rest = time.perf_counter() - self._started - costs.target.at(len(batch))
-            costs.overhead.observe(PLAIN, max(rest, 0.0))
+        policy, size = self.policy, len(batch)
+        followed = [r for r in batch if r.followed]
+        self._learn(FOLLOWED if followed else PLAIN, policy.costs.target.at(size), size)
+        for r in followed:  # all wait for their features
+            self.gate(r).pay(policy.following(size) * size / len(followed))
         super().plain_round(batch)
+        self._ended = time.perf_counter()
+
+    def _learn(self, kind: int, passes: float, size: int) -> None:
+        """A round of ``size`` requests ended, of passes that are modelled to take so long. Rounds that run behind each
+        other take less than one by itself, or more where the host is slower than the device: both must be known to
+        compare them."""
+        if self._cold():
+            return
+        costs, elapsed = self.policy.costs, self._elapsed()
+        costs.overhead.observe(kind, min(max(elapsed - passes, -passes / 2), 2 * passes))
+        if kind != PLAIN and elapsed < costs.plain(size):  # a plain round does nothing that this one does not
+            plain = costs.target.at(size)
+            costs.overhead.observe(PLAIN, max(elapsed - plain, -plain / 2))
+
+    def _enter(self, longer: float) -> None:
+        """A round in which a request drafted for the first time took so much longer."""
+        if not self._cold():
+            policy = self.policy
+            policy.entry += _ENTER * (min(max(longer, 0.0), _MOST_ENTRY * policy.costs.plain(1)) - policy.entry)
 
     def _charged(self, seconds: float) -> float:
-        # Sampling, and features that are caught up with, take time that no model of passes has.
-        return seconds if self._cold() else super()._charged(seconds)
+        # Sampling, and features that are caught up with, take time that no model of passes has. What a request's first
+        # round takes longer was paid with its prompt.
+        return seconds if self._cold() or self._entering else super()._charged(seconds)
 
     def _observe_overhead(self, kind: int) -> None:
-        """`plain_round` does."""
+        """`_learn` does."""
 
     def spec_round(
         self,
@@ -177,7 +257,19 @@ class AheadTree(AdaptiveTree):
         steps: int,
         shares: Sequence[Share] | None = None,
     ) -> None:
+        costs, size = self.policy.costs, len(passed)
+        self._entering = any(d and not self.gate(p.request).drafted for p, d in zip(passed, drafting, strict=True))
+        if not any(drafting):
+            room = most_nodes(self._shape, levels_for(self._shape, max(trees().sizes)))
+            self._learn(HOSTED, costs.target.at(size * room), size)
+        elif shares is None:
+            seconds = costs.drafting(size, size * self._topk, steps) + costs.target.at(sum(trees().sizes))
+            if self._entering:
+                self._enter(self._elapsed() - seconds)
+            else:
+                self._learn(SPECULATIVE, seconds - costs.overhead.at(SPECULATIVE), size)
         super().spec_round(passed, trees, drafting, steps, shares)
+        self._ended = time.perf_counter()
         if shares is None:
             self._adds += _FORGETS * (_ADDS - self._adds)
         for p, share in zip(passed, shares or (), strict=shares is not None):
@@ -188,6 +280,6 @@ class AheadTree(AdaptiveTree):
             accepted = len(p.tokens) - 1 if shares is None else shares[i].accepted
             # One that has ended had less room than the others.
             if drafts and p.request.finish_reason is None:
-                keep = self._keep(self._gate(p.request).kind)
+                keep = self._keep(self.gate(p.request).kind)
                 for level in range(min(steps + 1, accepted + 1)):
                     keep[level] += _LEARN * ((accepted > level) - keep[level])

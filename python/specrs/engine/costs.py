@@ -16,6 +16,9 @@ from dataclasses import dataclass, field
 
 _STEP = 1.015  # of a running median
 _SHAPE_STEP = 1.004
+_MEAN = 0.05  # weight of what is seen, in a running mean
+_YOUNG = 8  # seen, of a mean that whatever is seen may move
+_LEAST_STEP = 1e-4  # seconds
 _RETURN = 0.01  # of an entry's distance to its calibrated value, at each observation
 
 
@@ -96,7 +99,34 @@ class PassCost:
                 shape[-j - 1] = min(shape[-j - 1], shape[-j])
 
 
-PLAIN, SPECULATIVE = 1, 2  # "rows" of the table of overheads
+# "Rows" of the table of overheads. Of a device alone: rounds of the host's trees, and plain ones that the head follows.
+PLAIN, SPECULATIVE, HOSTED, FOLLOWED = 1, 2, 3, 4
+
+
+class Beside(PassCost):
+    """What a device's rounds of each kind take beside their passes: running means.
+
+    One is negative where rounds overlap more than they did as passes were measured.
+
+    Args:
+        seconds: of each kind, before any was seen.
+    """
+
+    def __init__(self, seconds: Sequence[float]) -> None:
+        super().__init__(range(PLAIN, PLAIN + len(seconds)), [0.0] * len(seconds))
+        self._shape, self._seen = list(seconds), [0] * len(seconds)
+
+    def at(self, rows: int) -> float:
+        return self._shape[rows - PLAIN]
+
+    def observe(self, rows: int, seconds: float) -> None:
+        i = rows - PLAIN
+        self._seen[i] += 1
+        more = seconds - self._shape[i]
+        if self._seen[i] > _YOUNG:  # one that stalled moves it no further than others
+            most = max(abs(self._shape[i]) / 2, _LEAST_STEP)
+            more = min(max(more, -most), most)
+        self._shape[i] += max(1 / (self._seen[i] + 1), _MEAN) * more
 
 
 def _overheads() -> PassCost:

@@ -35,7 +35,7 @@ from specrs.engine.ahead import (
 from specrs.engine.batch import Batch
 from specrs.engine.budget import attention_passes
 from specrs.engine.config import EngineConfig
-from specrs.engine.costs import PLAIN, SPECULATIVE, Costs, Pace, PassCost
+from specrs.engine.costs import Beside, Costs, Pace, PassCost
 from specrs.engine.executor import Clock, Deepen, Drafted, Verified, Watched
 from specrs.engine.host import HostDrafted, HostDrafts, HostExecutor, Root, likeliest, non_finite
 from specrs.engine.lanes import MOST_AHEAD, Activations, Lanes, Models, Roots, Variant, buckets, longest_path
@@ -49,7 +49,9 @@ from specrs.models.llama import LlamaModel
 from specrs.models.ops import KvMemory
 
 _RUNS = 5  # of a round that is measured
-_OVERHEAD = 2e-4  # seconds of the host's part of a round, before any was seen
+# Seconds, before any was seen: the host's part of a plain round, which bounds those of small models; and what it does
+# while the device waits for it, in a round with trees of the host's, and in a plain one that the head follows.
+_HOST, _HOSTED, _FOLLOWED = 4e-4, 2e-4, 4e-4
 
 
 @dataclass(frozen=True)
@@ -333,7 +335,7 @@ class CudaExecutor(HostExecutor):
             PassCost(rows, [target[n] for n in rows], pace),
             PassCost([1], [step], pace),
             PassCost([1, 2 * self._buckets[-1]], [extend, extend], pace),
-            PassCost([PLAIN, SPECULATIVE], [_OVERHEAD, _OVERHEAD], pace),
+            _beside(plain),
         )
         return AheadTree(AheadPolicy(costs), shape, lambda: self._running is not None and self._running.cold)
 
@@ -343,20 +345,30 @@ class CudaExecutor(HostExecutor):
         deep = [levels_for(shape, n) for n in tiers(shape.draft_tokens) if n >= min(8, shape.draft_tokens)]
         target = {b * most_nodes(shape, n): self._seconds(b, n) for b in sizes for n in (0, *deep)}
         rows, nothing = sorted(target), PassCost([1], [0.0], pace)
-        overhead = PassCost([PLAIN, SPECULATIVE], [_OVERHEAD, _OVERHEAD], pace)
-        costs = Costs(PassCost(rows, [target[n] for n in rows], pace), nothing, PassCost([1], [0.0], pace), overhead)
+        costs = Costs(
+            PassCost(rows, [target[n] for n in rows], pace), nothing, PassCost([1], [0.0], pace), _beside(target[1])
+        )
         return AheadTree(AheadPolicy(costs), shape, lambda: self._running is not None and self._running.cold)
 
     def _seconds(self, size: int, levels: int) -> float:
-        """Of a round of a bucket whose lanes are all dead: its passes run over as many rows."""
+        """Of a round of a bucket whose lanes are all dead: its passes run over as many rows. From one to the next where
+        they are launched ahead, as rounds without trees of the host's are."""
         lanes = self._of(size)
         lanes.give([], [], [], [], 1)
         heads = self.drafts is not None
+        variant = Variant(size, levels, heads, None, trees=levels > 0 and not heads)
+        ahead = self._graphs and not variant.trees
         seconds = []
+        last = lanes.launch(variant, self._graphs)
         for _ in range(_RUNS + 3):  # the first ones make memory, and a graph
             started = time.perf_counter()
-            lanes.landed(lanes.launch(Variant(size, levels, heads, None, trees=levels > 0 and not heads), self._graphs))
+            if ahead:
+                number, last = last, lanes.again(variant, self._graphs)
+            else:
+                number = lanes.launch(variant, self._graphs)
+            lanes.landed(number)
             seconds.append(time.perf_counter() - started)
+        lanes.landed(last if ahead else number)
         return statistics.median(seconds[3:])
 
     def _of(self, size: int) -> Lanes:
@@ -414,6 +426,10 @@ class CudaExecutor(HostExecutor):
         waits = follow and not all(depth > 0 or not r.followed for r, depth in zip(batch, asked.depths, strict=True))
         self._alone = waits or lanes.changing or trees is not None or self._level == "off"
         return LaunchedRound(batch, lanes, number, variant, range(len(batch)), given)
+
+    @property
+    def waited(self) -> float:
+        return sum(lanes.waited for lanes in self._lanes.values())
 
     def following(self, verified: Verified) -> Verified | None:
         if not isinstance(verified, LaunchedRound):
@@ -511,6 +527,12 @@ class CudaDrafts(HostDrafts):
         if not isinstance(root, DeviceRoot):
             return super()._root(request)
         return Root(self._roots.logits[root.row].to("cpu", torch.float32), self._roots.hidden[root.row])
+
+
+def _beside(plain: float) -> Beside:
+    """What rounds take beside their passes, where a plain pass takes so long."""
+    host = max(_HOST - plain, 0.0)
+    return Beside([host, 0.0, _HOSTED, host + _FOLLOWED])
 
 
 def _bad_root(request: int, logits: torch.Tensor | None) -> core.NonFiniteError:

@@ -200,6 +200,10 @@ class Executor(Protocol):
     # Rounds behind a round of which nobody has read anything yet: an executor that can say what the next one needs
     # without the host launches it at once.
 
+    @property
+    def waited(self) -> float:
+        """Seconds, ever, for which the host had nothing to do but to wait for such rounds."""
+
     def following(self, verified: Verified) -> Verified | None:
         """The round that the device has begun by itself behind this one, for which this one is waited for."""
 

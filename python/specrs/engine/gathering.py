@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch.utils.dlpack import from_dlpack
@@ -21,11 +21,11 @@ from torch.utils.dlpack import from_dlpack
 from specrs._specrs import DraftCalibration, DraftNodes, DraftProposal, MergedDrafts, TreeBatch, merge_drafts
 from specrs.engine.batch import Batch, Passed
 from specrs.engine.config import GRAMMAR, HEAD
-from specrs.engine.costs import SPECULATIVE, Costs
+from specrs.engine.costs import HOSTED, SPECULATIVE, Costs
 from specrs.engine.deferral import Deferral
 from specrs.engine.executor import Verified
 from specrs.engine.grammars import Grammars
-from specrs.engine.policy import ALLOWANCE, Kind, SpeculationGate, TreePolicy
+from specrs.engine.policy import ALLOWANCE, TRIES, Kind, SpeculationGate, TreePolicy, endow
 from specrs.engine.request import Request
 from specrs.engine.sources import Part, Sources
 from specrs.engine.speculation import Share
@@ -35,6 +35,7 @@ LIKELIEST = 8
 """Next tokens of a verified node that sources which observe are told."""
 
 _LONGEST_SLEEP = 32  # rounds of a request that cannot pay for asking, until its account is looked at again
+_SPARED = 3  # rounds of a request that it sleeps at least, where asking costs nothing
 _PRICE = 0.02  # plain rounds that verifying a draft takes at least
 _CREDIT = 2.0  # smallest rounds that a request may lose where drafts of its kind win, or its own would have won
 _FORETOLD = 3  # tokens that came as proposals said, none of which a round has verified
@@ -152,16 +153,20 @@ class Gathering:
 
     def __init__(self, sources: Sources, nodes: int, depth: int, tiers: Sequence[int] | None = None) -> None:
         self.sources, self._nodes, self._depth, self._tiers = sources, nodes, depth, tiers
+        self._kind_of_round = SPECULATIVE if tiers is None else HOSTED  # among overheads
         self._head, self._forced = len(sources.all), len(sources.all) + 1  # what no source says
         self.calibration = DraftCalibration(self._forced + 1)
         self.grammars: Grammars | None = None
         """Of the engine, where requests may have grammars."""
+        self.heads_account: Callable[[Request], SpeculationGate] | None = None
+        """Of a request, where there is a head: what that has lost, a request does not lose to other sources again."""
         self._proposing = bool(sources.all)
         self._policy: TreePolicy | None = None
         self._worth = [Worth() for _ in sources.all]
         self._live: dict[int, _Live] = {}
         self._batch = 1  # of the last round
         self._terms: tuple[float, float] | None = None  # of this one: seconds of a request's plain round, its stake
+        self._spare = 0.0  # of this one: see `ask`
         self._asks = 0  # calls of `ask`
         self._learns = False  # some drafting learns from verified trees
         self._hearing = set[int]()  # requests whose draftings are told of them
@@ -177,14 +182,16 @@ class Gathering:
         # so a kind of requests still has a temper of its own.
         greedy, cool, hot = (Kind(hits=0.5, temper=1.0) for _ in range(3))
         self._policy = TreePolicy(costs, greedy, cool, hot)
+        if self._tiers is not None:
+            endow((greedy, cool, hot), self._stake(self._policy, 1), costs.plain(1))
 
     # -- before a round -----------------------------------------------------------------------------------------
 
-    def ask(self, batch: Batch, *, idle: bool = True) -> Gathered | None:
+    def ask(self, batch: Batch, *, spare: float = 0.0) -> Gathered | None:
         """What the sources propose; ``None`` for nothing.
 
         Args:
-            idle: whether the round waits for the answer; else a device is busy meanwhile, and it costs nothing.
+            spare: seconds for which a device is busy meanwhile, so that they cost nothing.
         """
         self._asks += 1
         for r in batch.requests:
@@ -194,20 +201,20 @@ class Gathering:
         else:  # most rounds of requests whose drafts lose: they must not notice that they might draft
             return None
         started = time.perf_counter()
-        self._batch, self._terms = len(batch), None
+        self._batch, self._terms, self._spare = len(batch), None, spare
         each = [self._parts(r, len(batch)) for r in batch]
         parts, forced = [told for told, _ in each], [forced for _, forced in each]
         gathered = None
         if any(one is not None for told in (*parts, forced) for one in told):
             gathered = self._weighed(batch, parts, forced)
-        self._charge(batch, time.perf_counter() - started, idle)
+        self._charge(batch, time.perf_counter() - started)
         return gathered
 
     def _may_draft(self, r: Request) -> bool:
         """Whether anything may ever propose for a request."""
         return (self._proposing or r.draws.grammar is not None) and r.params.speculative
 
-    def _charge(self, batch: Batch, seconds: float, idle: bool) -> None:
+    def _charge(self, batch: Batch, seconds: float) -> None:
         """Those that were asked, and their requests, pay for all that it took: each for its proposal, and all alike for
         holding them against the tokens that came, for merging and for weighing them. Where none was asked, the requests
         that were looked at pay. One that waits for no tokens now is not looked at until there is something to ask."""
@@ -220,15 +227,15 @@ class Gathering:
         shared = max(seconds - own, 0.0) / (asked or len(looked))
         for r, live in looked:
             took, live.began = live.began, 0.0
-            took += sum(one.took(one.proposing + shared, plain) for one in live.asked) if asked else shared
+            took += sum(one.took(one.proposing + shared, plain, self._spare) for one in live.asked) if asked else shared
             if not live.at:
                 for one in live.asked:
                     one.gained(0.0)
             if live.gate is None:
                 continue
-            if idle:
-                live.gate.pay(took / plain)
-                live.purse = max(live.purse - took / plain, 0.0)
+            took = max(took - self._spare / len(looked), 0.0) / plain
+            live.gate.pay(took)
+            live.purse = max(live.purse - took, 0.0)
             if not live.at and r.draws.grammar is None:
                 live.wakes = self._asks + 1 + self._sleep(r, live, live.gate, len(batch))
 
@@ -244,7 +251,7 @@ class Gathering:
         live.asked, live.price = [], None
         rounds, live.seen = self._asks - live.seen, self._asks
         # Of the rounds since, all but this one have passed.
-        due = [one for one in live.sources if one.rest < rounds]
+        due = [one for one in live.sources if one.rest < rounds or one.spared(self._spare)]
         for one in live.sources:
             one.part = None
             if self._policy is not None:
@@ -255,7 +262,7 @@ class Gathering:
         if due and self._policy is not None and live.gate is not None:
             plain, stake = self._priced(self._policy, batch)
             # What asking takes leaves enough for a round that drafts; beside that, a request may ask now and then.
-            left = max(live.gate.account(r.produced) - stake, live.purse) * plain
+            left = max(live.gate.account(r.produced) - stake, live.purse) * plain + self._spare
         for one in due:
             if one.needs > left:
                 continue
@@ -285,11 +292,13 @@ class Gathering:
         plain, stake = self._priced(self._policy, batch)
         account, saves, sleeps = gate.account(r.produced), _asking(gate.kind), list[int]()
         for one in live.sources:
-            needs = one.needs / plain
+            needs = max(one.needs - self._spare, 0.0) / plain
             wait = (needs + stake - account) / ALLOWANCE
             if needs <= _PURSE:
                 wait = min(wait, (needs - live.purse) / saves)
             sleeps.append(max(one.rest, min(math.ceil(wait) - 1, _LONGEST_SLEEP)))
+            if one.spared(self._spare):
+                sleeps.append(_SPARED)
         return max(min(sleeps), 0)
 
     def _forces(self, r: Request) -> Part | None:
@@ -307,8 +316,12 @@ class Gathering:
             gate = None
             if self._policy is not None:
                 gate = self._policy.gate(r.params.temperature, r.remaining, r.prompt_len, batch)
+                gate.before = None if self.heads_account is None else self.heads_account(r)
+                stake = self._stake(self._policy, batch)
                 if gate.kind.trusted():  # once: what others of its kind won promises as much
-                    gate.credit(_CREDIT * self._stake(self._policy, batch), r.produced)
+                    gate.credit(_CREDIT * stake, r.produced)
+                elif self._tiers is not None:
+                    gate.borrow(TRIES * stake - gate.account(r.produced))
             known, started = [replace(w) for w in self._worth], time.perf_counter()
             each = zip(self.sources.of(r), self._worth, known, strict=True)
             live = _Live([Asking(*one) for one in each], gate, self._asks - 1)
@@ -338,7 +351,7 @@ class Gathering:
         if self._tiers is not None:
             self._tier(gathered, policy, limit)
             return gathered
-        overhead = policy.costs.overhead.at(SPECULATIVE)
+        overhead = policy.costs.overhead.at(self._kind_of_round)
         choice = policy.choose(size, nodes, overhead, limit)
         live = self._live.get(batch.requests[0].request_id)
         if size == 1 and live is not None:
@@ -351,7 +364,7 @@ class Gathering:
     def _promise(self, gathered: Gathered, nodes: DraftNodes, policy: TreePolicy) -> None:
         """Note whose drafts are worth verifying where all of the batch draft, whatever their accounts hold."""
         costs, size = policy.costs, len(gathered.merged)
-        overhead, plain = costs.overhead.at(SPECULATIVE), costs.plain(size)
+        overhead, plain = costs.overhead.at(self._kind_of_round), costs.plain(size)
         for i, (r, tree) in enumerate(zip(gathered.batch, gathered.merged, strict=True)):
             live = self._live.get(r.request_id)
             if live is not None and len(tree) > 1:
@@ -378,7 +391,7 @@ class Gathering:
         for i, tier in enumerate(self._tiers or ()):
             if i and (self._tiers or ())[i - 1] > deepest:
                 break  # it would be filled by no tree
-            seconds = costs.overhead.at(SPECULATIVE) + costs.target.at(size * tier)
+            seconds = costs.overhead.at(self._kind_of_round) + costs.target.at(size * tier)
             rate = (size + sum(sum(c[: tier - 1]) for c in chances)) / seconds
             if seconds <= limit and rate > max(gathered.rate, _MARGIN * plain):
                 gathered.rate, gathered.most, gathered.pays = rate, tier, True
@@ -386,7 +399,8 @@ class Gathering:
     def _stake(self, policy: TreePolicy, size: int) -> float:
         """Plain rounds that a request loses by a round with the least drafts, all of them its own and refused."""
         costs, least = policy.costs, size + 1 if self._tiers is None else size * self._tiers[0]
-        return (costs.target.at(least) + costs.overhead.at(SPECULATIVE) - costs.plain(size)) / costs.plain(size) * size
+        plain, took = costs.plain(size), costs.target.at(least) + costs.overhead.at(self._kind_of_round)
+        return (took - plain) / plain * size
 
     def _account(self, r: Request) -> float:
         live = self._live.get(r.request_id)
@@ -462,7 +476,7 @@ class Gathering:
         queries = sum(map(len, planted.drafts))
         if self._tiers is not None:
             queries = len(planted.drafts) * next((n for n in self._tiers if n >= most), most)
-        modelled = costs.overhead.at(SPECULATIVE) + costs.target.at(queries)
+        modelled = costs.overhead.at(self._kind_of_round) + costs.target.at(queries)
         seconds = modelled if seconds is None else min(max(seconds, modelled / 2), 2 * modelled)
         took = seconds / costs.plain(batch)
         gain = sum(len(p.tokens) for p in passed) / batch / took

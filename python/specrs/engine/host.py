@@ -181,6 +181,10 @@ class HostExecutor:
         moves = self.planner.commit(lease, batch.seqs, batch.lens, verified.accepts)
         self.target.ops.dense.kv_move(self.cache, moves)
 
+    @property
+    def waited(self) -> float:
+        return 0.0
+
     def following(self, verified: Verified) -> Verified | None:
         return None
 

@@ -21,6 +21,7 @@ import gc
 import math
 import os
 import sys
+import time
 import warnings
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -171,6 +172,7 @@ class Lanes:
         overtaken: whether a pass of the target that is none of these rounds has run behind them, over its logits.
         changing: whether what tokens are drawn by changes from round to round, so that the host has to say it again.
         cold: whether the last launch made what later ones of its variant only replay.
+        waited: seconds, ever, for which the host waited for rounds to end.
     """
 
     def __init__(self, models: Models, batch: int) -> None:
@@ -285,6 +287,7 @@ class Lanes:
             self._hold(models.activations)
         self.logits = a["given"]  # until the first launch
         self.live = self.rounds = 0
+        self.waited = 0.0
         self.looping = self.overtaken = self.changing = self.cold = False
         self._graphs: dict[Variant, _Captured] = {}
         self._doubts: Counter[Variant] = Counter()  # captures during which somebody allocated memory
@@ -513,7 +516,9 @@ class Lanes:
     def landed(self, number: int) -> dict[str, torch.Tensor]:
         """What a round found, for which this waits. Raises what kernels skipped, OutOfBoundsError, and StaleOutputError
         once later rounds have overwritten it."""
+        started = time.perf_counter()
         self._ring.wait(number, self._m.dense.stream)
+        self.waited += time.perf_counter() - started
         with suppress(core.NonFiniteError):  # `faults` and `sound` say of whom
             self._m.dense.faults.check()
         if self._poisoned is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from specrs._specrs import DraftNodes
@@ -22,6 +22,9 @@ _ADVANCE = 0.018  # the same of a kind whose drafts win; such a request has less
 _RATE = 0.005  # plain rounds that the engine may lose in the long run, for each that its requests took
 _ENDOWMENT = 0.3  # plain rounds that a new engine may lose beside that
 _CAP = 8.0  # of a bank
+TRIES = 3.0  # rounds with drafts that a device's request may lose for its kind
+_MOST = 32.0  # of a device's bank
+_FREE = 5e-3  # seconds that a device's engine may lose until it knows what drafts bring
 _LONGEST_WAIT = 128  # tokens; features that have waited for longer are written
 _SHORTEST = LOOK_BACK  # tokens that must be left after a look back
 _WON = 8.0, 24.0  # of an account: of what a request has won it may lose half again, or the less where that is more,
@@ -60,6 +63,8 @@ class Kind:
     gain: float = 1.5  # smoothed rate of speculative rounds over plain ones
     bank: float = _ENDOWMENT  # plain rounds that the engine may lose to requests of this kind
     length: float = 160.0  # smoothed tokens of its requests
+    least: float = -math.inf  # that `worth` falls to; from 0 on, one request that wins makes up for many that tried
+    most: float = _CAP  # of the bank, and of what one request counts for
 
     def trusted(self) -> bool:
         """Whether requests have won so much by drafts that one may draft without a look back."""
@@ -75,12 +80,12 @@ class Kind:
             prompt: plain rounds that its prompt took.
             judged: whether that says what drafts are worth.
         """
-        self.bank = min(self.bank + loan + _RATE * (prompt + tokens) + net, _CAP)
+        self.bank = min(self.bank + loan + _RATE * (prompt + tokens) + net, self.most)
         # Requests that end early are what a loan by length is too large for.
         self.length += (0.5 if tokens < self.length else 0.1) * (tokens - self.length)
         if net and judged:
             before = 0.0 if self.worth is None else self.worth
-            self.worth = before + 0.15 * (min(net, 8.0) - before)
+            self.worth = max(before + 0.15 * (min(net, self.most) - before), self.least)
 
     def foretells(self, hits: int) -> float:
         """Probability that the head foretells the next token, where a look back gave so many hits."""
@@ -99,6 +104,15 @@ class Kind:
         # A small step of Newton's method towards a temper whose chances sum to what was accepted.
         step = (sum(chances) - accepted) / max(slope, 0.5)
         self.temper = min(max(self.temper + 0.02 * min(max(step, -1.0), 1.0), 0.2), 2.0)
+
+
+def endow(kinds: Iterable[Kind], stake: float, plain: float) -> None:
+    """Let requests of a device find out what drafts bring, where a round with drafts may lose ``stake`` plain rounds of
+    so many seconds. These are so short that finding out takes no time that anybody sees, and a request that waits until
+    it may try again pays more than on a host. One that wins may win tens of them, so it makes up for several."""
+    for kind in kinds:
+        kind.least, kind.most = 0.0, _MOST
+        kind.bank = min(max(2 * TRIES * stake, _FREE / plain), kind.most)
 
 
 class Step(enum.Enum):
@@ -162,10 +176,12 @@ class SpeculationGate:
     recent: float = 0.0  # smoothed tokens that rounds have won
     drafted: bool = False  # a round
     promised: bool = False  # that others of its kind would win, if it did not
+    before: SpeculationGate | None = None  # another account of the request's, whose losses count here too
 
     def account(self, produced: int) -> float:
         """Plain rounds that it may still lose, after so many tokens."""
-        return self.loan + max(ALLOWANCE * (self.prompt + produced) - self.advance, 0.0) + self.balance
+        lost = 0.0 if self.before is None else max(-self.before.net, 0.0)
+        return self.loan + max(ALLOWANCE * (self.prompt + produced) - self.advance, 0.0) + self.balance - lost
 
     @property
     def wins(self) -> float:
@@ -177,6 +193,12 @@ class SpeculationGate:
         more = max(rounds - self.account(produced), 0.0)
         self.balance += more
         self.credited += more
+
+    def borrow(self, rounds: float) -> None:
+        """Take so much more from the bank of its kind, where that has it."""
+        if 0.0 < rounds <= self.kind.bank:
+            self.kind.bank -= rounds
+            self.loan += rounds
 
     def pay(self, rounds: float) -> None:
         """Something that drafts need took so many plain rounds."""
@@ -313,7 +335,7 @@ class TreePolicy:
             if gate.would_open(hits, stake):
                 gate.foretold = gate.kind.foretells(hits)
                 return Step.DRAFT
-        if self._too_late(gate, batch, at, left):
+        if self._too_late(gate, batch, at, left) or self.following(batch) > ALLOWANCE:
             return Step.GIVE_UP
         if early or lag <= gate.patience or self._short(gate, batch, lag, left) > 0.0:
             return Step.WAIT
@@ -343,9 +365,14 @@ class TreePolicy:
     def _wait(self, gate: SpeculationGate, batch: int, at: Standing, left: float) -> float:
         """Tokens until a request whose account has ``left`` has waited for long enough, and can pay its way."""
         lag = at.lag or 0
-        short, each = self._short(gate, batch, lag, left), ALLOWANCE - self.waiting(1, batch)
+        short, each = self._short(gate, batch, lag, left), ALLOWANCE - self.waiting(1, batch) - self.following(batch)
         wait = 0.0 if short <= 0.0 else short / each if each > 0.0 else math.inf
         return wait if self.early(gate, lag) else max(wait, gate.patience - lag)
+
+    def following(self, batch: int) -> float:
+        """Plain rounds that each round without drafts takes longer of each request that the head follows, beside the
+        draft KV of its tokens."""
+        return 0.0  # a host's features lie where they are
 
     def waiting(self, tokens: int, batch: int) -> float:
         """Plain rounds that the draft KV of so many tokens takes of a batch, which waits for it."""

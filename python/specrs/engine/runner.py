@@ -69,6 +69,7 @@ class Runner:
         self.scored_rows = min(max(rows, _LEAST_SCORED), _MOST_SCORED)
         self._flight: Flight | None = None
         self._landed: list[Passed] = []  # that nobody has been told of
+        self._waited = 0.0  # `Executor.waited`, as a landing began
         self._alone = False  # the next round runs with none behind it
 
     def calibrate(self) -> None:
@@ -77,6 +78,7 @@ class Runner:
             self.speculation = adaptive = self.executor.speculation(self.pages)
             if self.gathering is not None:
                 self.gathering.price(adaptive.policy.costs)
+                self.gathering.heads_account = None if self.drafter is None else adaptive.gate
 
     def admit(self, request: Request) -> None:
         """Give the request a row of the page table, and decide whether the head follows it.
@@ -86,6 +88,8 @@ class Runner:
         request's own, which are cached in place of the others.
         """
         self.pages.admit(request)
+        if self.drafter is None:
+            request.followed = False
         if self.drafter is None or not request.followed:
             return
         if not self.speculation.follows(request):
@@ -336,6 +340,7 @@ class Runner:
     def _go(self, flight: Flight, stays: bool = True) -> list[Passed]:
         """Launch what can be, and land the oldest round; all of them once a request has ended, whose pages are leased
         as long as rounds are in flight."""
+        self._waited = self.executor.waited
         with _naming(flight.requests), self._abandoning():
             self._launch_ahead(flight, stays)
             self._land(flight)
@@ -455,7 +460,7 @@ class Runner:
         batch, _ = flight.batch()
         if self.gathering is None or not len(batch):
             return False
-        gathered = self.gathering.ask(batch, idle=False)
+        gathered = self.gathering.ask(batch, spare=self.executor.waited - self._waited)
         if gathered is None or not gathered.pays:
             return False
         speculation, drafting = self.speculation, flight.drafting

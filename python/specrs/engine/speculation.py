@@ -189,7 +189,7 @@ class AdaptiveTree(GivenTree):
         self._started = self._in_passes = 0.0  # seconds
 
     def follows(self, request: Request) -> bool:
-        gate = self._gate(request)
+        gate = self.gate(request)
         self._wakes.pop(request.request_id, None)
         if gate.follows:
             at, again = Standing(request.produced, request.remaining, 0), request.committed - request.draft_shared
@@ -200,7 +200,8 @@ class AdaptiveTree(GivenTree):
                 gate.decline()
         return gate.follows
 
-    def _gate(self, request: Request) -> SpeculationGate:
+    def gate(self, request: Request) -> SpeculationGate:
+        """The account of a request."""
         gate = self._gates.get(request.request_id)
         if gate is None:
             prompt = request.prefill_target - request.committed
@@ -215,7 +216,7 @@ class AdaptiveTree(GivenTree):
                 again = min(left, n)
                 self._again[r.request_id] = left - again
                 price = self.policy.waiting(n, self._batch) + self.policy.prefilling(again, self._batch)
-                self._gate(r).pay(price)
+                self.gate(r).pay(price)
 
     def awake(self, batch: Batch) -> bool:
         for r in batch.requests:  # of requests that gave the head up, a round asks nothing more
@@ -229,20 +230,20 @@ class AdaptiveTree(GivenTree):
         self._caught_up = 0.0
         for r, one in zip(batch, able, strict=True):
             if r.followed and one is None and r.root is None:
-                doze = self.policy.doze(self._gate(r), len(batch), _standing(r))
+                doze = self.policy.doze(self.gate(r), len(batch), _standing(r))
                 self._wakes[r.request_id] = len(r.tokens) + doze
         for r, asked, drafts in zip(batch, able, drafting, strict=True):
             if drafts and r.lag > 1:  # the last one is the round's
                 waited = self.policy.waiting(r.lag - 1, len(batch))
-                self._gate(r).pay(waited)
+                self.gate(r).pay(waited)
                 self._caught_up += self.policy.costs.plain(1) * self.policy.waiting(r.lag - 1, 1)
             elif asked is not None and not drafts:
-                self._gate(r).wait()
+                self.gate(r).wait()
         return drafting
 
     def _able(self, r: Request, batch: int, drafter: LooksBack) -> tuple[float, float] | None:
         """What a request may lose to drafts and what a round of them should win; ``None`` where it does not draft."""
-        gate, policy, at = self._gate(r), self.policy, _standing(r)
+        gate, policy, at = self.gate(r), self.policy, _standing(r)
         step = policy.step(gate, batch, at, lambda: drafter.reach(r))
         if step is Step.GIVE_UP:
             r.give_up_drafts(r.draft_valid)
@@ -263,14 +264,14 @@ class AdaptiveTree(GivenTree):
         return gate.account(r.produced) - policy.waiting(max(r.lag - 1, 0), batch), gate.wins
 
     def catches_up(self, request: Request, batch: int) -> bool:
-        gate, price = self._gate(request), self.policy.waiting(request.lag - 1, batch)
+        gate, price = self.gate(request), self.policy.waiting(request.lag - 1, batch)
         if gate.account(request.produced) < price:
             return False
         gate.pay(price)
         return True
 
     def completes(self, request: Request) -> bool:
-        gate, costs = self._gate(request), self.policy.costs
+        gate, costs = self.gate(request), self.policy.costs
         price = costs.draft_extend.at(request.lag) / costs.plain(self._batch) * self._batch
         if gate.net < price:
             return False
@@ -278,21 +279,21 @@ class AdaptiveTree(GivenTree):
         return True
 
     def limit(self, batch: Batch, drafting: Sequence[bool]) -> float:
-        accounts = [self._gate(r).account(r.produced) for r, d in zip(batch, drafting, strict=True) if d]
+        accounts = [self.gate(r).account(r.produced) for r, d in zip(batch, drafting, strict=True) if d]
         return self.policy.limit(len(batch), accounts)
 
     def rate(self, batch: Batch, drafting: Sequence[bool]) -> float:
-        gains = [self._gate(r).kind.gain for r, drafts in zip(batch, drafting, strict=True) if drafts]
+        gains = [self.gate(r).kind.gain for r, drafts in zip(batch, drafting, strict=True) if drafts]
         return sum(gains) / len(gains) * len(batch) / self.policy.costs.plain(len(batch))
 
     def deepen(self, batch: Batch, beams: DraftBeams, depths: Sequence[int], levels: int, limit: float) -> bool:
         each = zip(batch, beams.scores(), depths, strict=True)
-        live = [(self._gate(r).kind, scores) for r, scores, depth in each if depth > levels]
+        live = [(self.gate(r).kind, scores) for r, scores, depth in each if depth > levels]
         return self.policy.deepen(len(batch), levels, live, limit)
 
     def least_score(self, batch: Batch, trees: TreeBatch, steps: int, limit: float) -> float | None:
         scores = _draft_scores(trees)
-        nodes = [(s, self._gate(r).kind) for r, some in zip(batch, scores, strict=True) for s in some]
+        nodes = [(s, self.gate(r).kind) for r, some in zip(batch, scores, strict=True) for s in some]
         drafting = self.policy.costs.drafting(len(batch), len(batch) * self._topk, steps)
         choice = self.policy.choose(len(batch), nodes_of(nodes), drafting, limit)
         return choice.min_score if choice.nodes < len(nodes) else None
@@ -349,7 +350,7 @@ class AdaptiveTree(GivenTree):
             shares = [Share(scores, len(p.tokens) - 1) for scores, p in each]
         for p, drafts, share in zip(passed, drafting, shares, strict=True):
             if drafts:
-                gate = self._gate(p.request)
+                gate = self.gate(p.request)
                 gate.kind.learn(share.scores, share.accepted, drawn / batch / cost)
                 won = min(p.committed.kept - 1, share.accepted)  # what came after a stop won nothing
                 gate.spec_round(won - extra, share.accepted)
@@ -357,8 +358,11 @@ class AdaptiveTree(GivenTree):
     def _charged(self, seconds: float) -> float:
         """What accounts pay for a round that is modelled to take so long: the time that it did take. On a machine that
         throttles, passes cost half or twice what is modelled."""
-        elapsed = time.perf_counter() - self._started - self._caught_up
-        return min(max(elapsed, seconds / 2), 2 * seconds)
+        return min(max(self._elapsed() - self._caught_up, seconds / 2), 2 * seconds)
+
+    def _elapsed(self) -> float:
+        """Seconds of the round."""
+        return time.perf_counter() - self._started
 
     def _observe_overhead(self, kind: int) -> None:
         self.policy.costs.overhead.observe(kind, time.perf_counter() - self._started - self._in_passes)

@@ -75,12 +75,18 @@ class Asking:
         """Seconds that the request must be able to pay for asking."""
         return self.worth.seconds if self.everywhere.asked >= _COLD else 0.0
 
-    def took(self, seconds: float, plain: float) -> float:
-        """Asking it took so long, where a request's plain round takes ``plain``. What the request pays for it."""
+    def spared(self, spare: float) -> bool:
+        """Whether asking it takes no longer than seconds that cost nothing."""
+        return self.everywhere.asked >= _COLD and self.worth.seconds <= spare
+
+    def took(self, seconds: float, plain: float, spare: float = 0.0) -> float:
+        """Asking it took so long, where a request's plain round takes ``plain``, and so many seconds cost nothing. What
+        it took."""
         self.worth.took(seconds, _LEARN)
         self.everywhere.took(seconds, _LEARN_ALL)
-        if self.worth.gains * plain < self.worth.seconds and self.everywhere.asked >= _COLD:
-            rest = int(self.worth.seconds / (_IDLE * plain) * self.patience)
+        cost = max(self.worth.seconds - spare, 0.0)
+        if self.worth.gains * plain < cost and self.everywhere.asked >= _COLD:
+            rest = int(cost / (_IDLE * plain) * self.patience)
             self.rest = min(rest, _LONGEST_REST)
             self.patience = min(2 * self.patience, _PATIENCE)
         return seconds + self.worth.watching

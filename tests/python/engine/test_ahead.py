@@ -11,20 +11,22 @@ import pytest
 from specrs import TreeShape
 from specrs._specrs import TreeBatch
 from specrs.engine.ahead import AheadPolicy, AheadTree, most_nodes
-from specrs.engine.costs import PLAIN, SPECULATIVE, Costs, Pace, PassCost
+from specrs.engine.costs import HOSTED, PLAIN, SPECULATIVE, Beside, Costs, Pace, PassCost
+from specrs.engine.policy import Standing, Step
 from specrs.engine.speculation import Share
 
 SHAPE = TreeShape(4, 6, 32)
 PLAIN_SECONDS, STEP, EXTEND = 1.0, 0.1, 0.2
 
 
-def tree(rows: float = 0.0, overhead: float = 0.0) -> AheadTree:
-    """rows: what a row to verify costs beside a pass; overhead: what a round that the host waits for does."""
+def tree(rows: float = 0.0, overhead: float = 0.0, following: float = 0.0) -> AheadTree:
+    """rows: what a row to verify costs beside a pass; overhead: what a round that the host waits for does; following:
+    what a plain round does that the head follows."""
     pace = Pace()
     target = PassCost([1, 256], [PLAIN_SECONDS, PLAIN_SECONDS + 255 * rows], pace)
     extend = PassCost([1, 16], [EXTEND, EXTEND], pace)
-    none = PassCost([PLAIN, SPECULATIVE], [0.0, overhead], pace)
-    return AheadTree(AheadPolicy(Costs(target, PassCost([1], [STEP], pace), extend, none)), SHAPE)
+    beside = Beside([0.0, 0.0, overhead, following])
+    return AheadTree(AheadPolicy(Costs(target, PassCost([1], [STEP], pace), extend, beside)), SHAPE)
 
 
 class Alone(SimpleNamespace):
@@ -38,7 +40,8 @@ class Alone(SimpleNamespace):
 def request(i: int, tokens: int = 256) -> Any:
     return Alone(
         request_id=i, tokens=[1] * 10, prompt_len=10, draft_valid=9, remaining=tokens, root=object(), lag=0, error=None,
-        prefill_target=10, committed=10, finish_reason=None, followed=True, params=SimpleNamespace(temperature=0.0),
+        prefill_target=10, committed=10, draft_shared=10, finish_reason=None, followed=True,
+        params=SimpleNamespace(temperature=0.0),
     )  # fmt: skip
 
 
@@ -50,17 +53,18 @@ def give_up(r: Any) -> Any:
 
 
 def run(
-    speculation: AheadTree, r: Any, chance: float, rng: random.Random, clock: list[float], beside: float = 0.0
-) -> tuple[int, float]:
+    speculation: AheadTree, r: Any, chance: float, rng: random.Random, clock: list[float], beside: float = 0.0,
+    following: float = 0.0,
+) -> tuple[int, float]:  # fmt: skip
     """One round of a request alone whose every draft level is accepted with ``chance``: tokens, and the levels.
 
-    beside: seconds of a round with drafts that no model of passes has.
+    beside: seconds of a round with drafts that no model of passes has; following: of a plain one that the head follows.
     """
     r.give_up_drafts = give_up(r)
     [drafts] = speculation.drafting([r], None)  # type: ignore[arg-type]
     speculation.begin(drafts)
     if not drafts:
-        clock[0] += PLAIN_SECONDS
+        clock[0] += PLAIN_SECONDS + following * r.followed
         r.tokens, r.remaining = [*r.tokens, 1], r.remaining - 1
         speculation.plain_round([r])  # type: ignore[arg-type]
         return 1, 0
@@ -111,15 +115,17 @@ def test_accepted_levels_deepen_and_refused_ones_make_shallow(clock: list[float]
 def test_text_that_the_head_does_not_know_loses_two_percent_at_most(
     chance: float, tokens: int, clock: list[float]
 ) -> None:
-    speculation, rng = tree(), random.Random(2)
+    speculation, rng, lasted = tree(), random.Random(2), 0.0
     for i in range(30):
         r, begun = request(i, tokens), clock[0]
         while r.remaining > 0:
             run(speculation, r, chance, rng, clock)
         drawn = len(r.tokens) - 10
         took = clock[0] - begun
+        lasted += took
         speculation.forget(r)
-        assert drawn * PLAIN_SECONDS / took > 0.975, (i, took, drawn)
+        assert drawn * PLAIN_SECONDS / took > 0.97, (i, took, drawn)
+    assert 30 * tokens * PLAIN_SECONDS / lasted > 0.985
 
 
 def test_text_that_the_head_knows_gains(clock: list[float]) -> None:
@@ -128,6 +134,65 @@ def test_text_that_the_head_knows_gains(clock: list[float]) -> None:
     while r.remaining > 0:
         run(speculation, r, 0.8, rng, clock)
     assert (len(r.tokens) - 10) * PLAIN_SECONDS / clock[0] > 1.8
+
+
+@pytest.mark.parametrize("following", [0.1, 1.3])
+@pytest.mark.parametrize("guess", [0.2, 1.0, 3.0])
+def test_no_request_waits_where_waiting_costs(following: float, guess: float, clock: list[float]) -> None:
+    """A head that loses is given up, and tried again on what its kind has saved; one that wins drafts on."""
+    speculation, rng = tree(following=guess * following), random.Random(7)
+    ratios, waited = list[float](), list[int]()
+    for i in range(240):
+        chance = 0.1 if 40 <= i < 160 else 0.8
+        r, begun, waits = request(i, 160), clock[0], 0
+        r.followed = speculation.follows(r)
+        while r.remaining > 0:
+            followed = r.followed
+            _, levels = run(speculation, r, chance, rng, clock, following=following)
+            waits += followed and r.followed and not levels
+        ratios.append((len(r.tokens) - 10) * PLAIN_SECONDS / (clock[0] - begun))
+        waited.append(waits)
+        speculation.forget(r)
+    assert min(ratios[:40]) > 1.3, "the first request of an engine drafts"
+    lost = ratios[60:160]
+    assert len(lost) / sum(1 / ratio for ratio in lost) > 0.985 and min(lost) > 0.95, (min(lost), lost)
+    assert sum(waited) <= 2 * len(waited), "rounds that follow without drafts"
+    assert sum(ratio > 1.3 for ratio in ratios[180:]) > 55, "the head wins again, and is found out"
+
+
+def test_what_the_heads_pass_over_a_prompt_takes_is_learnt_and_paid_once(clock: list[float]) -> None:
+    speculation, rng = tree(), random.Random(8)
+    policy = speculation.policy
+    for i in range(60):
+        r = request(i)
+        assert speculation.follows(r)
+        speculation.prefilled([r], [9])  # type: ignore[arg-type]
+        paid = speculation.gate(r).net
+        n, levels = run(speculation, r, 0.9, rng, clock, beside=3 * PLAIN_SECONDS)
+        assert levels
+        modelled = n - 1 - EXTEND - STEP * (levels - 1)
+        assert speculation.gate(r).net - paid == pytest.approx(modelled, abs=0.1), "charged without it"
+        while r.remaining > 0:
+            run(speculation, r, 0.9, rng, clock)
+        speculation.forget(r)
+    assert policy.entry == pytest.approx(3 * PLAIN_SECONDS, rel=0.05) and paid == pytest.approx(-3.0, rel=0.06)
+    assert policy.costs.overhead.at(SPECULATIVE) == pytest.approx(0.0, abs=0.05), "other rounds are not taken for dear"
+    assert policy.waiting(1, 1) == 0.0, "a round with drafts writes the draft KV of its tokens itself"
+
+
+def test_a_request_goes_on_by_what_others_of_its_kind_have_won() -> None:
+    speculation = tree(following=1.0)
+    kind, stake = speculation.policy.greedy, speculation.policy.stake(1, 1)
+    kind.worth, kind.bank = 5.0, 100 * stake
+    r = request(0)
+    gate, steps = speculation.gate(r), 0
+    while speculation.policy.step(gate, 1, Standing(r.produced, 100, None), lambda: 8) is Step.DRAFT:
+        gate.spec_round(-stake)
+        steps += 1
+    spent = (gate.loan + kind.bank) / stake
+    assert spent == pytest.approx(100, abs=0.01) and 0.0 <= kind.bank < 3 * stake and steps > 90
+    kind.worth, kind.bank = 0.0, 100 * stake
+    assert speculation.policy.step(gate, 1, Standing(r.produced, 100, None), lambda: 8) is Step.GIVE_UP
 
 
 def test_rows_that_cost_make_trees_shallow() -> None:
@@ -185,7 +250,7 @@ def test_others_draft_alone_where_the_heads_passes_add_little() -> None:
     assert speculation.alone(batch, [True], others(30.0, most=32)), "a sure chain of 32"
     assert not speculation.alone(batch, [True], others(30.0, most=32, pays=False))
     # As good as the head's alone, but both together are better.
-    kind = speculation._gate(r).kind
+    kind = speculation.gate(r).kind
     kind.gain, speculation._keep(kind)[:] = 2.0, [0.8] * SHAPE.steps
     assert not speculation.alone(batch, [True], others(2.05))
     assert speculation.joined(batch, [True], others(2.05))
@@ -232,3 +297,47 @@ def test_what_others_add_is_tried_again_and_seldom(clock: list[float]) -> None:
     assert 0 < sum(barren[2000:]) < 200, "and tried now and then"
     fruitful = rounds(speculation, r, 4000, added=4)
     assert sum(fruitful[2000:]) > 1900
+
+
+@pytest.mark.parametrize("real", [0.85, 1.6], ids=["overlapped", "the host is slower"])
+def test_plain_rounds_are_what_they_take_behind_each_other(real: float, clock: list[float]) -> None:
+    """Not what one by itself took: drafts that lose against them are known to lose."""
+    speculation, rng = tree(), random.Random(6)
+    for i in range(8):
+        r, begun, drawn = request(i), clock[0], 0
+        r.give_up_drafts = give_up(r)
+        while r.remaining > 0:
+            [drafts] = speculation.drafting([r], None)  # type: ignore[arg-type]
+            if drafts:
+                n, _ = run(speculation, r, 0.1, rng, clock, beside=real - PLAIN_SECONDS)
+                drawn += n
+                continue
+            speculation.begin(False)
+            clock[0] += real
+            r.tokens, r.remaining, drawn = [*r.tokens, 1], r.remaining - 1, drawn + 1
+            speculation.plain_round([r])  # type: ignore[arg-type]
+        took = clock[0] - begun
+        speculation.forget(r)
+        assert drawn * real / took > (0.97 if i else 0.9), (i, drawn, took)
+    assert speculation.policy.costs.plain(1) == pytest.approx(real, rel=0.05)
+
+
+def test_a_round_that_stalled_makes_no_other_dear() -> None:
+    beside = Beside([1e-4, 3e-4])
+    for _ in range(40):
+        beside.observe(SPECULATIVE, 3e-4)
+    beside.observe(SPECULATIVE, 1.0)
+    assert beside.at(SPECULATIVE) < 3.2e-4
+    for _ in range(400):  # but what lasts is believed
+        beside.observe(SPECULATIVE, 2e-3)
+    assert beside.at(SPECULATIVE) == pytest.approx(2e-3, rel=0.05) and beside.at(PLAIN) == 1e-4
+
+
+def test_what_rounds_take_beside_their_passes_is_a_mean() -> None:
+    beside = Beside([0.0, 0.0, 3e-4])
+    assert [beside.at(kind) for kind in (PLAIN, SPECULATIVE, HOSTED)] == [0.0, 0.0, 3e-4]
+    beside.observe(PLAIN, -1e-4)
+    assert beside.at(PLAIN) == pytest.approx(-5e-5), "the first counts for half"
+    for _ in range(200):
+        beside.observe(PLAIN, -1e-4)
+    assert beside.at(PLAIN) == pytest.approx(-1e-4, rel=1e-3) and beside.at(SPECULATIVE) == 0.0

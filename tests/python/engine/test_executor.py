@@ -85,6 +85,10 @@ class Device:
         self.log.append("commit")
         self.host.commit(batch, lease, verified._of)
 
+    @property
+    def waited(self) -> float:
+        return 0.0
+
     def following(self, verified: Any) -> None:
         return None
 

@@ -113,6 +113,38 @@ def test_requests_are_looked_at_only_where_something_is_asked_or_judged(
     assert looks <= asked * (1 if says == "nothing" else 2) + len(texts) * (600 / 33 + 2), (looks, asked)
 
 
+@pytest.mark.parametrize("spare", [0.0, 0.3])
+def test_asking_costs_nothing_while_a_device_is_busy(spare: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A source that asks for more than a request saves is asked all the same, and foretells what pays."""
+    clock, one = Clock(), text(600)
+    source = Foretells(clock, [one], lambda coming, room: chain(coming[: min(8, room)], 0.9, 0.9), asking=0.25)
+    w = world(monkeypatch, clock, [source], STEEP)
+    ask = w.gathering.ask
+    monkeypatch.setattr(w.gathering, "ask", lambda batch: ask(batch, spare=spare))
+    for kind in (w.gathering._policy.greedy, w.gathering._policy.hot):  # type: ignore[union-attr]
+        kind.bank = 0.0
+    w.run([one])
+    first = next((at for at in source.asked[2:]), 600)
+    assert first < 40 if spare == 0.3 else first > 60, source.asked[:9]
+    assert w.drafted > 20
+
+
+def test_what_the_head_has_lost_is_not_lost_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, one = Clock(), text(600)
+    source = Foretells(clock, [one], lambda coming, room: Proposal())
+    w = world(monkeypatch, clock, [source], STEEP)
+    head = TreePolicy(w.costs).gate(0.0, 600, 100)
+    w.gathering.heads_account = lambda _: head
+    w.gathering.ask(Batch([one]))  # type: ignore[list-item]
+    gate = w.gathering._live[0].gate
+    assert gate is not None
+    before = gate.account(50)
+    head.pay(1.5)
+    assert gate.account(50) == pytest.approx(before - 1.5)
+    head.spec_round(4.0)
+    assert gate.account(50) == pytest.approx(before), "what it wins is the head's"
+
+
 def test_looking_at_a_request_is_paid_for(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, one = Clock(), text(2000)
     w = world(monkeypatch, clock, [Foretells(clock, [one], lambda coming, room: Proposal(), asking=0.14)], FLAT)
