@@ -5,7 +5,6 @@ Nobody sees a round's scores before it has ended, so depth goes by how deep draf
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,18 +13,16 @@ from typing import ParamSpec, TypeVar
 from specrs._specrs import TreeBatch, TreeShape
 from specrs.engine.batch import Batch, Passed
 from specrs.engine.costs import FOLLOWED, HOSTED, PLAIN, SPECULATIVE
-from specrs.engine.policy import TRIES, Kind, SpeculationGate, Standing, Step, TreePolicy, endow
+from specrs.engine.policy import ALLOWANCE, TRIES, Kind, SpeculationGate, Standing, Step, TreePolicy, endow
 from specrs.engine.request import Request
 from specrs.engine.speculation import AdaptiveTree, LooksBack, Outlook, PassKind, Share
 
 _KEEP = 0.6  # of drafts accepted so far, how many are taken to be accepted a level deeper, before any was tried
 _LEARN = 0.05
-_SHORT_GAP = 0.5  # plain rounds between two rounds that follow each other at most
 _MOST_UNITED, _LONGEST_BRANCH = 64, 8  # of `cuda/tree_unite.cu`, and `off_spine` of `MergeLimits`
 _WORTH_A_TRY = 1.01  # stakes
-_MOST_ENTRY = 16.0  # plain rounds
-_PRIOR = 2.0  # plain rounds that the head is taken to win a request, before it was tried
-_ENTER = 0.1  # weight of what a request's first round with drafts takes longer
+_PRIOR = 2.0  # plain rounds that the head is taken to win a request, before it was tried;
+_BARREN = 32  # and again behind so many requests that it won nothing
 _ADDS = 0.5  # of other sources' drafts that are accepted, how many the head is taken not to have, before any was tried
 _FORGETS = 5e-4  # of what was learnt of that, how much each round without both takes back, so that both are tried again
 
@@ -75,19 +72,14 @@ class AheadPolicy(TreePolicy):
     follows do not: features lie where the next round's will, and the host has to save them in between. Where that takes
     more than a request may lose, one that cannot draft is given up. Since it cannot wait until it may draft, it does so
     at once, on what its kind has saved; and where drafts of its kind win, it drafts on by that.
-
-    Attributes:
-        entry: seconds that the first round with drafts of a request takes longer than its others, for the head's pass
-            over its prompt.
     """
-
-    entry: float = 1e-3
 
     def __post_init__(self) -> None:
         kinds = self.greedy, self.cool, self.hot
         endow(kinds, self.stake(1, 1), self.costs.plain(1))
         for kind in kinds:
-            kind.worth = _PRIOR  # who loads a head has reason to
+            kind.prior, kind.barren = _PRIOR, _BARREN  # who loads a head has reason to
+            kind.worth = kind.prior
 
     def early(self, gate: SpeculationGate, lag: int) -> bool:
         return True
@@ -96,14 +88,11 @@ class AheadPolicy(TreePolicy):
         overhead = self.costs.overhead
         return max(overhead.at(FOLLOWED) - overhead.at(PLAIN), 0.0) / self.costs.plain(batch)
 
-    def waiting(self, tokens: int, batch: int) -> float:
-        # Of one token, a round with drafts writes the draft KV itself.
-        return self.entry / self.costs.plain(batch) * batch if tokens > 1 else 0.0
-
     def gate(self, temperature: float, tokens: int, prompt: int, batch: int = 1) -> SpeculationGate:
         gate = super().gate(temperature, tokens, prompt, batch)
+        gate.judged = False  # until it has drafted: in between it may be given up
         if not gate.kind.trusted():
-            gate.borrow(self.waiting(prompt, batch) + TRIES * self.stake(batch, batch) - gate.account(0))
+            gate.borrow(TRIES * self.stake(batch, batch) - gate.account(0))
         return gate
 
     def step(self, gate: SpeculationGate, batch: int, at: Standing, reach: Callable[[], int]) -> Step:
@@ -127,8 +116,7 @@ class AheadTree(AdaptiveTree):
     def __init__(self, policy: AheadPolicy, shape: TreeShape, cold: Callable[[], bool] = lambda: False) -> None:
         super().__init__(policy, shape.topk)
         self._adds = _ADDS
-        self._entering = False  # a request of the round drafts for the first time
-        self._ended = -math.inf  # when the last round did
+        self._entering = False  # a request of a batch drafts for the first time
         self._shape, self._cold = shape, cold
         self._tried = drafted_levels(shape)
         self._levels = 1  # of the last round
@@ -138,8 +126,19 @@ class AheadTree(AdaptiveTree):
         able = super()._able(r, batch, drafter)
         if able is None:
             return None
-        # What it may lose it may try: deeper levels win more than the first, and nobody can wait for better times.
-        return able[0], max(able[1], _WORTH_A_TRY * self.policy.stake(batch, batch))
+        # What it may lose it may try, alone if it can: deeper levels win more than the first, and nobody can wait for
+        # better times.
+        account, wins = able
+        alone, all_ = self.policy.stake(batch, 1), self.policy.stake(batch, batch)
+        return account, max(wins, _WORTH_A_TRY * (alone if account >= alone else all_))
+
+    def drafting(self, batch: Batch, drafter: LooksBack) -> list[bool]:
+        drafting = super().drafting(batch, drafter)
+        if not any(drafting) and self.policy.following(len(batch)) > ALLOWANCE:
+            for r in batch:  # too few can pay for a round of all, and nobody waits for more
+                if r.followed:
+                    r.give_up_drafts(r.draft_valid)
+        return drafting
 
     def cap(self, batch: Batch, drafting: Sequence[bool]) -> int:
         self._levels = self._best(batch, drafting)
@@ -207,12 +206,8 @@ class AheadTree(AdaptiveTree):
     def cold(self) -> bool:
         return self._cold()
 
-    def begin(self, speculative: bool) -> None:
-        self._started = time.perf_counter()
-        # What the host did since the last round is part of this one, which ran meanwhile; unless nothing ran.
-        gap = self._started - self._ended
-        if 0.0 < gap < _SHORT_GAP * self.policy.costs.plain(self._batch):
-            self._started -= gap
+    def begin(self, speculative: bool, since: float | None = None) -> None:
+        self._started = time.perf_counter() if since is None else since
 
     def plain_round(self, batch: Batch) -> None:
         policy, size = self.policy, len(batch)
@@ -221,7 +216,6 @@ class AheadTree(AdaptiveTree):
         for r in followed:  # all wait for their features
             self.gate(r).pay(policy.following(size) * size / len(followed))
         super().plain_round(batch)
-        self._ended = time.perf_counter()
 
     def _learn(self, kind: int, passes: float, size: int) -> None:
         """A round of ``size`` requests ended, of passes that are modelled to take so long. Rounds that run behind each
@@ -235,15 +229,9 @@ class AheadTree(AdaptiveTree):
             plain = costs.target.at(size)
             costs.overhead.observe(PLAIN, max(elapsed - plain, -plain / 2))
 
-    def _enter(self, longer: float) -> None:
-        """A round in which a request drafted for the first time took so much longer."""
-        if not self._cold():
-            policy = self.policy
-            policy.entry += _ENTER * (min(max(longer, 0.0), _MOST_ENTRY * policy.costs.plain(1)) - policy.entry)
-
     def _charged(self, seconds: float) -> float:
-        # Sampling, and features that are caught up with, take time that no model of passes has. What a request's first
-        # round takes longer was paid with its prompt.
+        # Sampling, and features that are caught up with, take time that no model of passes has. In a batch, a round in
+        # which others enter takes longer for these.
         return seconds if self._cold() or self._entering else super()._charged(seconds)
 
     def _observe_overhead(self, kind: int) -> None:
@@ -258,18 +246,19 @@ class AheadTree(AdaptiveTree):
         shares: Sequence[Share] | None = None,
     ) -> None:
         costs, size = self.policy.costs, len(passed)
-        self._entering = any(d and not self.gate(p.request).drafted for p, d in zip(passed, drafting, strict=True))
-        if not any(drafting):
-            room = most_nodes(self._shape, levels_for(self._shape, max(trees().sizes)))
-            self._learn(HOSTED, costs.target.at(size * room), size)
-        elif shares is None:
-            seconds = costs.drafting(size, size * self._topk, steps) + costs.target.at(sum(trees().sizes))
-            if self._entering:
-                self._enter(self._elapsed() - seconds)
-            else:
-                self._learn(SPECULATIVE, seconds - costs.overhead.at(SPECULATIVE), size)
+        if not drafting:  # trees of the host
+            most = max(trees().sizes)
+            tier = next(n for n in tiers(self._shape.draft_tokens) if n >= most)
+            self._learn(HOSTED, costs.target.at(size * tier), size)
+            self._batch = size
+            return
+        # In the first one of a request, the device still runs over its prompt.
+        first = any(d and not self.gate(p.request).drafted for p, d in zip(passed, drafting, strict=True))
+        self._entering = first and size > 1
+        if any(drafting) and shares is None and not first:
+            passes = costs.drafting(size, size * self._topk, steps) - costs.overhead.at(SPECULATIVE)
+            self._learn(SPECULATIVE, passes + costs.target.at(sum(trees().sizes)), size)
         super().spec_round(passed, trees, drafting, steps, shares)
-        self._ended = time.perf_counter()
         if shares is None:
             self._adds += _FORGETS * (_ADDS - self._adds)
         for p, share in zip(passed, shares or (), strict=shares is not None):

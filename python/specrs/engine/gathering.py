@@ -35,7 +35,7 @@ LIKELIEST = 8
 """Next tokens of a verified node that sources which observe are told."""
 
 _LONGEST_SLEEP = 32  # rounds of a request that cannot pay for asking, until its account is looked at again
-_SPARED = 3  # rounds of a request that it sleeps at least, where asking costs nothing
+_SPARED = 3  # rounds of a request until a source that said nothing is asked again, where asking costs nothing
 _PRICE = 0.02  # plain rounds that verifying a draft takes at least
 _CREDIT = 2.0  # smallest rounds that a request may lose where drafts of its kind win, or its own would have won
 _FORETOLD = 3  # tokens that came as proposals said, none of which a round has verified
@@ -166,7 +166,7 @@ class Gathering:
         self._live: dict[int, _Live] = {}
         self._batch = 1  # of the last round
         self._terms: tuple[float, float] | None = None  # of this one: seconds of a request's plain round, its stake
-        self._spare = 0.0  # of this one: see `ask`
+        self._spare = 0.0  # of this one, seconds that cost a request nothing
         self._asks = 0  # calls of `ask`
         self._learns = False  # some drafting learns from verified trees
         self._hearing = set[int]()  # requests whose draftings are told of them
@@ -201,7 +201,7 @@ class Gathering:
         else:  # most rounds of requests whose drafts lose: they must not notice that they might draft
             return None
         started = time.perf_counter()
-        self._batch, self._terms, self._spare = len(batch), None, spare
+        self._batch, self._terms, self._spare = len(batch), None, spare / len(batch)
         each = [self._parts(r, len(batch)) for r in batch]
         parts, forced = [told for told, _ in each], [forced for _, forced in each]
         gathered = None
@@ -227,13 +227,15 @@ class Gathering:
         shared = max(seconds - own, 0.0) / (asked or len(looked))
         for r, live in looked:
             took, live.began = live.began, 0.0
-            took += sum(one.took(one.proposing + shared, plain, self._spare) for one in live.asked) if asked else shared
+            took += sum(one.took(one.proposing + shared, plain, self._spare) for one in live.asked)
+            if not asked and r.draws.grammar is None:  # else it was looked at for what that forces
+                took += shared
             if not live.at:
                 for one in live.asked:
                     one.gained(0.0)
             if live.gate is None:
                 continue
-            took = max(took - self._spare / len(looked), 0.0) / plain
+            took = max(took - self._spare, 0.0) / plain
             live.gate.pay(took)
             live.purse = max(live.purse - took, 0.0)
             if not live.at and r.draws.grammar is None:
@@ -298,7 +300,7 @@ class Gathering:
                 wait = min(wait, (needs - live.purse) / saves)
             sleeps.append(max(one.rest, min(math.ceil(wait) - 1, _LONGEST_SLEEP)))
             if one.spared(self._spare):
-                sleeps.append(_SPARED)
+                sleeps[-1] = _SPARED
         return max(min(sleeps), 0)
 
     def _forces(self, r: Request) -> Part | None:

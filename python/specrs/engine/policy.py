@@ -65,6 +65,9 @@ class Kind:
     length: float = 160.0  # smoothed tokens of its requests
     least: float = -math.inf  # that `worth` falls to; from 0 on, one request that wins makes up for many that tried
     most: float = _CAP  # of the bank, and of what one request counts for
+    prior: float | None = None  # `worth` once `barren` requests in a row have won nothing: other texts may have come
+    barren: int = 0
+    _won_nothing: int = 0  # requests in a row
 
     def trusted(self) -> bool:
         """Whether requests have won so much by drafts that one may draft without a look back."""
@@ -86,6 +89,9 @@ class Kind:
         if net and judged:
             before = 0.0 if self.worth is None else self.worth
             self.worth = max(before + 0.15 * (min(net, self.most) - before), self.least)
+        self._won_nothing = 0 if self.trusted() else self._won_nothing + 1
+        if self.prior is not None and self._won_nothing >= self.barren:
+            self.worth, self._won_nothing = self.prior, 0
 
     def foretells(self, hits: int) -> float:
         """Probability that the head foretells the next token, where a look back gave so many hits."""
@@ -176,12 +182,17 @@ class SpeculationGate:
     recent: float = 0.0  # smoothed tokens that rounds have won
     drafted: bool = False  # a round
     promised: bool = False  # that others of its kind would win, if it did not
+    judged: bool = True  # what it paid says what drafts are worth, though it has not drafted
     before: SpeculationGate | None = None  # another account of the request's, whose losses count here too
 
     def account(self, produced: int) -> float:
         """Plain rounds that it may still lose, after so many tokens."""
-        lost = 0.0 if self.before is None else max(-self.before.net, 0.0)
-        return self.loan + max(ALLOWANCE * (self.prompt + produced) - self.advance, 0.0) + self.balance - lost
+        allowance = max(ALLOWANCE * (self.prompt + produced) - self.advance, 0.0)
+        return self.loan + allowance + self.balance - self._lost_before
+
+    @property
+    def _lost_before(self) -> float:
+        return 0.0 if self.before is None else max(-self.before.net, 0.0)
 
     @property
     def wins(self) -> float:
@@ -195,8 +206,8 @@ class SpeculationGate:
         self.credited += more
 
     def borrow(self, rounds: float) -> None:
-        """Take so much more from the bank of its kind, where that has it."""
-        if 0.0 < rounds <= self.kind.bank:
+        """Take so much more from the bank of its kind, where that has it and this account owes it nothing."""
+        if 0.0 < rounds <= self.kind.bank and self.loan >= 0.0:
             self.kind.bank -= rounds
             self.loan += rounds
 
@@ -212,7 +223,8 @@ class SpeculationGate:
 
     def end(self, tokens: int) -> None:
         """The request has ended after so many tokens; its kind learns of it."""
-        self.kind.ended(tokens, self.net, max(self.loan, 0.0), self.prompt, self.drafted or not self.promised)
+        judged = self.drafted or (self.judged and not self.promised)
+        self.kind.ended(tokens, self.net, max(self.loan, 0.0), self.prompt, judged)
 
     def decline(self) -> None:
         """The head does not follow the request from its beginning."""
@@ -253,7 +265,7 @@ class SpeculationGate:
         """A round with drafts that won ``net`` plain rounds, or lost them (negative)."""
         self.net += net
         least, most = _WON
-        self.balance = min(self.balance + net, max(min(self.net / 2, most), least))
+        self.balance = min(self.balance + net, max(min(self.net / 2, most), least) + self._lost_before)
         self.drafted = True
         self.recent += _RECENT * (accepted - self.recent)
 

@@ -70,6 +70,7 @@ class Runner:
         self._flight: Flight | None = None
         self._landed: list[Passed] = []  # that nobody has been told of
         self._waited = 0.0  # `Executor.waited`, as a landing began
+        self._ended: float | None = None  # when the last one had
         self._alone = False  # the next round runs with none behind it
 
     def calibrate(self) -> None:
@@ -207,14 +208,15 @@ class Runner:
         if self._flight is not None:
             if self.observers or not self._flight.carries(list(reqs)):
                 return self.land()
-            self.speculation.begin(speculative=self._flight.drafting is not None)
+            self.speculation.begin(self._flight.drafting is not None, self._ended)
             return self._go(self._flight, stays)
-        batch, drafter, drafting = Batch(reqs), self.drafter, None
+        since, batch, drafter, drafting = time.perf_counter(), Batch(reqs), self.drafter, None
         gathered = None if self.gathering is None else self.gathering.ask(batch)
         if drafter is not None and self.speculation.awake(batch):
             asked = self.speculation.drafting(batch, drafter)
             drafting = [d and r.draws.room > 1 for r, d in zip(batch, asked, strict=True)]
-        return self._go(self._begin(batch, drafting if drafting and any(drafting) else None, gathered), stays)
+        drafting = drafting if drafting and any(drafting) else None
+        return self._go(self._begin(batch, drafting, gathered, since), stays)
 
     def land(self) -> list[Passed]:
         """Land every round in flight. What a failed step had landed comes too."""
@@ -260,12 +262,19 @@ class Runner:
         news, self._landed = self._landed, []
         return news
 
-    def _begin(self, batch: Batch, drafting: list[bool] | None, gathered: Gathered | None = None) -> Flight:
+    def _begin(
+        self,
+        batch: Batch,
+        drafting: list[bool] | None,
+        gathered: Gathered | None = None,
+        since: float | None = None,
+    ) -> Flight:
         """Launch a round.
 
         Args:
             drafting: for whom the head drafts; ``None`` for nobody.
             gathered: drafts of other sources; ``None`` without any.
+            since: when the host turned to it; ``None``: now.
         """
         drafter, speculation = self.drafter, self.speculation
         alone = gathered is not None and gathered.pays
@@ -289,7 +298,7 @@ class Runner:
             drafted, need = None, [1] * len(batch)  # nobody gives way to drafts that cost nothing
             lease = self.pages.lease(batch, need)
         drafts = drafting is not None or drafted is not None
-        speculation.begin(speculative=drafts)
+        speculation.begin(drafts, since)
         with _naming(batch.requests), self._rolled_back(batch, lease):
             for o in self.observers:
                 positions = [n + more for n, more in zip(batch.lens, need, strict=True)]
@@ -382,7 +391,7 @@ class Runner:
             following = self.executor.following(flight.rounds[-1]) if len(flight.rounds) == 1 else None
             if following is not None:
                 flight.rounds.append(following)
-            self.speculation.begin(speculative=flight.drafting is not None)
+            self.speculation.begin(flight.drafting is not None, self._ended)
             self._land(flight)
 
     def _land(self, flight: Flight) -> None:
@@ -428,6 +437,7 @@ class Runner:
             self.speculation.plain_round(batch)
         else:
             self.speculation.spec_round(passed, lambda: verified.trees, drafting, flight.steps)
+        self._ended = time.perf_counter()
         if flight.rounds and not flight.last and self._tempted(flight):
             flight.last = True  # the next one drafts, from tokens that the host must know
             self.executor.hasten()
@@ -443,7 +453,7 @@ class Runner:
     ) -> None:
         """Tell those who drafted what came of a round with drafts of the host's sources."""
         if drafting is None:
-            self.speculation.spec_round(passed, lambda: planted.trees, [False] * len(passed), 0)
+            self.speculation.spec_round(passed, lambda: planted.trees, [], 0)
             gathering.landed(passed, rows, planted, self._took(flight), None)
             return
         shares = [gathering.share(planted.head[row], p) for row, p in zip(rows, passed, strict=True)]

@@ -135,8 +135,9 @@ class GivenTree:
         """Whether the last round took longer than others like it will."""
         return False
 
-    def begin(self, speculative: bool) -> None:
-        """A round begins, or landing it does."""
+    def begin(self, speculative: bool, since: float | None = None) -> None:
+        """A round begins, or landing it does. since: when, by `time.perf_counter`, where it runs behind another one or
+        somebody was asked for it; else now."""
 
     def plain_round(self, batch: Batch) -> None:
         """A round without drafts ended."""
@@ -149,8 +150,11 @@ class GivenTree:
         steps: int,
         shares: Sequence[Share] | None = None,
     ) -> None:
-        """A round with drafts ended; ``trees`` gives those that were verified. drafting: for whom the head drafted.
-        shares: of each request, the head's part where other sources drafted too."""
+        """A round with drafts ended; ``trees`` gives those that were verified.
+
+        drafting: for whom the head drafted; empty where the host made all trees. shares: of each request, the head's
+        part where other sources drafted too.
+        """
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
@@ -309,7 +313,7 @@ class AdaptiveTree(GivenTree):
         self._in_passes += seconds
         return result
 
-    def begin(self, speculative: bool) -> None:
+    def begin(self, speculative: bool, since: float | None = None) -> None:
         if speculative:
             self._observing, self._in_a_row = True, 0
         else:

@@ -129,6 +129,30 @@ def test_asking_costs_nothing_while_a_device_is_busy(spare: float, monkeypatch: 
     assert w.drafted > 20
 
 
+@pytest.mark.parametrize("size", [1, 2, 8, 16])
+def test_what_costs_nothing_is_spent_once(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device is busy for half of a round, whoever is asked meanwhile."""
+    clock, texts = Clock(), [text(400, i) for i in range(size)]
+    source = Foretells(clock, texts, lambda coming, room: Proposal(), asking=0.1)
+    w = world(monkeypatch, clock, [source], STEEP)
+    ask, late = w.gathering.ask, 0.0
+
+    def busy(batch: Batch) -> Any:
+        nonlocal late
+        began = clock.now
+        gathered = ask(batch, spare=0.5)
+        late += max(clock.now - began - 0.5, 0.0)  # what the device waited for
+        clock.now = began
+        return gathered
+
+    monkeypatch.setattr(w.gathering, "ask", busy)
+    w.run(texts)
+    policy = w.gathering._policy
+    assert policy is not None and late < 400 * 0.025 and policy.greedy.bank > -5.0, (late, policy.greedy.bank)
+    if size == 1:  # it said nothing, and is asked again once it may have learnt more
+        assert 90 < len(source.asked) < 140, len(source.asked)
+
+
 def test_what_the_head_has_lost_is_not_lost_again(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, one = Clock(), text(600)
     source = Foretells(clock, [one], lambda coming, room: Proposal())
