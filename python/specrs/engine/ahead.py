@@ -21,6 +21,7 @@ _KEEP = 0.6  # of drafts accepted so far, how many are taken to be accepted a le
 _LEARN = 0.05
 _MOST_UNITED, _LONGEST_BRANCH = 64, 8  # of `cuda/tree_unite.cu`, and `off_spine` of `MergeLimits`
 _WORTH_A_TRY = 1.01  # stakes
+_MOST_LOST = 8.0  # plain rounds; a request that has lost so many gets no more from its kind
 _PRIOR = 2.0  # plain rounds that the head is taken to win a request, before it was tried;
 _BARREN = 32  # and again behind so many requests that it won nothing
 _ADDS = 0.5  # of other sources' drafts that are accepted, how many the head is taken not to have, before any was tried
@@ -96,9 +97,9 @@ class AheadPolicy(TreePolicy):
         return gate
 
     def step(self, gate: SpeculationGate, batch: int, at: Standing, reach: Callable[[], int]) -> Step:
-        stake = self.stake(batch, batch)
-        if gate.kind.trusted() and gate.account(at.produced) < stake:
-            gate.borrow(TRIES * stake)
+        stake, left = self.stake(batch, batch), gate.account(at.produced)
+        if left < stake and gate.kind.trusted() and gate.net > -_MOST_LOST:
+            gate.borrow(TRIES * stake - left)
         return super().step(gate, batch, at, reach)
 
 
