@@ -232,7 +232,7 @@ class AheadTree(AdaptiveTree):
 
     def _charged(self, seconds: float) -> float:
         # Sampling, and features that are caught up with, take time that no model of passes has. In a batch, a round in
-        # which others enter takes longer for these.
+        # which some draft for the first time takes longer for their prompts, which others must not pay.
         return seconds if self._cold() or self._entering else super()._charged(seconds)
 
     def _observe_overhead(self, kind: int) -> None:

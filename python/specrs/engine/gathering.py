@@ -196,7 +196,8 @@ class Gathering:
         self._asks += 1
         for r in batch.requests:
             live = self._live.get(r.request_id)
-            if self._may_draft(r) if live is None else live.wakes <= self._asks:
+            awake = self._may_draft(r) if live is None else live.wakes <= self._asks
+            if awake:
                 break
         else:  # most rounds of requests whose drafts lose: they must not notice that they might draft
             return None
@@ -294,13 +295,14 @@ class Gathering:
         plain, stake = self._priced(self._policy, batch)
         account, saves, sleeps = gate.account(r.produced), _asking(gate.kind), list[int]()
         for one in live.sources:
+            if one.spared(self._spare):
+                sleeps.append(_SPARED)
+                continue
             needs = max(one.needs - self._spare, 0.0) / plain
             wait = (needs + stake - account) / ALLOWANCE
             if needs <= _PURSE:
                 wait = min(wait, (needs - live.purse) / saves)
             sleeps.append(max(one.rest, min(math.ceil(wait) - 1, _LONGEST_SLEEP)))
-            if one.spared(self._spare):
-                sleeps[-1] = _SPARED
         return max(min(sleeps), 0)
 
     def _forces(self, r: Request) -> Part | None:
@@ -543,15 +545,15 @@ class Gathering:
             return
         requests = sorted({i for i, _ in learning})
         rows = verified.likeliest(requests, LIKELIEST)
-        if rows is None:  # a device has moved on
-            return
-        # All draftings of a request are told one and the same, which none of them can change.
-        told_of = {i: (tuple(tokens), tuple(map(tuple, top))) for i, (tokens, top) in zip(requests, rows, strict=True)}
-        for i, one in learning:
-            one.told.observe(*told_of[i])
-        each = (time.perf_counter() - started) / len(learning)
-        for _, one in learning:
-            one.watched(each)
+        if rows is not None:  # else a device has moved on
+            # All draftings of a request are told one and the same, which none of them can change.
+            each_row = zip(requests, rows, strict=True)
+            told_of = {i: (tuple(tokens), tuple(map(tuple, top))) for i, (tokens, top) in each_row}
+            for i, one in learning:
+                one.told.observe(*told_of[i])
+            each = (time.perf_counter() - started) / len(learning)
+            for _, one in learning:
+                one.watched(each)
         for r in (batch.requests[i] for i in requests):
             live = self._live[r.request_id]
             if not live.at and live.asked:  # they said nothing, and nobody looks at the request in the next round

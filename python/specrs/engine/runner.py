@@ -91,7 +91,7 @@ class Runner:
         self.pages.admit(request)
         if self.drafter is None:
             request.followed = False
-        if self.drafter is None or not request.followed:
+        if not request.followed:
             return
         if not self.speculation.follows(request):
             request.give_up_drafts(request.draft_shared)

@@ -219,6 +219,26 @@ def test_batches_gain_where_the_head_wins_and_lose_little_where_it_does_not(size
         assert crowd(size, [*[0.1] * 160, *[0.8] * 320], clock)[2] > 1.2
 
 
+def test_rounds_of_the_hosts_trees_are_no_others(clock: list[float]) -> None:
+    speculation, r = tree(), request(0)
+    passed: Any = [SimpleNamespace(request=r, tokens=[1], committed=SimpleNamespace(kept=1))]
+    trees, overhead = TreeBatch.from_parents([[-1, 0, 1]], [[0, 0, 0]]), speculation.policy.costs.overhead
+    for drafting, dearer in (([False], False), ([], True)):  # the head's, whose requests have ended; the host's
+        speculation.begin(True)
+        clock[0] += 2 * PLAIN_SECONDS
+        speculation.spec_round(passed, lambda: trees, drafting, 0)
+        assert (overhead.at(HOSTED) > 0.1) == dearer
+
+
+def test_a_kind_that_lost_owes_no_more_than_one_win() -> None:
+    kind = tree().policy.greedy
+    for _ in range(20):
+        kind.ended(160, -4.0)
+    assert kind.worth == 0.0 and not kind.trusted()
+    kind.ended(160, 30.0)
+    assert kind.trusted()
+
+
 def test_a_requests_first_round_makes_no_other_look_dear(clock: list[float]) -> None:
     """In it the device still runs over the prompt."""
     speculation, rng = tree(), random.Random(8)

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from gathering_world import VOCAB, Clock, Foretells, text, world
+from specrs import LLM
 from specrs.drafters import DraftRequest, Proposal
 from specrs.engine.batch import Batch
 from specrs.engine.costs import Costs, PassCost
-from specrs.engine.policy import TreePolicy
+from specrs.engine.policy import TRIES, TreePolicy
 from specrs.engine.speculation import AdaptiveTree
 
 FLAT = {1: 1.0, 2: 1.25, 4: 1.3, 8: 1.4, 16: 1.6}
@@ -151,6 +152,52 @@ def test_what_costs_nothing_is_spent_once(size: int, monkeypatch: pytest.MonkeyP
     assert policy is not None and late < 400 * 0.025 and policy.greedy.bank > -5.0, (late, policy.greedy.bank)
     if size == 1:  # it said nothing, and is asked again once it may have learnt more
         assert 90 < len(source.asked) < 140, len(source.asked)
+
+
+def test_a_device_lets_requests_try_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a host a request saves until it can pay for a round with drafts; a device's round is paid by its kind."""
+    accounts = []
+    for tiers in (None, [2, 4, 8, 16]):
+        clock, one = Clock(), text(600)
+        w = world(monkeypatch, clock, [Foretells(clock, [one], lambda coming, room: Proposal())], STEEP, tiers)
+        w.gathering.ask(Batch([one]))  # type: ignore[list-item]
+        gate, policy = w.gathering._live[0].gate, w.gathering._policy
+        assert gate is not None and policy is not None
+        accounts.append(gate.account(0) / w.gathering._stake(policy, 1))
+    assert accounts[0] < 2.0 and accounts[1] == pytest.approx(TRIES, abs=0.05)
+
+
+@pytest.mark.parametrize("moved_on", [False, True])
+def test_a_source_hears_of_no_later_round_where_a_device_has_moved_on(
+    moved_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, one, heard = Clock(), text(400), list[int]()
+    source = Foretells(clock, [one], lambda coming, room: Proposal())
+    begin = source.begin
+
+    def begins(request: DraftRequest) -> Any:
+        told = begin(request)
+        told.observe = lambda tokens, top: heard.append(one.produced)
+        return told
+
+    monkeypatch.setattr(source, "begin", begins)
+    w = world(monkeypatch, clock, [source], STEEP)
+    batch = Batch([one])  # type: ignore[list-item]
+    w.gathering.ask(batch)
+    live = w.gathering._live[0]
+    live.sources[0].rest = 9  # it is told of the round that it was asked for, and of no other
+    one.tokens.append(one.all[len(one.tokens)])
+    rows = None if moved_on else [([1], [[1]])]
+    w.gathering.watch(batch, SimpleNamespace(likeliest=lambda requests, count: rows))  # type: ignore[arg-type]
+    assert heard == ([] if moved_on else [1]) and not live.asked and not live.heard
+
+
+def test_an_engine_tells_other_sources_what_its_head_has_lost() -> None:
+    with LLM(drafters=["head", "suffix"]) as both, LLM(drafters=["suffix"]) as alone:
+        gathering, without = both._runner.gathering, alone._runner.gathering
+        assert gathering is not None and without is not None
+        assert gathering.heads_account == both._runner.speculation.gate  # type: ignore[attr-defined]
+        assert without.heads_account is None
 
 
 def test_what_the_head_has_lost_is_not_lost_again(monkeypatch: pytest.MonkeyPatch) -> None:
