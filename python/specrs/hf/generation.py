@@ -47,8 +47,8 @@ def generate(
         generation_config: honoured are `max_length` or `max_new_tokens`, `do_sample`, `temperature`, `top_k`, `top_p`,
             `min_p`, `repetition_penalty`, `eos_token_id`, `pad_token_id`, `num_return_sequences`, `renormalize_logits`,
             `return_dict_in_generate`; what else would change the output is refused.
-        streamer: gets tokens as they come, of one row. transformers 5.23 does not hand it on to a `custom_generate`, so
-            there give it as `token_streamer`, which gets the prompt too.
+        streamer: gets tokens as they come, of one row. transformers (5.24 too) does not hand it on to a
+            `custom_generate`, so there give it as `token_streamer`, which gets the prompt too.
         engine_options: of `LLM`, such as ``{"draft": head, "max_batch": 4}``.
 
     Returns:

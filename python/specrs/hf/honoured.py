@@ -212,8 +212,13 @@ def shape_of(value: Any) -> Any:
 
 def check_arguments(kwargs: dict[str, Any], lengths: Sequence[int]) -> None:
     """Refuse whatever else would reach the model's forward and change what it computes. lengths: of the prompts."""
+    from transformers.cache_utils import Cache
+
     for name, value in kwargs.items():
-        if value is None or name in _IGNORED or name in ("attention_mask", "past_key_values"):
+        if isinstance(value, Cache):  # transformers 5.24 renamed the argument
+            _check_cache(name, value)
+            continue
+        if value is None or name in _IGNORED or name == "attention_mask":
             continue
         if name == "position_ids" and isinstance(value, torch.Tensor) and value.dim() == 2:
             wanted = [list(range(n)) for n in lengths]
@@ -222,7 +227,15 @@ def check_arguments(kwargs: dict[str, Any], lengths: Sequence[int]) -> None:
             if all(row[-len(want) :] == want for row, want in zip(rows, wanted, strict=True)):
                 continue
         raise UnsupportedGenerationError(name, shape_of(value), "not implemented; input_ids and attention_mask work")
-    cache = kwargs.get("past_key_values")
-    if cache is not None and (kept := cache.get_seq_length()):
+
+
+def _check_cache(name: str, cache: Any) -> None:
+    """transformers hands over one that is empty; a caller's own may hold a text, or round what it would hold."""
+    from transformers.cache_utils import QuantizedCache
+
+    kind = type(cache).__name__
+    if kept := int(cache.get_seq_length()):
         why = "a cache that holds tokens is not read; give the whole text as input_ids"
-        raise UnsupportedGenerationError("past_key_values", f"{type(cache).__name__} of {kept} tokens", why)
+        raise UnsupportedGenerationError(name, f"{kind} of {kept} tokens", why)
+    if isinstance(cache, QuantizedCache):
+        raise UnsupportedGenerationError(name, kind, "would round keys and values; no cache, or any other, works")

@@ -86,10 +86,13 @@ def _check_parts(model: torch.nn.Module) -> None:
             why = f"unknown to specrs, which runs the model as {home} has it; adapters can be merged"
             raise UnsupportedModelError(what, f"{kind.__module__}.{kind.__qualname__}", why)
         forward = part.__dict__.get("forward")
-        if forward is not None and not hasattr(forward, "_torchdynamo_orig_callable"):  # torch.compile's stays
-            raise UnsupportedModelError(
-                f"{what}.forward", forward, "replaced in this object, which specrs does not see"
-            )
+        if forward is not None:  # the class's own may stand there too: by torch.compile, or left by transformers 5.0
+            method = getattr(forward, "_torchdynamo_orig_callable", forward)
+            if getattr(method, "__func__", None) is not kind.forward or method.__self__ is not part:
+                name = getattr(method, "__qualname__", type(method).__name__)
+                raise UnsupportedModelError(
+                    f"{what}.forward", name, "replaced in this object, which specrs does not see"
+                )
         for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values()):
             if not (getattr(hook, "__module__", None) or "").startswith(_HOOKS):
                 raise UnsupportedModelError(f"hook of {what}", hook, "specrs calls no hooks; it works once removed")

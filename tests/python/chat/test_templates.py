@@ -13,6 +13,7 @@ from typing import Any
 
 import jinja2
 import pytest
+import transformers
 from transformers import AutoTokenizer
 
 from chat_corpus import CHATS, TEMPLATES, TOOLS
@@ -22,6 +23,8 @@ from specrs.chat import ChatLimitError, ChatTemplateError, ChatTemplates, Render
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 FILES = "tokenizer_config.json"
+# The last transformers for Python 3.10 is 5.20; 5.21 leaves out what is None, and has a name of its own for reasoning.
+OLD = tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 21)
 
 
 def model(directory: Path, config: dict[str, Any] | None = None, **files: str) -> Path:
@@ -42,8 +45,16 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[ChatTemplates, Any]
     return ChatTemplates.of(directory), AutoTokenizer.from_pretrained(directory)
 
 
+def as_since_5_21(message: Any) -> Any:
+    message = {key: value for key, value in message.items() if value is not None}
+    named = [message[key] for key in ("reasoning_content", "thinking", "reasoning") if key in message]
+    return {"thinking": named[0], **message, "reasoning_content": named[0]} if named else message
+
+
 def theirs(tokenizer: Any, messages: Any, **options: Any) -> str | None:
     """transformers' text; None where it refuses."""
+    if OLD:
+        messages = [as_since_5_21(message) for message in messages]
     given = options.pop("chat_template_kwargs", None) or {}
     options = {"add_generation_prompt": True, **options, **given}
     try:
@@ -81,6 +92,8 @@ def test_every_construct_gives_the_text_of_transformers(name: str, plain: tuple[
 def test_the_last_message_is_continued_where_transformers_cuts_it(
     name: str, field: bool | str, plain: tuple[ChatTemplates, Any]
 ) -> None:
+    if OLD and field not in (True, "content"):
+        pytest.skip(f"transformers {transformers.__version__} marks one of the names that a template may read")
     templates, tokenizer = plain
     trimming = TEMPLATES[name].replace("m.content }}", "m.content | trim }}")
     for source in {TEMPLATES[name], trimming}:

@@ -217,6 +217,27 @@ def test_what_only_a_direct_call_can_ask_is_refused(llama: Any) -> None:
         by_specrs(llama, ids, generation_config=config)
 
 
+def test_a_cache_is_read_by_what_it_holds(llama: Any) -> None:
+    """transformers before 5.24 calls it `past_key_values`, and makes one for each call."""
+    text = torch.tensor([[5, 6, 7, 8]])
+    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
+    cache = transformers.DynamicCache(config=llama.config)
+    want = llama.generate(text, **options)
+    got = llama.generate(text, **options, past_key_values=cache, custom_generate=by_specrs)
+    assert torch.equal(got, want) and cache.get_seq_length() == 0
+    llama(text[:, :3], use_cache=True, past_key_values=cache)
+    with pytest.raises(UnsupportedGenerationError, match="DynamicCache of 3 tokens': a cache that holds") as caught:
+        llama.generate(text, **options, past_key_values=cache, custom_generate=by_specrs)
+    assert caught.value.what in ("cache", "past_key_values")
+    config, rounded = transformers.GenerationConfig(max_length=9), object.__new__(transformers.QuantizedCache)
+    rounded.layers = []
+    for name in ("cache", "past_key_values"):
+        with pytest.raises(UnsupportedGenerationError, match=f"{name} = 'QuantizedCache': would round"):
+            by_specrs(llama, text, generation_config=config, **{name: rounded})
+        with pytest.raises(UnsupportedGenerationError, match=f"{name} = .*: not implemented"):
+            by_specrs(llama, text, generation_config=config, **{name: ((text, text),)})
+
+
 # -- engines ------------------------------------------------------------------------------------------------------
 
 
@@ -406,8 +427,9 @@ def test_parts_that_compute_something_else_are_refused_by_name(tmp_path: Path) -
     hook = layer.register_forward_hook(lambda part, given, out: out)
     refused("hook of module model.layers.1")
     hook.remove()
-    layer.mlp.forward = lambda x: x
-    refused("module model.layers.1.mlp.forward")
+    for other in (lambda x: x, model.model.layers[0].mlp.forward, torch.compile(lambda x: x, backend="eager")):
+        layer.mlp.forward = other
+        refused("module model.layers.1.mlp.forward")
     del layer.mlp.forward
     model(ids, output_hidden_states=True)  # transformers leaves hooks of its own behind
     want = model.generate(ids, max_new_tokens=3, do_sample=False)
