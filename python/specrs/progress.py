@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from pathlib import Path
 
 from specrs._specrs import ConfigError
 
@@ -48,12 +47,6 @@ def loading(total: int, progress: bool | None) -> Iterator[None]:
             bar.update(total - bar.n)  # headers, and what a model leaves in its files
         finally:
             _read.reset(token)
-
-
-def weight_bytes(*models: object) -> int:
-    """Of the files in which their weights are; 0 for what is no directory."""
-    directories = [m for m in models if isinstance(m, Path)]
-    return sum(file.stat().st_size for d in directories for file in d.glob("model*.safetensors"))
 
 
 def read(count: int) -> None:

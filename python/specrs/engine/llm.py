@@ -45,6 +45,7 @@ from specrs.models import (
     locate,
     numerics,
     stated_sampling,
+    weight_bytes,
 )
 from specrs.sampling_params import ResolvedSampling, SamplingParams
 
@@ -57,8 +58,9 @@ class LLM(Conversing):
 
     Args:
         model: Hugging Face directory (``config.json``, safetensors, ``tokenizer.json``), or ``org/name``, of the local
-            hub cache or downloaded into it; a `LiveModel` is one in memory, as `specrs.hf.from_model` makes it;
-            ``None`` is the small model in the package, with its draft head unless ``draft`` says otherwise.
+            hub cache or downloaded into it (``org/name@revision``: of a branch, a tag or a commit); a `LiveModel` is
+            one in memory, as `specrs.hf.from_model` makes it; ``None`` is the small model in the package, with its
+            draft head unless ``draft`` says otherwise.
         draft: directory (or ``org/name``) of an EAGLE head for the model; ``None`` with a model given: drafts come
             from the text itself (``drafters``).
         speculative: ``False`` decodes plainly, whatever there is to draft from.
@@ -122,7 +124,7 @@ class LLM(Conversing):
         self.config, geometry, ops = site.config, site.geometry, site.ops
         assert self.config.num_pages is not None
         follow_torch()
-        with bars.loading(bars.weight_bytes(model, draft if site.drafts else None), progress):
+        with bars.loading(weight_bytes(model, draft if site.drafts else None), progress):
             target = load_target(model, ops, max_context_len=context)
             head = load_draft(draft, target) if draft is not None and site.drafts else None
         self.tokenizer = load_tokenizer(model)

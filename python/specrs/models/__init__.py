@@ -19,6 +19,7 @@ from specrs.models.ops import Attention, Dense, Embedding, Heads, Linear, Ops
 from specrs.models.pairs import cuda_ops, ops_for, torch_ops
 from specrs.models.placement import HOST, Placement
 from specrs.models.rope_config import RopeConfig
+from specrs.models.weight_files import weight_bytes
 
 __all__ = [
     "HOST",
@@ -65,4 +66,5 @@ __all__ = [
     "placed",
     "stated_sampling",
     "torch_ops",
+    "weight_bytes",
 ]

@@ -1,4 +1,4 @@
-"""Weights from safetensors, one file or shards, checked against what the model calls for before any of them is read.
+"""Weights from a directory's files, checked against what the model calls for before any of them is read.
 
 weights = Checkpoint(directory)
 weights.check(expected_shapes)     # every missing, extra or misshapen tensor, from the headers alone
@@ -7,7 +7,6 @@ tensor = weights.load("model.norm.weight")
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,18 +15,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from specrs import progress
 from specrs.models.errors import ModelFileError
 from specrs.models.live import LiveModel, ModelSource
 from specrs.models.placement import HOST, Placement
-
-_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_INTEGERS = {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool}
-_SPELLINGS = {dtype: name for name, dtype in {**_FLOATS, **_INTEGERS}.items()}
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
+from specrs.models.weight_files import (
+    FLOATS,
+    INTEGERS,
+    READING,
+    SAFETENSORS,
+    SPELLINGS,
+    WeightFile,
+    is_mapped,
+    open_weights,
+    weight_files,
+)
 
 # Written by old versions of transformers; derived from the config, so never read.
 _DERIVED = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$|.*\.self_attn\.bias$|.*\.masked_bias$")
@@ -50,7 +53,7 @@ class _Stored:
 
 def dtype_of(name: str) -> torch.dtype:
     """A type that models have, by safetensors' name."""
-    return {**_FLOATS, **_INTEGERS}[name]
+    return {**FLOATS, **INTEGERS}[name]
 
 
 class Checkpoint:
@@ -68,50 +71,27 @@ class Checkpoint:
         self.directory = Path(str(directory))
         self._at = placement
         self._where: dict[str, _Stored] = {}
-        self._open: tuple[Path, Any] | None = None  # at most one file, and the bytes that were read of it
+        self._open: tuple[Path, WeightFile] | None = None  # at most one file, and the bytes that were read of it
         self._read = 0
+        self._usual = self.directory if self._live is not None else self.directory / SAFETENSORS
         if self._live is not None:
             for name, tensor in self._live.tensors.items():
                 self._where[rename(name)] = _in_memory(self.directory, name, tensor)
             return
         if not self.directory.is_dir():
             raise ModelFileError(self.directory, "no such directory; a Hugging Face model directory is needed")
-        for path, names in self._find().items():
+        files = weight_files(self.directory)
+        self._usual = next(iter(files)) if len(files) == 1 else self._usual
+        for path, names in files.items():
             headers = _headers(path)
             for name in names if names is not None else sorted(headers):
                 if name not in headers:
-                    raise ModelFileError(path, f"not in the file, although {_INDEX} says so", name)
+                    raise ModelFileError(path, "not in the file, although the index says so", name)
                 ours = rename(name)
                 if ours in self._where:
                     other = self._where[ours]
                     raise ModelFileError(path, f"also in {other.path.name} as {other.name}", name)
                 self._where[ours] = headers[name]
-
-    def _find(self) -> Mapping[Path, list[str] | None]:
-        """Files with the tensors to take from each; None: all."""
-        index = self.directory / _INDEX
-        single = self.directory / _SINGLE
-        if single.is_file() or not index.is_file():
-            if not single.is_file():
-                for old in ("pytorch_model.bin", "pytorch_model.bin.index.json"):
-                    if (self.directory / old).exists():
-                        raise ModelFileError(
-                            self.directory / old,
-                            "pickled weights run code when loaded and are refused; convert them with "
-                            "safetensors.torch.save_file(torch.load(path, weights_only=True), 'model.safetensors')",
-                        )
-                raise ModelFileError(single, f"no such file, and no {_INDEX} either")
-            return {single: None}
-        try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            shards: dict[Path, list[str]] = {}
-            for name, file in weight_map.items():
-                if Path(file).name != file:
-                    raise ModelFileError(index, f"shard {file!r} is outside the model directory", name)
-                shards.setdefault(self.directory / file, []).append(name)
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
-            raise ModelFileError(index, f"not readable as a safetensors index with a weight_map: {error!r}") from error
-        return shards
 
     def __contains__(self, name: str) -> bool:
         return name in self._where
@@ -129,7 +109,7 @@ class Checkpoint:
         """The file that holds a tensor; the directory's usual file for one that is missing (for error messages)."""
         if name in self._where:
             return self._where[name].path
-        return self.directory if self._live is not None else self.directory / _SINGLE
+        return self._usual
 
     def shape(self, name: str) -> tuple[int, ...]:
         """From the header."""
@@ -163,7 +143,7 @@ class Checkpoint:
             if self.shape(name) != shape:
                 got, want = list(self.shape(name)), list(shape)
                 raise ModelFileError(self.path(name), f"shape {got}, but config.json calls for {want}", name)
-            allowed = _INTEGERS if name in whole else _FLOATS
+            allowed = INTEGERS if name in whole else FLOATS
             if self.dtype(name) not in allowed:
                 raise ModelFileError(
                     self.path(name), f"dtype {self.dtype(name)}, need one of {', '.join(allowed)}", name
@@ -193,9 +173,9 @@ class Checkpoint:
                 if one.data_ptr() == two.data_ptr() and one.stride() == two.stride():
                     return True
             else:
-                one, two = (_open(stored.path, HOST.device).get_slice(stored.name) for stored in (a, b))
+                one, two = (open_weights(stored.path, HOST.device).get_slice(stored.name) for stored in (a, b))
             return all(torch.equal(one[i : i + _ROWS], two[i : i + _ROWS]) for i in range(0, a.shape[0], _ROWS))
-        except (SafetensorError, OSError, ValueError) as error:
+        except READING as error:
             raise ModelFileError(a.path, f"not readable: {error}", a.name) from error
 
     def _from_file(self, stored: _Stored) -> torch.Tensor:
@@ -203,12 +183,13 @@ class Checkpoint:
         at = self._at
         if self._open is None or self._open[0] != stored.path or self._read > _RENEW:
             self._open, self._read = None, 0  # the file that was open is closed first
-            self._open = stored.path, _open(stored.path, at.device)
+            self._open = stored.path, open_weights(stored.path, at.device)
         try:
-            tensor: torch.Tensor = self._open[1].get_tensor(stored.name)
-        except (SafetensorError, OSError, ValueError) as error:
+            tensor = self._open[1].get_tensor(stored.name)
+        except READING as error:
             raise ModelFileError(stored.path, f"not readable: {error}", stored.name) from error
-        self._read += tensor.nbytes
+        if is_mapped(self._open[1]):
+            self._read += tensor.nbytes
         progress.read(tensor.nbytes)
         return tensor
 
@@ -223,7 +204,7 @@ def _in_memory(name: Path, tensor_name: str, tensor: torch.Tensor) -> _Stored:
     if tensor.is_meta:
         why = "on the meta device, so without values: offloaded, or never loaded"
         raise ModelFileError(name, why, tensor_name)
-    return _Stored(name, tensor_name, tuple(tensor.shape), _SPELLINGS.get(tensor.dtype, str(tensor.dtype)))
+    return _Stored(name, tensor_name, tuple(tensor.shape), SPELLINGS.get(tensor.dtype, str(tensor.dtype)))
 
 
 def _check_finite(tensor: torch.Tensor, stored: _Stored) -> None:
@@ -240,21 +221,9 @@ def _check_finite(tensor: torch.Tensor, stored: _Stored) -> None:
 
 def _headers(path: Path) -> dict[str, _Stored]:
     """Every tensor of a file, which is closed again."""
-    file = _open(path, HOST.device)
-    names: list[str] = file.keys()
-    slices = {name: file.get_slice(name) for name in names}
+    file = open_weights(path, HOST.device)
+    slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # safetensors' has no other way
     return {name: _Stored(path, name, tuple(s.get_shape()), str(s.get_dtype())) for name, s in slices.items()}
-
-
-def _open(path: Path, device: torch.device) -> Any:
-    if not path.is_file():
-        raise ModelFileError(path, "no such file")
-    try:
-        return safe_open(str(path), framework="pt", device=str(device))
-    except (SafetensorError, OSError, ValueError) as error:
-        size = path.stat().st_size
-        why = f"not a whole safetensors file ({size} bytes: truncated, or a Git LFS pointer?): {error}"
-        raise ModelFileError(path, why) from error
 
 
 def _and_more(names: list[str]) -> str:

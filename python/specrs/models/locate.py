@@ -1,45 +1,66 @@
-"""From what a user names to a model directory: a path, or a Hugging Face id.
+"""From what a user names to a model directory: a path, or a Hugging Face id, alone or with a revision behind an `@`.
 
 A snapshot of an id is taken from the local hub cache; where it has none, `huggingface_hub` downloads one into it, the
 files that specrs reads alone. `HF_HUB_OFFLINE` and `TRANSFORMERS_OFFLINE` forbid that. A directory that holds no model
 is recognised by its files, and refused with what would work. The hub cache is read by its layout,
-https://huggingface.co/docs/huggingface_hub/guides/manage-cache: `models--ORG--NAME/refs/main` names the revision,
-`snapshots/REVISION` is the directory.
+https://huggingface.co/docs/huggingface_hub/guides/manage-cache: `models--ORG--NAME/refs/main` names the commit of a
+branch or a tag, `snapshots/COMMIT` is the directory.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from specrs.models.errors import HubError, ModelFileError
+from specrs.models.weight_files import PICKLED, SAFETENSORS, has_weights, weight_files
 from specrs.progress import wanted
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(\w[\w.+-]*(?:/\w[\w.+-]*)*))?", re.ASCII)
 _NEEDS = {
     "model": "a Hugging Face model directory (config.json, *.safetensors, tokenizer.json)",
-    "draft": "the directory of an EAGLE-3 draft head (config.json, *.safetensors)",
+    "draft": "the directory of an EAGLE draft head (config.json, *.safetensors)",
 }
 
 
-_READ = [  # of a repository: neither pickles, nor the same weights in other formats
+_READ = [  # of a repository: not the same weights in other formats
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "chat_template.jinja", "additional_chat_templates/*.jinja", "model*.safetensors", "model.safetensors.index.json",
 ]  # fmt: skip
+_READ_ELSE = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]  # of one without safetensors
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+
+
+@dataclass(frozen=True)
+class _Wish:
+    """A repository at a revision, for a role."""
+
+    name: str
+    revision: str
+    role: str
+
+    @property
+    def get(self) -> str:
+        """How to download it by hand."""
+        at = "" if self.revision == "main" else f" --revision {self.revision}"
+        return f"hf download {self.name}{at} --local-dir {self.name.split('/')[1]}"
+
+    def __str__(self) -> str:
+        return repr(self.name if self.revision == "main" else f"{self.name}@{self.revision}")
 
 
 def locate(given: str | os.PathLike[str], role: str, *, download: bool = True, progress: bool | None = None) -> Path:
     """The directory of a model or of a draft head.
 
     Args:
-        given: a path, or ``org/name``.
+        given: a path, ``org/name``, or ``org/name@revision``: a branch, a tag or a whole commit; else ``main``.
         role: ``"model"`` or ``"draft"``, the argument that errors name.
         download: whether a snapshot that the hub cache lacks may be downloaded.
         progress: of a download; see `specrs.progress`.
@@ -61,14 +82,15 @@ def locate(given: str | os.PathLike[str], role: str, *, download: bool = True, p
         return path
     if there:
         raise ModelFileError(path, f"{role}: {_file(path)}; give {_NEEDS[role]}")
-    if _HUB_ID.fullmatch(name):
+    if match := _HUB_ID.fullmatch(name):
+        wish = _Wish(match[1], match[2] or "main", role)
         try:
-            return _cached(name, role)
+            return _cached(wish)
         except HubError as missing:
             if not download:
                 raise
-            _download(name, role, missing, wanted(progress))
-        return _cached(name, role)
+            _download(wish, missing, wanted(progress))
+        return _cached(wish)
     raise ModelFileError(path, f"{role}: no such directory; give {_NEEDS[role]}, or org/name of one in the hub cache")
 
 
@@ -81,43 +103,38 @@ def hub_cache() -> Path:
     return Path(os.environ.get("HF_HOME") or f"{cache}/huggingface").expanduser() / "hub"
 
 
-def _cached(name: str, role: str) -> Path:
-    cache = hub_cache()
-    folder = cache / f"models--{name.replace('/', '--')}"
-    get = f"hf download {name} --local-dir {name.split('/')[1]}"
-    try:
-        revision = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        raise HubError(
-            Path(name),
-            f"{role}: no such directory, and no snapshot of {name!r} in the hub cache {cache}. To download it: {get} "
-            f"(then {role}={name.split('/')[1]!r})",
-        ) from None
-    snapshot = folder / "snapshots" / revision
-    if (
-        Path(revision).name != revision
-        or revision in ("", "..")  # the first is the folder of all, the second leads out of it
-        or not (snapshot / "config.json").is_file()
-        or not _has(snapshot, "*.safetensors")
-        or not _whole(snapshot)
-    ):
-        raise HubError(snapshot, f"{role}: the hub cache has no whole snapshot of {name!r}. To download it: {get}")
+def _cached(wish: _Wish) -> Path:
+    cache, role = hub_cache(), wish.role
+    folder = cache / f"models--{wish.name.replace('/', '--')}"
+    snapshot = folder / "snapshots" / wish.revision  # of a commit
+    if not _COMMIT.fullmatch(wish.revision):
+        try:
+            commit = (folder / "refs" / wish.revision).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError):
+            directory = wish.name.split("/")[1]
+            raise HubError(
+                Path(wish.name),
+                f"{role}: no such directory, and no snapshot of {wish} in the hub cache {cache}. To download it: "
+                f"{wish.get} (then {role}={directory!r})",
+            ) from None
+        snapshot = folder / "snapshots" / commit
+        if Path(commit).name != commit or commit in ("", ".."):  # the folder of all, and what leads out of it
+            snapshot = snapshot / "nowhere"
+    if not (snapshot / "config.json").is_file() or not _whole(snapshot):
+        raise HubError(snapshot, f"{role}: the hub cache has no whole snapshot of {wish}. To download it: {wish.get}")
     _check(snapshot, role)
     return snapshot
 
 
 def _whole(snapshot: Path) -> bool:
-    """Whether every shard that the index names is there: a download may have been cut."""
+    """Whether weights are there, with every shard that an index names: a download may have been cut."""
     try:
-        index = json.loads((snapshot / "model.safetensors.index.json").read_text(encoding="utf-8"))
-        return all((snapshot / shard).is_file() for shard in set(index["weight_map"].values()))
-    except FileNotFoundError:
-        return True
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        return True  # the loader says what is wrong with it
+        return all(file.is_file() for file in weight_files(snapshot))
+    except ModelFileError:
+        return has_weights(snapshot)  # of an index that cannot be read, the loader says what is wrong with it
 
 
-def _download(name: str, role: str, missing: HubError, shown: bool) -> None:
+def _download(wish: _Wish, missing: HubError, shown: bool) -> None:
     """Bring a snapshot into the hub cache. missing: why it is wanted, which errors begin with.
 
     Raises:
@@ -136,12 +153,14 @@ def _download(name: str, role: str, missing: HubError, shown: bool) -> None:
         raise failed("huggingface_hub is not installed") from None
     try:
         with _quiet(not shown):
-            snapshot = Path(snapshot_download(name, allow_patterns=_READ, cache_dir=hub_cache()))
+            for files in (_READ, _READ_ELSE):
+                got = snapshot_download(wish.name, revision=wish.revision, allow_patterns=files, cache_dir=hub_cache())
+                if has_weights(Path(got)):
+                    return
     except Exception as error:  # of its own kinds, of its HTTP client's, of the disk's
         said = " ".join(str(error).split()) or "no reason given"
         raise failed(f"{type(error).__name__}: {said}") from error
-    if not _has(snapshot, "*.safetensors"):
-        raise failed("the repository has no model*.safetensors (pickled weights and GGUF are not read)")
+    raise failed(f"the repository has no {SAFETENSORS}, no {PICKLED}, and no shards of them (GGUF is not read)")
 
 
 @contextmanager
@@ -166,32 +185,25 @@ def _file(path: Path) -> str:
     """What a file is, where a directory is needed."""
     if path.suffix == ".gguf":
         return "a GGUF file, whose format is not read; the model's original safetensors work"
-    if path.suffix == ".safetensors":
+    if path.suffix == ".safetensors" or path.name == PICKLED:
         return f"a file; its directory {path.parent} works if it has a config.json"
     if path.suffix in (".bin", ".pt", ".pth"):
-        return "pickled weights, which run code when loaded and are refused; safetensors work"
+        return f"pickled weights; they work as {PICKLED}, in a directory with a config.json"
     return "a file, no directory"
 
 
 def _check(directory: Path, role: str) -> None:
     """Refuse a directory that holds something else, by name."""
     needs = f"give {_NEEDS[role]}"
-    if (directory / "adapter_config.json").is_file() and not _has(directory, "model*.safetensors"):
+    if (directory / "adapter_config.json").is_file() and not has_weights(directory):
         raise ModelFileError(
             directory,
             f"{role}: a LoRA adapter (adapter_config.json), not a whole model; merge it into its base model "
             "(peft: merge_and_unload(), then save_pretrained) and give that directory",
         )
-    if not _has(directory, "*.safetensors"):
-        if _has(directory, "*.gguf"):
-            why = "only GGUF files, whose format is not read; the model's original safetensors work"
-            raise ModelFileError(directory, f"{role}: {why}")
-        if _has(directory, "pytorch_model*.bin*"):
-            raise ModelFileError(
-                directory,
-                f"{role}: only pickled weights (pytorch_model.bin), which run code when loaded and are refused; "
-                "convert them: safetensors.torch.save_file(torch.load(path, weights_only=True), 'model.safetensors')",
-            )
+    if not has_weights(directory) and not _has(directory, "*.safetensors") and _has(directory, "*.gguf"):
+        why = "only GGUF files, whose format is not read; the model's original safetensors work"
+        raise ModelFileError(directory, f"{role}: {why}")
     if not (directory / "config.json").is_file():
         if next(directory.iterdir(), None) is None:
             raise ModelFileError(directory, f"{role}: an empty directory; {needs}")

@@ -9,9 +9,10 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+import torch
 from huggingface_hub.utils import are_progress_bars_disabled
 
-from modelzoo import Pair
+from modelzoo import Pair, read_weights
 from specrs import LLM, HubError, ModelFileError, SamplingParams
 from specrs.models import locate
 
@@ -22,8 +23,8 @@ class Hub:
     def __init__(self, repositories: dict[str, Path]) -> None:
         self.repositories, self.asked, self.quiet = repositories, [], []
 
-    def __call__(self, name: str, *, allow_patterns: list[str], cache_dir: Path) -> str:
-        self.asked.append(name)
+    def __call__(self, name: str, *, revision: str, allow_patterns: list[str], cache_dir: Path) -> str:
+        self.asked.append(name if revision == "main" else f"{name}@{revision}")
         self.quiet.append(are_progress_bars_disabled())
         if name not in self.repositories:
             raise ConnectionError(f"404 Client Error.\n\nRepository Not Found: {name}")
@@ -35,7 +36,7 @@ class Hub:
                 (snapshot / inner).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(file, snapshot / inner)
         (folder / "refs").mkdir(exist_ok=True)
-        (folder / "refs" / "main").write_text("0123abcd")
+        (folder / "refs" / revision).write_text("0123abcd")
         return str(snapshot)
 
 
@@ -73,6 +74,20 @@ def test_a_model_and_its_head_are_downloaded_once(hub: Hub, tiny: Pair) -> None:
     assert not there & {"pytorch_model.bin", "consolidated.safetensors", "evil.py", "onnx.onnx"}
 
 
+def test_pickled_weights_are_downloaded_where_there_are_no_others(hub: Hub, tiny: Pair, tmp_path: Path) -> None:
+    head = tmp_path / "published"
+    head.mkdir()
+    shutil.copy(tiny.draft / "config.json", head)
+    torch.save(read_weights(tiny.draft), head / "pytorch_model.bin")
+    (head / "optimizer.bin").write_text("x")
+    hub.repositories["org/head"] = head
+    for _ in range(2):
+        with LLM(tiny.target, "org/head@v1", tree=(2, 2, 4)) as llm:
+            assert llm.generate([[1, 2]], SamplingParams(max_tokens=3))[0].rounds > 0
+    assert hub.asked == ["org/head@v1", "org/head@v1"]  # once for each list of files
+    assert {p.name for p in locate("org/head@v1", "draft").iterdir()} == {"config.json", "pytorch_model.bin"}
+
+
 def test_bars_are_as_asked(hub: Hub, tmp_path: Path) -> None:
     for progress in (None, True, False):
         shutil.rmtree(tmp_path / "cache", ignore_errors=True)
@@ -106,12 +121,12 @@ def test_failures_have_a_name(hub: Hub, tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(HubError, match="no snapshot of 'org/nothing'"):
         locate("org/nothing", "model", download=False)
     assert hub.asked == ["org/model", "org/nothing"]
-    pickled = tmp_path / "pickled"
-    pickled.mkdir()
-    for name in ("config.json", "pytorch_model.bin"):
-        (pickled / name).write_text("{}")
-    hub.repositories["org/old"] = pickled
-    with pytest.raises(HubError, match=r"the repository has no model\*\.safetensors"):
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in ("config.json", "model.gguf", "consolidated.pth"):
+        (other / name).write_text("{}")
+    hub.repositories["org/old"] = other
+    with pytest.raises(HubError, match=r"has no model.safetensors, no pytorch_model.bin, and no shards"):
         LLM("org/old")
 
     def breaks(*_: Any, **__: Any) -> Any:

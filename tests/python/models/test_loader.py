@@ -57,7 +57,7 @@ def test_missing_files(tmp_path: Path) -> None:
         Checkpoint(tmp_path)
     assert caught.value.path == tmp_path / "model.safetensors"
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(ModelFileError, match="save_file") as caught:
+    with pytest.raises(ModelFileError, match=r"not a whole file of torch\.save") as caught:
         Checkpoint(tmp_path)
     assert caught.value.path == tmp_path / "pytorch_model.bin"
 
@@ -93,7 +93,7 @@ def test_missing_and_broken_shards(tmp_path: Path) -> None:
 
     for broken in ("{", "[]", '{"weight_map": 3}'):
         index.write_text(broken, encoding="utf-8")
-        with pytest.raises(ModelFileError, match="not readable as a safetensors index") as caught:
+        with pytest.raises(ModelFileError, match="not readable as an index") as caught:
             Checkpoint(tmp_path)
         assert caught.value.path == index
 

@@ -49,6 +49,26 @@ def test_a_hub_id_is_its_cached_snapshot(tiny: Pair, cache: Path) -> None:
     assert out.token_ids == want.token_ids and out.rounds == want.rounds > 0
 
 
+def test_a_revision_is_a_branch_a_tag_or_a_commit(tiny: Pair, cache: Path) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    old, new = put(cache, "org/model", tiny.target, commit), put(cache, "org/head", tiny.draft, "f" * 40)
+    refs = cache / "models--org--model" / "refs"
+    (refs / "pr").mkdir()
+    for name in ("v1.0", "pr/1"):
+        (refs / name).write_text(commit)
+    for name in ("org/model", "org/model@main", "org/model@v1.0", "org/model@pr/1", f"org/model@{commit}"):
+        assert locate(name, "model") == old
+    assert locate(f"org/head@{'f' * 40}", "draft") == new
+    with pytest.raises(ModelFileError, match=r"no snapshot of 'org/model@v2'.*hf download org/model --revision v2 --l"):
+        locate("org/model@v2", "model")
+    with pytest.raises(ModelFileError, match=r"no whole snapshot of 'org/model@ffff"):
+        locate(f"org/model@{'f' * 40}", "model")
+    (cache / "models--org--model" / "v3").write_text(commit)
+    for name in ("org/model@", "org/model@../v3", "org/model@pr/../main", "org/model@/main", "org/model@a\nb"):
+        with pytest.raises(ModelFileError, match="no such directory; give a Hugging Face model directory"):
+            locate(name, "model")
+
+
 def test_a_directory_of_that_name_has_precedence(tiny: Pair, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tiny.target.parent)
     put(cache, "a/b", tiny.draft)
@@ -136,12 +156,12 @@ def folder(*names: str, config: bool = False) -> Any:
     ("make", "message"),
     [
         (file("m.gguf"), "a GGUF file.*safetensors work"), (file("model.safetensors"), "a file; its directory"),
-        (file("pytorch_model.bin"), "pickled weights.*safetensors work"), (file("x.txt"), "a file, no directory"),
+        (file("pytorch_model.bin"), "a file; its directory"), (file("x.txt"), "a file, no directory"),
+        (file("x.pt"), "pickled weights; they work as pytorch_model.bin, in a directory"),
         (folder(), "an empty directory"), (folder("m.Q4_K.gguf"), "only GGUF files"),
         (folder("m.gguf", config=True), "only GGUF files"),
         (folder("adapter_config.json", "adapter_model.safetensors"), "a LoRA adapter.*merge_and_unload"),
-        (folder("pytorch_model.bin", config=True), "only pickled weights.*convert them"),
-        (folder("pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"), "only pickled weights"),
+        (folder("pytorch_model.bin"), "config.json: .*no such file"),
         (folder("notes.txt"), "config.json: .*no such file"), (lambda root, _: root / "nowhere", "no such directory"),
         (lambda root, _: root / ("x" * 300), "File name too long"),
     ],
@@ -152,14 +172,14 @@ def test_what_is_no_model_is_recognised(make: Any, message: str, role: str, tiny
         LLM(**{"model": tiny.target, "draft": tiny.draft, role: given})
     error = str(e.value)
     assert f"{role}: " in error
-    assert {"model": "EAGLE-3", "draft": "Hugging Face model directory"}[role] not in error
+    assert {"model": "EAGLE", "draft": "Hugging Face model directory"}[role] not in error
     assert isinstance(e.value, ConfigError) and e.value.path in (given, given / "config.json")
 
 
 def test_a_wrong_draft_is_said_to_be_the_draft(tiny: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "x", "--model", str(tiny.target), "--draft", str(tmp_path / "nowhere")]) == 2
     err = capsys.readouterr().err
-    assert "draft: no such directory; give the directory of an EAGLE-3 draft head" in err and err.count("\n") == 1
+    assert "draft: no such directory; give the directory of an EAGLE draft head" in err and err.count("\n") == 1
 
 
 def test_a_head_for_a_model_and_a_model_for_a_head(tiny: Pair) -> None:
