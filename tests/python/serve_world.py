@@ -127,3 +127,27 @@ def running(engine: AsyncLLM, tmp: Path, **options: Any) -> Iterator[Running]:
         yield made
     finally:
         made.stop()
+
+
+def worst_pause(work: Callable[[], Any]) -> tuple[float, float]:
+    """Seconds that the work takes, and the longest pause of another thread."""
+    over, pauses = threading.Event(), [0.0]
+
+    def look() -> None:
+        last = time.perf_counter()
+        while not over.wait(0.001):
+            now = time.perf_counter()
+            pauses.append(now - last)
+            last = now
+        pauses.append(time.perf_counter() - last)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    began = time.perf_counter()
+    try:
+        work()
+    finally:
+        took = time.perf_counter() - began
+        over.set()
+        thread.join()
+    return took, max(pauses)

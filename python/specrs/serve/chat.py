@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from specrs.serve.exchange import DONE, Exchange
 from specrs.serve.fields import CHAT, ROUNDS, read
 from specrs.serve.reply import Count, Frame, Reply, counted, spec_stats, traced
 from specrs.serve.sampling import Wish, wish
-from specrs.serve.scores import Names, objects, prompt_scores
+from specrs.serve.scores import Names, all_objects, objects, prompt_scores
 from specrs.serve.voices import Plain, Voice, message
 
 if TYPE_CHECKING:
@@ -117,18 +117,24 @@ class Call:
         content = self.fields["messages"][-1].get("content")
         return content if isinstance(content, str) else ""
 
-    def scored(self, tokens: Any, scores: Any) -> dict[str, Any] | None:
-        """A choice's ``logprobs``, where they are wanted."""
+    def scored(self, write: Callable[..., Any], tokens: Any, scores: Any) -> dict[str, Any] | None:
+        """A choice's ``logprobs``, where they are wanted. write: `objects` or `all_objects`."""
         if not self.fields.get("logprobs"):
             return None
         names = Names(bool(self.fields.get("return_tokens_as_token_ids")))
-        return {"content": objects(tokens, scores or [], self.fields.get("top_logprobs", 0), names), "refusal": None}
+        return {"content": write(tokens, scores or [], self.fields.get("top_logprobs", 0), names), "refusal": None}
 
     # -- a whole response ---------------------------------------------------------------------------------------
 
     async def whole(self, exchange: Exchange, flow: Flow) -> None:
         """All choices at once."""
         [output] = await flow.whole()
+        if self.fields.get("logprobs") or "prompt_logprobs" in self.fields:
+            await exchange.json_of(200, lambda: self._response(flow, output), self.service.pooled)
+        else:
+            await exchange.json(200, self._response(flow, output))
+
+    def _response(self, flow: Flow, output: RequestOutput) -> dict[str, Any]:
         choices = [self.choice(one) for one in output.outputs]
         more: dict[str, Any] = {}
         if self.fields.get("return_spec_stats"):
@@ -138,7 +144,7 @@ class Call:
         if "prompt_logprobs" in self.fields and output.prompt_logprobs is not None:
             names = Names(bool(self.fields.get("return_tokens_as_token_ids")))
             more["prompt_logprobs"] = prompt_scores(output.prompt_logprobs, names)
-        await exchange.json(200, self.reply.whole(choices, counted(flow.outputs).usage(), **more))
+        return self.reply.whole(choices, counted(flow.outputs).usage(), **more)
 
     def choice(self, output: RequestOutput) -> dict[str, Any]:
         """A choice, complete."""
@@ -147,7 +153,7 @@ class Call:
         deltas = [*([{"content": opening}] if opening else []), *voice.feed(output.text), *voice.finish()]
         found: dict[str, Any] = {
             "index": output.index, "message": {**message(deltas), "refusal": None},
-            "logprobs": self.scored(output.token_ids, output.logprobs),
+            "logprobs": self.scored(all_objects, output.token_ids, output.logprobs),
             "finish_reason": voice.reason(str(output.finish_reason)), "stop_reason": output.stop_reason,
         }  # fmt: skip
         if self.fields.get("return_token_ids"):
@@ -217,7 +223,7 @@ class Stream:
             deltas.append({})
         found = [self._piece(delta) for delta in deltas]
         if found and event.token_ids:
-            found[0]["logprobs"] = self._call.scored(event.token_ids, event.logprobs)
+            found[0]["logprobs"] = self._call.scored(objects, event.token_ids, event.logprobs)
             if self._ids:
                 found[0]["token_ids"] = event.token_ids
         if found and self._traced:

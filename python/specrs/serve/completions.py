@@ -101,13 +101,18 @@ class Call:
     async def whole(self, exchange: Exchange, flow: Flow) -> None:
         """All choices at once."""
         outputs = await flow.whole()
+        if "logprobs" in self.fields or "prompt_logprobs" in self.fields:
+            await exchange.json_of(200, lambda: self._response(flow, outputs), self.service.pooled)
+        else:
+            await exchange.json(200, self._response(flow, outputs))
+
+    def _response(self, flow: Flow, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         choices = []
         for i, output in enumerate(outputs):
             for j, chosen in enumerate(self._best(output)):
                 choices.append(self.choice(i * self._n + j, i, chosen))
         more = {"specrs": spec_stats(flow.outputs)} if self.fields.get("return_spec_stats") else {}
-        usage = counted(flow.outputs, self.wanted.dropped).usage()
-        await exchange.json(200, self.reply.whole(choices, usage, **more))
+        return self.reply.whole(choices, counted(flow.outputs, self.wanted.dropped).usage(), **more)
 
     def _best(self, output: RequestOutput) -> Sequence[RequestOutput]:
         """The ``n`` that are most probable by token, the best first; all of them where none is left out."""

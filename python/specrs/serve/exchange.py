@@ -16,6 +16,7 @@ from typing import Any
 
 from specrs.serve.errors import RequestError, bad
 from specrs.serve.record import Record
+from specrs.serve.writing import dumps, dumps_in_pieces
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -28,16 +29,11 @@ _DEEPEST = 100  # levels of JSON: more than any schema of a tool needs
 _LINGER = 2.0  # seconds for a client to notice that its body is not wanted
 _COMMENT = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
-_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+_JSON_KIND = b"application/json"
 
 
 class Gone(Exception):
     """The client has gone, or does not read."""
-
-
-def dumps(value: Any) -> bytes:
-    """JSON in UTF-8, without spaces."""
-    return _JSON.encode(value).encode("utf-8", "replace")
 
 
 class Exchange:
@@ -157,7 +153,11 @@ class Exchange:
 
     async def json(self, status: int, value: Any, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
         """A whole response."""
-        await self.whole(status, dumps(value), b"application/json", headers)
+        await self.whole(status, dumps(value), _JSON_KIND, headers)
+
+    async def json_of(self, status: int, make: Callable[[], Any], pooled: Pooled) -> None:
+        """A whole response that takes long to make: ``make`` and its encoding run in the pool."""
+        await self.whole(status, await pooled(lambda: dumps_in_pieces(make())), _JSON_KIND)
 
     async def whole(self, status: int, body: bytes, kind: bytes, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
         """A whole response of any kind."""

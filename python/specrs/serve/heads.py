@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from specrs.serve.errors import RequestError
-from specrs.serve.exchange import dumps
+from specrs.serve.writing import dumps
 
 MOST_HEAD_BYTES = 64 << 10  # as h11 has it
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from specrs.serve.exchange import dumps
+from specrs.serve.writing import dumps
 
 if TYPE_CHECKING:
     from specrs.engine import RequestOutput, Round, StreamEvent

@@ -6,6 +6,8 @@ import codecs
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
+from specrs.serve.writing import Items
+
 if TYPE_CHECKING:
     from specrs.engine import Logprob
     from specrs.engine.logprobs import TokenLogprobs
@@ -80,6 +82,11 @@ class Columns:
         return found
 
 
+def all_objects(tokens: Sequence[int], scores: Sequence[TokenLogprobs], most: int, names: Names) -> Items:
+    """`objects` of a whole output."""
+    return Items(len(tokens), lambda first, end: objects(tokens[first:end], scores[first:end], most, names))
+
+
 def objects(tokens: Sequence[int], scores: Sequence[TokenLogprobs], most: int, names: Names) -> list[dict[str, Any]]:
     """The ``logprobs.content`` of chat."""
     found = []
@@ -98,8 +105,12 @@ def _object(token: int, scored: Logprob, names: Names) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def prompt_scores(scores: Sequence[TokenLogprobs | None], names: Names) -> list[dict[str, Any] | None]:
+def prompt_scores(scores: Sequence[TokenLogprobs | None], names: Names) -> Items:
     """vLLM's ``prompt_logprobs``: by token id, with rank and text."""
+    return Items(len(scores), lambda first, end: _ranked(scores[first:end], names))
+
+
+def _ranked(scores: Sequence[TokenLogprobs | None], names: Names) -> list[dict[str, Any] | None]:
     return [
         None
         if scored is None

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import random
-import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from serve_world import Running, running
+from serve_world import Running, running, worst_pause
 from specrs import SpecrsError
 from specrs.engine import AsyncLLM, EngineFailedError, StepFailedError
 from specrs.serve import Keys, errors
@@ -171,33 +168,9 @@ def test_long_texts_hold_nobody_up(web: Running) -> None:
     """The tokenizer works without the interpreter's lock: the event loop and the engine's thread go on meanwhile."""
     most = 64 * web.service.context
     service, text = web.service, " abc" * (most // 4)
-
-    def worst(work: Callable[[], Any]) -> tuple[float, float]:
-        """Seconds that the work takes, and the longest pause of another thread."""
-        over, pauses = threading.Event(), [0.0]
-
-        def look() -> None:
-            last = time.perf_counter()
-            while not over.wait(0.001):
-                now = time.perf_counter()
-                pauses.append(now - last)
-                last = now
-            pauses.append(time.perf_counter() - last)
-
-        thread = threading.Thread(target=look)
-        thread.start()
-        began = time.perf_counter()
-        try:
-            work()
-        finally:
-            took = time.perf_counter() - began
-            over.set()
-            thread.join()
-        return took, max(pauses)
-
     ids = [5] * 300_000
     for work in (lambda: service.encode(text, True, "prompt"), lambda: service.decode(ids, False)):
-        took, pause = min((worst(work) for _ in range(5)), key=lambda one: one[1] / one[0])
+        took, pause = min((worst_pause(work) for _ in range(5)), key=lambda one: one[1] / one[0])
         assert pause < took / 2, (took, pause)
     assert service.encode("é x", True, "prompt") == list(service.tokenizer.encode("é x").ids)
     assert service.encode("é x", False, "prompt") == list(service.tokenizer.encode("é x", add_special_tokens=False).ids)
