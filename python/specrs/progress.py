@@ -41,7 +41,7 @@ def loading(total: int, progress: bool | None) -> Iterator[None]:
     from tqdm import tqdm
 
     with tqdm(total=total, desc="weights", unit="B", unit_scale=True, unit_divisor=1024, file=sys.stderr) as bar:
-        token = _read.set(bar.update)
+        token = _read.set(lambda count: bar.update(min(count, total - bar.n)))  # tensors may share what a file has once
         try:
             yield
             bar.update(total - bar.n)  # headers, and what a model leaves in its files

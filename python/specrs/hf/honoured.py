@@ -30,6 +30,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "low_memory": (None, False),
 }
 _DICT_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+_CACHE_NAMES = ("cache", "past_key_values")
 _CACHES = ("quantized",)  # implementations that round what they keep
 # Arguments of a model's forward that say how transformers would compute, not what.
 _IGNORED = {"use_cache", "logits_to_keep", "cache_position", "cache_implementation", "max_cache_len", "return_dict"}
@@ -230,12 +231,20 @@ def check_arguments(kwargs: dict[str, Any], lengths: Sequence[int]) -> None:
 
 
 def _check_cache(name: str, cache: Any) -> None:
-    """transformers hands over one that is empty; a caller's own may hold a text, or round what it would hold."""
-    from transformers.cache_utils import QuantizedCache
-
-    kind = type(cache).__name__
-    if kept := int(cache.get_seq_length()):
+    """transformers hands over an empty one of its own; a caller's may hold a text, or change what it would hold."""
+    kind, layers = type(cache).__name__, getattr(cache, "layers", None)
+    if name not in _CACHE_NAMES or layers is None:  # one of an encoder and a decoder has two caches, and no layers
+        raise UnsupportedGenerationError(name, kind, "not implemented; no cache, or an empty DynamicCache, works")
+    made = getattr(cache, "layer_class_to_replicate", None)
+    for part in (type(cache), *map(type, layers), made if isinstance(made, type) else type(cache)):
+        if not part.__module__.startswith("transformers."):
+            raise UnsupportedGenerationError(name, part.__name__, "unknown to specrs; transformers' own classes work")
+        if any("Quantized" in base.__name__ for base in part.__mro__):
+            raise UnsupportedGenerationError(name, part.__name__, "would round keys and values; a DynamicCache works")
+    try:
+        kept = int(cache.get_seq_length())
+    except ValueError as error:  # of layers that keep no positions
+        raise UnsupportedGenerationError(name, kind, str(error)) from None
+    if kept:
         why = "a cache that holds tokens is not read; give the whole text as input_ids"
         raise UnsupportedGenerationError(name, f"{kind} of {kept} tokens", why)
-    if isinstance(cache, QuantizedCache):
-        raise UnsupportedGenerationError(name, kind, "would round keys and values; no cache, or any other, works")

@@ -9,6 +9,12 @@ from typing import Any
 from specrs._specrs import ConfigError
 
 
+def one_line(text: str) -> str:
+    """A stranger's text as an error quotes it: printable, and no longer than 200 characters."""
+    shown = text if text.isprintable() else ascii(text)[1:-1]
+    return shown if len(shown) <= 200 else f"{shown[:197]}..."
+
+
 class UnsupportedModelError(ConfigError):
     """A `config.json` value that specrs refuses, because it is malformed or because it cannot be honoured exactly.
 
@@ -32,7 +38,7 @@ class ModelFileError(ConfigError):
     """
 
     def __init__(self, path: Path, why: str, tensor: str | None = None) -> None:
-        where = f"{path}" if tensor is None else f"{path}: tensor {tensor}"
+        where = f"{path}" if tensor is None else f"{path}: tensor {one_line(tensor)}"
         super().__init__(f"{where}: {why}")
         self.path = path
         self.tensor = tensor

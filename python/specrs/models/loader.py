@@ -27,7 +27,6 @@ from specrs.models.weight_files import (
     SAFETENSORS,
     SPELLINGS,
     WeightFile,
-    is_mapped,
     open_weights,
     weight_files,
 )
@@ -80,8 +79,7 @@ class Checkpoint:
             return
         if not self.directory.is_dir():
             raise ModelFileError(self.directory, "no such directory; a Hugging Face model directory is needed")
-        files = weight_files(self.directory)
-        self._usual = next(iter(files)) if len(files) == 1 else self._usual
+        files, self._usual = weight_files(self.directory)
         for path, names in files.items():
             headers = _headers(path)
             for name in names if names is not None else sorted(headers):
@@ -188,8 +186,9 @@ class Checkpoint:
             tensor = self._open[1].get_tensor(stored.name)
         except READING as error:
             raise ModelFileError(stored.path, f"not readable: {error}", stored.name) from error
-        if is_mapped(self._open[1]):
-            self._read += tensor.nbytes
+        if (tuple(tensor.shape), SPELLINGS.get(tensor.dtype)) != (stored.shape, stored.dtype):
+            raise ModelFileError(stored.path, "changed while it was read", stored.name)
+        self._read += tensor.nbytes
         progress.read(tensor.nbytes)
         return tensor
 

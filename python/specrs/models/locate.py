@@ -24,8 +24,8 @@ from specrs.progress import wanted
 
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(\w[\w.+-]*(?:/\w[\w.+-]*)*))?", re.ASCII)
 _NEEDS = {
-    "model": "a Hugging Face model directory (config.json, *.safetensors, tokenizer.json)",
-    "draft": "the directory of an EAGLE draft head (config.json, *.safetensors)",
+    "model": f"a Hugging Face model directory (config.json, *.safetensors or {PICKLED}, tokenizer.json)",
+    "draft": f"the directory of an EAGLE draft head (config.json, *.safetensors or {PICKLED})",
 }
 
 
@@ -33,8 +33,9 @@ _READ = [  # of a repository: not the same weights in other formats
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "chat_template.jinja", "additional_chat_templates/*.jinja", "model*.safetensors", "model.safetensors.index.json",
 ]  # fmt: skip
-_READ_ELSE = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]  # of one without safetensors
+_READ_ELSE = [PICKLED, f"{PICKLED}.index.json", "pytorch_model-*-of-*.bin"]  # of one without safetensors
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_FOLDER = re.compile(r"(?!\.+$)[\w.-]{1,64}", re.ASCII)  # of a snapshot: within the folder of all
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
@@ -117,9 +118,7 @@ def _cached(wish: _Wish) -> Path:
                 f"{role}: no such directory, and no snapshot of {wish} in the hub cache {cache}. To download it: "
                 f"{wish.get} (then {role}={directory!r})",
             ) from None
-        snapshot = folder / "snapshots" / commit
-        if Path(commit).name != commit or commit in ("", ".."):  # the folder of all, and what leads out of it
-            snapshot = snapshot / "nowhere"
+        snapshot = folder / "snapshots" / (commit if _FOLDER.fullmatch(commit) else "no commit")
     if not (snapshot / "config.json").is_file() or not _whole(snapshot):
         raise HubError(snapshot, f"{role}: the hub cache has no whole snapshot of {wish}. To download it: {wish.get}")
     _check(snapshot, role)
@@ -129,7 +128,7 @@ def _cached(wish: _Wish) -> Path:
 def _whole(snapshot: Path) -> bool:
     """Whether weights are there, with every shard that an index names: a download may have been cut."""
     try:
-        return all(file.is_file() for file in weight_files(snapshot))
+        return all(file.is_file() for file in weight_files(snapshot)[0])
     except ModelFileError:
         return has_weights(snapshot)  # of an index that cannot be read, the loader says what is wrong with it
 
@@ -153,14 +152,19 @@ def _download(wish: _Wish, missing: HubError, shown: bool) -> None:
         raise failed("huggingface_hub is not installed") from None
     try:
         with _quiet(not shown):
+            revision = wish.revision
             for files in (_READ, _READ_ELSE):
-                got = snapshot_download(wish.name, revision=wish.revision, allow_patterns=files, cache_dir=hub_cache())
+                got = snapshot_download(wish.name, revision=revision, allow_patterns=files, cache_dir=hub_cache())
                 if has_weights(Path(got)):
                     return
+                revision = Path(got).name  # the same commit, whatever becomes of the branch meanwhile
     except Exception as error:  # of its own kinds, of its HTTP client's, of the disk's
         said = " ".join(str(error).split()) or "no reason given"
         raise failed(f"{type(error).__name__}: {said}") from error
-    raise failed(f"the repository has no {SAFETENSORS}, no {PICKLED}, and no shards of them (GGUF is not read)")
+    raise failed(
+        f"no weights came: the repository has no {SAFETENSORS}, no {PICKLED} and no shards of them (GGUF is not read), "
+        "or the hub was not reached and the cache has none"
+    )
 
 
 @contextmanager
@@ -188,7 +192,7 @@ def _file(path: Path) -> str:
     if path.suffix == ".safetensors" or path.name == PICKLED:
         return f"a file; its directory {path.parent} works if it has a config.json"
     if path.suffix in (".bin", ".pt", ".pth"):
-        return f"pickled weights; they work as {PICKLED}, in a directory with a config.json"
+        return f"pickled weights; those of a whole model are read as {PICKLED} in a directory with a config.json"
     return "a file, no directory"
 
 

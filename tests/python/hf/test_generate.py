@@ -20,6 +20,7 @@ from specrs.hf import UnsupportedGenerationError, engines, from_model
 from specrs.hf import generate as by_specrs
 
 transformers = pytest.importorskip("transformers")
+cache_utils = pytest.importorskip("transformers.cache_utils")
 FAMILIES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {},
     "Qwen3ForCausalLM": {"tie_word_embeddings": True},
@@ -229,13 +230,28 @@ def test_a_cache_is_read_by_what_it_holds(llama: Any) -> None:
     with pytest.raises(UnsupportedGenerationError, match="DynamicCache of 3 tokens': a cache that holds") as caught:
         llama.generate(text, **options, past_key_values=cache, custom_generate=by_specrs)
     assert caught.value.what in ("cache", "past_key_values")
-    config, rounded = transformers.GenerationConfig(max_length=9), object.__new__(transformers.QuantizedCache)
+    config = transformers.GenerationConfig(max_length=9)
+
+    class Own(transformers.DynamicCache):  # type: ignore[misc, name-defined]
+        pass
+
+    class OwnLayer(cache_utils.DynamicLayer):  # type: ignore[misc, name-defined]
+        pass
+
+    empty, rounded = transformers.DynamicCache, object.__new__(transformers.QuantizedCache)
     rounded.layers = []
-    for name in ("cache", "past_key_values"):
-        with pytest.raises(UnsupportedGenerationError, match=f"{name} = 'QuantizedCache': would round"):
-            by_specrs(llama, text, generation_config=config, **{name: rounded})
-        with pytest.raises(UnsupportedGenerationError, match=f"{name} = .*: not implemented"):
-            by_specrs(llama, text, generation_config=config, **{name: ((text, text),)})
+    replicated = cache_utils.Cache(layer_class_to_replicate=cache_utils.QuantizedLayer)
+    both = cache_utils.EncoderDecoderCache(empty(), empty())
+    for given, why in (
+        (rounded, "'QuantizedCache': would round"), (replicated, "'QuantizedLayer': would round"),
+        (Own(), "'Own': unknown to specrs"), (cache_utils.Cache(layers=[OwnLayer()]), "'OwnLayer': unknown to specrs"),
+        (both, "'EncoderDecoderCache': not implemented"), (((text, text),), "not implemented"),
+    ):  # fmt: skip
+        for name in ("cache", "past_key_values"):
+            with pytest.raises(UnsupportedGenerationError, match=f"{name} = .*{why}"):
+                by_specrs(llama, text, generation_config=config, **{name: given})
+    with pytest.raises(UnsupportedGenerationError, match="mems = 'DynamicCache': not implemented"):
+        by_specrs(llama, text, generation_config=config, mems=empty())
 
 
 # -- engines ------------------------------------------------------------------------------------------------------

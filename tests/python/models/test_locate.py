@@ -157,7 +157,7 @@ def folder(*names: str, config: bool = False) -> Any:
     [
         (file("m.gguf"), "a GGUF file.*safetensors work"), (file("model.safetensors"), "a file; its directory"),
         (file("pytorch_model.bin"), "a file; its directory"), (file("x.txt"), "a file, no directory"),
-        (file("x.pt"), "pickled weights; they work as pytorch_model.bin, in a directory"),
+        (file("x.pt"), "pickled weights; those of a whole model are read as"),
         (folder(), "an empty directory"), (folder("m.Q4_K.gguf"), "only GGUF files"),
         (folder("m.gguf", config=True), "only GGUF files"),
         (folder("adapter_config.json", "adapter_model.safetensors"), "a LoRA adapter.*merge_and_unload"),

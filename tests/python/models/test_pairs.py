@@ -256,7 +256,8 @@ def test_models_and_engine_name_no_device_and_no_dtype() -> None:
     # lanes.py: what the words of a kernel are.
     assert named == {
         "placement.py",
-        "loader.py",
+        "weight_files.py",
+        "pickled.py",
         "rope.py",
         "dense.py",
         "cuda.py",

@@ -1,0 +1,350 @@
+"""Tensors of files that `torch.save` wrote, without `torch.load`.
+
+Such a file is a pickle that describes tensors, and records of their values. `_described` carries the pickle's few
+operations out over plain values: a name in it is looked up in a table, and nothing is imported or called. Each tensor
+is then held against the record that it names. `torch.load` would map records without that check (one that is short or
+compressed gives other values), even where it is told to load weights alone, and hand out memory that no record fills.
+
+Both layouts are those of torch/serialization.py: since torch 1.6 a ZIP archive (`NAME/data.pkl`, `NAME/data/KEY`),
+before that four pickles (a magic number, the version, the writer's machine, the tensors), a fifth with the records'
+keys, and the records, each behind its number of values.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import pickletools
+import struct
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from specrs.models.errors import ModelFileError, one_line
+
+_KINDS = {
+    "torch FloatStorage": ("F32", torch.float32), "torch HalfStorage": ("F16", torch.float16),
+    "torch BFloat16Storage": ("BF16", torch.bfloat16), "torch DoubleStorage": ("F64", torch.float64),
+    "torch LongStorage": ("I64", torch.int64), "torch IntStorage": ("I32", torch.int32),
+    "torch ShortStorage": ("I16", torch.int16), "torch CharStorage": ("I8", torch.int8),
+    "torch ByteStorage": ("U8", torch.uint8), "torch BoolStorage": ("BOOL", torch.bool),
+}  # fmt: skip
+_REBUILD = ("torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_tensor")
+_PARAMETER = ("torch._utils _rebuild_parameter", "torch._utils _rebuild_parameter_with_state")
+# torch asks for a buffer that could be written to; nobody writes, so no memory is set aside for copies of its pages.
+_PRIVATE = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)  # named since Python 3.11
+_MAGIC = 0x1950A86A20F9469CFC6C
+_ZIP = b"PK\x03\x04"  # what stands before each record of an archive
+_LOCAL = struct.Struct("<4s22xHH")  # there: the lengths of a record's name and of what follows it
+_MOST = 4_000_000  # operations, of which a tensor takes 25
+
+
+class _Refused(Exception):
+    """A file that is whole, and holds what is not read."""
+
+
+@dataclass(frozen=True)
+class _Name:
+    """What a pickle would import."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class _Storage:
+    kind: str
+    key: str
+    count: int
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """As the pickle has it, unchecked."""
+
+    storage: _Storage
+    offset: Any
+    shape: Any
+    strides: Any
+
+
+@dataclass(frozen=True)
+class PickledSlice:
+    """A tensor before it is read."""
+
+    file: PickledFile
+    name: str
+
+    def get_shape(self) -> list[int]:
+        return list(self.file.tensors[self.name].shape)
+
+    def get_dtype(self) -> str:
+        return _KINDS[self.file.tensors[self.name].storage.kind][0]
+
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        return self.file.get_tensor(self.name)[rows]
+
+
+class PickledFile:
+    """A file of tensors by name, open; what is read of it is mapped.
+
+    Raises:
+        ModelFileError: it is not whole, or has anything but tensors by name whose values it holds.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.tensors: dict[str, _Tensor] = {}
+        try:
+            with path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, _PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+                found, self._records = (_archive if file.read(4) == _ZIP else _stream)(file)
+            if type(found) is not dict:
+                raise _Refused(f"holds {_kind(found)}: must map names to tensors")
+            for name, value in found.items():
+                if type(name) is not str or type(value) is not _Tensor:
+                    raise ModelFileError(path, f"{_kind(value)}: must be a tensor with a name", str(name))
+                if (why := _wrong(value, self._records)) is not None:
+                    raise ModelFileError(path, why, name)
+                self.tensors[name] = value
+        except ModelFileError:
+            raise
+        except _Refused as refused:
+            raise ModelFileError(path, str(refused)) from None
+        except Exception as error:  # whatever a stranger's bytes lead to
+            size = path.stat().st_size
+            why = f"not a whole file of torch.save ({size} bytes: truncated, or a Git LFS pointer?)"
+            raise ModelFileError(path, f"{why}: {type(error).__name__}: {one_line(str(error))}") from error
+
+    def keys(self) -> list[str]:
+        return list(self.tensors)
+
+    def get_slice(self, name: str) -> PickledSlice:
+        return PickledSlice(self, name)
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        tensor = self.tensors[name]
+        storage, dtype = tensor.storage, _KINDS[tensor.storage.kind][1]
+        at, size = self._records[storage.key]
+        if not size:
+            values = torch.empty(0, dtype=dtype)
+        elif (
+            dtype is torch.bool or at % dtype.itemsize
+        ):  # a byte may be any; values must lie at multiples of their size
+            stored = torch.frombuffer(self._map, dtype=torch.uint8, count=size, offset=at)
+            values = stored != 0 if dtype is torch.bool else stored.clone().view(dtype)
+        else:
+            values = torch.frombuffer(self._map, dtype=dtype, count=storage.count, offset=at)
+        return values.as_strided(tensor.shape, tensor.strides, tensor.offset)
+
+
+def _archive(file: BinaryIO) -> tuple[Any, dict[str, tuple[int, int]]]:
+    """What an archive's pickle describes, and where its records lie: by key, the first byte and how many."""
+    with zipfile.ZipFile(file) as archive:
+        infos = {info.filename: info for info in archive.infolist()}
+        for name, info in infos.items():
+            if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
+                raise _Refused(f"record {one_line(name)} is compressed or encrypted: torch.save stores it as it is")
+        [root] = [name for name in infos if name.count("/") == 1 and name.endswith("/data.pkl")] or [""]
+        root = root.removesuffix("data.pkl")
+        if not root or f"{root}constants.pkl" in infos:
+            raise _Refused(
+                "an archive of something else, TorchScript perhaps: must be of torch.save, of tensors by name"
+            )
+        if f"{root}byteorder" in infos and archive.read(f"{root}byteorder") != b"little":
+            raise _Refused("values of a big-endian machine are not read")
+        with archive.open(f"{root}data.pkl") as pickled:
+            found = _described(pickled, _MOST)
+        records = {}
+        for name, info in infos.items():
+            if name.startswith(f"{root}data/"):
+                records[name.removeprefix(f"{root}data/")] = (_begin(file, info), info.file_size)
+    end = file.seek(0, 2)
+    for key, (at, size) in records.items():
+        if at + size > end:
+            raise _Refused(f"record {one_line(key)} ends at byte {at + size} of {end}")
+    return found, records
+
+
+def _begin(file: BinaryIO, info: zipfile.ZipInfo) -> int:
+    file.seek(info.header_offset)
+    mark, name, extra = _LOCAL.unpack(file.read(_LOCAL.size))
+    if mark != _ZIP:
+        raise _Refused(f"record {one_line(info.filename)} does not begin at byte {info.header_offset}")
+    return info.header_offset + _LOCAL.size + int(name) + int(extra)
+
+
+def _stream(file: BinaryIO) -> tuple[Any, dict[str, tuple[int, int]]]:
+    """The same of a file that is older than archives."""
+    file.seek(0)
+    if _described(file, 99) != _MAGIC or _described(file, 99) != 1001:
+        raise _Refused("does not begin as torch.save has it")
+    machine = _described(file, 999)
+    if type(machine) is not dict or machine.get("little_endian") is not True:
+        raise _Refused("values of a big-endian machine are not read")
+    storages: dict[str, _Storage] = {}
+    found, keys = _described(file, _MOST, storages), _described(file, _MOST)
+    records: dict[str, tuple[int, int]] = {}
+    end = file.seek(0, 1)
+    size = file.seek(0, 2)
+    for key in keys:
+        file.seek(end)
+        [count] = struct.unpack("<q", file.read(8))
+        width = _KINDS[storages[key].kind][1].itemsize
+        records[key] = end + 8, count * width
+        end += 8 + count * width
+        if count < 0 or end > size:
+            raise _Refused(f"record {one_line(key)} of {count} values ends at byte {end} of {size}")
+    return found, records
+
+
+def _wrong(tensor: _Tensor, records: dict[str, tuple[int, int]]) -> str | None:
+    """Why a tensor is not what its record holds; ``None``: it is, so `as_strided` stays within."""
+    storage, shape, strides = tensor.storage, tensor.shape, tensor.strides
+    numbers = [tensor.offset, *shape, *strides] if type(shape) is type(strides) is tuple else [None]
+    if any(type(n) is not int or not 0 <= n < 1 << 62 for n in numbers) or len(shape) != len(strides):
+        return "shape, strides or offset are no sizes"
+    if storage.key not in records:
+        return f"its record {one_line(storage.key)} is missing"
+    name, dtype = _KINDS[storage.kind]
+    size = records[storage.key][1]
+    if size != storage.count * dtype.itemsize:
+        return f"its record has {size} bytes: must be {storage.count} values of {name}"
+    values = math.prod(shape)
+    last = tensor.offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+    if values and (last >= storage.count or values > storage.count):
+        what = f"shape {list(shape)} with strides {list(strides)} from {tensor.offset}"
+        return f"{what}: its record has {storage.count} values"
+    return None
+
+
+def _described(file: Any, most: int, storages: dict[str, _Storage] | None = None) -> Any:
+    """The value of a pickle of plain values, dictionaries and tensors; what it leaves of the file is the next's.
+
+    storages: gets those that it names.
+
+    Raises:
+        _Refused: it asks for anything else.
+        Exception: it is none.
+    """
+    stack: list[Any] = []
+    marks: list[int] = []
+    memo: dict[int, Any] = {}
+
+    def popped(count: int) -> list[Any]:
+        if count > len(stack) - (marks[-1] if marks else 0):
+            raise _Refused("a pickle that takes more than it has")
+        items = stack[len(stack) - count :]
+        del stack[len(stack) - count :]
+        return items
+
+    def marked() -> list[Any]:
+        at = marks.pop()
+        items = stack[at:]
+        del stack[at:]
+        return items
+
+    def put(pairs: list[Any]) -> None:
+        if type(stack[-1]) is not dict:
+            raise _Refused(f"sets items of {_kind(stack[-1])}")
+        for key, value in zip(pairs[::2], pairs[1::2], strict=True):
+            if type(key) not in (str, int):
+                raise _Refused(f"{_kind(key)} as a key: must be a name")
+            stack[-1][key] = value
+
+    arg: Any
+    for i, (op, arg, _) in enumerate(pickletools.genops(file)):
+        if i >= most:
+            raise _Refused(f"a pickle of more than {most} operations")
+        match op.name:
+            case "PROTO" | "FRAME":
+                pass
+            case "STOP":
+                return popped(1)[0]
+            case "MARK":
+                marks.append(len(stack))
+            case "NONE":
+                stack.append(None)
+            case "NEWTRUE" | "NEWFALSE":
+                stack.append(op.name == "NEWTRUE")
+            case "BININT" | "BININT1" | "BININT2" | "LONG1" | "LONG4" | "BINFLOAT":
+                stack.append(arg)
+            case "BINUNICODE" | "SHORT_BINUNICODE" | "BINUNICODE8":
+                stack.append(arg)
+            case "EMPTY_DICT":
+                stack.append({})
+            case "EMPTY_LIST":
+                stack.append([])
+            case "EMPTY_TUPLE":
+                stack.append(())
+            case "TUPLE1" | "TUPLE2" | "TUPLE3":
+                stack.append(tuple(popped(int(op.name[-1]))))
+            case "TUPLE":
+                stack.append(tuple(marked()))
+            case "SETITEM":
+                put(popped(2))
+            case "SETITEMS":
+                put(marked())
+            case "APPEND" | "APPENDS":
+                items = popped(1) if op.name == "APPEND" else marked()
+                if type(stack[-1]) is not list:
+                    raise _Refused(f"appends to {_kind(stack[-1])}")
+                stack[-1].extend(items)
+            case "BINPUT" | "LONG_BINPUT":
+                memo[arg] = stack[-1]
+            case "MEMOIZE":
+                memo[len(memo)] = stack[-1]
+            case "BINGET" | "LONG_BINGET":
+                stack.append(memo[arg])
+            case "GLOBAL":
+                stack.append(_Name(arg))
+            case "STACK_GLOBAL":
+                stack.append(_Name(" ".join(str(part) for part in popped(2))))
+            case "BUILD":  # attributes: those of a state's dictionary are the versions of its modules
+                popped(1)
+            case "BINPERSID":
+                storage = _storage(*popped(1))
+                stack.append(storage)
+                if storages is not None:
+                    storages[storage.key] = storage
+            case "REDUCE":
+                stack.append(_made(*popped(2)))
+            case _:
+                raise _Refused(f"a pickle with {op.name}, which tensors do not need")
+    raise _Refused("a pickle without an end")
+
+
+def _storage(given: Any) -> _Storage:
+    """Of `("storage", type, key, device, count)`, in older files with a view of another behind it, or None."""
+    if type(given) is not tuple or len(given) not in (5, 6) or given[0] != "storage" or given[5:] not in ((), (None,)):
+        raise _Refused("a pickle with a storage that is none")
+    _, kind, key, _, count = given[:5]
+    if type(kind) is not _Name or kind.name not in _KINDS:
+        shown = one_line(kind.name.replace(" ", ".")) if type(kind) is _Name else _kind(kind)
+        raise _Refused(f"values of {shown} are not read")
+    if type(key) is not str or type(count) is not int or not 0 <= count < 1 << 62:
+        raise _Refused("a pickle with a storage that is none")
+    return _Storage(kind.name, key, count)
+
+
+def _made(what: Any, given: Any) -> Any:
+    """What a call would give, of the few that files of tensors have."""
+    if type(what) is not _Name or type(given) is not tuple:
+        raise _Refused(f"calls {_kind(what)}")
+    if what.name == "collections OrderedDict" and given == ():
+        return {}
+    if what.name in _REBUILD and len(given) >= 4 and type(given[0]) is _Storage:
+        if given[6:] and given[6]:
+            raise _Refused("a tensor with torch's negative or conjugate bit is not read")
+        return _Tensor(*given[:4])
+    if what.name in _PARAMETER and given and type(given[0]) is _Tensor:
+        return given[0]
+    raise _Refused(f"asks for {one_line(what.name.replace(' ', '.'))}, which is no tensor by itself")
+
+
+def _kind(value: Any) -> str:
+    """What a value is, to people."""
+    if type(value) is _Name:
+        return one_line(value.name.replace(" ", "."))
+    return {_Tensor: "a tensor", _Storage: "a storage"}.get(type(value), f"a {type(value).__name__}")
