@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-_PARTS = ("torch.nn.modules.", "transformers.activations")
-"""Where a module's parts come from, beside the file of its own class."""
+_PARTS = (torch.nn.Linear, torch.nn.Embedding, torch.nn.ModuleList, torch.nn.Dropout)
+"""What a module is made of, beside classes in the file of its own and the activation that its configuration names."""
+_TORCH = str(Path(torch.__file__).parent)
 _HOOKS = ("transformers.", "torch.")
 """Whose hooks change no output: transformers' own record what a pass went through."""
 
@@ -79,15 +81,20 @@ def _check_parts(model: torch.nn.Module) -> None:
     if not home.startswith("transformers.models."):
         got = f"{home}.{type(model).__qualname__}"
         raise UnsupportedModelError("model", got, "code that specrs does not know; transformers' own class works")
+    act = _activation(model)
     for place, part in model.named_modules():
         what = f"module {place}" if place else "model"
         kind = type(part)
-        if kind.__module__ != home and not kind.__module__.startswith(_PARTS):
+        if kind.__module__ != home and kind not in _PARTS and kind is not act:
             why = f"unknown to specrs, which runs the model as {home} has it; adapters can be merged"
             raise UnsupportedModelError(what, f"{kind.__module__}.{kind.__qualname__}", why)
         forward = part.__dict__.get("forward")
         if forward is not None:  # the class's own may stand there too: by torch.compile, or left by transformers 5.0
-            method = getattr(forward, "_torchdynamo_orig_callable", forward)
+            method = forward
+            if getattr(getattr(forward, "__code__", None), "co_filename", "").startswith(
+                _TORCH
+            ):  # not a wrapper of that
+                method = getattr(forward, "_torchdynamo_orig_callable", forward)
             if getattr(method, "__func__", None) is not kind.forward or method.__self__ is not part:
                 name = getattr(method, "__qualname__", type(method).__name__)
                 raise UnsupportedModelError(
@@ -96,6 +103,15 @@ def _check_parts(model: torch.nn.Module) -> None:
         for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values()):
             if not (getattr(hook, "__module__", None) or "").startswith(_HOOKS):
                 raise UnsupportedModelError(f"hook of {what}", hook, "specrs calls no hooks; it works once removed")
+
+
+def _activation(model: Any) -> type | None:
+    """The class of what transformers puts where the configuration names an activation."""
+    from transformers.activations import ACT2FN
+
+    family = FAMILIES.get(type(model).__name__)
+    name = None if family is None else getattr(model.config, family.act_key, None)
+    return type(ACT2FN[name]) if isinstance(name, str) and name in ACT2FN else None
 
 
 def _chat_of(tokenizer: Any) -> dict[str, Mapping[str, Any]]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from specrs import progress
-from specrs.models.errors import ModelFileError
+from specrs.models.errors import ModelFileError, one_line
 from specrs.models.live import LiveModel, ModelSource
 from specrs.models.placement import HOST, Placement
 from specrs.models.weight_files import (
@@ -88,7 +88,7 @@ class Checkpoint:
                 ours = rename(name)
                 if ours in self._where:
                     other = self._where[ours]
-                    raise ModelFileError(path, f"also in {other.path.name} as {other.name}", name)
+                    raise ModelFileError(path, f"also in {other.path.name} as {one_line(other.name)}", name)
                 self._where[ours] = headers[name]
 
     def __contains__(self, name: str) -> bool:
@@ -101,7 +101,7 @@ class Checkpoint:
     @property
     def nbytes(self) -> int:
         """Of all tensors, as they are stored, once `check` has passed them."""
-        return sum(math.prod(stored.shape) * dtype_of(stored.dtype).itemsize for stored in self._where.values())
+        return sum(math.prod(stored.shape) * _bits(stored.dtype) // 8 for stored in self._where.values())
 
     def path(self, name: str) -> Path:
         """The file that holds a tensor; the directory's usual file for one that is missing (for error messages)."""
@@ -198,6 +198,12 @@ class Checkpoint:
         return self._where[name]
 
 
+def _bits(dtype: str) -> int:
+    """How many a value has, by its type's name: F8_E4M3 has 8; BOOL, which has no number, a byte."""
+    digits = re.search(r"[0-9]+", dtype)
+    return int(digits[0]) if digits else 8
+
+
 def _in_memory(name: Path, tensor_name: str, tensor: torch.Tensor) -> _Stored:
     """A tensor as a file's header would have it. ModelFileError: one without values."""
     if tensor.is_meta:
@@ -228,5 +234,5 @@ def _headers(path: Path) -> dict[str, _Stored]:
 def _and_more(names: list[str]) -> str:
     if len(names) == 1:
         return ""
-    listed = ", ".join(names[1:4])
+    listed = ", ".join(map(one_line, names[1:4]))
     return f", as for {len(names) - 1} more: {listed}{', ...' if len(names) > 4 else ''}"

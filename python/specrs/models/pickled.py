@@ -12,6 +12,7 @@ keys, and the records, each behind its number of values.
 
 from __future__ import annotations
 
+import io
 import math
 import mmap
 import pickletools
@@ -39,28 +40,39 @@ _PRIVATE = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)  # named si
 _MAGIC = 0x1950A86A20F9469CFC6C
 _ZIP = b"PK\x03\x04"  # what stands before each record of an archive
 _LOCAL = struct.Struct("<4s22xHH")  # there: the lengths of a record's name and of what follows it
-_MOST = 4_000_000  # operations, of which a tensor takes 25
+_DIMENSIONS, _LARGEST = 64, 1 << 48  # of a tensor, as torch has it; of its sizes, so that no product in bytes overflows
+_INERT = ("torch Size", "torch device")  # of what may stand beside tensors, and is not read
+_LONGEST = 128 << 20  # bytes of an archive's pickle
+_MOST = 2_000_000  # operations, of which a tensor takes 25
 
 
 class _Refused(Exception):
     """A file that is whole, and holds what is not read."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Name:
     """What a pickle would import."""
 
     name: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True, eq=False)
+class _Key:
+    """A key of a dictionary that is no text, by what it is. What stands beside tensors may have any, and hashing a
+    stranger's value may not end."""
+
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
 class _Storage:
     kind: str
     key: str
     count: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Tensor:
     """As the pickle has it, unchecked."""
 
@@ -84,7 +96,7 @@ class PickledSlice:
         return _KINDS[self.file.tensors[self.name].storage.kind][0]
 
     def __getitem__(self, rows: slice) -> torch.Tensor:
-        return self.file.get_tensor(self.name)[rows]
+        return self.file.get_tensor(self.name, rows)
 
 
 class PickledFile:
@@ -99,23 +111,26 @@ class PickledFile:
         try:
             with path.open("rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, _PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
-                found, self._records = (_archive if file.read(4) == _ZIP else _stream)(file)
+                found, self._records = _archive(file) if self._map[:4] == _ZIP else _stream(self._map)
             if type(found) is not dict:
                 raise _Refused(f"holds {_kind(found)}: must map names to tensors")
             for name, value in found.items():
-                if type(name) is not str or type(value) is not _Tensor:
-                    raise ModelFileError(path, f"{_kind(value)}: must be a tensor with a name", str(name))
+                if type(name) is not str:
+                    raise _Refused(f"{name.what} as a name: must be a text")
+                if type(value) is not _Tensor:
+                    raise ModelFileError(path, f"{_kind(value)}: must be a tensor", name)
                 if (why := _wrong(value, self._records)) is not None:
                     raise ModelFileError(path, why, name)
                 self.tensors[name] = value
-        except ModelFileError:
+        except (ModelFileError, MemoryError):
             raise
         except _Refused as refused:
             raise ModelFileError(path, str(refused)) from None
+        except OSError as error:
+            raise ModelFileError(path, f"not readable: {error.strerror}") from error
         except Exception as error:  # whatever a stranger's bytes lead to
-            size = path.stat().st_size
-            why = f"not a whole file of torch.save ({size} bytes: truncated, or a Git LFS pointer?)"
-            raise ModelFileError(path, f"{why}: {type(error).__name__}: {one_line(str(error))}") from error
+            why = "not a whole file of torch.save (truncated, or a Git LFS pointer?)"
+            raise ModelFileError(path, f"{why}: {_said(error)}") from error
 
     def keys(self) -> list[str]:
         return list(self.tensors)
@@ -123,20 +138,23 @@ class PickledFile:
     def get_slice(self, name: str) -> PickledSlice:
         return PickledSlice(self, name)
 
-    def get_tensor(self, name: str) -> torch.Tensor:
+    def get_tensor(self, name: str, rows: slice | None = None) -> torch.Tensor:
+        """Where its values lie as their type wants them, the file's own memory; else a copy of them alone."""
         tensor = self.tensors[name]
-        storage, dtype = tensor.storage, _KINDS[tensor.storage.kind][1]
-        at, size = self._records[storage.key]
+        (at, size), dtype = self._records[tensor.storage.key], _KINDS[tensor.storage.kind][1]
+        shape, strides, width = tensor.shape, tensor.strides, dtype.itemsize
         if not size:
-            values = torch.empty(0, dtype=dtype)
-        elif (
-            dtype is torch.bool or at % dtype.itemsize
-        ):  # a byte may be any; values must lie at multiples of their size
-            stored = torch.frombuffer(self._map, dtype=torch.uint8, count=size, offset=at)
-            values = stored != 0 if dtype is torch.bool else stored.clone().view(dtype)
-        else:
-            values = torch.frombuffer(self._map, dtype=dtype, count=storage.count, offset=at)
-        return values.as_strided(tensor.shape, tensor.strides, tensor.offset)
+            return torch.empty(shape, dtype=dtype)[slice(None) if rows is None else rows]
+        if at % width == 0 and dtype is not torch.bool:
+            whole = torch.frombuffer(self._map, dtype=dtype, count=tensor.storage.count, offset=at)
+            values = whole.as_strided(shape, strides, tensor.offset)
+            return values if rows is None else values[rows]
+        stored = torch.frombuffer(self._map, dtype=torch.uint8, count=size, offset=at)
+        stored = stored.as_strided((*shape, width), (*(step * width for step in strides), 1), tensor.offset * width)
+        stored = stored if rows is None else stored[rows]
+        if dtype is torch.bool:
+            return stored.squeeze(-1) != 0  # a byte may be any
+        return stored.clone(memory_format=torch.contiguous_format).view(dtype).squeeze(-1)
 
 
 def _archive(file: BinaryIO) -> tuple[Any, dict[str, tuple[int, int]]]:
@@ -152,10 +170,15 @@ def _archive(file: BinaryIO) -> tuple[Any, dict[str, tuple[int, int]]]:
             raise _Refused(
                 "an archive of something else, TorchScript perhaps: must be of torch.save, of tensors by name"
             )
-        if f"{root}byteorder" in infos and archive.read(f"{root}byteorder") != b"little":
-            raise _Refused("values of a big-endian machine are not read")
-        with archive.open(f"{root}data.pkl") as pickled:
-            found = _described(pickled, _MOST)
+        if (order := infos.get(f"{root}byteorder")) is not None:
+            file.seek(_begin(file, order))
+            if file.read(min(order.file_size, 9)) != b"little":
+                raise _Refused("values of a big-endian machine are not read")
+        described = infos[f"{root}data.pkl"]
+        if described.file_size > _LONGEST:
+            raise _Refused(f"a pickle of {described.file_size} bytes: at most {_LONGEST} are read")
+        file.seek(_begin(file, described))
+        found = _described(io.BytesIO(file.read(described.file_size)), _MOST)
         records = {}
         for name, info in infos.items():
             if name.startswith(f"{root}data/"):
@@ -175,9 +198,8 @@ def _begin(file: BinaryIO, info: zipfile.ZipInfo) -> int:
     return info.header_offset + _LOCAL.size + int(name) + int(extra)
 
 
-def _stream(file: BinaryIO) -> tuple[Any, dict[str, tuple[int, int]]]:
+def _stream(file: mmap.mmap) -> tuple[Any, dict[str, tuple[int, int]]]:
     """The same of a file that is older than archives."""
-    file.seek(0)
     if _described(file, 99) != _MAGIC or _described(file, 99) != 1001:
         raise _Refused("does not begin as torch.save has it")
     machine = _described(file, 999)
@@ -185,12 +207,12 @@ def _stream(file: BinaryIO) -> tuple[Any, dict[str, tuple[int, int]]]:
         raise _Refused("values of a big-endian machine are not read")
     storages: dict[str, _Storage] = {}
     found, keys = _described(file, _MOST, storages), _described(file, _MOST)
+    if type(keys) is not list or any(type(key) is not str for key in keys):
+        raise _Refused("a pickle of records' keys that are no texts")
     records: dict[str, tuple[int, int]] = {}
-    end = file.seek(0, 1)
-    size = file.seek(0, 2)
+    end, size = file.tell(), len(file)
     for key in keys:
-        file.seek(end)
-        [count] = struct.unpack("<q", file.read(8))
+        [count] = struct.unpack_from("<q", file, end)
         width = _KINDS[storages[key].kind][1].itemsize
         records[key] = end + 8, count * width
         end += 8 + count * width
@@ -202,9 +224,12 @@ def _stream(file: BinaryIO) -> tuple[Any, dict[str, tuple[int, int]]]:
 def _wrong(tensor: _Tensor, records: dict[str, tuple[int, int]]) -> str | None:
     """Why a tensor is not what its record holds; ``None``: it is, so `as_strided` stays within."""
     storage, shape, strides = tensor.storage, tensor.shape, tensor.strides
-    numbers = [tensor.offset, *shape, *strides] if type(shape) is type(strides) is tuple else [None]
-    if any(type(n) is not int or not 0 <= n < 1 << 62 for n in numbers) or len(shape) != len(strides):
-        return "shape, strides or offset are no sizes"
+    if type(shape) is not tuple or type(strides) is not tuple or len(shape) != len(strides) or len(shape) > _DIMENSIONS:
+        return "its shape and strides are none"
+    if any(type(n) is not int or not 0 <= n < _LARGEST for n in (tensor.offset, *shape, *strides)):
+        return "its shape, strides or offset are no sizes"
+    if math.prod(n or 1 for n in shape) >= _LARGEST:
+        return one_line(f"no tensor has so many values: shape {list(shape)}")
     if storage.key not in records:
         return f"its record {one_line(storage.key)} is missing"
     name, dtype = _KINDS[storage.kind]
@@ -214,7 +239,7 @@ def _wrong(tensor: _Tensor, records: dict[str, tuple[int, int]]) -> str | None:
     values = math.prod(shape)
     last = tensor.offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
     if values and (last >= storage.count or values > storage.count):
-        what = f"shape {list(shape)} with strides {list(strides)} from {tensor.offset}"
+        what = one_line(f"shape {list(shape)} with strides {list(strides)} from {tensor.offset}")
         return f"{what}: its record has {storage.count} values"
     return None
 
@@ -249,9 +274,7 @@ def _described(file: Any, most: int, storages: dict[str, _Storage] | None = None
         if type(stack[-1]) is not dict:
             raise _Refused(f"sets items of {_kind(stack[-1])}")
         for key, value in zip(pairs[::2], pairs[1::2], strict=True):
-            if type(key) not in (str, int):
-                raise _Refused(f"{_kind(key)} as a key: must be a name")
-            stack[-1][key] = value
+            stack[-1][key if type(key) is str else _Key(_kind(key))] = value
 
     arg: Any
     for i, (op, arg, _) in enumerate(pickletools.genops(file)):
@@ -300,7 +323,10 @@ def _described(file: Any, most: int, storages: dict[str, _Storage] | None = None
             case "GLOBAL":
                 stack.append(_Name(arg))
             case "STACK_GLOBAL":
-                stack.append(_Name(" ".join(str(part) for part in popped(2))))
+                module, name = popped(2)
+                if type(module) is not str or type(name) is not str:
+                    raise _Refused("a pickle with a name that is no text")
+                stack.append(_Name(f"{module} {name}"))
             case "BUILD":  # attributes: those of a state's dictionary are the versions of its modules
                 popped(1)
             case "BINPERSID":
@@ -323,7 +349,7 @@ def _storage(given: Any) -> _Storage:
     if type(kind) is not _Name or kind.name not in _KINDS:
         shown = one_line(kind.name.replace(" ", ".")) if type(kind) is _Name else _kind(kind)
         raise _Refused(f"values of {shown} are not read")
-    if type(key) is not str or type(count) is not int or not 0 <= count < 1 << 62:
+    if type(key) is not str or type(count) is not int or not 0 <= count < _LARGEST:
         raise _Refused("a pickle with a storage that is none")
     return _Storage(kind.name, key, count)
 
@@ -334,6 +360,8 @@ def _made(what: Any, given: Any) -> Any:
         raise _Refused(f"calls {_kind(what)}")
     if what.name == "collections OrderedDict" and given == ():
         return {}
+    if what.name in _INERT:
+        return None
     if what.name in _REBUILD and len(given) >= 4 and type(given[0]) is _Storage:
         if given[6:] and given[6]:
             raise _Refused("a tensor with torch's negative or conjugate bit is not read")
@@ -341,6 +369,14 @@ def _made(what: Any, given: Any) -> Any:
     if what.name in _PARAMETER and given and type(given[0]) is _Tensor:
         return given[0]
     raise _Refused(f"asks for {one_line(what.name.replace(' ', '.'))}, which is no tensor by itself")
+
+
+def _said(error: Exception) -> str:
+    """What an error says, which may be the repr of anything in the file."""
+    try:
+        return f"{type(error).__name__}: {one_line(str(error))}"
+    except Exception:
+        return type(error).__name__
 
 
 def _kind(value: Any) -> str:

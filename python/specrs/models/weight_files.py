@@ -20,7 +20,8 @@ from specrs.models.pickled import PickledFile
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INTEGERS = {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool}
 """Types that models have, by safetensors' names."""
-SPELLINGS = {dtype: name for name, dtype in {**FLOATS, **INTEGERS}.items()}
+_OTHERS = {"F64": torch.float64, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
+SPELLINGS = {dtype: name for name, dtype in {**FLOATS, **INTEGERS, **_OTHERS}.items()}
 READING = (SafetensorError, OSError, ValueError, KeyError)
 """What a tensor of an open file raises where it cannot be read."""
 
@@ -98,10 +99,11 @@ def _shards(index: Path, suffix: str) -> dict[Path, list[str] | None]:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         for name, file in weight_map.items():
-            if Path(file).name != file:
-                raise ModelFileError(index, f"shard {one_line(repr(file))} is outside the model directory", name)
-            if Path(file).suffix != suffix or not file.isprintable():
-                raise ModelFileError(index, f"shard {one_line(repr(file))}: must be a *{suffix}", name)
+            shown = one_line(repr(file))
+            if Path(file).name != file or not file.isprintable() or len(file.encode()) > 255:
+                raise ModelFileError(index, f"shard {shown} is outside the model directory, or no file's name", name)
+            if Path(file).suffix != suffix:
+                raise ModelFileError(index, f"shard {shown}: must be a *{suffix}", name)
             shards.setdefault(index.parent / file, []).append(name)
     except ModelFileError:
         raise

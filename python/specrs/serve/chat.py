@@ -130,7 +130,7 @@ class Call:
         """All choices at once."""
         [output] = await flow.whole()
         if self.fields.get("logprobs") or "prompt_logprobs" in self.fields:
-            await exchange.json_of(200, lambda: self._response(flow, output), self.service.pooled)
+            await exchange.json_of(200, lambda: self._response(flow, output), self.service.written)
         else:
             await exchange.json(200, self._response(flow, output))
 

@@ -102,7 +102,7 @@ class Call:
         """All choices at once."""
         outputs = await flow.whole()
         if "logprobs" in self.fields or "prompt_logprobs" in self.fields:
-            await exchange.json_of(200, lambda: self._response(flow, outputs), self.service.pooled)
+            await exchange.json_of(200, lambda: self._response(flow, outputs), self.service.written)
         else:
             await exchange.json(200, self._response(flow, outputs))
 

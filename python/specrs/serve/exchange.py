@@ -12,6 +12,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from contextlib import suppress
+from threading import Event
 from typing import Any
 
 from specrs.serve.errors import RequestError, bad
@@ -156,8 +157,13 @@ class Exchange:
         await self.whole(status, dumps(value), _JSON_KIND, headers)
 
     async def json_of(self, status: int, make: Callable[[], Any], pooled: Pooled) -> None:
-        """A whole response that takes long to make: ``make`` and its encoding run in the pool."""
-        await self.whole(status, await pooled(lambda: dumps_in_pieces(make())), _JSON_KIND)
+        """A whole response that takes long to make: ``make`` and its encoding run elsewhere, until the client goes."""
+        gone = Event()
+        try:
+            body = await pooled(lambda: dumps_in_pieces(make(), gone))
+        finally:
+            gone.set()
+        await self.whole(status, body, _JSON_KIND)
 
     async def whole(self, status: int, body: bytes, kind: bytes, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
         """A whole response of any kind."""

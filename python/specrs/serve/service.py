@@ -73,6 +73,7 @@ class Service:
         self.failed = False
         self.on_death: list[Callable[[], None]] = []
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="specrs-serve")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="specrs-write")
         self._strangers = ThreadPoolExecutor(_STRANGERS, thread_name_prefix="specrs-template")
         self._rendering = 0
         self._preparing = 0
@@ -184,6 +185,10 @@ class Service:
     async def pooled(self, work: Callable[[], _T]) -> _T:
         """What a function gives, run in the pool."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    async def written(self, work: Callable[[], _T]) -> _T:
+        """What a function gives that writes a long response: in a thread that no prompt waits for."""
+        return await asyncio.get_running_loop().run_in_executor(self._writer, work)
 
     async def apart(self, work: Callable[[], _T]) -> _T:
         """What a function gives that renders a request's own template: in threads that nothing else waits for.
@@ -327,7 +332,7 @@ class Service:
 
     def close(self) -> None:
         """Nothing more comes."""
-        for pool in (self._pool, self._strangers):
+        for pool in (self._pool, self._writer, self._strangers):
             pool.shutdown(wait=False, cancel_futures=True)
         self.log.close()
 

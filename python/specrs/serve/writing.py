@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from threading import Event
 from typing import Any
 
 _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
@@ -30,10 +31,15 @@ class Items:
     of: Callable[[int, int], list[Any]]
 
 
-def dumps_in_pieces(value: Any) -> bytes:
+def dumps_in_pieces(value: Any, stop: Event | None = None) -> bytes:
     """The bytes of `dumps`, for a thread beside the event loop's: json's encoder holds the interpreter's lock until it
-    has written what it was given, so it is given some items of a list at a time."""
-    return "".join(_pieces(value)).encode("utf-8", "replace")
+    has written what it was given, so it is given some items of a list at a time. stop: nobody wants the rest."""
+    written = []
+    for piece in _pieces(value):
+        if stop is not None and stop.is_set():
+            return b""
+        written.append(piece)
+    return "".join(written).encode("utf-8", "replace")
 
 
 def _pieces(value: Any) -> Iterator[str]:
@@ -42,17 +48,17 @@ def _pieces(value: Any) -> Iterator[str]:
             yield f"{',' if i else '{'}{_JSON.encode(key)}:"
             yield from _pieces(item)
         yield "}"
+    elif isinstance(value, list) and any(isinstance(item, (dict, Items)) for item in value):  # each may be long
+        for i, item in enumerate(value):
+            yield "," if i else "["
+            yield from _pieces(item)
+        yield "]"
     elif isinstance(value, list) and len(value) > _PIECE:
         yield from _pieces(Items(len(value), lambda first, end: value[first:end]))
     elif isinstance(value, Items):
         yield "["
         for at in range(0, value.count, _PIECE):
             yield f"{',' if at else ''}{_JSON.encode(value.of(at, at + _PIECE))[1:-1]}"
-        yield "]"
-    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):  # few, and each may be long
-        for i, item in enumerate(value):
-            yield "," if i else "["
-            yield from _pieces(item)
         yield "]"
     else:
         yield _JSON.encode(value)

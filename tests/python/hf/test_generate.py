@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 import weakref
@@ -446,7 +447,14 @@ def test_parts_that_compute_something_else_are_refused_by_name(tmp_path: Path) -
     for other in (lambda x: x, model.model.layers[0].mlp.forward, torch.compile(lambda x: x, backend="eager")):
         layer.mlp.forward = other
         refused("module model.layers.1.mlp.forward")
+    layer.mlp.forward = torch.compile(layer.mlp.forward, backend="eager")
+    compiled = layer.mlp.forward
+    layer.mlp.forward = functools.wraps(compiled)(lambda *given: 2 * compiled(*given))
+    refused("module model.layers.1.mlp.forward")
     del layer.mlp.forward
+    act, layer.mlp.act_fn = layer.mlp.act_fn, torch.nn.ReLU()
+    refused("module model.layers.1.mlp.act_fn")
+    layer.mlp.act_fn = act
     model(ids, output_hidden_states=True)  # transformers leaves hooks of its own behind
     want = model.generate(ids, max_new_tokens=3, do_sample=False)
     model.forward = torch.compile(model.forward, backend="eager")

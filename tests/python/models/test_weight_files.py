@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pickle
 import pickletools
 import random
 import resource
@@ -22,8 +23,9 @@ from safetensors.torch import save_file
 
 from modelzoo import Pair, read_weights
 from specrs import LLM, SamplingParams
-from specrs.models import Checkpoint, ModelFileError, weight_bytes
+from specrs.models import HOST, Checkpoint, ModelFileError, weight_bytes
 from specrs.models import pickled as pickled_module
+from specrs.models.weight_files import open_weights
 
 PICKLED = "pytorch_model.bin"
 
@@ -110,6 +112,12 @@ class Call:
         return self.made[0], self.made[1:]
 
 
+def old_layout(tensors: bytes, keys: bytes) -> bytes:
+    """The five pickles of an older file, the last two by hand, and room for records."""
+    heads = [pickle.dumps(one, 2) for one in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True})]
+    return b"".join(heads) + tensors + keys + bytes(64)
+
+
 def with_attributes(**attributes: Any) -> OrderedDict[str, Any]:
     made = OrderedDict(a=torch.ones(3))
     vars(made).update(attributes)
@@ -131,8 +139,8 @@ SAVED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a list": (lambda at: [ONE], "holds a list: must map"),
     "a dictionary within": (lambda at: {"model": {"a": ONE}}, "model: a dict: must be a tensor"),
     "a number": (lambda at: {"step": 7}, "step: a int: must be a tensor"),
-    "a tensor without a name": (lambda at: {7: ONE}, "7: a tensor: must be a tensor with a name"),
-    "a tensor as a name": (lambda at: {ONE: ONE}, "a tensor as a key"),
+    "a tensor without a name": (lambda at: {7: ONE}, "a int as a name: must be a text"),
+    "a tensor as a name": (lambda at: {ONE: ONE}, "a tensor as a name: must be a text"),
     "more values than bytes": (lambda at: {"a": wide(ONE)}, r"a: shape \[1099511627776\] with strides \[0\] from 0"),
     "a negative bit": (lambda at: {"a": torch._neg_view(ONE)}, "negative or conjugate bit"),
     "a conjugate bit": (lambda at: {"a": torch.ones(3, dtype=torch.cfloat).conj()}, "ComplexFloatStorage are not"),
@@ -249,7 +257,7 @@ BY_HAND = [
     (op("NONE") + op("MARK") + op("POP") + b".", "a pickle with POP"), (op("BINGET", b"\x07") + b".", "KeyError: 7"),
     (op("EMPTY_LIST") + op("NONE") * 2 + op("SETITEM") + b".", "sets items of a list"),
     (op("EMPTY_DICT") + op("NONE") + op("APPEND") + b".", "appends to a dict"), (op("TUPLE") + b".", "IndexError"),
-    (op("EMPTY_DICT") + op("EMPTY_LIST") + op("NONE") + op("SETITEM") + b".", "a list as a key"),
+    (op("EMPTY_DICT") + op("EMPTY_LIST") + op("NONE") + op("SETITEM") + b".", "a list as a name"),
     (op("EMPTY_DICT") + op("MARK") + op("NONE") + op("SETITEMS") + b".", "ValueError"),
     (op("GLOBAL", b"torch\nFloatStorage\n") + b".", "holds torch.FloatStorage"), (op("NONE"), "ValueError: pickle"),
     (op("NONE") + op("EMPTY_TUPLE") + op("REDUCE") + b".", "calls a NoneType"),
@@ -259,6 +267,8 @@ BY_HAND = [
     (op("EMPTY_TUPLE") + op("BINPERSID") + b".", "a storage that is none"), (b"\x80", "ValueError"),
     (op("LONG_BINPUT", b"\xff\xff\xff\x7f") + b".", "IndexError"), (op("NONE") * 120, "more than 99 operations"),
     (b"}q\0" + op("SHORT_BINUNICODE", b"\1a") + b"h\0s.", "a: a dict"), (b"}}b.", "a: missing"),
+    (b"}N" + b"\x85" * 98 + b"Ns.", "more than 99"), (b"}N" + b"\x85" * 90 + b"Ns.", "a tuple as a name"),
+    (op("SHORT_BINUNICODE", b"\1a") + b")\x93.", "a name that is no text"),
 ]  # fmt: skip
 
 
@@ -271,6 +281,78 @@ def test_pickles_made_by_hand_say_why(
         archive.writestr("a/data.pkl", pickled)
     with pytest.raises(ModelFileError, match=message):
         Checkpoint(tmp_path).load("a")
+
+
+DEEP = b"\x85" * 300_000
+DOUBLED = b"X\1\0\0\0aq\0" + b"h\0h\0\x86q\0" * 60
+
+
+@pytest.mark.parametrize(
+    ("held", "message"),
+    [
+        (old_layout(b"}.", b"])" + DEEP + b"a."), "keys that are no texts"),
+        (old_layout(b"}.", b"]" + op("LONG4", struct.pack("<i", 3000) + b"\x7f" * 3000) + b"a."), "that are no texts"),
+        (old_layout(b"}.", b"]X\1\0\0\0aa."), "KeyError: 'a'"), (old_layout(b"}.", b"}."), "that are no texts"),
+        (old_layout(b"})" + DEEP + b"Ns.", b"]."), "a tuple as a name"),
+        (old_layout(b"}" + DOUBLED + b"h\0h\0\x93Ns.", b"]."), "a name that is no text"),
+        (old_layout(b"}" + DOUBLED + b"}h\0Ns0.", b"]."), "a pickle with POP"),
+    ],
+)  # fmt: skip
+def test_a_small_file_takes_neither_long_nor_much_nor_the_process(tmp_path: Path, held: bytes, message: str) -> None:
+    (tmp_path / PICKLED).write_bytes(held)
+    with pytest.raises(ModelFileError, match=message):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("archive", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((1,) * 65, "shape and strides are none"), ((2**47, 2**47, 0), "no tensor has so many values"),
+        ((2**62,), "are no sizes"), ((-1,), "are no sizes"), ((1.5,), "are no sizes"),
+        (3, "shape and strides are none"), ((2**48,), "are no sizes"), ((2**47, 2), "no tensor has so many values"),
+        ((9,) * 64, "no tensor has so many values"), ((3, 2**40), "its record has 3 values"),
+        ((2**61, 0), "are no sizes"), ((0, 2**47), None),
+    ],
+)  # fmt: skip
+def test_shapes_are_those_of_tensors(tmp_path: Path, archive: bool, shape: Any, message: str | None) -> None:
+    class Described(torch.Tensor):
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            strides = (1,) * len(shape) if isinstance(shape, tuple) else shape
+            return torch._utils._rebuild_tensor_v2, (ONE.storage(), 0, shape, strides, False, OrderedDict())
+
+    torch.save({"a": torch.ones(1).as_subclass(Described)}, tmp_path / PICKLED, _use_new_zipfile_serialization=archive)
+    if message is None:
+        assert Checkpoint(tmp_path).load("a").shape == shape
+        return
+    with pytest.raises(ModelFileError, match=message) as caught:
+        Checkpoint(tmp_path)
+    assert len(str(caught.value)) < 600
+
+
+def test_values_are_those_that_torch_loads(tmp_path: Path) -> None:
+    """Of every type, layout and place in a storage; rows alone too, which `same` reads."""
+    rng, file = torch.Generator().manual_seed(1), tmp_path / PICKLED
+    types = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.int16,
+             torch.int8, torch.uint8, torch.bool)  # fmt: skip
+    for archive in (True, False):
+        for pad in range(3):
+            made: dict[str, torch.Tensor] = {"p" * (pad + 1): torch.ones(pad + 1, dtype=torch.bool)}
+            for dtype in types:
+                base = (torch.rand(6, 7, generator=rng) * 9 - 4).to(dtype)
+                made |= {f"{dtype}{i}": view for i, view in enumerate((
+                    base, base[1:], base.t(), base[::2, 1::3], base[0, 0], base[:0], base[2:3].expand(4, 7)[:1],
+                    base.view(2, 21),
+                ))}  # fmt: skip
+            torch.save(made, file, _use_new_zipfile_serialization=archive)
+            want, weights = torch.load(file, weights_only=True), Checkpoint(tmp_path)
+            for name, tensor in want.items():
+                got = weights.load(name)
+                assert torch.equal(got, tensor) and got.dtype == tensor.dtype, name
+                if tensor.dim():
+                    opened = open_weights(file, HOST.device).get_slice(name)
+                    assert torch.equal(opened[1:3], tensor[1:3])
+                    assert weights.same(name, name) == bool(not tensor.is_floating_point() or not tensor.isnan().any())
 
 
 def test_files_with_any_byte_changed_load_or_say_why(tmp_path: Path) -> None:
@@ -321,9 +403,10 @@ def test_pointers_and_shards_that_are_not_there_are_named(tiny: Pair, tmp_path: 
         LLM(directory)
     for held, message in (
         ('{"weight_map": {"a": "../x.bin"}}', "outside the model directory"), ("[]", "not readable as an index"),
+        ('{"weight_map": {"a": "' + "x" * 300 + '.bin"}}', "or no file's name"),
         ('{"weight_map": {"a": "x.safetensors"}}', r"must be a \*\.bin"), ("[" * 100_000, "RecursionError"),
         ('{"weight_map": {"a": ' + "9" * 5000 + "}}", "not readable as an index"),
-        ('{"weight_map": {"a": "x\\n.bin"}}', r"'x\\n\.bin': must be"),
+        ('{"weight_map": {"a": "x\\n.bin"}}', r"'x\\n\.bin' is outside"),
     ):  # fmt: skip
         index.write_text(held)
         with pytest.raises(ModelFileError, match=message) as caught:
@@ -359,3 +442,13 @@ def test_what_is_read_is_mapped(tmp_path: Path, archive: bool) -> None:
     assert weights.shape("t63") == (1 << 20,)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB, of 256 MiB of values
     assert weights.load("t63")[5] == 63
+
+
+def test_sizes_are_known_of_types_that_models_do_not_have(tmp_path: Path) -> None:
+    """Buffers that are left out may have any: `specrs doctor` counts them."""
+    made = {"model.layers.0.self_attn.bias": torch.ones(3, dtype=torch.uint8), "x": torch.ones(2, dtype=torch.float64)}
+    for write, name in ((torch.save, PICKLED), (save_file, "model.safetensors")):
+        write(made, tmp_path / name)
+        weights = Checkpoint(tmp_path)
+        assert weights.nbytes == 3 + 16 and [weights.dtype(each) for each in made] == ["U8", "F64"]
+        assert torch.equal(weights.load("x"), made["x"])

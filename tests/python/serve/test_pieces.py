@@ -34,7 +34,21 @@ def test_pieces_are_the_whole() -> None:
         assert dumps_in_pieces(made) == dumps(made), made
     for count in (0, 1, 31, 32, 33, 64, 100):
         numbers = Items(count, lambda first, end, count=count: list(range(first, min(end, count))))
-        assert dumps_in_pieces({"a": [{"b": numbers}]}) == dumps({"a": [{"b": list(range(count))}]})
+        for times in (1, 31, 32, 33, 65):
+            want = dumps({"a": [{"b": list(range(count))}] * times, "c": [list(range(count))] * times})
+            assert dumps_in_pieces({"a": [{"b": numbers}] * times, "c": [numbers] * times}) == want
+
+
+def test_what_nobody_wants_is_not_written() -> None:
+    stop, made = threading.Event(), []
+
+    def of(first: int, end: int) -> list[int]:
+        made.append(first)
+        if len(made) == 3:
+            stop.set()
+        return list(range(first, end))
+
+    assert dumps_in_pieces(Items(100_000, of), stop) == b"" and len(made) == 3
 
 
 def test_many_scores_hold_nobody_up() -> None:
@@ -59,9 +73,9 @@ def test_a_response_with_scores_is_made_in_the_pool(
 ) -> None:
     threads = []
 
-    def told(value: Any) -> bytes:
+    def told(*given: Any) -> bytes:
         threads.append(threading.current_thread().name)
-        return dumps_in_pieces(value)
+        return dumps_in_pieces(*given)
 
     monkeypatch.setattr(exchange, "dumps_in_pieces", told)
     made = web.client.post("/v1/completions", json={"prompt": "def f(", "max_tokens": 4, "n": 2, "seed": 1, **body})
@@ -71,4 +85,4 @@ def test_a_response_with_scores_is_made_in_the_pool(
         "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, **chat,
     })  # fmt: skip
     assert [one["finish_reason"] for one in made.json()["choices"] + said.json()["choices"]] == ["length"] * 3
-    assert len(threads) == 2 * bool(body) and all(name.startswith("specrs-serve") for name in threads)
+    assert len(threads) == 2 * bool(body) and all(name.startswith("specrs-write") for name in threads)
