@@ -2,7 +2,7 @@
 
 use super::driver::{Entered, Primary, Relaxed, Stream};
 use super::fault::Faults;
-use super::memory::Retired;
+use super::memory::retire::Retired;
 use crate::error::{Error, Result};
 
 /// The retained primary context of one GPU, with the fault record of launches that name no other.

@@ -119,7 +119,8 @@ impl Device {
 
     /// Free and total bytes of its memory, as the driver has them now: what torch caches is not free.
     pub fn memory(&self) -> Result<(u64, u64)> {
-        memory::free_and_total(&self.context)
+        let _current = self.context.enter()?;
+        memory::free_and_total()
     }
 
     /// Free memory that was dropped and is no longer in use. Allocations do so by themselves. Returns the bytes freed.

@@ -18,18 +18,9 @@ mod arena;
 mod budget;
 mod buffer;
 mod raw;
-mod retire;
+pub(super) mod retire;
 
 pub use arena::{Arena, ArenaPlan, Guards, Loan, REGION_ALIGN, Region};
 pub use budget::Budget;
 pub use buffer::{DeviceBuffer, PinnedBuffer};
-pub(super) use retire::Retired;
-
-use super::context::Context;
-use crate::error::Result;
-
-/// Free and total bytes of a device's memory.
-pub(super) fn free_and_total(context: &Context) -> Result<(u64, u64)> {
-    let _current = context.enter()?;
-    raw::info()
-}
+pub(super) use raw::info as free_and_total;

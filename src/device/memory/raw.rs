@@ -73,8 +73,8 @@ impl RawMemory {
     }
 }
 
-/// Free and total bytes of the device's memory.
-pub(super) fn info() -> Result<(u64, u64)> {
+/// Free and total bytes of the device's memory; its context is current.
+pub(in crate::device) fn info() -> Result<(u64, u64)> {
     let (mut free, mut total) = (0, 0);
     // SAFETY: both are valid out pointers; a context is current (this file's rule).
     named("cuMemGetInfo", unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total).result() })?;
