@@ -121,7 +121,8 @@ def test_comments_keep_a_silent_stream_open(engine: AsyncLLM, tmp_path: Path) ->
         wait(lambda: engine.stats().engine.running == 8)
         answer = web.post(PATH, **{**LONG, "max_tokens": 2}, stream=True)
         assert answer.text.startswith(": keep-alive\n\n")
-        assert len(events(answer.text)) == 2
+        told = [event["choices"][0] for event in events(answer.text)]  # a draft may bring both tokens at once
+        assert 1 <= len(told) <= 2 and told[-1]["finish_reason"] == "length"
         reset(blocker)
         web.idle()
 
@@ -149,7 +150,9 @@ def test_a_full_queue_says_so_before_a_stream_begins(engine: AsyncLLM, tmp_path:
 
 def test_draining_refuses_finishes_and_aborts(engine: AsyncLLM, tmp_path: Path) -> None:
     with running(engine, tmp_path, drain_seconds=1.0) as web:
+        before = engine.stats().engine.generated
         quick = web.raw(PATH, {**LONG, "max_tokens": 30})
+        wait(lambda: engine.stats().engine.generated > before)  # else it may come behind the others, who fill the batch
         slow = web.raw(PATH, {**LONG, "n": 8, "seed": 3, "max_tokens": 480})
         streamed = web.raw(PATH, {**LONG, "stream": True, "max_tokens": 480})
         wait(lambda: engine.stats().engine.running == 8)
