@@ -88,21 +88,20 @@ def _check_parts(model: torch.nn.Module) -> None:
         if kind.__module__ != home and kind not in _PARTS and kind is not act:
             why = f"unknown to specrs, which runs the model as {home} has it; adapters can be merged"
             raise UnsupportedModelError(what, f"{kind.__module__}.{kind.__qualname__}", why)
-        forward = part.__dict__.get("forward")
-        if forward is not None:  # the class's own may stand there too: by torch.compile, or left by transformers 5.0
-            method = forward
-            if getattr(getattr(forward, "__code__", None), "co_filename", "").startswith(
-                _TORCH
-            ):  # not a wrapper of that
-                method = getattr(forward, "_torchdynamo_orig_callable", forward)
-            if getattr(method, "__func__", None) is not kind.forward or method.__self__ is not part:
-                name = getattr(method, "__qualname__", type(method).__name__)
-                raise UnsupportedModelError(
-                    f"{what}.forward", name, "replaced in this object, which specrs does not see"
-                )
+        if (forward := part.__dict__.get("forward")) is not None and not _is_own(forward, part):
+            name = getattr(forward, "__qualname__", type(forward).__name__)
+            raise UnsupportedModelError(f"{what}.forward", name, "replaced in this object, which specrs does not see")
         for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values()):
             if not (getattr(hook, "__module__", None) or "").startswith(_HOOKS):
                 raise UnsupportedModelError(f"hook of {what}", hook, "specrs calls no hooks; it works once removed")
+
+
+def _is_own(forward: Any, part: torch.nn.Module) -> bool:
+    """Whether a `forward` on an object is its class's own: transformers 5.0 leaves it there, torch.compile compiled."""
+    code = getattr(forward, "__code__", None)
+    if code is not None and code.co_filename.startswith(_TORCH):  # else a wrapper of a compiled one, with its marks
+        forward = getattr(forward, "_torchdynamo_orig_callable", forward)
+    return getattr(forward, "__func__", None) is type(part).forward and forward.__self__ is part
 
 
 def _activation(model: Any) -> type | None:

@@ -42,6 +42,9 @@ _ZIP = b"PK\x03\x04"  # what stands before each record of an archive
 _LOCAL = struct.Struct("<4s22xHH")  # there: the lengths of a record's name and of what follows it
 _DIMENSIONS, _LARGEST = 64, 1 << 48  # of a tensor, as torch has it; of its sizes, so that no product in bytes overflows
 _INERT = ("torch Size", "torch device")  # of what may stand beside tensors, and is not read
+_VALUES = {
+    "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8",
+}  # fmt: skip
 _LONGEST = 128 << 20  # bytes of an archive's pickle
 _MOST = 2_000_000  # operations, of which a tensor takes 25
 
@@ -291,9 +294,7 @@ def _described(file: Any, most: int, storages: dict[str, _Storage] | None = None
                 stack.append(None)
             case "NEWTRUE" | "NEWFALSE":
                 stack.append(op.name == "NEWTRUE")
-            case "BININT" | "BININT1" | "BININT2" | "LONG1" | "LONG4" | "BINFLOAT":
-                stack.append(arg)
-            case "BINUNICODE" | "SHORT_BINUNICODE" | "BINUNICODE8":
+            case name if name in _VALUES:
                 stack.append(arg)
             case "EMPTY_DICT":
                 stack.append({})
@@ -323,10 +324,10 @@ def _described(file: Any, most: int, storages: dict[str, _Storage] | None = None
             case "GLOBAL":
                 stack.append(_Name(arg))
             case "STACK_GLOBAL":
-                module, name = popped(2)
-                if type(module) is not str or type(name) is not str:
+                parts = popped(2)
+                if any(type(part) is not str for part in parts):
                     raise _Refused("a pickle with a name that is no text")
-                stack.append(_Name(f"{module} {name}"))
+                stack.append(_Name(" ".join(parts)))
             case "BUILD":  # attributes: those of a state's dictionary are the versions of its modules
                 popped(1)
             case "BINPERSID":
@@ -342,13 +343,12 @@ def _described(file: Any, most: int, storages: dict[str, _Storage] | None = None
 
 
 def _storage(given: Any) -> _Storage:
-    """Of `("storage", type, key, device, count)`, in older files with a view of another behind it, or None."""
+    """What `("storage", type, key, device, count)` names; older files have a view of another behind it, or None."""
     if type(given) is not tuple or len(given) not in (5, 6) or given[0] != "storage" or given[5:] not in ((), (None,)):
         raise _Refused("a pickle with a storage that is none")
     _, kind, key, _, count = given[:5]
     if type(kind) is not _Name or kind.name not in _KINDS:
-        shown = one_line(kind.name.replace(" ", ".")) if type(kind) is _Name else _kind(kind)
-        raise _Refused(f"values of {shown} are not read")
+        raise _Refused(f"values of {_kind(kind)} are not read")
     if type(key) is not str or type(count) is not int or not 0 <= count < _LARGEST:
         raise _Refused("a pickle with a storage that is none")
     return _Storage(kind.name, key, count)
@@ -368,7 +368,7 @@ def _made(what: Any, given: Any) -> Any:
         return _Tensor(*given[:4])
     if what.name in _PARAMETER and given and type(given[0]) is _Tensor:
         return given[0]
-    raise _Refused(f"asks for {one_line(what.name.replace(' ', '.'))}, which is no tensor by itself")
+    raise _Refused(f"asks for {_kind(what)}, which is no tensor by itself")
 
 
 def _said(error: Exception) -> str:
