@@ -33,9 +33,10 @@ pub struct Round {
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Took {
     pub round: Duration,
-    /// Of it, the draft steps; the verification; commit, draft_extend and tail copies are the rest.
+    /// Of it, the draft steps, the verification and the commit; draft_extend and tail copies are the rest.
     pub draft: Duration,
     pub verify: Duration,
+    pub commit: Duration,
     /// Bytes of the arrays of the format that were written.
     pub bytes: u64,
 }
@@ -149,6 +150,7 @@ impl Round {
         let paths = Paths { sizes: path_sizes, nodes: path_nodes };
         let commit = pool.with_tables(|t| planner.commit(&t, &batch, paths))??;
         took.round = before.elapsed();
+        took.commit = took.round - drafted - took.verify;
 
         let mut lease = self.lease.take();
         for remap in commit.remaps() {

@@ -519,6 +519,7 @@ class Moves:
     def dst(self) -> Array:
         """Destination slots, int32."""
 
+    def claim(self, address: SupportsIndex, nbytes: SupportsIndex) -> None: ...
     def __len__(self) -> int: ...
 
 @final
@@ -576,6 +577,8 @@ class Plan:
     def versions(self) -> Array:
         """Version of each row when the plan was made, int64 [B]; 0 for a dead request."""
 
+    @property
+    def committed(self) -> Array: ...
     @property
     def qo_indptr(self) -> Array:
         """First query of each request, and Q: int32 [B + 1]."""

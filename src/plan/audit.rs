@@ -5,7 +5,7 @@ use crate::error::{Error, Result, in_range, same_length};
 use crate::geometry::Geometry;
 use crate::plan::body::{check_version, live_columns};
 use crate::plan::{Arrays, Format, Phase, Plan};
-use crate::pool::Tables;
+use crate::pool::{RowView, Tables};
 
 /// One request of the plan under check.
 struct AuditedRequest<'a> {
@@ -13,6 +13,8 @@ struct AuditedRequest<'a> {
     kernel: &'static str,
     /// Pages that the row has.
     pages: &'a [i32],
+    /// Positions that may be written.
+    limit: u64,
     prefix: u64,
     first: usize,
     end: usize,
@@ -89,13 +91,40 @@ fn request<'a>(plan: &Plan, tables: &Tables<'a>, i: usize) -> Result<AuditedRequ
             let got = format!("request {i}: row {row}, version {version}, prefix {prefix}, {} queries", end - first);
             return Err(Error::Invalid { what: "dead request", got, why: "must be -1, 0, 0, 0".into() });
         }
-        return Ok(AuditedRequest { index: i, kernel, pages: &[], prefix: 0, first, end });
+        return Ok(AuditedRequest { index: i, kernel, pages: &[], limit: 0, prefix: 0, first, end });
     }
     check_version(tables, kernel, row, version)?;
     let pages = live_columns(tables.line(row as u32).unwrap_or(&[]));
     let allocated = pages.len() as i128 * tables.page().get() as i128;
     in_range("prefix length", prefix, 0, allocated)?;
-    Ok(AuditedRequest { index: i, kernel, pages, prefix: prefix as u64, first, end })
+    let limit = tables.row(row as u32).map_or(0, |r| u64::from(r.limit));
+    let request = AuditedRequest { index: i, kernel, pages, limit, prefix: prefix as u64, first, end };
+    // All queries of a draft step behind the context wall are dead, and its prefix is stated as 0.
+    if !(matches!(plan.phase, Phase::Draft { .. })
+        && prefix == 0
+        && plan.out_slots()[first..end].iter().all(|&s| s == 0))
+    {
+        lengths(plan, tables, &request, row as u32)?;
+    }
+    Ok(request)
+}
+
+/// The prefix ends where the settled tokens do, or among those in flight; of an extend, perhaps before.
+fn lengths(plan: &Plan, tables: &Tables<'_>, r: &AuditedRequest<'_>, row: u32) -> Result<()> {
+    let Some(RowView { committed, settled, reach, .. }) = tables.row(row) else { return Ok(()) }; // its version was right
+    let least = if plan.phase == Phase::Extend { 0 } else { settled };
+    if (u64::from(least)..=u64::from(reach)).contains(&r.prefix) {
+        return Ok(());
+    }
+    let got = format!("{}: request {}, {} tokens", r.kernel, r.index, r.prefix);
+    let why = format!("{committed} are committed, {settled} settled, {reach} with those in flight");
+    Err(Error::Invalid { what: "prefix length", got, why })
+}
+
+/// What may be settled at most when a plan runs, request by request; of a plan that [`check`] takes.
+pub(super) fn committed(plan: &Plan, tables: &Tables<'_>) -> Vec<u32> {
+    let rows = plan.rows().iter().zip(plan.prefix_lens()).take(plan.live_batch);
+    rows.map(|(&row, &prefix)| tables.settled(row as u32).unwrap_or(0).max(prefix as u32)).collect()
 }
 
 /// Query `q`: where it writes, what it attends to, where it stands.
@@ -156,13 +185,24 @@ fn query(plan: &Plan, tables: &Tables<'_>, geometry: &Geometry, r: &AuditedReque
         let got = format!("{}: request {}, query {q}: slot {}", r.kernel, r.index, plan.out_slots()[q]);
         return Err(Error::Invalid { what: "out_slots", got, why: format!("row position {pos} is slot {slot}") });
     }
+    if pos >= r.limit {
+        return Err(outside(r, "allocated positions", pos as i64, r.limit as i64));
+    }
     let owners = tables.owners(page as u32);
     if page <= 0 || owners != Some(1) {
         let got = format!("{}: request {}, position {pos} on page {page} with {owners:?} owners", r.kernel, r.index);
         return Err(Error::Invalid { what: "write position", got, why: "a page is written by its one owner".into() });
     }
-    in_range("RoPE position", plan.positions()[q], 0, geometry.limits().max_context_len as i128 - 1)?;
-    Ok(())
+    let rope = match plan.phase {
+        Phase::Extend | Phase::Decode => pos,
+        Phase::Draft { step } => r.prefix + u64::from(step),
+        Phase::Verify => r.prefix + set_bits(mask).count() as u64 - 1, // the ancestors; its own bit is there
+    };
+    if plan.positions()[q] as i64 != rope as i64 {
+        let got = format!("{}: request {}, query {q}: position {}", r.kernel, r.index, plan.positions()[q]);
+        return Err(Error::Invalid { what: "positions", got, why: format!("its RoPE position is {rope}") });
+    }
+    in_range("RoPE position", rope, 0, geometry.limits().max_context_len as i128 - 1).map(drop)
 }
 
 /// Indices of the set bits of a mask row, in increasing order: a mask has thousands of bits and few that are set.

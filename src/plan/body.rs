@@ -40,6 +40,9 @@ pub struct Plan {
     pub(crate) versions: Buf<u64>,
     pub(crate) qo_indptr: Buf<i32>,
     pub(crate) prefix_lens: Buf<i32>,
+    /// `[live batch]` tokens that may be settled at most when the plan runs; empty for a plan made elsewhere, until it is
+    /// audited.
+    pub(crate) committed: Buf<u32>,
     pub(crate) positions: Buf<i32>,
     pub(crate) out_slots: Buf<i32>,
     pub(crate) mask: Buf<u64>,
@@ -59,6 +62,7 @@ impl Default for Plan {
             versions: Buf::default(),
             qo_indptr: vec![0].into(),
             prefix_lens: Buf::default(),
+            committed: Buf::default(),
             positions: Buf::default(),
             out_slots: Buf::default(),
             mask: Buf::default(),
@@ -81,6 +85,7 @@ impl Plan {
             versions: parts.versions.into(),
             qo_indptr: parts.qo_indptr.into(),
             prefix_lens: parts.prefix_lens.into(),
+            committed: Buf::default(),
             positions: parts.positions.into(),
             out_slots: parts.out_slots.into(),
             mask: parts.mask.into(),
@@ -150,7 +155,7 @@ impl Plan {
         parts.positions.truncate(q);
         parts.out_slots.truncate(q);
         parts.mask.truncate(q * self.mask_words as usize);
-        Self { pool: self.pool, ..Self::from_parts(self.phase, self.page, parts) }
+        Self { pool: self.pool, committed: self.committed.clone(), ..Self::from_parts(self.phase, self.page, parts) }
     }
 
     /// `[batch]` row of each request in the pool's page table; -1 for a dead request.
@@ -161,6 +166,12 @@ impl Plan {
     /// `[batch]` version of each row when the plan was made; 0 for a dead request.
     pub fn versions(&self) -> &[u64] {
         self.versions.get()
+    }
+
+    /// `[live batch]` committed length that each request was planned for: the plan is refused once more is committed, or
+    /// the commit of more is planned. It is L; of an extend that starts below what was committed, that length.
+    pub fn committed(&self) -> &[u32] {
+        self.committed.get()
     }
 
     /// `[batch + 1]` queries of request i are `qo_indptr[i]..qo_indptr[i+1]`; a dead request has none.
@@ -193,14 +204,19 @@ impl Plan {
         self.mask_words
     }
 
-    /// Refuse the plan over another pool, and if a row's pages have changed since it was made.
+    /// Refuse the plan over another pool, if a row's pages have changed or its lease has ended since it was made, and if
+    /// more is committed by now than it was made for: it would overwrite that.
     ///
     /// # Errors
-    /// [`Error::Dead`] with both pools, or the row and both versions.
+    /// [`Error::Dead`] with both pools, or the row and both versions or lengths.
     pub fn check_rows(&self, tables: &Tables<'_>) -> Result<()> {
-        check_pool(tables, self.phase.name(), self.pool)?;
+        let what = self.phase.name();
+        check_pool(tables, what, self.pool)?;
         for (&row, &version) in self.rows().iter().zip(self.versions()).take(self.live_batch) {
-            check_version(tables, self.phase.name(), row, version)?;
+            check_version(tables, what, row, version)?;
+        }
+        for (&row, &committed) in self.rows().iter().zip(self.committed()).take(self.live_batch) {
+            check_length(what, row, committed, tables.settled(row as u32).unwrap_or(0))?;
         }
         Ok(())
     }
@@ -259,13 +275,24 @@ pub(super) fn check_pool(tables: &Tables<'_>, what: &'static str, pool: Option<u
     }
 }
 
-/// Refuse `what` if the pages of `row` have changed since `version`.
+/// Refuse `what`, made for `committed` tokens of `row`, where `now` are settled.
+#[inline]
+pub(super) fn check_length(what: &'static str, row: i32, committed: u32, now: u32) -> Result<()> {
+    if now <= committed {
+        return Ok(());
+    }
+    let why = format!("it was made for {committed} committed tokens, and {now} are by now: it would overwrite them");
+    Err(Error::Dead { what: "plan", id: format!("{what} of row {row}"), why })
+}
+
+/// Refuse `what` if the pages of `row` have changed, or its lease has ended, since `version`.
 pub(super) fn check_version(tables: &Tables<'_>, what: &'static str, row: i32, version: u64) -> Result<()> {
     let now = u32::try_from(row).ok().and_then(|r| tables.version(r));
     if now == Some(version) {
         return Ok(());
     }
     let now = now.map_or("outside the table".to_string(), |v| format!("at {v}"));
-    let why = format!("the row's pages changed: it was made for version {version}, the row is {now}");
+    let why =
+        format!("the row's pages changed or its lease ended: it was made for version {version}, the row is {now}");
     Err(Error::Dead { what: "plan", id: format!("{what} of row {row}"), why })
 }

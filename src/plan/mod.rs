@@ -33,15 +33,18 @@
 //!
 //! ## What is checked
 //!
-//! Each row is live, and in the batch once; every position written is within what its row has allocated, on a page
-//! of the pool that has no other owner, so that write slots are disjoint over the batch; prefixes are within what is
-//! allocated; mask bits stay inside the region (draft: slots that earlier steps wrote, and the query's own; verify:
-//! true ancestors by construction, parents before children); RoPE positions are below `max_context_len`. These cost
+//! Each row is live, and in the batch once; every position written is within what its row's lease has reserved, on a page
+//! of the pool that has no other owner, so that write slots are disjoint over the batch; a prefix ends where the committed
+//! tokens do or, of a row whose rounds overlap, among those in flight (an extend alone may start before: the draft model
+//! catches up); mask bits stay inside the region (draft: slots that earlier steps wrote, and the query's own; verify:
+//! true ancestors by construction, parents before children); RoPE positions follow from the rest, below
+//! `max_context_len`. These cost
 //! O(1) a row beside the writing itself, because they rest on what the pool guarantees of a row. A debug planner
 //! ([`Planner::set_debug`]) and [`AuditedPlan::audit`] check every query and every page from the arrays alone.
 //!
-//! A plan remembers its pool and its rows' versions; [`Plan::check_rows`] refuses it over another pool, and once a row's
-//! pages have changed.
+//! A plan remembers its pool, its rows' versions and the committed length that it was made for; [`Plan::check_rows`]
+//! refuses it over another pool, once a row's pages have changed or its lease has ended, and once more is committed.
+//! [`Moves`] do too, and run once over a cache ([`Moves::claim`]).
 //!
 //! ## Padding
 //!

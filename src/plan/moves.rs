@@ -4,8 +4,8 @@ use std::collections::HashMap;
 
 use crate::bounds::Slot;
 use crate::error::{Error, Result, in_range, same_length};
-use crate::plan::body::{check_pool, check_version};
-use crate::pool::{Lease, Tables};
+use crate::plan::body::{check_length, check_pool, check_version};
+use crate::pool::{Lease, Ran, Tables};
 
 /// Copies of one token's KV, in every layer: slot `src[i]` to slot `dst[i]`, for i in order.
 ///
@@ -21,8 +21,19 @@ pub struct Moves {
     dst: Vec<i32>,
     /// Identity of the pool that they were planned for; `None` for moves of raw slots.
     pool: Option<u32>,
-    /// Rows and their versions when the moves were planned; empty for moves of raw slots.
-    rows: Vec<(i32, u64)>,
+    /// Empty for moves of raw slots.
+    rows: Vec<MovedRow>,
+    /// The caches that they have run over.
+    ran: Ran,
+}
+
+/// What moves were planned for.
+#[derive(Debug, Clone, Copy)]
+struct MovedRow {
+    row: i32,
+    version: u64,
+    /// Tokens that may be committed at most when the moves run.
+    committed: u32,
 }
 
 impl Moves {
@@ -70,8 +81,8 @@ impl Moves {
         Ok(Self { src, dst, ..Self::default() })
     }
 
-    /// The page copies of a lease, token by token: what must be run before anything is written under it. They are
-    /// refused once the lease has ended.
+    /// The page copies of a lease, token by token: what must be run before anything is written under it, once over each
+    /// cache. They are refused once the lease has ended.
     ///
     /// # Errors
     /// [`Error::Dead`] where the lease is of another pool than `tables`.
@@ -88,11 +99,12 @@ impl Moves {
         if !src.is_empty() {
             for &seq in lease.seqs() {
                 let row = tables.seq(seq)?;
-                rows.push((row.row as i32, row.version));
+                rows.push(MovedRow { row: row.row as i32, version: row.version, committed: row.committed });
             }
         }
         // The order is kept: no page that is copied to is copied from.
-        Ok(Self { rows, pool: Some(tables.pool()), ..Self::new(&src, &dst, tables.num_pages() * page.get(), None)? })
+        let (pool, ran) = (Some(tables.pool()), lease.ran());
+        Ok(Self { rows, pool, ran, ..Self::new(&src, &dst, tables.num_pages() * page.get(), None)? })
     }
 
     /// Moves there are.
@@ -115,13 +127,28 @@ impl Moves {
         &self.dst
     }
 
-    /// Refuse the moves over another pool, and if a row's pages have changed since they were planned.
+    /// Refuse the moves over another pool, if a row's pages have changed or its lease has ended since they were planned,
+    /// and if more is committed by now than they were planned for.
     ///
     /// # Errors
-    /// [`Error::Dead`] with both pools, or the row and both versions.
+    /// [`Error::Dead`] with both pools, or the row and what has changed of it.
     pub fn check_rows(&self, tables: &Tables<'_>) -> Result<()> {
         check_pool(tables, "moves", self.pool)?;
-        self.rows.iter().try_for_each(|&(row, version)| check_version(tables, "moves", row, version))
+        self.rows.iter().try_for_each(|r| {
+            check_version(tables, "moves", r.row, r.version)?;
+            let committed = tables.row(r.row as u32).map_or(0, |now| now.committed);
+            check_length("moves", r.row, r.committed, committed)
+        })
+    }
+
+    /// Check that the moves may run now ([`Self::check_rows`]) over the KV cache in memory `first..end`, and count them as
+    /// run there. Moves of raw slots may run as often as the caller likes.
+    ///
+    /// # Errors
+    /// [`Error::Dead`] as [`Self::check_rows`], and where they have run over this memory.
+    pub fn claim(&self, tables: &Tables<'_>, first: u64, end: u64) -> Result<()> {
+        self.check_rows(tables)?;
+        if self.pool.is_none() { Ok(()) } else { self.ran.over(first, end) }
     }
 
     /// Begin moves of `pool`, without any.
@@ -130,6 +157,7 @@ impl Moves {
         self.src.clear();
         self.dst.clear();
         self.rows.clear();
+        self.ran.clear();
     }
 
     /// Add a move behind the others; the caller answers for the slots and the order.
@@ -138,9 +166,9 @@ impl Moves {
         self.dst.push(dst);
     }
 
-    /// Tie the moves to a version of a row.
-    pub(super) fn guard(&mut self, row: i32, version: u64) {
-        self.rows.push((row, version));
+    /// Tie the moves to a version of a row and to a committed length.
+    pub(super) fn guard(&mut self, row: i32, version: u64, committed: u32) {
+        self.rows.push(MovedRow { row, version, committed });
     }
 }
 

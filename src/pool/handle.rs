@@ -111,8 +111,8 @@ impl Pool {
         self.with_tables(|t| t.seq(seq).map(|r| r.allocated(t.page())))?
     }
 
-    /// Version of a sequence's row; goes up whenever its pages change or get another owner, so that plans made
-    /// before are refused.
+    /// Version of a sequence's row; goes up whenever its pages change or get another owner and when its lease ends, so
+    /// that plans made before are refused.
     pub fn version(&self, seq: SeqId) -> Result<u64> {
         self.with_tables(|t| t.seq(seq).map(|r| r.version))?
     }

@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::pool::handle::Pool;
-use crate::pool::reserved::{Buffers, PageCopy, Permutation};
+use crate::pool::reserved::{Buffers, PageCopy, Permutation, Ran};
 use crate::pool::row::SeqId;
 
 impl Pool {
@@ -110,6 +110,11 @@ impl Lease {
     /// anything more is written under this lease and before the next call that changes the pool.
     pub fn copies(&self) -> &[PageCopy] {
         self.buffers.as_ref().map_or(&[], |b| &b.copies)
+    }
+
+    /// Where the copies have run.
+    pub(crate) fn ran(&self) -> Ran {
+        self.buffers.as_ref().map_or_else(Ran::default, |b| b.ran.get_or_init(Ran::default).clone())
     }
 
     /// Pages of one token only: reorder a sequence's speculative positions without moving bytes. Position

@@ -37,6 +37,10 @@
 //!   written ([`Lease::copies`]); full pages are never written again, since lengths only grow;
 //! * a call that fails changes nothing.
 //!
+//! A **plan** is tied to its rows' versions, which go up when pages change and when a lease ends, and to the length that it
+//! was made for. The pool notes how far passes have been planned under a lease (`progress`), so that a pass behind fewer
+//! tokens than are settled, or behind positions that nobody writes, is refused.
+//!
 //! Rounds may overlap: [`Lease::renew`] and [`Lease::advance`] let one lease span them. Pages are freed in host time
 //! and written in stream time, so all work on one pool's KV, and the uploads of its table, go on one stream.
 //! A **mirror**, a copy of the table elsewhere, asks for what changed since it last looked ([`Tables::changes`]). A
@@ -48,7 +52,7 @@
 //! that are neither on the free list nor evictable are those that sequences, leases and raw callers own.
 //!
 //! A file of this module imports only from those on its left:
-//! `config, row -> ledger, cache, changes, reserved -> state -> sequence, reserve, remap, audit, table -> handle ->
+//! `config, row -> ledger, cache, changes, progress, reserved -> state -> sequence, reserve, remap, audit, table -> handle ->
 //! lease, owners`.
 
 mod audit;
@@ -59,6 +63,7 @@ mod handle;
 mod lease;
 mod ledger;
 mod owners;
+mod progress;
 mod remap;
 mod reserve;
 mod reserved;
@@ -75,6 +80,7 @@ pub use config::{DEFAULT_HISTORY, MAX_SEQS, PoolConfig};
 pub use handle::{Pool, PoolStats};
 pub use lease::{Lease, Refused};
 pub use ledger::{Event, EventKind, Owner};
+pub(crate) use reserved::Ran;
 pub use reserved::{PageCopy, Permutation};
 pub use row::SeqId;
 pub use table::{Changes, RowChange, RowView, Tables};

@@ -42,8 +42,8 @@ impl State {
             need += self.check_want(seq, positions)?;
         }
         self.make_room(need)?;
+        buffers.clear_copies();
         let Buffers { seqs, copies, .. } = buffers;
-        copies.clear();
         for (&seq, &positions) in seqs.iter().zip(positions) {
             self.extend(seq, positions, id, copies)?;
         }
@@ -115,8 +115,10 @@ impl State {
     pub(super) fn advance(&mut self, buffers: &mut Buffers, committed: &[u32]) -> Result<()> {
         self.check_lengths(buffers, committed)?;
         for (&seq, &len) in buffers.seqs.iter().zip(committed) {
-            let r = &mut self.rows[seq.row() as usize];
+            let row = seq.row() as usize;
+            let r = &mut self.rows[row];
             if len == r.committed {
+                self.progress[row].advance(r);
                 continue; // a shared tail page that was replaced may still come back
             }
             if r.held != 0 {
@@ -125,8 +127,9 @@ impl State {
                 r.version += 1;
             }
             (r.committed, r.base_pages) = (len, self.config.page.pages_for(len));
+            self.progress[row].advance(r);
         }
-        buffers.copies.clear(); // they were launched before the round that this commits
+        buffers.clear_copies(); // they were launched before the round that this commits
         self.settle();
         Ok(())
     }
@@ -141,8 +144,7 @@ impl State {
             let (r, owner) = (&mut self.rows[row], Owner::of(seq));
             let (old, new) = (r.pages as usize, page.pages_for(len) as usize);
             let line = &mut self.table[row * width..][..width];
-            // With its shared tail page gone, the lease's copies must not run any more.
-            r.version += u64::from(new < old || r.held != 0);
+            r.version += 1; // the lease's plans, moves and copies must not run any more
             let mut first = new;
             if r.held != 0 && len == r.committed {
                 // Nothing was written into the copy that counts: the row keeps the shared page.
@@ -168,7 +170,7 @@ impl State {
             let (r, owner) = (&mut self.rows[row], Owner::of(seq));
             let line = &mut self.table[row * width..][..width];
             let (old, new) = (r.pages as usize, r.base_pages as usize);
-            r.version += u64::from(new < old);
+            r.version += 1;
             (r.pages, r.lease, r.limit) = (r.base_pages, 0, 0);
             self.changes.note(&mut r.changed, row, ChangeKind::Pages, new - usize::from(r.held != 0), old);
             self.ledger.give_back(&mut line[new..old], owner)?;

@@ -1,6 +1,9 @@
 //! The arrays of a lease: its sequences, the copies to make, and its permutations.
 
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
 use crate::bounds::PageId;
+use crate::error::{Error, Result};
 use crate::pool::row::SeqId;
 
 /// KV to copy before anything more is written under a lease: a shared tail page into the page that replaces it. `len`
@@ -46,11 +49,42 @@ impl Permutation<'_> {
     }
 }
 
+/// The caches that moves of KV have run over. Run twice, they would read what the first run, or a pass since, has written.
+/// Clones share it.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Ran(Arc<Mutex<Vec<(u64, u64)>>>);
+
+impl Ran {
+    /// Count them as run over the memory `first..end`.
+    ///
+    /// # Errors
+    /// [`Error::Dead`] where they have run over a part of it.
+    pub(crate) fn over(&self, first: u64, end: u64) -> Result<()> {
+        let mut ran = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if ran.iter().any(|&(f, e)| f < end && first < e) {
+            let why = "they have run over this cache: a second run would overwrite what is there now".into();
+            return Err(Error::Dead { what: "moves", id: format!("over the cache at {first:#x}"), why });
+        }
+        ran.push((first, end));
+        Ok(())
+    }
+
+    /// None any more; those of clones stay.
+    pub(crate) fn clear(&mut self) {
+        match Arc::get_mut(&mut self.0) {
+            Some(ran) => ran.get_mut().unwrap_or_else(PoisonError::into_inner).clear(),
+            None => *self = Self::default(),
+        }
+    }
+}
+
 /// Vectors that leases hand from one to the next, so that a warm pool allocates nothing.
 #[derive(Debug, Default)]
 pub(super) struct Buffers {
     pub(super) seqs: Vec<SeqId>,
     pub(super) copies: Vec<PageCopy>,
+    /// Where the copies have run; made when somebody asks for them as moves.
+    pub(super) ran: OnceLock<Ran>,
     /// Orders of the last remap, concatenated.
     pub(super) orders: Vec<u32>,
     /// Its sequences, first positions, and ends in `orders`.
@@ -60,8 +94,13 @@ pub(super) struct Buffers {
 impl Buffers {
     pub(super) fn clear(&mut self) {
         self.seqs.clear();
-        self.copies.clear();
+        self.clear_copies();
         self.clear_permutations();
+    }
+
+    pub(super) fn clear_copies(&mut self) {
+        self.copies.clear();
+        self.ran.take();
     }
 
     pub(super) fn clear_permutations(&mut self) {

@@ -59,7 +59,7 @@ pub(super) struct Row {
     pub(super) held: u32,
     /// Id of the live lease, 0 for none.
     pub(super) lease: u64,
-    /// Goes up whenever the row's pages change or get another owner, across generations too. Starts at a number of
+    /// Goes up whenever the row's pages change or get another owner and when its lease ends, across generations too. Starts at a number of
     /// the pool's own, so that what was planned for one pool does not fit the rows of another.
     pub(super) version: u64,
     /// The change log's note of the row's last change, across generations too.

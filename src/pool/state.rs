@@ -1,6 +1,6 @@
 //! The state that the pool's lock guards, and the page movements that are neither a sequence's nor a lease's.
 
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use crate::bounds::PageId;
 use crate::error::{Error, Result};
@@ -8,6 +8,7 @@ use crate::pool::cache::PrefixCache;
 use crate::pool::changes::ChangeLog;
 use crate::pool::config::PoolConfig;
 use crate::pool::ledger::{EventKind, Ledger, Owner};
+use crate::pool::progress::Progress;
 use crate::pool::reserved::Buffers;
 use crate::pool::row::{Row, SeqId};
 
@@ -22,6 +23,10 @@ pub(super) struct State {
     /// `max_seqs x row_pages` page ids, row-major. Columns from a row's `pages` on are 0, the sink.
     pub(super) table: Vec<i32>,
     pub(super) rows: Vec<Row>,
+    /// What planners note of each row.
+    pub(super) progress: Vec<Progress>,
+    /// Commits that planners noted: with `writes`, how often anything that a planner reads has changed.
+    pub(super) settled: AtomicU64,
     /// Where the table changed. Whatever writes live columns notes it.
     pub(super) changes: ChangeLog,
     /// Rows that are not live, the next one to be used last.
@@ -52,6 +57,8 @@ impl State {
             ledger: Ledger::new(config.num_pages, events),
             table: vec![0; config.max_seqs as usize * config.row_pages as usize],
             rows: vec![row; config.max_seqs as usize],
+            progress: std::iter::repeat_with(Progress::default).take(config.max_seqs as usize).collect(),
+            settled: AtomicU64::new(0),
             free_rows: (0..config.max_seqs).rev().collect(), // row 0 first
             cache: PrefixCache::new(config.page.get()),
             changes: ChangeLog::new(config.max_seqs),

@@ -1,6 +1,7 @@
 //! Read access to the page table for planners and kernels, and its changes for mirrors.
 
 use std::ops::Range;
+use std::sync::atomic::Ordering;
 
 use crate::bounds::{PageId, PageSize, Slot};
 use crate::error::{Error, Result};
@@ -22,9 +23,16 @@ pub struct RowView<'a> {
     pub row: u32,
     /// Positions whose KV is valid; covered by `pages`.
     pub committed: u32,
+    /// Positions that no pass may write again: at least `committed`, and the accepted path whose commit was planned.
+    pub settled: u32,
+    /// The longest prefix that a pass may be planned behind: `settled`, or the end of the newest pass in flight.
+    pub reach: u32,
+    /// Positions from here on may not be written: the end of what the live lease reserved; `committed` without one.
+    pub limit: u32,
     /// Columns from here on have no other owner; those before it may.
     pub shared: u32,
-    /// Goes up whenever `pages` changes or a page of it gets another owner; never that of a row of another pool.
+    /// Goes up whenever `pages` changes or a page of it gets another owner, and when the row's lease ends; never that of
+    /// a row of another pool.
     pub version: u64,
     /// Page of each page-sized run of positions. Each is in `1..num_pages`.
     pub pages: &'a [i32],
@@ -125,7 +133,37 @@ impl<'a> Tables<'a> {
     /// The pool and how often it may have changed: while the stamp is the same, so is all that can be read here.
     #[inline]
     pub fn stamp(&self) -> (u32, u64) {
-        (self.state.id, self.state.writes)
+        // Both only ever go up, and so does their sum.
+        (self.state.id, self.state.writes + self.state.settled.load(Ordering::Relaxed))
+    }
+
+    /// Positions of a row that no pass may write again; `None` outside the table. See [`RowView::settled`].
+    #[inline]
+    pub fn settled(&self, row: u32) -> Option<u32> {
+        self.state.rows.get(row as usize).map(|r| self.state.progress[row as usize].settled(r))
+    }
+
+    /// The longest prefix that a pass of a row may be planned behind; `None` outside the table. See [`RowView::reach`].
+    pub fn reach(&self, row: u32) -> Option<u32> {
+        self.state.rows.get(row as usize).map(|r| self.state.progress[row as usize].reach(r))
+    }
+
+    /// A pass that writes row positions `start..end` has been planned under the row's lease.
+    #[inline]
+    pub(crate) fn note_pass(&self, row: u32, start: u32, end: u32) {
+        if let Some(r) = self.state.rows.get(row as usize) {
+            self.state.progress[row as usize].pass(r, start, end);
+        }
+    }
+
+    /// The commit of accepted paths has been planned: with it, `rows[i]` has its first `lens[i]` positions for good.
+    pub(crate) fn note_commit(&self, rows: &[i32], lens: &[u32]) {
+        for (&row, &len) in rows.iter().zip(lens) {
+            if let Some(r) = self.state.rows.get(row as usize) {
+                self.state.progress[row as usize].settle(r, len);
+            }
+        }
+        self.state.settled.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Owners of a page: rows, leases, the cache and raw callers; 0 for a free page, `None` for the sink and outside
@@ -142,9 +180,28 @@ impl<'a> Tables<'a> {
     #[inline]
     pub fn seq(&self, seq: SeqId) -> Result<RowView<'a>> {
         let row = self.state.live_row(seq)?;
-        let (r, width) = (&self.state.rows[row], self.state.config.row_pages as usize);
-        let pages = &self.state.table[row * width..][..r.pages as usize];
-        Ok(RowView { row: seq.row(), committed: r.committed, shared: r.shared, version: r.version, pages })
+        Ok(self.view(row))
+    }
+
+    /// A live row; `None` for one that no sequence has.
+    pub fn row(&self, row: u32) -> Option<RowView<'a>> {
+        self.state.rows.get(row as usize).filter(|r| r.live).map(|_| self.view(row as usize))
+    }
+
+    #[inline]
+    fn view(&self, row: usize) -> RowView<'a> {
+        let state = self.state;
+        let (r, progress, width) = (&state.rows[row], &state.progress[row], state.config.row_pages as usize);
+        RowView {
+            row: row as u32,
+            committed: r.committed,
+            settled: progress.settled(r),
+            reach: progress.reach(r),
+            limit: r.limit.max(r.committed), // 0 without a lease
+            shared: r.shared,
+            version: r.version,
+            pages: &state.table[row * width..][..r.pages as usize],
+        }
     }
 }
 

@@ -220,7 +220,9 @@ pub(super) fn kv_write(
     })
 }
 
-/// Copy the KV of each source slot to its destination slot, in every layer, in order.
+/// Copy the KV of each source slot to its destination slot, in every layer, in order. Moves that a planner or a lease made
+/// run once over a cache; `StaleHandleError` refuses them a second time, and once their pages, their lease or the committed
+/// length have changed.
 #[pyfunction]
 #[pyo3(signature = (cache, moves))]
 pub(super) fn kv_move(py: Python<'_>, cache: &Bound<'_, KvCache>, moves: &Bound<'_, Moves>) -> PyResult<()> {
@@ -231,12 +233,14 @@ pub(super) fn kv_move(py: Python<'_>, cache: &Bound<'_, KvCache>, moves: &Bound<
     let live = cache.to_write(py)?;
     detached(py, || {
         let mut tensor = live.write();
+        let first = tensor.address() as u64;
+        let end = first + (tensor.shape().iter().product::<usize>() * cache.dtype.size()) as u64;
         let mut view = cache.view_mut(&mut tensor, &[])?;
         let mut run = || kv::kv_move(&mut view, moves.moves.src(), moves.moves.dst());
         match &moves.pool {
             None => run(),
             Some(pool) => pool.with_tables(|t| {
-                moves.moves.check_rows(&t)?;
+                moves.moves.claim(&t, first, end)?;
                 run()
             })?,
         }

@@ -104,10 +104,13 @@ fn fixed_arrays_allocate_nothing() {
 /// A context that grows by one token a round: arrays grow ahead, so that few rounds of many allocate.
 #[test]
 fn growing_contexts_seldom_allocate() {
-    let (_, case, mut planner) = setting(AnyFormat::FlashInfer(FlashInfer::default()), Layout::Dense);
+    let (_, mut case, mut planner) = setting(AnyFormat::FlashInfer(FlashInfer::default()), Layout::Dense);
     let mut rounds = 0;
-    for len in 1..90 {
-        let lens = [0, 0, len];
+    let first = *case.lens.last().unwrap();
+    for len in first..first + 89 {
+        case.lease.renew(&[0, 0, 0].map(|_| len + 40)).unwrap();
+        case.lease.advance(&[case.lens[0], case.lens[1], len]).unwrap();
+        let lens = [case.lens[0], case.lens[1], len];
         let batch = Batch::new(&case.seqs, Lens::Host(&lens));
         let allocated = allocations(|| {
             case.pool.with_tables(|t| drop(plan(&mut planner, &t, &batch, Phase::Draft { step: 0 }))).unwrap();

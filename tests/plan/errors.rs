@@ -185,31 +185,37 @@ fn positions_beyond_the_allocation_or_the_context() {
         text(c.pool.with_tables(|t| planner.extend(&t, &batch, &[0, 53]))),
         "extend: index 64 into context is outside 0..64 (request 1, step -1)"
     );
-    // A prefix that is not allocated, without any token behind it.
+    // A prefix that nobody has written, without any token behind it.
     let far = Batch::new(&c.seqs, Lens::Host(&[33, 12]));
     assert_eq!(
         text(c.pool.with_tables(|t| planner.extend(&t, &far, &[0, 0]))),
-        "extend: index 32 into allocated positions is outside 0..32 (request 0, step -1)"
+        "length = extend: request 0, 33 tokens: 7 tokens are committed and 32 with those in flight: it would read what \
+         nobody wrote"
     );
+    let mut c = c;
     // The draft region from 24: branch 2, step 3 is 24 + 2*4 + 3 = 35, and the region is placed as a whole.
+    c.lease.advance(&[24, 12]).unwrap();
     let far = Batch::new(&c.seqs, Lens::Host(&[24, 12]));
     assert_eq!(
         text(c.pool.with_tables(|t| planner.draft(&t, &far, 0, DraftMask::Lane))),
         "draft: index 35 into allocated positions is outside 0..32 (request 0, step -1)"
     );
+    c.lease.advance(&[30, 12]).unwrap();
+    let far = Batch::new(&c.seqs, Lens::Host(&[30, 12]));
+    let paths = Paths { sizes: &[2, 1], nodes: &[0, 2, 0] };
+    assert_eq!(
+        text(c.pool.with_tables(|t| planner.commit(&t, &far, paths))),
+        "commit: index 32 into allocated positions is outside 0..32 (request 0, step -1)"
+    );
+    c.lease.advance(&[31, 12]).unwrap();
     let far = Batch::new(&c.seqs, Lens::Host(&[31, 12]));
     let trees = Trees { sizes: &[2, 1], parents: &[-1, 0, -1] };
     assert_eq!(
         text(c.pool.with_tables(|t| planner.verify(&t, &far, trees))),
         "verify: index 32 into allocated positions is outside 0..32 (request 0, step -1)"
     );
-    let paths = Paths { sizes: &[2, 1], nodes: &[0, 2, 0] };
-    assert_eq!(
-        text(c.pool.with_tables(|t| planner.commit(&t, &Batch::new(&c.seqs, Lens::Host(&[30, 12])), paths))),
-        "commit: index 32 into allocated positions is outside 0..32 (request 0, step -1)"
-    );
     // At the wall: L = 62 with a child at 63 is inside, a grandchild at 64 is not, wide or deep.
-    let w = Case::new(&g, &[62], 1);
+    let mut w = Case::new(&g, &[62], 1);
     let batch = Batch::new(&w.seqs, Lens::Host(&[62]));
     for (parents, ok) in [(&[-1, 0, 0, 0][..], true), (&[-1, 0, 1], false), (&[-1, 0, 0, 2], false)] {
         let trees = Trees { sizes: &[parents.len() as u32], parents };
@@ -221,24 +227,11 @@ fn positions_beyond_the_allocation_or_the_context() {
             }
         }
     }
-    assert_eq!(
-        text(w.pool.with_tables(|t| planner.verify(
-            &t,
-            &Batch::new(&w.seqs, Lens::Host(&[64])),
-            Trees { sizes: &[1], parents: &[-1] }
-        ))),
-        "verify: index 64 into context is outside 0..64 (request 0, step -1)"
-    );
     // A draft step behind the wall has dead queries; a length behind it is an error.
     let plan = w.pool.with_tables(|t| planner.draft(&t, &batch, 2, DraftMask::Lane)).unwrap().unwrap();
     assert_eq!(
         (plan.prefix_lens(), plan.out_slots(), plan.positions(), plan.mask()),
         (&[0][..], &[0; 3][..], &[0; 3][..], &[0; 3][..])
-    );
-    let over = Batch::new(&w.seqs, Lens::Host(&[65]));
-    assert_eq!(
-        text(w.pool.with_tables(|t| planner.draft(&t, &over, 2, DraftMask::Lane))),
-        "draft: index 65 into context is outside 0..64 (request 0, step -1)"
     );
     assert_eq!(
         text(w.pool.with_tables(|t| planner.draft(&t, &batch, 4, DraftMask::Lane))),
@@ -247,6 +240,21 @@ fn positions_beyond_the_allocation_or_the_context() {
     assert_eq!(
         text(w.pool.with_tables(|t| planner.commit(&t, &batch, Paths { sizes: &[3], nodes: &[0, 1, 2] }))),
         "committed length = 65 is outside 0..=64"
+    );
+    w.lease.advance(&[64]).unwrap();
+    assert_eq!(
+        text(w.pool.with_tables(|t| planner.verify(
+            &t,
+            &Batch::new(&w.seqs, Lens::Host(&[64])),
+            Trees { sizes: &[1], parents: &[-1] }
+        ))),
+        "verify: index 64 into context is outside 0..64 (request 0, step -1)"
+    );
+    w.lease.advance(&[65]).unwrap();
+    let over = Batch::new(&w.seqs, Lens::Host(&[65]));
+    assert_eq!(
+        text(w.pool.with_tables(|t| planner.draft(&t, &over, 2, DraftMask::Lane))),
+        "draft: index 65 into context is outside 0..64 (request 0, step -1)"
     );
 }
 
@@ -271,18 +279,22 @@ fn shared_pages_are_not_written() {
     assert_eq!(text(pool.with_tables(|t| planner.extend(&t, &batch, &[1]))), refused("extend"));
     assert_eq!(text(pool.with_tables(|t| planner.draft(&t, &batch, 0, DraftMask::Lane))), refused("draft"));
     assert_eq!(text(pool.with_tables(|t| planner.verify(&t, &batch, trees))), refused("verify"));
-    // Positions of the next page are the lease's own.
-    let behind = Batch::new(&seqs, Lens::Host(&[8]));
-    assert!(pool.with_tables(|t| planner.verify(&t, &behind, trees)).unwrap().is_ok());
-    // A commit into the shared page: node 2 would move to position 7.
-    let full = Batch::new(&seqs, Lens::Host(&[6]));
-    let paths = Paths { sizes: &[2], nodes: &[0, 2] };
-    assert_eq!(text(pool.with_tables(|t| planner.commit(&t, &full, paths))), refused("commit"));
     // Positions inside the committed prefix, on pages that are shared.
     let inside = Batch::new(&seqs, Lens::Host(&[2]));
     let message = text(pool.with_tables(|t| planner.extend(&t, &inside, &[3])));
     assert!(message.contains("positions 0.. on page") && message.contains("with 2 owners"), "{message}");
     drop(lease);
+    // A commit into a page that was forked since its verification: node 2 would move to position 7.
+    let six = pool.create().unwrap();
+    pool.reserve(&[(six, 6)]).unwrap().commit(&[6]).unwrap();
+    let _lease = pool.reserve(&[(six, target)]).unwrap();
+    pool.fork(six, 6).unwrap();
+    let page = pool.pages(six).unwrap()[1].get();
+    let seqs = [six];
+    let message = text(pool.with_tables(|t| {
+        planner.commit(&t, &Batch::new(&seqs, Lens::Host(&[6])), Paths { sizes: &[2], nodes: &[0, 2] })
+    }));
+    assert!(message.contains(&format!("commit: request 0, positions 4.. on page {page} with 2 owners")), "{message}");
     let lease = pool.reserve(&[(a, target)]).unwrap(); // copy on write
     assert_eq!(lease.copies().len(), 1);
     assert!(pool.with_tables(|t| planner.verify(&t, &batch, trees)).unwrap().is_ok());
@@ -306,19 +318,28 @@ fn what_is_shared_again_is_not_written() {
         let batch = Batch::new(&seqs, Lens::Host(&lens));
         pool.with_tables(|t| planner.extend(&t, &batch, &[1])).unwrap().map(|_| ()).map_err(|e| e.to_string())
     };
-    assert_eq!((write(a, 2), write(a, 7)), (Ok(()), Ok(())));
+    let reserved = |seq| pool.reserve(&[(seq, 9)]).unwrap();
+    assert_eq!(write(a, 2), Ok(()));
+    let lease = reserved(a);
+    assert_eq!((lease.copies().len(), write(a, 7)), (0, Ok(())));
     let fork = pool.fork(a, 7).unwrap();
-    let lease = pool.reserve(&[(a, 9)]).unwrap();
-    assert_eq!((lease.copies().len(), write(a, 7)), (1, Ok(())));
-    drop(lease);
     assert!(write(a, 7).unwrap_err().contains("with 2 owners"));
+    drop(lease);
+    let lease = reserved(a);
+    assert_eq!((lease.copies().len(), write(a, 7)), (1, Ok(())));
+    assert!(write(a, 2).unwrap_err().contains("with 2 owners")); // a full page, which is never copied
+    drop(lease);
+    assert!(write(a, 6).unwrap_err().contains("with 2 owners"));
     pool.release(&[fork]).unwrap();
-    assert_eq!((write(a, 2), write(a, 7)), (Ok(()), Ok(())));
+    let lease = reserved(a);
+    assert_eq!((lease.copies().len(), write(a, 2), write(a, 7)), (0, Ok(()), Ok(())));
     let b = pool.create().unwrap(); // one that nobody has forked
     pool.reserve(&[(b, 7)]).unwrap().commit(&[7]).unwrap();
     assert_eq!((write(b, 2), pool.cache_insert(b, &[1, 2, 3, 4], 0, 0).unwrap()), (Ok(()), 1));
     assert!(write(b, 2).unwrap_err().contains("with 2 owners"));
+    let other = reserved(b);
     assert_eq!(write(b, 7), Ok(()));
+    drop((lease, other));
     pool.audit().unwrap();
 }
 
@@ -436,22 +457,28 @@ fn plans_and_moves_die_with_their_rows() {
     let batch = Batch::new(&c.seqs, Lens::Host(&c.lens));
     let trees = Trees { sizes: &[3, 1], parents: &[-1, 0, 0, -1] };
     let plan = c.pool.with_tables(|t| planner.verify(&t, &batch, trees)).unwrap().unwrap();
-    let paths = Paths { sizes: &[2, 1], nodes: &[0, 2, 0] };
-    let commit = c.pool.with_tables(|t| planner.commit(&t, &batch, paths)).unwrap().unwrap();
-    c.pool.with_tables(|t| plan.check_rows(&t).and(commit.moves().check_rows(&t))).unwrap().unwrap();
     let mut table = Vec::new();
     let cols = c.pool.with_tables(|t| plan.page_table(&t, &mut table)).unwrap().unwrap();
+    let paths = Paths { sizes: &[2, 1], nodes: &[0, 2, 0] };
+    let commit = c.pool.with_tables(|t| planner.commit(&t, &batch, paths)).unwrap().unwrap();
+    c.pool.with_tables(|t| commit.moves().check_rows(&t)).unwrap().unwrap();
     let want: Vec<Vec<i32>> =
         c.seqs.iter().map(|&s| c.pool.pages(s).unwrap().iter().map(|p| p.as_i32()).collect()).collect();
     assert_eq!((cols, &table[..want[0].len()], table.len()), (want[1].len(), &want[0][..], 2 * cols));
     assert!(table[want[0].len()..cols].iter().all(|&p| p == 0) && table[cols..] == want[1]);
+    // Its verification may not run again: the path that was accepted is dense now.
+    let message = text(c.pool.with_tables(|t| plan.check_rows(&t)));
+    assert!(message.contains("it was made for 7 committed tokens, and 9 are by now"), "{message}");
     drop(c.lease); // rolls back: the rows lose pages
     for message in [
         text(c.pool.with_tables(|t| plan.check_rows(&t))),
         text(c.pool.with_tables(|t| plan.page_table(&t, &mut table))),
         text(c.pool.with_tables(|t| commit.moves().check_rows(&t))),
     ] {
-        assert!(message.contains("is not live: the row's pages changed: it was made for version"), "{message}");
+        assert!(
+            message.contains("is not live: the row's pages changed or its lease ended: it was made for version"),
+            "{message}"
+        );
     }
     let _ = g;
 }

@@ -13,3 +13,4 @@ mod golden;
 mod load;
 mod random;
 mod stale_handles;
+mod stale_rounds;

@@ -35,19 +35,27 @@ class World:
 
     def __post_init__(self) -> None:
         geometry = core.Geometry(self.max_batch, 64, self.page_size, SHAPE, self.layout, self.reverts)
-        self.pool = core.Pool(128, self.page_size, self.max_batch, geometry.row_pages)
+        self.pool = core.Pool(400, self.page_size, self.max_batch + 4, geometry.row_pages)
         self.planner = core.Planner(geometry, self.pool, self.format, self.mask)
         self.planner.set_debug(True)
-        self.seqs = [self.pool.create() for _ in self.lens]
-        self.pool.reserve(list(zip(self.seqs, self.lens, strict=True))).commit(self.lens)
-        self.lease = self.pool.reserve([(s, 40) for s in self.seqs])
+        self._made: dict[int, tuple[list[core.Sequence], core.Lease]] = {}
+        self.seqs, self.lease = self.sequences(0)
         self.beams = core.DraftBeams(2, SHAPE, None, 8)
         self.beams.start(torch.tensor([[0.0, 5.0, 0.0, 4.0, 0, 0, 0, 0]] * 2))
 
+    def sequences(self, shorter: int) -> tuple[list[core.Sequence], core.Lease]:
+        """Sequences that have so many tokens less, with a round reserved."""
+        if shorter not in self._made:
+            lens = [n - shorter for n in self.lens]
+            seqs = [self.pool.create() for _ in lens]
+            self.pool.reserve(list(zip(seqs, lens, strict=True))).commit(lens)
+            self._made[shorter] = seqs, self.pool.reserve([(s, 40) for s in seqs])
+        return self._made[shorter]
+
     def plan(self, phase: Phase, shorter: int = 0, **kwargs: Any) -> core.Plan:
-        """A plan of the phase; ``shorter`` takes that many tokens off every prefix."""
+        """A plan of the phase; ``shorter`` takes that many tokens off every prefix, of sequences of their own."""
         lens = [n - shorter for n in self.lens]
-        p, seqs = self.planner, self.seqs
+        p, (seqs, _) = self.planner, self.sequences(shorter)
         if phase == "extend":
             return p.extend(seqs, lens, [2, 3], **kwargs)
         if phase == "decode":

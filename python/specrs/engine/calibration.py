@@ -66,7 +66,8 @@ def calibrated(
             seconds.append(statistics.median(times))
         return PassCost(table, seconds, pace)
 
-    with pages.pool.reserve([(seq, context + most)]):
+    with pages.pool.reserve([(seq, context + most)]) as lease:
+        lease.advance([context])  # passes are planned behind what is committed; which KV stands there costs the same
         if head is None:
             policy = TreePolicy(Costs(measure(verify), PassCost([1], [0.0], pace), PassCost([1], [0.0], pace)))
         else:

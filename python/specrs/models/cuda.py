@@ -288,6 +288,7 @@ class CudaDense:
 
     def kv_move(self, kv: KvMemory, moves: Moves) -> None:
         if len(moves):
+            moves.claim(kv.tensor.data_ptr(), kv.tensor.nbytes)
             # One request: a move may depend on the one before.
             pairs = self.upload(
                 torch.cat((from_dlpack(moves.src), from_dlpack(moves.dst), torch.tensor([0, len(moves)])))

@@ -61,8 +61,8 @@ impl Proof {
         let path_sizes: Vec<u32> = sizes.iter().map(|&n| n.min(2)).collect();
         let nodes: Vec<u32> = sizes.iter().flat_map(|&n| [0, n - 1].into_iter().take(n.min(2) as usize)).collect();
         let paths = Paths { sizes: &path_sizes, nodes: &nodes };
-        let commit = pool.with_tables(|t| planner.commit(&t, &batch, paths))??;
         let copies = pool.with_tables(|t| planner.tail_copies(&t, &batch))??;
+        let commit = pool.with_tables(|t| planner.commit(&t, &batch, paths))??;
         self.plans += 2;
         self.capacity(g, "commit", "move sources", commit.moves().len());
         self.capacity(g, "tail copy", "sources", copies.moves().len());

@@ -17,9 +17,10 @@ impl<F: Lower> Planner<F> {
     /// at once.)
     ///
     /// # Errors
-    /// A path that does not start with 0 or does not increase strictly; a node of V or more; a position beyond the
-    /// row's allocation; a destination on a page with other owners; a length beyond `max_context_len`; a row twice
-    /// in the batch; lengths that live on the device.
+    /// A path that does not start with 0 or does not increase strictly; a node of V or more; a position beyond what the
+    /// row's lease reserved; a destination on a page with other owners; a length beyond `max_context_len`, below what is
+    /// committed or whose commit was planned before, or beyond what is in flight; a row twice in the batch; lengths that
+    /// live on the device. Nothing is planned then.
     pub fn commit(&mut self, tables: &Tables<'_>, batch: &Batch<'_>, paths: Paths<'_>) -> Result<AuditedCommit> {
         const WHO: &str = "commit";
         let lens = batch.lens.host(WHO)?;
@@ -30,6 +31,7 @@ impl<F: Lower> Planner<F> {
         let Self { geometry, commits, scratch, .. } = self;
         let (limit, v) = (geometry.limits().max_context_len, geometry.shape().draft_tokens());
         scratch.rows.resolve(tables, batch.seqs)?;
+        scratch.rows.check_lens(tables, WHO, lens, false)?;
         let commit = commits.fill(|c| {
             c.begin(tables.pool(), batch.seqs.len(), paths.nodes.len());
             let mut nodes = paths.nodes;
@@ -54,10 +56,11 @@ impl<F: Lower> Planner<F> {
                     let dst = row.write(at, len + to as u32)?;
                     c.moves.push(src, dst);
                 }
-                c.moves.guard(scratch.rows.ids[i], scratch.rows.versions[i]);
+                c.moves.guard(scratch.rows.ids[i], scratch.rows.versions[i], len);
             }
             Ok::<(), Error>(())
         })?;
+        tables.note_commit(&scratch.rows.ids, &commit.new_lens);
         Ok(AuditedCommit(commit))
     }
 
@@ -73,6 +76,7 @@ impl<F: Lower> Planner<F> {
         check_batch(&self.geometry, tables, batch)?;
         let Self { geometry, commits, scratch, .. } = self;
         scratch.rows.resolve(tables, batch.seqs)?;
+        scratch.rows.check_lens(tables, WHO, lens, false)?;
         let commit = commits.fill(|c| {
             c.begin(tables.pool(), batch.seqs.len(), 0);
             c.new_lens.extend_from_slice(lens); // a tail copy changes no length
@@ -89,7 +93,7 @@ impl<F: Lower> Planner<F> {
                     }
                 }
                 if c.moves.len() > moves {
-                    c.moves.guard(scratch.rows.ids[i], scratch.rows.versions[i]);
+                    c.moves.guard(scratch.rows.ids[i], scratch.rows.versions[i], len);
                 }
             }
             Ok::<(), Error>(())

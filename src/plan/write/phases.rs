@@ -12,11 +12,13 @@ use crate::simd::dispatch;
 impl<F: Lower> Planner<F> {
     /// Append `counts[i]` tokens behind the first `batch.lens[i]` of request i, attended causally.
     ///
-    /// This is chunked prefill, and the draft model's pass over the accepted tokens.
+    /// This is chunked prefill, and the draft model's pass over the accepted tokens, which alone may start below what is
+    /// committed: up to there it needs no lease.
     ///
     /// # Errors
-    /// Positions at or beyond `max_context_len`, beyond the row's allocation, or in a page with other owners; a row
-    /// twice in the batch; `counts` of another length; lengths that live on the device.
+    /// Positions at or beyond `max_context_len`, beyond what the row's lease reserved, or in a page with other owners; a
+    /// start beyond what is committed or in flight; a row twice in the batch; `counts` of another length; lengths that
+    /// live on the device.
     pub fn extend(&mut self, tables: &Tables<'_>, batch: &Batch<'_>, counts: &[u32]) -> Result<AuditedPlan<F>> {
         let starts = batch.lens.host("extend")?;
         same_length("counts", counts.len(), batch.seqs.len())?;
@@ -26,7 +28,7 @@ impl<F: Lower> Planner<F> {
     /// One token behind the first `batch.lens[i]` of each request: plain decoding.
     ///
     /// # Errors
-    /// As [`Self::extend`].
+    /// As [`Self::extend`], and for a length below what is committed, or whose commit was planned.
     pub fn decode(&mut self, tables: &Tables<'_>, batch: &Batch<'_>) -> Result<AuditedPlan<F>> {
         let starts = batch.lens.host("decode")?;
         let mut ones = std::mem::take(&mut self.scratch.ones);
@@ -56,13 +58,12 @@ impl<F: Lower> Planner<F> {
             }
         }
         let queries = counts.iter().map(|&c| c as u64).sum();
-        self.build(tables, batch, phase, queries, 0, |_, scratch, plan| {
+        let plan = self.build(tables, batch, starts, phase, queries, 0, |_, scratch, plan| {
             let (indptr, prefix) = (plan.qo_indptr.get_mut(), plan.prefix_lens.get_mut());
             let (mut positions, mut slots) = (plan.positions.get_mut(), plan.out_slots.get_mut());
             let mut q = 0;
             for (i, ((row, &start), &count)) in scratch.rows.each(tables).zip(starts).zip(counts).enumerate() {
                 let at = WriteSite { kernel: who, request: i, tables };
-                row.check_end(at, start as u64)?;
                 let (pos, rest) = positions.split_at_mut(count as usize);
                 positions = rest;
                 for (j, p) in pos.iter_mut().enumerate() {
@@ -75,7 +76,9 @@ impl<F: Lower> Planner<F> {
                 (indptr[i + 1], prefix[i]) = (q, start as i32);
             }
             Ok(())
-        })
+        })?;
+        self.scratch.rows.note_pass(tables, starts, counts);
+        Ok(plan)
     }
 
     /// Draft step `step`: for each request K queries at RoPE position `L + step`, branch b's KV at row position
@@ -85,10 +88,9 @@ impl<F: Lower> Planner<F> {
     /// context wall (its tree is clamped), so its queries attend to nothing and write to the sink.
     ///
     /// # Errors
-    /// `step >= S`; a draft region that ends beyond the row's allocation, or a page of it
-    /// with other owners; ancestor bits of a slot
-    /// that no earlier step has written, or without the query's own bit; a row twice in the batch; lengths that live
-    /// on the device.
+    /// `step >= S`; a draft region that ends beyond what the row's lease reserved, or a page of it with other owners;
+    /// ancestor bits of a slot that no earlier step has written, or without the query's own bit; lengths as in
+    /// [`Self::decode`]; a row twice in the batch.
     pub fn draft(
         &mut self,
         tables: &Tables<'_>,
@@ -107,7 +109,7 @@ impl<F: Lower> Planner<F> {
             same_length("ancestor bits", bits.len(), batch.seqs.len() * n)?;
         }
         let queries = batch.seqs.len() as u64 * k as u64;
-        self.build(tables, batch, Phase::Draft { step }, queries, words, |geometry, scratch, plan| {
+        self.build(tables, batch, lens, Phase::Draft { step }, queries, words, |geometry, scratch, plan| {
             let limit = geometry.limits().max_context_len;
             scratch.draft_slots.place(geometry, tables, &scratch.rows, lens, WHO)?;
             let (b, queries) = (batch.seqs.len(), batch.seqs.len() * k);
@@ -149,8 +151,8 @@ impl<F: Lower> Planner<F> {
     ///
     /// # Errors
     /// A tree of no node or of more than V; a parent that is not before its child; a node at or beyond
-    /// `max_context_len`; a row position beyond the allocation or in a page with other owners; a row twice in the
-    /// batch; lengths that live on the device.
+    /// `max_context_len`; a row position beyond what the lease reserved or in a page with other owners; lengths as in
+    /// [`Self::decode`]; a row twice in the batch.
     pub fn verify(&mut self, tables: &Tables<'_>, batch: &Batch<'_>, trees: Trees<'_>) -> Result<AuditedPlan<F>> {
         const WHO: &str = "verify";
         let lens = batch.lens.host(WHO)?;
@@ -158,7 +160,7 @@ impl<F: Lower> Planner<F> {
         let queries = trees.sizes.iter().map(|&n| n as u64).sum::<u64>();
         same_length("tree parents", trees.parents.len(), queries as usize)?;
         let words = self.geometry.verify_mask_words();
-        self.build(tables, batch, Phase::Verify, queries, words, |geometry, scratch, plan| {
+        let plan = self.build(tables, batch, lens, Phase::Verify, queries, words, |geometry, scratch, plan| {
             let (limit, v) = (geometry.limits().max_context_len, geometry.shape().draft_tokens());
             let w = words as usize;
             let (indptr, prefix) = (plan.qo_indptr.get_mut(), plan.prefix_lens.get_mut());
@@ -200,7 +202,9 @@ impl<F: Lower> Planner<F> {
                     Ok(())
                 },
             )
-        })
+        })?;
+        self.scratch.rows.note_pass(tables, lens, trees.sizes);
+        Ok(plan)
     }
 }
 

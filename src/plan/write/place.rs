@@ -2,13 +2,16 @@
 //!
 //! The pool guarantees two things about a row ([`RowView`](crate::pool::RowView), and its own audit): each page is a
 //! page of the pool and not the sink, and the columns from `shared` on have no other owner (forks and the prefix cache
-//! share leading columns alone). So a write needs its positions compared with the row's allocation and with the first
-//! position that is surely the row's alone; both are looked up once for all plans between two changes of the pool.
-//! Only a write before that position looks at the owners of its pages. A debug planner looks at every page always
-//! (`plan::audit`).
+//! share leading columns alone). So a write needs its positions compared with the end of what the row's lease reserved and
+//! with the first position that is surely the row's alone; both are looked up once for all plans between two changes of
+//! the pool. Only a write before that position looks at the owners of its pages. A debug planner looks at every page
+//! always (`plan::audit`).
+//!
+//! The lengths of a batch are compared with the rows' too ([`Rows::check_lens`]): most often they are what is settled, and
+//! one comparison of two arrays tells.
 
 use crate::error::{Error, Result};
-use crate::pool::{SeqId, Tables};
+use crate::pool::{RowView, SeqId, Tables};
 
 /// The rows of a batch, as long as the pool does not change.
 #[derive(Debug, Default)]
@@ -22,6 +25,8 @@ pub(super) struct Rows {
     pub(super) ids: Vec<i32>,
     /// Version of each row.
     pub(super) versions: Vec<u64>,
+    /// Settled length of each row.
+    settled: Vec<u32>,
     spans: Vec<RowSpan>,
     /// Epoch in which each row of the table was last seen, to find a row that is in a batch twice.
     seen: Vec<u32>,
@@ -35,6 +40,8 @@ struct RowSpan {
     start: u32,
     /// Columns that hold pages.
     columns: u32,
+    /// Positions from here on may not be written.
+    limit: u32,
     /// Positions from here on are on pages that have no other owner; a multiple of P.
     own_from: u32,
     /// Column of the first position that is not committed.
@@ -46,6 +53,8 @@ struct RowSpan {
 pub(super) struct RowPages<'a> {
     /// Page of each column; those that hold pages.
     pages: &'a [i32],
+    /// Positions from here on may not be written; at most those of `pages`.
+    limit: u32,
     own_from: u32,
     /// log2 of the page size.
     shift: u32,
@@ -64,6 +73,7 @@ impl Rows {
         self.seqs.extend_from_slice(seqs);
         self.ids.clear();
         self.versions.clear();
+        self.settled.clear();
         self.spans.clear();
         let (page, width) = (tables.page(), tables.row_pages());
         for (request, &seq) in seqs.iter().enumerate() {
@@ -75,9 +85,11 @@ impl Rows {
             let start = row.row * width; // the pool checked that the table fits int32
             self.ids.push(row.row as i32);
             self.versions.push(row.version);
+            self.settled.push(row.settled);
             self.spans.push(RowSpan {
                 start,
                 columns: row.pages.len() as u32,
+                limit: row.limit,
                 own_from: row.shared * page.get(),
                 next: page.page_of(row.committed),
             });
@@ -106,6 +118,47 @@ impl Rows {
         self.serial
     }
 
+    /// Check that a pass, or a commit, of `kernel` may be planned behind `lens`: behind what is settled or in flight, and
+    /// not before that, where it would overwrite committed KV. Only an extend may start there (`again`): it is the draft
+    /// model's, which catches up.
+    #[inline]
+    pub(super) fn check_lens(
+        &self,
+        tables: &Tables<'_>,
+        kernel: &'static str,
+        lens: &[u32],
+        again: bool,
+    ) -> Result<()> {
+        if self.settled == lens { Ok(()) } else { self.check_each(tables, kernel, lens, again) }
+    }
+
+    fn check_each(&self, tables: &Tables<'_>, kernel: &'static str, lens: &[u32], again: bool) -> Result<()> {
+        for (i, ((&row, &settled), &len)) in self.ids.iter().zip(&self.settled).zip(lens).enumerate() {
+            if len == settled || (again && len < settled) {
+                continue;
+            }
+            let row = tables.row(row as u32).filter(|now| len < settled || len > now.reach);
+            row.map_or(Ok(()), |row| Err(bad_length(kernel, i, len, &row)))?;
+        }
+        Ok(())
+    }
+
+    /// The lengths that a plan behind `lens` is made for: what may be settled at most when it runs.
+    #[inline]
+    pub(super) fn write_committed(&self, lens: &[u32], out: &mut [u32]) {
+        for ((out, &settled), &len) in out.iter_mut().zip(&self.settled).zip(lens) {
+            *out = settled.max(len);
+        }
+    }
+
+    /// Note the pass that has been planned: it writes `counts[i]` positions behind the first `lens[i]` of request i.
+    #[inline]
+    pub(super) fn note_pass(&self, tables: &Tables<'_>, lens: &[u32], counts: &[u32]) {
+        for ((&row, &len), &count) in self.ids.iter().zip(lens).zip(counts) {
+            tables.note_pass(row as u32, len, len + count);
+        }
+    }
+
     fn begin(&mut self, rows: usize) {
         if self.seen.len() < rows {
             self.seen.resize(rows, 0);
@@ -123,9 +176,22 @@ impl Rows {
         let (table, shift) = (tables.table(), tables.page().get().trailing_zeros());
         self.spans.iter().map(move |s| {
             let pages = table.get(s.start as usize..(s.start + s.columns) as usize).unwrap_or(&[]);
-            RowPages { pages, own_from: s.own_from, shift }
+            RowPages { pages, limit: s.limit, own_from: s.own_from, shift }
         })
     }
+}
+
+#[cold]
+fn bad_length(kernel: &'static str, request: usize, len: u32, row: &RowView<'_>) -> Error {
+    let RowView { committed, settled, reach, .. } = *row;
+    let why = if len >= settled {
+        format!("{committed} tokens are committed and {reach} with those in flight: it would read what nobody wrote")
+    } else if settled > committed {
+        format!("its commit to {settled} tokens has been planned: commit or advance the lease first")
+    } else {
+        format!("{committed} tokens are committed: it would overwrite them")
+    };
+    Error::Invalid { what: "length", got: format!("{kernel}: request {request}, {len} tokens"), why }
 }
 
 #[cold]
@@ -154,14 +220,17 @@ impl WriteSite<'_> {
 }
 
 impl RowPages<'_> {
-    /// Refuse row positions `..end` beyond what the row has allocated.
+    /// Refuse row positions `..end` beyond what the row's lease has reserved.
     #[inline]
     pub(super) fn check_end(&self, at: WriteSite<'_>, end: u64) -> Result<()> {
-        let allocated = (self.pages.len() as u64) << self.shift;
-        if end > allocated { Err(at.outside("allocated positions", end as i64 - 1, allocated as u32)) } else { Ok(()) }
+        if end > u64::from(self.limit) {
+            Err(at.outside("allocated positions", end as i64 - 1, self.limit))
+        } else {
+            Ok(())
+        }
     }
 
-    /// Refuse to write positions `first..end`, which are allocated, where a page of theirs has another owner.
+    /// Refuse to write positions `first..end`, which are reserved, where a page of theirs has another owner.
     #[inline]
     fn check_owned(&self, at: WriteSite<'_>, first: u32, end: u32) -> Result<()> {
         if first >= self.own_from || first >= end { Ok(()) } else { self.check_pages(at, first, end) }

@@ -140,6 +140,7 @@ impl<F: Lower> Planner<F> {
         &mut self,
         tables: &Tables<'_>,
         batch: &Batch<'_>,
+        lens: &[u32],
         phase: Phase,
         queries: u64,
         mask_words: u32,
@@ -148,12 +149,14 @@ impl<F: Lower> Planner<F> {
         let Self { geometry, format, debug, deferred, plans, scratch, .. } = self;
         check_batch(geometry, tables, batch)?;
         scratch.rows.resolve(tables, batch.seqs)?;
+        scratch.rows.check_lens(tables, phase.name(), lens, phase == Phase::Extend)?;
         let filled = plans.fill(|body| {
             body.geometry = Some(*geometry);
             body.plan.pool = Some(tables.pool());
             shape(&mut body.plan, geometry, batch, phase, queries, mask_words, *debug)?;
             body.plan.rows.get_mut()[..batch.seqs.len()].copy_from_slice(&scratch.rows.ids);
             body.plan.versions.get_mut()[..batch.seqs.len()].copy_from_slice(&scratch.rows.versions);
+            scratch.rows.write_committed(lens, body.plan.committed.get_mut());
             fill(geometry, scratch, &mut body.plan)?;
             if *debug {
                 check_poison(&body.plan)?;
@@ -180,7 +183,7 @@ impl<F: Lower> AuditedPlan<F> {
         format.supports(geometry)?;
         check_pool(tables, plan.phase.name(), plan.pool)?;
         audit::check(&plan, tables, geometry)?;
-        let plan = Plan { pool: Some(tables.pool()), ..plan };
+        let plan = Plan { pool: Some(tables.pool()), committed: audit::committed(&plan, tables).into(), ..plan };
         let mut arrays = Arrays::own(format.arrays());
         arrays.set_poison(true);
         format.lower(&plan, tables, geometry, &mut arrays)?;
@@ -288,6 +291,7 @@ fn shape(
     plan.rows.reset("rows", nb, poison)?[b..].fill(-1);
     plan.versions.reset("versions", nb, poison)?[b..].fill(0);
     plan.prefix_lens.reset("prefix_lens", nb, poison)?[b..].fill(0);
+    plan.committed.reset("committed", b, poison)?;
     let indptr = plan.qo_indptr.reset("qo_indptr", nb + 1, poison)?;
     indptr[0] = 0;
     indptr[b + 1..].fill(live_q);

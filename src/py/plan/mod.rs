@@ -28,7 +28,8 @@ pub(super) use self::moves::Moves;
 pub(super) use self::planner::{DeviceLens, Planner};
 
 /// What one step of a batch writes and attends to, checked against the pool, and the arrays of its format. Kernels
-/// refuse it (`StaleHandleError`) once a row's pages have changed. B requests, Q queries.
+/// refuse it (`StaleHandleError`) once a row's pages have changed or its
+/// lease has ended, and once more is committed than it was made for. B requests, Q queries.
 #[pyclass(frozen, module = "specrs._specrs")]
 pub(super) struct Plan {
     pub(super) plan: AuditedPlan<AnyFormat>,
@@ -137,6 +138,13 @@ impl Plan {
     #[getter]
     fn versions(&self) -> PyResult<Array> {
         Ok(Array::line(bytemuck::cast_slice::<u64, i64>(self.plan.versions()))?)
+    }
+
+    /// Committed length that each live request was planned for, int32 [live_batch]: kernels refuse the plan
+    /// (`StaleHandleError`) once more is committed, or the commit of more is planned.
+    #[getter]
+    fn committed(&self) -> PyResult<Array> {
+        Ok(Array::line(bytemuck::cast_slice::<u32, i32>(self.plan.committed()))?)
     }
 
     /// First query of each request, and Q: int32 [B + 1].

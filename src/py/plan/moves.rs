@@ -42,6 +42,17 @@ impl Moves {
         Ok(Array::line(self.moves.dst())?)
     }
 
+    /// For a caller that runs them by a kernel of its own: check that they may run now over the KV cache whose memory is
+    /// `nbytes` bytes at `address`, and count them as run there, as `kv_move` does. Raises `StaleHandleError` where they
+    /// have run there, or their pages, their lease or the committed length have changed.
+    #[pyo3(signature = (address, nbytes))]
+    fn claim(&self, py: Python<'_>, address: Int, nbytes: Int) -> PyResult<()> {
+        let address = address.within("address", 0, u64::MAX.into())? as u64;
+        let nbytes = nbytes.within("nbytes", 0, i128::from(u64::MAX - address))? as u64;
+        let Some(pool) = &self.pool else { return Ok(()) };
+        detached(py, || pool.with_tables(|t| self.moves.claim(&t, address, address + nbytes))?)
+    }
+
     fn __len__(&self) -> usize {
         self.moves.len()
     }

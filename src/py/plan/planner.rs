@@ -245,7 +245,10 @@ impl Planner {
     /// draft model's pass over accepted tokens.
     ///
     /// Of every plan: `pad` is (requests, queries) to pad to, at most `max_batch` and what so many requests have in the
-    /// phase; `out` takes the arrays of the format, see `buffers`.
+    /// phase; `out` takes the arrays of the format, see `buffers`. What it writes is reserved (`Pool.reserve`) by a lease
+    /// that lives, and it is planned behind what is committed or in flight: a length before that, which would overwrite
+    /// committed KV, or beyond, where nobody wrote, is a `ConfigError`. `extend` alone may start before it, for the draft
+    /// model; up to the committed length it needs no lease.
     #[pyo3(signature = (seqs, starts, counts, *, out=None, pad=None))]
     #[allow(clippy::too_many_arguments, reason = "operands of an operation, by name")]
     fn extend(
@@ -384,7 +387,8 @@ impl Planner {
 
     /// Make the accepted nodes' KV the dense end of each prefix: with pages of one token the lease's rows are
     /// reordered and nothing moves; else the returned moves have to be run before the lease is committed. `lease` is of
-    /// the planner's pool and covers each of `seqs`, else `ConfigError`; nothing is changed then.
+    /// the planner's pool and covers each of `seqs`, else `ConfigError`; nothing is changed then. A second commit of a
+    /// round is a `ConfigError`, and its plans are refused from then on.
     #[pyo3(signature = (lease, seqs, lens, accepts))]
     fn commit(
         &self,

@@ -478,7 +478,7 @@ def test_padded_tables() -> None:
     assert torch.from_dlpack(table).stride() == whole.stride()
     assert whole.count_nonzero() == torch.from_dlpack(table).count_nonzero() > 0
     w.plan("verify", shorter=3, out=buffers)
-    assert whole[:2].tolist() == [[w.pool.pages(s)[0], *[0] * (whole.shape[1] - 1)] for s in w.seqs[:1]] + [
+    assert whole[:2].tolist() == [[w.pool.pages(s)[0], *[0] * (whole.shape[1] - 1)] for s in w.sequences(3)[0][:1]] + [
         [0] * whole.shape[1]
     ]
     with pytest.raises(core.ConfigError, match="rows of") as e:
