@@ -27,7 +27,7 @@ from specrs.engine.grammars import Grammars
 from specrs.engine.host import HostExecutor
 from specrs.engine.observer import RoundObserver, Watching
 from specrs.engine.placing import Wanted
-from specrs.engine.prompts import Chats, Given, Prompt, load_tokenizer, spellings, truncated
+from specrs.engine.prompts import Chats, Given, Prompt, load_eos, load_tokenizer, spellings, truncated
 from specrs.engine.request import Request, RequestOutput, StreamEvent
 from specrs.engine.runner import Runner
 from specrs.engine.scheduler import Scheduler
@@ -130,7 +130,10 @@ class LLM(Conversing):
         self.tokenizer = load_tokenizer(model)
         self._chats = Chats(model)
         self.vocab_size: int = target.config.vocab_size
+        #: Tokens that end an output: of config.json, of generation_config.json, and the tokenizer's own.
         self.eos_ids = frozenset(target.config.eos_token_ids)
+        if (eos := load_eos(model, self.tokenizer)) is not None and eos < self.vocab_size:
+            self.eos_ids |= {eos}
         self._grammars = Grammars(self.tokenizer, self.vocab_size, self.eos_ids)
         self._by_path = site.place.is_host
         # Page 0 is the sink.
