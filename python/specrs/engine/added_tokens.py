@@ -52,12 +52,12 @@ def add_tokens(tokenizer: Tokenizer, config: Mapping[str, Any], added: Mapping[s
     for token in tokens:
         token.special = token.special or token.content in names
     have = {token.content for token in tokenizer.get_added_tokens_decoder().values()} | by_text.keys()
-    for token in (*named, *others):
-        if (text := _text(token)) not in have:
+    for special in (*named, *others):
+        if (text := _text(special)) not in have:
             have.add(text)
-            plain = AddedToken(text, special=True) if isinstance(token, str) else token
-            plain.special = plain.special or text in names
-            tokens.append(plain)
+            token = AddedToken(text, special=True) if isinstance(special, str) else special
+            token.special = token.special or text in names
+            tokens.append(token)
     tokenizer.add_tokens(tokens)
     for token_id, token in known.items():
         if (found := tokenizer.token_to_id(token.content)) != token_id:
@@ -100,10 +100,10 @@ def _declared(
         raise _refuse(_ADDED, listed, "must be an object with a token for each id")
     found = {}
     for key, value in listed.items():
-        token = _token(_ADDED, value)
-        if token is None or isinstance(token, str):
+        given = _token(_ADDED, value)
+        if given is None or isinstance(given, str):
             raise _refuse(f"{_ADDED}[{key!r}]", value, "must be an object with the token's text as content")
-        found[_id(f"{TOKENIZER_CONFIG}: {_ADDED}", key)] = token
+        found[_id(f"{TOKENIZER_CONFIG}: {_ADDED}", key)] = given
     return found
 
 

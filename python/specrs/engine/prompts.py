@@ -186,8 +186,9 @@ def load_eos(model: Path | LiveModel, tokenizer: Tokenizer | None) -> int | None
     """
     if tokenizer is None:
         return None
-    live = isinstance(model, LiveModel)
-    return eos_of(tokenizer, model.files.get(TOKENIZER_CONFIG, {}) if live else tokenizer_config(model))
+    if isinstance(model, LiveModel):
+        return eos_of(tokenizer, model.files.get(TOKENIZER_CONFIG, {}))
+    return eos_of(tokenizer, tokenizer_config(model))
 
 
 def _token_ids(prompt: object, where: str) -> list[int]:

@@ -20,13 +20,12 @@ class TokenTable:
     """Bytes of a tokenizer's tokens, by id.
 
     The decoder says how tokens are written: in the byte-level alphabet; with ``<0x..>`` for bytes; with a mark for a
-    space; or with a prefix for what goes on within a word. A token's bytes are those that it has within a text, so a
-    first token's space, which a decoder may strip, is among them.
+    space; or with a prefix for what goes on within a word. Added tokens are no exception. A token's bytes are those
+    that it has within a text, so a first token's space, which a decoder may strip, is among them.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._added = {i: t.content.encode() for i, t in tokenizer.get_added_tokens_decoder().items()}
         parts = decoder_parts(tokenizer) or []
         kinds = {part["type"]: part for part in parts}
         self._alphabet = BYTE_LEVEL if "ByteLevel" in kinds else None
@@ -41,7 +40,7 @@ class TokenTable:
         """Of a token; none where the tokenizer lacks it (a model may have more rows than that)."""
         found = self._known.get(token)
         if found is None:
-            found = self._known[token] = self._added[token] if token in self._added else self._spelled(token)
+            found = self._known[token] = self._spelled(token)
         return found
 
     def _spelled(self, token: int) -> bytes:

@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models
 from specrs.engine import decoding
 from specrs.engine.decoding import Detokenizer, TokenDecoder
 from specrs.engine.text import OutputText, StopMatcher
+from specrs.engine.token_bytes import TokenTable
 
 MARK = "\u2581"
 WORDS = [
@@ -131,6 +132,27 @@ def test_characters_come_whole_and_as_soon_as_they_are() -> None:
     text = Detokenizer(fallback)
     assert [text.push(i) for i in (IDS["c"], *byte_tokens("\n\xe9"), IDS["c"])] == ["c", "", "", "", "\n\xe9c"]
     assert [text.push(i) for i in (*byte_tokens("\n"), IDS["<0x80>"], IDS["<0x61>"])] == ["", "\ufffd" * 2, "\ufffd"]
+
+
+@pytest.mark.parametrize(
+    "name", ["byte level", "llama", "gemma", "metaspace", "metaspace, never", "word piece as it is", "bytes, metaspace"]
+)
+def test_the_bytes_of_tokens_are_the_text_too(name: str) -> None:
+    """Of added tokens as well; but for the space that a decoder drops at the beginning, and for bytes that are none."""
+    rng = random.Random(name)
+    tokenizer = tokenizer_with(DECODERS[name]())
+    table = TokenTable(tokenizer)
+    whole = 0
+    for _ in range(600):
+        ids = [IDS["c"], *stream(rng, tokenizer)]
+        data = b"".join(map(table, ids)).removeprefix(b" ")
+        try:
+            text = data.decode()
+        except UnicodeDecodeError:
+            continue
+        whole += 1
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text, ids
+    assert whole > 60
 
 
 def test_some_special_tokens_keep_their_text() -> None:
