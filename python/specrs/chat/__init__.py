@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from specrs.chat.apart import apart
 from specrs.chat.errors import ChatLimitError, ChatTemplateError, RenderLimits
+from specrs.chat.files import TOKENIZER_CONFIG
 from specrs.chat.messages import conversations
-from specrs.chat.templates import TOKENIZER_CONFIG, ChatTemplates, Messages
+from specrs.chat.templates import ChatTemplates, Messages
 
 __all__ = [
     "TOKENIZER_CONFIG",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,12 +9,12 @@ from typing import Any
 
 from specrs.chat.dialect import rendered
 from specrs.chat.errors import ChatTemplateError, RenderLimits
+from specrs.chat.files import TOKENIZER_CONFIG, read_text, tokenizer_config
 from specrs.chat.messages import OpenEnd, conversation, plain_value, schema
 
 Messages = Sequence[Mapping[str, Any]]
 """A conversation, oldest message first: mappings with ``role``, ``content`` and whatever else the template reads."""
 
-TOKENIZER_CONFIG = "tokenizer_config.json"
 _OWN = ("messages", "tools", "add_generation_prompt", "chat_template", "continue_final_message")  # not for kwargs
 _LOAD = "give one as chat_template=, or put chat_template.jinja into the model directory"
 
@@ -45,13 +44,10 @@ class ChatTemplates:
             ChatTemplateError: a file that cannot be read, or that holds something else.
         """
         directory = Path(directory)
-        config = _json(directory / TOKENIZER_CONFIG)
-        found = {p.stem: _text(p) for p in sorted(directory.glob("additional_chat_templates/*.jinja"))}
+        found = {p.stem: read_text(p) for p in sorted(directory.glob("additional_chat_templates/*.jinja"))}
         if (path := directory / "chat_template.jinja").is_file():
-            found["default"] = _text(path)
-        # Files of before transformers 4.34 keep the tokens in a file of their own.
-        former = {} if "added_tokens_decoder" in config else _json(directory / "special_tokens_map.json")
-        return cls.of_config(directory, {**config, **former}, found)
+            found["default"] = read_text(path)
+        return cls.of_config(directory, tokenizer_config(directory), found)
 
     @classmethod
     def of_config(
@@ -175,25 +171,6 @@ class ChatTemplates:
         }  # fmt: skip
         text = rendered(source, variables, limits or RenderLimits())
         return text if end is None else end.cut(text)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        raise ChatTemplateError(f"{path}: not readable as text: {e}") from e
-
-
-def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(_text(path))
-    except (ValueError, RecursionError) as e:
-        raise ChatTemplateError(f"{path}: not readable as JSON: {e}") from e
-    if not isinstance(value, dict):
-        raise ChatTemplateError(f"{path}: a JSON object is needed, not {type(value).__name__}")
-    return value
 
 
 def _tokens(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -111,11 +111,6 @@ class Grammars:
         return kind, texts, wanted.whitespace, mark
 
     @property
-    def special_ids(self) -> Collection[int]:
-        """Tokens that stand for no text."""
-        return self._special.keys()
-
-    @property
     def vocabulary(self) -> GrammarVocabulary:
         """The tokens' bytes, made once they are asked for."""
         with self._made:

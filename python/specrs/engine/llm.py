@@ -22,17 +22,17 @@ from specrs.capsule.recorder import RoundRecorder
 from specrs.engine.config import EngineConfig
 from specrs.engine.conversing import Conversing
 from specrs.engine.cuda import CudaExecutor
+from specrs.engine.decoding import TokenDecoder
 from specrs.engine.errors import EngineBusyError, EngineClosedError
 from specrs.engine.grammars import Grammars
 from specrs.engine.host import HostExecutor
 from specrs.engine.observer import RoundObserver, Watching
 from specrs.engine.placing import Wanted
-from specrs.engine.prompts import Chats, Given, Prompt, load_tokenizer, spellings, truncated
+from specrs.engine.prompts import Chats, Given, Prompt, load_eos, load_tokenizer, spellings, truncated
 from specrs.engine.request import Request, RequestOutput, StreamEvent
 from specrs.engine.runner import Runner
 from specrs.engine.scheduler import Scheduler
 from specrs.engine.stats import EngineStats
-from specrs.engine.text import Decoder, KeepingDecoder
 from specrs.engine.token_bytes import TokenTable
 from specrs.models import (
     LiveModel,
@@ -128,9 +128,13 @@ class LLM(Conversing):
             target = load_target(model, ops, max_context_len=context)
             head = load_draft(draft, target) if draft is not None and site.drafts else None
         self.tokenizer = load_tokenizer(model)
+        self._decoder = None if self.tokenizer is None else TokenDecoder(self.tokenizer)
         self._chats = Chats(model)
         self.vocab_size: int = target.config.vocab_size
+        #: Tokens that end an output: of config.json, of generation_config.json, and the tokenizer's own.
         self.eos_ids = frozenset(target.config.eos_token_ids)
+        if (eos := load_eos(model, self.tokenizer)) is not None and eos < self.vocab_size:
+            self.eos_ids |= {eos}
         self._grammars = Grammars(self.tokenizer, self.vocab_size, self.eos_ids)
         self._by_path = site.place.is_host
         # Page 0 is the sink.
@@ -574,7 +578,7 @@ class LLM(Conversing):
                 vocab_size=self.vocab_size,
                 eos_ids=self.eos_ids,
                 max_context_len=context,
-                decoder=self._decoder(params),
+                decoder=self._decoder,
                 bad_words=self._spellings(params),
                 grammar=self._grammar(params),
                 by_path=self._by_path,
@@ -590,11 +594,6 @@ class LLM(Conversing):
             requests.append(request)
         self._next_id += params.n
         return requests
-
-    def _decoder(self, params: ResolvedSampling) -> Decoder | None:
-        if self.tokenizer is None or not params.keep_special_tokens:
-            return self.tokenizer
-        return KeepingDecoder(self.tokenizer, self._grammars.special_ids, params.keep_special_tokens)
 
     def _prediction(self, expected: str | Sequence[int] | None, where: str) -> list[int]:
         """Tokens that the user expects in the output."""

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from specrs._specrs import ConfigError
 from specrs.chat import TOKENIZER_CONFIG, ChatTemplates, Messages, conversations
+from specrs.chat.files import read_json, tokenizer_config
+from specrs.engine.added_tokens import add_tokens, eos_of
 from specrs.engine.request import TokenizedPrompt
 from specrs.models import LiveModel
 
@@ -148,13 +150,13 @@ class Chats:
 
 
 def load_tokenizer(model: Path | LiveModel) -> Tokenizer | None:
-    """Of a model; ``None`` where it has none.
+    """Of a model, with the tokens that only files beside ``tokenizer.json`` have; ``None`` where it has none.
 
     Prompts are never cut or filled up, whatever the file says: the tokenizer is shared by threads, and such settings
     would be changed under them.
 
     Raises:
-        ConfigError: a ``tokenizer.json`` that is none.
+        ConfigError: a ``tokenizer.json`` that is none; a file beside it that is none, or has a token that is none.
     """
     if isinstance(model, LiveModel):
         return model.tokenizer
@@ -169,7 +171,24 @@ def load_tokenizer(model: Path | LiveModel) -> Tokenizer | None:
         raise ConfigError(f"tokenizer.json: {e}") from e
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    config = tokenizer_config(model)
+    add_tokens(tokenizer, config, read_json(model / "added_tokens.json"))
+    tokenizer.encode_special_tokens = config.get("split_special_tokens") is True
     return tokenizer
+
+
+def load_eos(model: Path | LiveModel, tokenizer: Tokenizer | None) -> int | None:
+    """The token that ends a text by the tokenizer's own files, which name a chat model's end of turn, at times alone;
+    ``None`` where they name none. It may be one that the model lacks.
+
+    Raises:
+        ConfigError: as `load_tokenizer`.
+    """
+    if tokenizer is None:
+        return None
+    if isinstance(model, LiveModel):
+        return eos_of(tokenizer, model.files.get(TOKENIZER_CONFIG, {}))
+    return eos_of(tokenizer, tokenizer_config(model))
 
 
 def _token_ids(prompt: object, where: str) -> list[int]:

@@ -10,18 +10,17 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from specrs._specrs import Grammar, GrammarFailedError, NonFiniteError, Sampler
+from specrs.engine.decoding import Detokenizer, TokenDecoder
 from specrs.engine.draws import Draws
 from specrs.engine.logprobs import TokenLogprobs
 from specrs.engine.rounds import DraftTree, Round
 from specrs.engine.seeds import split
-from specrs.engine.text import Decoder, Detokenizer, StopMatcher
+from specrs.engine.text import OutputText
 
 if TYPE_CHECKING:
     from specrs._specrs import Sequence as KvSequence
     from specrs.models.features import Features
     from specrs.sampling_params import ResolvedSampling
-
-_CONTEXT_TOKENS = 8  # of the prompt, given to the detokenizer
 
 
 @dataclass(frozen=True)
@@ -210,8 +209,7 @@ class Request:
     seed: int
     ending: Ending
     draws: Draws
-    stops: StopMatcher
-    detokenizer: Detokenizer | None
+    spoken: OutputText | None  # None: without a tokenizer there is no text
     prediction: list[int] = field(default_factory=list)  # tokens that its output is expected to hold
     leader: Request | None = None  # the first one of a prompt's requests, where this is another
     index: int = 0  # among them
@@ -255,7 +253,7 @@ class Request:
         vocab_size: int,
         eos_ids: frozenset[int],
         max_context_len: int,
-        decoder: Decoder | None,
+        decoder: TokenDecoder | None,
         prediction: Sequence[int] = (),
         bad_words: Sequence[Sequence[int]] = (),
         grammar: Grammar | None = None,
@@ -284,10 +282,13 @@ class Request:
             draws=Draws(
                 vocab_size, prompt_ids, params, seed, ending.eos_ids | ending.stop_ids, bad_words, grammar, by_path
             ),
-            stops=StopMatcher(params.stop, params.include_stop),
-            detokenizer=None
+            spoken=None
             if decoder is None
-            else Detokenizer(decoder, prompt_ids[-_CONTEXT_TOKENS:], params.skip_special_tokens),
+            else OutputText(
+                Detokenizer(decoder, prompt_ids, params.skip_special_tokens, params.keep_special_tokens),
+                params.stop,
+                params.include_stop,
+            ),
             leader=leader,
             index=index,
             logprobs=None if params.logprobs is None else [],
@@ -395,9 +396,8 @@ class Request:
             self.drafted.append(accepted)
             if token in self.ending.eos_ids or token in self.ending.stop_ids:
                 self._finish(FinishReason.STOP, token if token in self.ending.stop_ids else None)
-            elif self.detokenizer is not None:
-                may_stop = self.produced >= self.params.min_tokens
-                released, hit = self.stops.push(self.detokenizer.push(token), may_stop)
+            elif self.spoken is not None:
+                released, hit = self.spoken.push(token, self._may_stop)
                 if released:
                     pieces.append((released, accepted))
                 if hit is not None:
@@ -421,7 +421,7 @@ class Request:
             self.accepted_lengths.extend([0] * (kept + 1 - len(self.accepted_lengths)))
             self.accepted_lengths[kept] += 1
         if self.finish_reason is not None and not isinstance(self.stop_reason, str):
-            pieces.extend(self._flush())
+            pieces.extend(self._flush(self._may_stop))
         self.text.extend(text for text, _ in pieces)
         rounds = self._traced(tree, new[:kept], drafts, pieces) if self.params.trace else ()
         return Committed(kept, pieces, self.finish_reason is not None, scored, rounds)
@@ -447,7 +447,7 @@ class Request:
     def abort(self) -> list[tuple[str, bool]]:
         """End the request as the caller wishes; what was held back is released."""
         self._finish(FinishReason.ABORT, None)
-        pieces = self._flush()
+        pieces = self._flush(may_stop=False)
         self.text.extend(text for text, _ in pieces)
         return pieces
 
@@ -518,12 +518,18 @@ class Request:
     def _finish(self, reason: FinishReason, stop_reason: str | int | None) -> None:
         self.finish_reason, self.stop_reason = reason, stop_reason
 
-    def _flush(self) -> list[tuple[str, bool]]:
-        """Text still held back: unfinished characters, and beginnings of stop strings that came to nothing."""
-        if self.detokenizer is None:
+    @property
+    def _may_stop(self) -> bool:
+        return self.produced >= self.params.min_tokens
+
+    def _flush(self, may_stop: bool) -> list[tuple[str, bool]]:
+        """Text still held back. A stop string that ends in it ends the request, whatever else would have."""
+        if self.spoken is None:
             return []
-        released, hit = self.stops.push(self.detokenizer.finish())
-        rest = released + (self.stops.finish() if hit is None else "")
+        rest, hit = self.spoken.finish(may_stop)
+        if hit is not None:
+            self.error = None
+            self._finish(FinishReason.STOP, hit)
         return [(rest, False)] if rest else []
 
     def output(self) -> RequestOutput:

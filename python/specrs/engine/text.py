@@ -1,78 +1,46 @@
-"""From tokens to text, a token at a time: incremental detokenisation and stop strings."""
+"""From tokens to an output's text, a token at a time, up to the first stop string."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Protocol
+import copy
+from collections.abc import Sequence
 
-_UNFINISHED = "\ufffd"
-_MAX_HELD_TOKENS = 8  # more tokens than any UTF-8 character has bytes: what is held is not a character in the making
-
-
-class Decoder(Protocol):
-    """The part of ``tokenizers.Tokenizer`` that turns ids into text."""
-
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """Text of ``ids``."""
-        ...
+from specrs.engine.decoding import Detokenizer
 
 
-class KeepingDecoder:
-    """Leaves special tokens out of texts, but for some.
+class OutputText:
+    """The text of one output, in pieces: released as soon as neither a later token nor a stop string can change it.
 
     Args:
-        decoder: of all tokens.
-        special: tokens that texts leave out.
-        kept: of those, the ones that texts have.
+        detokenizer: of the output's tokens, at its beginning.
+        stop: strings that end the text.
+        include: whether the text keeps the one that ended it.
     """
 
-    def __init__(self, decoder: Decoder, special: Collection[int], kept: Collection[int]) -> None:
-        self._decoder, self._dropped = decoder, frozenset(special) - frozenset(kept)
+    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str], include: bool) -> None:
+        self._tokens = detokenizer
+        self._stops = StopMatcher(stop, include)
 
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """As the decoder, but for the special tokens that stay."""
-        if not skip_special_tokens:
-            return self._decoder.decode(ids, skip_special_tokens=False)
-        return self._decoder.decode([i for i in ids if i not in self._dropped], skip_special_tokens=False)
+    def push(self, token: int, may_stop: bool = True) -> tuple[str, str | None]:
+        """Text released by ``token``, and the stop string that it completed, if any and if it ``may_stop`` already."""
+        released, hit = self._stops.push(self._tokens.push(token), may_stop)
+        run = self._tokens.run
+        if hit is not None or not run:
+            return released, hit
+        # Characters that the next byte might unmake. If they complete a stop string, no next byte comes.
+        if not may_stop:
+            self._stops.skip(len(run))
+        elif self._tokens.grown and self._stops.ends(run):
+            rest, hit = copy.copy(self._stops).push(self._tokens.ahead())
+            if hit is not None:
+                released += rest
+        return released, hit
 
-
-class Detokenizer:
-    """Yields the text that each token completes.
-
-    A window of earlier tokens is decoded along with the new one, since a token's text can depend on its neighbours
-    (leading spaces, byte fallback); bytes of an unfinished UTF-8 character wait for the next token.
-    """
-
-    def __init__(self, decoder: Decoder, context: Sequence[int], skip_special_tokens: bool = True):
-        self._decoder, self._skip = decoder, skip_special_tokens
-        self._ids = list(context)
-        self._start = 0  # window start
-        self._read = len(self._ids)  # tokens whose text was released
-        self._known = self._decode()  # text of the window's released tokens
-
-    def _decode(self) -> str:
-        return self._decoder.decode(self._ids[self._start :], skip_special_tokens=self._skip)
-
-    def push(self, token: int) -> str:
-        """The text that ``token`` completes; empty while a character is unfinished."""
-        self._ids.append(token)
-        text = self._decode()
-        if text.endswith(_UNFINISHED) and len(self._ids) - self._read < _MAX_HELD_TOKENS:
-            return ""
-        piece = text[len(self._known) :]
-        if not piece:  # a special token: alone, it would make the next token the first of a text
-            self._read, self._known = len(self._ids), text
-            return piece
-        self._start, self._read = self._read, len(self._ids)
-        self._known = self._decode()
-        return piece
-
-    def finish(self) -> str:
-        """Text of bytes that never became a character (replacement characters)."""
-        piece = self._decode()[len(self._known) :]
-        self._start = self._read = len(self._ids)
-        self._known = ""
-        return piece
+    def finish(self, may_stop: bool = True) -> tuple[str, str | None]:
+        """What was held back, once no more tokens come: unfinished characters, and beginnings of stop strings that came
+        to nothing. A stop string may be completed here, too."""
+        released, hit = self._stops.push(self._tokens.finish(), may_stop)
+        return released + (self._stops.finish() if hit is None else ""), hit
 
 
 class StopMatcher:
@@ -83,12 +51,13 @@ class StopMatcher:
         self._include = include
         self._longest = max((len(s) for s in self._stop), default=0)
         self._held = ""
+        self._skipped = 0  # characters from the beginning of what is held on: a stop string must end behind them
 
     def push(self, piece: str, may_stop: bool = True) -> tuple[str, str | None]:
         """Text released by ``piece``, and the stop string that it completed, if any and if it ``may_stop`` already."""
         if not self._stop:
             return piece, None
-        window, old = self._held + piece, len(self._held)
+        window, old = self._held + piece, max(len(self._held), self._skipped)
         # What is held may be a whole one, which came when nothing might stop and begins a longer one: it ends nothing.
         hits = [(at + len(s), at, s) for s in self._stop if (at := window.find(s, max(old - len(s) + 1, 0))) >= 0]
         if hits and may_stop:
@@ -96,9 +65,23 @@ class StopMatcher:
             end, at, s = min(hits)
             self._held = ""
             return window[: end if self._include else at], s
-        keep = self._pending(window)
-        self._held = window[len(window) - keep :]
-        return window[: len(window) - keep], None
+        released = len(window) - self._pending(window)
+        self._held = window[released:]
+        self._skipped = max(old if may_stop else len(window), self._skipped) - released
+        return window[:released], None
+
+    def skip(self, more: int) -> None:
+        """No stop string ends within what has come so far, nor within as many characters more."""
+        self._skipped = len(self._held) + more
+
+    def ends(self, text: Sequence[str]) -> bool:
+        """Whether a stop string would end with the last of these characters, if they came next."""
+        if not self._stop:
+            return False
+        tail = "".join(text[-self._longest :])
+        if len(text) < self._longest:
+            tail = self._held + tail
+        return any(tail.endswith(s) for s in self._stop)
 
     def finish(self) -> str:
         """What was held back, once no more text comes."""

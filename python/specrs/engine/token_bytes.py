@@ -13,23 +13,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")  # the library takes a sign, too
 
 
 class TokenTable:
     """Bytes of a tokenizer's tokens, by id.
 
     The decoder says how tokens are written: in the byte-level alphabet; with ``<0x..>`` for bytes; with a mark for a
-    space; or with a prefix for what goes on within a word. A token's bytes are those that it has within a text, so a
-    first token's space, which a decoder may strip, is among them.
+    space; or with a prefix for what goes on within a word. Added tokens are no exception. A token's bytes are those
+    that it has within a text, so a first token's space, which a decoder may strip, is among them.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._added = {i: t.content.encode() for i, t in tokenizer.get_added_tokens_decoder().items()}
-        parts = _decoders(None if tokenizer.decoder is None else json.loads(tokenizer.decoder.__getstate__()))
+        parts = decoder_parts(tokenizer) or []
         kinds = {part["type"]: part for part in parts}
-        self._alphabet = _byte_level() if "ByteLevel" in kinds else None
+        self._alphabet = BYTE_LEVEL if "ByteLevel" in kinds else None
         self._fallback = "ByteFallback" in kinds
         self._spaces = [p["replacement"] for p in parts if p["type"] == "Metaspace"]
         replaced = [p["pattern"] for p in parts if p["type"] == "Replace" and p.get("content") == " "]
@@ -41,7 +40,7 @@ class TokenTable:
         """Of a token; none where the tokenizer lacks it (a model may have more rows than that)."""
         found = self._known.get(token)
         if found is None:
-            found = self._known[token] = self._added[token] if token in self._added else self._spelled(token)
+            found = self._known[token] = self._spelled(token)
         return found
 
     def _spelled(self, token: int) -> bytes:
@@ -50,8 +49,8 @@ class TokenTable:
             return b""
         if self._alphabet is not None and all(c in self._alphabet for c in text):
             return bytes(self._alphabet[c] for c in text)
-        if self._fallback and (byte := _BYTE.fullmatch(text)):
-            return bytes([int(byte[1], 16)])
+        if self._fallback and (byte := byte_of(text)) is not None:
+            return byte
         for mark in self._spaces:
             text = text.replace(mark, " ")
         if self._prefix is not None:
@@ -59,16 +58,31 @@ class TokenTable:
         return text.encode("utf-8", "replace")
 
 
-def _decoders(state: dict[str, Any] | None) -> list[dict[str, Any]]:
-    if state is None:
-        return []
-    parts = state.get("decoders") if state["type"] == "Sequence" else None
-    return [state] if parts is None else [one for part in parts for one in _decoders(part)]
+def byte_of(token: str) -> bytes | None:
+    """The byte that a token as ``<0x0A>`` stands for; ``None`` where it is another kind of token."""
+    found = _BYTE.fullmatch(token)
+    return bytes([int(found[1], 16)]) if found else None
+
+
+def decoder_parts(tokenizer: Tokenizer) -> list[dict[str, Any]] | None:
+    """The decoders of a tokenizer, first to last, as ``tokenizer.json`` has them; ``None`` where there is none."""
+    if tokenizer.decoder is None:
+        return None
+    return _flat(json.loads(tokenizer.decoder.__getstate__()))
+
+
+def _flat(state: dict[str, Any]) -> list[dict[str, Any]]:
+    if state["type"] != "Sequence":
+        return [state]
+    return [one for part in state["decoders"] for one in _flat(part)]
 
 
 def _byte_level() -> dict[str, int]:
-    """The byte of each letter of the byte-level alphabet: printable bytes of Latin-1 stand for themselves, the others,
-    in order, for the characters from U+0100 on."""
     own = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     rest = [b for b in range(256) if b not in set(own)]
     return {chr(b): b for b in own} | {chr(256 + i): b for i, b in enumerate(rest)}
+
+
+BYTE_LEVEL = _byte_level()
+"""The byte of each letter of the byte-level alphabet: printable bytes of Latin-1 stand for themselves, the others, in
+order, for the characters from U+0100 on."""

@@ -71,7 +71,7 @@ def live_model(model: PreTrainedModel, tokenizer: Any = None) -> LiveModel:
     generation = getattr(module, "generation_config", None)
     if generation is not None:
         files["generation_config.json"] = generation.to_dict()
-    files |= _chat_of(tokenizer)
+    files |= _tokenizer_config(tokenizer)
     return LiveModel(name, files, tensors, backend_of(tokenizer))
 
 
@@ -113,14 +113,15 @@ def _activation(model: Any) -> type | None:
     return type(ACT2FN[name]) if isinstance(name, str) and name in ACT2FN else None
 
 
-def _chat_of(tokenizer: Any) -> dict[str, Mapping[str, Any]]:
-    """What a tokenizer of transformers knows of conversations."""
-    template = getattr(tokenizer, "chat_template", None)
-    if template is None:
+def _tokenizer_config(tokenizer: Any) -> dict[str, Mapping[str, Any]]:
+    """What a tokenizer of transformers knows of special tokens and of conversations."""
+    named = getattr(tokenizer, "special_tokens_map", None)
+    if not isinstance(named, Mapping):
         return {}
+    template = getattr(tokenizer, "chat_template", None)
     if isinstance(template, Mapping):
         template = [{"name": name, "template": source} for name, source in template.items()]
-    return {TOKENIZER_CONFIG: {**getattr(tokenizer, "special_tokens_map", {}), "chat_template": template}}
+    return {TOKENIZER_CONFIG: {**named, "chat_template": template}}
 
 
 def device_of(source: LiveModel) -> torch.device:

@@ -112,7 +112,8 @@ class ModelConfig(LayerConfig):
     """Attention window in tokens of at least one layer; contexts up to it are ordinary causal attention."""
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    """Of config.json and generation_config.json together, ascending, without duplicates."""
+    """Of config.json and generation_config.json together, ascending, without duplicates. `LLM.eos_ids` has the
+    tokenizer's own, too."""
     block: Block = LLAMA
     """What else the forward pass does differently from Llama's."""
     layer_ropes: tuple[RopeConfig | None, ...] = ()
@@ -454,14 +455,15 @@ def _sliding_window(get: Reader, family: Family, num_layers: int) -> int | None:
 
 
 def _token_ids(get: Reader, key: str, vocab_size: int) -> tuple[int, ...]:
+    """One id or a list of them; -1, which files write for no token, is none."""
     value = get.raw.get(key)
     if value is None:
         return ()
     ids = value if isinstance(value, list) else [value]
     for token in ids:
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-            get.refuse(key, value, f"must be token ids in 0..{vocab_size}")
-    return tuple(ids)
+        if isinstance(token, bool) or not isinstance(token, int) or not -1 <= token < vocab_size:
+            get.refuse(key, value, f"must be token ids in 0..{vocab_size}, or -1 for none")
+    return tuple(token for token in ids if token >= 0)
 
 
 def _flat(raw: Mapping[str, Any], path: Path | None) -> Reader:

@@ -31,6 +31,7 @@ _NEEDS = {
 
 _READ = [  # of a repository: not the same weights in other formats
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.jinja", "additional_chat_templates/*.jinja", "model*.safetensors", "model.safetensors.index.json",
 ]  # fmt: skip
 _READ_ELSE = [PICKLED, f"{PICKLED}.index.json", "pytorch_model-*-of-*.bin"]  # of one without safetensors

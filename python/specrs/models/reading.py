@@ -26,8 +26,19 @@ class Reader:
     def refuse(self, what: str, got: object, why: str) -> NoReturn:
         raise UnsupportedModelError(what, got, why, self.path)
 
-    def integer(self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = MAX_DIM) -> int:
+    def integer(
+        self,
+        key: str,
+        default: int | None = None,
+        *,
+        minimum: int = 1,
+        maximum: int = MAX_DIM,
+        whole_floats: bool = False,
+    ) -> int:
+        """whole_floats: 8192.0 counts as 8192, of a key whose type transformers does not check."""
         value = self.raw.get(key)
+        if whole_floats and isinstance(value, float) and value.is_integer():
+            value = int(value)
         if value is None:
             if default is None:
                 self.refuse(key, None, f"required: an integer in {minimum}..={maximum}")

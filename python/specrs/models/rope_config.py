@@ -134,9 +134,7 @@ def _rope_from(
     if kind in ("linear", "dynamic"):
         return RopeConfig(kind, theta, read.number("factor"))
     # A value beside the rope object has priority, as in transformers.
-    original = get.integer(
-        "original_max_position_embeddings", read.integer("original_max_position_embeddings", max_position)
-    )
+    original = _original(get, _original(read, max_position))
     if kind == "llama3":
         low, high = read.number("low_freq_factor"), read.number("high_freq_factor")
         if high <= low:
@@ -158,6 +156,11 @@ def _rope_from(
     )
 
 
+def _original(get: Reader, default: int) -> int:
+    """Context length before scaling, in tokens."""
+    return get.integer("original_max_position_embeddings", default, whole_floats=True)
+
+
 def _longrope(
     get: Reader, key: str, read: Reader, theta: float, share: float, rotary: int, max_position: int
 ) -> RopeConfig:
@@ -167,7 +170,7 @@ def _longrope(
         return RopeConfig("default", theta, share=share)
     if kind not in ("longrope", "su", "yarn"):  # earlier names of the same
         get.refuse(f"{key}.rope_type", kind, "implemented: default, longrope")
-    original = get.integer("original_max_position_embeddings", max_position)  # beside the rope object, as above
+    original = _original(get, max_position)  # beside the rope object, as above
     factor = read.number("factor", max_position / original)
     scale = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(max(original, 2)))
     return RopeConfig(

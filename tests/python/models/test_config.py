@@ -84,6 +84,33 @@ def test_eos_ids_come_from_both_files(tmp_path: Path) -> None:
     assert target(eos_token_id=None).eos_token_ids == ()
 
 
+def test_an_id_of_minus_one_is_none(tmp_path: Path) -> None:
+    """As files write it, and as transformers goes on with it."""
+    directory = modelzoo.write_target(tmp_path, eos_token_id=[7, -1], bos_token_id=-1, pad_token_id=-1)
+    modelzoo.write_json(tmp_path / "generation_config.json", {"eos_token_id": -1, "pad_token_id": -1})
+    config = ModelConfig.from_directory(directory)
+    assert config.eos_token_ids == (7,) and config.bos_token_id is None
+    assert target(eos_token_id=-1).eos_token_ids == ()
+    assert target(eos_token_id=[-1]).eos_token_ids == ()
+
+
+@pytest.mark.parametrize("kind", ["llama3", "yarn"])
+def test_a_whole_float_is_a_context_before_scaling(kind: str) -> None:
+    """transformers takes it as a number, wherever it stands."""
+    scaling = {"rope_type": kind, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    key = "original_max_position_embeddings"
+    want = target(rope_scaling={**scaling, key: 64}).rope
+    assert want.original_max_position == 64
+    for config in (target(rope_scaling={**scaling, key: 64.0}), target(rope_scaling=scaling, **{key: 64.0})):
+        assert config.rope == want and isinstance(config.rope.original_max_position, int)
+    for wrong in (64.5, float("inf"), float("nan"), 0.0, -64.0, 1e300):
+        with pytest.raises(UnsupportedModelError, match="must be an integer") as caught:
+            target(rope_scaling={**scaling, key: wrong})
+        assert caught.value.what == key
+    with pytest.raises(UnsupportedModelError, match="must be an integer"):
+        target(hidden_size=64.0)
+
+
 REFUSED = [
     ({"architectures": ["GPT2LMHeadModel"]}, "architectures", "LlamaForCausalLM, MistralForCausalLM"),
     ({"architectures": ["MambaForCausalLM"]}, "architectures", "recurrent state"),
@@ -129,7 +156,8 @@ REFUSED = [
     ({"model_type": "mistral"}, "model_type", "LlamaForCausalLM is a model of type 'llama'"),
     ({"model_type": "mine", "auto_map": {"AutoModel": "mine.LlamaForCausalLM"}}, "model_type", "one of the two"),
     ({"eos_token_id": 300}, "eos_token_id", "0..300"),
-    ({"eos_token_id": [2, -1]}, "eos_token_id", "0..300"),
+    ({"eos_token_id": [2, -2]}, "eos_token_id", "0..300, or -1 for none"),
+    ({"eos_token_id": 2.0}, "eos_token_id", "0..300"),
 ]
 
 
