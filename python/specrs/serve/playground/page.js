@@ -161,6 +161,7 @@
     Object.assign(state, { at: 0, follow: true, stop: new AbortController() });
     lanes(compare);
     busy(true);
+    draw();  // nothing of the run before stays, whatever becomes of this one
     if ($("output").getBoundingClientRect().top > window.innerHeight - 120) $("output").scrollIntoView();
     say(`Generating, seed ${asked.seed} …`);
     try {
@@ -206,6 +207,7 @@
   function fail(text) {
     $("error").hidden = text === null;
     $("error").textContent = text || "";
+    if (text) $("error").scrollIntoView({ block: "nearest" });
   }
 
   function locked() {
@@ -329,9 +331,10 @@
     }
     if (!round) {
       $("caption").textContent = "";
+      $("sources").textContent = "";
       slider.setAttribute("aria-valuetext", "no round yet");
-      const none = make("p", { className: "empty", textContent: "No round ran." });
-      if (!state.stop && run.first !== null) $("tree").replaceChildren(none);
+      const why = state.stop ? "No round has run yet." : "No round ran.";
+      $("tree").replaceChildren(make("p", { className: "empty", textContent: why }));
       return;
     }
     const gained = `${round.emitted} ${round.emitted === 1 ? "token" : "tokens"}`;
