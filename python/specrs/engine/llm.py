@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
@@ -53,6 +53,16 @@ from specrs.sampling_params import ResolvedSampling, SamplingParams
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+_Init = TypeVar("_Init", bound=Callable[..., None])
+
+
+def _writable(init: _Init) -> _Init:
+    """Out of inference mode, whose tensors could not be written to where the caller is not in that mode.
+
+    A function, so that a type checker that does not read torch sees the arguments of ``init`` all the same.
+    """
+    return torch.inference_mode(False)(init)
+
 
 class LLM(Conversing):
     """A model, its draft head and the engine that runs them on the CPU or a GPU.
@@ -86,7 +96,7 @@ class LLM(Conversing):
         ...     print(event.text, end="")
     """
 
-    @torch.inference_mode(False)  # whose tensors could not be written to where the caller is not in that mode
+    @_writable
     def __init__(
         self,
         model: str | Path | LiveModel | None = None,
