@@ -32,7 +32,7 @@ test-long: $(VENV)/.built
 
 # The blocks of README and docs in a new environment, which has the wheel in dist with the extras that they name.
 test-blocks:
-	$(PYTHON) tests/blocks.py dist/specrs-*.whl
+	$(PYTHON) tests/python/blocks.py dist/specrs-*.whl
 
 # On a machine with a GPU; the build is the checkout's own. `tests/gpu/run.sh WHEEL` needs neither cargo nor a network.
 gpu-test: $(VENV)/.built

@@ -16,8 +16,6 @@ from specrs.cli import options
 if TYPE_CHECKING:
     from specrs.serve import ServeConfig
 
-#: What to do where the extra is not installed. specrs is on no index: the extra is named behind the wheel.
-INSTALL = """pip install "$(echo dist/specrs-*.whl)[serve]", with the wheel that specrs was installed from"""
 #: Fields of `ServeConfig`, by what the command line calls them.
 _OPTIONS = {
     "model": "model", "draft": "draft", "served_names": "served_model_name", "chat_template": "chat_template",
@@ -79,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
         try:
             importlib.import_module(module)
         except ImportError:
-            raise ConfigError(f"specrs serve needs {module}: {INSTALL}") from None
+            wheel = """pip install "$(echo dist/specrs-*.whl)[serve]\""""  # specrs is on no index
+            raise ConfigError(f"specrs serve needs {module}: {wheel}") from None
     from specrs.serve import run as serve
 
     options.set_threads(args)
