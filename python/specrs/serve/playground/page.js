@@ -265,7 +265,8 @@
     }
     const gain = one.rate && two.rate ? one.rate / two.rate : null;
     verdict.textContent = `Equal: the same ${one.ids.length} tokens, twice.`;
-    if (gain) verdict.append(` Speculative decoding ran at ${gain.toFixed(2)}× the speed.`);
+    if (!one.rounds.some((round) => round.tokens.length > 1)) verdict.append(" Nothing was drafted.");
+    else if (gain) verdict.append(` Speculative decoding ran at ${gain.toFixed(2)}× the speed.`);
   }
 
   // -- drawing -----------------------------------------------------------------------------------------------------
