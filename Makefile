@@ -1,16 +1,25 @@
-# Every target sets itself up. Needs Rust, Python >= 3.10 with venv, and a C compiler; the rest comes from PyPI.
+# Every target sets itself up. Needs Rust >= 1.89, Python >= 3.10 with venv, and a C++ compiler; the rest comes from PyPI.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 NVCC_ENV := .venv-nvcc
+EXTRAS := dev,serve
 PROMPT ?= class TestReadFile(unittest.TestCase):
+NVCC = $$(echo $(CURDIR)/$(NVCC_ENV)/lib/python3*/site-packages/nvidia/cu13/bin/nvcc)
+# What the wheel's extension asks of a Linux: glibc 2.34. `make wheel COMPATIBILITY=off` builds for this machine alone.
+COMPATIBILITY ?= manylinux_2_34
 SOURCES := $(shell find src cuda python/specrs -type f \( -name '*.rs' -o -name '*.cu' -o -name '*.cuh' \)) Cargo.toml Cargo.lock build.rs pyproject.toml
 
-.PHONY: demo test test-long gpu-test bench lint stubs backends-table figures screenshot wheel clean
+.PHONY: demo dev test test-long test-blocks gpu-test bench lint stubs backends-table options-table figures screenshot wheel clean
 
 demo: $(VENV)/.built
-	@if [ -t 1 ]; then mark=color; else mark=brackets; fi; \
+	@if [ -t 1 ] && [ -z "$$NO_COLOR" ]; then mark=color; else mark=brackets; fi; \
 	$(BIN)/specrs generate "$(PROMPT)" --greedy --max-tokens 160 --tree 1,5,6 --compare --mark $$mark
+
+# A quick build: incremental, without link-time optimisation. What the other targets run, they build anew.
+dev: $(BIN)/python $(NVCC_ENV)/.installed
+	rm -f $(VENV)/.built
+	NVCC="$(NVCC)" VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/maturin develop --profile quick --extras $(EXTRAS)
 
 test: $(VENV)/.built
 	cargo test --no-default-features
@@ -20,6 +29,10 @@ test-long: $(VENV)/.built
 	SPECRS_TEST_LONG=1 cargo test --no-default-features
 	$(BIN)/python -m pytest -q tests/python
 	$(BIN)/python tests/mutants.py
+
+# The blocks of README and docs in a new environment, which has the wheel in dist with the extras that they name.
+test-blocks:
+	$(PYTHON) tests/python/blocks.py dist/specrs-*.whl
 
 # On a machine with a GPU; the build is the checkout's own. `tests/gpu/run.sh WHEEL` needs neither cargo nor a network.
 gpu-test: $(VENV)/.built
@@ -47,6 +60,10 @@ stubs: $(VENV)/.built
 backends-table: $(VENV)/.built
 	$(BIN)/python -m specrs.backends README.md
 
+# The table of engine options in docs/options.md, from python/specrs/engine_options.py.
+options-table: $(VENV)/.built
+	$(BIN)/python -m specrs.engine_options docs/options.md
+
 # The drawings of docs/faults.md.
 figures: $(VENV)/.built
 	for id in 27338 27360 23037 26972 26738; do $(BIN)/specrs layout --fault $$id -o docs/faults/$$id.svg || exit 1; done
@@ -55,9 +72,10 @@ figures: $(VENV)/.built
 screenshot: $(VENV)/.built
 	$(BIN)/python tests/python/screenshot.py docs/playground.png
 
-# The build requirements bring nvcc; a wheel without kernels is refused.
+# The build requirements bring nvcc; a wheel without kernels is refused. maturin's PEP 517 half checks no compatibility
+# unless it is told to, whatever pyproject.toml says.
 wheel:
-	SPECRS_REQUIRE_CUDA=1 $(PYTHON) -m pip wheel --no-deps --wheel-dir dist .
+	SPECRS_REQUIRE_CUDA=1 MATURIN_PEP517_ARGS="--compatibility $(COMPATIBILITY)" $(PYTHON) -m pip wheel --no-deps --wheel-dir dist .
 
 clean:
 	rm -rf $(VENV) $(NVCC_ENV) target dist
@@ -73,6 +91,5 @@ $(NVCC_ENV)/.installed:
 	touch $@
 
 $(VENV)/.built: $(BIN)/python $(NVCC_ENV)/.installed $(SOURCES)
-	NVCC="$$(echo $(CURDIR)/$(NVCC_ENV)/lib/python3*/site-packages/nvidia/cu13/bin/nvcc)" \
-	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/maturin develop --release --extras dev,serve
+	NVCC="$(NVCC)" VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/maturin develop --release --extras $(EXTRAS)
 	touch $@

@@ -1,6 +1,6 @@
 """Replicas of `specrs serve` behind Ray Serve: an engine each, and one address before them.
 
-    pip install "specrs[serve]" "ray[serve]"
+    pip install "$(echo dist/specrs-*.whl)[serve]" "ray[serve]"
     python examples/ray_serve.py --replicas 2 --port 8000                            # the model in the package, on CPUs
     python examples/ray_serve.py --replicas 4 --gpus 1 --model org/name --draft org/head
 

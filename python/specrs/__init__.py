@@ -56,6 +56,7 @@ if TYPE_CHECKING:
         AsyncLLM,
         EngineBusyError,
         EngineClosedError,
+        EngineConfig,
         EngineFailedError,
         EngineOverloadedError,
         EngineProcessError,
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
         StreamEvent,
         TokenizedPrompt,
     )
+    from specrs.engine_options import EngineOptions
     from specrs.graph import GraphRuntime
     from specrs.models import DraftMismatchError, HubError, ModelFileError, UnsupportedModelError
 
@@ -76,6 +78,7 @@ _LAZY = {
             "AsyncLLM",
             "EngineBusyError",
             "EngineClosedError",
+            "EngineConfig",
             "EngineFailedError",
             "EngineOverloadedError",
             "EngineProcessError",
@@ -91,6 +94,7 @@ _LAZY = {
     **dict.fromkeys(("DraftMismatchError", "HubError", "ModelFileError", "UnsupportedModelError"), "specrs.models"),
     **dict.fromkeys(("ChatLimitError", "ChatTemplateError"), "specrs.chat"),
     "UnsupportedCombinationError": "specrs.backends",
+    "EngineOptions": "specrs.engine_options",
     "GraphRuntime": "specrs.graph",
 }
 
@@ -106,7 +110,9 @@ __all__ = [
     "DraftMismatchError",
     "EngineBusyError",
     "EngineClosedError",
+    "EngineConfig",
     "EngineFailedError",
+    "EngineOptions",
     "EngineOverloadedError",
     "EngineProcessError",
     "FinishReason",

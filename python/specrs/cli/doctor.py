@@ -100,19 +100,9 @@ class Report:
 def add_parser(commands: Any) -> None:
     """Declare the subcommand."""
     p = commands.add_parser("doctor", help="what this machine and these files can do", description=__doc__)
-    p.add_argument("model", nargs="?", metavar="MODEL",
-                   help="Hugging Face directory, or org/name; default: the small model in the package")  # fmt: skip
-    p.add_argument("--draft", help="directory of an EAGLE head for the model")
-    options.add_device(p)
-    p.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: auto)")
+    options.add_models(p, positional=True)
     options.add_threads(p)
-    engine = p.add_argument_group("configuration")
-    engine.add_argument("--max-batch", type=int, default=8, help="requests at once (default: %(default)s)")
-    engine.add_argument("--max-context", type=int, help="tokens of a request (default: the model's limit)")
-    engine.add_argument("--num-pages", type=int, help="KV pages (default: a full load, or what the GPU holds)")
-    engine.add_argument("--kv-dtype", help="element type of the KV caches (default: the device's)")
-    options.add_tree(engine)
-    options.add_attention(engine)
+    options.add_engine(p)
     p.add_argument("--json", action="store_true", help="print everything as JSON")
     p.set_defaults(run=run)
 
@@ -122,10 +112,7 @@ def run(args: argparse.Namespace) -> int:
     from specrs.engine.config import EngineConfig
 
     options.set_threads(args)
-    config = EngineConfig.of({
-        **options.engine_options(args), "dtype": args.dtype, "max_batch": args.max_batch, "kv_dtype": args.kv_dtype,
-        "max_context_len": args.max_context, "num_pages": args.num_pages,
-    })  # fmt: skip
+    config = EngineConfig.of(options.engine_options(args))
     report = Report()
     _machine(report)
     _devices(report)

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from specrs._specrs import ConfigError, Geometry, TreeShape
-from specrs.cli import options
+from specrs.cli import options, terminal
 
 _MAX_LENGTH = 1 << 20
 
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     from specrs.drawing.figure import check_path
 
     output = None if args.output is None else check_path(args.output)
-    color = sys.stdout.isatty()
+    color = terminal.wants_color(sys.stdout)
     if args.fault is not None:
         return _fault(args.fault, output, color)
     shape = options.tree_of(args.tree, nodes=False)
@@ -44,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"length = {args.length}: must be in 0..{_MAX_LENGTH}")
     if args.prompt is not None:
         return _trees(args, shape, output, color)
-    from specrs.drawing import figure, row_cells, terminal
+    from specrs.drawing import figure, row_cells
+    from specrs.drawing.terminal import draw_row
 
     geometry = Geometry(1, max(args.length, 1), args.page_size, shape, args.layout)
     region = geometry.draft_region(args.length)
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         f"r={region.remainder}, base={region.base}{branches}, row needs {region.end}"
     )
     print(title)
-    print(terminal.draw_row(cells, args.page_size, color))
+    print(draw_row(cells, args.page_size, color, terminal.width(sys.stdout)))
     print("#: prefix  b.s: draft slot of branch b, step s  <p: hole, a copy of position p  .: unused")
     if output is not None:
         figure.save_row(cells, args.page_size, title, output)
@@ -63,11 +64,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _fault(fault: int, output: Any, color: bool) -> int:
-    from specrs.drawing import fault_story, figure, terminal
+    from specrs.drawing import fault_story, figure
+    from specrs.drawing.terminal import draw_strips
 
     story = fault_story(fault)
     print(story.title)
-    print(terminal.draw_strips(story.strips, color))
+    print(draw_strips(story.strips, color))
     print("||: where the room ends  !: what the fault writes, or leaves")
     if output is not None:
         figure.save_strips(story.strips, story.title, output)
@@ -75,7 +77,8 @@ def _fault(fault: int, output: Any, color: bool) -> int:
 
 
 def _trees(args: argparse.Namespace, shape: TreeShape, output: Any, color: bool) -> int:
-    from specrs.drawing import figure, terminal
+    from specrs.drawing import figure
+    from specrs.drawing.terminal import draw_tree
     from specrs.engine import LLM
     from specrs.engine.trace import trace_rounds
 
@@ -87,7 +90,7 @@ def _trees(args: argparse.Namespace, shape: TreeShape, output: Any, color: bool)
     for i, tree in enumerate(trees, start=1):
         title = f"round {i}: {len(tree.parents)} nodes, depth {max(tree.depths)}"
         print(title)
-        print(terminal.draw_tree(tree, color))
+        print(draw_tree(tree, color))
     if output is not None:
         figure.save_tree(trees[-1], f"round {len(trees)}", output)
     return 0

@@ -1,16 +1,16 @@
-"""Options that several subcommands share: models, threads, sampling, the tree, attention."""
+"""Options that several subcommands share: models, the engine's options, threads, sampling."""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import Any, cast
 
 from specrs._specrs import ConfigError, TreeShape, set_num_threads
-from specrs.backends import BACKENDS
-from specrs.backends.base import DRAFT_ATTENTIONS, LAYOUTS
+from specrs.engine_options import OPTIONS, EngineOptions, default_of, flags_of
 from specrs.sampling_params import SamplingParams
 
 _FORMER = ("--topk", "--steps", "--draft-tokens")  # of --tree
+_MODEL = "Hugging Face directory, org/name or org/name@revision (default: the small model in the package)"
 
 
 class _FormerOption(argparse.Action):
@@ -22,17 +22,58 @@ class _FormerOption(argparse.Action):
         parser.error(f"{option}: the tree is one option, --tree K,S,V, as --tree 4,4,16")
 
 
-def add_models(parser: argparse.ArgumentParser) -> None:
-    """Declare --model and --draft."""
-    parser.add_argument("--model", help="Hugging Face directory; default: the small model in the package")
-    parser.add_argument("--draft", help="directory of an EAGLE head for the model")
+class _Once(argparse.Action):
+    """A value that has two spellings, MODEL and --model, and is given by one of them."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        before = getattr(namespace, self.dest, None)
+        if before is not None and before != values:
+            parser.error(f"MODEL {before!r} and {values!r}: one model, as MODEL or as --model MODEL")
+        setattr(namespace, self.dest, values)
 
 
-def add_device(parser: argparse.ArgumentParser) -> None:
-    """Declare --device."""
-    parser.add_argument("--device", metavar="NAME",
-                        help="cpu, cuda or cuda:N (default: SPECRS_DEVICE, else a GPU where one is that runs the "
-                             "model and holds it, else the CPU)")  # fmt: skip
+def add_models(parser: argparse.ArgumentParser, positional: bool = False) -> None:
+    """Declare --model and --draft.
+
+    positional: MODEL may stand without --model too, where no other argument does.
+    """
+    if positional:
+        parser.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, action=_Once, help=_MODEL)
+    parser.add_argument("--model", metavar="MODEL", action=_Once, help="the same" if positional else _MODEL)
+    parser.add_argument("--draft", metavar="HEAD", help="directory, or org/name, of an EAGLE head for the model")
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """Declare a flag for each of the engine's options; `engine_options` reads those that were given."""
+    group = parser.add_argument_group("engine (docs/options.md)")
+    for name, one in OPTIONS.items():
+        if name == "tree":
+            add_tree(group)
+        elif one.kind is bool:
+            group.add_argument(
+                *flags_of(name), dest=name, action="store_false", default=None, help=f"do not {one.about}"
+            )
+        else:
+            group.add_argument(
+                *flags_of(name), dest=name, type=one.kind, metavar=None if one.choices else one.metavar,
+                choices=one.choices, help=f"{one.about} (default: {default_of(name)})",
+            )  # fmt: skip
+
+
+def engine_options(args: argparse.Namespace) -> EngineOptions:
+    """Of `add_engine`: what was given, as `specrs.LLM` takes it.
+
+    Raises:
+        ConfigError: a tree that there cannot be.
+    """
+    given = {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
+    if "tree" in given:
+        given["tree"] = tree_of(given["tree"])
+    if "drafters" in given:
+        given["drafters"] = [name.strip() for name in given["drafters"].split(",") if name.strip()]
+    return cast(EngineOptions, given)
 
 
 def add_threads(parser: argparse.ArgumentParser) -> None:
@@ -75,18 +116,26 @@ def _seed(text: str) -> int | None:
     return None if text == "random" else int(text)
 
 
-def sampling_of(args: argparse.Namespace) -> SamplingParams:
-    """Of `add_sampling`; what was not given is left to the model."""
-    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos")
-    return SamplingParams(**{name: getattr(args, name) for name in names})
+_SAMPLING = (
+    "max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos",
+)  # fmt: skip
+
+
+def sampling_of(args: argparse.Namespace, **more: Any) -> SamplingParams:
+    """Of `add_sampling`; what was not given is left to the model. more: fields that go before the command line's.
+
+    Raises:
+        ConfigError: a value out of range, or no field of `SamplingParams`.
+    """
+    return SamplingParams.from_dict({**{name: getattr(args, name) for name in _SAMPLING}, **more})
 
 
 def add_tree(parser: Any, default: str | None = None, nodes: bool = True) -> None:
     """Declare --tree; ``nodes``: whether V must be given."""
+    one = OPTIONS["tree"]
     parser.add_argument(
-        "--tree", metavar="K,S,V" if nodes else "K,S[,V]", default=default,
-        help="branches kept per draft step, draft steps, tokens verified per request with the root "
-             f"(default: {default or 'picked every round by a measured cost model'})",
+        *flags_of("tree"), metavar=one.metavar if nodes else "K,S[,V]", default=default,
+        help=f"{one.about} (default: {default or one.unset})",
     )  # fmt: skip
     for name in _FORMER:
         parser.add_argument(name, action=_FormerOption, nargs="?", help=argparse.SUPPRESS)
@@ -117,28 +166,3 @@ def tree_of(text: str, nodes: bool = True) -> TreeShape:
     except ConfigError as e:  # the core names its own operand
         e.args = (f"--tree {text}: {e}",)
         raise
-
-
-def add_attention(parser: Any) -> None:
-    """Declare --page-size, --attention-backend, --draft-layout and --draft-attention."""
-    parser.add_argument("--page-size", type=int, default=16, help="tokens per KV page (default: %(default)s)")
-    parser.add_argument("--attention-backend", default="native", metavar="NAME",
-                        help=f"whose attention and metadata: {', '.join(BACKENDS)} (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--draft-layout", choices=LAYOUTS,
-                        help="where a round's draft KV lies: dense, or each branch on pages of its own "
-                             "(default: what the backend reads)")  # fmt: skip
-    parser.add_argument("--draft-attention", choices=DRAFT_ATTENTIONS,
-                        help="a branch attends to its ancestors, or to its own lane (default: ancestors, "
-                             "wherever the backend can)")  # fmt: skip
-
-
-def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Of `add_device`, `add_tree` and `add_attention`, as `specrs.LLM` takes them."""
-    return {
-        "device": args.device,
-        "tree": None if args.tree is None else tree_of(args.tree),
-        "page_size": args.page_size,
-        "attention_backend": args.attention_backend,
-        "draft_layout": args.draft_layout,
-        "draft_attention": args.draft_attention,
-    }

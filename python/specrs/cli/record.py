@@ -19,14 +19,9 @@ def add_parser(commands: Any) -> None:
     p.add_argument("-o", "--output", required=True, metavar="FILE", help="the capsule to write")
     p.add_argument("--round", type=int, default=1, metavar="N", help="which round, plain ones counted (default: 1)")
     options.add_models(p)
-    options.add_device(p)
     options.add_threads(p)
-    p.add_argument("--max-batch", type=int, help="most requests at once (default: as many as prompts)")
-    p.add_argument("--max-context", type=int, help="most tokens of a request (default: the model's limit)")
     options.add_sampling(p)
-    engine = p.add_argument_group("tree and attention")
-    options.add_tree(engine)
-    options.add_attention(engine)
+    options.add_engine(p)
     p.set_defaults(run=run)
 
 
@@ -35,13 +30,9 @@ def run(args: argparse.Namespace) -> int:
     from specrs.engine import LLM
 
     options.set_threads(args)
-    llm = LLM(
-        args.model,
-        args.draft,
-        max_batch=len(args.prompt) if args.max_batch is None else args.max_batch,
-        max_context_len=args.max_context,
-        **options.engine_options(args),
-    )
+    engine = options.engine_options(args)
+    engine.setdefault("max_batch", len(args.prompt))
+    llm = LLM(args.model, args.draft, **engine)
     params = options.sampling_of(args)
     with llm.recording(args.output, args.round) as recorder:
         events = llm.stream(args.prompt, params)

@@ -16,7 +16,7 @@ from specrs.cli import options
 if TYPE_CHECKING:
     from specrs.serve import ServeConfig
 
-#: Fields of `ServeConfig`, and of an engine's options, by what the command line calls them.
+#: Fields of `ServeConfig`, by what the command line calls them.
 _OPTIONS = {
     "model": "model", "draft": "draft", "served_names": "served_model_name", "chat_template": "chat_template",
     "host": "host", "port": "port", "allowed_hosts": "allowed_host", "cors_origins": "cors_origin",
@@ -24,18 +24,12 @@ _OPTIONS = {
     "tool_call_parser": "tool_call_parser", "reasoning_parser": "reasoning_parser", "max_n": "max_n",
     "drain_seconds": "drain_seconds", "log": "log",
 }  # fmt: skip
-_ENGINE = {
-    "dtype": "dtype", "kv_dtype": "kv_dtype", "max_batch": "max_batch", "max_context_len": "max_context",
-    "num_pages": "num_pages", "prefill_chunk": "prefill_chunk",
-}  # fmt: skip
 
 
 def add_parser(commands: Any) -> None:
     """Declare the subcommand."""
     p = commands.add_parser("serve", help="OpenAI's API over HTTP", description=__doc__)
-    p.add_argument("model", nargs="?", metavar="MODEL",
-                   help="Hugging Face directory, or org/name; default: the small model in the package")  # fmt: skip
-    p.add_argument("--draft", help="directory, or org/name, of an EAGLE head for the model")
+    options.add_models(p, positional=True)
     p.add_argument("--no-draft", action="store_true", help="decode plainly")
     p.add_argument("--served-model-name", action="append", metavar="NAME",
                    help="what requests call the model; may be repeated (default: of the model)")  # fmt: skip
@@ -60,17 +54,8 @@ def add_parser(commands: Any) -> None:
     p.add_argument("--no-playground", action="store_true", help="no page to try the model on at /")
     p.add_argument("--no-engine-process", action="store_true",
                    help="run the engine in a thread of this process, not in a process of its own")  # fmt: skip
-    options.add_device(p)
     options.add_threads(p)
-    engine = p.add_argument_group("engine")
-    engine.add_argument("--dtype", help="auto, float32, bfloat16 or float16 (default: auto)")
-    engine.add_argument("--kv-dtype", help="element type of the KV caches (default: the device's)")
-    engine.add_argument("--max-batch", type=int, help="requests at once (default: the engine's)")
-    engine.add_argument("--max-context", type=int, metavar="N", help="tokens of a request (default: the model's limit)")
-    engine.add_argument("--num-pages", type=int, help="KV pages (default: a full load, or what the GPU holds)")
-    engine.add_argument("--prefill-chunk", type=int, help="prompt tokens of a step")
-    options.add_tree(engine)
-    options.add_attention(engine)
+    options.add_engine(p)
     limits = p.add_argument_group("limits (more by SPECRS_SERVE_NAME and specrs.serve.ServeConfig: docs/serving.md)")
     limits.add_argument("--max-waiting", type=int, metavar="N", help="requests that may wait; 429 beyond (512)")
     limits.add_argument("--max-waiting-tokens", type=int, metavar="N", help="their prompt tokens (1048576)")
@@ -92,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
         try:
             importlib.import_module(module)
         except ImportError:
-            raise ConfigError(f"specrs serve needs {module}: pip install 'specrs[serve]'") from None
+            wheel = """pip install "$(echo dist/specrs-*.whl)[serve]\""""  # specrs is on no index
+            raise ConfigError(f"specrs serve needs {module}: {wheel}") from None
     from specrs.serve import run as serve
 
     options.set_threads(args)
@@ -115,7 +101,4 @@ def config_of(args: argparse.Namespace) -> ServeConfig:
         given["playground"] = False
     if args.allow_public_without_key:
         given["allow_public_without_key"] = True
-    own = {**options.engine_options(args), **{name: getattr(args, option) for name, option in _ENGINE.items()}}
-    usual = {"page_size": 16, "attention_backend": "native"}  # of options that other subcommands declare
-    chosen = {name: value for name, value in own.items() if value is not None and value != usual.get(name)}
-    return replace(config, engine={**config.engine, **chosen}, **given)
+    return replace(config, engine={**config.engine, **options.engine_options(args)}, **given)

@@ -16,10 +16,11 @@ def paint(text: str, code: str, color: bool) -> str:
 
 
 def draw_row(cells: Sequence[Cell], page_size: int, color: bool, width: int = 100) -> str:
-    """Pages as boxes of slots; runs of pages that hold nothing but prefix are folded."""
+    """Pages as boxes of slots, as many on a line as ``width`` columns hold and one at least; runs of pages that hold
+    nothing but prefix are folded."""
     cell_width = max((len(c.label) for c in cells), default=1)
     pages = [list(cells[i : i + page_size]) for i in range(0, len(cells), page_size)]
-    per_line = max(1, width // ((cell_width + 1) * page_size + 2))
+    per_line = max(1, (width + 1) // ((cell_width + 1) * page_size + 2))  # a box, and the space behind it
     lines: list[str] = []
     boxes: list[str] = []
 

@@ -9,6 +9,7 @@ drafts came to; ``text`` turns tokens into text; ``policy`` picks trees by measu
 """
 
 from specrs.engine.aio import AsyncLLM, RequestStream
+from specrs.engine.config import EngineConfig
 from specrs.engine.errors import (
     EngineBusyError,
     EngineClosedError,
@@ -28,6 +29,7 @@ __all__ = [
     "AsyncLLM",
     "EngineBusyError",
     "EngineClosedError",
+    "EngineConfig",
     "EngineFailedError",
     "EngineOverloadedError",
     "EngineProcessError",

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from numbers import Real
 from pathlib import Path
 from threading import TIMEOUT_MAX, Lock
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from specrs._specrs import ConfigError
 from specrs.chat import ChatTemplates, Messages
@@ -32,8 +32,12 @@ from specrs.engine.prompts import Prompt
 from specrs.engine.request import RequestOutput, StreamEvent, TokenizedPrompt
 from specrs.engine.stats import RequestTimes, ServingStats
 from specrs.engine.worker import Abort, Add, Audit, News, Shutdown, StepWatch, Worker
+from specrs.engine_options import LLMOptions
 from specrs.models import LiveModel
 from specrs.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _T = TypeVar("_T")
 _GRACE = 30.0  # seconds for the step that runs when the time to drain is over
@@ -78,7 +82,7 @@ class AsyncLLM:
         max_waiting: int = 512,
         max_waiting_tokens: int = 1 << 20,
         pool_threads: int = 2,
-        **options: Any,
+        **options: Unpack[LLMOptions],
     ) -> None:
         limits = {"max_waiting": max_waiting, "max_waiting_tokens": max_waiting_tokens, "pool_threads": pool_threads}
         for name, value in limits.items():

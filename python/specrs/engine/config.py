@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
 from specrs import backends, drafters
 from specrs._specrs import ConfigError, Geometry, TreeShape
-from specrs.backends.base import DraftAttention, KvDtype, Layout
+from specrs.backends.base import DraftAttention, KvDtype
 from specrs.drafters import CorpusDrafter, Drafter
 from specrs.engine.sources import Source
-from specrs.models.placement import DTYPES, Dtype, Placement
+from specrs.engine_options import DTYPES, OptionFields, attributes
+from specrs.models.placement import Placement
 
 AUTO_GPU_TREE = TreeShape(4, 6, 32)  # on a GPU, where up to some 64 rows cost little more than one
 AUTO_TREE = TreeShape(1, 8, 9)  # what the cost model picks from: chains of up to 8 tokens
@@ -31,60 +33,12 @@ _FORMER = ("topk", "steps", "draft_tokens")  # of `tree`
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """How the engine runs.
+class EngineConfig(OptionFields):
+    """How the engine runs: `specrs.LLM` makes one of its options, and has it as ``config`` with everything settled.
 
-    Attributes:
-        max_batch: most requests that run at once; more wait.
-        max_context_len: most tokens of a request, prompt and output together; ``None`` is the model's limit.
-        page_size: tokens per KV page, a power of two.
-        num_pages: KV pages besides the sink; ``None`` holds ``max_batch`` requests of full context, or on a GPU as much
-            of that as 9 tenths of its free memory take beside the weights, at least one such request.
-        tree: K branches per draft step, S steps and V verified tokens, as a `TreeShape` or as ``(K, S, V)``. ``None``:
-            a cost model decides each round whether to draft and how deep (the head: chains of up to 8 tokens; on a CPU,
-            where every row costs, they beat the wider trees tried). K and S are the head's; V is what is verified,
-            whoever drafted it, so that other sources reach V - 1 tokens deep.
-        drafters: where drafts come from: ``"suffix"`` (what followed the last tokens where they stood before, in the
-            prompt, the prediction or the output), ``"recycling"`` (tokens that the target lately found likely after a
-            token), ``"head"`` (the draft head), and objects of the protocol `specrs.drafters.Drafter`. All that
-            propose are merged into one tree. ``None``: the head where there is one, else suffix and recycling. An empty
-            list decodes plainly.
-        draft_attention: ``"ancestors"`` (exact) or ``"lane"`` (a branch sees its own lane, as sglang's draft does);
-            ``None`` is ancestors wherever the backend can.
-        draft_layout: ``"dense"``, or ``"holey"``, which backends that read whole pages want; they coincide with
-            ``K = 1`` or ``page_size = 1``. ``None`` is the backend's first that does the rest.
-        attention_backend: a name of `specrs.backends.BACKENDS`, or a backend; ``None`` is ``"native"``.
-        prefix_cache: share the KV pages of equal prompt prefixes between requests.
-        prefill_chunk: most prompt tokens of one step.
-        kv_dtype: element type of the KV caches; ``None`` is float32 on the CPU, and on a GPU the model's own 16 bits.
-        device: ``"cpu"``, ``"cuda"`` or ``"cuda:N"``, which is an error where it cannot be; ``None`` is what the
-            environment variable ``SPECRS_DEVICE`` says, else a GPU where one is that runs the model and holds it, else
-            the CPU.
-        dtype: what a model computes in. ``"auto"``: on a GPU bf16 and f16 checkpoints in their own type, f32 ones in
-            bf16; on the CPU float32, over weights as the checkpoint has them. ``"bfloat16"`` or ``"float16"``: a GPU in
-            that type. ``"float32"``: the CPU, and an error on a GPU.
-        graphs: how much of the rounds is one launch, as `specrs.backends.matrix` has it. On a GPU, ``"round"`` (the
-            default there) replays the launches of a round as one CUDA graph, made for each size of batch, and launches
-            the next round before the host knows what this one found; with ``"loop"`` the device goes on by itself, for
-            up to 8 rounds or until a request ends; ``"off"`` launches kernels one by one and waits for each round. A
-            CPU has ``"off"`` alone. Bits are the same.
+    Raises:
+        ConfigError: a value that is not of its option's type.
     """
-
-    max_batch: int = 8
-    max_context_len: int | None = None
-    page_size: int = 16
-    num_pages: int | None = None
-    tree: TreeShape | tuple[int, int, int] | None = None
-    drafters: Sequence[str | Drafter] | None = None
-    draft_attention: DraftAttention | None = None
-    draft_layout: Layout | None = None
-    attention_backend: str | backends.AttentionBackend | None = "native"
-    prefix_cache: bool = True
-    prefill_chunk: int = 512
-    kv_dtype: KvDtype | None = None
-    device: str | None = None
-    dtype: Dtype = "auto"
-    graphs: backends.GraphLevel | None = None
 
     def __post_init__(self) -> None:
         """Refuse what is not of its field's type, before a model is read."""
@@ -131,7 +85,9 @@ class EngineConfig:
                     f"{name} = {options[name]!r}: the tree is one option, tree=(K, S, V), as tree=(4, 4, 16)"
                 )
             if name not in known:
-                raise ConfigError(f"unknown option {name!r}; options are {', '.join(known)}")
+                near = difflib.get_close_matches(name, known, 1)
+                meant = f", did you mean {near[0]!r}?" if near else ""
+                raise ConfigError(f"unknown option {name!r}{meant}; options are {', '.join(known)}")
         return cls(**options)
 
     @property
@@ -294,6 +250,10 @@ class EngineConfig:
         if not 1 <= pages <= _MOST_PAGES:
             raise ConfigError(f"num_pages = {pages}: must be {'at least 1' if pages < 1 else f'at most {_MOST_PAGES}'}")
         return replace(self, max_context_len=context, num_pages=pages), geometry
+
+
+if EngineConfig.__doc__:  # not under `python -OO`
+    EngineConfig.__doc__ += f"\n    {attributes()}\n    "
 
 
 def _drafters(asked: object) -> tuple[str | Drafter, ...] | None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
@@ -34,6 +34,7 @@ from specrs.engine.runner import Runner
 from specrs.engine.scheduler import Scheduler
 from specrs.engine.stats import EngineStats
 from specrs.engine.token_bytes import TokenTable
+from specrs.engine_options import EngineOptions
 from specrs.models import (
     LiveModel,
     ModelConfig,
@@ -48,6 +49,19 @@ from specrs.models import (
     weight_bytes,
 )
 from specrs.sampling_params import ResolvedSampling, SamplingParams
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_Init = TypeVar("_Init", bound=Callable[..., None])
+
+
+def _writable(init: _Init) -> _Init:
+    """Out of inference mode, whose tensors could not be written to where the caller is not in that mode.
+
+    A function, so that a type checker that does not read torch sees the arguments of ``init`` all the same.
+    """
+    return torch.inference_mode(False)(init)
 
 
 class LLM(Conversing):
@@ -65,10 +79,9 @@ class LLM(Conversing):
             from the text itself (``drafters``).
         speculative: ``False`` decodes plainly, whatever there is to draft from.
         progress: bars on stderr while files are downloaded and weights are loaded; ``None``: on a terminal alone.
-        options: fields of `EngineConfig`: ``max_batch``, ``max_context_len``, ``page_size``, ``num_pages``,
-            ``tree``, ``drafters``, ``draft_attention``, ``draft_layout``, ``attention_backend``, ``prefix_cache``,
-            ``prefill_chunk``, ``kv_dtype``, ``device``, ``dtype``, ``graphs``. Without ``device``, the engine runs on a
-            GPU where one is that runs the model and holds it, and else on the CPU; `LLM.device` says which, and why.
+        options: fields of `EngineConfig`, typed by `EngineOptions`; docs/options.md has what each one does. Without
+            ``device``, the engine runs on a GPU where one is that runs the model and holds it, and else on the CPU;
+            `LLM.device` says which, and why.
 
     Raises:
         ConfigError: an option or a file that does not fit, with the value and the limit.
@@ -83,7 +96,7 @@ class LLM(Conversing):
         ...     print(event.text, end="")
     """
 
-    @torch.inference_mode(False)  # whose tensors could not be written to where the caller is not in that mode
+    @_writable
     def __init__(
         self,
         model: str | Path | LiveModel | None = None,
@@ -91,7 +104,7 @@ class LLM(Conversing):
         *,
         speculative: bool = True,
         progress: bool | None = None,
-        **options: Any,
+        **options: Unpack[EngineOptions],
     ) -> None:
         config = EngineConfig.of(options)
         if not isinstance(speculative, bool):

@@ -11,12 +11,14 @@ import torch
 from specrs._specrs import ConfigError
 from specrs.chat import TOKENIZER_CONFIG
 from specrs.engine import LLM
+from specrs.engine_options import LLMOptions
 from specrs.models import LiveModel, UnsupportedModelError
 from specrs.models.families import FAMILIES
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedModel
+    from typing_extensions import Unpack
 
 
 _PARTS = (torch.nn.Linear, torch.nn.Embedding, torch.nn.ModuleList, torch.nn.Dropout)
@@ -26,7 +28,9 @@ _HOOKS = ("transformers.", "torch.")
 """Whose hooks change no output: transformers' own record what a pass went through."""
 
 
-def from_model(model: PreTrainedModel, tokenizer: Any = None, **options: Any) -> LLM:
+def from_model(
+    model: PreTrainedModel, tokenizer: Any = None, *, draft: str | Path | None = None, **options: Unpack[LLMOptions]
+) -> LLM:
     """An engine over a module's weights, without files.
 
     On the CPU the engine packs matrices: a copy, in the module's own dtype. Embeddings there, and on a GPU whatever is
@@ -37,8 +41,7 @@ def from_model(model: PreTrainedModel, tokenizer: Any = None, **options: Any) ->
         model: a causal language model of a family that specrs runs (docs/models.md), on one device.
         tokenizer: of transformers, one that is backed by the tokenizers library, or a ``tokenizers.Tokenizer``; the
             engine keeps a copy. ``None``: prompts are token ids.
-        options: as `LLM` takes them: ``draft``, ``max_batch``, ``tree``, ... Without ``device``, the engine runs where
-            the module is.
+        draft, options: as `LLM` takes them. Without ``device``, the engine runs where the module is.
 
     Raises:
         ConfigError: no such module, or one on several devices.
@@ -48,7 +51,7 @@ def from_model(model: PreTrainedModel, tokenizer: Any = None, **options: Any) ->
     """
     source = live_model(model, tokenizer)
     options.setdefault("device", str(device_of(source)))
-    return LLM(source, **options)
+    return LLM(source, draft, **options)
 
 
 def live_model(model: PreTrainedModel, tokenizer: Any = None) -> LiveModel:

@@ -31,11 +31,12 @@ from specrs._specrs import (
     cuda_unavailable_reason,
 )
 from specrs.backends import Capabilities, NativeCuda
+from specrs.engine_options import Dtype
 from specrs.models.config import HeadConfig, ModelConfig
 from specrs.models.live import ModelSource
 from specrs.models.loader import Checkpoint
 from specrs.models.ops import Embedding, Heads, KvMemory, Linear
-from specrs.models.placement import HOST, Dtype, Placement
+from specrs.models.placement import HOST, Placement
 
 _MOST_ROWS = 2048  # of one launch of a product; longer passes take several
 HEAD_DIMS = (64, 96, 128, 256)

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
 
 import torch
-
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-"""What a user may ask a model to compute in."""
-DTYPES: tuple[str, ...] = get_args(Dtype)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
     application = specrs.serve.app(ServeConfig(model="org/name"))   # ASGI, for uvicorn, Ray Serve, ...
     specrs.serve.run(ServeConfig(model="org/name"))                 # what `specrs serve` does
 
-Needs Starlette and uvicorn: ``pip install 'specrs[serve]'``. Nothing of the package imports this but the command line.
+Needs Starlette and uvicorn, which the wheel's extra ``serve`` brings. Nothing of the package imports this but the
+command line.
 """
 
 from __future__ import annotations

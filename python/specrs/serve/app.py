@@ -79,7 +79,7 @@ def app(config: ServeConfig | Mapping[str, Any] | None = None, engine: AsyncLLM 
 
 
 _AUDIT = 30.0  # seconds for the engine to answer at the end, between two steps; one that hangs does not
-MISSING = "specrs serve needs Starlette and uvicorn: pip install 'specrs[serve]'"
+MISSING = """specrs serve needs Starlette and uvicorn: pip install "$(echo dist/specrs-*.whl)[serve]\""""
 
 
 def _lifespan(config: ServeConfig, given: AsyncLLM | None) -> Any:

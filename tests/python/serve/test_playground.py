@@ -328,6 +328,37 @@ def test_what_a_server_says_stays_text(show: Open) -> None:
     assert p("document.title") == "specrs playground" and p("document.querySelectorAll('img').length") == 0
 
 
+@pytest.mark.parametrize(("width", "height"), [(1360, 620), (390, 640)])
+def test_an_error_is_seen_and_nothing_of_the_run_before_is(show: Open, width: int, height: int) -> None:
+    p = show(width=width, height=height)
+    run(p)
+    assert p("document.querySelectorAll('#tree svg').length") == 1
+    p("""window.fetch = async () => new Response('{"error": {"message": "no such thing"}}', {status: 400})""")
+    run(p)
+    assert p("document.querySelector('#error').textContent") == "no such thing"
+    box = p("(({top, bottom}) => [top, bottom])(document.querySelector('#error').getBoundingClientRect())")
+    assert 0 <= box[0] < box[1] <= height, box
+    assert p("document.querySelectorAll('#tree svg').length") == 0
+    assert p("document.querySelector('#tree').textContent") == "No round ran."
+    told = [p(f"document.querySelector('#{name}').textContent") for name in ("caption", "sources", "rate", "share")]
+    assert told == ["", "", "\u2013", "\u2013"]
+
+
+def test_where_nothing_was_drafted_no_speed_is_told(show: Open) -> None:
+    p = show()
+    told = {"tokens": [1], "texts": ["a"], "parents": [-1], "accepted": [], "own": 3, "own_text": "b", "emitted": 1,
+            "seconds": 0.1, "sources": []}  # fmt: skip
+    choice = {"index": 0, "text": "ab", "token_ids": [1], "finish_reason": "length",
+              "specrs": {"rounds": [told], "pieces": [["ab", False, 0]]}}  # fmt: skip
+    more = {"index": 0, "text": "", "token_ids": [3], "finish_reason": "length"}
+    lines = "".join(f"data: {json.dumps({'choices': [one]})}\n\n" for one in (choice, more))
+    p(f"""window.fetch = async () => new Response({json.dumps(lines)})""")
+    run(p, way="compare")
+    assert (
+        p("document.querySelector('#verdict').textContent") == "Equal: the same 2 tokens, twice. Nothing was drafted."
+    )
+
+
 def test_a_model_s_name_stays_text(show: Open, engine: AsyncLLM, tmp_path: Path) -> None:
     with running(engine, tmp_path, served_names=[HOSTILE]) as web:
         p = show(web)

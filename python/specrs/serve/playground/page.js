@@ -161,6 +161,7 @@
     Object.assign(state, { at: 0, follow: true, stop: new AbortController() });
     lanes(compare);
     busy(true);
+    draw();  // nothing of the run before stays, whatever becomes of this one
     if ($("output").getBoundingClientRect().top > window.innerHeight - 120) $("output").scrollIntoView();
     say(`Generating, seed ${asked.seed} …`);
     try {
@@ -206,6 +207,7 @@
   function fail(text) {
     $("error").hidden = text === null;
     $("error").textContent = text || "";
+    if (text) $("error").scrollIntoView({ block: "nearest" });
   }
 
   function locked() {
@@ -263,7 +265,8 @@
     }
     const gain = one.rate && two.rate ? one.rate / two.rate : null;
     verdict.textContent = `Equal: the same ${one.ids.length} tokens, twice.`;
-    if (gain) verdict.append(` Speculative decoding ran at ${gain.toFixed(2)}× the speed.`);
+    if (!one.rounds.some((round) => round.tokens.length > 1)) verdict.append(" Nothing was drafted.");
+    else if (gain) verdict.append(` Speculative decoding ran at ${gain.toFixed(2)}× the speed.`);
   }
 
   // -- drawing -----------------------------------------------------------------------------------------------------
@@ -329,9 +332,10 @@
     }
     if (!round) {
       $("caption").textContent = "";
+      $("sources").textContent = "";
       slider.setAttribute("aria-valuetext", "no round yet");
-      const none = make("p", { className: "empty", textContent: "No round ran." });
-      if (!state.stop && run.first !== null) $("tree").replaceChildren(none);
+      const why = state.stop ? "No round has run yet." : "No round ran.";
+      $("tree").replaceChildren(make("p", { className: "empty", textContent: why }));
       return;
     }
     const gained = `${round.emitted} ${round.emitted === 1 ? "token" : "tokens"}`;
