@@ -95,6 +95,8 @@ class RequestOutput:
             before its prompt was read.
         drafting_rounds: of ``rounds``, those that verified drafts.
         proposed: draft tokens that they verified, whatever became of them.
+        accepted_drafts: ``accepted_drafts[n]`` rounds kept n draft tokens; where a stop ends a round among them, those
+            up to it.
         cumulative_logprob: sum of the log-probabilities of ``token_ids``; ``None`` without ``logprobs``.
         others: of a prompt's output 0 from ``LLM.generate``, those behind it.
     """
@@ -121,6 +123,7 @@ class RequestOutput:
     cumulative_logprob: float | None = None
     drafting_rounds: int = 0
     proposed: int = 0
+    accepted_drafts: list[int] = field(default_factory=list)
     others: tuple[RequestOutput, ...] = field(default=(), repr=False)
 
     @property
@@ -222,6 +225,7 @@ class Request:
     draft_shared: int = 0  # positions of draft KV that the prefix cache had at its admission
     rounds: int = 0
     accepted_lengths: list[int] = field(default_factory=list)
+    accepted_drafts: list[int] = field(default_factory=list)
     drafting_rounds: int = 0
     proposed: int = 0  # draft tokens that rounds verified
     drafted: list[bool] = field(default_factory=list)
@@ -418,8 +422,8 @@ class Request:
             self.logprobs += scored
         if round_:
             self.rounds += 1
-            self.accepted_lengths.extend([0] * (kept + 1 - len(self.accepted_lengths)))
-            self.accepted_lengths[kept] += 1
+            _count(self.accepted_lengths, kept)
+            _count(self.accepted_drafts, min(kept, drafts))
         if self.finish_reason is not None and not isinstance(self.stop_reason, str):
             pieces.extend(self._flush(self._may_stop))
         self.text.extend(text for text, _ in pieces)
@@ -559,9 +563,16 @@ class Request:
             index=self.index,
             drafting_rounds=self.drafting_rounds,
             proposed=self.proposed,
+            accepted_drafts=list(self.accepted_drafts),
             logprobs=None if scored is None else list(scored),
             prompt_logprobs=None if prompt is None else list(prompt),
             cumulative_logprob=None
             if scored is None
             else sum(p[t].logprob for p, t in zip(scored, generated, strict=True)),
         )
+
+
+def _count(histogram: list[int], value: int) -> None:
+    """One more of a value."""
+    histogram.extend([0] * (value + 1 - len(histogram)))
+    histogram[value] += 1

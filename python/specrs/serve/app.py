@@ -18,6 +18,7 @@ from specrs.serve.errors import RequestError
 from specrs.serve.exchange import Exchange, Gone, Receive, Scope, Send
 from specrs.serve.middleware import Guarded, Hosts, Recorded, refuse
 from specrs.serve.playground import page
+from specrs.serve.responses import NOT_STORED, input_tokens, responses
 from specrs.serve.service import Service
 
 _logger = logging.getLogger("specrs.serve")
@@ -50,16 +51,19 @@ def app(config: ServeConfig | Mapping[str, Any] | None = None, engine: AsyncLLM 
         config = ServeConfig.of(config)
 
     posts = {
-        "/v1/completions": completions, "/v1/chat/completions": chat, "/tokenize": endpoints.tokenize,
+        "/v1/completions": completions, "/v1/chat/completions": chat, "/v1/responses": responses,
+        "/v1/responses/input_tokens": input_tokens, "/tokenize": endpoints.tokenize,
         "/detokenize": endpoints.detokenize,
     }  # fmt: skip
+    generating = (completions, chat, responses)
     gets: dict[str, Say] = {
         "/v1/models": endpoints.models, "/health": endpoints.health, "/ready": endpoints.ready,
         "/version": endpoints.version, "/load": endpoints.load,
     }  # fmt: skip
-    routes = [Route(path, Posted(work, path.endswith("completions")), methods=["POST"]) for path, work in posts.items()]
+    routes = [Route(path, Posted(work, work in generating), methods=["POST"]) for path, work in posts.items()]
     routes += [Route(path, Asked(say), methods=["GET"]) for path, say in gets.items()]
     routes.append(Route("/v1/models/{name:path}", Asked(None), methods=["GET"]))
+    routes.append(Route("/v1/responses/{rest:path}", Unstored(), methods=["GET", "POST", "DELETE"]))
     routes.append(Route("/metrics", Measured(), methods=["GET"]))
     if config.playground:
         routes.append(Route("/", Shown(), methods=["GET"]))
@@ -174,6 +178,14 @@ class Asked:
             await refuse(scope, receive, send, error)
         else:
             await Exchange(scope, receive, send, scope["specrs.record"]).json(200, told)
+
+
+class Unstored:
+    """What would be asked of a response that is stored."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As ASGI calls it."""
+        await refuse(scope, receive, send, RequestError(404, NOT_STORED, code="not_found"))
 
 
 class Measured:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import codecs
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from specrs._specrs import ConfigError
 from specrs.grammar import GrammarError
@@ -52,6 +53,15 @@ class Manner:
     def voice(self) -> Speaking | None:
         """Of one choice; ``None``: all of its text is content."""
         return Speaking(self) if self.tools or self.thinking else None
+
+    def reasoned(self, outputs: Iterable[Sequence[int]], spell: Callable[[int], bytes | None]) -> int:
+        """Tokens of outputs that are reasoning, its marks included. spell: the bytes of a token."""
+        if self.thinking is None:
+            return 0
+        found = 0
+        for tokens in outputs:
+            found += len(tokens) - len(Behind[None](self.thinking, spell).take([(token, None) for token in tokens]))
+        return found
 
 
 def chosen(fields: Mapping[str, Any]) -> tuple[Choice, Sequence[Tool]]:
@@ -131,6 +141,45 @@ def _thinking(dialect: Dialect, prompt: str) -> Thinking | None:
     start, end = dialect.reasoning
     prompt = prompt.rstrip()
     return None if prompt.endswith(end) else Thinking(start, end, prompt.endswith(start))
+
+
+_T = TypeVar("_T")
+
+
+class Behind(Generic[_T]):
+    """Tells the tokens behind the reasoning from those of it, the token that ends its second mark included.
+
+    Args:
+        thinking: marks of reasoning; ``None``: there is none.
+        spell: the bytes of a token.
+    """
+
+    def __init__(self, thinking: Thinking | None, spell: Callable[[int], bytes | None]) -> None:
+        self._parser = (
+            ReasoningParser(thinking.start, thinking.end, inside=thinking.open) if thinking is not None else None
+        )
+        self._spell = spell
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._unknown: list[tuple[int, _T]] = []  # white space, and what may be the beginning of the first mark
+
+    def take(self, tokens: Sequence[tuple[int, _T]], last: bool = True) -> list[tuple[int, _T]]:
+        """Of the next tokens, and what comes with each, those behind the reasoning. last: no others come."""
+        if self._parser is None:
+            return list(tokens)
+        found: list[tuple[int, _T]] = []
+        for one in tokens:
+            before = self._parser.at
+            if before != "content":
+                self._parser.feed(self._decoder.decode(self._spell(one[0]) or b""))
+            if self._parser.at is None:
+                self._unknown.append(one)
+                continue
+            if self._parser.at == "content" and before != "reasoning":
+                found += [*self._unknown, one]
+            self._unknown = []
+        if last:
+            found, self._unknown = found + self._unknown, []
+        return found
 
 
 class Speaking:

@@ -12,7 +12,7 @@ from specrs.serve.calling import Manner, chosen, manner
 from specrs.serve.errors import bad
 from specrs.serve.exchange import DONE, Exchange
 from specrs.serve.fields import CHAT, ROUNDS, read
-from specrs.serve.reply import Count, Frame, Reply, counted, spec_stats, traced
+from specrs.serve.reply import Count, Frame, Reply, counted, speculation, traced
 from specrs.serve.sampling import Wish, wish
 from specrs.serve.scores import Names, all_objects, objects, prompt_scores
 from specrs.serve.voices import Plain, Voice, message
@@ -129,7 +129,7 @@ class Call:
     async def whole(self, exchange: Exchange, flow: Flow) -> None:
         """All choices at once."""
         [output] = await flow.whole()
-        if self.fields.get("logprobs") or "prompt_logprobs" in self.fields:
+        if self.fields.get("logprobs") or "prompt_logprobs" in self.fields or self.manner.thinking is not None:
             await exchange.json_of(200, lambda: self._response(flow, output), self.service.written)
         else:
             await exchange.json(200, self._response(flow, output))
@@ -138,13 +138,17 @@ class Call:
         choices = [self.choice(one) for one in output.outputs]
         more: dict[str, Any] = {}
         if self.fields.get("return_spec_stats"):
-            more["specrs"] = spec_stats(flow.outputs)
+            more.update(speculation(flow.outputs, self.service.engine.llm))
         if self.fields.get("return_token_ids"):
             more["prompt_token_ids"] = list(self.prompt.token_ids)
         if "prompt_logprobs" in self.fields and output.prompt_logprobs is not None:
             names = Names(bool(self.fields.get("return_tokens_as_token_ids")))
             more["prompt_logprobs"] = prompt_scores(output.prompt_logprobs, names)
-        return self.reply.whole(choices, counted(flow.outputs).usage(), **more)
+        return self.reply.whole(choices, self._usage(flow), **more)
+
+    def _usage(self, flow: Flow) -> dict[str, Any]:
+        reasoning = self.manner.reasoned((one.token_ids for one in flow.outputs), self.service.spell)
+        return counted(flow.outputs, reasoning=reasoning).usage()
 
     def choice(self, output: RequestOutput) -> dict[str, Any]:
         """A choice, complete."""
@@ -179,16 +183,20 @@ class Call:
             pieces = [frame.event(choice, **more) for choice in voices[event.index].pieces(event)]
             if pieces:
                 await exchange.event(b"".join(pieces))
-        await exchange.event(b"".join(self._last(flow, frame, usage)))
+        if usage and self.manner.thinking is not None:  # whose tokens are counted one by one
+            last = await self.service.written(lambda: self._last(flow, frame, usage))
+        else:
+            last = self._last(flow, frame, usage)
+        await exchange.event(b"".join(last))
         await exchange.end()
 
     def _last(self, flow: Flow, frame: Frame, usage: bool) -> list[bytes]:
         """Events behind those of choices."""
         more: dict[str, Any] = {}
         if usage:
-            more["usage"] = counted(flow.outputs).usage()
+            more["usage"] = self._usage(flow)
         if self.fields.get("return_spec_stats"):
-            more["specrs"] = spec_stats(flow.outputs)
+            more.update(speculation(flow.outputs, self.service.engine.llm))
         return [frame.event(None, **more), DONE] if more else [DONE]
 
 

@@ -15,7 +15,7 @@ from specrs.serve.config import ServeConfig
 from specrs.serve.errors import bad
 from specrs.serve.exchange import DONE, Exchange
 from specrs.serve.fields import COMPLETIONS, ROUNDS, read
-from specrs.serve.reply import Count, Frame, Reply, counted, spec_stats, traced
+from specrs.serve.reply import Count, Frame, Reply, counted, speculation, traced
 from specrs.serve.sampling import Wish, wish
 from specrs.serve.scores import Columns, Names, prompt_scores
 
@@ -111,7 +111,7 @@ class Call:
         for i, output in enumerate(outputs):
             for j, chosen in enumerate(self._best(output)):
                 choices.append(self.choice(i * self._n + j, i, chosen))
-        more = {"specrs": spec_stats(flow.outputs)} if self.fields.get("return_spec_stats") else {}
+        more = speculation(flow.outputs, self.service.engine.llm) if self.fields.get("return_spec_stats") else {}
         return self.reply.whole(choices, counted(flow.outputs, self.wanted.dropped).usage(), **more)
 
     def _best(self, output: RequestOutput) -> Sequence[RequestOutput]:
@@ -172,7 +172,7 @@ class Call:
         if usage:
             more["usage"] = counted(flow.outputs, self.wanted.dropped).usage()
         if self.fields.get("return_spec_stats"):
-            more["specrs"] = spec_stats(flow.outputs)
+            more.update(speculation(flow.outputs, self.service.engine.llm))
         return [frame.event(None, **more), DONE] if more else [DONE]
 
     async def _pieces(self, flow: Flow) -> AsyncIterator[tuple[dict[str, Any], int]]:

@@ -57,6 +57,7 @@ class Exchange:
         self.started = False
         self.streams = False
         self.stuck = False
+        self._last_words: Callable[[RequestError], bytes] = _error_event
 
     # -- in -----------------------------------------------------------------------------------------------------
 
@@ -175,7 +176,7 @@ class Exchange:
         """An error: a response, or where one is under way an event."""
         self.record.failed(error)
         if self.streams:
-            await self.event(b"data: " + dumps(error.body) + b"\n\n" + DONE)
+            await self.event(self._last_words(error))
             await self.end()
         elif not self.started and error.status in (408, 413):
             body = dumps(error.body)
@@ -188,8 +189,9 @@ class Exchange:
         elif not self.started:
             await self.json(error.status, error.body, error.headers)
 
-    async def events(self) -> None:
-        """Begin a stream of events."""
+    async def events(self, last_words: Callable[[RequestError], bytes] | None = None) -> None:
+        """Begin a stream of events. last_words: how it ends in an error; ``None``: with data that has ``error``."""
+        self._last_words = last_words or _error_event
         await self._start(
             200,
             [
@@ -259,6 +261,10 @@ class Watch:
         """Look at all of them now; who has not read for so many seconds is given up."""
         for exchange in list(self._exchanges):
             exchange.watch(self._keep_alive, patience)
+
+
+def _error_event(error: RequestError) -> bytes:
+    return b"data: " + dumps(error.body) + b"\n\n" + DONE
 
 
 def _parsed(raw: bytes) -> dict[str, Any]:

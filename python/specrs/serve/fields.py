@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specrs.serve import forms, tool_fields
+from specrs.serve import forms, responses_fields, responses_items, tool_fields
 from specrs.serve.config import ServeConfig
 from specrs.serve.errors import RequestError, bad, shown
 from specrs.serve.exchange import no_constant
 
-COMPLETIONS, CHAT = "completions", "chat"
+COMPLETIONS, CHAT, RESPONSES = "completions", "chat", "responses"
 ROUNDS = "rounds"  # of `return_spec_stats`
-_BOTH = (COMPLETIONS, CHAT)
+_ALL = (COMPLETIONS, CHAT, RESPONSES)
 _MAX_SEED = 2**64 - 1
 
 Check = Callable[[str, Any, ServeConfig], Any]
@@ -50,7 +50,7 @@ class Field:
     kind: Kind
     check: Check
     note: str
-    endpoints: Sequence[str] = _BOTH
+    endpoints: Sequence[str] = _ALL
     origin: str = "OpenAI"
 
 
@@ -280,16 +280,17 @@ def anything(name: str, value: Any, config: ServeConfig) -> None:
 # -- the table ----------------------------------------------------------------------------------------------------
 
 _H, _I, _R = Kind.HONOURED, Kind.IGNORED, Kind.REFUSED
-_C, _M = (COMPLETIONS,), (CHAT,)
+_C, _M, _S = (COMPLETIONS,), (CHAT,), (RESPONSES,)
+_CM, _MS = (COMPLETIONS, CHAT), (CHAT, RESPONSES)
 _BEAMS = "beam search is not implemented"
 _LATER = "is not implemented"
 
 TABLE: tuple[Field, ...] = (
-    # OpenAI's, of both
+    # OpenAI's, of all
     Field("model", _H, text, "one of the served names; absent: the first"),
-    Field("stream", _H, flag, "server-sent events, and `[DONE]`"),
+    Field("stream", _H, flag, "server-sent events, and behind choices `[DONE]`"),
     Field("stream_options", _H, stream_options, "`include_usage`, `continuous_usage_stats`; obfuscation is not added"),
-    Field("n", _H, outputs, "outputs of each prompt, which is prefilled once; at most `max_n`"),
+    Field("n", _H, outputs, "outputs of each prompt, which is prefilled once; at most `max_n`", _CM),
     Field("temperature", _H, as_it_is, "at least 0; 0 is greedy"),
     Field("top_p", _H, as_it_is, "in (0, 1]"),
     Field("seed", _H, seed, "of 64 bits; negative ones by two's complement; same seed, same tokens"),
@@ -312,29 +313,57 @@ TABLE: tuple[Field, ...] = (
     Field("max_completion_tokens", _H, whole(1), "the rest of the context where nobody says", _M),
     Field("max_tokens", _H, whole(1), "the older name of `max_completion_tokens`, which goes first", _M),
     Field("logprobs", _H, flag, "of each token", _M),
-    Field("top_logprobs", _H, whole(0, 20), "most probable tokens beside it; needs `logprobs`", _M),
+    Field("top_logprobs", _H, whole(0, 20), "most probable tokens beside it; needs `logprobs`, or `include`", _MS),
     Field("prediction", _H, prediction, "drafts from this text too; changes no token"),
     Field("reasoning_effort", _H, text, "handed to a template that reads it; else refused", _M),
     Field("response_format", _H, forms.response_format, "`text`, `json_object`, `json_schema` (always strict); in "
-          "completions as vLLM has it"),
+          "completions as vLLM has it", _CM),
     Field("tools", _H, tool_fields.tools, "functions that the model may call, at most `max_tools`; `strict` ones get "
           "arguments of their schema alone", _M),
     Field("tool_choice", _H, tool_fields.tool_choice, "`auto`, `none`, `required`, a tool, or `allowed_tools`", _M),
-    Field("parallel_tool_calls", _H, flag, "false: one call at most", _M),
+    Field("parallel_tool_calls", _H, flag, "false: one call at most", _MS),
     Field("functions", _R, only([], why="is the former name of tools"), "as `tools`", _M),
     Field("function_call", _R, only("none", "auto", why="is the former name of tool_choice"), "as `tool_choice`", _M),
     Field("audio", _R, only(why="the model writes text alone"), "spoken output", _M),
     Field("modalities", _R, only(["text"], why="the model writes text alone"), "other than text", _M),
     Field("web_search_options", _R, only(why="there is no search"), "search", _M),
     Field("verbosity", _R, only("medium", why="no template reads it"), "how much to write", _M),
-    Field("moderation", _R, only(why="there is no moderation"), "judging of texts", _M),
+    Field("moderation", _R, only(why="there is no moderation"), "judging of texts", _MS),
     Field("metadata", _I, anything, "changes no output", _M),
-    Field("store", _I, anything, "nothing is stored", _M),
-    Field("service_tier", _I, anything, "there is one tier", _M),
-    Field("safety_identifier", _I, anything, "changes no output", _M),
-    Field("prompt_cache_key", _I, anything, "the prefix cache needs no hint", _M),
-    Field("prompt_cache_options", _I, anything, "the prefix cache needs no hint", _M),
-    Field("prompt_cache_retention", _I, anything, "the prefix cache keeps what fits", _M),
+    Field("store", _I, anything, "nothing is stored", _MS),
+    Field("service_tier", _I, anything, "there is one tier", _MS),
+    Field("safety_identifier", _I, anything, "changes no output", _MS),
+    Field("prompt_cache_key", _I, anything, "the prefix cache needs no hint", _MS),
+    Field("prompt_cache_options", _I, anything, "the prefix cache needs no hint", _MS),
+    Field("prompt_cache_retention", _I, anything, "the prefix cache keeps what fits", _MS),
+    # OpenAI's, of responses
+    Field("input", _H, responses_items.read, "a text, or items: messages of text, function calls, their outputs, "
+          "reasoning", _S),
+    Field("instructions", _H, text, "a system message before all others", _S),
+    Field("max_output_tokens", _H, whole(1), "reasoning included; the rest of the context where nobody says", _S),
+    Field("text", _H, responses_fields.text, "`format`, as `response_format` of a chat; `verbosity` must be `medium`",
+          _S),
+    Field("reasoning", _H, responses_fields.reasoning, "`effort`, handed to a template that reads it, else refused; no "
+          "`summary` is made, `auto` is taken", _S),
+    Field("tools", _H, tool_fields.tools_of_response, "functions, as in a chat; no built-in tools", _S),
+    Field("tool_choice", _H, tool_fields.tool_choice_of_response, "as in a chat", _S),
+    Field("include", _H, responses_fields.include, "`message.output_text.logprobs`; others are of what there is not",
+          _S),
+    Field("truncation", _H, responses_fields.truncation, "`auto` leaves out the oldest turns where the conversation "
+          "does not fit; `disabled`, the default, refuses", _S),
+    Field("metadata", _H, responses_fields.metadata, "comes back in the response", _S),
+    Field("max_tool_calls", _I, anything, "of built-in tools, which there are not", _S),
+    Field("image", _I, anything, "there are no images", _S),
+    Field("n", _R, only(1, why="a response is one output"), "several outputs", _S),
+    Field("background", _R, only(False, why="no response is stored, so that none can be asked for later"),
+          "responses that are asked for later", _S),
+    Field("background_options", _R, only({}, why="there is no background"), "as `background`", _S),
+    Field("previous_response_id", _R, only(why="no response is stored: send the conversation as input"),
+          "what a stored response said", _S),
+    Field("conversation", _R, only(why="no conversation is stored: send it as input"), "stored items", _S),
+    Field("prompt", _R, only(why="no prompt is stored: send its text as input"), "a stored prompt", _S),
+    Field("context_management", _R, only([], why="nothing is compacted"), "compaction", _S),
+    Field("access_programs", _R, only({}, why="they are of OpenAI's models"), "of OpenAI's models", _S),
     # vLLM's
     Field("top_k", _H, top_k, "0 and -1 keep all", origin="vLLM"),
     Field("min_p", _H, as_it_is, "in [0, 1]", origin="vLLM"),
@@ -346,8 +375,8 @@ TABLE: tuple[Field, ...] = (
     Field("allowed_token_ids", _H, entries, "no others", origin="vLLM"),
     Field("include_stop_str_in_output", _H, flag, "keep the stop string in the text", origin="vLLM"),
     Field("skip_special_tokens", _H, flag, "leave them out of the text (true)", origin="vLLM"),
-    Field("truncate_prompt_tokens", _H, whole(-1), "keep so many last tokens; -1: what fits", origin="vLLM"),
-    Field("prompt_logprobs", _H, whole(0, 20), "of the prompt's tokens; not with `stream`", origin="vLLM"),
+    Field("truncate_prompt_tokens", _H, whole(-1), "keep so many last tokens; -1: what fits", _CM, "vLLM"),
+    Field("prompt_logprobs", _H, whole(0, 20), "of the prompt's tokens; not with `stream`", _CM, "vLLM"),
     Field("logprobs_mode", _H, as_it_is, "`raw_logprobs`, the model's own; or `processed_logprobs`, of what tokens are "
           "drawn from; named as vLLM's option of an engine", origin="specrs"),
     Field("priority", _H, as_it_is, "lower runs first, and is preempted last", origin="vLLM"),
@@ -355,12 +384,12 @@ TABLE: tuple[Field, ...] = (
           origin="vLLM"),
     Field("add_special_tokens", _H, flag, "of the tokenizer, before a text (completions: true, chat: false)",
           origin="vLLM"),
-    Field("return_token_ids", _H, flag, "`token_ids` in each choice, and `prompt_token_ids`", origin="vLLM"),
-    Field("return_tokens_as_token_ids", _H, flag, "tokens in `logprobs` as `token_id:N`", origin="vLLM"),
+    Field("return_token_ids", _H, flag, "`token_ids` in each choice, and `prompt_token_ids`", _CM, "vLLM"),
+    Field("return_tokens_as_token_ids", _H, flag, "tokens in `logprobs` as `token_id:N`", _CM, "vLLM"),
     Field("chat_template", _H, template, "a template of the request's own, rendered in a process apart; where the "
-          "server allows it", _M, "vLLM"),
-    Field("chat_template_kwargs", _H, variables, "further variables of the template", _M, "vLLM"),
-    Field("documents", _H, as_it_is, "a variable of the template", _M, "vLLM"),
+          "server allows it", _MS, "vLLM"),
+    Field("chat_template_kwargs", _H, variables, "further variables of the template", _MS, "vLLM"),
+    Field("documents", _H, as_it_is, "a variable of the template", _MS, "vLLM"),
     Field("add_generation_prompt", _H, flag, "begin an answer (true)", _M, "vLLM"),
     Field("continue_final_message", _H, flag, "go on with the last message", _M, "vLLM"),
     Field("echo", _H, flag, "the last message's text before the output; with `continue_final_message`", _M, "vLLM"),
@@ -372,8 +401,8 @@ TABLE: tuple[Field, ...] = (
     Field("logits_processors", _R, only([], why=_LATER), "code of the server's", origin="vLLM"),
     Field("kv_transfer_params", _R, only(why=_LATER), "keys and values of another server", origin="vLLM"),
     Field("vllm_xargs", _R, only({}, why=_LATER), "of vLLM's plugins", origin="vLLM"),
-    Field("mm_processor_kwargs", _R, only({}, why="the model reads text alone"), "of pictures", _M, "vLLM"),
-    Field("include_reasoning", _H, flag, "false leaves `reasoning_content` out", _M, "vLLM"),
+    Field("mm_processor_kwargs", _R, only({}, why="the model reads text alone"), "of pictures", _MS, "vLLM"),
+    Field("include_reasoning", _H, flag, "false leaves reasoning out of the answer", _MS, "vLLM"),
     Field("structured_outputs", _H, forms.structured_outputs, "one of `json`, `json_object`, `regex`, `choice`, "
           "`grammar` (Lark); `whitespace_pattern`, `disable_any_whitespace`", origin="vLLM"),
     Field("guided_json", _H, forms.guided("json"), "a JSON schema", origin="vLLM"),
@@ -383,12 +412,14 @@ TABLE: tuple[Field, ...] = (
     Field("guided_whitespace_pattern", _H, text, "what stands between two tokens of JSON", origin="vLLM"),
     # specrs' own
     Field("speculative", _H, flag, "false decodes this request plainly; its tokens are the same", origin="specrs"),
-    Field("return_spec_stats", _H, stats, "a `specrs` object: rounds, mean accepted tokens; `\"rounds\"`, in streams: "
-          "also one in each choice, with [each round's tree](playground.md)", origin="specrs"),
+    Field("return_spec_stats", _H, stats, "objects [`specrs` and `metrics`](#what-a-request-costs); `\"rounds\"`, in "
+          "streams: also one in each choice, with [each round's tree](playground.md)", _CM, "specrs"),
+    Field("return_spec_stats", _H, flag, "objects [`specrs` and `metrics`](#what-a-request-costs) in the response", _S,
+          "specrs"),
 )  # fmt: skip
 
 _BY_NAME: dict[str, dict[str, Field]] = {
-    endpoint: {one.name: one for one in TABLE if endpoint in one.endpoints} for endpoint in _BOTH
+    endpoint: {one.name: one for one in TABLE if endpoint in one.endpoints} for endpoint in _ALL
 }
 
 
@@ -416,6 +447,6 @@ def table() -> str:
     """The table for the documentation, in Markdown: a row for each field, grouped by whose it is."""
     rows = ["| field | of | endpoints | class | |", "|---|---|---|---|---|"]
     for one in TABLE:
-        where = "both" if len(one.endpoints) > 1 else one.endpoints[0]
+        where = "all" if one.endpoints == _ALL else ", ".join(one.endpoints)
         rows.append(f"| `{one.name}` | {one.origin} | {where} | {one.kind.value} | {one.note} |")
     return "\n".join(rows) + "\n"

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from specrs.serve.record import Record
 
 #: Paths that have a label of their own: others are a stranger's to choose.
-PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/detokenize", "/health", "/ready",
-         "/metrics", "/version", "/load")  # fmt: skip
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/responses/input_tokens",
+         "/v1/models", "/tokenize", "/detokenize", "/health", "/ready", "/metrics", "/version", "/load")  # fmt: skip
 LABELS = ("model_name", "engine")
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
                80.0, 160.0, 640.0, 2560.0)  # fmt: skip
@@ -162,9 +162,9 @@ class Metrics:
         self.drafts.inc(output.drafting_rounds)
         self.proposed.inc(output.proposed)
         self.accepted.inc(sum(output.drafted))
-        for tokens, rounds in enumerate(output.accepted_lengths):
-            for position in range(min(tokens - 1, _POSITIONS)):
-                self.by_position[str(position)].inc(rounds)
+        for drafts, rounds in enumerate(output.accepted_drafts):
+            for position in range(drafts):
+                self.by_position[str(min(position, _POSITIONS - 1))].inc(rounds)
 
     def timed(self, times: RequestTimes, tokens: int) -> None:
         """All outputs of a request came to their ends; the longest has so many tokens."""

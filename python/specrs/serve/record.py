@@ -45,6 +45,8 @@ class Record:
     completion_tokens: int | None = None
     rounds: int | None = None
     mean_accepted: float | None = None
+    draft_tokens: int | None = None
+    accepted_draft_tokens: int | None = None
     finish: list[str] = field(default_factory=list)
     queued: float | None = None
     first_token: float | None = None
@@ -73,6 +75,8 @@ class Record:
         self.rounds = sum(one.rounds for one in outputs)
         yielded = sum(one.mean_accepted * one.rounds for one in outputs)
         self.mean_accepted = round(yielded / self.rounds, 3) if self.rounds else None
+        self.draft_tokens = sum(one.proposed for one in outputs)
+        self.accepted_draft_tokens = sum(sum(one.drafted) for one in outputs)
         self.finish = [str(one.finish_reason) for one in outputs]
         queued = [one.queued for one in times if one.queued is not None]
         first = [one.to_first_token for one in times if one.to_first_token is not None]
@@ -87,7 +91,8 @@ class Record:
             "seconds": round(time.perf_counter() - self.began, 4), "id": self.id, "model": self.model,
             "stream": self.stream, "prompt_tokens": self.prompt_tokens, "cached_tokens": self.cached_tokens,
             "completion_tokens": self.completion_tokens, "finish": self.finish or None, "rounds": self.rounds,
-            "mean_accepted": self.mean_accepted, "queued_seconds": _rounded(self.queued),
+            "mean_accepted": self.mean_accepted, "num_draft_tokens": self.draft_tokens,
+            "num_accepted_draft_tokens": self.accepted_draft_tokens, "queued_seconds": _rounded(self.queued),
             "first_token_seconds": _rounded(self.first_token), "error": self.error, "param": self.param,
             "client_gone": self.gone or None,
         }  # fmt: skip

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from specrs.serve.writing import dumps
 
 if TYPE_CHECKING:
-    from specrs.engine import RequestOutput, Round, StreamEvent
+    from specrs.engine import LLM, RequestOutput, Round, StreamEvent
+    from specrs.engine.process import RemoteLLM
 
 
 @dataclass(frozen=True)
@@ -75,26 +76,82 @@ class Count:
     prompt: int = 0
     cached: int | None = None
     completion: int = 0
+    reasoning: int = 0
+    drafts: int = 0
+    accepted: int = 0
 
     def usage(self) -> dict[str, Any]:
-        """As OpenAI has it."""
+        """As OpenAI has it. Predictions are draft tokens, whatever drafted them: those that the output has, and those
+        that were verified in vain."""
         found: dict[str, Any] = {
             "prompt_tokens": self.prompt, "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
         }  # fmt: skip
         if self.cached is not None:
             found["prompt_tokens_details"] = {"cached_tokens": self.cached}
+            found["completion_tokens_details"] = {
+                "reasoning_tokens": self.reasoning, "accepted_prediction_tokens": self.accepted,
+                "rejected_prediction_tokens": self.drafts - self.accepted,
+            }  # fmt: skip
         return found
 
+    def usage_of_response(self) -> dict[str, Any]:
+        """As OpenAI's Responses API has it."""
+        return {
+            "input_tokens": self.prompt,
+            "input_tokens_details": {"cached_tokens": self.cached or 0, "cache_write_tokens": 0},
+            "output_tokens": self.completion,
+            "output_tokens_details": {
+                "reasoning_tokens": self.reasoning, "accepted_prediction_tokens": self.accepted,
+                "rejected_prediction_tokens": self.drafts - self.accepted,
+            },
+            "total_tokens": self.prompt + self.completion,
+        }  # fmt: skip
 
-def counted(outputs: Sequence[RequestOutput], dropped: int = 0) -> Count:
-    """Tokens of all outputs of all prompts, each prompt once. dropped: tokens of each that were not asked for."""
+
+def counted(outputs: Sequence[RequestOutput], dropped: int = 0, reasoning: int = 0) -> Count:
+    """Tokens of all outputs of all prompts, each prompt once.
+
+    Args:
+        dropped: tokens of each output that were not asked for.
+        reasoning: tokens of all outputs that are reasoning.
+    """
     firsts = [one for one in outputs if not one.index]
     return Count(
         sum(one.usage.prompt_tokens for one in firsts),
         sum(one.usage.cached_tokens for one in firsts),
         sum(max(one.usage.completion_tokens - dropped, 0) for one in outputs),
+        reasoning,
+        sum(one.proposed for one in outputs),
+        sum(sum(one.drafted) for one in outputs),
     )
+
+
+def speculation(outputs: Sequence[RequestOutput], llm: LLM | RemoteLLM) -> dict[str, Any]:
+    """What speculation was worth: ``specrs``, over all outputs of a request, and ``metrics`` under vLLM's names."""
+    told = spec_decode_metrics(outputs, llm.max_tokens_per_round - 1) if llm.speculative else None
+    return {"specrs": spec_stats(outputs), "metrics": {"speculative_decoding": told}}
+
+
+def spec_decode_metrics(outputs: Sequence[RequestOutput], deepest: int) -> dict[str, Any] | None:
+    """vLLM's ``metrics.speculative_decoding``, which it tells of requests with one output; ``None``: with several.
+    deepest: draft tokens that one round can accept.
+
+    A step is a round that verified drafts. Drafts are trees, so one has more tokens than a step can accept, and there
+    is no histogram by draft length.
+    """
+    if len(outputs) != 1:
+        return None
+    [output] = outputs
+    steps, accepted = output.drafting_rounds, sum(output.drafted)
+    histogram = [*output.accepted_drafts, *[0] * (deepest + 1)][: max(deepest + 1, len(output.accepted_drafts))]
+    histogram[0] = steps - sum(histogram[1:])  # not those of rounds without drafts
+    return {
+        "mean_acceptance_length": 1 + accepted / steps if steps else 1.0,
+        "draft_acceptance_rate": accepted / output.proposed if output.proposed else 0.0,
+        "acceptance_histogram": histogram, "num_spec_steps": steps, "num_accepted_draft_tokens": accepted,
+        "num_draft_tokens": output.proposed, "num_spec_tokens": deepest,
+    }  # fmt: skip
 
 
 def spec_stats(outputs: Sequence[RequestOutput]) -> dict[str, Any]:

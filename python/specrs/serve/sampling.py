@@ -43,6 +43,7 @@ class Wish:
         keep: last tokens of a prompt that are kept; ``None``: all.
         what: the field that has the prompt.
         form: the field that says what the output looks like; ``None``: none does.
+        limit: the field that says how many tokens.
     """
 
     params: SamplingParams
@@ -50,6 +51,7 @@ class Wish:
     keep: int | None
     what: str
     form: str | None = None
+    limit: str = "max_tokens"
 
     @property
     def dropped(self) -> int:
@@ -73,9 +75,9 @@ class Wish:
             )  # fmt: skip
         if self.asked is not None and prompt_tokens + self.asked > context:
             raise bad(
-                f"the prompt has {prompt_tokens} tokens and max_tokens = {self.asked} are wanted: "
+                f"the prompt has {prompt_tokens} tokens and {self.limit} = {self.asked} are wanted: "
                 f"{prompt_tokens + self.asked}, and the context of this model is {context}",
-                "max_tokens", "context_length_exceeded",
+                self.limit, "context_length_exceeded",
             )  # fmt: skip
 
 

@@ -25,6 +25,14 @@ class ReasoningParser:
         self._fresh = True  # nothing but white space since a mark
         self._held = ""
 
+    @property
+    def at(self) -> str | None:
+        """What the last character was of: ``"reasoning"``, ``"content"`` (also the second mark), ``None`` while only
+        more text can tell."""
+        if self._content:
+            return "content"
+        return "reasoning" if self._inside else None
+
     def feed(self, text: str) -> tuple[str, str]:
         """What the next piece adds to the reasoning, and to the content, which comes behind it."""
         if self._content and not self._fresh:
