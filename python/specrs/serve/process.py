@@ -143,7 +143,8 @@ def server(config: ServeConfig, engine: AsyncLLM | None = None) -> uvicorn.Serve
                 self.should_exit = True
             elif application.state.service.draining:
                 self.should_exit = True
-                self._loop.call_soon_threadsafe(application.state.service.force)
+                with contextlib.suppress(RuntimeError):  # its loop is closed: it has ended
+                    self._loop.call_soon_threadsafe(application.state.service.force)
             else:
                 application.state.service.draining = True
                 self._loop.call_soon_threadsafe(self._drain)
