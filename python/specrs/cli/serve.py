@@ -1,6 +1,7 @@
 """``specrs serve``: OpenAI's API over HTTP, for one model.
 
-Exit status 0 after SIGTERM or SIGINT, once requests have ended; 1 where the engine could not go on, or pages were lost.
+Exit status 0 after SIGTERM or SIGINT, once requests have ended; 1 where the engine could not go on, did not answer at
+the end or lost pages, and after a second signal, which ends at once; 2 where it could not start.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 #: Fields of `ServeConfig`, by what the command line calls them.
 _OPTIONS = {
     "model": "model", "draft": "draft", "served_names": "served_model_name", "chat_template": "chat_template",
-    "host": "host", "port": "port", "allowed_hosts": "allowed_host", "cors_origins": "cors_origin",
+    "host": "host", "port": "port", "uds": "uds", "root_path": "root_path", "keep_alive_seconds": "keep_alive_seconds",
+    "allowed_hosts": "allowed_host", "cors_origins": "cors_origin",
     "max_waiting": "max_waiting", "max_waiting_tokens": "max_waiting_tokens", "max_body_bytes": "max_body_bytes",
     "tool_call_parser": "tool_call_parser", "reasoning_parser": "reasoning_parser", "max_n": "max_n",
     "drain_seconds": "drain_seconds", "log": "log",
@@ -43,6 +45,9 @@ def add_parser(commands: Any) -> None:
                    help="how it marks its reasoning: think, mistral, none (default: auto)")  # fmt: skip
     p.add_argument("--host", help="address to listen at (default: 127.0.0.1)")
     p.add_argument("--port", type=int, help="0: a free one (default: 8000)")
+    p.add_argument("--uds", metavar="PATH", help="a Unix domain socket to listen at instead of host and port")
+    p.add_argument("--root-path", metavar="PATH",
+                   help="where a proxy serves this server, if it takes that away: /llm, say")  # fmt: skip
     p.add_argument("--api-key-file", metavar="FILE",
                    help="a key on each line, or its digest as sha256:HEX (also: SPECRS_API_KEY)")  # fmt: skip
     p.add_argument("--allow-public-without-key", action="store_true",
@@ -61,6 +66,8 @@ def add_parser(commands: Any) -> None:
     limits.add_argument("--max-waiting-tokens", type=int, metavar="N", help="their prompt tokens (1048576)")
     limits.add_argument("--max-body-bytes", type=int, metavar="N", help="of a request (8388608)")
     limits.add_argument("--max-n", type=int, metavar="N", help="of n and best_of (128)")
+    limits.add_argument("--keep-alive-seconds", type=float, metavar="T",
+                        help="that a connection stays open between two requests (30)")  # fmt: skip
     limits.add_argument("--drain-seconds", type=float, metavar="T", help="for requests to end after SIGTERM (30)")
     limits.add_argument("--log", choices=("requests", "errors", "none"),
                         help="lines of JSON on stdout: one a request, those that fail, none (requests)")  # fmt: skip

@@ -10,28 +10,27 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import os
 import time
 import weakref
-from collections import defaultdict, deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from numbers import Real
 from pathlib import Path
-from threading import TIMEOUT_MAX, Lock
+from threading import TIMEOUT_MAX
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from specrs._specrs import ConfigError
 from specrs.chat import ChatTemplates, Messages
-from specrs.engine.errors import EngineClosedError, EngineFailedError, EngineOverloadedError
+from specrs.engine.desk import Desk, Engine, Slot
+from specrs.engine.errors import EngineClosedError
 from specrs.engine.llm import LLM
 from specrs.engine.process import EngineProcess, RemoteLLM
 from specrs.engine.prompts import Prompt
 from specrs.engine.request import RequestOutput, StreamEvent, TokenizedPrompt
 from specrs.engine.stats import RequestTimes, ServingStats
-from specrs.engine.worker import Abort, Add, Audit, News, Shutdown, StepWatch, Worker
+from specrs.engine.worker import Shutdown, StepWatch, Worker
 from specrs.engine_options import LLMOptions
 from specrs.models import LiveModel
 from specrs.sampling_params import SamplingParams
@@ -40,12 +39,10 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _T = TypeVar("_T")
-_GRACE = 30.0  # seconds for the step that runs when the time to drain is over
+_GRACE = 30.0  # seconds for a process that was killed to be gone
 _LONGEST = TIMEOUT_MAX / 2  # of a wait for a thread, which Python bounds
 _AT_EXIT = 5.0  # seconds that the end of the process waits for the step that runs
-_SLICE = 16  # readers that a loop wakes in one turn: with 0.1 ms of work each, its timers are late by 2 ms
-_Engine = Worker | EngineProcess
-_RUNNING: weakref.WeakSet[_Engine] = weakref.WeakSet()
+_RUNNING: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 class AsyncLLM:
@@ -101,10 +98,10 @@ class AsyncLLM:
         if process and isinstance(model, (LLM, LiveModel)):
             kind = type(model).__name__
             raise ConfigError(f"process = True: the {kind} that is handed over is in this process's memory")
-        self._desk = desk = _Desk()
+        self._desk = desk = Desk()
         self._llm: LLM | RemoteLLM
-        self._worker: _Engine
-        worker: _Engine
+        self._worker: Engine
+        worker: Engine
         if process:
             self._worker = worker = apart = EngineProcess(
                 {"model": model, "draft": draft, **options}, desk.tell, desk.lose
@@ -142,10 +139,24 @@ class AsyncLLM:
             EngineFailedError: the engine cannot go on.
             ConfigError, PoolExhaustedError: as `LLM.add`.
         """
+        return await _taken(await self.enqueue(prompt, params))
+
+    async def enqueue(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestStream:
+        """Queue a request, and return its stream at once: `RequestStream.taken` tells whether the engine has taken it.
+
+        From here on the engine may work on the request, so that whoever counts what it generates has the stream.
+
+        Args:
+            prompt, params: as in `submit`.
+
+        Raises:
+            EngineOverloadedError, EngineClosedError, EngineFailedError, ConfigError: as `submit`, of what is known
+            before the engine has seen the request.
+        """
         ids = prompt.token_ids if isinstance(prompt, TokenizedPrompt) else prompt
         if isinstance(ids, (list, tuple)):
-            return await self._submit(lambda: prompt, params, pooled=False)
-        return await self._submit(lambda: self._llm._settled(prompt), params)
+            return await self._enqueue(lambda: prompt, params, pooled=False)
+        return await self._enqueue(lambda: self._llm._settled(prompt), params)
 
     async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncGenerator[StreamEvent, None]:
         """A request's events; the last one has its ``output`` (of ``n``: the last of each `StreamEvent.index`).
@@ -171,7 +182,8 @@ class AsyncLLM:
         Raises:
             ChatTemplateError: as `LLM.chat`.
         """
-        with closing(await self._submit(lambda: self._llm.chat_prompt(messages, **options), params)) as stream:
+        queued = await self._enqueue(lambda: self._llm.chat_prompt(messages, **options), params)
+        with closing(await _taken(queued)) as stream:
             async for event in stream:
                 yield event
 
@@ -188,27 +200,24 @@ class AsyncLLM:
             raise EngineClosedError
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
-    async def _submit(
+    async def _enqueue(
         self, make: Callable[[], Prompt], params: SamplingParams | None, pooled: bool = True
     ) -> RequestStream:
         began = time.perf_counter()
         slot = self._desk.reserve(asyncio.get_running_loop(), RequestTimes(began), self._most, self._worker)
-        held = None
         try:
             llm = self._llm
             if isinstance(llm, LLM) and isinstance(params, SamplingParams) and params.structured_outputs is not None:
                 grammars, form = llm._grammars, params.structured_outputs
-                held = await self._pooled(lambda: grammars.held(form))  # compiled here, no step waits for it
+                slot.held = await self._pooled(lambda: grammars.held(form))  # compiled here, no step waits for it
             if isinstance(params, SamplingParams) and isinstance(params.prediction, str):
                 asked = params
                 params = await self._pooled(lambda: self._predicting(asked))
             prompt = await self._pooled(make) if pooled else make()
             self._desk.queue(slot, prompt, params, began, self._most_tokens)
-            await slot.taken()
         except BaseException:
             self._desk.leave(slot)
             raise
-        del held  # the engine has the grammar now
         return RequestStream(self, slot)
 
     def _predicting(self, params: SamplingParams) -> SamplingParams:
@@ -266,40 +275,47 @@ class AsyncLLM:
     def __repr__(self) -> str:
         return f"AsyncLLM({self._llm!r}, {'closed' if self._desk.closing else f'{self._desk.waiting} waiting'})"
 
-    async def aclose(self, *, drain: bool = True, timeout: float = 30.0) -> None:
+    async def aclose(self, *, drain: bool = True, timeout: float = 30.0, grace: float = 30.0) -> None:
         """Refuse new requests, finish those that there are, free the engine.
 
         Args:
             drain: let requests run to their ends; else abort them.
             timeout: seconds for them to do so, at least 0; ``math.inf``: as long as they take. What runs then is
                 aborted. Streams get the last events, with ``finish_reason`` ``"abort"``.
+            grace: seconds beyond that for the step that runs, at least 0.
 
         Raises:
-            ConfigError: a timeout that is none; nothing was closed.
-            TimeoutError: a step went on for 30 seconds beyond that; the thread ends by itself once it is over. An
-                engine's process is killed instead.
+            ConfigError: a timeout or a grace that is none; nothing was closed.
+            TimeoutError: the step went on beyond the grace; the thread ends by itself once it is over. An engine's
+                process is killed instead.
         """
-        if isinstance(timeout, bool) or not isinstance(timeout, Real) or not timeout >= 0:
-            raise ConfigError(f"timeout = {timeout!r}: must be a number of seconds, at least 0")
+        for name, seconds in (("timeout", timeout), ("grace", grace)):
+            if isinstance(seconds, bool) or not isinstance(seconds, Real) or not seconds >= 0:
+                raise ConfigError(f"{name} = {seconds!r}: must be a number of seconds, at least 0")
         if self._desk.forked:
             return  # it is not this process that has the engine
         wait = min(float(timeout), _LONGEST) if drain else 0.0
         self._desk.close(wait)
         thread = self._worker.thread
-        await asyncio.get_running_loop().run_in_executor(None, thread.join, wait + _GRACE)
+        await asyncio.get_running_loop().run_in_executor(None, thread.join, min(wait + grace, _LONGEST))
         if thread.is_alive() and isinstance(self._worker, EngineProcess):
             self.kill()  # it hangs, and need not
             await asyncio.get_running_loop().run_in_executor(None, thread.join, _GRACE)
         if thread.is_alive():
-            raise TimeoutError(f"the engine's step went on for {_GRACE} seconds after the time to drain")
+            raise TimeoutError(f"the engine's step went on for {grace:g} seconds after the time to drain")
         self._finalizer.detach()
         self._pool.shutdown(wait=False)
 
     def kill(self) -> None:
-        """End the engine's process at once, whatever it is at: its requests get EngineFailedError. Does nothing where
-        the engine is a thread."""
+        """Give the engine up at once, whatever it is at: its requests get EngineFailedError.
+
+        Its process ends. A thread cannot be ended from outside: it ends once its step is over.
+        """
         if isinstance(self._worker, EngineProcess):
             self._worker.kill()
+        else:
+            self._desk.close(0.0)
+            self._desk.lose(EngineClosedError())
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -315,13 +331,31 @@ class RequestStream:
     cannot go on.
     """
 
-    def __init__(self, engine: AsyncLLM, slot: _Slot) -> None:
+    def __init__(self, engine: AsyncLLM, slot: Slot) -> None:
         self._engine, self._slot = engine, slot
 
     @property
     def times(self) -> RequestTimes:
         """When the request came, left the queue, had its first token, ended; as far as it did."""
         return self._slot.times
+
+    @property
+    def outputs(self) -> list[RequestOutput]:
+        """What has ended of the request's ``n`` so far, read or not. Where a pass failed, what there was by then."""
+        return list(self._slot.outputs.values())
+
+    @property
+    def over(self) -> bool:
+        """Whether the request has ended, or the stream was closed."""
+        return self._slot.over.is_set()
+
+    async def taken(self) -> None:
+        """Wait until the engine has the request. Raises as `AsyncLLM.submit`."""
+        await self._slot.taken()
+
+    async def ended(self) -> None:
+        """Wait for the request's end, its abort's too, however it ends; its events need not be read."""
+        await self._slot.over.wait()
 
     def __aiter__(self) -> RequestStream:
         return self
@@ -367,238 +401,17 @@ class RequestStream:
         self._engine._desk.abort(self._slot)  # which takes no lock: the garbage collector runs anywhere
 
 
-@dataclass(eq=False)
-class _Slot:
-    """What one request has for its reader. Its loop alone touches what is not said to be the desk's.
-
-    Attributes:
-        loop: of the reader.
-        times: of the request, as last told.
-        key, tokens, waits, sent: of the desk: number, tokens of the prompt, whether it counts as waiting, whether the
-            engine knows of it.
-    """
-
-    loop: asyncio.AbstractEventLoop
-    times: RequestTimes
-    key: int
-    tokens: int = 0
-    waits: bool = False
-    sent: bool = False
-    _events: dict[int, list[StreamEvent]] = field(default_factory=dict)  # by the output's index
-    _answer: Any = None
-    _error: Exception | None = None
-    _told: bool = False
-    _known: bool = False  # by the engine, as a request
-    _ended: bool = False
-    _wake: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def put(self, news: News) -> None:
-        """What the worker tells. Events that wait are joined, so that there are few: each at least twice the next."""
-        if self._ended:
-            return  # nobody reads
-        self._told = True
-        if news.times is not None:
-            self._known, self.times = True, news.times
-        self._answer, self._error = news.answer, news.error
-        if news.event is not None:
-            events = self._events.setdefault(news.event.index, [])
-            events.append(news.event)
-            while len(events) > 1 and len(events[-2].token_ids) < 2 * len(events[-1].token_ids) + 1:
-                joined = StreamEvent.joined(events[-2:])
-                assert joined is not None
-                events[-2:] = [joined]
-        self._ended = self._ended or news.last
-        self._wake.set()
-
-    def end(self) -> None:
-        """Nobody reads any more."""
-        self._events.clear()
-        self._error, self._ended = None, True
-        self._wake.set()
-
-    async def taken(self) -> None:
-        """Wait until the engine has the request; raise why it has not. What it met later is for who reads."""
-        while not self._told:
-            await self._wake.wait()
-        if not self._known:
-            self._fail()
-
-    async def answered(self) -> Any:
-        """Wait for the answer to a question."""
-        await self.taken()
-        return self._answer
-
-    async def next(self) -> StreamEvent | None:
-        """What came since the last event; ``None`` behind the end."""
-        if asyncio.get_running_loop() is not self.loop:
-            raise ConfigError("this stream belongs to another event loop: read it in the one that submitted it")
-        while True:
-            if self._events:
-                return StreamEvent.joined(self._events.pop(next(iter(self._events))))
-            self._fail()
-            if self._ended:
-                return None
-            self._wake.clear()
-            await self._wake.wait()
-
-    def _fail(self) -> None:
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+async def _taken(stream: RequestStream) -> RequestStream:
+    """The stream, once the engine has its request."""
+    try:
+        await stream.taken()
+    except BaseException:
+        stream.close()
+        raise
+    return stream
 
 
-class _Desk:
-    """Between event loops and the worker: who waits for what. Its methods may be called from any thread."""
-
-    inbox: Any  # of the worker, or of the process
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._slots: dict[int, _Slot] = {}
-        self._next = 0
-        self.waiting = self.waiting_tokens = 0
-        self.closing = False
-        self._process = os.getpid()
-        self._hands: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Hand] = weakref.WeakKeyDictionary()
-
-    def reserve(self, loop: asyncio.AbstractEventLoop, times: RequestTimes, most: int, worker: _Engine) -> _Slot:
-        """A place in the queue."""
-        self._check_process()
-        with self._lock:
-            self._check(worker)
-            if self.waiting >= most:
-                raise EngineOverloadedError("requests", self.waiting + 1, most)
-            slot = self._new(loop, times)
-            slot.waits = True
-            self.waiting += 1
-            return slot
-
-    def queue(self, slot: _Slot, prompt: Prompt, params: SamplingParams | None, began: float, most: int) -> None:
-        """Hand the request to the worker."""
-        tokens = len(prompt.token_ids if isinstance(prompt, TokenizedPrompt) else prompt)
-        with self._lock:
-            if self.closing:
-                raise EngineClosedError
-            if self.waiting_tokens and self.waiting_tokens + tokens > most:
-                raise EngineOverloadedError("prompt tokens", self.waiting_tokens + tokens, most)
-            slot.tokens, slot.sent = tokens, True
-            self.waiting_tokens += tokens
-            self.inbox.put(Add(slot.key, prompt, params, began))
-
-    def ask(self, loop: asyncio.AbstractEventLoop, worker: _Engine) -> _Slot:
-        """Ask for an audit."""
-        self._check_process()
-        with self._lock:
-            self._check(worker)
-            slot = self._new(loop, RequestTimes(time.perf_counter()))
-            self.inbox.put(Audit(slot.key))
-            return slot
-
-    def lose(self, error: BaseException | None) -> None:
-        """The engine is gone, for this reason or as it was told: whoever still waits for something hears so."""
-        with self._lock:
-            keys = list(self._slots)
-        self.tell([News(k, error=EngineClosedError() if error is None else EngineFailedError(error)) for k in keys])
-
-    @property
-    def forked(self) -> bool:
-        """Whether this is not the process that made the engine, but a fork, which lacks the engine's thread."""
-        return os.getpid() != self._process
-
-    def _check_process(self) -> None:
-        """Refuse a fork, where nobody would answer. Takes no lock, which another thread may have held at the fork."""
-        if self.forked:
-            why = f"process {os.getpid()} is a fork of {self._process}, which alone has the engine's thread"
-            raise EngineFailedError(RuntimeError(why))
-
-    def _check(self, worker: _Engine) -> None:
-        if self.closing:
-            raise EngineClosedError
-        if worker.fatal is not None:
-            raise EngineFailedError(worker.fatal)
-
-    def _new(self, loop: asyncio.AbstractEventLoop, times: RequestTimes) -> _Slot:
-        self._next += 1
-        slot = self._slots[self._next] = _Slot(loop, times, self._next)
-        return slot
-
-    def abort(self, slot: _Slot) -> None:
-        """End a request; what comes of it is told."""
-        if slot.key in self._slots:
-            self.inbox.put(Abort(slot.key))
-
-    def leave(self, slot: _Slot) -> None:
-        """Nobody reads a request any more: it is nobody's, and ends."""
-        with self._lock:
-            known = self._slots.pop(slot.key, None) is not None
-            if known:
-                self._enters(slot)
-        if known and slot.sent:
-            self.inbox.put(Abort(slot.key))
-
-    def _enters(self, slot: _Slot) -> None:
-        """It waits no more."""
-        if slot.waits:
-            slot.waits = False
-            self.waiting -= 1
-            self.waiting_tokens -= slot.tokens
-
-    def close(self, wait: float) -> None:
-        """Take nothing more; the worker ends after so many seconds."""
-        with self._lock:
-            self.closing = True
-            self.inbox.put(Shutdown(time.monotonic() + wait))
-
-    def tell(self, news: list[News]) -> None:
-        """Hand every loop what is new of its requests, in one call each. For the worker's thread."""
-        hands: dict[asyncio.AbstractEventLoop, list[tuple[_Slot, News]]] = defaultdict(list)
-        with self._lock:
-            for one in news:
-                slot = self._slots.get(one.key)
-                if slot is None:
-                    continue
-                if one.last or (one.times is not None and one.times.admitted is not None):
-                    self._enters(slot)
-                if one.last:
-                    del self._slots[one.key]
-                hands[slot.loop].append((slot, one))
-        for loop, some in hands.items():
-            try:
-                loop.call_soon_threadsafe(self._hands.setdefault(loop, _Hand()).take, some)
-            except RuntimeError:  # the loop is closed, and whoever read in it is gone
-                for slot, _ in some:
-                    self.leave(slot)
-
-
-class _Hand:
-    """Hands one loop what is new, a slice in each of its turns.
-
-    Every hand wakes a reader, whose work a loop does before it looks at timers and sockets again: a step of hundreds of
-    requests, handed over at once, would hold all else up for as long as all their readers take.
-    """
-
-    def __init__(self) -> None:
-        self._news: deque[tuple[_Slot, News]] = deque()  # in the order in which the worker told it
-        self._handing = False
-
-    def take(self, some: Iterable[tuple[_Slot, News]]) -> None:
-        """For the loop: what is new."""
-        self._news.extend(some)
-        if not self._handing:
-            self._handing = True
-            self._slice()
-
-    def _slice(self) -> None:
-        for _ in range(min(_SLICE, len(self._news))):
-            slot, news = self._news.popleft()
-            slot.put(news)
-        if self._news:
-            asyncio.get_running_loop().call_soon(self._slice)
-        else:
-            self._handing = False
-
-
-def _abandon(worker: _Engine) -> None:
+def _abandon(worker: Engine) -> None:
     """Nobody closed the engine, and nobody can any more."""
     worker.inbox.put(Shutdown(time.monotonic()))
 

@@ -462,10 +462,9 @@ class LLM(Conversing):
     def _stats(self, draft_bytes: int | None) -> EngineStats:
         """draft_bytes: as they were lately, where asking every drafting would take too long."""
         with self._turn():
-            scheduler, runner = self._scheduler, self._runner
-            counts = {name: getattr(scheduler, name) for name in ("prefilled", "generated", "preempted")}
-            counts["draft_bytes"] = runner.draft_bytes() if draft_bytes is None else draft_bytes
-            return EngineStats.of(scheduler.running, scheduler.waiting, runner.pages.pool.stats(), **counts)
+            runner = self._runner
+            held = runner.draft_bytes() if draft_bytes is None else draft_bytes
+            return self._scheduler.stats(runner.pages.pool.stats(), held)
 
     @property
     def numerics(self) -> dict[str, Any]:

@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from specrs._specrs import PoolExhaustedError
 from specrs.engine.batch import Passed
 from specrs.engine.request import Request, StreamEvent
 from specrs.engine.runner import Runner
+from specrs.engine.stats import EngineStats
+from specrs.engine.waiting import WaitingQueue
 
 
 class Scheduler:
@@ -28,8 +30,9 @@ class Scheduler:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._waiting: list[Request] = []  # by priority, then in order of arrival
+        self._waiting = WaitingQueue()
         self._admitted: list[Request] = []  # by priority, then in order of admission
+        self._asked: dict[int, dict[int, Request]] = {}  # those that wait or run, by asked id and index
         self._arrived = 0
         self._passed: list[Passed] = []  # whose events are to be noted
         self._news: list[StreamEvent] = []  # of this step; after an error, what the next one returns
@@ -51,8 +54,15 @@ class Scheduler:
 
     @property
     def waiting(self) -> list[Request]:
-        """Requests that have none: new ones, and those that were preempted."""
+        """Requests that have none: new ones, and those that were preempted; in the order in which they are admitted."""
         return list(self._waiting)
+
+    def stats(self, pool: Mapping[str, int], draft_bytes: int) -> EngineStats:
+        """Figures of what runs and waits, and counts since the beginning. pool: its counts."""
+        return EngineStats.of(
+            len(self._admitted), len(self._waiting), self._waiting.tokens, pool, prefilled=self.prefilled,
+            generated=self.generated, preempted=self.preempted, draft_bytes=draft_bytes,
+        )  # fmt: skip
 
     def check(self, request: Request) -> None:
         """Refuse a request that the pool could not hold even alone.
@@ -72,20 +82,25 @@ class Scheduler:
         """Queue a request."""
         self._arrived += 1
         request.arrival = self._arrived
-        insort(self._waiting, request, key=_turn)
+        self._asked.setdefault(request.asked_id, {})[request.index] = request
+        self._waiting.add(request)
 
     def abort(self, request_id: int) -> list[StreamEvent]:
         """End every output of a request early. An event of each carries what no step has returned yet, if anything."""
-        runs = any(r.asked_id == request_id for r in self._admitted)
+        outputs = self._asked.get(request_id, {})
+        runs = any(r not in self._waiting for r in outputs.values())
         self._tell(self._runner.land() if runs else ())  # its pages are leased as long as rounds run
         news = [e for e in self._news if e.request_id == request_id]
-        self._news = [e for e in self._news if e.request_id != request_id]
-        for group in (self._admitted, self._waiting):
-            for request in [r for r in group if r.asked_id == request_id]:
-                group.remove(request)
-                pieces = request.abort()
-                self._runner.end(request)
-                news.append(StreamEvent(request_id, [], pieces, request.output(), request.index))
+        if news:
+            self._news = [e for e in self._news if e.request_id != request_id]
+        for request in list(outputs.values()):  # what has not ended in the rounds that landed
+            if request in self._waiting:
+                self._waiting.remove(request)
+            else:
+                self._admitted.remove(request)
+            pieces = request.abort()
+            self._end(request)
+            news.append(StreamEvent(request_id, [], pieces, request.output(), request.index))
         each = [[e for e in news if e.index == i] for i in sorted({e.index for e in news})]
         return [event for events in each if (event := StreamEvent.joined(events)) is not None]
 
@@ -112,7 +127,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         while len(self._admitted) < self._runner.config.max_batch:
-            request = next((r for r in self._waiting if not r.held), None)
+            request = self._waiting.first()
             if request is None:
                 return
             self._runner.admit(request)
@@ -174,7 +189,15 @@ class Scheduler:
         self.preempted += 1
         self._admitted.remove(request)
         self._runner.release(request)
-        insort(self._waiting, request, key=_turn)
+        self._waiting.add(request)
+
+    def _end(self, request: Request) -> None:
+        """It runs and waits no more."""
+        outputs = self._asked[request.asked_id]
+        del outputs[request.index]
+        if not outputs:
+            del self._asked[request.asked_id]
+        self._runner.end(request)
 
     def _tell(self, passed: Sequence[Passed]) -> None:
         """Note the events of requests that have passed, and end those that have finished. Ctrl-C may interrupt that, in
@@ -187,15 +210,10 @@ class Scheduler:
             try:
                 if p.committed.finished:
                     self._admitted.remove(request)
-                    self._runner.end(request)
+                    self._end(request)
             finally:
                 self._news.append(request.event(kept, p.committed))
 
 
 def _priority(request: Request) -> int:
     return request.params.priority
-
-
-def _turn(request: Request) -> tuple[int, int]:
-    """What is preempted comes before what waits already, of the same priority: it has arrived earlier."""
-    return request.params.priority, request.arrival

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-
-from specrs.engine.request import Request
 
 
 @dataclass(frozen=True)
@@ -38,14 +36,12 @@ class EngineStats:
     draft_bytes: int = 0
 
     @classmethod
-    def of(
-        cls, running: Sequence[Request], waiting: Sequence[Request], pool: Mapping[str, int], **counts: int
-    ) -> EngineStats:
+    def of(cls, running: int, waiting: int, waiting_tokens: int, pool: Mapping[str, int], **counts: int) -> EngineStats:
         """From what a scheduler has, and a pool's counts; ``counts``: since the beginning."""
         return cls(
-            running=len(running),
-            waiting=len(waiting),
-            waiting_tokens=sum(len(r.tokens) for r in waiting),
+            running=running,
+            waiting=waiting,
+            waiting_tokens=waiting_tokens,
             pages=pool["total_pages"],
             used_pages=pool["total_pages"] - pool["free_pages"] - pool["evictable_pages"],
             cached_pages=pool["cached_pages"],

@@ -19,7 +19,7 @@ from specrs.serve.exchange import Exchange, Gone, Receive, Scope, Send
 from specrs.serve.middleware import Guarded, Hosts, Recorded, refuse
 from specrs.serve.playground import page
 from specrs.serve.responses import NOT_STORED, input_tokens, responses
-from specrs.serve.service import Service
+from specrs.serve.service import LAST_WORDS, Service
 
 _logger = logging.getLogger("specrs.serve")
 Work = Callable[[Service, Exchange, Mapping[str, Any]], Awaitable[None]]
@@ -37,7 +37,7 @@ def app(config: ServeConfig | Mapping[str, Any] | None = None, engine: AsyncLLM 
     ``app.state.service`` has what the requests share while the application lives, ``app.state.engine`` the engine.
 
     Raises:
-        ConfigError: a config that is none, or Starlette is missing.
+        ConfigError: a config that is none, a ``chat_template`` that cannot be read, or Starlette is missing.
     """
     try:
         from starlette.applications import Starlette
@@ -49,6 +49,7 @@ def app(config: ServeConfig | Mapping[str, Any] | None = None, engine: AsyncLLM 
         config = ServeConfig.from_env()
     elif not isinstance(config, ServeConfig):
         config = ServeConfig.of(config)
+    config.check_template()
 
     posts = {
         "/v1/completions": completions, "/v1/chat/completions": chat, "/v1/responses": responses,
@@ -76,13 +77,11 @@ def app(config: ServeConfig | Mapping[str, Any] | None = None, engine: AsyncLLM 
             CORSMiddleware, allow_origins=list(config.cors_origins), allow_methods=["GET", "POST"],
             allow_headers=["*"], expose_headers=["X-Request-Id", "Retry-After"],
         )  # fmt: skip
-    if config.allowed_hosts:
-        made.add_middleware(Hosts, hosts=config.allowed_hosts)
+    made.add_middleware(Hosts, hosts=config.allowed_hosts)
     made.add_middleware(Recorded, state=made.state)
     return made
 
 
-_AUDIT = 30.0  # seconds for the engine to answer at the end, between two steps; one that hangs does not
 MISSING = """specrs serve needs Starlette and uvicorn: pip install "$(echo dist/specrs-*.whl)[serve]\""""
 
 
@@ -91,7 +90,7 @@ def _lifespan(config: ServeConfig, given: AsyncLLM | None) -> Any:
     async def lifespan(app: Any) -> AsyncIterator[None]:
         engine = await asyncio.to_thread(make_engine, config) if given is None else given
         app.state.engine = engine
-        app.state.service = service = Service(config, engine)
+        app.state.service = service = Service(config, engine, owned=given is None)
         tasks = [asyncio.ensure_future(service.watch.run()), asyncio.ensure_future(service.guard())]
         try:
             with engine.watching_steps(service.metrics.step):
@@ -101,12 +100,11 @@ def _lifespan(config: ServeConfig, given: AsyncLLM | None) -> Any:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            try:
-                await _checked(service)
-            finally:
-                if given is None:
-                    await engine.aclose(drain=False)
-                service.close()
+            await service.audit()
+            if given is None:
+                with suppress(TimeoutError):  # of a thread, which ends with its step
+                    await engine.aclose(drain=False, grace=0.0 if service.failed else LAST_WORDS)
+            service.close()
 
     return lifespan
 
@@ -117,17 +115,6 @@ def make_engine(config: ServeConfig) -> AsyncLLM:
         config.model, config.draft, speculative=config.speculative, process=config.engine_process,
         max_waiting=config.max_waiting, max_waiting_tokens=config.max_waiting_tokens, **config.engine,
     )  # fmt: skip
-
-
-async def _checked(service: Service) -> None:
-    """Audit the page ledger, where the engine still can."""
-    if service.failed:
-        return
-    counts = await asyncio.wait_for(service.engine.audit(), _AUDIT)
-    stats = service.engine.stats()
-    held = {name: counts[name] for name in ("sequences", "held_pages") if counts.get(name)}
-    if held and not (service.open_requests or stats.submitted or stats.engine.running or stats.engine.waiting):
-        raise ConfigError(f"at the end, with no request open, the pool has {held}")
 
 
 class Posted:

@@ -15,6 +15,7 @@ from specrs.serve.fields import CHAT, ROUNDS, read
 from specrs.serve.reply import Count, Frame, Reply, counted, speculation, traced
 from specrs.serve.sampling import Wish, wish
 from specrs.serve.scores import Names, all_objects, objects, prompt_scores
+from specrs.serve.turns import rendered, with_known_roles
 from specrs.serve.voices import Plain, Voice, message
 
 if TYPE_CHECKING:
@@ -38,11 +39,8 @@ async def chat(service: Service, exchange: Exchange, body: Mapping[str, Any]) ->
             pool = service.apart if "chat_template" in fields else service.pooled
             prompt, (spoken, wanted) = await pool(lambda: prepared(service, fields, asked))
         call = Call(service, fields, reply, prompt, spoken)
-        async with service.submitted([prompt], wanted) as flow:
-            try:
-                await (call.stream(exchange, flow) if record.stream else call.whole(exchange, flow))
-            finally:
-                record.ended(flow.outputs, [stream.times for stream in flow.streams])
+        async with service.submitted([prompt], wanted, record) as flow:
+            await (call.stream(exchange, flow) if record.stream else call.whole(exchange, flow))
 
 
 def prepared(service: Service, fields: Mapping[str, Any], asked: Wish) -> tuple[TokenizedPrompt, tuple[Manner, Wish]]:
@@ -61,6 +59,7 @@ def chat_prompt(service: Service, fields: Mapping[str, Any], wanted: Wish | None
 
     Raises:
         ChatTemplateError: as `specrs.chat.ChatTemplates.render`.
+        RequestError: as `with_known_roles`.
     """
     config, templates = service.config, service.engine.chat_templates
     limits = RenderLimits(config.max_template_seconds, config.max_template_chars)
@@ -72,10 +71,14 @@ def chat_prompt(service: Service, fields: Mapping[str, Any], wanted: Wish | None
         "chat_template_kwargs": _variables(service, fields),
     }  # fmt: skip
     own = fields.get("chat_template")
-    if own is not None:
-        text = apart(templates, fields["messages"], chat_template=own, limits=limits, **options)
-    else:
-        text = templates.render(fields["messages"], chat_template=service.template, limits=limits, **options)
+    source = templates.source(service.template, bool(options["tools"])) if own is None else own
+
+    def render(messages: list[dict[str, Any]]) -> str:
+        if own is not None:
+            return apart(templates, messages, chat_template=own, limits=limits, **options)
+        return templates.render(messages, chat_template=service.template, limits=limits, **options)
+
+    text = rendered(render, with_known_roles(fields["messages"], source))
     ids = service.encode(text, fields.get("add_special_tokens", False), "messages")
     return TokenizedPrompt(text, ids if wanted is None else wanted.kept(ids))
 

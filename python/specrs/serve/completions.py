@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from specrs.engine import TokenizedPrompt
 from specrs.serve.config import ServeConfig
-from specrs.serve.errors import bad
+from specrs.serve.errors import bad, shown
 from specrs.serve.exchange import DONE, Exchange
 from specrs.serve.fields import COMPLETIONS, ROUNDS, read
 from specrs.serve.reply import Count, Frame, Reply, counted, speculation, traced
@@ -35,11 +35,8 @@ async def completions(service: Service, exchange: Exchange, body: Mapping[str, A
         with service.preparing():
             prompts, wanted = await service.pooled(lambda: (_prompts(service, fields, asked), service.prepared(asked)))
         call = Call(service, fields, wanted, reply, prompts)
-        async with service.submitted(prompts, wanted) as flow:
-            try:
-                await (call.stream(exchange, flow) if record.stream else call.whole(exchange, flow))
-            finally:
-                record.ended(flow.outputs, [stream.times for stream in flow.streams])
+        async with service.submitted(prompts, wanted, record) as flow:
+            await (call.stream(exchange, flow) if record.stream else call.whole(exchange, flow))
 
 
 def _prompts(service: Service, fields: Mapping[str, Any], wanted: Wish) -> list[TokenizedPrompt]:
@@ -50,6 +47,9 @@ def _prompts(service: Service, fields: Mapping[str, Any], wanted: Wish) -> list[
         where = "prompt" if len(fields["prompt"]) == 1 else f"prompt[{i}]"
         if isinstance(prompt, str):
             ids = service.encode(prompt, special, where)
+            if not ids:
+                why = "it has no tokens, and the tokenizer puts none before it (BOS): there is nothing to continue"
+                raise bad(f"{where} = {shown(prompt)}: {why}", "prompt")
         else:
             ids = prompt
             service.check_tokens(ids, where)

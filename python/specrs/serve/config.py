@@ -15,6 +15,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,9 @@ class ServeConfig:
         served_names: what requests may call the model, the first one in responses that ask for none; empty: the name
             of the model's directory, or ``org/name``.
         host, port: to listen at; port 0 takes a free one.
+        uds: a Unix domain socket to listen at instead, by its path: programs of this machine that may write to it need
+            no key.
+        root_path: the path below which a proxy serves this server, and that it takes away: ``/llm``, say.
         keys: API keys; none: everybody may ask.
         allow_public_without_key: listen at an address that other machines reach, with no key.
         allowed_hosts: names that a request's ``Host`` may have; empty: any. The command line allows the names of this
@@ -60,7 +64,8 @@ class ServeConfig:
         max_token_ids: of ``stop_token_ids``, ``allowed_token_ids``, ``logit_bias`` and ``bad_words``: entries.
         max_schema_bytes: of a grammar or a JSON schema.
         max_template_seconds, max_template_chars: that rendering a conversation may take, and write.
-        chat_template: a file with the template of conversations; ``None``: the model's own.
+        chat_template: a file with the template of conversations; ``None``: the model's own. It is read when the server
+            is made, before the model is.
         tool_call_parser: the form in which the model writes tool calls: ``"hermes"``, ``"llama3"``, ``"mistral"``,
             ``"none"``, or ``"auto"``, by its chat template.
         reasoning_parser: the marks around its reasoning: ``"think"`` (``<think>``), ``"mistral"`` (``[THINK]``),
@@ -68,7 +73,8 @@ class ServeConfig:
         trust_request_chat_template: take templates from requests; they are rendered in a process of their own.
         body_seconds: that a body may take to come; 408 beyond.
         send_seconds: that a client may leave a response unread; then it is aborted.
-        keep_alive_seconds: between comments on a stream on which nothing else goes.
+        keep_alive_seconds: that a connection may stay open between two requests.
+        comment_seconds: between comments on a stream on which nothing else goes.
         drain_seconds: that requests may go on after SIGTERM; what runs then ends with ``"abort"``.
         stall_seconds: after which a step that goes on makes ``/health`` say 503.
         retry_after_seconds: that clients are asked to wait after 429 and 503.
@@ -87,6 +93,8 @@ class ServeConfig:
     chat_template: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
+    uds: str | None = None
+    root_path: str = ""
     keys: Keys = field(default_factory=Keys)
     allow_public_without_key: bool = False
     allowed_hosts: Sequence[str] = ()
@@ -112,7 +120,8 @@ class ServeConfig:
     trust_request_chat_template: bool = False
     body_seconds: float = 60.0
     send_seconds: float = 120.0
-    keep_alive_seconds: float = 15.0
+    keep_alive_seconds: float = 30.0
+    comment_seconds: float = 15.0
     drain_seconds: float = 30.0
     stall_seconds: float = 300.0
     retry_after_seconds: float = 1.0
@@ -126,6 +135,8 @@ class ServeConfig:
                 object.__setattr__(self, name, check(name, value))
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port = {self.port}: must be in 0..65535")
+        if self.root_path:
+            object.__setattr__(self, "root_path", _below(self.root_path))
         for name, words in _WORDS.items():
             if getattr(self, name) not in words:
                 raise ConfigError(f"{name} = {getattr(self, name)!r}: must be one of {', '.join(words)}")
@@ -169,11 +180,44 @@ class ServeConfig:
         Raises:
             ConfigError: with what to do.
         """
-        if not self.keys and not self.allow_public_without_key and not is_loopback(self.host):
+        if not self.keys and not self.allow_public_without_key and not self.is_local:
             raise ConfigError(
                 f"host = {self.host!r}: other machines would reach this server, and no API key is set; give "
                 "--api-key-file (or SPECRS_API_KEY), or --allow-public-without-key"
             )
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this machine alone reaches the server."""
+        return self.uds is not None or is_loopback(self.host)
+
+    def check_template(self) -> None:
+        """Refuse a ``chat_template`` that cannot be read.
+
+        Raises:
+            ConfigError: no such file, no text, or no template in Jinja; with the line.
+        """
+        if self.template is None:
+            return
+        from jinja2 import TemplateSyntaxError
+
+        from specrs.chat.dialect import environment
+
+        try:
+            environment().parse(self.template)
+        except TemplateSyntaxError as e:
+            raise ConfigError(f"chat_template = {self.chat_template!r}, line {e.lineno}: {e.message}") from None
+
+    @cached_property
+    def template(self) -> str | None:
+        """The text of ``chat_template``. Raises as `check_template`."""
+        if self.chat_template is None:
+            return None
+        try:
+            return Path(self.chat_template).read_text(encoding="utf-8")
+        except (OSError, ValueError) as e:
+            why = e.strerror if isinstance(e, OSError) else "not a text in UTF-8"
+            raise ConfigError(f"chat_template = {self.chat_template!r}: {why}") from None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -196,6 +240,13 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+def _below(path: str) -> str:
+    """A path that others stand below."""
+    if not path.startswith("/") or not path.isascii() or not path.isprintable() or set(path) & set("?#% "):
+        raise ConfigError(f"root_path = {path!r}: must be a path that begins with /, as it stands in URLs")
+    return path.rstrip("/")
 
 
 def _parsed(variable: str, text: str, kind: Any) -> Any:

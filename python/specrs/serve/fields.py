@@ -7,7 +7,6 @@ error or another server's field would otherwise change an output in silence. ``n
 from __future__ import annotations
 
 import enum
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 from specrs.serve import forms, responses_fields, responses_items, tool_fields
 from specrs.serve.config import ServeConfig
 from specrs.serve.errors import RequestError, bad, shown
-from specrs.serve.exchange import no_constant
+from specrs.serve.turns import arguments
 
 COMPLETIONS, CHAT, RESPONSES = "completions", "chat", "responses"
 ROUNDS = "rounds"  # of `return_spec_stats`
@@ -161,7 +160,7 @@ def prompt(name: str, value: Any, config: ServeConfig) -> list[str | list[int]]:
     for i, one in enumerate(value):
         if not isinstance(one, str) and not (isinstance(one, list) and _ids(one)):
             raise bad(f"{name}[{i}] = {shown(one)}: must be a text, or a list of token ids", name)
-        if not one:
+        if one == []:
             raise bad(f"{name}[{i}] = {shown(one)}: is empty: there is nothing to continue", name)
     return value
 
@@ -194,7 +193,7 @@ def _message(where: str, message: Any) -> dict[str, Any]:
 
 
 def _calls(where: str, calls: Any) -> list[dict[str, Any]]:
-    """Earlier calls of a conversation. Templates write arguments as JSON: as text, they would be JSON of a text."""
+    """Earlier calls of a conversation, whatever their arguments are: the model wrote them."""
     if not isinstance(calls, list):
         raise bad(f"{where} = {shown(calls)}: must be a list", "messages")
     found = []
@@ -203,13 +202,10 @@ def _calls(where: str, calls: Any) -> list[dict[str, Any]]:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise bad(f"{where}[{i}].function.name: is needed", "messages")
         told = function.get("arguments")
-        try:
-            arguments = json.loads(told, parse_constant=no_constant) if isinstance(told, str) and told else told or {}
-        except (ValueError, RecursionError):
-            arguments = None
-        if not isinstance(arguments, dict):
-            raise bad(f"{where}[{i}].function.arguments = {shown(told)}: must be a JSON object", "messages")
-        found.append({**call, "function": {**function, "arguments": arguments}})
+        if told is not None and not isinstance(told, (str, dict)):
+            raise bad(f"{where}[{i}].function.arguments = {shown(told)}: must be a text", "messages")
+        told = arguments(told) if isinstance(told, str) else told or {}
+        found.append({**call, "function": {**function, "arguments": told}})
     return found
 
 
@@ -289,7 +285,8 @@ TABLE: tuple[Field, ...] = (
     # OpenAI's, of all
     Field("model", _H, text, "one of the served names; absent: the first"),
     Field("stream", _H, flag, "server-sent events, and behind choices `[DONE]`"),
-    Field("stream_options", _H, stream_options, "`include_usage`, `continuous_usage_stats`; obfuscation is not added"),
+    Field("stream_options", _H, stream_options, "`include_usage`, `continuous_usage_stats`; needs `stream`; "
+          "obfuscation is not added"),
     Field("n", _H, outputs, "outputs of each prompt, which is prefilled once; at most `max_n`", _CM),
     Field("temperature", _H, as_it_is, "at least 0; 0 is greedy"),
     Field("top_p", _H, as_it_is, "in (0, 1]"),
@@ -300,7 +297,8 @@ TABLE: tuple[Field, ...] = (
     Field("logit_bias", _H, entries, "by token id; at most `max_token_ids`"),
     Field("user", _I, anything, "changes no output"),
     # OpenAI's, of completions
-    Field("prompt", _H, prompt, "a text, texts, token ids, or lists of token ids", _C),
+    Field("prompt", _H, prompt, "a text, texts, token ids, or lists of token ids; an empty text is the token that the "
+          "tokenizer puts before texts (BOS), and refused where it puts none", _C),
     Field("max_tokens", _H, whole(0), "16 where neither request nor model says; 0 generates nothing", _C),
     Field("echo", _H, flag, "the prompt before the output; with `logprobs` its tokens' too, which are the model's own "
           "in each `logprobs_mode`", _C),
@@ -309,7 +307,8 @@ TABLE: tuple[Field, ...] = (
           "asked for or else the model's; not with `stream`", _C),
     Field("suffix", _R, only("", why="the model fills no gaps in a text"), "fill in the middle", _C),
     # OpenAI's, of chat
-    Field("messages", _H, messages, "content as a text, or parts of type `text`", _M),
+    Field("messages", _H, messages, "content as a text, or parts of type `text`; roles `system`, `developer`, `user`, "
+          "`assistant`, `tool`, and those that the template names", _M),
     Field("max_completion_tokens", _H, whole(1), "the rest of the context where nobody says", _M),
     Field("max_tokens", _H, whole(1), "the older name of `max_completion_tokens`, which goes first", _M),
     Field("logprobs", _H, flag, "of each token", _M),
@@ -440,6 +439,8 @@ def read(endpoint: str, body: Mapping[str, Any], config: ServeConfig) -> dict[st
         checked = known.check(name, value, config)
         if known.kind is Kind.HONOURED:
             found[name] = checked
+    if "stream_options" in found and not found.get("stream"):
+        raise bad("stream_options: needs stream = true", "stream_options")
     return found
 
 

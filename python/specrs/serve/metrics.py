@@ -143,8 +143,14 @@ class Metrics:
         for gap in step.gaps:
             self._gaps.observe(gap)
 
-    def ended(self, output: RequestOutput) -> None:
-        """One output of a request came to its end."""
+    def ended(self, outputs: Sequence[RequestOutput], times: RequestTimes) -> None:
+        """A request came to its end, with so many outputs: none of one that the engine refused."""
+        for output in outputs:
+            self._output(output)
+        if outputs:
+            self._timed(times, max(len(one.token_ids) for one in outputs))
+
+    def _output(self, output: RequestOutput) -> None:
         usage = output.usage
         self.success[str(output.finish_reason)].inc()
         if not output.index:
@@ -166,8 +172,8 @@ class Metrics:
             for position in range(drafts):
                 self.by_position[str(min(position, _POSITIONS - 1))].inc(rounds)
 
-    def timed(self, times: RequestTimes, tokens: int) -> None:
-        """All outputs of a request came to their ends; the longest has so many tokens."""
+    def _timed(self, times: RequestTimes, tokens: int) -> None:
+        """tokens: of the longest output."""
         came, admitted, first, end = times.submitted, times.admitted, times.first_token, times.finished
         if admitted is not None:
             self.queued.observe(admitted - came)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Sequence
 from typing import Any
 
-from specrs.serve.errors import RequestError
+from specrs.serve.errors import RequestError, shown
 from specrs.serve.exchange import Exchange, Receive, Scope, Send
 from specrs.serve.keys import Keys
-from specrs.serve.record import Record
+from specrs.serve.record import Record, routed
 
 _GUARDED = re.compile(r"/(v1|tokenize|detokenize)(/|$)")
 
@@ -44,21 +45,42 @@ class Recorded:
 
 
 class Hosts:
-    """Refuses requests that another name led here: a web page can make a name of its own lead to this machine."""
+    """Refuses requests that another name led here: a web page can make a name of its own lead to this machine. It also
+    refuses those whose name nobody can tell, since they have two.
+
+    Args:
+        hosts: names and addresses that are allowed; none: any.
+    """
 
     def __init__(self, app: Any, hosts: Sequence[str]) -> None:
-        self._app, self._hosts = app, frozenset(host.lower() for host in hosts)
+        self._app, self._hosts = app, frozenset(map(host_name, hosts))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As ASGI calls it."""
         if scope["type"] == "http":
-            asked = next((value for key, value in scope["headers"] if key == b"host"), b"").decode("latin-1").lower()
-            host = re.sub(r":\d*$", "", asked)
-            if host not in self._hosts:
-                told = RequestError(403, f"Host {host[:80]!r}: not one of allowed_hosts", code="host_not_allowed")
+            told = self._refused(scope)
+            if told is not None:
                 await refuse(scope, receive, send, told)
                 return
         await self._app(scope, receive, send)
+
+    def _refused(self, scope: Scope) -> RequestError | None:
+        asked = [value.decode("latin-1") for key, value in scope["headers"] if key == b"host"]
+        if len(asked) > 1 or (not asked and scope["http_version"] == "1.1"):  # RFC 9112, 3.2
+            why = f"the request has {len(asked)} Host headers: must be one"
+            return RequestError(400, why, code="invalid_host")
+        host = re.sub(r":\d*$", "", asked[0]) if asked else ""
+        if self._hosts and host_name(host) not in self._hosts:
+            return RequestError(403, f"Host {shown(host)}: not one of allowed_hosts", code="host_not_allowed")
+        return None
+
+
+def host_name(host: str) -> str:
+    """A name, or an address in its shortest form, whose spellings then compare equal: ``::1`` for ``[0:0::1]``."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).compressed
+    except ValueError:
+        return host.lower()
 
 
 class Guarded:
@@ -69,19 +91,12 @@ class Guarded:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As ASGI calls it."""
-        guarded = scope["type"] == "http" and scope["method"] != "OPTIONS" and _GUARDED.match(_routed(scope))
+        guarded = scope["type"] == "http" and scope["method"] != "OPTIONS" and _GUARDED.match(routed(scope))
         if guarded and not self._keys.accept(_presented(scope)):
             told = RequestError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
             await refuse(scope, receive, send, told, [(b"www-authenticate", b"Bearer")])
             return
         await self._app(scope, receive, send)
-
-
-def _routed(scope: Scope) -> str:
-    """The path that routes are found by: where the application stands below another's path, without that."""
-    path, root = str(scope["path"]), str(scope.get("root_path", ""))
-    rest = path[len(root) :]
-    return rest if root and path.startswith(root) and rest.startswith("/") else path
 
 
 def _presented(scope: Scope) -> bytes:

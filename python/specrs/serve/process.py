@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import os
 import signal
 import socket
+import stat
 import sys
 import threading
 from collections.abc import Iterator
@@ -18,6 +20,8 @@ from specrs._specrs import ConfigError
 from specrs.serve.app import MISSING, app, make_engine
 from specrs.serve.config import ServeConfig, is_loopback
 from specrs.serve.heads import protocol
+from specrs.serve.seldom import seldom
+from specrs.serve.service import LAST_WORDS
 
 if TYPE_CHECKING:
     import uvicorn
@@ -25,7 +29,8 @@ if TYPE_CHECKING:
     from specrs.engine import AsyncLLM
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_GRACE = 3  # seconds for connections to close once their responses are complete, or given up
+_GRACE = 3.0  # seconds for connections to close once their responses are complete, or given up
+_CUT = 1  # seconds for requests to notice that their connection was cut
 _DYING = 1.0  # seconds in which /health says 503, before a process whose engine died ends
 _SWITCH = 5e-4  # seconds; Python's own 5e-3 is what an event loop may wait for an engine's thread, and that for it
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
@@ -70,24 +75,25 @@ _GIVING_WAY = _GivingWay()
 def server(config: ServeConfig, engine: AsyncLLM | None = None) -> uvicorn.Server:
     """A uvicorn server, set up as `specrs serve` is: ``server(config).run()`` serves.
 
-    Its ``address`` is known once it is ``started``. Its ``status`` is that of the process in the end: 0, or 1 where the
-    engine died or the pool leaked. SIGTERM and SIGINT, and a call of ``handle_exit``, drain: new requests get 503,
-    ``/ready`` says 503, what runs goes on for ``drain_seconds``, and what is left ends with ``"abort"``. A second one
-    ends at once.
+    Its ``address`` is known once it is ``started``. SIGTERM and SIGINT, and a call of ``handle_exit``, drain: new
+    requests get 503, ``/ready`` says 503, what runs goes on for ``drain_seconds``, and what is left ends with
+    ``"abort"``. An engine that does not answer then is given up after `LAST_WORDS` seconds. A second signal ends at
+    once. Its ``status`` is that of the process in the end: 0; or 1 where the engine died, was given up, or lost pages,
+    or a second signal came.
 
     Args:
         engine: as `app` takes it.
 
     Raises:
-        ConfigError: uvicorn is missing; an address that other machines reach, without a key.
+        ConfigError: as `app`; uvicorn is missing; an address that other machines reach, without a key.
     """
     try:
         import uvicorn
     except ImportError as e:
         raise ConfigError(f"{MISSING} ({e})") from None
     config.check_address()
-    if not config.keys and not config.allowed_hosts and is_loopback(config.host):
-        config = replace(config, allowed_hosts=_LOCAL)
+    if not config.keys and not config.allowed_hosts and config.uds is None and is_loopback(config.host):
+        config = replace(config, allowed_hosts=(*_LOCAL, config.host))
     application = app(config, engine)
 
     class Server(uvicorn.Server):
@@ -110,11 +116,12 @@ def server(config: ServeConfig, engine: AsyncLLM | None = None) -> uvicorn.Serve
                 return
             _GIVING_WAY.settle()
             application.state.service.on_death.append(self._died)
+            application.state.service.owned |= self.closes
             print(f"listening on {self.address}", file=sys.stderr, flush=True)
 
         async def serve(self, sockets: list[socket.socket] | None = None) -> None:
             """Serve until the end."""
-            with _GIVING_WAY:
+            with _GIVING_WAY, seldom("uvicorn.error", "specrs.serve", "asyncio"):
                 await super().serve(sockets)
 
         @contextlib.contextmanager
@@ -135,8 +142,9 @@ def server(config: ServeConfig, engine: AsyncLLM | None = None) -> uvicorn.Serve
             if not self.started:
                 self.should_exit = True
             elif application.state.service.draining:
-                self.should_exit = self.force_exit = True
-                self._let_go()
+                self.should_exit = True
+                with contextlib.suppress(RuntimeError):  # its loop is closed: it has ended
+                    self._loop.call_soon_threadsafe(application.state.service.force)
             else:
                 application.state.service.draining = True
                 self._loop.call_soon_threadsafe(self._drain)
@@ -148,30 +156,30 @@ def server(config: ServeConfig, engine: AsyncLLM | None = None) -> uvicorn.Serve
             await application.state.service.drain()
             self.should_exit = True
 
-        def _let_go(self) -> None:
-            """Wait for no engine: neither for its last step, nor for an audit."""
-            application.state.service.failed = True
-            if engine is None or self.closes:
-                application.state.engine.kill()
-
         def _died(self) -> None:
-            self.status = 1
             self._loop.call_later(_DYING, setattr, self, "should_exit", True)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             """Close connections, then the engine."""
-            self.force_exit, forced = False, self.force_exit  # which skips the engine's end, too
-            if forced:
-                self.config.timeout_graceful_shutdown = 0
+            service, state = application.state.service, self.server_state
+            for one in self.servers:
+                one.close()
+            for connection in list(state.connections):
+                connection.shutdown()  # now, or once its response is complete
+            await service.pause(lambda: not state.connections, _GRACE)
+            for connection in list(state.connections):
+                connection.transport.abort()  # so that its request ends as one whose client has gone
+            await service.pause(lambda: not state.tasks, _CUT)
             await super().shutdown([self._own] if sockets is None and self._own is not None else sockets)
-            if self.lifespan.should_exit:  # it met an error at its end
+            if self.lifespan.should_exit or service.unsound:  # it met an error at its end
                 self.status = 1
 
     return Server(
         uvicorn.Config(
             application, host=config.host, port=config.port, lifespan="on", log_config=None, access_log=False,
             log_level="warning", http=protocol(), ws="none", proxy_headers=False, server_header=False,
-            timeout_graceful_shutdown=_GRACE, timeout_keep_alive=30,
+            timeout_graceful_shutdown=_CUT, root_path=config.root_path,
+            timeout_keep_alive=config.keep_alive_seconds,  # type: ignore[arg-type]  # of an event loop: any number
         )
     )  # fmt: skip
 
@@ -192,27 +200,36 @@ def run(config: ServeConfig) -> int:
         OSError: the address cannot be listened at.
     """
     config.check_address()
+    config.check_template()
     with listener(config) as sock:  # what fails at once fails before the model is loaded
-        made: Any = server(config, engine := make_engine(config))
+        engine = make_engine(config)
+        made: Any = server(config, engine)
         made.closes = True
         try:
             made.run([sock])
         except SystemExit:  # uvicorn's way to say that the application did not start; it has told why
-            return 1
+            made.status = 1
         finally:
-            asyncio.run(engine.aclose(drain=False))
+            with contextlib.suppress(TimeoutError):  # of a thread in a step: the process ends without it
+                asyncio.run(engine.aclose(drain=False, grace=0.0 if made.status else LAST_WORDS))
+            if config.uds is not None:
+                os.unlink(config.uds)
     return int(made.status)
 
 
 def listener(config: ServeConfig) -> socket.socket:
-    """A socket at the config's address, for ``server(config).run([socket])``.
+    """A socket at the config's address, or the Unix domain socket that it names, for ``server(config).run([socket])``.
+    The file of a Unix domain socket whose server is gone is replaced.
 
     Connections end where a client reads nothing any more: a closed one lives on while the kernel has bytes that the
     client does not take, and TCP_USER_TIMEOUT ends that.
 
     Raises:
-        OSError: the address is no address of this machine, or is taken.
+        OSError: the address is no address of this machine, or is taken; the path has no folder, or something else is
+            there.
     """
+    if config.uds is not None:
+        return _local_listener(config.uds)
     host, port = config.host.strip("[]"), config.port
     family, kind, protocol, _, address = socket.getaddrinfo(
         host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -231,6 +248,32 @@ def listener(config: ServeConfig) -> socket.socket:
     return sock
 
 
+def _local_listener(path: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if _is_left(path):
+            os.unlink(path)
+        sock.bind(path)
+    except OSError as e:
+        sock.close()
+        raise OSError(e.errno, f"{path}: {e.strerror or e}") from None
+    return sock
+
+
+def _is_left(path: str) -> bool:
+    """Whether a path is a socket's that nobody listens at any more."""
+    if not os.path.exists(path) or not stat.S_ISSOCK(os.stat(path).st_mode):
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            return True
+    return False
+
+
 def _address(sock: socket.socket) -> str:
+    if sock.family == socket.AF_UNIX:
+        return f"unix:{sock.getsockname()}"
     host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -59,7 +59,7 @@ class Record:
         """Of a request that begins."""
         asked = next((value for key, value in scope["headers"] if key == b"x-request-id"), b"")
         name = asked.decode("ascii") if _ID.fullmatch(asked) else uuid.uuid4().hex
-        return cls(name, scope["method"], scope["path"])
+        return cls(name, scope["method"], routed(scope))
 
     def failed(self, error: RequestError) -> None:
         """It is answered with an error."""
@@ -101,6 +101,13 @@ class Record:
 
 def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 4)
+
+
+def routed(scope: Any) -> str:
+    """The path that routes are found by: where the application stands below another's path, without that."""
+    path, root = str(scope["path"]), str(scope.get("root_path", ""))
+    rest = path[len(root) :]
+    return rest if root and path.startswith(root) and rest.startswith("/") else path
 
 
 class Log:

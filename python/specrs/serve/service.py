@@ -16,13 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from specrs._specrs import ConfigError, GrammarFailedError
+from specrs._specrs import ConfigError, GrammarFailedError, SpecrsError
 from specrs.chat import ChatTemplateError
 from specrs.engine import AsyncLLM, RequestOutput, StreamEvent, TokenizedPrompt
-from specrs.engine.errors import EngineOverloadedError
+from specrs.engine.errors import EngineClosedError, EngineOverloadedError
 from specrs.engine.token_bytes import TokenTable
 from specrs.grammar import GrammarError
 from specrs.sampling_params import SamplingParams
@@ -31,7 +30,7 @@ from specrs.serve.errors import RequestError, bad, of, shown
 from specrs.serve.exchange import Watch
 from specrs.serve.forms import refused
 from specrs.serve.metrics import Metrics
-from specrs.serve.record import Log
+from specrs.serve.record import Log, Record
 from specrs.serve.reply import MOST_ROUNDS, slices
 from specrs.serve.sampling import Wish, renamed
 
@@ -45,7 +44,8 @@ _CHARS_PER_TOKEN = 64  # of the longest prompt that may fit: runs of spaces make
 _STRANGERS = 2  # templates of requests that are rendered at once, each in a process
 _QUEUE = 4  # times as many may wait
 _LOOKS = 0.1  # seconds between two looks at what must end
-_SETTLE = 10.0  # seconds for the last events of aborted requests to go out
+LAST_WORDS = 5.0
+"""Seconds at the end for the engine to say what became of aborted requests, and to check its pages."""
 _UNREAD = 2.0  # of those, for a client that does not read
 _logger = logging.getLogger("specrs.serve")
 
@@ -53,8 +53,9 @@ _logger = logging.getLogger("specrs.serve")
 class Service:
     """Of one app, while it lives."""
 
-    def __init__(self, config: ServeConfig, engine: AsyncLLM) -> None:
+    def __init__(self, config: ServeConfig, engine: AsyncLLM, owned: bool = True) -> None:
         self.config, self.engine = config, engine
+        self.owned = owned  # the engine ends with the server
         llm = engine.llm
         assert llm.config.max_context_len is not None
         self.names = config.names
@@ -62,15 +63,16 @@ class Service:
         self.vocab_size = llm.vocab_size
         self.defaults: SamplingParams = llm.stated_sampling
         self.created = int(time.time())
-        self.template: str | None = None
-        if config.chat_template is not None:
-            self.template = Path(config.chat_template).read_text(encoding="utf-8")
+        self.template = config.template
         self.fingerprint = fingerprint(llm.numerics)
         self.log = Log(config.log)
-        self.watch = Watch(config.keep_alive_seconds, config.send_seconds)
+        self.watch = Watch(config.comment_seconds, config.send_seconds)
         self.metrics = Metrics(self)
         self.draining = False
-        self.failed = False
+        self.failed = False  # the engine is gone, or given up
+        self.forced = False  # nobody waits for anything any more
+        self.unsound = False  # the process ends with status 1
+        self._drained: asyncio.Future[None] | None = None
         self.on_death: list[Callable[[], None]] = []
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="specrs-serve")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="specrs-write")
@@ -249,12 +251,17 @@ class Service:
             self._preparing -= 1
 
     @asynccontextmanager
-    async def submitted(self, prompts: Sequence[TokenizedPrompt], wish: Wish) -> AsyncIterator[Flow]:
+    async def submitted(
+        self, prompts: Sequence[TokenizedPrompt], wish: Wish, record: Record | None = None
+    ) -> AsyncIterator[Flow]:
         """The prompts' outputs, once the engine has taken all of them. Leaving ends what still runs.
+
+        What the outputs came to is counted here alone, once all of them have ended, in the metrics and in the record:
+        so what was generated for a client that has left counts as any other.
 
         Raises:
             RequestError: 400, what the engine refuses.
-            EngineOverloadedError, EngineFailedError, EngineClosedError: as `AsyncLLM.submit`; then none was started.
+            EngineOverloadedError, EngineFailedError, EngineClosedError: as `AsyncLLM.submit`; then none goes on.
         """
         tokens = sum(len(one.token_ids) for one in prompts)
         if len(prompts) > 1 and tokens > self.config.max_waiting_tokens:
@@ -264,37 +271,44 @@ class Service:
             )  # fmt: skip
         for one in prompts:
             wish.checked(len(one.token_ids), self.context)
+        streams: list[RequestStream] = []
         try:
-            streams = await self._submit(prompts, wish.params)
+            await self._submit(prompts, wish, streams)
+            yield Flow(streams)
+        except GrammarFailedError as error:
+            raise of(error, 0.0, wish.form) from None
+        finally:
+            await self._leave(streams)
+            for stream in streams:
+                self.metrics.ended(stream.outputs, stream.times)
+            outputs = [one for stream in streams for one in stream.outputs]
+            if record is not None and outputs:
+                record.ended(outputs, [stream.times for stream in streams])
+
+    async def _submit(self, prompts: Sequence[TokenizedPrompt], wish: Wish, streams: list[RequestStream]) -> None:
+        """Queue the prompts, each with a stream in the list, and wait until the engine has them."""
+        try:
+            for one in prompts:
+                streams.append(await self.engine.enqueue(one, wish.params))
+                self._live.add(streams[-1])
+            for stream in streams:
+                await stream.taken()
         except GrammarError as error:
             raise refused(error, wish.form or "structured_outputs") from None
         except ConfigError as error:
             raise renamed(error) if getattr(error, "what", None) else error from None
-        self._live.update(streams)
+
+    async def _leave(self, streams: Sequence[RequestStream]) -> None:
+        """End what still runs of some requests, and wait for what it came to: the engine says so between two steps."""
         try:
-            yield Flow(streams, wish.params.n or 1, self.metrics)
-        except GrammarFailedError as error:
-            raise of(error, 0.0, wish.form) from None
+            for stream in streams:
+                stream.abort()
+            for stream in streams:
+                await stream.ended()
         finally:
             for stream in streams:
                 stream.close()
             self._live.difference_update(streams)
-
-    async def _submit(self, prompts: Sequence[TokenizedPrompt], params: SamplingParams) -> list[RequestStream]:
-        if len(prompts) == 1:
-            return [await self.engine.submit(prompts[0], params)]
-        tasks = [asyncio.ensure_future(self.engine.submit(one, params)) for one in prompts]
-        try:
-            await asyncio.gather(*tasks)
-        except BaseException:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-            for task in tasks:
-                if not task.cancelled() and task.exception() is None:
-                    task.result().close()
-            raise
-        return [task.result() for task in tasks]
 
     # -- its end ------------------------------------------------------------------------------------------------
 
@@ -312,23 +326,78 @@ class Service:
         while self.engine.stats().healthy:
             await asyncio.sleep(_LOOKS)
         if not self.draining:
-            self.failed = True
+            self.failed = self.unsound = True
             _logger.critical("the engine cannot go on: this server ends")
             for tell in self.on_death:
                 tell()
 
     async def drain(self) -> None:
-        """Take no requests; let those that run end, for ``drain_seconds``; then abort them, and let them say so."""
+        """Take no requests; let those that run end, for ``drain_seconds``; then abort them, and let them say so. An
+        engine that does not say so either is given up. Calling again waits for the same end."""
         self.draining = True
-        until = time.monotonic() + self.config.drain_seconds
-        while self._open and time.monotonic() < until:
-            await asyncio.sleep(_LOOKS)
+        if self._drained is None:
+            self._drained = asyncio.ensure_future(self._drain())
+        await asyncio.shield(self._drained)
+
+    async def _drain(self) -> None:
+        await self.pause(lambda: not self._open, self.config.drain_seconds)
         for stream in list(self._live):
             stream.abort()
-        until = time.monotonic() + _SETTLE
-        while self._open and time.monotonic() < until:
+        if not await self.pause(self._settled, LAST_WORDS) and not all(stream.over for stream in self._live):
+            self.give_up(f"the engine has not answered for {LAST_WORDS:g} seconds")
+            await self.pause(self._settled, _UNREAD)
+
+    def _settled(self) -> bool:
+        self.watch.look(patience=_UNREAD)
+        return not self._open
+
+    async def pause(self, until: Callable[[], object], seconds: float) -> bool:
+        """Wait for something, for so many seconds at most, and not at all once the server is `forced`; whether it is
+        so."""
+        end = time.monotonic() + seconds
+        while not (done := bool(until())) and not self.forced and time.monotonic() < end:
             await asyncio.sleep(_LOOKS / 2)
-            self.watch.look(patience=_UNREAD)
+        return done
+
+    def give_up(self, why: str) -> None:
+        """Wait for the engine no more: it ends, and whoever waits for it hears so."""
+        if not self.failed:
+            _logger.critical("%s: it is given up", why)
+            self._let_go()
+
+    def force(self) -> None:
+        """End at once: nobody waits for a request, nor for the engine."""
+        self.forced = self.unsound = True
+        if not self.failed:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self.failed = self.unsound = True
+        if self.owned:
+            self.engine.kill()
+        for stream in list(self._live):
+            stream.close()
+
+    async def audit(self) -> None:
+        """Check the engine's page ledger at the end, where it still can; what is wrong is told, and makes the server
+        `unsound`."""
+        if self.failed:
+            return
+        try:
+            counts = await asyncio.wait_for(self.engine.audit(), LAST_WORDS)
+        except asyncio.TimeoutError:
+            self.give_up(f"the engine has not answered for {LAST_WORDS:g} seconds")
+            return
+        except SpecrsError as error:
+            if not self.forced:
+                self.unsound = True
+                _logger.critical("at the end, the pool: %s", error)
+            return
+        stats = self.engine.stats()
+        held = {name: counts[name] for name in ("sequences", "held_pages") if counts.get(name)}
+        if held and not (self._open or stats.submitted or stats.engine.running or stats.engine.waiting):
+            self.unsound = True
+            _logger.critical("at the end, with no request open, the pool has %s", held)
 
     def close(self) -> None:
         """Nothing more comes."""
@@ -344,10 +413,13 @@ class Flow:
         streams: one for each prompt.
     """
 
-    def __init__(self, streams: list[RequestStream], outputs: int, metrics: Metrics) -> None:
-        self.streams, self._metrics = streams, metrics
-        self._left = [outputs] * len(streams)  # outputs of each that have not ended
-        self.outputs: list[RequestOutput] = []
+    def __init__(self, streams: Sequence[RequestStream]) -> None:
+        self.streams = streams
+
+    @property
+    def outputs(self) -> list[RequestOutput]:
+        """Those of all prompts that have ended."""
+        return [one for stream in self.streams for one in stream.outputs]
 
     async def whole(self) -> list[RequestOutput]:
         """Of each prompt its output, whose ``outputs`` are all of them.
@@ -366,22 +438,15 @@ class Flow:
         """Of all prompts, by their index, as they come. Raises as `whole`."""
         source = self._one() if len(self.streams) == 1 else self._many()
         async for i, event in source:
-            if event.output is not None:
-                self._ended(i, event.output)
-                if event.output.error is not None:
-                    raise event.output.error
+            if event.output is not None and event.output.error is not None:
+                raise event.output.error
             parts = list(slices(event)) if len(event.rounds) > MOST_ROUNDS else [event]
             for part in parts[:-1]:
                 yield i, part
                 await asyncio.sleep(0)  # others' turn
             yield i, parts[-1]
-
-    def _ended(self, i: int, output: RequestOutput) -> None:
-        self.outputs.append(output)
-        self._metrics.ended(output)
-        self._left[i] -= 1
-        if not self._left[i]:
-            self._metrics.timed(self.streams[i].times, len(output.token_ids))
+        if not all(stream.outputs for stream in self.streams):
+            raise EngineClosedError  # the server has let go of the engine
 
     async def _one(self) -> AsyncIterator[tuple[int, StreamEvent]]:
         async for event in self.streams[0]:

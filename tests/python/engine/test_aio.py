@@ -34,7 +34,7 @@ from specrs import (
     StepFailedError,
     StreamEvent,
 )
-from specrs.engine import aio
+from specrs.engine import desk
 from specrs.engine.stats import RequestTimes
 from specrs.engine.worker import News, Worker
 
@@ -174,8 +174,8 @@ def test_a_loop_wakes_few_readers_a_turn_and_keeps_the_order() -> None:
     count, steps = 200, 5
 
     async def main() -> None:
-        loop, hand = asyncio.get_running_loop(), aio._Hand()
-        slots = [aio._Slot(loop, RequestTimes(0.0), i) for i in range(count)]
+        loop, hand = asyncio.get_running_loop(), desk._Hand()
+        slots = [desk.Slot(loop, RequestTimes(0.0), i) for i in range(count)]
         got: list[list[int]] = [[] for _ in slots]
         woken, most = [0], 0
 

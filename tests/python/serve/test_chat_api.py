@@ -97,8 +97,8 @@ def test_messages_that_are_none(web: Running) -> None:
                       [{"role": "user", "content": [{"type": "text"}]}],
                       [{"role": "user", "content": ["x"]}], [{"role": "assistant", "tool_calls": 3}],
                       [{"role": "assistant", "tool_calls": [{}]}],
-                      [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
-                      [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}],
+                      [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 3}}]}],
+                      [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": []}}]}],
                       ]  # fmt: skip
     for messages in bad:
         assert web.refused(PATH, messages=messages)["param"] == "messages"

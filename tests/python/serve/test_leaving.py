@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import socket
 import struct
@@ -14,6 +15,7 @@ import pytest
 
 from serve_world import Running, events, running, wait
 from specrs.engine import AsyncLLM
+from specrs.serve.record import Log
 
 LONG: dict[str, Any] = {"prompt": "class Stack:", "max_tokens": 400, "ignore_eos": True, "temperature": 0.9, "seed": 1}
 PATH = "/v1/completions"
@@ -60,6 +62,110 @@ def test_one_that_goes_with_many_prompts(web: Running) -> None:
     sock = web.raw(PATH, {**LONG, "prompt": ["a", "b", "c", "d"], "n": 2, "stream": True})
     assert sock.recv(4096).startswith(b"HTTP/1.1 200")
     reset(sock)
+    web.idle()
+
+
+def counted(web: Running) -> dict[str, float]:
+    """Metrics of tokens and ends, by their names without labels; of ends, aborts and all."""
+    found: dict[str, float] = {}
+    for line in web.client.get("/metrics").text.splitlines():
+        name, value = line.partition("{")[0], line.rpartition(" ")[2]
+        if not line.startswith("#") and name.startswith("vllm:") and "_bucket" not in name:
+            found[name] = found.get(name, 0.0) + float(value)
+            if name == "vllm:request_success_total" and 'finished_reason="abort"' in line:
+                found["abort"] = float(value)
+    return found
+
+
+@pytest.mark.parametrize("body", [
+    {"stream": True}, {"stream": False}, {"stream": True, "n": 3}, {"stream": True, "prompt": ["a", "b", "c"], "n": 2},
+    {"prompt": ["a", "b", "c"]}, {"stream": True, "logprobs": 2, "echo": True},
+])  # fmt: skip
+@pytest.mark.parametrize("when", ["early", "late"])
+def test_what_was_generated_for_one_who_left_counts(web: Running, body: dict[str, Any], when: str) -> None:
+    """In the log's line and in every metric, as if the client had stayed."""
+    web.idle()
+    before, out = counted(web), io.StringIO()
+    old, web.service.log = web.service.log, Log("requests", out)
+    try:
+        steps = web.engine.stats().steps
+        sock = web.raw(PATH, {**LONG, **body})
+        wait(lambda: web.engine.stats().engine.running > 0 if when == "early" else web.engine.stats().steps > steps + 9)
+        reset(sock)
+        web.idle()
+        after = counted(web)
+        wait(lambda: PATH in out.getvalue())
+    finally:
+        web.service.log.close()
+        web.service.log = old
+    grown = {name: after[name] - before[name] for name in after}
+    [line] = [one for one in map(json.loads, out.getvalue().splitlines()) if one["path"] == PATH]
+    prompts = body["prompt"] if "prompt" in body else [LONG["prompt"]]
+    outputs = len(prompts) * body.get("n", 1)
+    assert line["client_gone"] is True and line["finish"] == ["abort"] * outputs
+    assert grown["abort"] == grown["vllm:request_success_total"] == outputs
+    assert grown["vllm:request_generation_tokens_count"] == outputs
+    tokens = grown["vllm:generation_tokens_total"]
+    assert tokens == grown["vllm:request_generation_tokens_sum"] == line["completion_tokens"]
+    assert tokens >= (outputs if when == "late" else 0)
+    read = line["prompt_tokens"]
+    assert read == grown["vllm:prompt_tokens_total"] == grown["vllm:request_prompt_tokens_sum"] >= 2 * len(prompts)
+    assert read == grown["vllm:prefix_cache_queries_total"]
+    for name in ("request_prompt_tokens", "request_params_n", "e2e_request_latency_seconds"):
+        assert grown[f"vllm:{name}_count"] == len(prompts), name
+
+
+def test_one_that_goes_before_the_engine_has_its_request_counts_too(web: Running) -> None:
+    """The engine may take a request, and read its prompt, in the step in which its client leaves."""
+    for _ in range(20):
+        web.idle()
+        before = counted(web)
+        steps = web.engine.stats().steps
+        sock = web.raw(PATH, LONG)
+        wait(lambda steps=steps: web.engine.stats().submitted or web.engine.stats().steps > steps)
+        reset(sock)
+        web.idle()
+        after = counted(web)
+        told = {name: after[f"vllm:{name}"] - before[f"vllm:{name}"] for name in (
+            "generation_tokens_total", "request_generation_tokens_sum")}  # fmt: skip
+        assert len(set(told.values())) == 1, told
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("behind", ["a request", "a long body", "a body without an end"])
+@pytest.mark.parametrize("how", ["reset", "closed"])
+def test_one_that_goes_with_requests_behind(
+    web: Running, stream: bool, behind: str, how: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its leaving is seen although a request waits for its turn; and it is no fault of the server's."""
+    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    more = {"a request": b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n",
+            "a long body": head % 200_000 + b" " * 200_000,
+            "a body without an end": head % 500_000 + b" " * 200_000}  # fmt: skip
+    answered = web.engine.stats().engine.generated
+    sock = web.raw(PATH, {**LONG, "stream": stream, "max_tokens": 480})
+    sock.sendall(more[behind])
+    wait(lambda: web.engine.stats().engine.running and web.engine.stats().engine.generated > answered + 4)
+    reset(sock) if how == "reset" else sock.close()
+    web.idle()
+    assert web.engine.stats().engine.generated < answered + 400  # it was not gone through to its end
+    assert capfd.readouterr().err == ""
+
+
+def test_requests_behind_another_are_answered_in_turn(web: Running) -> None:
+    sock = web.raw(PATH, {"prompt": "x", "max_tokens": 3})
+    for i in range(40):
+        sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n%b\r\n" % (b"Connection: close\r\n" * (i == 39)))
+    told = read(sock)
+    assert told.count(b"HTTP/1.1 200 OK") == 41 and told.index(b"text_completion") < told.index(b'{"status":"ok"}')
+
+
+def test_one_that_sends_ever_more_ahead_of_its_turn(web: Running) -> None:
+    sock = web.raw(PATH, {**LONG, "max_tokens": 480})
+    with pytest.raises(ConnectionError):
+        for _ in range(200_000):
+            sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 20)
+    sock.close()
     web.idle()
 
 
@@ -116,7 +222,7 @@ def test_slow_readers_lose_nothing(web: Running) -> None:
 
 
 def test_comments_keep_a_silent_stream_open(engine: AsyncLLM, tmp_path: Path) -> None:
-    with running(engine, tmp_path, keep_alive_seconds=0.1) as web:
+    with running(engine, tmp_path, comment_seconds=0.1) as web:
         blocker = web.raw(PATH, {**LONG, "n": 8, "max_tokens": 60})
         wait(lambda: engine.stats().engine.running == 8)
         answer = web.post(PATH, **{**LONG, "max_tokens": 2}, stream=True)

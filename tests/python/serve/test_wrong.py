@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ JSON = {"content-type": "application/json"}
     ("stream", "yes"),
     ("stream_options", True), ("stream_options", {"nonsense": True}), ("stream_options", {"include_usage": 1}),
     ("prediction", "x"), ("prediction", {"type": "content", "content": 3}), ("priority", 2**40), ("echo", 1),
-    ("prompt", 3), ("prompt", []), ("prompt", [[]]), ("prompt", ""), ("prompt", [1.5]), ("prompt", ["x", 1]),
+    ("prompt", 3), ("prompt", []), ("prompt", [[]]), ("prompt", [1.5]), ("prompt", ["x", 1]),
     ("prompt", [99999]), ("prompt", [-1]), ("prompt", ["x"] * 33), ("prompt", [[1], ["x"]]), ("best_of", 200),
     ("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", -2), ("model", 3), ("suffix", "x"), ("speculative", 1),
     ("use_beam_search", True), ("cache_salt", ""), ("skip_special_tokens", "no"), ("prompt_logprobs", 21),
@@ -159,9 +160,45 @@ def test_request_ids_come_back(web: Running) -> None:
 
 
 def test_what_is_wrong_with_one_prompt_names_the_field(web: Running) -> None:
-    for prompt in ("", [""], [[]], [[], [1]], ["a", 1], [True], [1.5]):
+    for prompt in ([[]], [[], [1]], ["a", 1], [True], [1.5]):
         error = web.refused(PATH, prompt=prompt, max_tokens=1)
         assert error["param"] == "prompt" and error["message"].startswith("prompt[")
+
+
+def test_an_empty_prompt_is_the_token_that_begins_texts(web: Running) -> None:
+    begins = web.post("/tokenize", prompt="").json()["tokens"]
+    assert begins == [0]
+    asked: dict[str, Any] = {"max_tokens": 4, "temperature": 0}
+    empty = web.complete(prompt="", **asked)
+    assert empty["usage"]["prompt_tokens"] == 1 and empty["choices"] == web.complete(prompt=begins, **asked)["choices"]
+    both = web.complete(prompt=["", "x"], **asked)["choices"]
+    assert both[0] == empty["choices"][0] and len(both) == 2
+    assert web.complete(prompt="", echo=True, **asked)["choices"][0]["text"] == empty["choices"][0]["text"]
+    for prompt in ("", ["x", ""]):
+        error = web.refused(PATH, prompt=prompt, add_special_tokens=False)
+        assert error["param"] == "prompt" and "BOS" in error["message"]
+        assert error["message"].startswith("prompt = ''" if prompt == "" else "prompt[1] = ''")
+
+
+def test_options_of_a_stream_need_one(web: Running) -> None:
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    for path, body in ((PATH, {"prompt": "x"}), ("/v1/chat/completions", chat)):
+        for more in ({}, {"stream": False}, {"stream": None}):
+            error = web.refused(path, **body, **more, stream_options={"include_usage": True}, max_tokens=1)
+            assert error["param"] == "stream_options" and "stream = true" in error["message"]
+        assert web.stream(path, **body, stream_options={"include_usage": True}, max_tokens=1)[-1]["usage"]
+
+
+@pytest.mark.parametrize("hosts", [[], ["localhost", "localhost"], ["localhost", "page.example"]])
+def test_a_request_has_one_host(engine: AsyncLLM, web: Running, tmp_path: Path, hosts: list[str]) -> None:
+    with running(engine, tmp_path, keys=Keys.of(["x"])) as open_to_all:
+        for one in (web, open_to_all):
+            with socket.create_connection(("127.0.0.1", one.port), timeout=20) as sock:
+                lines = "".join(f"Host: {host}\r\n" for host in hosts)
+                sock.sendall(f"GET /health HTTP/1.1\r\n{lines}Connection: close\r\n\r\n".encode())
+                told = b"".join(iter(lambda: sock.recv(4096), b""))
+            assert told.startswith(b"HTTP/1.1 400 ")
+            assert json.loads(told.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_host"
 
 
 def test_long_texts_hold_nobody_up(web: Running) -> None:
