@@ -48,7 +48,8 @@ class Round:
         kv_write(self.cache, 0, plan, a, a)
 
     def path(self, lease: Lease, length: int) -> Moves:
-        return self.planner.commit(lease, [self.seq], [length], Accepts.from_arrays(_i32(0, 3), _i32(0, 2, 3), _i32(7, 8, 9)))
+        accepts = Accepts.from_arrays(_i32(0, 3), _i32(0, 2, 3), _i32(7, 8, 9))
+        return self.planner.commit(lease, [self.seq], [length], accepts)
 
     def row(self, n: int) -> list[float]:
         pages = self.pool.pages(self.seq)
