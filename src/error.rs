@@ -102,7 +102,10 @@ pub enum Error {
         history: String,
     },
     /// A computed index is outside the buffer it indexes; the access was skipped.
-    #[error("{kernel}: index {index} into {buffer} is outside 0..{bound} (request {request}, step {step})")]
+    #[error(
+        "{kernel}: index {index} into {buffer} is outside 0..{bound} (request {request}, step {step}){}",
+        remedy(buffer)
+    )]
     OutOfBounds {
         /// Kernel or planner phase.
         kernel: &'static str,
@@ -216,6 +219,28 @@ pub enum Error {
     CudaUnavailable(String),
 }
 
+/// What would work, of an index that the caller can do something about: the end of the message.
+fn remedy(buffer: &str) -> &'static str {
+    match buffer {
+        "allocated positions" => "; reserve them first (`Pool.reserve`)",
+        _ => "",
+    }
+}
+
+/// Entries of a list that an error shows.
+const SHOWN: usize = 16;
+
+/// A list of a caller's, as an error shows it: its first entries, and how many there are.
+pub(crate) fn listed<T: std::fmt::Debug>(list: &[T]) -> String {
+    match list.get(..SHOWN) {
+        Some(first) if list.len() > SHOWN => {
+            let shown = format!("{first:?}");
+            format!("{}, ...] of {} entries", &shown[..shown.len() - 1], list.len())
+        }
+        _ => format!("{list:?}"),
+    }
+}
+
 /// Check `min <= got <= max` for an operand named `what`.
 pub fn in_range<T: Copy + Into<i128>>(what: &'static str, got: T, min: i128, max: i128) -> Result<T> {
     let g = got.into();
@@ -231,4 +256,31 @@ pub(crate) fn same_length(operand: &'static str, got: usize, want: usize) -> Res
 #[cold]
 fn other_length(operand: &'static str, got: usize, want: usize) -> Error {
     Error::Mismatch { operand, got: got.to_string(), want: want.to_string() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_list_is_shown_whole_where_it_is_short() {
+        assert_eq!(listed::<i32>(&[]), "[]");
+        assert_eq!(listed(&[1, -2]), "[1, -2]");
+        assert_eq!(listed(&[7; SHOWN]), format!("{:?}", [7; SHOWN]));
+        let long: Vec<u32> = (0..1_000_000).collect();
+        let text = listed(&long);
+        assert!(text.starts_with("[0, 1, 2, ") && text.ends_with("14, 15, ...] of 1000000 entries"), "{text}");
+        assert_eq!(listed(&vec![vec![1]; 17]).matches("[1]").count(), SHOWN);
+    }
+
+    #[test]
+    fn an_index_behind_what_is_allocated_names_the_remedy() {
+        let outside = |buffer| {
+            Error::OutOfBounds { kernel: "decode", buffer, request: 0, step: -1, index: 9, bound: 0 }.to_string()
+        };
+        let text =
+            "decode: index 9 into allocated positions is outside 0..0 (request 0, step -1); `reserve` them first";
+        assert!(outside("allocated positions").starts_with(text));
+        assert!(outside("cache (slot)").ends_with("(request 0, step -1)"));
+    }
 }

@@ -6,14 +6,15 @@
 //! Data flows one way; a module imports only from those on its left:
 //!
 //! ```text
-//! error, bounds, revert, simd -> geometry -> pool | round -> grammar -> plan -> plan::write -> draft | host | device
-//!     -> graph -> py
+//! error, bounds, overlap, revert, simd -> geometry -> pool | round -> grammar -> plan -> plan::write -> plan::certify
+//!     -> draft | host | device -> graph -> py
 //! ```
 //!
 //! | module | what lives there |
 //! |---|---|
 //! | [`error`] | one error type; every variant carries the operand, its value and the limit |
 //! | [`bounds`] | units as types (page, slot, token) and checked arithmetic |
+//! | [`overlap`] | the one rule for memory that an operation writes |
 //! | [`revert`] | named historical faults and the debug switch that puts one back |
 //! | `simd` | the one place that picks the instruction set of the CPU |
 //! | [`geometry`] | tree shapes, limits, capacities, draft layouts: pure arithmetic |
@@ -21,6 +22,8 @@
 //! | [`round`] | what host and device both speak of: draft masks, trees, sampling parameters, accepted paths |
 //! | [`grammar`] | structured output: which tokens may come next, by llguidance |
 //! | [`plan`] | metadata of each phase, audited before anything may use it |
+//! | [`plan::write`] | the host planner: how a CPU writes it |
+//! | [`plan::certify`] | proofs that no step of a configuration leaves its buffers |
 //! | [`draft`] | sources of drafts that need no head, and one tree from many sources |
 //! | [`host`] | the CPU kernels: a plain reference and a fast path for each |
 //! | `device` | CUDA kernels launched on the caller's stream (feature `cuda`) |
@@ -38,6 +41,7 @@ pub mod error;
 pub mod geometry;
 pub mod grammar;
 pub mod host;
+pub mod overlap;
 pub mod plan;
 pub mod pool;
 pub mod revert;

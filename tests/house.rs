@@ -7,7 +7,7 @@ use std::path::Path;
 
 /// Modules from left to right: one imports only from those before it, and none from its neighbours in an entry.
 const ORDER: &[&[&str]] = &[
-    &["error", "bounds", "revert", "simd"],
+    &["error", "bounds", "overlap", "revert", "simd"],
     &["geometry"],
     &["pool", "round"],
     &["grammar"],
@@ -237,6 +237,14 @@ fn a_module_imports_only_from_those_on_its_left() {
             assert!(fine, "{} imports {}, which is on its right", file.join("::"), other.join("::"));
         }
     }
+}
+
+#[test]
+fn rayon_runs_in_pools_of_ours() {
+    // Its global pool does not survive a fork: the child waits for threads that it does not have. Both of these make pools
+    // of their own, and run everything in them.
+    let users = files().into_iter().filter(|f| f.code.contains("rayon")).map(|f| f.module.join("::"));
+    assert_eq!(users.collect::<BTreeSet<_>>(), ["draft::corpus_file", "host::threads"].map(String::from).into());
 }
 
 #[test]

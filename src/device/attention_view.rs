@@ -4,6 +4,7 @@ use super::params::ATTENTION_SPLIT;
 use super::view::{DeviceSlice, device_mismatch};
 use crate::bounds::PageSize;
 use crate::error::{Error, Result, in_range};
+use crate::overlap::{Operand, Span};
 
 /// Largest batch of one launch: each block keeps a table of its requests.
 pub(crate) const MAX_ATTENTION_REQUESTS: usize = 1024;
@@ -86,6 +87,12 @@ impl KvLayerView {
     /// Elements of a head.
     pub fn head_dim(&self) -> u32 {
         self.head_dim
+    }
+
+    /// The memory of keys and of values.
+    pub fn spans(&self) -> [Span; 2] {
+        let bytes = self.num_slots as u64 * u64::from(self.kv_heads) * u64::from(self.head_dim) * 2;
+        [self.k, self.v].map(|plane| Span::new("cache", plane, bytes))
     }
 
     /// Element type.
@@ -251,6 +258,15 @@ impl AttentionOut {
         match self {
             Self::Half(s) => (s.address(), s.len(), s.device()),
             Self::F32(s) => (s.address(), s.len(), s.device()),
+        }
+    }
+}
+
+impl Operand for AttentionOut {
+    fn span(&self) -> Span {
+        match self {
+            Self::Half(s) => s.span(),
+            Self::F32(s) => s.span(),
         }
     }
 }

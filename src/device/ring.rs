@@ -62,8 +62,9 @@ impl RoundRing {
         let slots = self.memory.device_address();
         let stop = slots + 4 * self.layout.ring_words() as u64;
         let ring = RingMemory { slots, stop, layout: self.layout };
-        self.device.kernels().round_end.launch(stream, &ring, operands, handle)?;
-        self.memory.used_on(stream)
+        let launched = self.device.kernels().round_end.launch(stream, &ring, operands, handle);
+        // Also behind a launch that was refused: it may have begun.
+        self.memory.used_on(stream).and(launched)
     }
 
     /// Whether all of `round` is in its slot.

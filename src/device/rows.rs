@@ -1,6 +1,7 @@
 //! Rows of floats in device memory: activations, weights of a norm, logits.
 
 use crate::error::{Error, Result, in_range};
+use crate::overlap::{Operand, Span};
 
 /// Element type of rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -165,6 +166,16 @@ impl Rows {
             got: format!("{} [{}, {}]", self.float.name(), self.rows, self.columns),
             want: format!("{} [{rows}, {columns}]", float.name()),
         })
+    }
+}
+
+impl Operand for Rows {
+    fn span(&self) -> Span {
+        // `from_raw` saw that all bytes fit.
+        let rows = self.rows as u64;
+        let bytes =
+            rows.saturating_sub(1) * self.stride_bytes() + rows.min(1) * self.columns as u64 * self.float.bytes();
+        Span::new(self.what, self.address, bytes)
     }
 }
 

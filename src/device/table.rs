@@ -202,9 +202,8 @@ impl TableMirror {
         };
         let kernel = &self.device.kernels().table_update;
         let launched = kernel.launch(stream, &table, [rows, width], self.shape.num_pages, &staged, slot.changes as u32);
-        pinned.used_on(stream)?;
-        self.arena.buffer().used_on(stream)?;
-        launched?;
+        let told = [pinned.used_on(stream), self.arena.buffer().used_on(stream)];
+        told.into_iter().fold(launched, Result::and)?;
         done.columns += slot.end - slot.ids;
         done.launches += 1;
         *slot = Slot::empty(&self.shape);

@@ -6,6 +6,7 @@
 use std::marker::PhantomData;
 
 use crate::error::{Error, Result, in_range};
+use crate::overlap::{Operand, Span};
 
 /// Largest `src`/`dst` array of a move, so that the kernel's 32-bit arithmetic on it cannot overflow.
 pub const MAX_MOVES: usize = 1 << 30;
@@ -13,6 +14,8 @@ pub const MAX_MOVES: usize = 1 << 30;
 /// `len` elements of `T` at a device address, on CUDA device `device`.
 #[derive(Debug, Clone, Copy)]
 pub struct DeviceSlice<T> {
+    /// The operand in errors.
+    what: &'static str,
     /// Aligned for `T`; not null unless `len` is 0.
     address: u64,
     /// Elements.
@@ -36,7 +39,7 @@ impl<T> DeviceSlice<T> {
                 want: format!("an address aligned to {} bytes", align_of::<T>()),
             });
         }
-        Ok(Self { address, len, device, element: PhantomData })
+        Ok(Self { what, address, len, device, element: PhantomData })
     }
 
     /// Device address.
@@ -57,6 +60,12 @@ impl<T> DeviceSlice<T> {
     /// CUDA device ordinal.
     pub fn device(&self) -> i32 {
         self.device
+    }
+}
+
+impl<T> Operand for DeviceSlice<T> {
+    fn span(&self) -> Span {
+        Span::new(self.what, self.address, self.len as u64 * size_of::<T>() as u64)
     }
 }
 
@@ -147,6 +156,13 @@ impl KvCacheView {
     }
 }
 
+impl Operand for KvCacheView {
+    fn span(&self) -> Span {
+        // `from_raw` saw that the product fits.
+        Span::new("cache", self.address, u64::from(self.planes) * self.num_slots as u64 * self.row_bytes)
+    }
+}
+
 /// The moves of a batch: request `r` moves `src[m] -> dst[m]` for `m` in `offsets[r]..offsets[r + 1]`, in this order.
 /// Values are the kernel's to check, since only the device can read them.
 #[derive(Debug, Clone, Copy)]
@@ -176,6 +192,11 @@ impl MovesView {
             }
         }
         Ok(Self { src, dst, offsets, requests: (offsets.len() - 1) as u32 })
+    }
+
+    /// The memory of the three arrays.
+    pub fn spans(&self) -> [Span; 3] {
+        [self.src.span(), self.dst.span(), self.offsets.span()]
     }
 
     /// Source slots.

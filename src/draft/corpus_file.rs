@@ -176,7 +176,12 @@ pub fn write_corpus(path: &Path, vocab: u32, documents: &[&[u32]]) -> Result<()>
     }
     let mut suffixes: Vec<u32> = (0..total as u32).collect();
     let first = |at: u32| &tokens[at as usize..tokens.len().min(at as usize + SORTED)];
-    suffixes.par_sort_unstable_by(|&a, &b| first(a).cmp(first(b)).then(a.cmp(&b)));
+    let order = |&a: &u32, &b: &u32| first(a).cmp(first(b)).then(a.cmp(&b));
+    // A pool of this call's own: a forked child has the memory of rayon's global one, and waits for ever for its threads.
+    match rayon::ThreadPoolBuilder::new().thread_name(|i| format!("specrs-corpus-{i}")).build() {
+        Ok(pool) => pool.install(|| suffixes.par_sort_unstable_by(order)),
+        Err(_) => suffixes.sort_unstable_by(order), // the system refused a thread
+    }
     let mut header = [0u8; HEADER];
     header[..8].copy_from_slice(MAGIC);
     header[8..12].copy_from_slice(&VERSION.to_le_bytes());

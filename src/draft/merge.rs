@@ -19,7 +19,7 @@ use std::collections::{BinaryHeap, HashMap};
 use super::calibration::{Calibration, MAX_SOURCES};
 use super::proposal::Proposal;
 use crate::bounds::MAX_DRAFT_TOKENS;
-use crate::error::{Error, Result, in_range};
+use crate::error::{Error, Result, in_range, listed};
 use crate::round::MAX_VOCAB;
 
 /// What a certain node leaves to all of its siblings.
@@ -253,7 +253,7 @@ impl MergedDrafts {
         let joins = |w: &[u32]| self.parents.get(w[1] as usize).is_some_and(|&p| p == w[0] as i32);
         if path.first() != Some(&0) || !path.windows(2).all(joins) {
             let why = format!("the accepted nodes of a tree of {} are a path from node 0", self.len());
-            return Err(Error::Invalid { what: "accepted path", got: format!("{path:?}"), why });
+            return Err(Error::Invalid { what: "accepted path", got: listed(path), why });
         }
         calibration.check(self.claims.iter().map(|c| usize::from(c.source) + 1).max().unwrap_or(0))?;
         let mut walked = vec![false; self.len()];

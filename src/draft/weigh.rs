@@ -5,7 +5,7 @@
 //! are taken as long as tokens a second grow.
 
 use super::merge::MergedDrafts;
-use crate::error::{Error, Result, same_length};
+use crate::error::{Error, Result, listed, same_length};
 
 /// Seconds of a pass by its number of rows: a measured table, interpolated; beyond it by its last slope.
 #[derive(Debug, Clone, PartialEq)]
@@ -25,7 +25,7 @@ impl PassTable {
         same_length("seconds of passes", shape.len(), rows.len())?;
         let invalid = |got: String, why: &str| Error::Invalid { what: "table of passes", got, why: why.into() };
         if rows.is_empty() || rows.windows(2).any(|pair| pair[0] >= pair[1]) {
-            return Err(invalid(format!("{rows:?}"), "one row count at least, ascending"));
+            return Err(invalid(listed(&rows), "one row count at least, ascending"));
         }
         if let Some(bad) = shape.iter().chain([&pace]).find(|s| !s.is_finite()) {
             return Err(invalid(bad.to_string(), "must be finite"));

@@ -1,6 +1,7 @@
 //! From work on a stream to a graph.
 
 use std::cell::Cell;
+use std::mem;
 use std::ptr;
 use std::slice;
 
@@ -27,8 +28,8 @@ fn of_capture(error: Error) -> Error {
 }
 
 thread_local! {
-    /// Where this thread captures, and what its child graphs go to; left by a capture that another thread ended, whose
-    /// stream is captured no more.
+    /// Where this thread captures, and what its child graphs go to; left by a capture that another thread gave up, which
+    /// becomes no graph.
     static OPEN: Cell<Option<(&'static Device, Place)>> = const { Cell::new(None) };
 }
 
@@ -53,8 +54,9 @@ impl Drop for Draft {
     }
 }
 
-/// A stream that is being captured, by the thread that began it. Dropping it gives up: the stream works as before, and
-/// nothing of the graph is left.
+/// A stream that is being captured, by the thread that began it. Dropping it there gives up: the stream works as before, and
+/// nothing of the graph is left. The driver lets no other thread end it: dropped on one, it leaves the stream capturing, and
+/// the graph as long as the process, since the driver goes on writing to it.
 #[derive(Debug)]
 pub struct Capture {
     stream: Stream,
@@ -70,7 +72,7 @@ pub struct Capture {
 }
 
 // SAFETY: handles of the driver, which locks them. The driver wants the capture ended by the thread that began it: another
-// gets its error, and nothing worse.
+// gets its error, and `end` then lets the loop's graph be.
 unsafe impl Send for Capture {}
 
 /// A graph whose only node runs its body while a condition holds.
@@ -122,7 +124,7 @@ impl Capture {
     ///
     /// # Errors
     /// [`Error::GraphCapture`] where the work broke the capture, left another stream of it unjoined, or holds a node that
-    /// may not be there.
+    /// may not be there; on another thread than the one that began it.
     pub fn finish(mut self, held: Held) -> Result<Graph> {
         let device = self.device;
         let _current = device.enter()?;
@@ -154,6 +156,10 @@ impl Capture {
         let mut graph = ptr::null_mut();
         // SAFETY: begun by the constructor; `graph` is a valid out pointer.
         let ended = unsafe { sys::cuStreamEndCapture(self.stream.handle(), &mut graph).result() };
+        if ended.is_err() && self.stream.is_capturing().unwrap_or(true) {
+            // The driver refuses any thread but the one that began, and captures on: into the loop's body, which must not go.
+            mem::forget(self.around.take());
+        }
         // The body's graph belongs to the one around it.
         let graph = Draft(if self.around.is_some() { ptr::null_mut() } else { graph });
         named("cuStreamEndCapture", ended).map_err(of_capture)?;

@@ -65,10 +65,8 @@ impl Graph {
         // SAFETY: instantiated and not destroyed; what its work touches is held until `end` is reached.
         let launched = named("cuGraphLaunch", unsafe { sys::cuGraphLaunch(exec.raw, stream.handle()).result() });
         // Also behind a launch that was refused: it may have begun.
-        let _relaxed = Relaxed::enter()?;
-        let marked = end.record(stream);
-        let endless = marked.is_err();
-        state.endless |= endless;
+        let marked = Relaxed::enter().and_then(|_relaxed| end.record(stream));
+        state.endless |= marked.is_err();
         launched?;
         state.replays += 1;
         marked

@@ -69,7 +69,15 @@ pub fn follow_torch(torch: usize, machine_cpus: usize) {
 /// One thread has no workers.
 fn dismiss_unneeded() {
     if num_threads() == 1 {
-        *TEAM.write().unwrap_or_else(PoisonError::into_inner) = None;
+        replace(&mut TEAM.write().unwrap_or_else(PoisonError::into_inner), None);
+    }
+}
+
+/// Put another team in the place of the one that is there. One of the process that this was forked from is left as it is:
+/// ending its pool would wake threads that are not here, by locks that one of them may have held at the fork.
+fn replace(slot: &mut Option<Arc<Team>>, team: Option<Arc<Team>>) {
+    if let Some(old) = std::mem::replace(slot, team).filter(|old| old.process != std::process::id()) {
+        std::mem::forget(old);
     }
 }
 
@@ -187,7 +195,7 @@ impl Team {
             return Ok(team.clone());
         }
         let team = Arc::new(Self::new(threads - 1)?);
-        *slot = Some(team.clone());
+        replace(&mut slot, Some(team.clone()));
         Ok(team)
     }
 

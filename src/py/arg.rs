@@ -73,6 +73,20 @@ pub(super) fn i32s(what: &'static str, values: &[Int]) -> Result<Vec<i32>> {
     values.iter().map(|v| v.i32(what)).collect()
 }
 
+/// Most entries of a list of lists.
+const MAX_ENTRIES: i128 = 1 << 26;
+
+/// Check that a list of lists has not too many entries, before they are taken: the same list may stand in it again and
+/// again, so that what the caller holds bounds nothing.
+pub(super) fn check_entries(what: &'static str, lists: &Bound<'_, PyAny>) -> PyResult<()> {
+    let mut entries = 0u64;
+    for list in lists.try_iter()? {
+        entries += list?.len()? as u64;
+        in_range(what, entries, 0, MAX_ENTRIES)?;
+    }
+    Ok(())
+}
+
 /// Check that two lists that go together are equally long.
 pub(super) fn same_len(operand: &'static str, got: usize, with: &'static str, want: usize) -> Result<()> {
     if got == want {

@@ -4,7 +4,7 @@
 use pyo3::prelude::*;
 
 use super::arg::{Int, detached};
-use super::dlpack::{Output, Tensor};
+use super::dlpack::{Call, Tensor};
 use super::kv::KvCache;
 use super::linear::epsilon;
 use super::plan::Plan;
@@ -49,17 +49,18 @@ fn attend(
 ) -> PyResult<()> {
     let layer = layer.usize("layer")?;
     let native = plan.native("attention")?;
-    let q = Tensor::import(q, "q", None)?;
-    let mut out = Output::import(out, "out", None)?;
+    let live = cache.to_read(py)?;
+    let (lender, span) = cache.beside();
+    let call = Call::on_host().reading(lender.as_slice(), &span);
+    let ([q], [], [mut out]) = call.take([("q", q)], [], [("out", out)])?;
     let [_, heads, _] = q.dims("shape [Q, heads, head_dim]")?;
     let shape = [plan.plan.queries(), heads, cache.shape().head_dim];
     let qs = q.input(&shape)?;
     let scores = scores?;
     cache.check_plan(plan)?;
-    let live = cache.to_read(py)?;
     detached(py, || {
         let tensor = live.read();
-        let out = out.slice(&shape, &[&q, &tensor])?;
+        let out = out.slice(&shape)?;
         let kv = cache.view(&tensor)?;
         plan.pool.with_tables(|t| run(&kv, layer, &view(&native, &t)?, qs, heads, scores, out))?
     })
@@ -122,7 +123,7 @@ impl RopeTable {
     #[new]
     #[pyo3(signature = (cos, sin))]
     fn new(cos: &Bound<'_, PyAny>, sin: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let (cos, sin) = (Tensor::import(cos, "cos", None)?, Tensor::import(sin, "sin", None)?);
+        let ([cos, sin], [], []) = Call::on_host().take([("cos", cos), ("sin", sin)], [], [])?;
         let shape @ [_, half] = cos.dims("shape [positions, half]")?;
         Ok(Self(rope::RopeTable::from_tables(cos.input(&shape)?, sin.input(&shape)?, half)?))
     }
@@ -169,18 +170,20 @@ pub(super) fn rope_attention(
     let layer = layer.usize("layer")?;
     let native = plan.native("rope_attention")?;
     let heads = num_heads.within("num_heads", 1, 1 << 16)? as usize;
-    let qkv = Tensor::import(qkv, "qkv", None)?;
-    let mut out = Output::import(out, "out", None)?;
+    let live = cache.to_write(py)?;
+    let (lender, span) = cache.beside();
+    let call = Call::on_host().writing(lender.as_slice(), &span);
+    let norms = [("q_norm", q_norm), ("k_norm", k_norm)];
+    let ([qkv], [q_norm, k_norm], [mut out]) = call.take([("qkv", qkv)], norms, [("out", out)])?;
     let (d, kv_heads, queries) = (cache.shape().head_dim, cache.shape().kv_heads, plan.plan.queries());
     let rows = qkv.input(&[queries, (heads + 2 * kv_heads) * d])?;
-    let norms = Norms::import(q_norm, k_norm, eps, d)?;
+    let norms = Norms::of(q_norm.as_ref(), k_norm.as_ref(), eps, d)?;
     let scores = scores(scale, cap)?;
     cache.check_plan(plan)?;
-    let live = cache.to_write(py)?;
     detached(py, || {
         let mut tensor = live.write();
-        let out = out.slice(&[queries, heads * d], &[&qkv, &tensor])?;
-        let mut kv = cache.view_mut(&mut tensor, &[&qkv])?;
+        let out = out.slice(&[queries, heads * d])?;
+        let mut kv = cache.view_mut(&mut tensor)?;
         plan.pool.with_tables(|t| {
             rope::rope_attention(&mut kv, layer, &view(&native, &t)?, rows, heads, &norms.rotary(table), scores, out)
         })?
@@ -206,42 +209,37 @@ pub(super) fn rope_write(
     let (cache, plan, table) = (cache.get(), plan.get(), &rope.get().0);
     let layer = layer.usize("layer")?;
     let native = plan.native("rope_write")?;
-    let kv = Tensor::import(kv, "kv", None)?;
+    let live = cache.to_write(py)?;
+    let (lender, span) = cache.beside();
+    let call = Call::on_host().writing(lender.as_slice(), &span);
+    let ([kv], [k_norm], []) = call.take([("kv", kv)], [("k_norm", k_norm)], [])?;
     let (d, kv_heads) = (cache.shape().head_dim, cache.shape().kv_heads);
     let rows = kv.input(&[plan.plan.queries(), 2 * kv_heads * d])?;
-    let norms = Norms::import(None, k_norm, eps, d)?;
+    let norms = Norms::of(None, k_norm.as_ref(), eps, d)?;
     cache.check_plan(plan)?;
-    let live = cache.to_write(py)?;
     detached(py, || {
         let mut tensor = live.write();
-        let mut cache = cache.view_mut(&mut tensor, &[&kv])?;
+        let mut cache = cache.view_mut(&mut tensor)?;
         plan.pool
             .with_tables(|t| rope::rope_write(&mut cache, layer, &view(&native, &t)?, rows, &norms.rotary(table)))?
     })
 }
 
-/// Weights of per-head norms: copies, which are small and then need no alias check.
-struct Norms {
-    q: Option<Vec<f32>>,
-    k: Option<Vec<f32>>,
+/// Weights of per-head norms.
+struct Norms<'t> {
+    q: Option<&'t [f32]>,
+    k: Option<&'t [f32]>,
     eps: f32,
 }
 
-impl Norms {
-    fn import(
-        q_norm: Option<&Bound<'_, PyAny>>,
-        k_norm: Option<&Bound<'_, PyAny>>,
-        eps: f32,
-        head_dim: usize,
-    ) -> PyResult<Self> {
-        let norm = |weight, name| -> PyResult<Option<Vec<f32>>> {
-            Tensor::import_option(weight, name)?.map(|t| Ok(t.input::<f32>(&[head_dim])?.to_vec())).transpose()
-        };
-        Ok(Self { q: norm(q_norm, "q_norm")?, k: norm(k_norm, "k_norm")?, eps: epsilon(eps)? })
+impl<'t> Norms<'t> {
+    fn of(q_norm: Option<&'t Tensor>, k_norm: Option<&'t Tensor>, eps: f32, head_dim: usize) -> Result<Self> {
+        let norm = |weight: Option<&'t Tensor>| weight.map(|t| t.input::<f32>(&[head_dim])).transpose();
+        Ok(Self { q: norm(q_norm)?, k: norm(k_norm)?, eps: epsilon(eps)? })
     }
 
     fn rotary<'a>(&'a self, table: &'a rope::RopeTable) -> Rotary<'a> {
-        let norm = |weight: &'a Option<Vec<f32>>| weight.as_deref().map(|weight| RmsNorm { weight, eps: self.eps });
-        Rotary { table, q_norm: norm(&self.q), k_norm: norm(&self.k) }
+        let norm = |weight: Option<&'a [f32]>| weight.map(|weight| RmsNorm { weight, eps: self.eps });
+        Rotary { table, q_norm: norm(self.q), k_norm: norm(self.k) }
     }
 }

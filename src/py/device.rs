@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 
 use super::arg::{Int, detached};
 #[cfg(feature = "cuda")]
-use super::dlpack::{Output, Tensor, cuda};
+use super::dlpack::{Call, cuda};
 #[cfg(feature = "cuda")]
 use crate::device::{self, Device, Faults, MovesView, Stream};
 use crate::error::{Error, Result};
@@ -135,7 +135,7 @@ impl StreamArg {
     /// The stream.
     #[cfg(feature = "cuda")]
     pub(super) fn get(self) -> Result<Stream> {
-        let stream = cuda::stream(self.handle.usize("stream")?);
+        let stream = cuda::stream(self.handle.usize("stream")?)?;
         Ok(self.faults.map_or(stream, |faults| stream.reporting_to(faults)))
     }
 
@@ -160,14 +160,12 @@ pub(super) fn _device_kv_move(
     let stream = stream.get()?;
     #[cfg(feature = "cuda")]
     {
-        // -1: no ordering between streams is asked of the producer, the launch is on the caller's own.
-        let import = |tensor, operand| Tensor::import(tensor, operand, Some(-1));
-        let target = Output::import(cache, "cache", Some(-1))?;
-        let tensors = [import(src, "src")?, import(dst, "dst")?, import(offsets, "offsets")?];
-        detached(cache.py(), || {
-            let (cache, [src, dst, offsets]) = (&target, &tensors);
+        let py = cache.py();
+        let read = [("src", src), ("dst", dst), ("offsets", offsets)];
+        let ([src, dst, offsets], [], [cache]) = Call::on_device().take(read, [], [("cache", cache)])?;
+        detached(py, || {
             let ordinal = cache.cuda_ordinal()?;
-            let view = cache.device_kv_cache(ordinal, &[src, dst, offsets])?;
+            let view = cache.device_kv_cache(ordinal)?;
             let slices = (src.device_i32(ordinal)?, dst.device_i32(ordinal)?, offsets.device_i32(ordinal)?);
             let moves = MovesView::new(slices.0, slices.1, slices.2)?;
             Device::get(ordinal)?.kernels().kv_move.launch(stream, &view, &moves)

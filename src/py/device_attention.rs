@@ -8,7 +8,7 @@ use super::device::StreamArg;
 #[cfg(not(feature = "cuda"))]
 use super::device::available;
 #[cfg(feature = "cuda")]
-use super::dlpack::{Output, Tensor};
+use super::dlpack::Call;
 #[cfg(feature = "cuda")]
 use crate::bounds::PageSize;
 #[cfg(feature = "cuda")]
@@ -83,26 +83,18 @@ pub(super) fn _device_attention(
     let draft = draft.map(|(k, s)| Ok::<_, Error>((k.u32("draft branches")?, s.u32("draft steps")?))).transpose()?;
     #[cfg(feature = "cuda")]
     {
-        let import = |tensor, operand| Tensor::import(tensor, operand, Some(-1));
-        let optional = |tensor: Option<&Bound<'_, PyAny>>, operand| {
-            tensor.map(|t| Tensor::import(t, operand, Some(-1))).transpose()
-        };
-        let inputs = [import(q, "q")?, import(table, "table")?, import(lens, "lens")?, import(starts, "starts")?];
-        let cache_tensor = import(cache, "cache")?;
-        let (rows, mask) = (optional(rows, "rows")?, optional(mask, "mask")?);
-        let out = Output::import(out, "out", Some(-1))?;
-        let workspace = Output::import(workspace, "workspace", Some(-1))?;
-        detached(cache.py(), || {
-            let [q, table, lens, starts] = &inputs;
+        let py = cache.py();
+        let read = [("q", q), ("table", table), ("lens", lens), ("starts", starts), ("cache", cache)];
+        let (read, [rows, mask], [out, workspace]) =
+            Call::on_device().take(read, [("rows", rows), ("mask", mask)], [("out", out), ("workspace", workspace)])?;
+        detached(py, || {
+            let [q, table, lens, starts, cache_tensor] = &read;
             let ordinal = cache_tensor.cuda_ordinal()?;
             let layer = cache_tensor.device_kv_layer(ordinal, layer)?;
             let (queries, heads) = q.device_queries(&layer)?;
             let (table_slice, width) = table.device_table(ordinal)?;
-            let mut beside = vec![q, table, lens, starts, &cache_tensor];
-            beside.extend(rows.iter().chain(mask.iter()));
-            let target = out.device_attention_out(ordinal, q, &beside)?;
-            beside.push(&out);
-            let bytes = workspace.device_bytes(ordinal, &beside)?;
+            let target = out.device_attention_out(ordinal, q)?;
+            let bytes = workspace.device_bytes(ordinal)?;
             let batch = AttentionBatch::new(
                 table_slice,
                 u32::try_from(width).unwrap_or(u32::MAX),

@@ -38,10 +38,7 @@ pub(super) mod operands {
     use crate::py::arg::detached;
     use crate::py::device::StreamArg;
     use crate::py::dlpack::cuda::DeviceElement;
-    use crate::py::dlpack::{Output, Tensor};
-
-    /// -1: no ordering between streams is asked of the producer, the launch is on the caller's own.
-    const CALLERS: Option<isize> = Some(-1);
+    use crate::py::dlpack::{Call, Output, Tensor};
 
     /// The tensors of a call, by their place in the lists that were imported: inputs first, then outputs.
     pub(in crate::py) struct Operands {
@@ -52,21 +49,10 @@ pub(super) mod operands {
     /// Names of operands with their tensors.
     type Named<'a, 'py> = &'a [(&'static str, Option<&'a Bound<'py, PyAny>>)];
 
-    /// Import the tensors of a call, and check that outputs may be written and lie apart from every other operand.
+    /// Import the tensors of a call, and check that outputs may be written. The launch sees to it that they lie apart from
+    /// every other operand.
     pub(in crate::py) fn import(inputs: Named<'_, '_>, outputs: Named<'_, '_>) -> PyResult<Operands> {
-        let read = |&(name, tensor): &(&'static str, Option<&Bound<'_, PyAny>>)| {
-            tensor.map(|t| Tensor::import(t, name, CALLERS)).transpose()
-        };
-        let write = |&(name, tensor): &(&'static str, Option<&Bound<'_, PyAny>>)| {
-            tensor.map(|t| Output::import(t, name, CALLERS)).transpose()
-        };
-        let inputs = inputs.iter().map(read).collect::<PyResult<Vec<_>>>()?;
-        let outputs = outputs.iter().map(write).collect::<PyResult<Vec<_>>>()?;
-        let mut beside: Vec<&Tensor> = inputs.iter().flatten().collect();
-        for output in outputs.iter().flatten() {
-            output.apart(&beside)?;
-            beside.push(output);
-        }
+        let (inputs, outputs) = Call::on_device().take_lists(inputs, outputs)?;
         Ok(Operands { inputs, outputs })
     }
 
@@ -109,10 +95,10 @@ pub(super) mod operands {
             Ok(columns)
         }
 
-        /// Output `n` of the outputs, a KV cache. `import` saw that it lies apart.
+        /// Output `n` of the outputs, a KV cache.
         pub(in crate::py) fn cache(&self, n: usize, ordinal: i32) -> Result<KvCacheView> {
             let cache = self.outputs[n].as_ref().ok_or_else(|| absent(n))?;
-            cache.device_kv_cache(ordinal, &[])
+            cache.device_kv_cache(ordinal)
         }
 
         /// Launch without the GIL on the device of the first output.

@@ -7,7 +7,7 @@ use super::arg::detached;
 use super::device::StreamArg;
 #[cfg(feature = "cuda")]
 use super::device_ops::operands::import;
-use super::dlpack::{Output, Tensor};
+use super::dlpack::Call;
 use crate::error::{Error, Result};
 use crate::round::round_end::{LaneLimits, LaneState, RingLayout, RoundFound, Signals, end_round};
 
@@ -36,27 +36,33 @@ pub(super) fn _round_end(
     asked: bool,
     recorded: bool,
 ) -> PyResult<Vec<(&'static str, i64, i64, i64)>> {
-    const ACCEPTS: [&str; 7] = ["offsets", "tokens", "new_lens", "roots_found", "faults", "sound", "live"];
-    const LIMITS: [&str; 4] = ["limits", "caps", "stops", "stop_counts"];
-    const STATE: [&str; 4] = ["lens", "roots", "depths", "done"];
-    let read = |(tensor, what): (&Bound<'_, PyAny>, &'static str)| Tensor::import(tensor, what, None);
-    let inputs = accepts.iter().zip(ACCEPTS).chain(limits.iter().zip(LIMITS)).chain([(found, "found")]);
-    let inputs = inputs.map(read).collect::<PyResult<Vec<_>>>()?;
-    let write = |(tensor, what): (&Bound<'_, PyAny>, &'static str)| Output::import(tensor, what, None);
-    let outputs = state.iter().zip(STATE).chain([(control, "control"), (ring, "ring")]);
-    let mut outputs = outputs.map(write).collect::<PyResult<Vec<_>>>()?;
+    const READ: [&str; 12] = [
+        "offsets",
+        "tokens",
+        "new_lens",
+        "roots_found",
+        "faults",
+        "sound",
+        "live",
+        "limits",
+        "caps",
+        "stops",
+        "stop_counts",
+        "found",
+    ];
+    const WRITTEN: [&str; 6] = ["lens", "roots", "depths", "done", "control", "ring"];
+    let read: Vec<Arg<'_, '_>> = accepts.iter().chain(&limits).chain([found]).collect();
+    let written: Vec<Arg<'_, '_>> = state.iter().chain([control, ring]).collect();
+    let (read, written) =
+        (std::array::from_fn(|i| (READ[i], read[i])), std::array::from_fn(|i| (WRITTEN[i], written[i])));
+    let (inputs, [], mut outputs): ([_; 12], _, [_; 6]) = Call::on_host().take(read, [], written)?;
     detached(py, move || {
-        let flat = inputs.iter().map(|t| t.dims("one dimension").and_then(|n: [usize; 1]| t.input::<i32>(&n)));
-        let flat = flat.collect::<Result<Vec<_>>>()?;
+        let flat = inputs.iter().map(|t| t.line::<i32>()).collect::<Result<Vec<_>>>()?;
         let [offsets, tokens, new_lens, roots, faults, sound, live, limits, caps, stops, stop_counts, found] = flat[..]
         else {
             return Ok(Vec::new()); // as many as were imported
         };
-        let mut beside: Vec<&Tensor> = inputs.iter().collect();
-        for output in &outputs {
-            output.lendable(&[super::dlpack::DType::I32], &beside)?;
-            beside.push(output);
-        }
+        outputs.iter().try_for_each(|output| output.lendable(&[super::dlpack::DType::I32]))?;
         let [slots, slot_words] = outputs[5].dims("[slots, slot words]")?;
         let layout = RingLayout::new(slots as u64, new_lens.len() as u64, found.len() as u64)?;
         if slot_words != layout.slot_words() {
@@ -70,7 +76,7 @@ pub(super) fn _round_end(
         })?;
         let mut outputs = outputs.iter_mut();
         let mut next = |shape: &[usize]| match outputs.next() {
-            Some(output) => output.slice::<i32>(shape, &[]), // seen to be apart above
+            Some(output) => output.slice::<i32>(shape),
             None => Ok(&mut [][..]),
         };
         let batch = [new_lens.len()];

@@ -9,7 +9,15 @@ use super::sampling::Sampler;
 #[cfg(feature = "cuda")]
 use super::{arg::detached, device_ops::operands::import, sampling::with_samplers};
 #[cfg(feature = "cuda")]
-use crate::device::{DeviceAccepts, DeviceSamplers, SAMPLER_ROW_WORDS, VerifyMode, VerifyOperands, params::SamplerRow};
+use crate::{
+    bounds::MAX_BATCH,
+    device::{DeviceAccepts, DeviceSamplers, SAMPLER_ROW_WORDS, VerifyMode, VerifyOperands, params::SamplerRow},
+    error::in_range,
+};
+
+/// Most edits of a batch, 12 bytes each: a sampler may stand in the list again and again, so that nothing else bounds them.
+#[cfg(feature = "cuda")]
+const MAX_EDITS: i128 = 1 << 27;
 
 /// A tensor argument.
 type Arg<'a, 'py> = &'a Bound<'py, PyAny>;
@@ -22,16 +30,19 @@ pub(super) fn _device_samplers(py: Python<'_>, samplers: Vec<Bound<'_, Sampler>>
     #[cfg(feature = "cuda")]
     {
         let batch = samplers.len();
+        in_range("samplers", batch as u64, 0, MAX_BATCH.into())?;
         let (mut rows, mut begins, mut counts) = (Vec::<i64>::new(), Vec::new(), Vec::new());
         let (mut tokens, mut biases, mut outputs) = (Vec::<i32>::new(), Vec::<f32>::new(), Vec::<i32>::new());
         with_samplers(&samplers, |sampler| {
             let edits = sampler.masked_edits();
+            in_range("edits of all samplers", (tokens.len() + edits.tokens.len()) as u64, 0, MAX_EDITS)?;
             rows.extend(SamplerRow::of(sampler.config()).words().map(|w| w as i64));
             begins.push(tokens.len() as i32);
             counts.push(edits.tokens.len() as i32);
             tokens.extend(edits.tokens);
             biases.extend(edits.biases);
             outputs.extend(edits.outputs);
+            Ok(())
         })?;
         detached(py, || {
             Ok([

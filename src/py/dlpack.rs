@@ -4,15 +4,14 @@
 //! runs exactly once, when [`Tensor`] drops, on whichever thread that is) and copies shape and strides out, so that
 //! nothing the producer does later changes what was checked. A view is handed out only after its device, element
 //! type, shape, contiguity and alignment were checked, and an output only after it was compared with every other
-//! tensor of the call: a `&mut` slice never overlaps another slice of ours.
+//! tensor of the call: a `&mut` slice never overlaps another slice of ours. A call of several tensors takes them together.
 //!
 //! Rust cannot check the contract with the caller, the same that torch's and numpy's own operations have: *while a call
 //! runs, no other thread writes to its tensors, reads its outputs, or resizes their storage.*
 //!
 //! ```text
-//! let x = Tensor::import(obj, "x", None)?;          // owner of the producer's tensor
-//! let mut out = Output::import(obj, "out", None)?;  // one that may be written, which autograd is told of
-//! let (xs, os) = (x.input::<f32>(&[m, k])?, out.slice::<f32>(&[m, n], &[&x])?);
+//! let ([x], [], [mut out]) = Call::on_host().take([("x", x)], [], [("out", out)])?; // owners of the producers' tensors
+//! let (xs, os) = (x.input::<f32>(&[m, k])?, out.slice::<f32>(&[m, n])?);
 //! ```
 //!
 //! | file | what lives there; each imports from those above it |
@@ -25,6 +24,7 @@
 //! | `tensor` | tensors that are read |
 //! | `output` | tensors that a call writes |
 //! | `lent`, `lender` | tensors that a caller lends for many calls |
+//! | `operands` | the tensors of one call, taken together |
 //! | `cuda` | tensors that a kernel takes |
 //! | `device_array` | regions of an arena, lent to consumers on the device |
 
@@ -37,6 +37,7 @@ pub(super) mod cuda;
 mod device_array;
 mod lender;
 mod lent;
+mod operands;
 mod output;
 mod place;
 mod producer;
@@ -49,6 +50,7 @@ pub(super) use self::buffer::{Buffer, View};
 pub(super) use self::device_array::{DeviceArray, element};
 pub(super) use self::lender::Lender;
 pub(super) use self::lent::Lent;
+pub(super) use self::operands::{Call, check_lenders};
 pub(super) use self::output::Output;
 pub(super) use self::place::Place;
 pub(super) use self::tensor::{Tensor, as_array};

@@ -136,8 +136,11 @@ pub(super) fn merge_drafts(
     let mut given = given.iter();
     let all: Vec<&draft::Proposal> =
         core.iter().filter_map(|c| c.map_or_else(|| given.next(), |c| Some(&c.get().0))).collect();
-    let calibration = calibration.map(|c| c.get().state());
-    guarded(py, || draft::merge(root, vocab, &all, calibration.as_deref(), limits)).map(MergedDrafts)
+    guarded(py, || {
+        let calibration = calibration.map(|c| c.get().state());
+        draft::merge(root, vocab, &all, calibration.as_deref(), limits)
+    })
+    .map(MergedDrafts)
 }
 
 /// A tree of `merge_drafts`, for one request.

@@ -4,8 +4,9 @@ use pyo3::prelude::*;
 
 use super::arg::{Int, same_len, u32s};
 use super::draft_merge::MergedDrafts;
+use crate::bounds::MAX_BATCH;
 use crate::draft::{Candidate, Candidates, Choice, PassTable};
-use crate::error::Result;
+use crate::error::{Result, in_range};
 
 /// Seconds of passes: row counts, seconds of each, and what these are multiplied by.
 type Table = (Vec<Int>, Vec<f64>, f64);
@@ -39,6 +40,7 @@ impl DraftNodes {
 impl DraftNodes {
     #[new]
     fn new(trees: Vec<Bound<'_, MergedDrafts>>, tempers: Vec<f64>, least: f64) -> PyResult<Self> {
+        in_range("trees", trees.len() as u64, 0, MAX_BATCH.into())?;
         same_len("tempers", tempers.len(), "trees", trees.len())?;
         let trees: Vec<_> = trees.iter().map(|tree| &tree.get().0).zip(tempers).collect();
         Ok(Self(Candidates::of(&trees, least)))

@@ -5,7 +5,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use pyo3::prelude::*;
 
-use super::arg::{Int, detached, guarded, u32s};
+use super::arg::{Int, check_entries, detached, guarded, u32s};
 use super::dlpack::Tensor;
 use super::draft_merge::DraftProposal;
 use crate::draft;
@@ -94,8 +94,10 @@ impl RecycledTokens {
 
     /// After each of `tokens` the target's likeliest next tokens were those of `best`, the likeliest first; beyond 8
     /// they are ignored.
-    fn observe(&self, py: Python<'_>, tokens: Vec<Int>, best: Vec<Vec<Int>>) -> PyResult<()> {
+    fn observe(&self, py: Python<'_>, tokens: Vec<Int>, best: &Bound<'_, PyAny>) -> PyResult<()> {
         let tokens = u32s("token", &tokens)?;
+        check_entries("recycled tokens", best)?;
+        let best: Vec<Vec<Int>> = best.extract()?;
         let best: Vec<Vec<u32>> = best.iter().map(|row| u32s("token", row)).collect::<Result<_>>()?;
         guarded(py, || held(&self.0).observe(&tokens, &best))
     }

@@ -9,7 +9,7 @@ use pyo3::{PyTraverseError, PyVisit};
 
 use super::arg::{Int, detached};
 use super::device::StreamArg;
-use super::dlpack::{Output, Tensor, cuda};
+use super::dlpack::{Call, cuda};
 use crate::device::{Device, Stream};
 use crate::error::Result;
 use crate::graph::{self, Capture, Turn};
@@ -166,11 +166,10 @@ pub(super) fn _graph_loop_count(
 ) -> PyResult<()> {
     let py = left.py();
     let (handle, stream) = (handle.within("handle", 0, u64::MAX.into())? as u64, stream.get()?);
-    let left = Output::import(left, "left", Some(-1))?;
-    let stop = stop.map(|stop| Tensor::import(stop, "stop", Some(-1))).transpose()?;
+    let ([], [stop], [left]) = Call::on_device().take([], [("stop", stop)], [("left", left)])?;
     detached(py, || {
         let ordinal = left.cuda_ordinal()?;
-        left.apart(&stop.iter().collect::<Vec<_>>())?;
+        left.writable()?;
         let words = stop.as_ref().map(|stop| stop.device_i32(ordinal)).transpose()?;
         let kernel = &Device::get(ordinal)?.kernels().loop_count;
         kernel.launch(stream, handle, &left.device_i32(ordinal)?, words.as_ref())

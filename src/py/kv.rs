@@ -5,11 +5,12 @@ use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use pyo3::prelude::*;
 
 use super::arg::{Int, detached};
-use super::dlpack::{DType, Lender, Output, Tensor};
+use super::dlpack::{Call, DType, Lender, Output, Tensor};
 use super::plan::{Moves, Plan};
 use crate::bounds::PageSize;
 use crate::error::{Error, Result};
 use crate::host::kv::{self, KvCacheMut, KvData, KvDataMut, KvShape};
+use crate::overlap::{Operand, Span};
 
 /// Keys and values of all layers: a CPU tensor [layers, 2, num_slots, kv_heads, head_dim], float32 or bfloat16, keys at
 /// index 0 and values at 1. Slot s is position `s % page_size` of page `s // page_size`; page 0 is the sink.
@@ -24,6 +25,8 @@ pub(super) struct KvCache {
     dtype: DType,
     page: PageSize,
     tensor: RwLock<Output>,
+    /// The tensor's memory, which stays where it is.
+    span: Span,
     /// `None` for a tensor that cannot be resized.
     lender: Option<Lender>,
 }
@@ -72,6 +75,11 @@ impl KvCache {
         Ok(Writable(self))
     }
 
+    /// What looks at the tensor again, and its memory: for calls that take other tensors beside it.
+    pub(super) fn beside(&self) -> (Option<&Lender>, [Span; 1]) {
+        (self.lender.as_ref(), [self.span])
+    }
+
     fn dims(&self) -> [usize; 5] {
         let KvShape { layers, slots, kv_heads, head_dim } = self.shape;
         [layers, 2, slots, kv_heads, head_dim]
@@ -86,11 +94,12 @@ impl KvCache {
         kv::KvCache::new(self.shape, data)
     }
 
-    /// View a locked tensor of this cache as the kernels write it; `beside` are the call's other tensors.
-    pub(super) fn view_mut<'a>(&self, tensor: &'a mut Output, beside: &[&Tensor]) -> Result<KvCacheMut<'a>> {
+    /// View a locked tensor of this cache as the kernels write it. The call took its other tensors [`beside`](Self::beside)
+    /// it.
+    pub(super) fn view_mut<'a>(&self, tensor: &'a mut Output) -> Result<KvCacheMut<'a>> {
         let data = match self.dtype {
-            DType::F32 => KvDataMut::F32(tensor.slice(&self.dims(), beside)?),
-            _ => KvDataMut::Bf16(tensor.slice(&self.dims(), beside)?),
+            DType::F32 => KvDataMut::F32(tensor.slice(&self.dims())?),
+            _ => KvDataMut::Bf16(tensor.slice(&self.dims())?),
         };
         KvCacheMut::new(self.shape, data)
     }
@@ -131,11 +140,12 @@ impl KvCache {
         // Seen here rather than by the first kernel: contiguous, writable, on the CPU.
         let dims = t.shape().to_vec();
         match dtype {
-            DType::F32 => t.slice::<f32>(&dims, &[]).map(|_| ())?,
-            _ => t.slice::<half::bf16>(&dims, &[]).map(|_| ())?,
+            DType::F32 => t.slice::<f32>(&dims).map(|_| ())?,
+            _ => t.slice::<half::bf16>(&dims).map(|_| ())?,
         }
         let lender = Lender::of(&tensor, &t)?;
-        Ok(Self { object: tensor.unbind(), shape, dtype, page, tensor: RwLock::new(t), lender })
+        let span = t.span();
+        Ok(Self { object: tensor.unbind(), shape, dtype, page, tensor: RwLock::new(t), span, lender })
     }
 
     /// The tensor it was made from.
@@ -205,14 +215,16 @@ pub(super) fn kv_write(
     v: &Bound<'_, PyAny>,
 ) -> PyResult<()> {
     let (cache, plan, layer) = (cache.get(), plan.get(), layer.usize("layer")?);
-    let (k, v) = (Tensor::import(k, "k", None)?, Tensor::import(v, "v", None)?);
+    let live = cache.to_write(py)?;
+    let (lender, span) = cache.beside();
+    let call = Call::on_host().writing(lender.as_slice(), &span);
+    let ([k, v], [], []) = call.take([("k", k), ("v", v)], [], [])?;
     let shape = [plan.plan.queries(), cache.shape.kv_heads, cache.shape.head_dim];
     let (ks, vs) = (k.input(&shape)?, v.input(&shape)?);
     cache.check_plan(plan)?;
-    let live = cache.to_write(py)?;
     detached(py, || {
         let mut tensor = live.write();
-        let mut view = cache.view_mut(&mut tensor, &[&k, &v])?;
+        let mut view = cache.view_mut(&mut tensor)?;
         plan.pool.with_tables(|t| {
             plan.plan.check_rows(&t)?;
             kv::kv_write(&mut view, layer, plan.plan.out_slots(), plan.plan.qo_indptr(), ks, vs)
@@ -235,7 +247,7 @@ pub(super) fn kv_move(py: Python<'_>, cache: &Bound<'_, KvCache>, moves: &Bound<
         let mut tensor = live.write();
         let first = tensor.address() as u64;
         let end = first + (tensor.shape().iter().product::<usize>() * cache.dtype.size()) as u64;
-        let mut view = cache.view_mut(&mut tensor, &[])?;
+        let mut view = cache.view_mut(&mut tensor)?;
         let mut run = || kv::kv_move(&mut view, moves.moves.src(), moves.moves.dst());
         match &moves.pool {
             None => run(),

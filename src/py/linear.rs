@@ -3,7 +3,7 @@
 use pyo3::prelude::*;
 
 use super::arg::detached;
-use super::dlpack::{DType, Output, Tensor};
+use super::dlpack::{Call, DType, Tensor};
 use crate::error::{Error, Result};
 use crate::host::linear::{Add, Storage, Weight};
 use crate::host::norm::RmsNorm;
@@ -29,8 +29,7 @@ impl PackedLinear {
         storage: &str,
         gated: bool,
     ) -> PyResult<Self> {
-        let weight = Tensor::import(weight, "weight", None)?;
-        let bias = Tensor::import_option(bias, "bias")?;
+        let ([weight], [bias], []) = Call::on_host().take([("weight", weight)], [("bias", bias)], [])?;
         let storage = match storage {
             "bf16" => Storage::Bf16,
             "f32" => Storage::F32,
@@ -91,13 +90,10 @@ impl PackedLinear {
         eps: f32,
     ) -> PyResult<()> {
         let in_place = residual.is_some_and(|r| r.is(out));
-        let residual = Tensor::import_option(residual.filter(|_| !in_place), "residual")?;
-        let norm = Tensor::import_option(norm, "norm")?;
-        let x = Tensor::import(x, "x", None)?;
-        let mut out = Output::import(out, "out", None)?;
+        let maybe = [("residual", residual.filter(|_| !in_place)), ("norm", norm)];
+        let ([x], [residual, norm], [mut out]) = Call::on_host().take([("x", x)], maybe, [("out", out)])?;
         let m = self.rows(&x)?;
-        let beside: [&Tensor; 3] = [&x, residual.as_ref().unwrap_or(&x), norm.as_ref().unwrap_or(&x)];
-        let out = out.slice(&[m, self.0.n()], &beside)?;
+        let out = out.slice(&[m, self.0.n()])?;
         let add = match &residual {
             Some(r) => Add::Rows(r.input(&[m, self.0.n()])?),
             None if in_place => Add::Out,
@@ -117,11 +113,9 @@ impl PackedLinear {
         norm: Option<&Bound<'_, PyAny>>,
         eps: f32,
     ) -> PyResult<()> {
-        let norm = Tensor::import_option(norm, "norm")?;
-        let x = Tensor::import(x, "x", None)?;
-        let mut out = Output::import(out, "out", None)?;
+        let ([x], [norm], [mut out]) = Call::on_host().take([("x", x)], [("norm", norm)], [("out", out)])?;
         let m = self.rows(&x)?;
-        let out = out.slice(&[m, self.0.out_width()], &[&x, norm.as_ref().unwrap_or(&x)])?;
+        let out = out.slice(&[m, self.0.out_width()])?;
         let (x, norm) = (x.input(&[m, self.0.k()])?, self.norm(norm.as_ref(), eps)?);
         detached(py, || self.0.forward_swiglu(x, norm, out))
     }
@@ -160,11 +154,9 @@ pub(super) fn rms_norm(
     eps: f32,
     out: &Bound<'_, PyAny>,
 ) -> PyResult<()> {
-    let x = Tensor::import(x, "x", None)?;
-    let weight = Tensor::import(weight, "weight", None)?;
-    let mut out = Output::import(out, "out", None)?;
+    let ([x, weight], [], [mut out]) = Call::on_host().take([("x", x), ("weight", weight)], [], [("out", out)])?;
     let shape @ [_, k] = x.dims("shape [M, K]")?;
-    let out = out.slice(&shape, &[&x, &weight])?;
+    let out = out.slice(&shape)?;
     let (x, rms) = (x.input(&shape)?, RmsNorm { weight: weight.input(&[k])?, eps: epsilon(eps)? });
     detached(py, || norm::rms_norm(x, &rms, out))
 }

@@ -8,10 +8,10 @@ use pyo3::prelude::*;
 
 use super::arg::{Int, detached};
 use super::device::StreamArg;
-use super::dlpack::{DType, DeviceArray, Output, Tensor, cuda, element};
+use super::dlpack::{Call, DType, DeviceArray, cuda, element};
 use super::pool::Pool;
 use crate::device::{Arena, ArenaPlan, Budget, Device, Guards, Region, TableMirror, TableShape};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, listed};
 use crate::graph;
 
 /// A name for the life of the process; the same text is kept once.
@@ -50,7 +50,7 @@ fn declare(regions: &[(String, String, Vec<Int>)], guards: bool) -> Result<(Aren
         let (name, dtype) = (named(name), element(dtype)?);
         let shape = shape.iter().map(|n| n.usize("dimension")).collect::<Result<Vec<_>>>()?;
         let bytes = shape.iter().try_fold(dtype.size(), |n, &d| n.checked_mul(d)).ok_or_else(|| {
-            let expr = format!("{shape:?} of {dtype}");
+            let expr = format!("{} of {dtype}", listed(&shape));
             Error::Overflow { what: name, expr, ty: "int64", limit: i64::MAX as u64 }
         })?;
         Ok(Declared { name, region: plan.take(name, bytes)?, dtype, shape })
@@ -64,7 +64,7 @@ impl DeviceArena {
         self.declared.iter().find(|d| d.name == name).ok_or_else(|| Error::Invalid {
             what: "arena region",
             got: name.into(),
-            why: format!("the regions are {:?}", self.declared.iter().map(|d| d.name).collect::<Vec<_>>()),
+            why: format!("the regions are {}", listed(&self.declared.iter().map(|d| d.name).collect::<Vec<_>>())),
         })
     }
 }
@@ -271,10 +271,10 @@ pub(super) fn _device_table_update(
     let py = table.py();
     let [rows, width, pages] = [rows.u32("table rows")?, width.u32("table columns")?, num_pages.u32("num_pages")?];
     let (changes, stream) = (changes.u32("changes")?, stream.get()?);
-    let (table, staged) = (Output::import(table, "table", Some(-1))?, Tensor::import(staged, "staged", Some(-1))?);
+    let ([staged], [], [table]) = Call::on_device().take([("staged", staged)], [], [("table", table)])?;
     detached(py, || {
         let ordinal = table.cuda_ordinal()?;
-        table.apart(&[&staged])?;
+        table.writable()?;
         let (to, from) = (table.device_i32(ordinal)?, staged.device_i32(ordinal)?);
         let kernel = &Device::get(ordinal)?.kernels().table_update;
         kernel.launch(stream, &to, [rows, width], pages, &from, changes)

@@ -234,6 +234,15 @@ impl Pool {
             ],
         )
     }
+
+    fn __repr__(&self) -> String {
+        let c = self.0.config();
+        let page_size = c.page.get();
+        format!(
+            "Pool(num_pages={}, page_size={page_size}, max_seqs={}, row_pages={})",
+            c.num_pages, c.max_seqs, c.row_pages
+        )
+    }
 }
 
 fn dict<'py>(py: Python<'py>, entries: &[(&str, u64)]) -> PyResult<Bound<'py, PyDict>> {
@@ -362,6 +371,17 @@ impl Lease {
     fn remap(&self, py: Python<'_>, seq: &Bound<'_, Sequence>, first: Int, order: Vec<Int>) -> PyResult<()> {
         let (seq, first, order) = (seq.get().0, first.u32("first")?, u32s("order", &order)?);
         detached(py, || self.with(|l| l.remap(seq, first, &order)))
+    }
+
+    fn __repr__(&self) -> String {
+        // Without waiting: another thread's call on the lease may wait for the pool.
+        match self.state.try_lock() {
+            Ok(state) => match &*state {
+                State::Live(lease) => format!("Lease(sequences={}, live=True)", lease.seqs().len()),
+                State::Ended(why) => format!("Lease(live=False: {why})"),
+            },
+            Err(_) => "Lease(in use by another thread)".into(),
+        }
     }
 
     fn __enter__(slf: Bound<'_, Self>) -> PyResult<Bound<'_, Self>> {

@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use super::arg::{Int, detached};
 use super::device::StreamArg;
 #[cfg(feature = "cuda")]
-use super::dlpack::{Output, Tensor, cuda};
+use super::dlpack::{Call, Output, cuda};
 #[cfg(feature = "cuda")]
 use crate::device::{Device, FloatType, LinearShape, Mirror, Products};
 #[cfg(not(feature = "cuda"))]
@@ -86,8 +86,7 @@ impl DeviceProducts {
     ) -> PyResult<DeviceLinear> {
         let py = weight.py();
         let (max_rows, split) = (max_rows.u32("linear max_rows")?, split.map(|s| s.u32("linear split")).transpose()?);
-        let weight = Tensor::import(weight, "weight", Some(-1))?;
-        let bias = bias.map(|b| Tensor::import(b, "bias", Some(-1))).transpose()?;
+        let ([weight], [bias], []) = Call::on_device().take([("weight", weight)], [("bias", bias)], [])?;
         detached(py, || {
             let view = weight.device_rows(weight.cuda_ordinal()?)?;
             let side = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
@@ -148,14 +147,13 @@ impl DeviceLinear {
     ) -> PyResult<()> {
         let py = x.py();
         let (rows, stream) = (rows.u32("linear rows")?, stream.get()?);
-        let x = Tensor::import(x, "x", Some(-1))?;
-        let y = Output::import(y, "y", Some(-1))?;
-        let workspace = Output::import(workspace, "workspace", Some(-1))?;
+        let written = [("workspace", workspace), ("y", y)];
+        let ([x], [], [workspace, y]) = Call::on_device().take([("x", x)], [], written)?;
         detached(py, || {
             let ordinal = x.cuda_ordinal()?;
+            [&y, &workspace].into_iter().try_for_each(|output| output.writable())?;
             let (xs, ys, ws) =
                 (x.device_rows(ordinal)?, y.device_rows(ordinal)?, workspace.device_slice::<u8>(ordinal)?);
-            y.apart(&[&x, &workspace])?;
             self.0.linear().launch(stream, rows, &xs, &ys, &ws)
         })
     }
@@ -190,7 +188,7 @@ pub(super) fn _device_fill(
         let out_tensor = Output::import(out, "out", Some(-1))?;
         detached(out.py(), || {
             let ordinal = out_tensor.cuda_ordinal()?;
-            out_tensor.apart(&[])?;
+            out_tensor.writable()?;
             let view = out_tensor.device_rows(ordinal)?;
             let mirror = [Mirror::None, Mirror::Equal, Mirror::Negated][mirror as usize];
             Device::get(ordinal)?.kernels().fingerprint.fill(stream, &view, seed, exponent, mirror)
@@ -214,10 +212,11 @@ pub(super) fn _device_fingerprint(
     let (rows, stream) = (rows.u32("rows")?, stream.get()?);
     #[cfg(feature = "cuda")]
     {
-        let (tensor, prints) = (Tensor::import(matrix, "matrix", Some(-1))?, Output::import(out, "out", Some(-1))?);
-        detached(out.py(), || {
+        let py = out.py();
+        let ([tensor], [], [prints]) = Call::on_device().take([("matrix", matrix)], [], [("out", out)])?;
+        detached(py, || {
             let ordinal = tensor.cuda_ordinal()?;
-            prints.apart(&[&tensor])?;
+            prints.writable()?;
             let (view, words) = (tensor.device_rows(ordinal)?, prints.device_slice::<u64>(ordinal)?);
             Device::get(ordinal)?.kernels().fingerprint.rows(stream, &view, rows, &words)
         })

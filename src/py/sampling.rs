@@ -7,7 +7,7 @@ use std::sync::{RwLock, TryLockError};
 use pyo3::prelude::*;
 
 use super::arg::{Int, detached, i32s, same_len, u32s};
-use super::dlpack::{Output, Tensor};
+use super::dlpack::{Call, Tensor};
 use super::grammar::{GrammarTracker, TokenMask};
 use super::trees::TreeBatch;
 use crate::error::{Error, Result};
@@ -128,10 +128,10 @@ impl Sampler {
         out: &Bound<'_, PyAny>,
         path: Option<Vec<Int>>,
     ) -> PyResult<()> {
-        let (logits, mut out) = (Tensor::import(logits, "logits", None)?, Output::import(out, "out", None)?);
+        let ([logits], [], [mut out]) = Call::on_host().take([("logits", logits)], [], [("out", out)])?;
         let path = i32s("path token", &path.unwrap_or_default())?;
         let [columns] = logits.dims("shape [vocab]")?;
-        let (row, out) = (logits.input(&[columns])?, out.slice(&[columns], &[&logits])?);
+        let (row, out) = (logits.input(&[columns])?, out.slice(&[columns])?);
         detached(py, || {
             let sampler = self.state.try_read().map_err(busy)?;
             SCRATCH.with_borrow_mut(|(scratch, _)| sampler.processed(scratch, row, &path, out))
@@ -141,8 +141,11 @@ impl Sampler {
 
 /// Call `f` with each sampler.
 #[cfg(feature = "cuda")]
-pub(super) fn with_samplers(samplers: &[Bound<'_, Sampler>], mut f: impl FnMut(&sample::Sampler)) -> Result<()> {
-    samplers.iter().try_for_each(|s| s.get().state.try_read().map_err(busy).map(|s| f(&s)))
+pub(super) fn with_samplers(
+    samplers: &[Bound<'_, Sampler>],
+    mut f: impl FnMut(&sample::Sampler) -> Result<()>,
+) -> Result<()> {
+    samplers.iter().try_for_each(|s| s.get().state.try_read().map_err(busy).and_then(|s| f(&s)))
 }
 
 /// A pair of `logit_bias` in the core's types.
@@ -169,13 +172,10 @@ impl Accepts {
         paths: &Bound<'_, PyAny>,
         tokens: &Bound<'_, PyAny>,
     ) -> PyResult<Self> {
-        let line = |tensor: &Bound<'_, PyAny>, name| -> PyResult<Vec<i32>> {
-            let tensor = Tensor::import(tensor, name, None)?;
-            let [n] = tensor.dims("shape [n]")?;
-            Ok(tensor.input::<i32>(&[n])?.to_vec())
-        };
-        let (offsets, paths, tokens) = (line(offsets, "offsets")?, line(paths, "paths")?, line(tokens, "tokens")?);
-        detached(py, || round::Accepts::from_arrays(&offsets, &paths, &tokens)).map(Self)
+        let given = [("offsets", offsets), ("paths", paths), ("tokens", tokens)];
+        let ([offsets, paths, tokens], [], []) = Call::on_host().take(given, [], [])?;
+        let (offsets, paths, tokens) = (offsets.line()?, paths.line()?, tokens.line()?);
+        detached(py, || round::Accepts::from_arrays(offsets, paths, tokens)).map(Self)
     }
 
     /// Accepted nodes of each request, the root (0) first.
@@ -212,7 +212,8 @@ type Likeliest = (Vec<i32>, Vec<Vec<u32>>);
 
 /// Of some `requests` (rows of the batch) the tokens of their trees' nodes, and for each node the tokens of its `count` largest
 /// logits: the largest first, of equal ones the lower token first, as many as there are; none where the row of logits has
-/// NaN or no finite value. `logits` is float32 [sum of sizes, vocab], one row a node.
+/// NaN or no finite value. `logits` is float32 [sum of sizes, vocab], one row a node. Raises `ConfigError` for a request
+/// that is named twice, so that no more tokens come back than there are logits.
 #[pyfunction]
 #[pyo3(signature = (trees, logits, requests, count))]
 pub(super) fn likeliest(
@@ -228,6 +229,13 @@ pub(super) fn likeliest(
     let (rows, count) = (logits.input::<f32>(&[trees.nodes(), vocab])?, count.usize("count")?);
     let last = trees.len() as i128 - 1;
     let requests = requests.iter().map(|r| r.within("requests", 0, last)).collect::<Result<Vec<_>>>()?;
+    let mut asked = vec![false; trees.len()];
+    for &request in &requests {
+        if std::mem::replace(&mut asked[request as usize], true) {
+            let why = "named twice; a request's tokens are told once".into();
+            return Err(Error::Invalid { what: "requests", got: request.to_string(), why }.into());
+        }
+    }
     detached(py, || {
         SCRATCH.with_borrow_mut(|(scratch, _)| {
             let each = |request: &i128| {

@@ -5,8 +5,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use pyo3::prelude::*;
 
-use super::arg::{Int, detached, i32s, same_len, u32s};
-use super::dlpack::{Array, Tensor};
+use super::arg::{Int, check_entries, detached, i32s, same_len, u32s};
+use super::dlpack::{Array, Call, Tensor};
 use super::draft_merge::MergedDrafts;
 use super::geometry::TreeShape;
 use crate::error::Result;
@@ -26,14 +26,18 @@ impl TreeBatch {
     #[pyo3(signature = (parents, tokens, scores=None))]
     fn from_parents(
         py: Python<'_>,
-        parents: Vec<Vec<Int>>,
-        tokens: Vec<Vec<Int>>,
-        scores: Option<Vec<Vec<f32>>>,
+        parents: &Bound<'_, PyAny>,
+        tokens: &Bound<'_, PyAny>,
+        scores: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
-        let lists = |what: &'static str, lists: &[Vec<Int>]| -> Result<Vec<Vec<i32>>> {
-            lists.iter().map(|l| i32s(what, l)).collect()
+        let lists = |what: &'static str, given: &Bound<'_, PyAny>| -> PyResult<Vec<Vec<i32>>> {
+            check_entries(what, given)?;
+            let lists: Vec<Vec<Int>> = given.extract()?;
+            Ok(lists.iter().map(|list| i32s(what, list)).collect::<Result<_>>()?)
         };
-        let (parents, tokens) = (lists("tree parent", &parents)?, lists("tree token", &tokens)?);
+        let (parents, tokens) = (lists("tree parent", parents)?, lists("tree token", tokens)?);
+        scores.map_or(Ok(()), |scores| check_entries("tree score", scores))?;
+        let scores: Option<Vec<Vec<f32>>> = scores.map(|scores| scores.extract()).transpose()?;
         detached(py, || match scores {
             None => round::TreeBatch::from_parents(&parents, &tokens),
             Some(scores) => round::TreeBatch::from_scored(&parents, &tokens, &scores),
@@ -64,18 +68,11 @@ impl TreeBatch {
         parents: &Bound<'_, PyAny>,
         scores: &Bound<'_, PyAny>,
     ) -> PyResult<Self> {
-        let line = |tensor: &Bound<'_, PyAny>, name| Tensor::import(tensor, name, None);
-        let [offsets, tokens, parents] =
-            [line(offsets, "offsets")?, line(tokens, "tree tokens")?, line(parents, "tree parents")?];
-        let scores = line(scores, "tree scores")?;
-        let i32s = |t: &Tensor| -> Result<Vec<i32>> {
-            let [n] = t.dims("shape [n]")?;
-            Ok(t.input::<i32>(&[n])?.to_vec())
-        };
-        let (offsets, tokens, parents) = (i32s(&offsets)?, i32s(&tokens)?, i32s(&parents)?);
-        let [n] = scores.dims("shape [n]")?;
-        let scores = scores.input::<f32>(&[n])?;
-        detached(py, || round::TreeBatch::from_arrays(&offsets, &tokens, &parents, scores)).map(Self)
+        let given = [("offsets", offsets), ("tree tokens", tokens), ("tree parents", parents), ("tree scores", scores)];
+        let ([offsets, tokens, parents, scores], [], []) = Call::on_host().take(given, [], [])?;
+        let (offsets, tokens, parents) = (offsets.line()?, tokens.line()?, parents.line()?);
+        let scores = scores.line()?;
+        detached(py, || round::TreeBatch::from_arrays(offsets, tokens, parents, scores)).map(Self)
     }
 
     /// Nodes of each tree.
@@ -225,28 +222,35 @@ impl DraftBeams {
     /// `finish` gives it its root alone.
     #[getter]
     fn faults(&self) -> Vec<PyErr> {
-        self.state().faults().iter().cloned().map(PyErr::from).collect()
+        // Exceptions are made behind the lock: an allocation may collect garbage, whose finalizers look at these beams.
+        let faults = self.state().faults().to_vec();
+        faults.into_iter().map(PyErr::from).collect()
     }
 
     /// Token of each beam in the target's vocabulary, int32 [batch * K].
     #[getter]
     fn tokens(&self) -> PyResult<Array> {
-        Ok(Array::line(self.state().tokens())?)
+        let tokens = Array::line(self.state().tokens());
+        Ok(tokens?)
     }
 
     /// Row of the previous hidden states that each beam continues, int32 [batch * K]: the request after `start`,
     /// `request * K + beam` after `advance`.
     #[getter]
     fn parents(&self) -> PyResult<Array> {
-        Ok(Array::line(self.state().parents())?)
+        let parents = Array::line(self.state().parents());
+        Ok(parents?)
     }
 
     /// True ancestors of each beam and itself, int64 [batch * K, words]: bit `b * S + s` is beam b of step s.
     #[getter]
     fn ancestors(&self) -> PyResult<Array> {
-        let state = self.state();
-        let bits: &[i64] = bytemuck::cast_slice(state.ancestors());
-        Ok(Array::new(bits, &[bits.len() / state.mask_words().max(1), state.mask_words()])?)
+        let of = |state: &select::DraftBeams| {
+            let bits: &[i64] = bytemuck::cast_slice(state.ancestors());
+            Array::new(bits, &[bits.len() / state.mask_words().max(1), state.mask_words()])
+        };
+        let ancestors = of(&self.state());
+        Ok(ancestors?)
     }
 
     /// Cumulative log-probabilities of the beams of each request, best first.

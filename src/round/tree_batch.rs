@@ -1,7 +1,7 @@
 //! The trees of a batch, as flat arrays.
 
-use crate::bounds::fits_i32;
-use crate::error::{Error, Result, in_range, same_length};
+use crate::bounds::{MAX_BATCH, fits_i32};
+use crate::error::{Error, Result, in_range, listed, same_length};
 use crate::geometry::Tree;
 
 /// One token tree a request, ragged over the batch. Nodes of all requests lie behind one another; node 0 of each
@@ -30,12 +30,14 @@ impl TreeBatch {
     /// Siblings with equal tokens are allowed: verification follows the first.
     ///
     /// # Errors
-    /// Those of [`Tree::from_parents`]; [`Error::Mismatch`] where lengths differ; a negative token.
+    /// Those of [`Tree::from_parents`]; [`Error::Mismatch`] where lengths differ; [`Error::OutOfRange`] for more than
+    /// [`MAX_BATCH`] trees, or a negative token.
     pub fn from_parents<P: AsRef<[i32]>, T: AsRef<[i32]>>(parents: &[P], tokens: &[T]) -> Result<Self> {
         if parents.len() != tokens.len() {
             let (got, want) = (format!("{} requests", tokens.len()), format!("{} (as parents)", parents.len()));
             return Err(Error::Mismatch { operand: "tree tokens", got, want });
         }
+        in_range("requests", parents.len() as u64, 0, MAX_BATCH.into())?;
         let mut total = 0u64;
         for (parents, tokens) in parents.iter().zip(tokens) {
             let (parents, tokens) = (parents.as_ref(), tokens.as_ref());
@@ -75,8 +77,13 @@ impl TreeBatch {
         }
         batch.scores.clear();
         batch.scores.extend(scores.iter().flat_map(|s| s.as_ref()));
-        match batch.scores.iter().position(|s| s.is_nan()) {
-            None => Ok(batch),
+        batch.scored()
+    }
+
+    /// The trees, where every score is a number.
+    fn scored(self) -> Result<Self> {
+        match self.scores.iter().position(|s| s.is_nan()) {
+            None => Ok(self),
             Some(node) => Err(Error::Invalid {
                 what: "tree score",
                 got: format!("NaN at node {node} of all"),
@@ -89,13 +96,14 @@ impl TreeBatch {
     /// as its last entry; what lies behind that is not read.
     ///
     /// # Errors
-    /// Those of [`TreeBatch::from_parents`]; [`Error::Mismatch`] for offsets that are none or leave an array.
+    /// Those of [`TreeBatch::from_parents`]; [`Error::Mismatch`] for offsets that are none or leave an array;
+    /// [`Error::Invalid`] for a score that is NaN.
     pub fn from_arrays(offsets: &[i32], tokens: &[i32], parents: &[i32], scores: &[f32]) -> Result<Self> {
         let ranges = ranges(offsets, tokens.len().min(parents.len()).min(scores.len()))?;
         let each = |array: &[i32]| ranges.iter().map(|r| array[r.clone()].to_vec()).collect::<Vec<_>>();
         let mut batch = Self::from_parents(&each(parents), &each(tokens))?;
         batch.scores.copy_from_slice(&scores[..batch.tokens.len()]);
-        Ok(batch)
+        batch.scored()
     }
 
     /// Empty the batch; keeps the buffers.
@@ -209,7 +217,7 @@ pub(super) fn ranges(offsets: &[i32], len: usize) -> Result<Vec<std::ops::Range<
         |r: &Vec<std::ops::Range<usize>>| offsets.first() == Some(&0) && r.last().is_none_or(|last| last.end <= len);
     ranges.filter(whole).ok_or_else(|| Error::Mismatch {
         operand: "offsets",
-        got: format!("{offsets:?}"),
+        got: listed(offsets),
         want: format!("0, then ascending numbers up to {len}"),
     })
 }

@@ -42,11 +42,9 @@ pub(crate) struct Softmax {
 }
 
 impl Softmax {
-    /// `max` is the row's largest logit, finite. A temperature so small or so large that its inverse leaves f32 is
-    /// clamped, which keeps 0 * inf away and changes no weight of finite logits beyond rounding.
+    /// `max` is the row's largest logit, finite.
     pub(crate) fn new(max: f32, temperature: f64) -> Self {
-        let inv_t = (1.0 / temperature).clamp(f64::from(f32::MIN_POSITIVE), f64::from(f32::MAX));
-        Self { max, inv_t: inv_t as f32 }
+        Self { max, inv_t: (1.0 / effective_temperature(temperature)) as f32 }
     }
 
     /// The same from `inv_t`, as a device has it.
@@ -78,6 +76,12 @@ impl Softmax {
     pub(crate) fn rounded(self, x: f32) -> u64 {
         (f64::from(exp_neg(self.log_weight(x))) + ROUNDER).to_bits()
     }
+}
+
+/// The temperature that counts: one whose inverse leaves f32 is the nearest whose inverse does not, which keeps 0 * inf
+/// away. Below the least, only logits that differ by less than 1e-37 could tell.
+pub(crate) fn effective_temperature(temperature: f64) -> f64 {
+    temperature.clamp(1.0 / f64::from(f32::MAX), 1.0 / f64::from(f32::MIN_POSITIVE))
 }
 
 /// Smallest weight that min-p keeps.
@@ -123,6 +127,16 @@ mod tests {
             assert_eq!(softmax.weight(f32::NEG_INFINITY), 0, "T = {t}");
             assert_eq!(softmax.weight(0.0), if t < 1.0 { 0 } else { ONE }, "T = {t}");
         }
+    }
+
+    #[test]
+    fn the_inverse_of_the_temperature_that_counts_is_a_normal_number() {
+        for (t, inverse) in
+            [(f64::from_bits(1), f32::MAX), (1e-300, f32::MAX), (f64::MAX, f32::MIN_POSITIVE), (0.5, 2.0)]
+        {
+            assert_eq!((1.0 / effective_temperature(t)) as f32, inverse, "T = {t}");
+        }
+        assert_eq!([1e-38, 0.7, 1e37].map(effective_temperature), [1e-38, 0.7, 1e37], "those within stay as they are");
     }
 
     #[test]

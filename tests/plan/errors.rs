@@ -179,7 +179,7 @@ fn positions_beyond_the_allocation_or_the_context() {
     assert!(c.pool.with_tables(|t| planner.extend(&t, &batch, &[25, 0])).unwrap().is_ok());
     assert_eq!(
         text(c.pool.with_tables(|t| planner.extend(&t, &batch, &[26, 0]))),
-        "extend: index 32 into allocated positions is outside 0..32 (request 0, step -1)"
+        "extend: index 32 into allocated positions is outside 0..32 (request 0, step -1); reserve them first (`Pool.reserve`)"
     );
     assert_eq!(
         text(c.pool.with_tables(|t| planner.extend(&t, &batch, &[0, 53]))),
@@ -198,21 +198,21 @@ fn positions_beyond_the_allocation_or_the_context() {
     let far = Batch::new(&c.seqs, Lens::Host(&[24, 12]));
     assert_eq!(
         text(c.pool.with_tables(|t| planner.draft(&t, &far, 0, DraftMask::Lane))),
-        "draft: index 35 into allocated positions is outside 0..32 (request 0, step -1)"
+        "draft: index 35 into allocated positions is outside 0..32 (request 0, step -1); reserve them first (`Pool.reserve`)"
     );
     c.lease.advance(&[30, 12]).unwrap();
     let far = Batch::new(&c.seqs, Lens::Host(&[30, 12]));
     let paths = Paths { sizes: &[2, 1], nodes: &[0, 2, 0] };
     assert_eq!(
         text(c.pool.with_tables(|t| planner.commit(&t, &far, paths))),
-        "commit: index 32 into allocated positions is outside 0..32 (request 0, step -1)"
+        "commit: index 32 into allocated positions is outside 0..32 (request 0, step -1); reserve them first (`Pool.reserve`)"
     );
     c.lease.advance(&[31, 12]).unwrap();
     let far = Batch::new(&c.seqs, Lens::Host(&[31, 12]));
     let trees = Trees { sizes: &[2, 1], parents: &[-1, 0, -1] };
     assert_eq!(
         text(c.pool.with_tables(|t| planner.verify(&t, &far, trees))),
-        "verify: index 32 into allocated positions is outside 0..32 (request 0, step -1)"
+        "verify: index 32 into allocated positions is outside 0..32 (request 0, step -1); reserve them first (`Pool.reserve`)"
     );
     // At the wall: L = 62 with a child at 63 is inside, a grandchild at 64 is not, wide or deep.
     let mut w = Case::new(&g, &[62], 1);

@@ -17,6 +17,7 @@ use crate::device::libcuda;
 use crate::device::rows::{FloatType, Rows};
 use crate::device::view::{DeviceSlice, device_mismatch};
 use crate::error::{Error, Result, in_range};
+use crate::overlap::{Operand, Span, disjoint};
 
 /// Bytes that the workspace's address is a multiple of.
 const WORKSPACE_ALIGN: u64 = 256;
@@ -185,7 +186,7 @@ impl Products {
             return Err(Error::Mismatch { operand: "bias", got: got.into(), want: want.into() });
         }
         let operation = Operation::new(self.opened.handle.library, shape, bias.map(Rows::address))?;
-        Ok(Linear { operation, weight: *weight, choice: choice.clone(), products: self.clone() })
+        Ok(Linear { operation, weight: *weight, bias: bias.span(), choice: choice.clone(), products: self.clone() })
     }
 
     /// Contiguous rows of these sizes on the device, aligned.
@@ -229,6 +230,8 @@ fn aligned(operand: &'static str, address: u64, to: u64) -> Result<()> {
 pub struct Linear {
     operation: Operation,
     weight: Rows,
+    /// The memory of the bias, whose address the operation has.
+    bias: Span,
     choice: Arc<Choice>,
     products: Arc<Products>,
 }
@@ -245,7 +248,7 @@ impl Linear {
     /// # Errors
     /// Before anything is launched: [`Error::OutOfRange`] for more rows than the choice covers; [`Error::Capacity`] for an
     /// operand with fewer rows, or too small a workspace; [`Error::Mismatch`] for one of another width or type, on another
-    /// device, not aligned (x and y to 16 bytes, workspace to 256), or a y that overlaps another operand.
+    /// device, not aligned (x and y to 16 bytes, workspace to 256), or a y or workspace that overlaps another operand.
     pub fn launch(&self, stream: Stream, rows: u32, x: &Rows, y: &Rows, workspace: &DeviceSlice<u8>) -> Result<()> {
         let (shape, products) = (&self.choice.shape, &self.products);
         in_range("linear rows", rows, 0, shape.max_rows.into())?;
@@ -271,15 +274,7 @@ impl Linear {
             let (need, have) = (bucket.workspace as u64, workspace.len() as u64);
             return Err(Error::Capacity { what: "workspace", need, have, hint });
         }
-        let range = |of: &Rows, rows: usize| (of.address(), of.address() + rows as u64 * of.stride_bytes());
-        let written = range(y, rows as usize);
-        let space = (workspace.address(), workspace.address() + workspace.len() as u64);
-        let others =
-            [("x", range(x, rows as usize)), ("weight", range(&self.weight, self.weight.rows())), ("workspace", space)];
-        for (operand, range) in others {
-            overlap("y", written, operand, range)?;
-        }
-        overlap("workspace", space, "x", range(x, rows as usize))?;
+        disjoint(&[&[workspace.span(), y.span()]], &[&[x.span(), self.weight.span(), self.bias]])?;
         if rows == 0 {
             return Ok(());
         }
@@ -295,15 +290,4 @@ impl Linear {
         // (`Products::linear` for the weight) promised that the memory stays.
         unsafe { self.operation.launch(&products.opened.handle, &bucket.algo, rows, &operands, stream) }
     }
-}
-
-fn overlap(operand: &'static str, a: (u64, u64), other: &str, b: (u64, u64)) -> Result<()> {
-    if a.0 < b.1 && b.0 < a.1 {
-        return Err(Error::Mismatch {
-            operand,
-            got: format!("memory that {other} uses too"),
-            want: "memory of its own".into(),
-        });
-    }
-    Ok(())
 }

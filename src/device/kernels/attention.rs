@@ -13,6 +13,7 @@ use crate::device::images;
 use crate::device::params::{ATTENTION_BLOCK, ATTENTION_SPLIT, AttentionParams};
 use crate::device::view::{DeviceSlice, device_mismatch};
 use crate::error::{Error, Result, in_range};
+use crate::overlap::{Operand, disjoint};
 
 /// Threads that share a tile, or load for others; `THREADS` of the kernel.
 const THREADS: u32 = 128;
@@ -189,7 +190,8 @@ impl Attention {
     }
 
     /// Attend: one launch of `attend` and one of `merge` on `stream`, or none for a batch without queries. Allocates nothing
-    /// and waits for nothing, so it can be captured, best after [`prepare`](Self::prepare).
+    /// and waits for nothing, so it can be captured, best after [`prepare`](Self::prepare). `out` and `workspace` overlap
+    /// neither each other nor anything that is read.
     ///
     /// A page id, length, query start, table row or mask outside its bounds is recorded for
     /// [`Device::check`](crate::device::Device::check): of a page the keys count as zeros, of the others the request's (a
@@ -263,6 +265,18 @@ impl Attention {
             head_dim: cache.head_dim(),
             max_keys: batch.capacity() as u32,
         };
+        let [keys, values] = cache.spans();
+        let read = [
+            call.q.span(),
+            keys,
+            values,
+            batch.table().span(),
+            batch.rows().span(),
+            batch.lens().span(),
+            batch.starts().span(),
+            batch.mask().span(),
+        ];
+        disjoint(&[&[call.out.span(), call.workspace.span()]], &[&read])?;
         let tiling = tiling(&size, self.gpu)?;
         let slots = (call.workspace.len() as u64).saturating_sub(tiling.header) / tiling.slot;
         let least = u64::from(tiling.grid);

@@ -12,6 +12,7 @@ use crate::device::rows::{FloatType, Rows};
 use crate::device::view::DeviceSlice;
 use crate::error::{Error, Result, in_range};
 use crate::geometry::{TreeShape, words_for};
+use crate::overlap::{Operand, Span, disjoint};
 use crate::round::MAX_VOCAB;
 
 /// Largest K of the kernel: a list lies in the lanes of a warp.
@@ -65,6 +66,20 @@ impl DeviceBeams {
     /// Requests (B).
     pub fn requests(&self) -> usize {
         self.sound.len()
+    }
+
+    /// The memory of all arrays.
+    pub(super) fn spans(&self) -> [Span; 8] {
+        [
+            self.scores.span(),
+            self.candidate_tokens.span(),
+            self.candidate_parents.span(),
+            self.beams.span(),
+            self.tokens.span(),
+            self.parents.span(),
+            self.ancestors.span(),
+            self.sound.span(),
+        ]
     }
 
     /// Check that the arrays fit each other and the kernel.
@@ -164,6 +179,8 @@ impl DraftSelect {
         rows_on_device(context, &[o.logits])?;
         on_device(context, &[("scratch", o.scratch.device())])?;
         let live = live_address(context, o.live)?;
+        let read = [o.logits.span(), o.to_target.span(), o.live.span()];
+        disjoint(&[&beams.spans(), &[o.scratch.span()]], &[&read])?;
         if requests == 0 {
             return Ok(());
         }

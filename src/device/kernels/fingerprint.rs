@@ -9,6 +9,7 @@ use crate::device::params::{FillParams, FingerprintParams};
 use crate::device::rows::{FloatType, Rows};
 use crate::device::view::{DeviceSlice, device_mismatch};
 use crate::error::{Error, Result, in_range};
+use crate::overlap::{Operand, disjoint};
 
 /// Threads of a block; `__launch_bounds__` of the kernels.
 const BLOCK: u32 = 256;
@@ -93,6 +94,7 @@ impl Fingerprint {
                 return Err(Error::Capacity { what, need: rows.into(), have, hint });
             }
         }
+        disjoint(&[&[out.span()]], &[&[matrix.span()]])?;
         if rows == 0 {
             return Ok(());
         }

@@ -10,6 +10,7 @@ use crate::device::images;
 use crate::device::params::KvCommitParams;
 use crate::device::view::{DeviceSlice, MAX_MOVES, MovesView};
 use crate::error::{Error, Result, in_range};
+use crate::overlap::{Operand, disjoint};
 
 /// The kernels of `cuda/kv_commit.cu` on one device. Functions are valid while `_module` is loaded.
 #[derive(Debug)]
@@ -103,6 +104,11 @@ impl KvCommit {
         arrays(context, requests, &[("new_lens", o.new_lens), ("rows of the page table", o.rows)])?;
         on_device(context, &[("paths", o.paths.device()), ("page table", o.table.device())])?;
         let live = live_address(context, o.live)?;
+        let read = [o.offsets.span(), o.paths.span(), o.new_lens.span(), o.rows.span(), o.live.span()];
+        match moves {
+            Some(moves) => disjoint(&[&moves.spans()], &[&read, &[o.table.span()]])?,
+            None => disjoint(&[&[o.table.span()]], &[&read])?,
+        }
         if requests == 0 {
             return Ok(());
         }

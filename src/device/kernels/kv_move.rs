@@ -8,6 +8,7 @@ use crate::device::images;
 use crate::device::params::KvMoveParams;
 use crate::device::view::{KvCacheView, MovesView, device_mismatch};
 use crate::error::{Error, Result};
+use crate::overlap::{Operand, disjoint};
 
 /// Threads of a block; `__launch_bounds__` of the kernels.
 const BLOCK: u32 = 256;
@@ -53,6 +54,7 @@ impl KvMove {
                 return Err(device_mismatch(operand, on, context.ordinal(), "the kernel is launched"));
             }
         }
+        disjoint(&[&[cache.span()]], &[&moves.spans()])?;
         if moves.requests() == 0 || moves.src().is_empty() {
             return Ok(());
         }

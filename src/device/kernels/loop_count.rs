@@ -8,6 +8,7 @@ use crate::device::images;
 use crate::device::params::LoopCountParams;
 use crate::device::view::{DeviceSlice, device_mismatch};
 use crate::error::{Error, Result};
+use crate::overlap::{Operand, disjoint};
 
 /// The kernel of `cuda/loop_count.cu` on one device.
 #[derive(Debug)]
@@ -47,6 +48,7 @@ impl LoopCount {
                 return Err(Error::Capacity { what: operand, need: 1, have: 0, hint: "one int32".into() });
             }
         }
+        disjoint(&[&[left.span()]], &[&[stop.span()]])?;
         let refuse = |what, got: String, why: &str| Err(Error::Invalid { what, got, why: why.to_owned() });
         if handle == 0 {
             return refuse("handle", "0".into(), "the handle of a loop is wanted, which its work gets");

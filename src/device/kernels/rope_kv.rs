@@ -10,6 +10,7 @@ use crate::device::params::RopeKvParams;
 use crate::device::rows::{FloatType, Rows};
 use crate::device::view::{DeviceSlice, KvCacheView};
 use crate::error::{Error, Result, in_range};
+use crate::overlap::{Operand, disjoint};
 
 /// Threads of a block: a warp a head.
 const BLOCK: u32 = 128;
@@ -147,6 +148,17 @@ impl RopeKv {
         optional.into_iter().flatten().try_for_each(|r| rows_on_device(context, &[r]))?;
         on_device(context, &[("cache", o.cache.device())])?;
         let eps_bits = epsilon(o.eps)?;
+        let read = [
+            o.qkv.span(),
+            o.bias.span(),
+            o.q_norm.span(),
+            o.k_norm.span(),
+            o.cos.span(),
+            o.sin.span(),
+            o.positions.span(),
+            o.slots.span(),
+        ];
+        disjoint(&[&[o.cache.span(), o.q.span()]], &[&read])?;
         if rows == 0 {
             return Ok(());
         }

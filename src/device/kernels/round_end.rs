@@ -11,6 +11,7 @@ use crate::device::view::DeviceSlice;
 #[cfg(doc)]
 use crate::error::Error;
 use crate::error::{Result, in_range};
+use crate::overlap::{Operand, Span, disjoint};
 use crate::round::round_end::{self, RingLayout};
 
 /// Words of the control block.
@@ -183,6 +184,15 @@ impl RoundEndKernels {
         length("stops", o.stops.len(), places * batch, true)?;
         in_range("stop tokens of a lane", places as u64, 0, i128::from(i32::MAX) - 1)?;
         let live = live_address(context, Some(o.live))?;
+        let found = [o.offsets, o.tokens, o.new_lens, o.roots_found, o.faults, o.sound, o.live, o.found];
+        let limits = [o.limits, o.caps, o.stops, o.stop_counts];
+        let state = [o.lens, o.roots, o.depths, o.done, o.control];
+        let slots = Span::new("ring", ring.slots, 4 * layout.ring_words() as u64);
+        let stop = Span::new("ring", ring.stop, 4);
+        disjoint(
+            &[&state.map(Operand::span), &[slots]],
+            &[&found.map(Operand::span), &limits.map(Operand::span), &[stop]],
+        )?;
         let (record, claim) = context.fault_addresses(stream)?;
         let vectors = layout.words().div_ceil(VECTOR);
         let params = RoundEndParams {

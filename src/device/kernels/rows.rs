@@ -14,6 +14,7 @@ use crate::device::params::{AddRmsNormParams, BUFFERS, GatedUpParams, GatherRows
 use crate::device::rows::Rows;
 use crate::device::view::DeviceSlice;
 use crate::error::{Error, Result, in_range};
+use crate::overlap::{Operand, disjoint};
 
 /// Elements of a vector.
 const WIDTH: usize = 8;
@@ -74,7 +75,7 @@ pub struct AddRmsNorm<'a> {
     pub weight: &'a Rows,
     /// Added to the mean square.
     pub eps: f32,
-    /// The norm of the sum, `[rows, columns]`; may be `x`.
+    /// The norm of the sum, `[rows, columns]`.
     pub out: Option<&'a Rows>,
     /// The sum once more, `[rows, columns]`: features of a layer for a draft head.
     pub copy: Option<&'a Rows>,
@@ -174,6 +175,7 @@ impl RowOps {
         rows_on_device(context, &[table, out])?;
         let lists = [("indices", indices), ("targets", targets)];
         lists.iter().try_for_each(|(what, l)| l.map_or(Ok(()), |l| on_device(context, &[(what, l.device())])))?;
+        disjoint(&[&[out.span()]], &[&[table.span(), indices.span(), targets.span(), live.span()]])?;
         let live = live_address(context, live)?;
         let rows = indices.or(targets).map_or(table.rows(), DeviceSlice::len);
         if rows == 0 {
@@ -229,6 +231,7 @@ impl RowOps {
         given.clone().try_for_each(|r| r.expect(rows, columns, float))?;
         rows_on_device(context, &[residual, weight])?;
         given.clone().try_for_each(|r| rows_on_device(context, &[r]))?;
+        disjoint(&[&[residual.span(), out.span(), copy.span()]], &[&[x.span(), weight.span(), live.span()]])?;
         let (live, eps_bits) = (live_address(context, live)?, epsilon(eps)?);
         if rows == 0 {
             return Ok(());
@@ -280,6 +283,7 @@ impl RowOps {
         let function = half(out, bf16, f16)?;
         gate_up.expect(out.rows(), out.columns() * 2, out.float())?;
         rows_on_device(context, &[gate_up, out])?;
+        disjoint(&[&[out.span()]], &[&[gate_up.span(), live.span()]])?;
         let live = live_address(context, live)?;
         if out.rows() == 0 {
             return Ok(());

@@ -11,6 +11,7 @@ use crate::device::params::{SampleParams, SamplerRow};
 use crate::device::rows::FloatType;
 use crate::device::view::DeviceSlice;
 use crate::error::{Result, in_range};
+use crate::overlap::{Operand, Span};
 use crate::round::SamplerConfig;
 use crate::round::weight::{Softmax, min_weight};
 
@@ -70,6 +71,20 @@ pub struct DeviceSamplers {
     pub edit_outputs: DeviceSlice<i32>,
 }
 
+impl DeviceSamplers {
+    /// The memory of all arrays.
+    fn spans(&self) -> [Span; 6] {
+        [
+            self.rows.span(),
+            self.edit_begins.span(),
+            self.edit_counts.span(),
+            self.edit_tokens.span(),
+            self.edit_biases.span(),
+            self.edit_outputs.span(),
+        ]
+    }
+}
+
 /// The kernels of `cuda/sample.cu` on one device, by element type: f32, bf16, f16. Functions are valid while `_module`
 /// is loaded.
 #[derive(Debug)]
@@ -120,7 +135,7 @@ impl SampleVerify {
         mode: VerifyMode,
     ) -> Result<()> {
         let (o, s, context) = (operands, samplers, &self.context);
-        let live = o.check(context)?;
+        let live = o.check(context, &s.spans())?;
         let (nodes, requests) = (o.logits.rows(), o.lens.len());
         in_range("vocabulary", o.logits.columns() as u64, 1, MAX_SAMPLED_VOCAB as i128)?;
         length("sampler rows", s.rows.len(), requests * SAMPLER_ROW_WORDS, true)?;

@@ -8,6 +8,7 @@ use crate::device::images;
 use crate::device::params::TableUpdateParams;
 use crate::device::view::{DeviceSlice, device_mismatch};
 use crate::error::{Error, Result, in_range};
+use crate::overlap::{Operand, disjoint};
 
 /// Threads of a block; `__launch_bounds__` of the kernel.
 const BLOCK: u32 = 128;
@@ -59,6 +60,7 @@ impl TableUpdate {
         capacity("table", u64::from(rows) * u64::from(width), table.len(), format!("{rows} rows of {width} columns"))?;
         let heads = u64::from(changes) * CHANGE_WORDS as u64;
         capacity("staged", heads, staged.len(), format!("heads of {changes} changes"))?;
+        disjoint(&[&[table.span()]], &[&[staged.span()]])?;
         if changes == 0 {
             return Ok(());
         }

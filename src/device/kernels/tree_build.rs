@@ -12,6 +12,7 @@ use crate::device::params::TreeBuildParams;
 use crate::device::view::DeviceSlice;
 use crate::error::{Result, in_range};
 use crate::geometry::words_for;
+use crate::overlap::{Operand, Span, disjoint};
 
 /// Most candidates of a request that the kernel ranks: `MAX_CANDIDATES` of it.
 pub const MAX_DEVICE_CANDIDATES: u32 = 4096;
@@ -44,6 +45,22 @@ pub struct DeviceTrees {
     pub scores: DeviceSlice<f32>,
     /// Each node and its ancestors as bits, B * V * `words_for(V)` entries.
     pub masks: Option<DeviceSlice<u64>>,
+}
+
+impl DeviceTrees {
+    /// The memory of all arrays.
+    pub(super) fn spans(&self) -> [Span; 8] {
+        [
+            self.offsets.span(),
+            self.tokens.span(),
+            self.depths.span(),
+            self.parents.span(),
+            self.next_child.span(),
+            self.next_sibling.span(),
+            self.scores.span(),
+            self.masks.span(),
+        ]
+    }
 }
 
 /// The operands of [`TreeBuild::launch`].
@@ -103,6 +120,8 @@ impl TreeBuild {
         arrays(context, requests, &[("roots", o.roots), ("max_depths", o.max_depths), ("max_nodes", o.max_nodes)])?;
         o.min_score.map_or(Ok(()), |least| arrays(context, 1, &[("min_score", least)]))?;
         let live = live_address(context, o.live)?;
+        let limits = [o.roots.span(), o.max_depths.span(), o.max_nodes.span(), o.min_score.span(), o.live.span()];
+        disjoint(&[&trees.spans()], &[&beams.spans(), &limits])?;
         if requests == 0 {
             return Ok(());
         }

@@ -12,6 +12,7 @@ use crate::device::params::TreeUniteParams;
 use crate::device::view::DeviceSlice;
 use crate::error::{Result, in_range};
 use crate::geometry::words_for;
+use crate::overlap::{Operand, Span, disjoint};
 
 /// Most nodes of each of the two trees: `MOST` of the kernel.
 pub const MAX_UNITED: u32 = 64;
@@ -35,6 +36,13 @@ pub struct GivenTrees {
     pub parents: DeviceSlice<i32>,
     /// Cumulative log-probability of each node; the root's is not read.
     pub scores: DeviceSlice<f32>,
+}
+
+impl GivenTrees {
+    /// The memory of all arrays.
+    fn spans(&self) -> [Span; 4] {
+        [self.offsets.span(), self.tokens.span(), self.parents.span(), self.scores.span()]
+    }
 }
 
 /// The operands of [`TreeUnite::launch`].
@@ -106,6 +114,8 @@ impl TreeUnite {
         trees.masks.map_or(Ok(()), |masks| arrays(context, requests * v * words, &[("masks", &masks)]))?;
         arrays(context, requests, &[("roots", o.roots), ("max_nodes", o.max_nodes)])?;
         let live = live_address(context, o.live)?;
+        let limits = [o.roots.span(), o.max_nodes.span(), o.live.span()];
+        disjoint(&[&trees.spans(), &[o.origins.span()]], &[&o.own.spans(), &o.other.spans(), &limits])?;
         if requests == 0 {
             return Ok(());
         }

@@ -11,6 +11,7 @@ use crate::device::params::VerifyParams;
 use crate::device::rows::{FloatType, Rows};
 use crate::device::view::DeviceSlice;
 use crate::error::{Result, in_range};
+use crate::overlap::{Operand, Span, disjoint};
 
 /// Blocks that share a row in mode full: `CHUNKS` of the kernel.
 const CHUNKS: u32 = 16;
@@ -84,10 +85,17 @@ pub struct DeviceAccepts {
     pub rows: DeviceSlice<i32>,
     /// Each request's last token, the root of its next tree, B entries; -1 after a fault, 0 for a dead request.
     pub roots: DeviceSlice<i32>,
-    /// Committed lengths with the accepted nodes, B entries; may be the operands' `lens`.
+    /// Committed lengths with the accepted nodes, B entries.
     pub new_lens: DeviceSlice<i32>,
     /// Why a request's walk ended, B entries: 0, or the number of [`PROBES`](crate::device::params::PROBES).
     pub faults: DeviceSlice<i32>,
+}
+
+impl DeviceAccepts {
+    /// The memory of all arrays.
+    fn spans(&self) -> [Span; 7] {
+        [self.offsets, self.paths, self.tokens, self.rows, self.roots, self.new_lens, self.faults].map(|a| a.span())
+    }
 }
 
 /// 64-bit words of scratch of a verification of up to `requests` trees with `nodes` nodes together.
@@ -96,11 +104,12 @@ pub fn verify_scratch(nodes: usize, requests: usize, max_path: usize) -> usize {
 }
 
 impl VerifyOperands<'_> {
-    /// Check that the operands fit each other and lie on the device of `context`; the address of the live count.
+    /// Check that the operands fit each other, lie on the device of `context`, and that nothing that is written lies in
+    /// another of them, or in `beside`; the address of the live count.
     ///
     /// # Errors
     /// [`Error::Mismatch`] and [`Error::OutOfRange`], as the launches of verification.
-    pub(super) fn check(&self, context: &Context) -> Result<u64> {
+    pub(super) fn check(&self, context: &Context, beside: &[Span]) -> Result<u64> {
         let o = self;
         let (nodes, requests) = (o.logits.rows(), o.lens.len());
         in_range("requests", requests as u64, 0, i128::from(crate::bounds::MAX_BATCH))?;
@@ -115,6 +124,15 @@ impl VerifyOperands<'_> {
         rows_on_device(context, &[o.logits])?;
         length("scratch", o.scratch.len(), verify_scratch(nodes, requests, o.max_path), false)?;
         on_device(context, &[("scratch", o.scratch.device())])?;
+        let read = [
+            o.logits.span(),
+            o.tree_tokens.span(),
+            o.tree_parents.span(),
+            o.offsets.span(),
+            o.lens.span(),
+            o.live.span(),
+        ];
+        disjoint(&[&out.spans(), &[o.scratch.span()]], &[&read, beside])?;
         live_address(context, o.live)
     }
 }
@@ -147,7 +165,7 @@ impl VerifyGreedy {
         let o = operands;
         let context = &self.context;
         let (nodes, requests) = (o.logits.rows(), o.lens.len());
-        let live = o.check(context)?;
+        let live = o.check(context, &[])?;
         let (entries, out) = (requests * o.max_path, o.out);
         if requests == 0 {
             return Ok(());

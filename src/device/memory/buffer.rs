@@ -4,7 +4,7 @@
 //! launch. When the buffer is dropped its memory goes on its device's list of retired memory and is freed at an
 //! allocation that finds that work done. Nothing waits, so a buffer may be dropped anywhere.
 
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use super::raw::{self, RawMemory};
 use super::retire::Retiring;
@@ -35,6 +35,8 @@ struct Uses {
     graphs: Vec<Weak<()>>,
     /// A use is in somebody else's captured graph, which no event ends.
     captured: bool,
+    /// The end of a use could not be marked: it is not known when that is over.
+    unmarked: bool,
 }
 
 impl Block {
@@ -56,9 +58,20 @@ impl Block {
         Ok(block)
     }
 
+    fn uses(&self) -> MutexGuard<'_, Uses> {
+        self.uses.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Remember the end of the work that is on `stream` now. Where that fails, the use counts as one without an end.
     fn used_on(&self, stream: Stream) -> Result<()> {
+        let mut uses = self.uses();
+        let marked = self.mark(&mut uses, stream);
+        uses.unmarked |= marked.is_err();
+        marked
+    }
+
+    fn mark(&self, uses: &mut Uses, stream: Stream) -> Result<()> {
         let _current = self.context.enter()?;
-        let mut uses = self.uses.lock().unwrap_or_else(PoisonError::into_inner);
         if stream.is_capturing()? {
             match capturing_into() {
                 Some(graph) if uses.graphs.iter().any(|known| known.ptr_eq(&graph)) => {}
@@ -79,7 +92,10 @@ impl Block {
     /// Whether every use that was told is over.
     fn idle(&self) -> Result<bool> {
         let _current = self.context.enter()?;
-        let uses = self.uses.lock().unwrap_or_else(PoisonError::into_inner);
+        let uses = self.uses();
+        if uses.unmarked {
+            return Ok(false);
+        }
         for (_, end) in &uses.ends {
             if !end.reached()? {
                 return Ok(false);
@@ -90,7 +106,11 @@ impl Block {
 
     fn wait(&self) -> Result<()> {
         let _current = self.context.enter()?;
-        let uses = self.uses.lock().unwrap_or_else(PoisonError::into_inner);
+        let uses = self.uses();
+        if uses.unmarked {
+            let message = "the end of a use of the memory could not be marked, so that it cannot be waited for".into();
+            return Err(Error::Cuda { call: "cuEventRecord", message });
+        }
         uses.ends.iter().try_for_each(|(_, end)| end.wait())
     }
 }
@@ -100,7 +120,7 @@ impl Drop for Block {
         if let Some(memory) = self.memory.take() {
             let uses = std::mem::take(self.uses.get_mut().unwrap_or_else(PoisonError::into_inner));
             let ends = uses.ends.into_iter().map(|(_, end)| end).collect();
-            let (graphs, captured) = (uses.graphs, uses.captured);
+            let (graphs, captured) = (uses.graphs, uses.captured || uses.unmarked);
             self.context.retired().push(Retiring { memory, bytes: self.bytes, uses: ends, graphs, captured });
         }
     }
@@ -159,7 +179,8 @@ impl DeviceBuffer {
 
     /// The work that is on `stream` now uses the buffer: its memory goes back no sooner than that work has finished.
     /// On a stream that is being captured the use is the graph's: the memory stays until a graph of
-    /// [`graph`](crate::graph) is gone, and for somebody else's goes back with [`Device::collect_captured`] alone.
+    /// [`graph`](crate::graph) is gone, and for somebody else's goes back with [`Device::collect_captured`] alone. So does
+    /// memory for which this returned an error, whose work may be under way.
     pub fn used_on(&self, stream: Stream) -> Result<()> {
         self.0.used_on(stream)
     }
@@ -175,11 +196,9 @@ impl DeviceBuffer {
         to.wait_for(&end)
     }
 
-    /// [`Self::used_on`] where nobody can be told of an error: the memory then stays, as that of a captured graph.
+    /// [`Self::used_on`] where nobody can be told of an error.
     pub(super) fn used_by_consumer(&self, stream: Stream) {
-        if self.0.used_on(stream).is_err() {
-            self.0.uses.lock().unwrap_or_else(PoisonError::into_inner).captured = true;
-        }
+        let _ = self.0.used_on(stream);
     }
 
     /// View `len` elements of `T` from byte `offset` on.
@@ -205,8 +224,9 @@ impl DeviceBuffer {
         self.within("fill", offset, bytes)?;
         let _current = self.0.context.enter()?;
         // SAFETY: within the allocation, which `used_on` keeps until the fill has finished.
-        unsafe { raw::fill(self.0.address + offset as u64, byte, bytes, stream)? };
-        self.used_on(stream)
+        let filled = unsafe { raw::fill(self.0.address + offset as u64, byte, bytes, stream) };
+        // Also behind a call that was refused: it may have begun.
+        self.used_on(stream).and(filled)
     }
 
     /// Copy `from`, pinned, to `offset`, on `stream`.
@@ -216,9 +236,9 @@ impl DeviceBuffer {
         let _current = self.0.context.enter()?;
         // SAFETY: both within their allocations; `used_on` keeps both, and `PinnedBuffer::writable` keeps the host from
         // writing, until the copy has finished.
-        unsafe { raw::upload(self.0.address + offset as u64, from.host(), bytes, stream)? };
-        self.used_on(stream)?;
-        from.used_on(stream)
+        let copied = unsafe { raw::upload(self.0.address + offset as u64, from.host(), bytes, stream) };
+        let told = [self.used_on(stream), from.used_on(stream)];
+        told.into_iter().fold(copied, Result::and)
     }
 
     /// Bytes from `offset` on, once the work on `stream` has finished: the host waits.
@@ -229,9 +249,12 @@ impl DeviceBuffer {
         let end = RawEvent::new(false)?;
         // SAFETY: both ranges are there until `end` has been waited for.
         let asked = unsafe { raw::download(out.as_mut_ptr(), self.0.address + offset as u64, bytes, stream) };
-        // Waited for on an error, too: a copy may be under way.
-        end.record(stream).and_then(|()| end.wait()).and(asked)?;
-        Ok(out)
+        // Waited for on an error, too: a copy may be under way. Where that cannot be, it may come at any time.
+        if let Err(error) = end.record(stream).and_then(|()| end.wait()) {
+            std::mem::forget(out);
+            return Err(error);
+        }
+        asked.map(|()| out)
     }
 
     fn within(&self, what: &'static str, offset: usize, bytes: usize) -> Result<()> {

@@ -19,8 +19,8 @@ pub(super) struct Retiring {
     pub(super) uses: Vec<RawEvent>,
     /// Graphs of this crate's own that were captured over it.
     pub(super) graphs: Vec<Weak<()>>,
-    /// Somebody else's graph was captured over it, so that no event says when the last use is over: it goes back when the process
-    /// says that nothing is in flight and no such graph is left.
+    /// Somebody else's graph was captured over it, or the end of a use could not be marked, so that no event says when the last
+    /// use is over: it goes back when the process says that nothing is in flight and no such graph is left.
     pub(super) captured: bool,
 }
 

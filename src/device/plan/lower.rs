@@ -5,6 +5,7 @@ use crate::device::driver::Stream;
 use crate::device::params::{PlanListParams, PlanTableParams};
 use crate::device::view::DeviceSlice;
 use crate::error::{Error, Result, in_range};
+use crate::overlap::{Operand, Span, disjoint};
 use crate::plan::form::{Step, lists};
 use crate::plan::{AnyFormat, DType, Format, Phase, Spec};
 
@@ -50,6 +51,14 @@ impl DeviceArray {
             DeviceElements::I32(s) => s.device(),
             DeviceElements::I64(s) => s.device(),
             DeviceElements::U8(s) => s.device(),
+        }
+    }
+
+    fn span(&self) -> Span {
+        match &self.elements {
+            DeviceElements::I32(s) => s.span(),
+            DeviceElements::I64(s) => s.span(),
+            DeviceElements::U8(s) => s.span(),
         }
     }
 
@@ -140,6 +149,8 @@ impl DevicePlanner {
             return Err(Error::Invalid { what: "plan", got, why });
         }
         format.supports(&self.geometry)?;
+        let written: Vec<Span> = arrays.iter().flatten().map(DeviceArray::span).collect();
+        disjoint(&[&written], &[&plan.memory.spans(), &[plan.table.pages.span()]])?;
         let present = format.sizes(&self.geometry, plan.phase).into_iter().map(|(array, _)| array).collect();
         let given = GivenArrays { specs: format.arrays(), arrays, present, ordinal: self.ordinal() };
         match format {

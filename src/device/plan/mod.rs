@@ -31,6 +31,7 @@ use super::view::{DeviceSlice, MovesView, device_mismatch};
 use crate::bounds::fits_i32;
 use crate::error::{Error, Result, in_range, same_length};
 use crate::geometry::{Geometry, Layout};
+use crate::overlap::{Operand, Span, disjoint};
 use crate::plan::form::Step;
 use crate::plan::{Bucket, Load, Phase};
 
@@ -110,6 +111,16 @@ pub enum DeviceStep<'a> {
 }
 
 impl DeviceStep<'_> {
+    /// The memory of the operands.
+    fn spans(&self) -> [Span; 2] {
+        match *self {
+            DeviceStep::Extend { offsets } => [offsets.span(), Span::NONE],
+            DeviceStep::Decode => [Span::NONE; 2],
+            DeviceStep::Draft { ancestors, .. } => [ancestors.span(), Span::NONE],
+            DeviceStep::Verify { offsets, parents } => [offsets.span(), parents.span()],
+        }
+    }
+
     /// The phase.
     pub fn phase(&self) -> Phase {
         match *self {
@@ -139,6 +150,21 @@ pub struct PlanMemory {
     pub out_slots: DeviceSlice<i32>,
     /// `[Q * W]` ancestor bits; empty in a causal phase.
     pub mask: DeviceSlice<u64>,
+}
+
+impl PlanMemory {
+    /// The memory of all arrays.
+    fn spans(&self) -> [Span; 7] {
+        [
+            self.rows.span(),
+            self.versions.span(),
+            self.qo_indptr.span(),
+            self.prefix_lens.span(),
+            self.positions.span(),
+            self.out_slots.span(),
+            self.mask.span(),
+        ]
+    }
 }
 
 /// A plan in device memory, or one that a launch in stream order will have written there.
@@ -260,6 +286,8 @@ impl DevicePlanner {
                 ("mask", out.mask.device()),
             ],
         )?;
+        let read = [table.pages.span(), batch.rows.span(), batch.versions.span(), batch.lens.span(), batch.live.span()];
+        disjoint(&[&out.spans()], &[&read, &step.spans()])?;
         let (mut offsets, mut parents, mut parents_len, mut ancestors) = (0, 0, 0, 0);
         match step {
             DeviceStep::Extend { offsets: given } => {
@@ -351,6 +379,7 @@ impl DevicePlanner {
                 ("src", out.src().device()), // the three are on one device
             ],
         )?;
+        disjoint(&[&out.spans()], &[&[table.pages.span(), rows.span(), lens.span(), live.span()]])?;
         let kernels = &self.device.kernels().plan;
         let (record, claim) = kernels.context().fault_addresses(stream)?;
         let s = Step::new(&self.geometry, Phase::Draft { step: 0 });

@@ -3,7 +3,7 @@
 use super::scan::{self, CHUNK, RowFault, key_index, key_logit};
 use crate::round::SamplerConfig;
 use crate::round::philox::{Purpose, uniform53};
-use crate::round::weight::{ONE, Softmax, fraction, mass, min_weight};
+use crate::round::weight::{ONE, Softmax, effective_temperature, fraction, mass, min_weight};
 
 /// Reusable buffers of [`super::Sampler::draw`]; grows to the largest vocabulary seen, then allocates nothing.
 #[derive(Debug, Default)]
@@ -67,7 +67,7 @@ pub(super) fn token(config: &SamplerConfig, row: &[f32], position: u32, s: &mut 
 pub(super) fn processed(config: &SamplerConfig, row: &[f32], s: &mut Pick, out: &mut [f32]) -> Result<(), RowFault> {
     let max = scan::scan(row, &mut s.chunk_max)?;
     let greedy = config.temperature == 0.0;
-    let over = if greedy { 1.0 } else { config.temperature };
+    let over = if greedy { 1.0 } else { effective_temperature(config.temperature) };
     let scaled = |x: f32| ((f64::from(x) - f64::from(max)) / over) as f32;
     if greedy || !s.cut(config, Softmax::new(max, config.temperature), row) {
         out.iter_mut().zip(row).for_each(|(o, &x)| *o = scaled(x));

@@ -14,7 +14,7 @@ use crate::device::{
     AttentionOut, Choice, DeviceArray, DeviceElements, DeviceSlice, FloatType, HalfType, KvCacheView, KvLayerView,
     Linear, Products, Rows, Stream,
 };
-use crate::error::{Result, in_range};
+use crate::error::{Error, Result, in_range};
 
 /// DLPack's device type of CUDA.
 const CUDA: i32 = 2;
@@ -199,15 +199,10 @@ impl LentLinear {
 
 impl Output {
     /// A contiguous, writable tensor of the shape and type of `q`, or of `float32`.
-    pub(in crate::py) fn device_attention_out(
-        &self,
-        ordinal: i32,
-        q: &Tensor,
-        beside: &[&Tensor],
-    ) -> Result<AttentionOut> {
+    pub(in crate::py) fn device_attention_out(&self, ordinal: i32, q: &Tensor) -> Result<AttentionOut> {
         let dtype = if self.dtype == DType::F32 { DType::F32 } else { q.dtype() };
         self.check(Device::cuda(ordinal), dtype, q.shape())?;
-        self.writable(beside)?;
+        self.writable()?;
         let (address, len) = (self.address() as u64, self.elements);
         // SAFETY: `check` saw the elements contiguous on this device and `writable` that they may be written; the module's
         // contract with the caller keeps them there.
@@ -220,25 +215,20 @@ impl Output {
     }
 
     /// Contiguous, writable bytes.
-    pub(in crate::py) fn device_bytes(&self, ordinal: i32, beside: &[&Tensor]) -> Result<DeviceSlice<u8>> {
+    pub(in crate::py) fn device_bytes(&self, ordinal: i32) -> Result<DeviceSlice<u8>> {
         let [len] = self.dims("one dimension")?;
         self.check(Device::cuda(ordinal), DType::U8, &[len])?;
-        self.writable(beside)?;
+        self.writable()?;
         // SAFETY: as in `device_attention_out`.
         unsafe { DeviceSlice::from_raw(self.operand, self.address() as u64, len, ordinal) }
     }
 
-    /// Check that the tensor may be written and lies apart from the others of the call.
-    pub(in crate::py) fn apart(&self, beside: &[&Tensor]) -> Result<()> {
-        self.writable(beside)
-    }
-
     /// A contiguous, writable KV cache `[layers, 2, num_slots, kv_heads, head_dim]` of any element type on CUDA device
-    /// `ordinal`, apart from the call's other tensors.
-    pub(in crate::py) fn device_kv_cache(&self, ordinal: i32, beside: &[&Tensor]) -> Result<KvCacheView> {
+    /// `ordinal`.
+    pub(in crate::py) fn device_kv_cache(&self, ordinal: i32) -> Result<KvCacheView> {
         let shape: [usize; 5] = self.dims("[layers, 2, num_slots, kv_heads, head_dim]")?;
         self.check(Device::cuda(ordinal), self.dtype, &shape)?;
-        self.writable(beside)?;
+        self.writable()?;
         let element = self.dtype.size() as u64;
         // SAFETY: `check` saw the whole array contiguous on this device, and `writable` that it may be written; the
         // module's contract with the caller keeps it there.
@@ -258,9 +248,27 @@ pub(in crate::py) fn add_child(stream: Stream, raw: usize) -> Result<()> {
     unsafe { crate::graph::add_child(stream, raw) }
 }
 
+/// CUDA's name of the legacy default stream (`cudaStreamLegacy`), which 0 names too.
+const LEGACY: usize = 1;
+/// CUDA's name of each thread's own default stream (`cudaStreamPerThread`).
+const PER_THREAD: usize = 2;
+
 /// The stream behind `torch.cuda.Stream.cuda_stream`, which the caller holds.
-pub(in crate::py) fn stream(handle: usize) -> Stream {
+///
+/// # Errors
+/// [`Error::Invalid`] for the per-thread default stream: it is as many streams as there are threads, and the end of work
+/// there is known to the thread alone that put it there, while memory may be let go of on any.
+pub(in crate::py) fn stream(handle: usize) -> Result<Stream> {
+    let handle = match handle {
+        LEGACY => 0,
+        PER_THREAD => {
+            let why = "the per-thread default stream is another one in each thread, so that work on it cannot be followed; \
+                       pass the handle of a stream of your own (torch.cuda.Stream), or 1, the legacy default stream";
+            return Err(Error::Invalid { what: "stream", got: handle.to_string(), why: why.into() });
+        }
+        handle => handle,
+    };
     // SAFETY: the Python side of this package takes the handle from a stream object of torch for the tensors' device, and
     // torch never destroys its streams.
-    unsafe { Stream::from_raw(handle) }
+    Ok(unsafe { Stream::from_raw(handle) })
 }

@@ -57,8 +57,9 @@ impl DeviceArray {
 
 #[pymethods]
 impl DeviceArray {
-    /// Export as a capsule (array API). `stream` is the consumer's: `None` and 1 are the legacy default stream, 2 the
-    /// thread's, -1 asks for no order; any other is a raw handle. Raises `BufferError` for 0, a copy, another device.
+    /// Export as a capsule (array API). `stream` is the consumer's: `None` and 1 are the legacy default stream, -1 asks
+    /// for no order; from 3 on it is a raw handle. Raises `BufferError` for 0, which has no meaning for CUDA, for 2, the
+    /// per-thread default stream, whose work cannot be followed from another thread, for a copy and for another device.
     #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
     fn __dlpack__<'py>(
         &self,
@@ -78,14 +79,15 @@ impl DeviceArray {
         if copy == Some(true) {
             return Err(PyBufferError::new_err("copy = True: device memory is lent as it is; copy it in the consumer"));
         }
+        let refused = |error: Error| PyBufferError::new_err(error.to_string());
         let consumer = match stream {
-            None | Some(1) => cuda::stream(0), // the legacy default stream has two names
+            None => cuda::stream(1).map_err(refused)?,
             Some(-1) => self.home,
             Some(0) => {
                 let message = "stream = 0: DLPack leaves its meaning open; 1 is the legacy default stream";
                 return Err(PyBufferError::new_err(message));
             }
-            Some(handle) if handle > 1 => cuda::stream(handle as usize),
+            Some(handle) if handle > 0 => cuda::stream(handle as usize).map_err(refused)?,
             Some(other) => return Err(PyBufferError::new_err(format!("stream = {other}: no stream"))),
         };
         let buffer = detached(py, || {

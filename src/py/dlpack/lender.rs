@@ -9,6 +9,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 
 use super::output::touch;
+use super::producer::runs_python;
 use super::tensor::Tensor;
 use crate::error::Error;
 
@@ -18,6 +19,10 @@ pub(in crate::py) struct Lender {
     operand: &'static str,
     /// The tensor, as an error shows it.
     was: String,
+    /// Since when, and what to do: the end of the error.
+    since: &'static str,
+    /// Whether a look at it may run code of the tensor's class.
+    runs_python: bool,
     seen: Tensor,
     beneath: Option<Beneath>,
 }
@@ -37,19 +42,34 @@ impl Lender {
     /// # Errors
     /// [`Error::Mismatch`] for a tensor that reaches beyond its own storage; what looking for its methods raises.
     pub(in crate::py) fn of(object: &Bound<'_, PyAny>, tensor: &Tensor) -> PyResult<Option<Self>> {
+        Self::since("as when it was lent; a tensor that was resized has to be lent anew", object, tensor)
+    }
+
+    /// [`Self::of`], for one call.
+    pub(super) fn of_call(object: &Bound<'_, PyAny>, tensor: &Tensor) -> PyResult<Option<Self>> {
+        Self::since("as when the call took it; the code of another operand's class resized it", object, tensor)
+    }
+
+    fn since(since: &'static str, object: &Bound<'_, PyAny>, tensor: &Tensor) -> PyResult<Option<Self>> {
         let py = object.py();
         if !object.hasattr(intern!(py, "resize_"))? && !object.hasattr(intern!(py, "resize"))? {
             return Ok(None);
         }
         let seen = Tensor::import(object, tensor.operand, None)?;
         let beneath = Beneath::of(object, &seen)?;
-        let was = seen.to_string();
-        Ok(Some(Self { object: object.clone().unbind(), operand: tensor.operand, was, seen, beneath }))
+        let (was, runs_python) = (seen.to_string(), runs_python(object)?);
+        let object = object.clone().unbind();
+        Ok(Some(Self { object, operand: tensor.operand, was, since, runs_python, seen, beneath }))
     }
 
     /// What the tensor is called in errors.
     pub(in crate::py) fn operand(&self) -> &'static str {
         self.operand
+    }
+
+    /// Whether [`Self::check`] may run code of the tensor's class.
+    pub(super) fn runs_python(&self) -> bool {
+        self.runs_python
     }
 
     /// Check that the tensor, and the memory beneath it, are what they were when it was lent.
@@ -87,8 +107,7 @@ impl Lender {
     }
 
     fn changed(&self, got: String) -> PyErr {
-        let want = format!("{}, as when it was lent; a tensor that was resized has to be lent anew", self.was);
-        Error::Mismatch { operand: self.operand, got, want }.into()
+        Error::Mismatch { operand: self.operand, got, want: format!("{}, {}", self.was, self.since) }.into()
     }
 }
 

@@ -75,7 +75,7 @@ impl Lent {
     /// # Errors
     /// As [`Tensor::lendable`]; [`Error::Mismatch`] for memory that is lent already.
     pub(in crate::py) fn tensor(tensor: Tensor, dtypes: &[DType]) -> Result<Self> {
-        tensor.lendable(dtypes, &[])?;
+        tensor.lendable(dtypes)?;
         let len = tensor.elements * tensor.dtype.size();
         let data = NonNull::new(tensor.first::<u64>()).map(NonNull::cast);
         let data = data.ok_or_else(|| tensor.mismatch("a null pointer", "data"))?;
@@ -100,14 +100,14 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::Mismatch`] for a tensor that is not on the CPU, whose element type is none of `dtypes`, that is not
-    /// contiguous, aligned and writable, or shares memory with one of `beside`.
-    pub(in crate::py) fn lendable(&self, dtypes: &[DType], beside: &[&Tensor]) -> Result<()> {
+    /// contiguous, aligned and writable.
+    pub(in crate::py) fn lendable(&self, dtypes: &[DType]) -> Result<()> {
         if !dtypes.contains(&self.dtype) && self.device == Device::CPU {
             let want = dtypes.iter().map(ToString::to_string).collect::<Vec<_>>().join(" or ");
             return Err(self.mismatch(self.dtype, want));
         }
         self.check(Device::CPU, self.dtype, self.shape())?;
-        self.writable(beside)
+        self.writable()
     }
 }
 

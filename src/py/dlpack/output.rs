@@ -15,6 +15,7 @@ use super::abi::{Device, Element};
 use super::producer::known;
 use super::tensor::Tensor;
 use crate::error::Result;
+use crate::overlap::{Operand, Span};
 
 /// A tensor that may be written, as far as its library is concerned.
 pub(in crate::py) struct Output(Tensor);
@@ -42,14 +43,20 @@ impl Output {
         Ok(Self(tensor))
     }
 
-    /// The elements of a contiguous, writable CPU tensor of this shape. `beside` are the call's other tensors: an
-    /// output may not share memory with any of them.
-    pub(in crate::py) fn slice<T: Element>(&mut self, shape: &[usize], beside: &[&Tensor]) -> Result<&mut [T]> {
+    /// The elements of a contiguous, writable CPU tensor of this shape. The call's other tensors lie elsewhere:
+    /// [`Call::take`](super::Call::take) saw to it.
+    pub(in crate::py) fn slice<T: Element>(&mut self, shape: &[usize]) -> Result<&mut [T]> {
         self.0.check(Device::CPU, T::DTYPE, shape)?;
-        self.0.writable(beside)?;
-        // SAFETY: as in `Tensor::input`; `&mut self` and `writable` make this the only slice of ours over this memory.
-        // Slices of other calls are excluded by the module's contract with the caller.
+        self.0.writable()?;
+        // SAFETY: as in `Tensor::input`; `&mut self` and what the call compared make this the only slice of ours over this
+        // memory. Slices of other calls are excluded by the module's contract with the caller.
         Ok(unsafe { std::slice::from_raw_parts_mut(self.0.first(), self.0.elements) })
+    }
+}
+
+impl Operand for Output {
+    fn span(&self) -> Span {
+        self.0.span()
     }
 }
 

@@ -31,6 +31,8 @@ pub(super) struct Known {
     pub(super) producer: Producer,
     /// `torch.autograd.graph.increment_version`, for torch's tensors.
     pub(super) increment_version: Option<Arc<Py<PyAny>>>,
+    /// Taking such a tensor may run code of its class, which may do anything.
+    runs_python: bool,
 }
 
 /// The types seen. Each entry holds its type, so that an address stays that type's.
@@ -48,12 +50,37 @@ pub(super) fn known(obj: &Bound<'_, PyAny>) -> PyResult<Known> {
         return Ok(k);
     }
     // Both run Python, so outside the lock.
-    let found = Known { producer: find_producer(obj, &ty)?, increment_version: increment_version(obj)? };
+    let found = Known {
+        producer: find_producer(obj, &ty)?,
+        increment_version: increment_version(obj)?,
+        runs_python: !is_native(obj, &ty)?,
+    };
     let mut list = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
     if list.len() < MAX_KNOWN && seen(&list).is_none() {
         list.push((ty.unbind(), found.clone()));
     }
     Ok(found)
+}
+
+/// Whether taking the tensor of `obj` may run code of its class.
+pub(super) fn runs_python(obj: &Bound<'_, PyAny>) -> PyResult<bool> {
+    Ok(known(obj)?.runs_python)
+}
+
+/// Whether the type is an array of ours, torch's or numpy's own, all in C: a class derived from one of these is not.
+fn is_native(obj: &Bound<'_, PyAny>, ty: &Bound<'_, PyType>) -> PyResult<bool> {
+    if obj.cast_exact::<Array>().is_ok() {
+        return Ok(true);
+    }
+    let modules = obj.py().import(intern!(obj.py(), "sys"))?.getattr(intern!(obj.py(), "modules"))?;
+    for (module, class) in [("torch", "Tensor"), ("torch.nn.parameter", "Parameter"), ("numpy", "ndarray")] {
+        if let Some(module) = modules.cast::<PyDict>()?.get_item(module)?
+            && module.getattr_opt(class)?.is_some_and(|class| class.is(ty))
+        {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 fn find_producer(obj: &Bound<'_, PyAny>, ty: &Bound<'_, PyType>) -> PyResult<Producer> {

@@ -3,10 +3,10 @@
 
 use std::ffi::{CStr, c_void};
 use std::fmt;
+use std::ops::Deref;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
 use pyo3::prelude::*;
 
@@ -18,6 +18,7 @@ use super::array::Array;
 use super::buffer::Buffer;
 use super::producer::{Producer, call_dlpack, known, refused};
 use crate::error::{Error, Result};
+use crate::overlap::{Operand, Span};
 
 /// Largest rank that is imported.
 const MAX_RANK: usize = 8;
@@ -54,6 +55,19 @@ impl Drop for Owner {
 pub(in crate::py) struct Tensor {
     #[allow(dead_code, reason = "held for its drop")]
     owner: Owner,
+    described: Described,
+}
+
+impl Deref for Tensor {
+    type Target = Described;
+
+    fn deref(&self) -> &Described {
+        &self.described
+    }
+}
+
+/// What a tensor is, without its owner.
+pub(in crate::py) struct Described {
     pub(super) operand: &'static str,
     data: *mut u8, // byte_offset applied; may be null where `elements` is 0
     pub(super) dtype: DType,
@@ -87,9 +101,10 @@ impl Tensor {
         match known(obj)?.producer {
             Producer::Own => {
                 let array = obj.cast::<Array>()?;
-                let buffer = array.get().current(obj.py())?;
-                // SAFETY: the description is of memory that `buffer` keeps, as the clone keeps `buffer`.
-                Ok(unsafe { Self::describe(operand, &buffer.describe(), Owner::Own(buffer.clone()), buffer.flags()) }?)
+                let buffer = array.get().current(obj.py())?.clone();
+                // SAFETY: the description is of memory that `buffer` keeps.
+                let described = unsafe { Described::of(operand, &buffer.describe(), buffer.flags()) }?;
+                Ok(Self { owner: Owner::Own(buffer), described })
             }
             Producer::Exchange(from_object) => {
                 let mut out = std::ptr::null_mut();
@@ -140,8 +155,10 @@ impl Tensor {
             Self::from_versioned(operand, take(VERSIONED, VERSIONED_USED)?.cast())
         } else if named(LEGACY) {
             let t: NonNull<Legacy> = take(LEGACY, LEGACY_USED)?.cast();
-            // SAFETY: the capsule's name says what it holds, and it is ours now.
-            Ok(unsafe { Self::describe(operand, &t.as_ref().tensor, Owner::Legacy(t), 0) }?)
+            let owner = Owner::Legacy(t);
+            // SAFETY: the capsule's name says what it holds, and it is ours now: `owner` gives it back behind this.
+            let described = unsafe { Described::of(operand, &t.as_ref().tensor, 0) }?;
+            Ok(Self { owner, described })
         } else {
             let got = if named(VERSIONED_USED) || named(LEGACY_USED) {
                 "a DLPack capsule that was consumed before".to_string()
@@ -157,18 +174,23 @@ impl Tensor {
         // SAFETY: the producer gave it to us; the version comes first in every version.
         let version = unsafe { t.as_ref().version };
         if version.major != MAX_VERSION.0 {
-            let message = format!("{operand}: DLPack {}.{} is not supported, want 1.x", version.major, version.minor);
-            return Err(PyBufferError::new_err(message));
+            let got = format!("a tensor of DLPack {}.{}", version.major, version.minor);
+            let (major, minor) = MAX_VERSION;
+            let want = format!("DLPack {major}.x: a producer that follows max_version, which is ({major}, {minor})");
+            return Err(Error::Mismatch { operand, got, want }.into());
         }
-        // SAFETY: a version whose layout is known.
-        Ok(unsafe { Self::describe(operand, &t.as_ref().tensor, owner, t.as_ref().flags) }?)
+        // SAFETY: a version whose layout is known; `owner` gives it back behind this.
+        let described = unsafe { Described::of(operand, &t.as_ref().tensor, t.as_ref().flags) }?;
+        Ok(Self { owner, described })
     }
+}
 
+impl Described {
     /// Check and copy a description.
     ///
     /// # Safety
-    /// `t` describes memory that `owner` keeps alive, and its shape and strides, where not null, have `ndim` entries.
-    unsafe fn describe(operand: &'static str, t: &DlTensor, owner: Owner, flags: u64) -> Result<Self> {
+    /// The shape and the strides of `t`, where not null, have `ndim` entries.
+    unsafe fn of(operand: &'static str, t: &DlTensor, flags: u64) -> Result<Self> {
         let bad = |got: String, want: &str| Error::Mismatch { operand, got, want: want.into() };
         let rank = usize::try_from(t.ndim).ok().filter(|&r| r <= MAX_RANK);
         let rank = rank.ok_or_else(|| bad(format!("{} dimensions", t.ndim), "0..=8 dimensions"))?;
@@ -207,9 +229,11 @@ impl Tensor {
             f if f & IS_COPIED != 0 => Some("a copy that its library made"), // what is written would be lost
             _ => None,
         };
-        Ok(Self { owner, operand, data, dtype, device, rank, shape, strides, elements, range, unwritable })
+        Ok(Self { operand, data, dtype, device, rank, shape, strides, elements, range, unwritable })
     }
+}
 
+impl Tensor {
     /// Sizes of the dimensions.
     pub(in crate::py) fn shape(&self) -> &[usize] {
         &self.shape[..self.rank]
@@ -276,17 +300,23 @@ impl Tensor {
         Ok(())
     }
 
+    /// The elements of a contiguous CPU tensor of one dimension, to read.
+    pub(in crate::py) fn line<T: Element>(&self) -> Result<&[T]> {
+        let [n] = self.dims("shape [n]")?;
+        self.input(&[n])
+    }
+
     /// The elements of a contiguous CPU tensor of this shape, to read.
     pub(in crate::py) fn input<T: Element>(&self, shape: &[usize]) -> Result<&[T]> {
         let dtype = if T::views(self.dtype) { self.dtype } else { T::DTYPE };
         self.check(Device::CPU, dtype, shape)?;
         // SAFETY: `check` saw `elements` contiguous, aligned elements of a type whose every bit pattern is a `T`;
-        // `owner` keeps them alive for `&self`; `&mut` slices of ours do not overlap them (see `Output::slice`).
+        // `owner` keeps them alive for `&self`; `&mut` slices of ours do not overlap them (`Call::take`).
         Ok(unsafe { std::slice::from_raw_parts(self.first(), self.elements) })
     }
 
-    /// Check that this may be written: not read-only, and apart from every tensor of `beside`.
-    pub(super) fn writable(&self, beside: &[&Tensor]) -> Result<()> {
+    /// Check that this may be written: neither read-only nor expanded.
+    pub(in crate::py) fn writable(&self) -> Result<()> {
         if let Some(got) = self.unwritable {
             return Err(self.mismatch(got, "a writable tensor"));
         }
@@ -295,19 +325,19 @@ impl Tensor {
                 return Err(self.mismatch("an expanded tensor (stride 0)", "a tensor whose elements are distinct"));
             }
         }
-        let overlaps = |o: &&&Tensor| o.device == self.device && o.range.0 < self.range.1 && self.range.0 < o.range.1;
-        match beside.iter().find(overlaps) {
-            Some(o) => Err(self.mismatch(
-                format_args!("memory that {} uses too", o.operand),
-                "an output that overlaps no other operand",
-            )),
-            None => Ok(()),
-        }
+        Ok(())
     }
 
     /// Pointer to the first element, never null.
     pub(super) fn first<T>(&self) -> *mut T {
         if self.elements == 0 { NonNull::dangling().as_ptr() } else { self.data.cast() }
+    }
+}
+
+impl Operand for Tensor {
+    fn span(&self) -> Span {
+        let (first, end) = self.range;
+        Span::new(self.operand, first as u64, (end - first) as u64)
     }
 }
 

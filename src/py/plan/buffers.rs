@@ -12,9 +12,10 @@ use pyo3::types::PyDict;
 
 use crate::error::{Error, Result};
 use crate::geometry::Geometry;
+use crate::overlap::{Operand, disjoint};
 use crate::plan::{self, AnyFormat, ArrayRef, Arrays, Extent, Format, Given, Load, Phase, Spec};
 use crate::py::arg::detached;
-use crate::py::dlpack::{Array, Buffer, DType, Lender, Lent, Place, Tensor, View, ViewGuard};
+use crate::py::dlpack::{Array, Buffer, DType, Lender, Lent, Place, Tensor, View, ViewGuard, check_lenders};
 use crate::revert::Fault;
 
 /// Element types that an array may have in memory of a caller; the first is that of specrs's memory.
@@ -241,12 +242,17 @@ impl Static {
         self.arrays.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// What looks at a caller's tensors again.
+    pub(super) fn lenders(&self) -> Vec<&Lender> {
+        self.lenders.iter().collect()
+    }
+
     /// Check that the memory of a caller's tensors is still theirs.
     ///
     /// # Errors
     /// As [`Lender::check`].
     pub(super) fn check_lenders(&self, py: Python<'_>) -> PyResult<()> {
-        self.lenders.iter().try_for_each(|lender| lender.check(py))
+        check_lenders(py, &self.lenders)
     }
 
     /// [`Self::check_lenders`] for the memory of one array.
@@ -279,16 +285,17 @@ fn check(
     tensors: &[(&'static str, Tensor)],
 ) -> Result<Vec<Extent>> {
     let mut extents = Vec::with_capacity(tensors.len());
-    for (i, (name, tensor)) in tensors.iter().enumerate() {
+    for (name, tensor) in tensors {
         let Some(&(at, limit)) = limits.iter().find(|(at, _)| specs[*at].name == *name) else {
             let known: Vec<&str> = limits.iter().map(|&(at, _)| specs[at].name).collect();
             let why = format!("{} has the arrays {}", purpose.describe(), known.join(", "));
             return Err(Error::Invalid { what: "tensors", got: format!("{name:?}"), why });
         };
-        let beside: Vec<&Tensor> = tensors[..i].iter().map(|(_, t)| t).collect();
-        tensor.lendable(dtypes(specs[at].dtype), &beside)?;
+        tensor.lendable(dtypes(specs[at].dtype))?;
         extents.push(capacity(purpose, at, tensor, limit)?);
     }
+    let spans: Vec<_> = tensors.iter().map(|(_, tensor)| tensor.span()).collect();
+    disjoint(&[&spans], &[])?;
     for &(at, limit) in limits {
         if !specs[at].optional && !tensors.iter().any(|(name, _)| *name == specs[at].name) {
             let (dtype, shape) = (specs[at].dtype.name(), limit.shape());

@@ -16,7 +16,7 @@ use crate::plan::{
 };
 use crate::pool;
 use crate::py::arg::{Int, detached, same_len, u32s};
-use crate::py::dlpack::{Lender, Tensor};
+use crate::py::dlpack::{Call as Operands, Lender, Tensor};
 use crate::py::geometry::Geometry;
 use crate::py::pool::{Lease, Pool, Sequence, ids};
 use crate::py::sampling::Accepts;
@@ -85,7 +85,12 @@ enum Beams<'a> {
 }
 
 impl<'a> Beams<'a> {
-    fn take(given: Option<&'a Bound<'_, PyAny>>, batch: usize, geometry: &geometry::Geometry) -> PyResult<Self> {
+    fn take(
+        given: Option<&'a Bound<'_, PyAny>>,
+        batch: usize,
+        geometry: &geometry::Geometry,
+        out: Option<&FormatBuffers>,
+    ) -> PyResult<Self> {
         let Some(given) = given else {
             let want = "DraftBeams or their ancestors, which only mode \"lane\" can do without".into();
             return Err(Error::Mismatch { operand: "beams", got: "None".into(), want }.into());
@@ -94,7 +99,9 @@ impl<'a> Beams<'a> {
             same_len("sequences", batch, "the beams' batch", beams.get().batch())?;
             return Ok(Beams::Own(beams.get()));
         }
-        let tensor = Box::new(Tensor::import(given, "beams", None)?);
+        let lenders = out.map(|out| out.0.lenders()).unwrap_or_default();
+        let ([tensor], [], []) = Operands::on_host().reading(&lenders, &[]).take([("beams", given)], [], [])?;
+        let tensor = Box::new(tensor);
         let shape = [batch * geometry.shape().topk() as usize, geometry.draft_mask_words() as usize];
         tensor.input::<i64>(&shape)?;
         Ok(Beams::Bits { tensor, shape })
@@ -140,7 +147,9 @@ struct Call<'a> {
 }
 
 impl<'a> Call<'a> {
+    /// The memory of `out` is looked at before other operands are taken.
     fn new(phase: Phase, pad: Pad, out: Option<&'a Bound<'_, FormatBuffers>>) -> PyResult<Self> {
+        out.map_or(Ok(()), |out| out.get().0.check_lenders(out.py()))?;
         Ok(Self { phase, pad: bucket(pad)?, out: out.map(|o| o.get()) })
     }
 }
@@ -164,7 +173,6 @@ impl Planner {
         let out = call.out.map(|o| (&o.0, self.purpose(call.phase, false, self.geometry.limits().max_batch)));
         if let Some((memory, purpose)) = &out {
             memory.purpose().takes(purpose)?;
-            memory.check_lenders(py)?;
         }
         let (plan, out) = detached(py, || {
             let mut planner = self.state();
@@ -311,7 +319,7 @@ impl Planner {
         if lane && beams.is_none() {
             return self.plan(py, &seqs, &lens, &call, |p, t, batch| p.draft(t, batch, step, DraftMask::Lane));
         }
-        let beams = Beams::take(beams, seqs.len(), &self.geometry)?;
+        let beams = Beams::take(beams, seqs.len(), &self.geometry, call.out)?;
         self.plan(py, &seqs, &lens, &call, |p, t, batch| {
             beams.with(|bits| p.draft(t, batch, step, if lane { DraftMask::Lane } else { DraftMask::Ancestors(bits) }))
         })
@@ -344,8 +352,8 @@ impl Planner {
     fn audit(&self, py: Python<'_>, phase: &str, arrays: [Bound<'_, PyAny>; 7], step: Option<Int>) -> PyResult<Plan> {
         const NAMES: [&str; 7] = ["rows", "versions", "qo_indptr", "prefix_lens", "positions", "out_slots", "mask"];
         let phase = self.parse(phase, step, None)?.phase;
-        let import = |i: usize| Tensor::import(&arrays[i], NAMES[i], None);
-        let tensors = (0..NAMES.len()).map(import).collect::<PyResult<Vec<_>>>()?;
+        let (tensors, [], []) = Operands::on_host().take(std::array::from_fn(|i| (NAMES[i], &arrays[i])), [], [])?;
+        let tensors: [Tensor; 7] = tensors;
         let line = |i: usize| -> Result<Vec<i32>> { Ok(tensors[i].input::<i32>(tensors[i].shape())?.to_vec()) };
         let words = |i: usize| -> Result<Vec<u64>> {
             Ok(bytemuck::cast_slice(tensors[i].input::<i64>(tensors[i].shape())?).to_vec())

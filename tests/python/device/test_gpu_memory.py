@@ -153,8 +153,47 @@ def test_dlpack_says_what_it_cannot_do():
     for kwargs in ({"stream": 0}, {"stream": -2}, {"copy": True, "stream": 1}, {"dl_device": (1, 0), "stream": 1}):
         with pytest.raises(BufferError):
             t.__dlpack__(**kwargs)
-    for kwargs in ({"stream": None}, {"stream": 1}, {"stream": 2}, {"stream": -1}, {"max_version": (1, 0)}):
+    for kwargs in ({"stream": None}, {"stream": 1}, {"stream": -1}, {"max_version": (1, 0)}):
         t.__dlpack__(**kwargs)  # dropped unused
+
+
+def test_the_per_thread_default_stream_is_refused_wherever_work_would_have_to_be_followed():
+    # Dropped on another thread, a loan to it gave its memory back while the first thread's work ran.
+    a = arena([("a", "int32", [4])])
+    t = a.tensor("a", raw())
+    with pytest.raises(BufferError, match=r"stream = 2: the per-thread default stream .* torch\.cuda\.Stream"):
+        t.__dlpack__(stream=2)
+    ids = torch.zeros(3, dtype=torch.int32, device=CUDA)
+    table, out = (torch.zeros(3, 8, dtype=torch.bfloat16, device=CUDA) for _ in range(2))
+    for call in (
+        lambda: a.tensor("a", 2),
+        lambda: a.poison(2),
+        lambda: core._device_embed(table, ids, None, out, 2),
+    ):
+        with pytest.raises(specrs.ConfigError, match="stream = 2: the per-thread default stream"):
+            call()
+    core._device_embed(table, ids, None, out, 1)  # the legacy default stream by its other name
+
+
+def test_a_loan_of_the_legacy_stream_ends_behind_its_work_on_whichever_thread():
+    size = 64 << 20
+    a = arena([("a", "uint8", [size])])
+    with torch.cuda.stream(torch.cuda.default_stream()):
+        t = torch.from_dlpack(a.tensor("a", raw()))
+        torch.cuda._sleep(LONG)
+        t.fill_(1)
+        done = torch.cuda.Event()
+        done.record()
+    box = [t]
+    del a, t
+    gc.collect()
+    thread = threading.Thread(target=box.clear)
+    thread.start()
+    thread.join()
+    freed = core._device_collect(ORDINAL)
+    assert done.query() or freed == 0, "memory went back under running work"
+    torch.cuda.synchronize()
+    assert core._device_collect(ORDINAL) + freed >= size
 
 
 def test_a_consumers_stream_waits_for_the_writers():

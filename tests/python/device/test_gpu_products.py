@@ -246,6 +246,40 @@ def test_operands_that_do_not_fit_are_refused_before_the_launch(products):
     assert y.isnan().all(), "no rows, nothing written"
 
 
+def test_nothing_that_is_written_lies_over_anything_else(products):
+    n, k, rows = 64, 64, 8
+    memory = torch.zeros(64 << 20, dtype=torch.uint8, device=CUDA)
+
+    def at(offset, *shape):
+        return memory[offset : offset + 2 * math.prod(shape)].view(torch.bfloat16).view(shape)
+
+    weight, bias = at(0, n, k), at(16384, n)
+    weight.copy_(torch.randn(n, k, device=CUDA))
+    bias.fill_(1)
+    x, y = torch.randn(rows, k, device=CUDA).bfloat16(), torch.empty(rows, n, dtype=torch.bfloat16, device=CUDA)
+    linear = products.linear(weight, rows, bias=bias)
+    space = torch.empty(max(linear.workspace_bytes, 4096), dtype=torch.uint8, device=CUDA)
+    linear.launch(rows, x, y, space, raw())
+    good, before = y.clone(), memory.clone()
+    over = {
+        "y: got memory that bias uses too": {"y": at(16384, rows, n)},
+        "y: got memory that weight uses too": {"y": at(2 * n * k - 256, rows, n)},
+        "workspace: got memory that weight uses too": {"workspace": memory},
+        "workspace: got memory that bias uses too": {"workspace": memory[16384:]},
+        "workspace: got memory that x uses too": {"x": space[: 2 * rows * k].view(torch.bfloat16).view(rows, k)},
+        "y: got memory that workspace uses too": {"y": at(32768, rows, n), "workspace": memory[32768:]},
+    }
+    for text, changed in over.items():
+        given = {"x": x, "y": y, "workspace": space, **changed}
+        with pytest.raises(specrs.ConfigError, match=text):
+            linear.launch(rows, given["x"], given["y"], given["workspace"], raw())
+    torch.cuda.synchronize()
+    assert torch.equal(memory, before), "something was written"
+    linear.launch(rows, x, y, space, raw())
+    torch.cuda.synchronize()
+    assert torch.equal(ints(y), ints(good))
+
+
 def test_weights_that_cannot_be_are_refused(products):
     weight = torch.zeros(64, 64, dtype=torch.bfloat16, device=CUDA)
     for text, call in [

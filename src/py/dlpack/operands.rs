@@ -1,0 +1,182 @@
+//! The tensors of one call, taken together.
+//!
+//! A tensor is imported by code of its own class, which may be anybody's: it can resize the storage of one that was
+//! imported before. So a call imports all of its tensors, and where one of them, or of the memory that it has on loan, has
+//! such code, it then looks at those that can be resized once more, last at those whose look runs nobody's code. Only then
+//! are written tensors compared with all others, by [`crate::overlap`].
+//!
+//! ```text
+//! let ([x, weight], [norm], [mut out]) =
+//!     Call::on_host().take([("x", x), ("weight", weight)], [("norm", norm)], [("out", out)])?;
+//! ```
+
+use pyo3::prelude::*;
+
+use super::lender::Lender;
+use super::output::Output;
+use super::producer::runs_python;
+use super::tensor::Tensor;
+use crate::overlap::{Operand, Span, disjoint};
+
+/// An argument of a call, and what it is called in errors.
+pub(in crate::py) type Named<'a, 'py> = (&'static str, &'a Bound<'py, PyAny>);
+/// One that may be left out.
+pub(in crate::py) type Maybe<'a, 'py> = (&'static str, Option<&'a Bound<'py, PyAny>>);
+
+/// What a call has besides the tensors that it is given.
+#[derive(Clone, Copy)]
+pub(in crate::py) struct Call<'a> {
+    /// As [`Tensor::import`] takes it.
+    stream: Option<isize>,
+    /// Those of memory that was lent before, and that the call uses.
+    lenders: &'a [&'a Lender],
+    /// Such memory that the call reads.
+    read: &'a [Span],
+    /// Such memory that the call writes.
+    written: &'a [Span],
+}
+
+impl<'a> Call<'a> {
+    /// Work of the CPU.
+    pub(in crate::py) fn on_host() -> Self {
+        Self { stream: None, lenders: &[], read: &[], written: &[] }
+    }
+
+    /// Work on a stream of the caller's: no order between streams is asked of producers (-1).
+    #[cfg(feature = "cuda")]
+    pub(in crate::py) fn on_device() -> Self {
+        Self { stream: Some(-1), ..Self::on_host() }
+    }
+
+    /// The call reads memory that was lent.
+    pub(in crate::py) fn reading(self, lenders: &'a [&'a Lender], read: &'a [Span]) -> Self {
+        Self { lenders, read, ..self }
+    }
+
+    /// The call writes memory that was lent.
+    pub(in crate::py) fn writing(self, lenders: &'a [&'a Lender], written: &'a [Span]) -> Self {
+        Self { lenders, written, ..self }
+    }
+
+    /// The tensors, all there: `read`, `maybe` (read where it is given) and `written`.
+    ///
+    /// # Errors
+    /// As [`Tensor::import`] and [`Output::import`]; [`crate::Error::Mismatch`] for one whose memory another's import took
+    /// away, and for a written one that overlaps another operand.
+    pub(in crate::py) fn take<const R: usize, const M: usize, const W: usize>(
+        self,
+        read: [Named<'_, '_>; R],
+        maybe: [Maybe<'_, '_>; M],
+        written: [Named<'_, '_>; W],
+    ) -> PyResult<([Tensor; R], [Option<Tensor>; M], [Output; W])> {
+        let there = maybe.iter().filter_map(|&(what, object)| Some((what, object?)));
+        let mut looks = Looks::new(self, read.iter().copied().chain(there).chain(written.iter().copied()))?;
+        let (mut inputs, mut options, mut outputs) = ([const { None }; R], [const { None }; M], [const { None }; W]);
+        for (slot, &(what, object)) in inputs.iter_mut().zip(&read) {
+            *slot = Some(looks.import(what, object)?);
+        }
+        for (slot, &(what, object)) in options.iter_mut().zip(&maybe) {
+            *slot = object.map(|object| looks.import(what, object)).transpose()?;
+        }
+        for (slot, &(what, object)) in outputs.iter_mut().zip(&written) {
+            *slot = Some(looks.import_output(what, object)?);
+        }
+        looks.again()?;
+        let (ins, options_in, outs) = (
+            inputs.each_ref().map(Operand::span),
+            options.each_ref().map(Operand::span),
+            outputs.each_ref().map(Operand::span),
+        );
+        disjoint(&[self.written, &outs], &[self.read, &ins, &options_in])?;
+        Ok((whole(inputs)?, options, whole(outputs)?))
+    }
+
+    /// [`Self::take`] of lists, but for overlaps: a launch looks for those itself, since it has operands of its own.
+    /// What is written is neither read-only nor expanded.
+    #[cfg(feature = "cuda")]
+    pub(in crate::py) fn take_lists(
+        self,
+        read: &[Maybe<'_, '_>],
+        written: &[Maybe<'_, '_>],
+    ) -> PyResult<(Vec<Option<Tensor>>, Vec<Option<Output>>)> {
+        let given = read.iter().chain(written).filter_map(|&(what, object)| Some((what, object?)));
+        let mut looks = Looks::new(self, given)?;
+        let import = |&(what, object): &Maybe<'_, '_>| object.map(|o| looks.import(what, o)).transpose();
+        let inputs = read.iter().map(import).collect::<PyResult<_>>()?;
+        let import = |&(what, object): &Maybe<'_, '_>| object.map(|o| looks.import_output(what, o)).transpose();
+        let outputs: Vec<Option<Output>> = written.iter().map(import).collect::<PyResult<_>>()?;
+        looks.again()?;
+        outputs.iter().flatten().try_for_each(|output| output.writable())?;
+        Ok((inputs, outputs))
+    }
+}
+
+/// The imports of a call, and what is to be looked at behind them.
+struct Looks<'a> {
+    call: Call<'a>,
+    /// Whether an import may run code that takes another's memory away.
+    careful: bool,
+    /// Of those tensors, where that is so, which can be resized.
+    taken: Vec<Lender>,
+}
+
+impl<'a> Looks<'a> {
+    fn new<'b, 'py: 'b>(call: Call<'a>, given: impl Iterator<Item = Named<'b, 'py>>) -> PyResult<Self> {
+        let mut tensors = call.lenders.len();
+        let mut careful = call.lenders.iter().any(|lender| lender.runs_python());
+        for (_, object) in given {
+            tensors += 1;
+            careful |= runs_python(object)?;
+        }
+        Ok(Self { call, careful: careful && tensors > 1, taken: Vec::new() })
+    }
+
+    fn import(&mut self, what: &'static str, object: &Bound<'_, PyAny>) -> PyResult<Tensor> {
+        let tensor = Tensor::import(object, what, self.call.stream)?;
+        self.keep(object, &tensor)?;
+        Ok(tensor)
+    }
+
+    fn import_output(&mut self, what: &'static str, object: &Bound<'_, PyAny>) -> PyResult<Output> {
+        let output = Output::import(object, what, self.call.stream)?;
+        self.keep(object, &output)?;
+        Ok(output)
+    }
+
+    fn keep(&mut self, object: &Bound<'_, PyAny>, tensor: &Tensor) -> PyResult<()> {
+        if self.careful {
+            self.taken.extend(Lender::of_call(object, tensor)?);
+        }
+        Ok(())
+    }
+
+    /// Look at everything once more, where an import may have taken memory away.
+    fn again(&self) -> PyResult<()> {
+        if !self.careful {
+            return Ok(());
+        }
+        let all = || self.call.lenders.iter().copied().chain(&self.taken);
+        Python::attach(|py| {
+            let look = |mine: bool| all().filter(move |l| l.runs_python() == mine).try_for_each(|l| l.check(py));
+            look(true).and_then(|()| look(false))
+        })
+    }
+}
+
+/// Check memory that was lent, several together: as the tensors of a call.
+///
+/// # Errors
+/// As [`Lender::check`].
+pub(in crate::py) fn check_lenders(py: Python<'_>, lenders: &[Lender]) -> PyResult<()> {
+    lenders.iter().try_for_each(|lender| lender.check(py))?;
+    if lenders.len() > 1 && lenders.iter().any(Lender::runs_python) {
+        lenders.iter().filter(|lender| !lender.runs_python()).try_for_each(|lender| lender.check(py))?;
+    }
+    Ok(())
+}
+
+/// All of them, since each was imported.
+fn whole<T, const N: usize>(all: [Option<T>; N]) -> PyResult<[T; N]> {
+    let all: Vec<T> = all.into_iter().flatten().collect();
+    all.try_into().map_err(|_| pyo3::exceptions::PySystemError::new_err("an operand was not imported"))
+}
