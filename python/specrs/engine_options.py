@@ -176,6 +176,12 @@ def flags_of(name: str) -> tuple[str, ...]:
     return OPTIONS[name].flags or (f"--{name.replace('_', '-')}",)
 
 
+def value_of(name: str) -> str:
+    """What stands behind the flag, as help has it."""
+    one = OPTIONS[name]
+    return one.metavar or "{" + ",".join(one.choices or ()) + "}"
+
+
 def default_of(name: str) -> str:
     """An option's default, as text."""
     return OPTIONS[name].unset or str(_DEFAULTS[name])
@@ -200,7 +206,7 @@ def table() -> str:
     """Markdown: a row for each option."""
     rows = ["| option | on the command line | default | |", "| --- | --- | --- | --- |"]
     for name, one in OPTIONS.items():
-        value = "" if one.kind is bool else f" {one.metavar or '{' + ','.join(one.choices or ()) + '}'}"
+        value = "" if one.kind is bool else f" {value_of(name)}"
         flags = ", ".join(f"`{flag}{value}`" for flag in flags_of(name))
         default = one.unset or f"`{_DEFAULTS[name]!r}`"
         about = one.about[0].upper() + one.about[1:] + "."

@@ -6,7 +6,7 @@ import argparse
 from typing import Any, cast
 
 from specrs._specrs import ConfigError, TreeShape, set_num_threads
-from specrs.engine_options import OPTIONS, EngineOptions, default_of, flags_of
+from specrs.engine_options import OPTIONS, EngineOptions, default_of, flags_of, value_of
 from specrs.sampling_params import SamplingParams
 
 _FORMER = ("--topk", "--steps", "--draft-tokens")  # of --tree
@@ -55,10 +55,10 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
             group.add_argument(
                 *flags_of(name), dest=name, action="store_false", default=None, help=f"do not {one.about}"
             )
-        else:
+        else:  # values are the engine's to check: its errors name the option and what would do
             group.add_argument(
-                *flags_of(name), dest=name, type=one.kind, metavar=None if one.choices else one.metavar,
-                choices=one.choices, help=f"{one.about} (default: {default_of(name)})",
+                *flags_of(name), dest=name, type=one.kind, metavar=value_of(name),
+                help=f"{one.about} (default: {default_of(name)})",
             )  # fmt: skip
 
 
