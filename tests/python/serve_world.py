@@ -33,8 +33,12 @@ class Running:
         wait(lambda: self.server.started or not self._thread.is_alive())
         assert self.server.started
         self.address: str = self.server.address
-        self.port = int(self.address.rsplit(":", 1)[1])
-        self.client = httpx.Client(base_url=self.address, timeout=60)
+        if self.address.startswith("unix:"):
+            transport = httpx.HTTPTransport(uds=self.address.removeprefix("unix:"))
+            self.client = httpx.Client(transport=transport, base_url="http://any.example", timeout=60)
+        else:
+            self.port = int(self.address.rsplit(":", 1)[1])
+            self.client = httpx.Client(base_url=self.address, timeout=60)
 
     @property
     def service(self) -> Any:

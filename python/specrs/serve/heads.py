@@ -7,6 +7,7 @@ before the one before it is answered, so that it does not see that the client ha
 
 from __future__ import annotations
 
+from collections import deque
 from http import HTTPStatus
 from typing import Any
 
@@ -14,7 +15,7 @@ from specrs.serve.errors import RequestError
 from specrs.serve.writing import dumps
 
 MOST_HEAD_BYTES = 64 << 10  # as h11 has it
-MOST_AHEAD_BYTES = 1 << 20
+MOST_AHEAD_BYTES = 256 << 10
 """Of requests that come before the one before them is answered, and wait for their turn."""
 
 
@@ -30,7 +31,10 @@ def protocol() -> type[Any]:
         _waits = 0  # bytes that are kept, since nothing of theirs is complete
         _ahead = 0  # bytes that came while requests wait for their turn
         _told = False  # whether these bytes were of something that is
-        _cycles: tuple[Any, ...] = ()  # requests whose response is not complete
+
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args, **more)
+            self._cycles: deque[Any] = deque()  # in order: requests whose response is not complete, and ones before
 
         def data_received(self, data: bytes) -> None:
             self._told = False
@@ -52,12 +56,15 @@ def protocol() -> type[Any]:
                 if not cycle.response_complete:
                     cycle.disconnected = True
                     cycle.message_event.set()
+            self._cycles.clear()
             super().connection_lost(exc)
 
         def on_headers_complete(self) -> None:
             self._told = True
             super().on_headers_complete()
-            self._cycles = (*(one for one in self._cycles if not one.response_complete), self.cycle)
+            while self._cycles and self._cycles[0].response_complete:
+                self._cycles.popleft()
+            self._cycles.append(self.cycle)
 
         def on_body(self, body: bytes) -> None:
             self._told = True
@@ -71,7 +78,7 @@ def protocol() -> type[Any]:
             self._refuse(RequestError(400, "this is no request of HTTP/1.1", code="invalid_request"))
 
         def _refuse(self, error: RequestError) -> None:
-            if all(one.response_complete for one in self._cycles):  # no other response is under way
+            if not self._cycles or self._cycles[-1].response_complete:  # no other response is under way
                 body, status = dumps(error.body), HTTPStatus(error.status)
                 head = b"content-type: application/json\r\nconnection: close\r\n"
                 line = b"HTTP/1.1 %d %b\r\n" % (status, status.phrase.encode())

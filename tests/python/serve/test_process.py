@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -21,6 +23,9 @@ import pytest
 from fault_world import children
 from serve_world import running
 from specrs.engine import AsyncLLM
+from specrs.serve import Keys, ServeConfig
+from specrs.serve.process import listener
+from specrs.serve.service import LAST_WORDS
 
 DEAD = """
 import sys
@@ -114,16 +119,75 @@ def test_a_server_that_is_killed_leaves_no_engine() -> None:
         assert not Path(f"/proc/{engine}").exists()
 
 
-def test_a_second_signal_ends_a_server_whose_engine_hangs() -> None:
-    with serving("--log", "none") as (process, _):
+def asked(url: str, **body: Any) -> socket.socket:
+    """A connection on which the beginning of a stream has come."""
+    data = json.dumps({"prompt": "x", "max_tokens": 2000, "ignore_eos": True, "stream": True, **body}).encode()
+    sock = socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])), timeout=60)
+    sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                 b"Content-Length: %d\r\n\r\n%b" % (len(data), data))  # fmt: skip
+    assert sock.recv(1 << 16).startswith(b"HTTP/1.1 200")
+    return sock
+
+
+def rest_of(sock: socket.socket) -> bytes:
+    with sock:
+        return b"".join(iter(lambda: sock.recv(1 << 16), b""))
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_sigterm_with_an_engine_that_does_not_answer(busy: bool) -> None:
+    """The end takes the time to drain and a little more; its client hears an error; nobody reads a traceback."""
+    with serving("--log", "none", "--drain-seconds", "1") as (process, url):
         (engine,) = children(process.pid)
+        sock = asked(url) if busy else None
+        os.kill(engine, signal.SIGSTOP)
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+        assert time.monotonic() - began < 1 + LAST_WORDS + 8
+        assert process.returncode == 1
+        assert err.count("\n") == 1 and "the engine has not answered for 5 seconds" in err
+        assert not Path(f"/proc/{engine}").exists()
+        if sock is not None:
+            told = rest_of(sock)
+            assert b'"code":"engine_unavailable"' in told and b"data: [DONE]" in told
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_second_signal_ends_a_server_whose_engine_hangs(busy: bool) -> None:
+    with serving("--log", "none", "--drain-seconds", "60" if busy else "0") as (process, url):
+        (engine,) = children(process.pid)
+        sock = asked(url) if busy else None
         os.kill(engine, signal.SIGSTOP)
         process.send_signal(signal.SIGTERM)
         time.sleep(1)
         assert process.poll() is None  # it waits for the engine
+        began = time.monotonic()
         process.send_signal(signal.SIGTERM)
-        process.wait(20)
+        _, err = process.communicate(timeout=20)
+        assert time.monotonic() - began < 4  # of which most is Python's own end, on a busy machine
+        assert process.returncode == 1 and err == ""
         assert not Path(f"/proc/{engine}").exists()
+        if sock is not None:
+            sock.close()
+
+
+HANGS = DEAD.replace('raise LedgerError("pages do not add up")', "__import__('time').sleep(3600)")
+
+
+def test_sigterm_with_an_engine_s_thread_that_hangs() -> None:
+    """Nobody can end a thread: the process goes without it."""
+    with serving("--log", "none", "--no-engine-process", "--drain-seconds", "1", code=HANGS) as (process, url):
+        sock = asked(url)
+        with contextlib.suppress(httpx.ReadTimeout):
+            httpx.post(f"{url}/v1/completions", json={"prompt": "x", "seed": 666}, timeout=1)
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+        assert time.monotonic() - began < 1 + LAST_WORDS + 5 + 8  # 5: Python's end waits for the thread
+        assert process.returncode == 1
+        assert err.count("\n") == 1 and "the engine has not answered for 5 seconds" in err
+        assert b'"code":"engine_unavailable"' in rest_of(sock)
 
 
 def test_an_engine_in_a_thread_where_that_is_asked_for() -> None:
@@ -132,7 +196,69 @@ def test_an_engine_in_a_thread_where_that_is_asked_for() -> None:
         assert not children(process.pid)
 
 
+def test_a_template_that_cannot_be_read_is_told_before_anything_is_loaded(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from specrs.cli import main
+
+    monkeypatch.setattr("specrs.serve.process.make_engine", lambda config: pytest.fail("the model was loaded"))
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    (tmp_path / "wrong.jinja").write_text("{{ bos }}\n{% for %}")
+    for path, said in (("/nope", "No such file"), (str(tmp_path), "Is a directory"), (str(tmp_path / "bytes"), "UTF-8"),
+                       (str(tmp_path / "wrong.jinja"), "line 2: ")):  # fmt: skip
+        assert main(["serve", "--port", "0", "--chat-template", path]) == 2
+        err = capfd.readouterr().err
+        assert err.startswith("specrs: chat_template = ") and said in err and path in err and err.count("\n") == 1
+
+
+def test_a_socket_of_this_machine(engine: AsyncLLM, tmp_path: Path) -> None:
+    """It needs no key, and no name; the file of a server that was killed is replaced, another file is not."""
+    path = tmp_path / "socket"
+    left = socket.socket(socket.AF_UNIX)
+    left.bind(str(path))
+    left.close()
+    with running(engine, tmp_path, uds=str(path), host="0.0.0.0") as web:
+        assert web.address == f"unix:{path}"
+        assert web.complete(prompt="x", max_tokens=1)["usage"]["completion_tokens"] == 1
+        with pytest.raises(OSError, match="in use"):
+            listener(ServeConfig(uds=str(path)))
+    assert not path.exists()
+    path.write_text("a file of somebody's")
+    with pytest.raises(OSError, match="in use"):
+        listener(ServeConfig(uds=str(path)))
+    assert path.read_text() == "a file of somebody's"
+    for wrong in (tmp_path / "no" / "folder", tmp_path / ("x" * 200)):
+        with pytest.raises(OSError, match=wrong.name):
+            listener(ServeConfig(uds=str(wrong)))
+
+
+@pytest.mark.parametrize("root", ["/llm", "/a/b/"])
+def test_below_a_path_that_a_proxy_takes_away(engine: AsyncLLM, tmp_path: Path, root: str) -> None:
+    with running(engine, tmp_path, root_path=root, keys=Keys.of(["secret"])) as web:
+        assert web.post("/v1/completions", prompt="x", max_tokens=1).status_code == 401
+        allowed = {"authorization": "Bearer secret"}
+        told = web.client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}, headers=allowed)
+        assert told.status_code == 200
+        assert web.client.get("/health").status_code == 200
+        assert 'specrs:http_responses_total{path="/v1/completions",status="200"} 1.0' in web.client.get("/metrics").text
+
+
+def test_how_long_a_connection_stays_open(engine: AsyncLLM, tmp_path: Path) -> None:
+    for seconds, closes in ((0.2, True), (30.0, False)):
+        with running(engine, tmp_path, keep_alive_seconds=seconds) as web:
+            sock = socket.create_connection(("127.0.0.1", web.port), timeout=20 if closes else 1)
+            sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert sock.recv(4096).startswith(b"HTTP/1.1 200")
+            if closes:
+                assert sock.recv(4096) == b""
+            else:
+                with pytest.raises(TimeoutError):
+                    sock.recv(4096)
+            sock.close()
+
+
 @pytest.mark.parametrize("options,said", [
+    (["--root-path", "llm"], "root_path"), (["--uds", "/nope/nope"], "/nope/nope"),
     (["--host", "0.0.0.0"], "no API key"), (["--port", "99999"], "port"), (["nowhere/at/all/x"], "nowhere"),
     (["--host", "192.0.2.1", "--allow-public-without-key"], "192.0.2.1"), (["--api-key-file", "/nope"], "nope"),
 ])  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 import socket
 from pathlib import Path
@@ -15,6 +16,8 @@ from specrs import SpecrsError
 from specrs.engine import AsyncLLM, EngineFailedError, StepFailedError
 from specrs.serve import Keys, errors
 from specrs.serve.fields import CHAT, COMPLETIONS, TABLE, Kind
+from specrs.serve.middleware import host_name
+from specrs.serve.seldom import SECONDS, Seldom
 
 PATH = "/v1/completions"
 JSON = {"content-type": "application/json"}
@@ -150,6 +153,54 @@ def test_names_of_other_machines_lead_nowhere(web: Running) -> None:
     for host in ("page.example", f"page.example:{web.port}", "127.0.0.1.page.example"):
         answer = web.client.post(PATH, json={"prompt": "x"}, headers={"host": host})
         assert answer.status_code == 403 and answer.json()["error"]["code"] == "host_not_allowed"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.2", "localhost", "127.1.2.3"])
+def test_an_address_of_this_machine_may_be_asked_for(engine: AsyncLLM, tmp_path: Path, host: str) -> None:
+    with running(engine, tmp_path, host=host) as web:
+        assert web.client.get("/health").status_code == 200
+        assert web.client.get("/health", headers={"host": f"{host}:{web.port}"}).status_code == 200
+        assert web.client.get("/health", headers={"host": "page.example"}).status_code == 403
+
+
+def test_spellings_of_an_address_are_one() -> None:
+    assert len({host_name(one) for one in ("::1", "[::1]", "[0:0:0:0:0:0:0:1]", "[0::1]")}) == 1
+    assert host_name("LocalHost") == "localhost" != host_name("localhost.")
+
+
+def test_unreadable_requests_are_refused_and_told_seldom(web: Running, caplog: pytest.LogCaptureFixture) -> None:
+    for i in range(60):
+        with socket.create_connection(("127.0.0.1", web.port), timeout=20) as sock:
+            sock.sendall(b"nonsense %d\r\n\r\n" % i)
+            told = b"".join(iter(lambda: sock.recv(4096), b""))
+        assert told.startswith(b"HTTP/1.1 400 ")
+        assert json.loads(told.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_request"
+    assert sum("Invalid HTTP" in one.getMessage() for one in caplog.records) <= 1 + 60 // SECONDS
+
+
+def test_messages_of_a_kind_go_through_once_in_a_while() -> None:
+    now = 0.0
+    limit, told = Seldom(10.0, lambda: now), []
+
+    def log(text: str, *args: object, error: BaseException | None = None) -> None:
+        info = None if error is None else (type(error), error, None)
+        record = logging.LogRecord("x", logging.ERROR, "x", 1, text, args, info)
+        if limit.filter(record):
+            told.append(record.getMessage())
+
+    for i in range(5):
+        log("a %d", i)
+        log("b")
+        log("a %d", i, error=ValueError())
+    now = 9.0
+    log("a %d", 7)
+    now = 10.5
+    log("a %d", 8)
+    log("a %d", 9)
+    assert told == ["a 0", "b", "a 0", "a 8 (5 more of this kind before)"]
+    for i in range(5000):
+        log(f"c {i}")
+    assert len(limit._told) <= 256
 
 
 def test_request_ids_come_back(web: Running) -> None:
