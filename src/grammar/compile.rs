@@ -5,17 +5,21 @@ use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread;
 use std::time::Duration;
 
-use llguidance::Matcher;
 use llguidance::api::{GrammarWithLexer, TopLevelGrammar};
-use serde_json::{Value, json};
+use serde_json::Value;
 
+use super::matcher::Matcher;
+use super::rules::{self, Written};
 use super::vocabulary::Vocabulary;
+use super::{lark, schema};
 use crate::error::{Error, Result, in_range};
 
 /// Bytes of a form's texts together, at most.
 pub const MAX_TEXT: usize = 1 << 20;
 /// Brackets open at once in a grammar or a regular expression, at most; a schema has serde_json's limit, 128.
 pub const MAX_NESTING: usize = 128;
+/// Rules, terminals and brackets of a grammar at most: llguidance goes from rule to rule by recursion, 3 kB of stack each.
+const MAX_DEPTH: usize = 40_000;
 /// Tokens of a mark at most.
 const MAX_MARK: usize = 256;
 /// Of the thread that compiles; memory that is not touched is not taken.
@@ -31,6 +35,10 @@ const MAX_WHY: usize = 400;
 /// Between two tokens of JSON by default: a space, or a line break and the indentation behind it. More would let a model
 /// that likes spaces never come to an end.
 const WHITESPACE: &str = r" |\r?\n[ \t]{0,40}";
+/// Items that a row of the parser has, at most; llguidance's own limit.
+const WIDEST: u64 = 2_000;
+/// Items of a row from which on a grammar in Lark's syntax pays for them. Grammars of programming languages have less.
+const AMBIGUOUS: u64 = 256;
 /// The name of the form's grammar, where another one leads to it.
 const BODY: &str = "specrs_body";
 
@@ -78,14 +86,18 @@ impl Grammar {
     /// # Errors
     /// [`Error::Grammar`] for a form that is malformed, too large, or asks for what llguidance does not enforce.
     pub fn compile(vocabulary: &Vocabulary, form: &Form, mark: Option<&Mark>) -> Result<Self> {
-        let what = form.name();
         form.check()?;
-        let grammar = top_level(vocabulary, form, mark)?;
-        let refused = |why: &str| Error::Grammar { what, why: shortened(why) };
-        let fresh = in_time(vocabulary.clone(), grammar).map_err(|why| refused(&why))?;
-        if let Some(why) = fresh.get_error() {
-            return Err(refused(&why));
-        }
+        let mark = mark.map(|mark| text_of(vocabulary, mark)).transpose()?;
+        let (own, wanted) = (vocabulary.clone(), form.clone());
+        let fresh = in_time(move || {
+            let (grammar, free) = wanted.grammar(mark.as_ref())?;
+            let made = Matcher::new(own.parser(grammar), free)?;
+            match made.deep_clone().forced().len() > LONGEST_FORCED {
+                true => Err(format!("more than {LONGEST_FORCED} bytes of its text follow without a choice")),
+                false => Ok(made),
+            }
+        });
+        let fresh = fresh.map_err(|why| Error::Grammar { what: form.name(), why: shortened(&why) })?;
         Ok(Self(Arc::new(Compiled { fresh: Mutex::new(fresh), vocabulary: vocabulary.clone() })))
     }
 
@@ -104,9 +116,11 @@ impl Grammar {
     }
 }
 
-/// A matcher of a grammar, made in a thread of its own, since parsers of grammars recurse. One that takes too long is left
-/// alone: what bounds its work ends it.
-fn in_time(vocabulary: Vocabulary, grammar: TopLevelGrammar) -> std::result::Result<Matcher, String> {
+/// A matcher, made in a thread of its own, since whoever reads grammars recurses: its stack has room for as deep as the
+/// limits of this module let that be. One that takes too long is left alone: what bounds its work ends it.
+fn in_time(
+    make: impl FnOnce() -> std::result::Result<Matcher, String> + Send + 'static,
+) -> std::result::Result<Matcher, String> {
     static RUNNING: AtomicUsize = AtomicUsize::new(0);
     struct Turn;
     impl Drop for Turn {
@@ -121,11 +135,9 @@ fn in_time(vocabulary: Vocabulary, grammar: TopLevelGrammar) -> std::result::Res
     let (turn, (tell, told)) = (Turn, mpsc::sync_channel(1));
     let compiling = thread::Builder::new().name("specrs-grammar".into()).stack_size(STACK);
     let spawned = compiling.spawn(move || {
-        let made = vocabulary.matcher(grammar);
-        let long = made.deep_clone().compute_ff_bytes().len() > LONGEST_FORCED;
+        let made = make();
         drop(turn);
-        let why = || format!("more than {LONGEST_FORCED} bytes of its text follow without a choice");
-        _ = tell.send(if long { Err(why()) } else { Ok(made) }); // nobody waits any more, perhaps
+        _ = tell.send(made); // nobody waits any more, perhaps
     });
     let thread = spawned.map_err(|error| format!("no thread to compile it in: {error}"))?;
     let made = told.recv_timeout(PATIENCE);
@@ -170,65 +182,103 @@ impl Form {
         }
     }
 
-    /// As a grammar of llguidance.
-    fn grammar(&self) -> Result<GrammarWithLexer> {
-        match self {
+    /// As grammars of llguidance, behind the mark where there is one; and how many items a row of their parser has where it
+    /// is not ambiguous, at most.
+    fn grammar(&self, mark: Option<&Before>) -> std::result::Result<(TopLevelGrammar, u64), String> {
+        let mut free = WIDEST;
+        let mut grammars = match self {
             Self::Json { schema, whitespace } => {
-                let refused = |why: String| Error::Grammar { what: "json", why };
-                let mut schema: Value = serde_json::from_str(schema).map_err(|e| refused(e.to_string()))?;
-                if schema == Value::Bool(true) {
-                    schema = json!({});
+                let schema: Value = serde_json::from_str(schema).map_err(|e| e.to_string())?;
+                if !schema.is_object() && schema != Value::Bool(true) {
+                    return Err("a schema is a JSON object, or true".into());
                 }
-                let Some(fields) = schema.as_object_mut() else {
-                    return Err(refused("a schema is a JSON object, or true".into()));
-                };
-                match whitespace.as_deref() {
-                    None if fields.contains_key("x-guidance") => {}
-                    None => drop(fields.insert("x-guidance".into(), json!({"whitespace_pattern": WHITESPACE}))),
-                    Some("") => drop(fields.insert("x-guidance".into(), json!({"whitespace_flexible": false}))),
-                    Some(rx) => drop(fields.insert("x-guidance".into(), json!({"whitespace_pattern": rx}))),
-                }
-                Ok(GrammarWithLexer::from_json_schema(schema))
+                json_grammars(schema, whitespace.as_deref(), None, BODY)?.grammars
             }
-            Self::Regex(rx) => Ok(GrammarWithLexer::from_regex(rx)),
+            Self::Regex(rx) => vec![GrammarWithLexer::from_regex(rx)],
             Self::Choice(texts) => {
-                let quoted: Vec<String> = texts.iter().map(|t| Value::from(t.as_str()).to_string()).collect();
-                Ok(GrammarWithLexer::from_lark(format!("start: CHOICE\nCHOICE: {}", quoted.join(" | "))))
+                let quoted: Vec<String> = texts.iter().map(|t| quoted(t)).collect();
+                vec![GrammarWithLexer::from_lark(format!("start: CHOICE\nCHOICE: {}", quoted.join(" | ")))]
             }
-            Self::Lark(text) => Ok(GrammarWithLexer::from_lark(text.clone())),
+            Self::Lark(text) => {
+                let mut widest = 0;
+                let (text, schemas) = lark::apart(text, &mut widest)?;
+                let brackets = text.bytes().filter(|b| matches!(b, b'(' | b'[' | b'{')).count();
+                let depth = brackets + text.lines().filter(|line| line.contains(':')).count();
+                if depth > MAX_DEPTH {
+                    return Err(format!("has {depth} rules and brackets; at most {MAX_DEPTH}"));
+                }
+                free = (AMBIGUOUS + 4 * widest as u64).min(WIDEST);
+                [vec![GrammarWithLexer::from_lark(text)], schemas].concat()
+            }
+        };
+        if let Some(mark) = mark {
+            grammars[0].name = Some(BODY.into());
+            // A model thinks, and begins its answer on another line.
+            let spaced = matches!(self, Form::Json { whitespace, .. } if whitespace.as_deref() != Some(""));
+            grammars.insert(0, GrammarWithLexer::from_lark(mark.lark(spaced)));
+        }
+        Ok((TopLevelGrammar { grammars, max_tokens: None }, free))
+    }
+}
+
+/// What stands before a form: any text up to a text, or to special tokens.
+enum Before {
+    Text(String),
+    Tokens(Vec<u32>),
+}
+
+impl Before {
+    fn lark(&self, spaced: bool) -> String {
+        let (space, rule) = if spaced { ("SPACE ", "\nSPACE: /[ \\r\\n]{0,4}/") } else { ("", "") };
+        match self {
+            Self::Text(text) => {
+                format!("start: thought {space}@{BODY}\nthought[suffix={}]: /(?s:.*)/{rule}", quoted(text))
+            }
+            Self::Tokens(tokens) => {
+                let tokens: Vec<String> = tokens.iter().map(|t| format!("<[{t}]>")).collect();
+                format!("start: THOUGHT {} {space}@{BODY}\nTHOUGHT: /(?s:.*)/{rule}", tokens.join(" "))
+            }
         }
     }
 }
 
-/// A form, behind its mark where there is one.
-fn top_level(vocabulary: &Vocabulary, form: &Form, mark: Option<&Mark>) -> Result<TopLevelGrammar> {
-    let mut body = form.grammar()?;
-    let Some(mark) = mark else {
-        return Ok(TopLevelGrammar::from_grammar(body));
-    };
-    body.name = Some(BODY.into());
-    // A model thinks, and begins its answer on another line.
-    let spaced = matches!(form, Form::Json { whitespace, .. } if whitespace.as_deref() != Some(""));
-    let (space, rule) = if spaced { ("SPACE ", "\nSPACE: /[ \\r\\n]{0,4}/") } else { ("", "") };
-    let before = match text_of(vocabulary, mark)? {
-        Ok(text) => {
-            let text = Value::from(text);
-            format!("start: thought {space}@{BODY}\nthought[suffix={text}]: /(?s:.*)/{rule}")
-        }
-        Err(tokens) => {
-            let tokens: Vec<String> = tokens.iter().map(|t| format!("<[{t}]>")).collect();
-            format!("start: THOUGHT {} {space}@{BODY}\nTHOUGHT: /(?s:.*)/{rule}", tokens.join(" "))
-        }
-    };
-    Ok(TopLevelGrammar { grammars: vec![GrammarWithLexer::from_lark(before), body], max_tokens: None })
+/// The grammars of a schema, the first one under this name. Between two tokens of JSON stands `whitespace`, or what the
+/// schema's `x-guidance` says, or what `usual` has.
+pub(super) fn json_grammars(
+    mut schema: Value,
+    whitespace: Option<&str>,
+    usual: Option<&str>,
+    name: &str,
+) -> std::result::Result<Written, String> {
+    let told = schema.as_object_mut().and_then(|fields| fields.remove("x-guidance"));
+    let mut usual = usual.unwrap_or(WHITESPACE);
+    for (key, value) in told.iter().flat_map(Value::as_object).flatten() {
+        usual = match (key.as_str(), value) {
+            ("whitespace_pattern", Value::String(pattern)) => pattern,
+            ("whitespace_flexible", Value::Bool(false)) => "",
+            ("whitespace_flexible", Value::Bool(true)) => r"[ \t\r\n]+",
+            _ => {
+                let value = schema::shown(value);
+                return Err(format!(
+                    "/x-guidance/{key} = {value}: is not supported; whitespace_pattern and whitespace_flexible are"
+                ));
+            }
+        };
+    }
+    rules::grammar(&schema, whitespace.unwrap_or(usual), name)
+}
+
+/// A text in Lark's syntax.
+fn quoted(text: &str) -> String {
+    Value::from(text).to_string().replace('\x7f', "\\u007f")
 }
 
 /// A mark as the text that it is, or as special tokens.
-fn text_of<'a>(vocabulary: &Vocabulary, mark: &'a Mark) -> Result<std::result::Result<String, &'a [u32]>> {
+fn text_of(vocabulary: &Vocabulary, mark: &Mark) -> Result<Before> {
     let refused = |why: &str| Err(Error::Grammar { what: "start_after", why: why.into() });
     match mark {
         Mark::Text(text) if text.is_empty() || text.len() > MAX_TEXT => refused("must be a text of some length"),
-        Mark::Text(text) => Ok(Ok(text.clone())),
+        Mark::Text(text) => Ok(Before::Text(text.clone())),
         Mark::Tokens(tokens) => {
             in_range("tokens of start_after", tokens.len() as i128, 1, MAX_MARK as i128)?;
             for &token in tokens {
@@ -236,11 +286,11 @@ fn text_of<'a>(vocabulary: &Vocabulary, mark: &'a Mark) -> Result<std::result::R
             }
             let special = tokens.iter().filter(|&&t| vocabulary.is_special(t)).count();
             if special == tokens.len() {
-                return Ok(Err(tokens));
+                return Ok(Before::Tokens(tokens.clone()));
             }
             let bytes: Vec<u8> = tokens.iter().flat_map(|&t| vocabulary.bytes(t)).copied().collect();
             match String::from_utf8(bytes) {
-                Ok(text) if special == 0 && !text.is_empty() => Ok(Ok(text)),
+                Ok(text) if special == 0 && !text.is_empty() => Ok(Before::Text(text)),
                 _ => refused("its tokens are neither all special nor a text together"),
             }
         }

@@ -37,6 +37,13 @@
 
 mod compile;
 mod cursor;
+mod lark;
+mod matcher;
+mod numbers;
+mod rules;
+mod schema;
+mod strings;
+mod term;
 mod tracker;
 mod vocabulary;
 
