@@ -22,14 +22,54 @@ END = 256
 """The token that ends a text; the others are the bytes."""
 
 EDGES = [
-    0, 1, -1, 2, 5, 7, 9, 10, 11, 99, 100, 101, -10, -99, 2**31, 2**53 - 1, 2**53, 2**53 + 1, -(2**53) - 1, 2**63 - 1,
-    2**63, -(2**63), -(2**63) + 1, 2**64, 10**18, 1234567890123456789,
-]  # fmt: skip
+    0,
+    1,
+    -1,
+    2,
+    5,
+    7,
+    9,
+    10,
+    11,
+    99,
+    100,
+    101,
+    -10,
+    -99,
+    2**31,
+    2**53 - 1,
+    2**53,
+    2**53 + 1,
+    -(2**53) - 1,
+    2**63 - 1,
+    2**63,
+    -(2**63),
+    -(2**63) + 1,
+    2**64,
+    10**18,
+    1234567890123456789,
+]
 PARTS = ["0.5", "1.5", "0.1", "0.25", "-0.75", "2.05", "99.99", "123456789.12345679", "0.000001"]
 PATTERNS = [
-    r"^[a-c]{1,3}$", r"^a", r"b$", r"ab|^c$", r'^[^"\\]*$', r'^[^<>:"/\\|?*]{1,4}$', r"^\d+$", r"^\w{1,3}$", r"^\S+$",
-    r"\d", r"^(a|b\n)*$", r"^[^a]$", r"[\"\\]", r"(^|-)a($|-)", r"^\W+$", r"^.{2}$", r"^[\x00-\x1f]+$", r"^[ -~]*$",
-]  # fmt: skip
+    r"^[a-c]{1,3}$",
+    r"^a",
+    r"b$",
+    r"ab|^c$",
+    r'^[^"\\]*$',
+    r'^[^<>:"/\\|?*]{1,4}$',
+    r"^\d+$",
+    r"^\w{1,3}$",
+    r"^\S+$",
+    r"\d",
+    r"^(a|b\n)*$",
+    r"^[^a]$",
+    r"[\"\\]",
+    r"(^|-)a($|-)",
+    r"^\W+$",
+    r"^.{2}$",
+    r"^[\x00-\x1f]+$",
+    r"^[ -~]*$",
+]
 FORMATS = ["date", "time", "date-time", "ipv4", "ipv6", "uuid"]
 LETTERS = ["a", "b", "c", '"', "\\", "\n", "\x00", "\x1f", "\x7f", "/", " ", "é", "😀", "1", "-", "_", "\u2028", "٣"]
 NAMES = ["a", "b", "ab", "c", 'q"', "n\n", "é"]
@@ -61,7 +101,9 @@ def schema_of(rng: random.Random, depth: int = 2) -> Any:
 
 
 def _type(rng: random.Random, depth: int) -> Any:
-    return rng.choice([True, {}, {"type": ["null", "boolean"]}, {"type": rng.choice(["string", "integer", "object", "array"])}])
+    return rng.choice(
+        [True, {}, {"type": ["null", "boolean"]}, {"type": rng.choice(["string", "integer", "object", "array"])}]
+    )
 
 
 def _edge(rng: random.Random) -> int | Decimal:
@@ -76,10 +118,14 @@ def _number(rng: random.Random, depth: int) -> dict[str, Any]:
     if rng.random() < 0.7:
         schema[rng.choice(["minimum", "exclusiveMinimum"])] = low
     if rng.random() < 0.7:
-        high = _edge(rng) if rng.random() < 0.4 else low + rng.choice([0, 1, 2, 10, 1000, Decimal("0.5"), Decimal("0.01")])
+        high = (
+            _edge(rng) if rng.random() < 0.4 else low + rng.choice([0, 1, 2, 10, 1000, Decimal("0.5"), Decimal("0.01")])
+        )
         schema[rng.choice(["maximum", "exclusiveMaximum"])] = high
     if rng.random() < 0.3:
-        schema["multipleOf"] = rng.choice([1, 2, 3, 5, 7, 10, 100, Decimal("0.5"), Decimal("0.25"), Decimal("0.01"), Decimal("2.5"), 15])
+        schema["multipleOf"] = rng.choice(
+            [1, 2, 3, 5, 7, 10, 100, Decimal("0.5"), Decimal("0.25"), Decimal("0.01"), Decimal("2.5"), 15]
+        )
     return schema
 
 
@@ -133,7 +179,11 @@ def _joined(rng: random.Random, depth: int) -> dict[str, Any]:
     keyword = rng.choice(["anyOf", "allOf", "allOf", "oneOf"])
     if keyword == "allOf":  # of one kind, so that something is left
         made = rng.choice([_number, _string, _object, _array])
-        return {"allOf": [made(rng, depth - 1) if depth > 1 or made in (_number, _string) else made(rng, 1) for _ in range(2)]}
+        return {
+            "allOf": [
+                made(rng, depth - 1) if depth > 1 or made in (_number, _string) else made(rng, 1) for _ in range(2)
+            ]
+        }
     if keyword == "oneOf":
         return {"oneOf": [_number(rng, 0), _string(rng, 0), {"type": "null"}][: rng.randrange(1, 4)]}
     joined: dict[str, Any] = {"anyOf": [schema_of(rng, depth - 1) for _ in range(2)]}
@@ -195,33 +245,75 @@ def value_of(rng: random.Random, schema: Any, root: Any, depth: int = 4) -> Any:
     if kind == "array":
         first = schema.get("prefixItems", [])
         count = schema.get("minItems", 0) + rng.randrange(3)
-        return [value_of(rng, first[i] if i < len(first) else schema.get("items", True), root, depth - 1) for i in range(count)]
+        return [
+            value_of(rng, first[i] if i < len(first) else schema.get("items", True), root, depth - 1)
+            for i in range(count)
+        ]
     return _value(rng, 1)
 
 
 def _number_near(rng: random.Random, schema: Mapping[str, Any]) -> int | Decimal:
     ends = [schema[k] for k in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum") if k in schema] or [0]
     step = Decimal(schema.get("multipleOf", 1))
-    near = Decimal(rng.choice(ends)) + rng.choice([0, 1, -1, 2, 7, Decimal("0.5"), Decimal("0.001"), Decimal("-0.01"), 100])
+    near = Decimal(rng.choice(ends)) + rng.choice(
+        [0, 1, -1, 2, 7, Decimal("0.5"), Decimal("0.001"), Decimal("-0.01"), 100]
+    )
     if rng.random() < 0.5:
         near = (near / step).to_integral_value() * step
-    return int(near) if near == near.to_integral_value() and (schema["type"] == "integer" or rng.random() < 0.7) else near
+    return (
+        int(near) if near == near.to_integral_value() and (schema["type"] == "integer" or rng.random() < 0.7) else near
+    )
 
 
 def _string_near(rng: random.Random, schema: Mapping[str, Any]) -> str:
     if "format" in schema:
         texts = {
-            "date": ["2024-02-29", "2021-02-29", "1900-02-29", "2000-02-29", "2021-12-31", "2021-04-31", "0000-01-01", "1-1-1"],
+            "date": [
+                "2024-02-29",
+                "2021-02-29",
+                "1900-02-29",
+                "2000-02-29",
+                "2021-12-31",
+                "2021-04-31",
+                "0000-01-01",
+                "1-1-1",
+            ],
             "time": ["23:59:59Z", "24:00:00Z", "12:30:00+05:30", "12:30:00", "12:00:60Z", "00:00:00.123-23:59"],
-            "date-time": ["2024-02-29T23:59:59Z", "2023-02-29T23:59:59Z", "2021-01-01 00:00:00Z", "2021-01-01T00:00:00.5+01:00"],
+            "date-time": [
+                "2024-02-29T23:59:59Z",
+                "2023-02-29T23:59:59Z",
+                "2021-01-01 00:00:00Z",
+                "2021-01-01T00:00:00.5+01:00",
+            ],
             "ipv4": ["1.2.3.4", "256.1.1.1", "01.1.1.1", "255.255.255.255", "1.2.3"],
-            "ipv6": ["::", "::1", "1::", "1:2:3:4:5:6:7:8", "1:2:3:4:5:6:7::", "::1.2.3.4", "1::2::3", "1:2:3:4:5:6:1.2.3.4",
-                     "1:2:3:4:5:6:7:8:9", "12345::", "1:2:3:4:5::1.2.3.4"],
-            "uuid": ["123e4567-e89b-12d3-a456-426614174000", "123E4567-E89B-12D3-A456-42661417400", "123e4567e89b12d3a456426614174000"],
-        }  # fmt: skip
+            "ipv6": [
+                "::",
+                "::1",
+                "1::",
+                "1:2:3:4:5:6:7:8",
+                "1:2:3:4:5:6:7::",
+                "::1.2.3.4",
+                "1::2::3",
+                "1:2:3:4:5:6:1.2.3.4",
+                "1:2:3:4:5:6:7:8:9",
+                "12345::",
+                "1:2:3:4:5::1.2.3.4",
+            ],
+            "uuid": [
+                "123e4567-e89b-12d3-a456-426614174000",
+                "123E4567-E89B-12D3-A456-42661417400",
+                "123e4567e89b12d3a456426614174000",
+            ],
+        }
         return rng.choice(texts[schema["format"]])
     if "pattern" in schema and rng.random() < 0.7:
-        known = {r"^[a-c]{1,3}$": "abc", r"^\d+$": "11", r"^.{2}$": "aé", r"^(a|b\n)*$": "ab\na", r"^[\x00-\x1f]+$": "\n\x1f"}
+        known = {
+            r"^[a-c]{1,3}$": "abc",
+            r"^\d+$": "11",
+            r"^.{2}$": "aé",
+            r"^(a|b\n)*$": "ab\na",
+            r"^[\x00-\x1f]+$": "\n\x1f",
+        }
         return known.get(schema["pattern"], _text(rng))
     length = rng.randrange(schema.get("minLength", 0), max(schema.get("maxLength", 4), schema.get("minLength", 0)) + 1)
     return "".join(rng.choice(LETTERS) for _ in range(length))
@@ -294,10 +386,13 @@ def _uuid(text: str) -> bool:
 
 
 STRICT = {
-    "date": _day, "time": _clock, "date-time": lambda t: t[10:11] == "T" and _day(t[:10]) and _clock(t[11:]),
-    "ipv4": lambda t: _address(t, ipaddress.IPv4Address), "ipv6": lambda t: _address(t, ipaddress.IPv6Address),
+    "date": _day,
+    "time": _clock,
+    "date-time": lambda t: t[10:11] == "T" and _day(t[:10]) and _clock(t[11:]),
+    "ipv4": lambda t: _address(t, ipaddress.IPv4Address),
+    "ipv6": lambda t: _address(t, ipaddress.IPv6Address),
     "uuid": _uuid,
-}  # fmt: skip
+}
 
 
 def _validator(flags: int) -> Any:
@@ -317,7 +412,9 @@ def _validator(flags: int) -> Any:
         return not isinstance(value, bool) and isinstance(value, (int, Decimal)) and value % 1 == 0
 
     base = jsonschema.Draft202012Validator
-    return extend(base, {"pattern": pattern, "format": format_}, type_checker=base.TYPE_CHECKER.redefine("integer", whole))
+    return extend(
+        base, {"pattern": pattern, "format": format_}, type_checker=base.TYPE_CHECKER.redefine("integer", whole)
+    )
 
 
 _VALIDATORS = [_validator(re.ASCII), _validator(0)]
