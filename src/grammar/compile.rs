@@ -8,10 +8,11 @@ use std::time::Duration;
 use llguidance::api::{GrammarWithLexer, TopLevelGrammar};
 use serde_json::Value;
 
+use super::lark;
 use super::matcher::Matcher;
-use super::rules::{self, Written};
+use super::reason::shortened;
+use super::rules;
 use super::vocabulary::Vocabulary;
-use super::{lark, schema};
 use crate::error::{Error, Result, in_range};
 
 /// Bytes of a form's texts together, at most.
@@ -30,11 +31,6 @@ const PATIENCE: Duration = Duration::from_secs(10);
 const MAX_COMPILING: usize = 8;
 /// Bytes that may follow without a choice. Looking for them takes a microsecond each, at every step.
 pub(super) const LONGEST_FORCED: usize = 1 << 16;
-/// Characters of a reason at most.
-const MAX_WHY: usize = 400;
-/// Between two tokens of JSON by default: a space, or a line break and the indentation behind it. More would let a model
-/// that likes spaces never come to an end.
-const WHITESPACE: &str = r" |\r?\n[ \t]{0,40}";
 /// Items that a row of the parser has, at most; llguidance's own limit.
 const WIDEST: u64 = 2_000;
 /// Items of a row from which on a grammar in Lark's syntax pays for them. Grammars of programming languages have less.
@@ -192,7 +188,7 @@ impl Form {
                 if !schema.is_object() && schema != Value::Bool(true) {
                     return Err("a schema is a JSON object, or true".into());
                 }
-                json_grammars(schema, whitespace.as_deref(), None, BODY)?.grammars
+                rules::of_schema(schema, whitespace.as_deref(), None, BODY)?.grammars
             }
             Self::Regex(rx) => vec![GrammarWithLexer::from_regex(rx)],
             Self::Choice(texts) => {
@@ -242,32 +238,6 @@ impl Before {
     }
 }
 
-/// The grammars of a schema, the first one under this name. Between two tokens of JSON stands `whitespace`, or what the
-/// schema's `x-guidance` says, or what `usual` has.
-pub(super) fn json_grammars(
-    mut schema: Value,
-    whitespace: Option<&str>,
-    usual: Option<&str>,
-    name: &str,
-) -> std::result::Result<Written, String> {
-    let told = schema.as_object_mut().and_then(|fields| fields.remove("x-guidance"));
-    let mut usual = usual.unwrap_or(WHITESPACE);
-    for (key, value) in told.iter().flat_map(Value::as_object).flatten() {
-        usual = match (key.as_str(), value) {
-            ("whitespace_pattern", Value::String(pattern)) => pattern,
-            ("whitespace_flexible", Value::Bool(false)) => "",
-            ("whitespace_flexible", Value::Bool(true)) => r"[ \t\r\n]+",
-            _ => {
-                let value = schema::shown(value);
-                return Err(format!(
-                    "/x-guidance/{key} = {value}: is not supported; whitespace_pattern and whitespace_flexible are"
-                ));
-            }
-        };
-    }
-    rules::grammar(&schema, whitespace.unwrap_or(usual), name)
-}
-
 /// A text in Lark's syntax.
 fn quoted(text: &str) -> String {
     Value::from(text).to_string().replace('\x7f', "\\u007f")
@@ -309,21 +279,6 @@ fn nesting(text: &str) -> usize {
         most = most.max(open);
     }
     most
-}
-
-/// The first line of an error, and where that is a heading the line that says what is wrong; as far as a person reads.
-pub(super) fn shortened(why: &str) -> String {
-    let line = why.lines().find(|l| !l.trim().is_empty()).unwrap_or("it is refused").trim();
-    // regex-syntax: "regex parse error:", the pattern, a caret below it, "error: unclosed group".
-    let cause = why.lines().skip(1).find_map(|l| l.trim().strip_prefix("error: ")).filter(|_| line.ends_with(':'));
-    let joined = cause.map(|cause| format!("{line} {cause}"));
-    let line = joined.as_deref().unwrap_or(line);
-    // A caught panic of llguidance, which is how it refuses what its numbers have no room for.
-    let line = line.strip_prefix("panic: assertion failed: ").map_or(line, |_| "it is larger than its parser can hold");
-    match line.char_indices().nth(MAX_WHY) {
-        Some((end, _)) => format!("{}...", &line[..end]),
-        None => line.to_string(),
-    }
 }
 
 impl std::fmt::Debug for Grammar {

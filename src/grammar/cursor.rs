@@ -2,8 +2,8 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use super::compile::shortened;
 use super::matcher::Matcher;
+use super::reason::shortened;
 use crate::round::TokenMask;
 
 /// Why a grammar has no next token.

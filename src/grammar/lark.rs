@@ -3,7 +3,7 @@
 use llguidance::api::GrammarWithLexer;
 use serde_json::Value;
 
-use super::compile::json_grammars;
+use super::rules;
 
 const MARK: &str = "%json";
 
@@ -23,8 +23,8 @@ pub(super) fn apart(text: &str, widest: &mut usize) -> Result<(String, Vec<Gramm
                 rest = &rest[length..];
                 let name = format!("specrs_json_{count}");
                 count += 1;
-                let made =
-                    json_grammars(schema, None, Some(r"[ \t\r\n]+"), &name).map_err(|why| format!("{MARK}: {why}"))?;
+                let made = rules::of_schema(schema, None, Some(r"[ \t\r\n]+"), &name)
+                    .map_err(|why| format!("{MARK}: {why}"))?;
                 *widest = (*widest).max(made.widest);
                 grammars.extend(made.grammars);
                 out.push_str(&format!(" @{name} "));

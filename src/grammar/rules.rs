@@ -7,12 +7,17 @@ use llguidance::regex_to_lark;
 use serde_json::{Value, json};
 
 use super::numbers::Told;
+use super::reason::shown;
 use super::schema::{Kind, List, Object, Places, Refusal, Schema};
 use super::strings::{UNREACHED, quoted};
 use super::term::Term;
 
 /// Rules of one schema at most: llguidance goes through them by recursion.
 const MAX_RULES: usize = 20_000;
+
+/// Between two tokens of JSON by default: a space, or a line break and the indentation behind it. More would let a model
+/// that likes spaces never come to an end.
+const WHITESPACE: &str = r" |\r?\n[ \t]{0,40}";
 
 enum Symbol {
     Term(usize),
@@ -42,11 +47,37 @@ pub(super) struct Written {
     pub(super) widest: usize,
 }
 
+/// The grammars of a schema, the first one under this name. Between two tokens of JSON stands `whitespace`, or what the
+/// schema's `x-guidance` says, or what `usual` has.
+pub(super) fn of_schema(
+    mut schema: Value,
+    whitespace: Option<&str>,
+    usual: Option<&str>,
+    name: &str,
+) -> Result<Written, Refusal> {
+    let told = schema.as_object_mut().and_then(|fields| fields.remove("x-guidance"));
+    let mut usual = usual.unwrap_or(WHITESPACE);
+    for (key, value) in told.iter().flat_map(Value::as_object).flatten() {
+        usual = match (key.as_str(), value) {
+            ("whitespace_pattern", Value::String(pattern)) => pattern,
+            ("whitespace_flexible", Value::Bool(false)) => "",
+            ("whitespace_flexible", Value::Bool(true)) => r"[ \t\r\n]+",
+            _ => {
+                let value = shown(value);
+                return Err(format!(
+                    "/x-guidance/{key} = {value}: is not supported; whitespace_pattern and whitespace_flexible are"
+                ));
+            }
+        };
+    }
+    grammar(&schema, whitespace.unwrap_or(usual), name)
+}
+
 /// The grammar of a schema; between two tokens of JSON stands what the regular expression `whitespace` matches.
 ///
 /// # Errors
 /// A schema that is malformed, that nothing satisfies, or that says what is not enforced.
-pub(super) fn grammar(schema: &Value, whitespace: &str, name: &str) -> Result<Written, Refusal> {
+fn grammar(schema: &Value, whitespace: &str, name: &str) -> Result<Written, Refusal> {
     let mut rules = Rules {
         schema: Schema::new(schema),
         rules: Vec::new(),

@@ -11,6 +11,7 @@ use std::rc::Rc;
 use serde_json::{Map, Value};
 
 use super::numbers::{Bound, Decimal, Multiple, Numbers, Told};
+use super::reason::shown;
 use super::strings::{self, Strings};
 use super::term::Term;
 
@@ -27,8 +28,6 @@ const MAX_WITHIN: usize = 200;
 const MAX_LEAST: u64 = 100_000;
 /// How deep two objects are compared, to tell the options of a `oneOf` apart.
 const MAX_APART: usize = 8;
-/// Characters of a value that a refusal repeats.
-const SHOWN: usize = 60;
 
 static NOTHING: Value = Value::Bool(false);
 
@@ -634,7 +633,7 @@ fn count(fields: &Map<String, Value>, keyword: &str, path: &str) -> Result<Optio
 
 fn least(fields: &Map<String, Value>, keyword: &str, path: &str) -> Result<u64, Refusal> {
     match count(fields, keyword, path)? {
-        Some(n) if n > MAX_LEAST => Err(format!("{path}/{keyword} = {n}: at most {MAX_LEAST}")),
+        Some(n) if n > MAX_LEAST => Err(format!("{path}/{keyword} = {}: at most {MAX_LEAST}", shown(&fields[keyword]))),
         found => Ok(found.unwrap_or(0)),
     }
 }
@@ -656,13 +655,4 @@ fn pointed<'a>(root: &'a Value, reference: &str) -> Option<&'a Value> {
     }
     let pointer = String::from_utf8(bytes).ok()?;
     root.pointer(if pointer == "/" { "" } else { &pointer })
-}
-
-/// The beginning of a value, as a refusal repeats it.
-pub(super) fn shown(value: &Value) -> String {
-    let text = value.to_string();
-    match text.char_indices().nth(SHOWN) {
-        Some((end, _)) => format!("{}...", &text[..end]),
-        None => text,
-    }
 }

@@ -6,6 +6,7 @@
 
 use regex_syntax::hir::{Class, Hir, HirKind, Look};
 
+use super::reason::shortened;
 use super::term::Term;
 
 /// Any one character within a JSON string.
@@ -90,7 +91,7 @@ pub(super) fn quoted(text: &str) -> String {
 /// # Errors
 /// What is no pattern, or cannot be enforced.
 pub(super) fn pattern(text: &str) -> Result<Term, String> {
-    let hir = regex_syntax::parse(&translated(text)?).map_err(|e| super::compile::shortened(&e.to_string()))?;
+    let hir = regex_syntax::parse(&translated(text)?).map_err(|e| shortened(&e.to_string()))?;
     let mut alternatives = Vec::new();
     apart(vec![hir], &mut alternatives)?;
     let mut found = Vec::new();
