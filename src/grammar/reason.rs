@@ -30,3 +30,17 @@ pub(super) fn shown(value: &Value) -> String {
         None => text,
     }
 }
+
+/// A name within a JSON pointer, on one line.
+pub(super) fn step(name: &str) -> String {
+    let mut out = String::new();
+    for c in name.chars().take(SHOWN) {
+        match c {
+            '~' => out.push_str("~0"),
+            '/' => out.push_str("~1"),
+            c if c.is_control() => out.extend(c.escape_default()),
+            c => out.push(c),
+        }
+    }
+    out
+}

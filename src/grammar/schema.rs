@@ -11,7 +11,7 @@ use std::rc::Rc;
 use serde_json::{Map, Value};
 
 use super::numbers::{Bound, Decimal, Multiple, Numbers, Told};
-use super::reason::shown;
+use super::reason::{shown, step};
 use super::strings::{self, Strings};
 use super::term::Term;
 
@@ -451,11 +451,11 @@ impl<'a> Schema<'a> {
         };
         let mut named = Vec::new();
         for (name, schema) in schemas("properties")?.into_iter().flatten() {
-            named.push((name.clone(), self.place(schema, false, format!("{path}/properties/{name}"))));
+            named.push((name.clone(), self.place(schema, false, format!("{path}/properties/{}", step(name)))));
         }
         let mut patterns = Vec::new();
         for (text, schema) in schemas("patternProperties")?.into_iter().flatten() {
-            let at = format!("{path}/patternProperties/{text}");
+            let at = format!("{path}/patternProperties/{}", step(text));
             let pattern = strings::pattern(text).map_err(|why| format!("{at}: {why}"))?;
             patterns.push((pattern, self.place(schema, false, at)));
         }
