@@ -5,10 +5,13 @@ use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread;
 use std::time::Duration;
 
-use llguidance::Matcher;
 use llguidance::api::{GrammarWithLexer, TopLevelGrammar};
-use serde_json::{Value, json};
+use serde_json::Value;
 
+use super::lark;
+use super::matcher::Matcher;
+use super::reason::shortened;
+use super::rules;
 use super::vocabulary::Vocabulary;
 use crate::error::{Error, Result, in_range};
 
@@ -16,6 +19,8 @@ use crate::error::{Error, Result, in_range};
 pub const MAX_TEXT: usize = 1 << 20;
 /// Brackets open at once in a grammar or a regular expression, at most; a schema has serde_json's limit, 128.
 pub const MAX_NESTING: usize = 128;
+/// Rules, terminals and brackets of a grammar at most: llguidance goes from rule to rule by recursion, 3 kB of stack each.
+const MAX_DEPTH: usize = 40_000;
 /// Tokens of a mark at most.
 const MAX_MARK: usize = 256;
 /// Of the thread that compiles; memory that is not touched is not taken.
@@ -26,11 +31,10 @@ const PATIENCE: Duration = Duration::from_secs(10);
 const MAX_COMPILING: usize = 8;
 /// Bytes that may follow without a choice. Looking for them takes a microsecond each, at every step.
 pub(super) const LONGEST_FORCED: usize = 1 << 16;
-/// Characters of a reason at most.
-const MAX_WHY: usize = 400;
-/// Between two tokens of JSON by default: a space, or a line break and the indentation behind it. More would let a model
-/// that likes spaces never come to an end.
-const WHITESPACE: &str = r" |\r?\n[ \t]{0,40}";
+/// Items that a row of the parser has, at most; llguidance's own limit.
+const WIDEST: u64 = 2_000;
+/// Items of a row from which on a grammar in Lark's syntax pays for them. Grammars of programming languages have less.
+const AMBIGUOUS: u64 = 256;
 /// The name of the form's grammar, where another one leads to it.
 const BODY: &str = "specrs_body";
 
@@ -78,14 +82,18 @@ impl Grammar {
     /// # Errors
     /// [`Error::Grammar`] for a form that is malformed, too large, or asks for what llguidance does not enforce.
     pub fn compile(vocabulary: &Vocabulary, form: &Form, mark: Option<&Mark>) -> Result<Self> {
-        let what = form.name();
         form.check()?;
-        let grammar = top_level(vocabulary, form, mark)?;
-        let refused = |why: &str| Error::Grammar { what, why: shortened(why) };
-        let fresh = in_time(vocabulary.clone(), grammar).map_err(|why| refused(&why))?;
-        if let Some(why) = fresh.get_error() {
-            return Err(refused(&why));
-        }
+        let mark = mark.map(|mark| text_of(vocabulary, mark)).transpose()?;
+        let (own, wanted) = (vocabulary.clone(), form.clone());
+        let fresh = in_time(move || {
+            let (grammar, free) = wanted.grammar(mark.as_ref())?;
+            let made = Matcher::new(own.parser(grammar), free)?;
+            match made.deep_clone().forced().len() > LONGEST_FORCED {
+                true => Err(format!("more than {LONGEST_FORCED} bytes of its text follow without a choice")),
+                false => Ok(made),
+            }
+        });
+        let fresh = fresh.map_err(|why| Error::Grammar { what: form.name(), why: shortened(&why) })?;
         Ok(Self(Arc::new(Compiled { fresh: Mutex::new(fresh), vocabulary: vocabulary.clone() })))
     }
 
@@ -104,9 +112,11 @@ impl Grammar {
     }
 }
 
-/// A matcher of a grammar, made in a thread of its own, since parsers of grammars recurse. One that takes too long is left
-/// alone: what bounds its work ends it.
-fn in_time(vocabulary: Vocabulary, grammar: TopLevelGrammar) -> std::result::Result<Matcher, String> {
+/// A matcher, made in a thread of its own, since whoever reads grammars recurses: its stack has room for as deep as the
+/// limits of this module let that be. One that takes too long is left alone: what bounds its work ends it.
+fn in_time(
+    make: impl FnOnce() -> std::result::Result<Matcher, String> + Send + 'static,
+) -> std::result::Result<Matcher, String> {
     static RUNNING: AtomicUsize = AtomicUsize::new(0);
     struct Turn;
     impl Drop for Turn {
@@ -121,11 +131,9 @@ fn in_time(vocabulary: Vocabulary, grammar: TopLevelGrammar) -> std::result::Res
     let (turn, (tell, told)) = (Turn, mpsc::sync_channel(1));
     let compiling = thread::Builder::new().name("specrs-grammar".into()).stack_size(STACK);
     let spawned = compiling.spawn(move || {
-        let made = vocabulary.matcher(grammar);
-        let long = made.deep_clone().compute_ff_bytes().len() > LONGEST_FORCED;
+        let made = make();
         drop(turn);
-        let why = || format!("more than {LONGEST_FORCED} bytes of its text follow without a choice");
-        _ = tell.send(if long { Err(why()) } else { Ok(made) }); // nobody waits any more, perhaps
+        _ = tell.send(made); // nobody waits any more, perhaps
     });
     let thread = spawned.map_err(|error| format!("no thread to compile it in: {error}"))?;
     let made = told.recv_timeout(PATIENCE);
@@ -170,65 +178,77 @@ impl Form {
         }
     }
 
-    /// As a grammar of llguidance.
-    fn grammar(&self) -> Result<GrammarWithLexer> {
-        match self {
+    /// As grammars of llguidance, behind the mark where there is one; and how many items a row of their parser has where it
+    /// is not ambiguous, at most.
+    fn grammar(&self, mark: Option<&Before>) -> std::result::Result<(TopLevelGrammar, u64), String> {
+        let mut free = WIDEST;
+        let mut grammars = match self {
             Self::Json { schema, whitespace } => {
-                let refused = |why: String| Error::Grammar { what: "json", why };
-                let mut schema: Value = serde_json::from_str(schema).map_err(|e| refused(e.to_string()))?;
-                if schema == Value::Bool(true) {
-                    schema = json!({});
+                let schema: Value = serde_json::from_str(schema).map_err(|e| e.to_string())?;
+                if !schema.is_object() && schema != Value::Bool(true) {
+                    return Err("a schema is a JSON object, or true".into());
                 }
-                let Some(fields) = schema.as_object_mut() else {
-                    return Err(refused("a schema is a JSON object, or true".into()));
-                };
-                match whitespace.as_deref() {
-                    None if fields.contains_key("x-guidance") => {}
-                    None => drop(fields.insert("x-guidance".into(), json!({"whitespace_pattern": WHITESPACE}))),
-                    Some("") => drop(fields.insert("x-guidance".into(), json!({"whitespace_flexible": false}))),
-                    Some(rx) => drop(fields.insert("x-guidance".into(), json!({"whitespace_pattern": rx}))),
-                }
-                Ok(GrammarWithLexer::from_json_schema(schema))
+                rules::of_schema(schema, whitespace.as_deref(), None, BODY)?.grammars
             }
-            Self::Regex(rx) => Ok(GrammarWithLexer::from_regex(rx)),
+            Self::Regex(rx) => vec![GrammarWithLexer::from_regex(rx)],
             Self::Choice(texts) => {
-                let quoted: Vec<String> = texts.iter().map(|t| Value::from(t.as_str()).to_string()).collect();
-                Ok(GrammarWithLexer::from_lark(format!("start: CHOICE\nCHOICE: {}", quoted.join(" | "))))
+                let quoted: Vec<String> = texts.iter().map(|t| quoted(t)).collect();
+                vec![GrammarWithLexer::from_lark(format!("start: CHOICE\nCHOICE: {}", quoted.join(" | ")))]
             }
-            Self::Lark(text) => Ok(GrammarWithLexer::from_lark(text.clone())),
+            Self::Lark(text) => {
+                let mut widest = 0;
+                let (text, schemas) = lark::apart(text, &mut widest)?;
+                let brackets = text.bytes().filter(|b| matches!(b, b'(' | b'[' | b'{')).count();
+                let depth = brackets + text.lines().filter(|line| line.contains(':')).count();
+                if depth > MAX_DEPTH {
+                    return Err(format!("has {depth} rules and brackets; at most {MAX_DEPTH}"));
+                }
+                free = (AMBIGUOUS + 4 * widest as u64).min(WIDEST);
+                [vec![GrammarWithLexer::from_lark(text)], schemas].concat()
+            }
+        };
+        if let Some(mark) = mark {
+            grammars[0].name = Some(BODY.into());
+            // A model thinks, and begins its answer on another line.
+            let spaced = matches!(self, Form::Json { whitespace, .. } if whitespace.as_deref() != Some(""));
+            grammars.insert(0, GrammarWithLexer::from_lark(mark.lark(spaced)));
+        }
+        Ok((TopLevelGrammar { grammars, max_tokens: None }, free))
+    }
+}
+
+/// What stands before a form: any text up to a text, or to special tokens.
+enum Before {
+    Text(String),
+    Tokens(Vec<u32>),
+}
+
+impl Before {
+    fn lark(&self, spaced: bool) -> String {
+        let (space, rule) = if spaced { ("SPACE ", "\nSPACE: /[ \\r\\n]{0,4}/") } else { ("", "") };
+        match self {
+            Self::Text(text) => {
+                format!("start: thought {space}@{BODY}\nthought[suffix={}]: /(?s:.*)/{rule}", quoted(text))
+            }
+            Self::Tokens(tokens) => {
+                let tokens: Vec<String> = tokens.iter().map(|t| format!("<[{t}]>")).collect();
+                format!("start: THOUGHT {} {space}@{BODY}\nTHOUGHT: /(?s:.*)/{rule}", tokens.join(" "))
+            }
         }
     }
 }
 
-/// A form, behind its mark where there is one.
-fn top_level(vocabulary: &Vocabulary, form: &Form, mark: Option<&Mark>) -> Result<TopLevelGrammar> {
-    let mut body = form.grammar()?;
-    let Some(mark) = mark else {
-        return Ok(TopLevelGrammar::from_grammar(body));
-    };
-    body.name = Some(BODY.into());
-    // A model thinks, and begins its answer on another line.
-    let spaced = matches!(form, Form::Json { whitespace, .. } if whitespace.as_deref() != Some(""));
-    let (space, rule) = if spaced { ("SPACE ", "\nSPACE: /[ \\r\\n]{0,4}/") } else { ("", "") };
-    let before = match text_of(vocabulary, mark)? {
-        Ok(text) => {
-            let text = Value::from(text);
-            format!("start: thought {space}@{BODY}\nthought[suffix={text}]: /(?s:.*)/{rule}")
-        }
-        Err(tokens) => {
-            let tokens: Vec<String> = tokens.iter().map(|t| format!("<[{t}]>")).collect();
-            format!("start: THOUGHT {} {space}@{BODY}\nTHOUGHT: /(?s:.*)/{rule}", tokens.join(" "))
-        }
-    };
-    Ok(TopLevelGrammar { grammars: vec![GrammarWithLexer::from_lark(before), body], max_tokens: None })
+/// A text in Lark's syntax.
+fn quoted(text: &str) -> String {
+    Value::from(text).to_string().replace('\x7f', "\\u007f")
 }
 
 /// A mark as the text that it is, or as special tokens.
-fn text_of<'a>(vocabulary: &Vocabulary, mark: &'a Mark) -> Result<std::result::Result<String, &'a [u32]>> {
+fn text_of(vocabulary: &Vocabulary, mark: &Mark) -> Result<Before> {
     let refused = |why: &str| Err(Error::Grammar { what: "start_after", why: why.into() });
     match mark {
         Mark::Text(text) if text.is_empty() || text.len() > MAX_TEXT => refused("must be a text of some length"),
-        Mark::Text(text) => Ok(Ok(text.clone())),
+        Mark::Text(text) => Ok(Before::Text(text.clone())),
         Mark::Tokens(tokens) => {
             in_range("tokens of start_after", tokens.len() as i128, 1, MAX_MARK as i128)?;
             for &token in tokens {
@@ -236,11 +256,11 @@ fn text_of<'a>(vocabulary: &Vocabulary, mark: &'a Mark) -> Result<std::result::R
             }
             let special = tokens.iter().filter(|&&t| vocabulary.is_special(t)).count();
             if special == tokens.len() {
-                return Ok(Err(tokens));
+                return Ok(Before::Tokens(tokens.clone()));
             }
             let bytes: Vec<u8> = tokens.iter().flat_map(|&t| vocabulary.bytes(t)).copied().collect();
             match String::from_utf8(bytes) {
-                Ok(text) if special == 0 && !text.is_empty() => Ok(Ok(text)),
+                Ok(text) if special == 0 && !text.is_empty() => Ok(Before::Text(text)),
                 _ => refused("its tokens are neither all special nor a text together"),
             }
         }
@@ -259,21 +279,6 @@ fn nesting(text: &str) -> usize {
         most = most.max(open);
     }
     most
-}
-
-/// The first line of an error, and where that is a heading the line that says what is wrong; as far as a person reads.
-pub(super) fn shortened(why: &str) -> String {
-    let line = why.lines().find(|l| !l.trim().is_empty()).unwrap_or("it is refused").trim();
-    // regex-syntax: "regex parse error:", the pattern, a caret below it, "error: unclosed group".
-    let cause = why.lines().skip(1).find_map(|l| l.trim().strip_prefix("error: ")).filter(|_| line.ends_with(':'));
-    let joined = cause.map(|cause| format!("{line} {cause}"));
-    let line = joined.as_deref().unwrap_or(line);
-    // A caught panic of llguidance, which is how it refuses what its numbers have no room for.
-    let line = line.strip_prefix("panic: assertion failed: ").map_or(line, |_| "it is larger than its parser can hold");
-    match line.char_indices().nth(MAX_WHY) {
-        Some((end, _)) => format!("{}...", &line[..end]),
-        None => line.to_string(),
-    }
 }
 
 impl std::fmt::Debug for Grammar {

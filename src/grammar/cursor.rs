@@ -2,10 +2,8 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use llguidance::Matcher;
-use llguidance::api::StopReason;
-
-use super::compile::shortened;
+use super::matcher::Matcher;
+use super::reason::shortened;
 use crate::round::TokenMask;
 
 /// Why a grammar has no next token.
@@ -59,7 +57,7 @@ impl Cursor {
                 return Ok(());
             }
             let token = u32::try_from(token).map_err(|_| format!("token {token} is none"))?;
-            if guarded(|| self.matcher.try_consume_tokens(&[token]))? == 0 {
+            if !guarded(|| self.matcher.consume(token))? {
                 return Err(format!("token {token} is none that it allows here"));
             }
             self.consumed += 1;
@@ -78,12 +76,12 @@ impl Cursor {
         if self.ended() || self.finished() {
             return Ok(true);
         }
-        guarded(|| self.matcher.is_accepting())
+        guarded(|| self.matcher.accepting())
     }
 
     /// Whether nothing but an ending can follow.
     pub(super) fn finished(&self) -> bool {
-        self.ended() || matches!(self.matcher.stop_reason(), StopReason::NoExtension | StopReason::EndOfSentence)
+        self.ended() || self.matcher.finished()
     }
 
     /// What may follow, of `vocab` tokens; `None` behind an ending, where everything may.
@@ -94,9 +92,8 @@ impl Cursor {
         let mut words = vec![0u32; TokenMask::words_of(vocab)];
         let mut accepting = self.finished();
         if !accepting {
-            let allowed = guarded(|| self.matcher.compute_mask())?;
-            let found = allowed.as_slice();
-            words.iter_mut().zip(found).for_each(|(word, &f)| *word = f);
+            let found = guarded(|| self.matcher.mask())?;
+            words.iter_mut().zip(&found).for_each(|(word, &f)| *word = f);
             accepting = found.get(vocab as usize / 32).is_some_and(|w| w >> (vocab % 32) & 1 != 0);
         }
         if accepting {
@@ -119,12 +116,12 @@ impl Cursor {
         Ok(())
     }
 
-    /// The bytes that must follow, special tokens by their marks; of a copy, since finding them moves the matcher.
+    /// The bytes that must follow, special tokens by their marks.
     pub(super) fn forced(&self) -> Vec<u8> {
         if self.finished() {
             return Vec::new();
         }
-        catch_unwind(AssertUnwindSafe(|| self.matcher.clone().compute_ff_bytes())).unwrap_or_default()
+        catch_unwind(AssertUnwindSafe(|| self.matcher.forced())).unwrap_or_default()
     }
 }
 

@@ -11,6 +11,12 @@
 //! derivatives of regular expressions, walked over the trie of the vocabulary. No table is made beforehand; a mask
 //! takes tens of microseconds where the lexer has met its state.
 //!
+//! **Schemas.** llguidance's own compiler of JSON schemas rounds numbers, lets characters through that a pattern excludes,
+//! and recurses without an end on some bounds. So schemas are read here (`schema`), also those within a grammar in
+//! Lark's syntax (`lark`), and written as rules and terminals (`rules`, `numbers`, `strings`). What these cannot say
+//! is refused by its place, keyword and value. llguidance sees one kind of schema alone, which is made here: integers
+//! that are multiples of a number.
+//!
 //! **State by path.** A mask depends on the tokens before it alone: those that were committed, and the path behind
 //! them. [`Tracker::mask`] goes to a path by rolling back what another one had, so whoever walks a tree asks at the
 //! nodes that it reaches, in any order.
@@ -20,7 +26,9 @@
 //! everything is: nobody reads it.
 //!
 //! **Bounds.** Nesting, text and the parser's work have limits ([`MAX_TEXT`], [`MAX_NESTING`], `limits`). Grammars are
-//! compiled in a thread with a stack of its own. A panic in the parser is an error of the grammar alone.
+//! compiled in a thread whose stack has room for what those limits let through. A panic in the parser is an error of the
+//! grammar alone. A request's parser may take so much work (`matcher`), counted in items, commits included: an ambiguous
+//! grammar ends its own request.
 //!
 //! ```
 //! use specrs::grammar::{Form, Grammar, Vocabulary};
@@ -37,6 +45,14 @@
 
 mod compile;
 mod cursor;
+mod lark;
+mod matcher;
+mod numbers;
+mod reason;
+mod rules;
+mod schema;
+mod strings;
+mod term;
 mod tracker;
 mod vocabulary;
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use llguidance::api::ParserLimits;
 use llguidance::earley::SlicedBiasComputer;
 use llguidance::toktrie::{InferenceCapabilities, TokEnv, TokRxInfo, TokTrie, TokenId, TokenizerEnv};
-use llguidance::{Matcher, ParserFactory};
+use llguidance::{ParserFactory, TokenParser};
 
 use crate::error::{Error, Result, in_range};
 use crate::round::MAX_VOCAB;
@@ -103,9 +103,9 @@ impl Vocabulary {
         self.vocab
     }
 
-    /// A matcher at the beginning of what `grammar` describes.
-    pub(super) fn matcher(&self, grammar: llguidance::api::TopLevelGrammar) -> Matcher {
-        Matcher::new(self.factory.create_parser(grammar))
+    /// A parser at the beginning of what `grammar` describes.
+    pub(super) fn parser(&self, grammar: llguidance::api::TopLevelGrammar) -> anyhow::Result<TokenParser> {
+        self.factory.create_parser(grammar)
     }
 
     /// Whether a token stands for no text.
