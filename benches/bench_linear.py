@@ -34,6 +34,7 @@ def products(n: int, k: int, m: int, copies: int) -> dict[str, Product]:
     weights = [torch.randn(n, k).div_(k**0.5).to(torch.bfloat16).float() for _ in range(copies)]
     onednn = [torch.ops.mkldnn._reorder_linear_weight(w, m) for w in weights]
     bf16 = [core.PackedLinear(w.to(torch.bfloat16), storage="bf16") for w in weights]
+    f16 = [core.PackedLinear(w.to(torch.float16), storage="f16") for w in weights]
     f32 = [core.PackedLinear(w, storage="f32") for w in weights]
     out = torch.empty(m, n)
 
@@ -47,6 +48,7 @@ def products(n: int, k: int, m: int, copies: int) -> dict[str, Product]:
 
     return {
         "specrs_bf16": packed(bf16),
+        "specrs_f16": packed(f16),
         "specrs_f32": packed(f32),
         "onednn": lambda x, i: torch.ops.mkldnn._linear_pointwise(x, onednn[i], None, "none", [], ""),
         "f_linear": lambda x, i: functional.linear(x, weights[i]),

@@ -37,7 +37,7 @@ fn noise(n: usize) -> Vec<f32> {
 
 fn linears() {
     println!("PackedLinear, us at 1/2/4/8/16 rows (copies rotated through 64 MB)");
-    for storage in [Storage::Bf16, Storage::F32] {
+    for storage in [Storage::Bf16, Storage::F16, Storage::F32] {
         for (n, k) in [(8192, 320), (448, 320), (1792, 320), (320, 896), (320, 320)] {
             let w = noise(n * k);
             let copies = (64 << 20) / (n * k * 4) + 1;
@@ -126,7 +126,7 @@ impl Model {
 /// Plain decoding (1 row) and verification of trees (4 ..) at two context lengths.
 fn passes() {
     println!("pass of 12 layers x 320, vocabulary 8192, f32 KV: us (products + attention + head)");
-    for storage in [Storage::Bf16, Storage::F32] {
+    for storage in [Storage::Bf16, Storage::F16, Storage::F32] {
         let model = Model::new(storage);
         let page = PageSize::new(16).expect("a power of two");
         let shape = KvShape { layers: LAYERS, slots: 16 * 128, kv_heads: 1, head_dim: DIM };

@@ -863,15 +863,19 @@ class RopeTable:
 @final
 class PackedLinear:
     """A linear layer whose weight [N, K] (float32, bfloat16 or float16) and optional bias [N] (float32) are packed
-    once; the originals can go. `storage` is `"bf16"` (2 bytes a weight; exact where the weight is bfloat16, else
-    rounded to nearest) or `"f32"`. `gated` says that the first N / 2 rows are a gate and the others an up projection,
-    for `forward_swiglu` alone.
+    once; the originals can go. `storage` is `"bf16"` or `"f16"` (2 bytes a weight; exact where the weight is of that
+    type, else rounded to nearest) or `"f32"`. `gated` says that the first N / 2 rows are a gate and the others an up
+    projection, for `forward_swiglu` alone.
 
     A row of the output depends on its own row of x only, bit for bit: not on the other rows, nor on the threads.
     """
 
     def __new__(
-        cls, weight: _Tensor, bias: _Tensor | None = None, storage: Literal["bf16", "f32"] = "bf16", gated: bool = False
+        cls,
+        weight: _Tensor,
+        bias: _Tensor | None = None,
+        storage: Literal["bf16", "f16", "f32"] = "bf16",
+        gated: bool = False,
     ) -> Self: ...
     @property
     def in_features(self) -> int:
@@ -882,8 +886,8 @@ class PackedLinear:
         """N: rows of the weight."""
 
     @property
-    def storage(self) -> Literal["bf16", "f32"]:
-        """`"bf16"` or `"f32"`."""
+    def storage(self) -> Literal["bf16", "f16", "f32"]:
+        """`"bf16"`, `"f16"` or `"f32"`."""
 
     @property
     def nbytes(self) -> int:

@@ -5,9 +5,9 @@
 //! a tree), which neither torch's `F.linear` nor oneDNN's prepacked product gives, and which makes speculative output
 //! *identical* to plain output rather than probably identical.
 //!
-//! The weight is packed once into panels of 32 rows, one k after the other, as bf16 (exact where the checkpoint is
-//! bf16, as most are; widened by a shift on the way into the registers) or as f32. A decode pass reads every weight
-//! once and is bound by memory: halving the bytes nearly halves the time.
+//! The weight is packed once into panels of 32 rows, one k after the other, as bf16 or f16 (exact where the checkpoint
+//! is the same, as most are; widened on the way into the registers, bf16 by a shift) or as f32. A decode pass reads
+//! every weight once and is bound by memory: halving the bytes nearly halves the time.
 //!
 //! ```
 //! use specrs::host::linear::{Add, PackedLinear, Storage, Weight};
@@ -24,7 +24,8 @@ use pulp::{Simd, WithSimd};
 use super::act::{silu, silu_vector};
 use super::linear_memory::Memory;
 use super::linear_tile::{
-    Bf16Line, F32Line, Line, PANEL, max_rows, panel_times_tile, row_tiles, two_panels_times_tile,
+    AnyF16Line, Bf16Line, F16Line, F32Line, Line, PANEL, max_rows, panel_times_tile, row_tiles, two_panels_times_tile,
+    widen,
 };
 use super::norm::{RmsNorm, norm_row};
 use super::threads;
@@ -65,7 +66,22 @@ impl Weight<'_> {
 pub enum Storage {
     /// 2 bytes a weight; rounds f32 and f16 weights to nearest even, keeps bf16 weights exact.
     Bf16,
+    /// 2 bytes a weight; rounds f32 and bf16 weights to nearest even, keeps f16 weights exact.
+    F16,
     /// 4 bytes a weight, exact.
+    F32,
+}
+
+/// What panels are made of.
+#[derive(Debug, Clone, Copy)]
+enum Lines {
+    /// [`Bf16Line`]s.
+    Bf16,
+    /// [`F16Line`]s.
+    F16,
+    /// [`AnyF16Line`]s.
+    AnyF16,
+    /// [`F32Line`]s.
     F32,
 }
 
@@ -88,8 +104,8 @@ pub struct PackedLinear {
     n: usize,
     /// Columns of the weight; always > 0.
     k: usize,
-    storage: Storage,
-    /// [`Bf16Line`]s or [`F32Line`]s: panel p is lines `p * k..(p + 1) * k`; columns past the last row are zero.
+    lines: Lines,
+    /// Lines of that kind: panel p is `p * k..(p + 1) * k`; columns past the last row are zero.
     panels: Memory,
     /// n elements, in the weight's order.
     bias: Option<Vec<f32>>,
@@ -130,11 +146,18 @@ impl PackedLinear {
                 want: format!("{n} (the weight's rows)"),
             });
         }
-        let panels = match storage {
-            Storage::Bf16 => pack::<Bf16Line>(w, n, k, gated),
-            Storage::F32 => pack::<F32Line>(w, n, k, gated),
+        let (lines, panels) = match storage {
+            Storage::Bf16 => (Lines::Bf16, pack::<Bf16Line>(w, n, k, gated)),
+            Storage::F32 => (Lines::F32, pack::<F32Line>(w, n, k, gated)),
+            Storage::F16 => {
+                let panels = pack::<F16Line>(w, n, k, gated);
+                let words: &[u32] = bytemuck::cast_slice(panels.bytes());
+                let finite = |half: u32| half & 0x7c00 != 0x7c00;
+                let all = words.iter().all(|&word| finite(word) && finite(word >> 16));
+                (if all { Lines::F16 } else { Lines::AnyF16 }, panels)
+            }
         };
-        Ok(Self { n, k, storage, panels, bias: bias.map(<[f32]>::to_vec), gated })
+        Ok(Self { n, k, lines, panels, bias: bias.map(<[f32]>::to_vec), gated })
     }
 
     /// Rows of the weight.
@@ -154,7 +177,11 @@ impl PackedLinear {
 
     /// How the weight is stored.
     pub fn storage(&self) -> Storage {
-        self.storage
+        match self.lines {
+            Lines::Bf16 => Storage::Bf16,
+            Lines::F16 | Lines::AnyF16 => Storage::F16,
+            Lines::F32 => Storage::F32,
+        }
     }
 
     /// Bytes of the packed weight.
@@ -233,9 +260,11 @@ impl PackedLinear {
             true if n < half => (n / 16, n % 16),
             true => ((n - half) / 16, 16 + (n - half) % 16),
         };
-        Some(match self.storage {
-            Storage::Bf16 => self.lines::<Bf16Line>()[p * self.k + k].get(c),
-            Storage::F32 => self.lines::<F32Line>()[p * self.k + k].get(c),
+        let at = p * self.k + k;
+        Some(match self.lines {
+            Lines::Bf16 => self.lines::<Bf16Line>()[at].get(c),
+            Lines::F16 | Lines::AnyF16 => self.lines::<F16Line>()[at].get(c),
+            Lines::F32 => self.lines::<F32Line>()[at].get(c),
         })
     }
 
@@ -275,9 +304,11 @@ impl PackedLinear {
             return;
         }
         let x = pack_rows(x, m, self.k, norm);
-        match self.storage {
-            Storage::Bf16 => self.run(self.lines::<Bf16Line>(), &x, m, add, out),
-            Storage::F32 => self.run(self.lines::<F32Line>(), &x, m, add, out),
+        match self.lines {
+            Lines::Bf16 => self.run(self.lines::<Bf16Line>(), &x, m, add, out),
+            Lines::F16 => self.run(self.lines::<F16Line>(), &x, m, add, out),
+            Lines::AnyF16 => self.run(self.lines::<AnyF16Line>(), &x, m, add, out),
+            Lines::F32 => self.run(self.lines::<F32Line>(), &x, m, add, out),
         }
     }
 
@@ -431,6 +462,8 @@ impl<L: Line> WithSimd for Work<'_, '_, L> {
         let mut acc = [[[0.0f32; PANEL]; 8]; 2];
         debug_assert!(max_rows() <= acc[0].len());
         let mut panels = part.panels.clone();
+        let widens = part.rows.len() >= L::WIDEN_FROM;
+        let mut wide: Vec<F32Line> = Vec::with_capacity(if widens { k } else { 0 });
         while let Some(p) = panels.next() {
             let panel = &lines[p * k..(p + 1) * k];
             let [acc, acc2] = &mut acc;
@@ -445,10 +478,18 @@ impl<L: Line> WithSimd for Work<'_, '_, L> {
                     continue;
                 }
             }
+            if widens {
+                widen(s, panel, &mut wide);
+            }
             let mut r0 = 0;
             for tile in row_tiles(part.rows.len()) {
                 let at = part.row0 + r0;
-                panel_times_tile(s, panel, &x[at * k..(at + tile) * k], tile, acc);
+                let x = &x[at * k..(at + tile) * k];
+                if widens {
+                    panel_times_tile(s, &wide, x, tile, acc);
+                } else {
+                    panel_times_tile(s, panel, x, tile, acc);
+                }
                 finish_tile(s, linear, add, &mut part, p, r0, &mut acc[..tile]);
                 r0 += tile;
             }

@@ -10,8 +10,8 @@ use crate::host::norm::RmsNorm;
 use crate::host::{linear, norm};
 
 /// A linear layer whose weight [N, K] (float32, bfloat16 or float16) and optional bias [N] (float32) are packed once;
-/// the originals can go. `storage` is `"bf16"` (2 bytes a weight; exact where the weight is bfloat16, else rounded to
-/// nearest) or `"f32"`. `gated` says that the first N / 2 rows are a gate and the others an up projection, for
+/// the originals can go. `storage` is `"bf16"` or `"f16"` (2 bytes a weight; exact where the weight is of that type, else
+/// rounded to nearest) or `"f32"`. `gated` says that the first N / 2 rows are a gate and the others an up projection, for
 /// `forward_swiglu` alone.
 ///
 /// A row of the output depends on its own row of x only, bit for bit: not on the other rows, nor on the threads.
@@ -32,9 +32,10 @@ impl PackedLinear {
         let ([weight], [bias], []) = Call::on_host().take([("weight", weight)], [("bias", bias)], [])?;
         let storage = match storage {
             "bf16" => Storage::Bf16,
+            "f16" => Storage::F16,
             "f32" => Storage::F32,
             _ => {
-                let why = "want \"bf16\" or \"f32\"".into();
+                let why = "want \"bf16\", \"f16\" or \"f32\"".into();
                 return Err(Error::Invalid { what: "storage", got: format!("{storage:?}"), why }.into());
             }
         };
@@ -62,11 +63,12 @@ impl PackedLinear {
         self.0.n()
     }
 
-    /// `"bf16"` or `"f32"`.
+    /// `"bf16"`, `"f16"` or `"f32"`.
     #[getter]
     fn storage(&self) -> &'static str {
         match self.0.storage() {
             Storage::Bf16 => "bf16",
+            Storage::F16 => "f16",
             Storage::F32 => "f32",
         }
     }

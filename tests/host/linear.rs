@@ -22,12 +22,13 @@ struct Case {
 
 fn cases() -> impl Strategy<Value = Case> {
     let size = || prop_oneof![1usize..70, Just(320), Just(448), Just(127), Just(128)];
-    (1usize..=40, size(), size(), any::<(bool, bool, bool, bool)>(), any::<u64>()).prop_map(
-        |(m, n, k, (b16, gated, norm, bias), seed)| Case {
+    let storage = prop_oneof![Just(Storage::Bf16), Just(Storage::F16), Just(Storage::F32)];
+    (1usize..=40, size(), size(), storage, any::<(bool, bool, bool)>(), any::<u64>()).prop_map(
+        |(m, n, k, storage, (gated, norm, bias), seed)| Case {
             m,
             n: if gated { 2 * n } else { n },
             k,
-            storage: if b16 { Storage::Bf16 } else { Storage::F32 },
+            storage,
             gated,
             norm,
             bias,
@@ -101,15 +102,69 @@ proptest! {
 fn the_shapes_of_a_model_on_all_threads() {
     // Large enough for parts in both directions and blocks of rows.
     for (m, n, k) in [(1, 8192, 320), (7, 4096, 896), (16, 1792, 320), (130, 448, 320), (97, 320, 896)] {
-        let case = Case { m, n, k, storage: Storage::Bf16, gated: false, norm: true, bias: true, seed: 7 };
-        let made = case.make();
-        let want = case.run(&made, &made.x, &made.residual, true);
-        for threads in [1, 2, 3, 4] {
-            set_num_threads(threads).unwrap();
-            let got = case.run(&made, &made.x, &made.residual, false);
-            assert_eq!(bits(&got), bits(&want), "{m}x{n}x{k}, {threads} threads");
+        for storage in [Storage::Bf16, Storage::F16] {
+            let case = Case { m, n, k, storage, gated: false, norm: true, bias: true, seed: 7 };
+            let made = case.make();
+            let want = case.run(&made, &made.x, &made.residual, true);
+            for threads in [1, 2, 3, 4] {
+                set_num_threads(threads).unwrap();
+                let got = case.run(&made, &made.x, &made.residual, false);
+                assert_eq!(bits(&got), bits(&want), "{storage:?} {m}x{n}x{k}, {threads} threads");
+            }
         }
     }
+}
+
+/// Every f16 there is, by rows of x that show each of them, in tiles of every size: products over f16 weights have the
+/// bits of those over the same weights in f32. NaN is NaN: where two meet, the processor picks one.
+#[test]
+fn every_f16_is_widened_exactly() {
+    let all = || (0..=u16::MAX).map(f16::from_bits);
+    let finite: Vec<f16> = all().filter(|w| w.is_finite()).collect();
+    let odd: Vec<f16> = all().collect();
+    for (weights, k) in [(&finite, 8), (&odd, 8), (&finite, 31), (&odd, 32)] {
+        let n = weights.len() / k;
+        let weights = &weights[..n * k];
+        let [halves, wide] = [Storage::F16, Storage::F32]
+            .map(|storage| PackedLinear::new(Weight::F16(weights), n, k, None, storage).unwrap());
+        assert_eq!(halves.storage(), Storage::F16);
+        assert_eq!(halves.bytes() * 2, wide.bytes());
+        for (i, w) in weights.iter().enumerate() {
+            let kept = halves.weight(i / k, i % k).unwrap();
+            assert_eq!(kept.to_bits(), w.to_f32().to_bits(), "{:#06x}", w.to_bits());
+        }
+        for m in [1, 2, 3, 4, 5, 8, 9, 50] {
+            // One column of the weight in each row, and then all of them.
+            let shown: Vec<f32> = (0..m * k).map(|i| f32::from(u8::from(i % k == i / k))).collect();
+            for x in [shown, noise(m * k, 3), vec![-0.0; m * k], vec![f32::MIN_POSITIVE / 3.0; m * k]] {
+                let [got, want] =
+                    [&halves, &wide].map(|w| guarded(m * n, |out| w.forward(&x, None, Add::Nothing, out).unwrap()));
+                for (got, want) in got.iter().zip(&want) {
+                    let same = got.to_bits() == want.to_bits() || (got.is_nan() && want.is_nan());
+                    assert!(same, "{m} rows, k = {k}: {got:e}, not {want:e}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn weights_of_other_types_are_rounded_to_f16_and_those_of_f16_to_bf16() {
+    let (n, k) = (40, 24);
+    let weights: Vec<f32> = noise(n * k, 8).into_iter().map(|w| w * 1e5).collect(); // some beyond what f16 has
+    let w = PackedLinear::new(Weight::F32(&weights), n, k, None, Storage::F16).unwrap();
+    for (i, v) in weights.iter().enumerate() {
+        assert_eq!(w.weight(i / k, i % k), Some(f16::from_f32(*v).to_f32()));
+    }
+    assert!((0..n * k).any(|i| w.weight(i / k, i % k) == Some(f32::INFINITY)));
+    let x = noise(k, 9);
+    let [got, want] = [false, true].map(|plain| {
+        guarded(n, |out| {
+            if plain { w.reference(&x, None, Add::Nothing, out) } else { w.forward(&x, None, Add::Nothing, out) }
+                .unwrap()
+        })
+    });
+    assert_eq!(bits(&got), bits(&want));
 }
 
 #[test]

@@ -19,7 +19,7 @@ fn digests() -> Vec<String> {
     let mut lines = Vec::new();
     for (n, k) in [(96, 64), (70, 33), (320, 127)] {
         let (weight, norm) = (noise(n * k, 1), noise(k, 2));
-        for storage in [Storage::Bf16, Storage::F32] {
+        for storage in [Storage::Bf16, Storage::F16, Storage::F32] {
             let plain = PackedLinear::new(Weight::F32(&weight), n, k, Some(&noise(n, 3)), storage).unwrap();
             let gated = PackedLinear::new_gated(Weight::F32(&weight), n, k, None, storage).unwrap();
             for m in 1..=17 {

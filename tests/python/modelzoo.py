@@ -97,12 +97,14 @@ def write_eagle3(
     aux_layers: tuple[int, ...] | None = (1, 2, 3),
     dtype: torch.dtype = torch.float32,
     own_embedding: bool = False,
+    qk_norm: bool = False,
     **overrides: Any,
 ) -> Path:
     """Writes an EAGLE-3 head with random weights for the target in a directory.
 
     `draft_vocab_size` None: the target's own vocabulary, without d2t and t2d. `aux_layers` are inputs of layers,
-    written at the top level of config.json; None: left out.
+    written at the top level of config.json; None: left out. `qk_norm`: its layer is Qwen3's, whose norms of queries and
+    keys make scores large enough to tell.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -129,10 +131,12 @@ def write_eagle3(
     raw.update(overrides)
     write_json(directory / "config.json", raw)
     config = Eagle3Config.from_dict(raw)
-    shapes = eagle3_shapes(config, len(config.aux_layers_for(base)))
+    shapes = eagle3_shapes(config, len(config.aux_layers_for(base)), qk_norm)
     if own_embedding:
         shapes["embed_tokens.weight"] = (config.vocab_size, config.hidden_size)
     weights = random_weights(shapes, seed, dtype)
+    for name in ("q_norm", "k_norm") if qk_norm else ():
+        weights[f"midlayer.self_attn.{name}.weight"] *= 2
     if draft_vocab_size is not None:
         ids = torch.randperm(base.vocab_size, generator=torch.Generator().manual_seed(seed))[:draft_vocab_size].sort()[
             0
@@ -218,14 +222,14 @@ def agree(target: str | Path, draft: str | Path, common: float = 1.0, slope: flo
     write_weights(Path(draft), small)
 
 
-def eagle3_shapes(config: Eagle3Config, features: int) -> dict[str, tuple[int, ...]]:
+def eagle3_shapes(config: Eagle3Config, features: int, qk_norm: bool = False) -> dict[str, tuple[int, ...]]:
     """Tensors of a head as published, without the vocabulary map."""
     h = config.hidden_size
     return {
         "fc.weight": (h, features * config.target_hidden_size),
         "midlayer.input_layernorm.weight": (h,),
         "midlayer.hidden_norm.weight": (h,),
-        **layer_shapes(config, LayerKind(), "midlayer.", 2 * h),
+        **layer_shapes(config, LayerKind(qk_norm=qk_norm), "midlayer.", 2 * h),
         "norm.weight": (h,),
         "lm_head.weight": (config.draft_vocab_size, h),
     }

@@ -254,7 +254,7 @@ def _templates(path: Path) -> ChatTemplates:
 
 
 def _head(report: Report, given: str | Path, sizes: ModelConfig) -> tuple[Path, HeadConfig] | None:
-    from specrs.models import Eagle3Head, locate
+    from specrs.models import Eagle3Config, Eagle3Head, locate
 
     section = "draft head"
     remedy = "give what the message names; docs/models.md says which heads run"
@@ -266,11 +266,14 @@ def _head(report: Report, given: str | Path, sizes: ModelConfig) -> tuple[Path, 
     checked = report.check(section, "fits the model", lambda: Eagle3Head.check(path, sizes), remedy)
     if checked is None:
         return None
-    config, _ = checked
+    config, shapes = checked
     mapped = report.check(section, "vocabulary map", lambda: Eagle3Head.check_vocabulary(path, sizes), remedy)
     if mapped is None:
         return None
     report.add(section, "fits the model", True)
+    normed = any(name.endswith(".q_norm.weight") for name in shapes)
+    note = "its layer is as Qwen3's: q_norm, k_norm" if normed else None
+    report.add(section, "form", "EAGLE-3" if isinstance(config, Eagle3Config) else "EAGLE-1 or EAGLE-2", note)
     report.add(section, "hidden size", config.hidden_size)
     report.add(section, "features of layers", list(config.aux_layers_for(sizes)))
     report.add(section, "vocabulary", mapped, f"of {sizes.vocab_size} tokens: others are never drafted")

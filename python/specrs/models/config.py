@@ -26,7 +26,13 @@ _LLAMA = FAMILIES["LlamaForCausalLM"]
 _EAGLE1_ARCHITECTURES = (
     "LlamaForCausalLMEagle", "EagleLlamaForCausalLM", "Qwen2ForCausalLMEagle", "LlamaForCausalLM", "Qwen2ForCausalLM",
 )  # fmt: skip
-_EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
+_QWEN3_HEADS = ("Qwen3Eagle3Model", "Eagle3Qwen3ForCausalLM")
+_EAGLE3_ARCHITECTURES = (
+    "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel", *_QWEN3_HEADS,
+)  # fmt: skip
+# Layers that heads of the speculators library have: they differ in biases and in q_norm and k_norm, of which the file
+# of weights says whether there are any.
+_HEAD_LAYERS = ("llama", "mistral", "qwen2", "qwen3")
 
 # Of later variants (the speculators library, NVIDIA's gpt-oss heads): of features before `fc`, of each of them, and of
 # what a draft step passes to the next.
@@ -237,10 +243,10 @@ class Eagle3Config(LayerConfig):
         """The same from parsed JSON; `path` is only named in errors. named_as_model: its file is that of such a head,
         and its name may be that of a model, as the paper's authors call theirs."""
         get = _flat(raw, path)
-        _architecture(get, (*_EAGLE3_ARCHITECTURES, *(_EAGLE1_ARCHITECTURES if named_as_model else ())))
+        architecture = _architecture(get, (*_EAGLE3_ARCHITECTURES, *(_EAGLE1_ARCHITECTURES if named_as_model else ())))
         if (layers := get.integer("num_hidden_layers", 1, maximum=4096)) != 1:
             get.refuse("num_hidden_layers", layers, "only heads of one layer are implemented")
-        layer = _layer(get)
+        layer = _layer(get, _head_family(get, architecture))
         vocab_size = get.integer("vocab_size")
         eagle = raw.get("eagle_config")
         eagle = eagle if isinstance(eagle, dict) else {}
@@ -250,6 +256,8 @@ class Eagle3Config(LayerConfig):
             for name, where in ((key, raw), (f"eagle_config.{key}", eagle)):
                 if where.get(key):
                     get.refuse(name, where[key], "norms of this variant are not implemented; heads without them work")
+        if (scale := get.number("logit_scale", 1.0)) != 1.0:
+            get.refuse("logit_scale", scale, "only 1.0 is implemented")
         return cls(
             **vars(layer),
             vocab_size=vocab_size,
@@ -472,19 +480,36 @@ def _flat(raw: Mapping[str, Any], path: Path | None) -> Reader:
     return Reader({**nested, **raw} if isinstance(nested, dict) else raw, path)
 
 
+def _head_family(get: Reader, architecture: str) -> Family:
+    """Whose layer a head has: how its configuration is read, where that leaves something out."""
+    nested = get.raw.get("transformer_layer_config")
+    kind = nested.get("model_type") if isinstance(nested, dict) else None
+    if kind not in (None, *_HEAD_LAYERS):
+        why = f"heads whose layer is that of {', '.join(_HEAD_LAYERS)} are implemented"
+        get.refuse("transformer_layer_config.model_type", kind, why)
+    if isinstance(kinds := get.raw.get("layer_types"), list) and "sliding_attention" in kinds:
+        get.refuse(
+            "layer_types", kinds, "windows are not implemented in heads; one whose layer has full_attention works"
+        )
+    return FAMILIES["Qwen3ForCausalLM"] if kind == "qwen3" or architecture in _QWEN3_HEADS else _LLAMA
+
+
 def _aux_layers(get: Reader, eagle: Mapping[str, Any]) -> tuple[int, ...] | None:
     """Layers whose input is captured.
 
     Two conventions are published under one name. Beside the other keys (speculators, vLLM) the numbers count residual
     streams, 0 being the embedding: the inputs of layers. Inside `eagle_config` (SpecForge, sglang) they count layers
     whose *output* is meant, which is the input of the next one; sglang adds 1 to them in
-    `set_eagle3_layers_to_capture`, while its default (2, n/2, n-3) are inputs already.
+    `set_eagle3_layers_to_capture`, while its default (2, n/2, n-3) are inputs already. DeepSpec's `target_layer_ids`
+    count outputs too.
     """
     name = "eagle_aux_hidden_state_layer_ids"
     shift = 0
     ids = get.raw.get(name)
     if ids is None or ids == []:
         shift, ids = 1, eagle.get(name)
+    if (ids is None or ids == []) and get.raw.get("target_layer_ids"):
+        name, ids = "target_layer_ids", get.raw["target_layer_ids"]
     if ids is None or ids == []:  # NVIDIA's exports write an empty list for the default
         return None
     if not isinstance(ids, list) or not 1 <= len(ids) <= 64:

@@ -20,8 +20,9 @@ from specrs.models.ops import Embedding, Heads, KvMemory, Linear
 from specrs.models.placement import HOST, Placement
 from specrs.models.rowwise import gelu_up, scaled_add, soft_cap
 
-_KEPT: dict[torch.dtype, Literal["bf16", "f32"]] = {
+_KEPT: dict[torch.dtype, Literal["bf16", "f16", "f32"]] = {
     torch.bfloat16: "bf16",
+    torch.float16: "f16",
     HOST.activations: "f32",
 }  # weights, by the host
 
@@ -88,9 +89,9 @@ class HostDense:
     """The Rust kernels: packed weights, and what surrounds a product fused into it. torch where there is nothing to
     compute: it copies rows, and rotates for attentions that do not.
 
-    placement: of the host, in f32. Weights are kept in bf16 where the checkpoint is bf16 and in f32 otherwise, unless
-    it says f32, or bf16, which rounds f32 and f16 weights for half the memory and nearly twice the speed of decoding.
-    ConfigError: another device or dtype.
+    placement: of the host, in f32. Weights are kept as the checkpoint has them, in bf16, f16 or f32, unless it says
+    which: bf16 rounds f32 and f16 weights, for half the memory of f32 and nearly twice the speed of decoding. Products
+    over weights that were not rounded have the same bits however they are kept. ConfigError: another device or dtype.
     """
 
     def __init__(self, placement: Placement = HOST) -> None:

@@ -18,7 +18,7 @@ import torch
 from specrs._specrs import ConfigError, Plan
 from specrs.models.cache import new_cache
 from specrs.models.config import Eagle1Config, Eagle3Config, HeadConfig, ModelConfig
-from specrs.models.errors import DraftMismatchError, ModelFileError
+from specrs.models.errors import DraftMismatchError, ModelFileError, UnsupportedModelError
 from specrs.models.head_inputs import LAYER, Eagle1Inputs, Eagle3Inputs, HeadInputs, layer_kind, plain_name
 from specrs.models.layer import LayerTail, Workspace, layer_shapes
 from specrs.models.live import model_json
@@ -213,6 +213,15 @@ class Eagle3Head:
         return logits, w["hidden"]
 
 
+# Tensors of published forms that are not implemented, by how their names begin.
+_OTHER_FORMS = {
+    "input_norm.": "a norm of all features before fc (norm_before_fc)",
+    "fc_norm.": "a norm of each feature before fc (fc_norm)",
+    "mask_hidden": "what a head that drafts in parallel (P-EAGLE) reads for features that are not known yet",
+    "layers.": "of a second layer",
+}
+
+
 def _open(directory: str | Path, placement: Placement) -> tuple[HeadConfig, Checkpoint]:
     """A head's configuration, and its file."""
     raw, path = model_json(directory, "config.json")
@@ -234,6 +243,11 @@ def _check_files(config: HeadConfig, weights: Checkpoint, target: ModelConfig) -
     config.check_target(target)
     if isinstance(config, Eagle1Config):
         return _check_eagle1(config, weights)
+    for name in weights:
+        for start, form in _OTHER_FORMS.items():
+            if name.startswith(start):
+                why = f"{form}: not implemented; a head of one layer without it works"
+                raise UnsupportedModelError(f"tensor {name}", list(weights.shape(name)), why, weights.path(name))
     h, features = config.hidden_size, len(config.aux_layers_for(target))
     expected: dict[str, tuple[int, ...]] = {
         "fc.weight": (h, features * config.target_hidden_size),

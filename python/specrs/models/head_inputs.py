@@ -25,11 +25,13 @@ def plain_name(name: str) -> str:
 
 
 def layer_kind(weights: Checkpoint) -> LayerKind:
-    """Published heads disagree on which config key switches biases on, so the file decides."""
+    """Published heads disagree on which config key switches biases on, and none has one for the norms of queries and
+    keys, so the file decides."""
     return LayerKind(
         qkv_bias=f"{LAYER}self_attn.q_proj.bias" in weights,
         o_bias=f"{LAYER}self_attn.o_proj.bias" in weights,
         mlp_bias=f"{LAYER}mlp.up_proj.bias" in weights,
+        qk_norm=any(f"{LAYER}self_attn.{name}.weight" in weights for name in ("q_norm", "k_norm")),
     )
 
 

@@ -1,7 +1,8 @@
 """The host memory that a model's weights take once they are loaded, from its files' headers.
 
-Products keep their matrices packed, in bf16 or f32; embeddings stay as they are stored, norms and biases become f32. A
-head's matrices stand in two parts, and the rows of keys and values a second time, for passes that want no more.
+Products keep their matrices packed, in the dtype that `kept_dtype` says; embeddings stay as they are stored, norms and
+biases become f32. A head's matrices stand in two parts, and the rows of keys and values a second time, for passes that
+want no more.
 """
 
 from __future__ import annotations

@@ -33,8 +33,10 @@ _READ = [  # of a repository: not the same weights in other formats
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja", "additional_chat_templates/*.jinja", "model*.safetensors", "model.safetensors.index.json",
+    "adapter_config.json",  # so that an adapter is seen, and refused
 ]  # fmt: skip
 _READ_ELSE = [PICKLED, f"{PICKLED}.index.json", "pytorch_model-*-of-*.bin"]  # of one without safetensors
+_ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")  # as peft saves one
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _FOLDER = re.compile(r"(?!\.+$)[\w.-]{1,64}", re.ASCII)  # of a snapshot: within the folder of all
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
@@ -120,6 +122,7 @@ def _cached(wish: _Wish) -> Path:
                 f"{wish.get} (then {role}={directory!r})",
             ) from None
         snapshot = folder / "snapshots" / (commit if _FOLDER.fullmatch(commit) else "no commit")
+    _check_adapter(snapshot, role)  # which has no config.json, and more of it to download would not help
     if not (snapshot / "config.json").is_file() or not _whole(snapshot):
         raise HubError(snapshot, f"{role}: the hub cache has no whole snapshot of {wish}. To download it: {wish.get}")
     _check(snapshot, role)
@@ -155,10 +158,10 @@ def _download(wish: _Wish, missing: HubError, shown: bool) -> None:
         with _quiet(not shown):
             revision = wish.revision
             for files in (_READ, _READ_ELSE):
-                got = snapshot_download(wish.name, revision=revision, allow_patterns=files, cache_dir=hub_cache())
-                if has_weights(Path(got)):
+                got = Path(snapshot_download(wish.name, revision=revision, allow_patterns=files, cache_dir=hub_cache()))
+                if has_weights(got) or _adapter(got):
                     return
-                revision = Path(got).name  # the same commit, whatever becomes of the branch meanwhile
+                revision = got.name  # the same commit, whatever becomes of the branch meanwhile
     except Exception as error:  # of its own kinds, of its HTTP client's, of the disk's
         said = " ".join(str(error).split()) or "no reason given"
         raise failed(f"{type(error).__name__}: {said}") from error
@@ -200,12 +203,7 @@ def _file(path: Path) -> str:
 def _check(directory: Path, role: str) -> None:
     """Refuse a directory that holds something else, by name."""
     needs = f"give {_NEEDS[role]}"
-    if (directory / "adapter_config.json").is_file() and not has_weights(directory):
-        raise ModelFileError(
-            directory,
-            f"{role}: a LoRA adapter (adapter_config.json), not a whole model; merge it into its base model "
-            "(peft: merge_and_unload(), then save_pretrained) and give that directory",
-        )
+    _check_adapter(directory, role)
     if not has_weights(directory) and not _has(directory, "*.safetensors") and _has(directory, "*.gguf"):
         why = "only GGUF files, whose format is not read; the model's original safetensors work"
         raise ModelFileError(directory, f"{role}: {why}")
@@ -218,3 +216,22 @@ def _check(directory: Path, role: str) -> None:
                 directory, f"{role}: a folder of the hub cache; give {name!r}, or a folder in snapshots/"
             )
         raise ModelFileError(directory / "config.json", f"{role}: no such file; {needs}")
+
+
+def _adapter(directory: Path) -> list[str]:
+    """The files of an adapter (LoRA and its like) in a directory."""
+    return [name for name in _ADAPTER if (directory / name).is_file()]
+
+
+def _check_adapter(directory: Path, role: str) -> None:
+    """Refuse an adapter, alone or beside weights: without it those are another model. Raises ModelFileError."""
+    if not (files := _adapter(directory)):
+        return
+    beside = has_weights(directory)
+    where = "beside the weights of a model, and adapters are not applied" if beside else "not a whole model"
+    why = (
+        f"an adapter such as LoRA ({', '.join(files)}), {where}; merge it into its base model (peft: "
+        "merge_and_unload(), which LoRA and most others have, then save_pretrained) and give that directory"
+    )
+    also = "; without these files in it, the directory runs as the model that its weights are" if beside else ""
+    raise ModelFileError(directory, f"{role}: {why}{also}")

@@ -40,7 +40,7 @@ def _of(linear: Linear) -> dict[str, Any]:
     if isinstance(linear, CudaLinear):
         return entry | {"split": linear.product.split, "fingerprint": f"{linear.product.fingerprint:#018x}"}
     if isinstance(linear, core.PackedLinear):
-        return entry | {"dtype": {"bf16": "bfloat16", "f32": "float32"}[linear.storage]}
+        return entry | {"dtype": {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}[linear.storage]}
     return entry
 
 

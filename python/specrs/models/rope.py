@@ -80,8 +80,8 @@ def rope_tables(rope: RopeConfig | None, head_dim: int, positions: int) -> tuple
     Without a rotary embedding, the smallest tables that turn nothing. ConfigError: no memory for them.
     """
     if rope is None:
-        # Two pairs: kernels of a GPU load two neighbours at once.
-        return torch.ones(positions, 2), torch.zeros(positions, 2)
+        pairs = min(2, head_dim // 2)  # two where there are two: kernels of a GPU load two neighbours at once
+        return torch.ones(positions, pairs), torch.zeros(positions, pairs)
     frequencies, factor = inverse_frequencies(rope, head_dim)
     try:
         angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies[None, :]

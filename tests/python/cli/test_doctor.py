@@ -130,6 +130,17 @@ def test_a_problem_is_the_error_of_the_engine(
         assert how == "nothing" and status == 0 and not found
 
 
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_the_form_of_a_head_is_named(qk_norm: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_target(tmp_path / "model")
+    draft = write_eagle3(tmp_path / "draft", model, qk_norm=qk_norm)
+    status, report = doctor(capsys, str(model), "--draft", str(draft))
+    assert status == 0
+    [form] = [f for f in report["sections"]["draft head"] if f["name"] == "form"]
+    assert form["value"] == "EAGLE-3"
+    assert form["note"] == ("its layer is as Qwen3's: q_norm, k_norm" if qk_norm else None)
+
+
 def test_what_is_worth_knowing(bytes_pair: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tmp_path / "model"
     shutil.copytree(bytes_pair.target, model)

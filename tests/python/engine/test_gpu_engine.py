@@ -6,6 +6,7 @@ preemption and page sizes must give the same tokens and, at every position, the 
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import random
@@ -28,6 +29,7 @@ if not torch.cuda.is_available():
 if not device.cuda_available():
     pytest.skip(f"no CUDA kernels: {device.cuda_unavailable_reason()}", allow_module_level=True)
 
+write_qwen3_head = functools.partial(write_eagle3, qk_norm=True)
 GRANITE = {"embedding_multiplier": 12.0, "attention_multiplier": 0.02, "residual_multiplier": 0.22,
            "logits_scaling": 0.5}  # fmt: skip
 GEMMA2 = {"query_pre_attn_scalar": 40, "sliding_window": 8192, "attn_logit_softcapping": 5.0,
@@ -50,6 +52,7 @@ SHAPES = [
     pytest.param(("Gemma2ForCausalLM", 4, 2, 256, torch.bfloat16, GEMMA2), id="gemma2-256-bf16"),
     pytest.param(("Gemma2ForCausalLM", 4, 2, 128, torch.float16, GEMMA2), id="gemma2-128-f16"),
     pytest.param(("Gemma3ForCausalLM", 4, 1, 256, torch.bfloat16, GEMMA3), id="gemma3-256-bf16"),
+    pytest.param(("Qwen3ForCausalLM", 4, 2, 64, torch.bfloat16, {}, write_qwen3_head), id="qwen3-normed-head-bf16"),
     pytest.param(("LlamaForCausalLM", 4, 2, 64, torch.bfloat16, {}, write_eagle1), id="llama-eagle1-bf16"),
     pytest.param(("Gemma3ForCausalLM", 2, 1, 128, torch.bfloat16, GEMMA3, write_eagle1), id="gemma3-eagle1-bf16"),
 ]
@@ -73,7 +76,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         root / "target", architecture, dtype=dtype, vocab_size=8, eos_token_id=None, bos_token_id=None,
         max_position_embeddings=8192, **sizes, **changes,
     )  # fmt: skip
-    own = {"draft_vocab_size": 8} if write_head is write_eagle3 else {}
+    own = {} if write_head is write_eagle1 else {"draft_vocab_size": 8}
     draft = write_head(root / "draft", target, dtype=dtype, head_dim=64, **own)
     agree(target, draft)
     return Pair(target, draft)

@@ -376,7 +376,7 @@ def test_an_engine_grows_with_what_is_asked(tmp_path: Path) -> None:
 # -- from_model ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_an_llm_of_a_module_is_that_of_its_files(tmp_path: Path, dtype: torch.dtype) -> None:
     from specrs import LLM, SamplingParams
 

@@ -14,7 +14,7 @@ import torch
 from dlpack_ctypes import Producer
 from specrs import _specrs as core
 
-DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f32"}
+DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_linear(dtype: torch.dtype, rng: torch.Generator) -> None:
     x, residual, out = torch.randn(5, 24, generator=rng), torch.randn(5, 40, generator=rng), torch.empty(5, 40)
     packed = core.PackedLinear(weight, bias, storage=DTYPES[dtype])
     assert (packed.in_features, packed.out_features, packed.storage) == (24, 40, DTYPES[dtype])
-    assert packed.nbytes >= 40 * 24 * (2 if DTYPES[dtype] == "bf16" else 4)
+    assert packed.nbytes >= 40 * 24 * dtype.itemsize
     packed.forward(x, out)
     assert torch.allclose(out, x @ weight.float().T + bias, atol=1e-5)
     packed.forward(x, out, residual, norm, 1e-5)

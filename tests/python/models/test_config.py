@@ -271,6 +271,47 @@ def test_speculators_form_of_a_head() -> None:
     assert config.norm_before_residual and config.rope.theta == 5e5
 
 
+def test_a_head_of_qwen3s_layer_is_read_with_qwen3s_defaults() -> None:
+    """In the form of the speculators library, whose default it is, and in DeepSpec's, which is Qwen3's own."""
+    layer = {
+        "model_type": "qwen3",
+        "hidden_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 96,
+        "vocab_size": 300,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"},
+        "layer_types": ["full_attention"],
+        "use_sliding_window": False,
+        "sliding_window": None,
+    }
+    nested = {
+        "architectures": ["Eagle3DraftModel"], "speculators_model_type": "eagle3", "draft_vocab_size": 120,
+        "eagle_aux_hidden_state_layer_ids": [1, 2, 3], "norm_before_fc": False, "fc_norm": False, "norm_output": False,
+        "transformer_layer_config": layer,
+    }  # fmt: skip
+    flat = {
+        **layer, "architectures": ["Qwen3Eagle3Model"], "target_layer_ids": [0, 1, 2], "num_target_layers": 4,
+        "ttt_length": 7, "step_loss_decay": 0.8, "draft_num_hidden_layers": 1, "tie_word_embeddings": False,
+    }  # fmt: skip
+    for raw, draft_vocab in ((nested, 120), (flat, 300)):
+        config = Eagle3Config.from_dict(json.loads(json.dumps(raw)))
+        assert (config.head_dim, config.rope.theta, config.rms_norm_eps) == (128, 5e5, 1e-5)
+        assert config.draft_vocab_size == draft_vocab
+        assert config.aux_layers == (1, 2, 3), "DeepSpec counts outputs of layers, speculators their inputs"
+    plain = Eagle3Config.from_dict({**nested, "transformer_layer_config": {**layer, "model_type": "llama"}})
+    assert plain.head_dim == 16
+    for change, what in (
+        ({"layer_types": ["sliding_attention"]}, "layer_types"),
+        ({"model_type": "gemma3_text"}, "transformer_layer_config.model_type"),
+    ):
+        with pytest.raises(UnsupportedModelError) as caught:
+            Eagle3Config.from_dict({**nested, "transformer_layer_config": {**layer, **change}})
+        assert caught.value.what == what
+
+
 @pytest.mark.parametrize(
     ("change", "what", "got"),
     [
@@ -294,6 +335,7 @@ def test_a_head_for_another_target_is_refused(change: dict[str, Any], what: str,
         {"architectures": ["LlamaForCausalLM"]},
         {"eagle_config": {"use_aux_hidden_state": False}},
         {"norm_output": True},
+        {"logit_scale": 0.5},
         {"fc_norm": True},
         {"eagle_config": {"norm_before_fc": True}},
         {"eagle_aux_hidden_state_layer_ids": [1, "2"]},

@@ -11,9 +11,18 @@ from safetensors.torch import save_file
 
 import modelzoo
 from modelrun import Driver, random_tokens
-from specrs import ConfigError
+from specrs import LLM, ConfigError, SamplingParams
 from specrs import _specrs as core
-from specrs.models import DraftMismatchError, Eagle3Head, LlamaModel, ModelFileError, Ops, ops_for, torch_ops
+from specrs.models import (
+    DraftMismatchError,
+    Eagle3Head,
+    LlamaModel,
+    ModelFileError,
+    Ops,
+    UnsupportedModelError,
+    ops_for,
+    torch_ops,
+)
 
 OPS: dict[str, Any] = {"torch": torch_ops, "host": ops_for}
 
@@ -39,6 +48,8 @@ class TeacherForced:
         normed = self.norm("midlayer.hidden_norm.weight", hidden)
         x = torch.cat((self.norm("midlayer.input_layernorm.weight", self.embedding[tokens]), normed), dim=-1)
         q, k, v = ((x @ w[f"midlayer.self_attn.{p}_proj.weight"].T).view(n, -1, 32) for p in "qkv")
+        if "midlayer.self_attn.q_norm.weight" in w:  # of each head
+            q, k = (self.norm(f"midlayer.self_attn.{name}_norm.weight", t) for name, t in (("q", q), ("k", k)))
         angle = torch.arange(n)[:, None] / 10000.0 ** (torch.arange(0, 32, 2) / 32)[None]
         cos, sin = angle.cos()[:, None], angle.sin()[:, None]
 
@@ -74,7 +85,15 @@ def close(got: torch.Tensor, want: torch.Tensor) -> None:
 @pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize(
     "options",
-    [{}, {"own_embedding": True}, {"norm_before_residual": True}, {"draft_vocab_size": None}, {"aux_layers": (0, 3)}],
+    [
+        {},
+        {"own_embedding": True},
+        {"norm_before_residual": True},
+        {"draft_vocab_size": None},
+        {"aux_layers": (0, 3)},
+        {"qk_norm": True},
+        {"qk_norm": True, "norm_before_residual": True},
+    ],
     ids=str,
 )
 def test_extend_equals_teacher_forcing(tmp_path: Path, ops: str, options: dict[str, Any]) -> None:
@@ -111,7 +130,7 @@ def test_a_head_named_as_a_model_is_what_its_file_says(tmp_path: Path, layers: i
 
 
 @pytest.mark.parametrize("ops", OPS)
-@pytest.mark.parametrize("options", [{}, {"norm_before_residual": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"norm_before_residual": True}, {"qk_norm": True}], ids=str)
 def test_write_leaves_what_extend_does(tmp_path: Path, ops: str, options: dict[str, Any]) -> None:
     """Keys and values of rows without logits: the same bits as a whole pass writes (of torch: nearly so)."""
     target, head, _ = build(tmp_path, OPS[ops](), **options)
@@ -138,11 +157,12 @@ def test_write_leaves_what_extend_does(tmp_path: Path, ops: str, options: dict[s
 @pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("shape", [(1, 5, 6), (4, 4, 16)], ids=["chain", "tree"])
+@pytest.mark.parametrize("qk_norm", [False, True])
 def test_draft_steps_equal_teacher_forcing(
-    tmp_path: Path, ops: str, page_size: int, shape: tuple[int, int, int]
+    tmp_path: Path, ops: str, page_size: int, shape: tuple[int, int, int], qk_norm: bool
 ) -> None:
     """Every beam of every step, against a pass over its whole path whose features are the head's own."""
-    target, head, reference = build(tmp_path, OPS[ops]())
+    target, head, reference = build(tmp_path, OPS[ops](), qk_norm=qk_norm)
     driver = Driver(target, head, page_size=page_size, shape=shape)
     tokens = random_tokens(23, seed=2)
     length = len(tokens) - 1  # the last token is the root, not yet in the KV
@@ -174,6 +194,41 @@ def test_draft_steps_equal_teacher_forcing(
                 close(logits[row], want_logits[-1])
                 close(hidden[row], want_hidden[-1])
             beams.advance(logits)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_tokens_with_a_head_of_qwen3s_layer_are_those_of_plain_decoding(tmp_path: Path, temperature: float) -> None:
+    target = modelzoo.write_target(tmp_path / "target", "Qwen3ForCausalLM", vocab_size=12, eos_token_id=None)
+    draft = modelzoo.write_eagle3(tmp_path / "draft", target, draft_vocab_size=None, own_embedding=True, qk_norm=True)
+    modelzoo.agree(target, draft)
+    prompts = [random_tokens(n, seed=n, vocab=12) for n in (3, 17, 30)]
+    params = SamplingParams(max_tokens=40, temperature=temperature, seed=4)
+    with LLM(target) as llm:
+        want = [out.token_ids for out in llm.generate(prompts, params)]
+    for tree, options in (((3, 3, 8), {}), ((1, 4, 5), {"page_size": 4, "max_batch": 2})):
+        with LLM(target, draft, tree=tree, **options) as llm:
+            outputs = llm.generate(prompts, params)
+            llm.audit()
+        assert [out.token_ids for out in outputs] == want
+        assert any(out.mean_accepted > 1.2 for out in outputs), "the head drafts what its target chooses"
+
+
+def test_heads_of_other_forms_are_refused_by_name(tmp_path: Path) -> None:
+    target, _, _ = build(tmp_path, torch_ops(), qk_norm=True)
+    directory = tmp_path / "head"
+    whole = modelzoo.read_weights(directory)
+    for name, shape, form in (
+        ("input_norm.weight", (192,), "norm_before_fc"), ("fc_norm.1.weight", (64,), "fc_norm"),
+        ("mask_hidden", (1, 1, 192), "P-EAGLE"), ("layers.1.mlp.up_proj.weight", (96, 64), "a second layer"),
+    ):  # fmt: skip
+        save_file({**whole, name: torch.ones(shape)}, directory / "model.safetensors")
+        modelzoo.edit_config(directory, num_hidden_layers=1)
+        with pytest.raises(UnsupportedModelError, match=rf"tensor {name} = .*{form}.*: not implemented; .*works"):
+            Eagle3Head.load(directory, torch_ops(), target)
+    for lacks in ("q_norm", "k_norm"):
+        save_file({n: w for n, w in whole.items() if lacks not in n}, directory / "model.safetensors")
+        with pytest.raises(ModelFileError, match=f"{lacks}.weight: missing"):
+            Eagle3Head.load(directory, torch_ops(), target)
 
 
 def test_ids_map_to_the_target(tmp_path: Path) -> None:

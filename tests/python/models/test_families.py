@@ -51,6 +51,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2-biased": ("Olmo2ForCausalLM", {"attention_bias": True, "num_key_value_heads": 4}),
     "smollm3": ("SmolLM3ForCausalLM", {"no_rope_layer_interval": 2, "tie_word_embeddings": True}),
     "smollm3-listed": ("SmolLM3ForCausalLM", {"no_rope_layers": [0, 1, 1, 0], "attention_bias": True}),
+    "smollm3-smallest": ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 0, 1, 0], "head_dim": 2, "hidden_size": 8}),
     "gemma": ("GemmaForCausalLM", GEMMA),
     "gemma-legacy": ("GemmaForCausalLM", {**GEMMA, "hidden_act": "gelu", "num_key_value_heads": 1}),
     "gemma2": ("Gemma2ForCausalLM", {**GEMMA2, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 0.4}),

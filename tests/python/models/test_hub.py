@@ -88,6 +88,24 @@ def test_pickled_weights_are_downloaded_where_there_are_no_others(hub: Hub, tiny
     assert {p.name for p in locate("org/head@v1", "draft").iterdir()} == {"config.json", "pytorch_model.bin"}
 
 
+@pytest.mark.parametrize("weights", [True, False], ids=["beside weights", "alone"])
+def test_an_adapter_of_the_hub_is_seen(weights: bool, hub: Hub, tmp_path: Path) -> None:
+    """Of a repository with an adapter, its configuration comes too, and is refused as in a directory."""
+    repository = tmp_path / "tuned"
+    if weights:
+        shutil.copytree(hub.repositories["org/model"], repository)
+    repository.mkdir(exist_ok=True)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (repository / name).write_bytes(b"{}")
+    hub.repositories["org/tuned"] = repository
+    where = "beside the weights" if weights else "not a whole model"
+    for _ in range(2):
+        with pytest.raises(ModelFileError, match=rf"model: an adapter .*\(adapter_config.json\), {where}") as e:
+            LLM("org/tuned")
+        assert not isinstance(e.value, HubError)
+    assert hub.asked == ["org/tuned"]
+
+
 def test_bars_are_as_asked(hub: Hub, tmp_path: Path) -> None:
     for progress in (None, True, False):
         shutil.rmtree(tmp_path / "cache", ignore_errors=True)

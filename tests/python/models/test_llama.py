@@ -11,7 +11,19 @@ import torch
 import modelzoo
 from modelrun import Driver, path_to, random_parents, random_tokens
 from specrs import ConfigError
-from specrs.models import LlamaModel, ModelFileError, Ops, UnsupportedModelError, ops_for, torch_ops
+from specrs.models import (
+    HOST,
+    Eagle3Head,
+    HostDense,
+    LlamaModel,
+    ModelFileError,
+    Ops,
+    Placement,
+    UnsupportedModelError,
+    numerics,
+    ops_for,
+    torch_ops,
+)
 
 OPS: dict[str, Any] = {"torch": torch_ops, "host": ops_for}
 
@@ -209,6 +221,34 @@ def test_weights_of_each_dtype_are_used_exactly(tmp_path: Path, dtype: torch.dty
         driver = Driver(build(tmp_path, "qwen2", ops, dtype=dtype))
         logits.append(driver.extend([driver.new()], [0], [tokens])[0])
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("tied", [False, True])
+def test_half_weights_are_kept_and_give_the_bits_of_the_same_in_f32(
+    tmp_path: Path, dtype: torch.dtype, tied: bool
+) -> None:
+    """Half the memory, the same logits bit for bit: of single tokens, of chunks, of a head."""
+    options = {"dtype": dtype, "tie_word_embeddings": tied}
+    target = modelzoo.write_target(tmp_path / "target", **options)
+    modelzoo.write_eagle3(tmp_path / "head", target, dtype=dtype, qk_norm=True, own_embedding=True)
+    whole = Placement(HOST.device, HOST.activations, HOST.activations)
+    tokens, found, bytes_ = random_tokens(60, seed=3), [], []
+    for dense in (HostDense(), HostDense(whole)):
+        model = LlamaModel.load(target, ops_for(None, dense))
+        head = Eagle3Head.load(tmp_path / "head", model.ops, model)
+        driver = Driver(model, head)
+        seq = driver.new()
+        logits, aux = driver.extend([seq], [0], [tokens], aux=True)
+        assert aux is not None and torch.equal(driver.decode_all(tokens)[0], logits)
+        drafted = driver.head_extend(seq, 0, [*tokens[1:], 5], aux)
+        found.append([logits, aux, *drafted])
+        products = [*model.products(), *head.products()]
+        bytes_.append(sum(linear.nbytes for _, linear in products))  # type: ignore[attr-defined]
+        names = {entry["dtype"] for entry in numerics(dense, products)["weights"].values()}
+        assert names == {str(dense.placement.weights or dtype).removeprefix("torch.")}
+    assert all(torch.equal(got, want) for got, want in zip(*found, strict=True))
+    assert 2 * bytes_[0] == bytes_[1]
 
 
 @pytest.mark.parametrize("token", [-1, 300, 1 << 40])

@@ -11,7 +11,7 @@ import pytest
 
 import specrs
 from modelzoo import Pair
-from specrs import LLM, ConfigError, ModelFileError, SamplingParams
+from specrs import LLM, ConfigError, HubError, ModelFileError, SamplingParams
 from specrs.cli import main
 from specrs.models.locate import hub_cache, locate
 
@@ -160,7 +160,8 @@ def folder(*names: str, config: bool = False) -> Any:
         (file("x.pt"), "pickled weights; those of a whole model are read as"),
         (folder(), "an empty directory"), (folder("m.Q4_K.gguf"), "only GGUF files"),
         (folder("m.gguf", config=True), "only GGUF files"),
-        (folder("adapter_config.json", "adapter_model.safetensors"), "a LoRA adapter.*merge_and_unload"),
+        (folder("adapter_config.json", "adapter_model.safetensors"), "an adapter .*whole model.*merge_and_unload"),
+        (folder("adapter_model.bin"), r"an adapter such as LoRA \(adapter_model.bin\), not a whole model"),
         (folder("pytorch_model.bin"), "config.json: .*no such file"),
         (folder("notes.txt"), "config.json: .*no such file"), (lambda root, _: root / "nowhere", "no such directory"),
         (lambda root, _: root / ("x" * 300), "File name too long"),
@@ -174,6 +175,40 @@ def test_what_is_no_model_is_recognised(make: Any, message: str, role: str, tiny
     assert f"{role}: " in error
     assert {"model": "EAGLE", "draft": "Hugging Face model directory"}[role] not in error
     assert isinstance(e.value, ConfigError) and e.value.path in (given, given / "config.json")
+
+
+@pytest.mark.parametrize("role", ["model", "draft"])
+@pytest.mark.parametrize("files", [["adapter_config.json"], ["adapter_config.json", "adapter_model.safetensors"],
+                                   ["adapter_model.safetensors"], ["adapter_model.bin"]])  # fmt: skip
+def test_an_adapter_beside_weights_is_not_dropped(
+    files: list[str], role: str, tiny: Pair, tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers would load the adapter with them: they alone are another model."""
+    given = tmp_path / "given"
+    shutil.copytree({"model": tiny.target, "draft": tiny.draft}[role], given)
+    for name in files:
+        (given / name).write_bytes(b"{}")
+    put(cache, "org/tuned", given)
+    why = rf"{role}: an adapter .*\({', '.join(files)}\), beside the weights.*merge_and_unload.*without these files"
+    for place in (given, "org/tuned"):
+        with pytest.raises(ModelFileError, match=why) as e:
+            LLM(**{"model": tiny.target, "draft": tiny.draft, role: place})
+        assert not isinstance(e.value, HubError)
+        argv = [str(place)] if role == "model" else [str(tiny.target), "--draft", str(place)]
+        assert main(["doctor", *argv]) == 1 and "remedy: give what the message names" in capsys.readouterr().out
+    for name in files:
+        (given / name).unlink()
+    assert locate(given, role) == given
+
+
+def test_an_adapter_in_the_cache_is_no_snapshot_in_part(cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "adapter").mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / "adapter" / name).write_bytes(b"{}")
+    put(cache, "org/adapter", tmp_path / "adapter")
+    with pytest.raises(ModelFileError, match=r"an adapter .*not a whole model") as e:
+        LLM("org/adapter")
+    assert not isinstance(e.value, HubError)  # there is nothing to download
 
 
 def test_a_wrong_draft_is_said_to_be_the_draft(tiny: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
