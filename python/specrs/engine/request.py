@@ -142,7 +142,7 @@ class StreamEvent:
     """Progress of one request: the tokens of a prefill or of one round.
 
     ``pieces`` is the released text as ``(text, drafted)`` runs; text that may be the beginning of a stop string, or
-    of an unfinished character, comes with a later event. The last event of a request carries its ``output``; of a
+    that a later token may change (an unfinished character, a row of byte tokens), comes with a later event. The last event of a request carries its ``output``; of a
     request with ``n`` outputs, the last event of each does, and ``index`` says whose an event is. ``logprobs`` is that
     of ``token_ids``, as `RequestOutput.logprobs`. ``rounds`` are those that the event tells of, where the request has
     `SamplingParams.trace`.
