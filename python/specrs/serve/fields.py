@@ -307,8 +307,9 @@ TABLE: tuple[Field, ...] = (
           "asked for or else the model's; not with `stream`", _C),
     Field("suffix", _R, only("", why="the model fills no gaps in a text"), "fill in the middle", _C),
     # OpenAI's, of chat
-    Field("messages", _H, messages, "content as a text, or parts of type `text`; roles `system`, `developer`, `user`, "
-          "`assistant`, `tool`, and those that the template names", _M),
+    Field("messages", _H, messages, "content as a text, or parts of type `text`; roles `system`, `developer` (as "
+          "`system` where the template does not name it), `user`, `assistant`, `tool`, and those that the template "
+          "names", _M),
     Field("max_completion_tokens", _H, whole(1), "the rest of the context where nobody says", _M),
     Field("max_tokens", _H, whole(1), "the older name of `max_completion_tokens`, which goes first", _M),
     Field("logprobs", _H, flag, "of each token", _M),

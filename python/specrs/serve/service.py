@@ -278,12 +278,14 @@ class Service:
         except GrammarFailedError as error:
             raise of(error, 0.0, wish.form) from None
         finally:
-            await self._leave(streams)
-            for stream in streams:
-                self.metrics.ended(stream.outputs, stream.times)
-            outputs = [one for stream in streams for one in stream.outputs]
-            if record is not None and outputs:
-                record.ended(outputs, [stream.times for stream in streams])
+            try:
+                await self._leave(streams)
+            finally:
+                for stream in streams:
+                    self.metrics.ended(stream.outputs, stream.times)
+                outputs = [one for stream in streams for one in stream.outputs]
+                if record is not None and outputs:
+                    record.ended(outputs, [stream.times for stream in streams])
 
     async def _submit(self, prompts: Sequence[TokenizedPrompt], wish: Wish, streams: list[RequestStream]) -> None:
         """Queue the prompts, each with a stream in the list, and wait until the engine has them."""

@@ -42,6 +42,9 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+SLOW = 25.0  # seconds that a process may take to end beside what it waits for, on a machine with much else to do
+
+
 @contextmanager
 def serving(*options: str, code: str | None = None, **environ: str) -> Iterator[tuple[Any, str]]:
     """A process and its address."""
@@ -144,7 +147,7 @@ def test_sigterm_with_an_engine_that_does_not_answer(busy: bool) -> None:
         began = time.monotonic()
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=60)
-        assert time.monotonic() - began < 1 + LAST_WORDS + 8
+        assert time.monotonic() - began < 1 + LAST_WORDS + SLOW
         assert process.returncode == 1
         assert err.count("\n") == 1 and "the engine has not answered for 5 seconds" in err
         assert not Path(f"/proc/{engine}").exists()
@@ -164,8 +167,8 @@ def test_a_second_signal_ends_a_server_whose_engine_hangs(busy: bool) -> None:
         assert process.poll() is None  # it waits for the engine
         began = time.monotonic()
         process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=20)
-        assert time.monotonic() - began < 4  # of which most is Python's own end, on a busy machine
+        _, err = process.communicate(timeout=60)
+        assert time.monotonic() - began < SLOW
         assert process.returncode == 1 and err == ""
         assert not Path(f"/proc/{engine}").exists()
         if sock is not None:
@@ -184,7 +187,7 @@ def test_sigterm_with_an_engine_s_thread_that_hangs() -> None:
         began = time.monotonic()
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=60)
-        assert time.monotonic() - began < 1 + LAST_WORDS + 5 + 8  # 5: Python's end waits for the thread
+        assert time.monotonic() - began < 1 + LAST_WORDS + 5 + SLOW  # 5: Python's end waits for the thread
         assert process.returncode == 1
         assert err.count("\n") == 1 and "the engine has not answered for 5 seconds" in err
         assert b'"code":"engine_unavailable"' in rest_of(sock)
