@@ -133,7 +133,8 @@ class RequestOutput:
 
     @property
     def mean_accepted(self) -> float:
-        """Tokens per round, bonus token included; 0 where no round ran."""
+        """Tokens per round, as vLLM's mean acceptance length: accepted drafts and the bonus token, so 1.0 where none
+        was accepted; 0 where no round ran."""
         return sum(n * c for n, c in enumerate(self.accepted_lengths)) / self.rounds if self.rounds else 0.0
 
 
