@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Real clients against `specrs serve` on loopback, each in an environment of its own:
 #
-#   tests/clients/run.sh [NAME ...]      of: openai openai2 langchain instructor lm_eval guidellm ray; all of them
+#   tests/clients/run.sh [NAME ...]      of: openai openai2 agents langchain instructor lm_eval guidellm ray; all of them
 #   tests/clients/run.sh --prepare NAME  makes the environment and prints its Python
 #
 # PYTHON (.venv's, else python3) has specrs and what it needs; clients see those packages behind their own, so that torch
@@ -16,12 +16,13 @@ python=${PYTHON:-$root/.venv/bin/python}
 [ -x "$python" ] || python=$(command -v python3)
 cache=${CLIENTS_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/specrs-clients}
 export PYTHONPATH=$root/python${PYTHONPATH:+:$PYTHONPATH} HF_HUB_OFFLINE=1 SPECRS_DEVICE=${SPECRS_DEVICE:-cpu}
-names=(openai openai2 langchain instructor lm_eval guidellm ray)
+names=(openai openai2 agents langchain instructor lm_eval guidellm ray)
 
 # What each installs, and whether it sees PYTHON's packages behind its own: `shares`, or `alone`.
 declare -A needs=(
     [openai]="alone openai>=3" # the newest
     [openai2]="alone openai>=2,<3"
+    [agents]="alone openai-agents>=0.20"
     [langchain]="alone langchain-openai>=1"
     [instructor]="alone instructor>=1"
     [lm_eval]="shares lm-eval[api]>=0.4.9"

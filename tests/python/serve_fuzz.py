@@ -26,14 +26,29 @@ CHAT: dict[str, Any] = {
         "name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}, "strict": False}}],
     "tool_choice": "none", "metadata": {"a": "b"},
 }  # fmt: skip
+RESPONSE: dict[str, Any] = {
+    "model": "tiny", "instructions": "s", "max_output_tokens": 3, "temperature": 0.0, "metadata": {"a": "b"},
+    "input": [
+        {"role": "developer", "content": "s"},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hello"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a", "annotations": []}]},
+        {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "7"},
+    ],
+    "text": {"format": {"type": "text"}}, "reasoning": {"summary": "auto"}, "truncation": "auto", "tool_choice": "none",
+    "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": False}],
+    "include": ["message.output_text.logprobs"], "top_logprobs": 2, "store": False,
+}  # fmt: skip
 TOKENIZE: dict[str, Any] = {"model": "tiny", "prompt": "abc", "add_special_tokens": True}
 DETOKENIZE: dict[str, Any] = {"model": "tiny", "tokens": [1, 2, 3]}
 BODIES = [
-    ("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT), ("/tokenize", TOKENIZE), ("/detokenize",
-    DETOKENIZE)
+    ("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT), ("/v1/responses", RESPONSE),
+    ("/v1/responses/input_tokens", RESPONSE), ("/tokenize", TOKENIZE), ("/detokenize", DETOKENIZE),
 ]  # fmt: skip
 FIELDS = sorted({
-    *COMPLETION, *CHAT, "best_of", "suffix", "frequency_penalty", "presence_penalty", "repetition_penalty", "top_k",
+    *COMPLETION, *CHAT, *RESPONSE, "previous_response_id", "conversation", "background",
+    "best_of", "suffix", "frequency_penalty", "presence_penalty", "repetition_penalty", "top_k",
     "min_p",
     "min_tokens", "ignore_eos", "bad_words", "allowed_token_ids", "stop_token_ids", "prompt_logprobs", "max_tokens",
     "truncate_prompt_tokens", "priority", "skip_special_tokens", "include_stop_str_in_output", "prediction",
@@ -100,7 +115,7 @@ def body(rng: random.Random) -> tuple[str, bytes]:
         else:
             damaged(rng, value)
     # What runs is short: the fuzz is of the server, not of the model.
-    for name in ("max_tokens", "max_completion_tokens", "n", "best_of"):
+    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens", "n", "best_of"):
         if isinstance(value.get(name), (int, float)) and not isinstance(value[name], bool) and 4 < value[name] < 2**40:
             value[name] = 4
     text = encode(value)

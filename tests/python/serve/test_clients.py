@@ -1,4 +1,5 @@
-"""The `openai` client, the newest and of 2.x, against `specrs serve`: the quick part of `tests/clients/run.sh`.
+"""The `openai` client, the newest and of 2.x, and `openai-agents`, against `specrs serve`: the quick part of
+`tests/clients/run.sh`.
 
 The environments are made from the package index, once; where it cannot be reached and they are not there, this skips.
 """
@@ -15,7 +16,6 @@ import pytest
 pytest.importorskip("uvicorn", reason="the extra specrs[serve] is not installed")
 
 RUN = Path(__file__).parents[2] / "clients/run.sh"
-NAMES = ("openai", "openai2")
 
 
 def environment() -> dict[str, str]:
@@ -23,8 +23,9 @@ def environment() -> dict[str, str]:
             "PYTHONPATH": os.pathsep.join(p for p in sys.path if p.endswith("python"))}  # fmt: skip
 
 
-def test_openai() -> None:
-    for name in NAMES:
+@pytest.mark.parametrize("names", [("openai", "openai2"), ("agents",)])
+def test_clients(names: tuple[str, ...]) -> None:
+    for name in names:
         try:
             made = subprocess.run([RUN, "--prepare", name], env=environment(), capture_output=True, text=True,
                                   timeout=120, check=False)  # fmt: skip
@@ -32,6 +33,6 @@ def test_openai() -> None:
             pytest.skip("the package index does not answer within two minutes")
         if made.returncode:
             pytest.skip(f"no environment for {name}: {made.stderr.strip().splitlines()[-1:]}")
-    done = subprocess.run([RUN, *NAMES], env=environment(), capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run([RUN, *names], env=environment(), capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "openai: passed" in done.stdout and "openai2: passed" in done.stdout
+    assert all(f"{name}: passed" in done.stdout for name in names)
