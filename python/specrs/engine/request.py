@@ -143,10 +143,10 @@ class StreamEvent:
     """Progress of one request: the tokens of a prefill or of one round.
 
     ``pieces`` is the released text as ``(text, drafted)`` runs; text that may be the beginning of a stop string, or
-    that a later token may change (an unfinished character, a row of byte tokens), comes with a later event. The last event of a request carries its ``output``; of a
-    request with ``n`` outputs, the last event of each does, and ``index`` says whose an event is. ``logprobs`` is that
-    of ``token_ids``, as `RequestOutput.logprobs`. ``rounds`` are those that the event tells of, where the request has
-    `SamplingParams.trace`.
+    that a later token may change (an unfinished character, a row of byte tokens), comes with a later event. The last
+    event of a request carries its ``output``; with ``n`` outputs the last event of each does, and ``index`` says which
+    of them an event is of. ``logprobs`` is that of ``token_ids``, as `RequestOutput.logprobs`. ``rounds`` are those that
+    the event tells of, where the request has `SamplingParams.trace`.
     """
 
     request_id: int
