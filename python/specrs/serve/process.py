@@ -171,6 +171,7 @@ def server(config: ServeConfig, engine: AsyncLLM | None = None) -> uvicorn.Serve
                 connection.transport.abort()  # so that its request ends as one whose client has gone
             await service.pause(lambda: not state.tasks, _CUT)
             await super().shutdown([self._own] if sockets is None and self._own is not None else sockets)
+            _unlink(config)
             if self.lifespan.should_exit or service.unsound:  # it met an error at its end
                 self.status = 1
 
@@ -212,8 +213,7 @@ def run(config: ServeConfig) -> int:
         finally:
             with contextlib.suppress(TimeoutError):  # of a thread in a step: the process ends without it
                 asyncio.run(engine.aclose(drain=False, grace=0.0 if made.status else LAST_WORDS))
-            if config.uds is not None:
-                os.unlink(config.uds)
+            _unlink(config)
     return int(made.status)
 
 
@@ -258,6 +258,13 @@ def _local_listener(path: str) -> socket.socket:
         sock.close()
         raise OSError(e.errno, f"{path}: {e.strerror or e}") from None
     return sock
+
+
+def _unlink(config: ServeConfig) -> None:
+    """Remove the file of a Unix domain socket at which nobody listens any more."""
+    if config.uds is not None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(config.uds)
 
 
 def _is_left(path: str) -> bool:
