@@ -145,7 +145,7 @@ class StreamEvent:
     ``pieces`` is the released text as ``(text, drafted)`` runs; text that may be the beginning of a stop string, or
     that a later token may change (an unfinished character, a row of byte tokens), comes with a later event. The last
     event of a request carries its ``output``; with ``n`` outputs the last event of each does, and ``index`` says which
-    of them an event is of. ``logprobs`` is that of ``token_ids``, as `RequestOutput.logprobs`. ``rounds`` are those that
+    of them it is of. ``logprobs`` is that of ``token_ids``, as `RequestOutput.logprobs`. ``rounds`` are those that
     the event tells of, where the request has `SamplingParams.trace`.
     """
 
