@@ -381,11 +381,14 @@ def test_what_changes_nothing_is_taken(web: Running) -> None:
         "store": True, "user": "u", "safety_identifier": "s", "service_tier": "auto", "prompt_cache_key": "k",
         "prompt_cache_retention": "24h", "max_tool_calls": 3, "background": False, "previous_response_id": None,
         "include": ["reasoning.encrypted_content"], "reasoning": {"summary": "auto", "effort": None}, "tools": [],
-        "stream_options": {"include_obfuscation": False}, "n": 1, "truncation": "disabled", "tool_choice": "auto",
+        "n": 1, "truncation": "disabled", "tool_choice": "auto",
         "parallel_tool_calls": True, "text": {}, "metadata": {}, "top_logprobs": 0,
     }  # fmt: skip
     alone = told(web, input="def f(x):", **GREEDY)
     assert words(web.post(PATH, input="def f(x):", **harmless, **GREEDY).json()) == words(alone)
+    options = {"stream": True, "stream_options": {"include_obfuscation": False}}
+    last = events(web.post(PATH, input="def f(x):", **options, **harmless, **GREEDY).text)[-1]
+    assert words(last["response"]) == words(alone)
 
 
 def test_nothing_is_stored(web: Running) -> None:
