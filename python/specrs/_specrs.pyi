@@ -1510,7 +1510,8 @@ def likeliest(
 ) -> list[tuple[list[int], list[list[int]]]]:
     """Of some `requests` (rows of the batch) the tokens of their trees' nodes, and for each node the tokens of its
     `count` largest logits: the largest first, of equal ones the lower token first, as many as there are; none where
-    the row of logits has NaN or no finite value. `logits` is float32 [sum of sizes, vocab], one row a node.
+    the row of logits has NaN or no finite value. `logits` is float32 [sum of sizes, vocab], one row a node. Raises
+    `ConfigError` for a request that is named twice, so that no more tokens come back than there are logits.
     """
 
 def kv_write(cache: KvCache, layer: SupportsIndex, plan: Plan, k: _Tensor, v: _Tensor) -> None:

@@ -135,19 +135,17 @@ def test_objects_that_behave_go_through() -> None:
 SHAPE = (1, 2, 64, 2, 8)
 
 
-def planned() -> core.Plan:
-    """A plan of three queries over pages of four tokens."""
+def planned() -> tuple[core.Plan, core.Lease]:
+    """A plan of three queries over pages of four tokens, and the lease that it stands on."""
     geometry = core.Geometry(2, 24, 4, core.TreeShape(2, 2, 4))
     pool = core.Pool(16, 4, 2, geometry.row_pages)
     planner, seq = core.Planner(geometry, pool), pool.create()
-    with pool.reserve([(seq, 8)]) as lease:
-        plan = planner.extend([seq], [0], [3])
-        lease.commit([3])
-    return plan
+    lease = pool.reserve([(seq, 8)])
+    return planner.extend([seq], [0], [3]), lease
 
 
 def test_a_lent_cache_that_an_operand_frees_is_seen() -> None:
-    plan, k, q = planned(), torch.zeros(3, 2, 8), torch.zeros(3, 2, 8)
+    (plan, _lease), k, q = planned(), torch.zeros(3, 2, 8), torch.zeros(3, 2, 8)
 
     def seen(call: Callable[[core.KvCache, Callable[[], object]], object]) -> None:
         tensor = torch.zeros(SHAPE)
@@ -165,7 +163,7 @@ def test_a_lent_cache_that_an_operand_frees_is_seen() -> None:
 
 
 def test_norms_and_outputs_over_the_cache_are_refused() -> None:
-    plan, tensor = planned(), torch.zeros(SHAPE)
+    (plan, _lease), tensor = planned(), torch.zeros(SHAPE)
     cache, flat = core.KvCache(tensor, 4), tensor.view(-1)
     rope = core.RopeTable(torch.ones(64, 4), torch.zeros(64, 4))
     qkv, out = torch.zeros(3, 6 * 8), torch.zeros(3, 2 * 8)
