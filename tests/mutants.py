@@ -69,7 +69,7 @@ MUTANTS = [
            "if geometry.reverts().has(Fault::StalePadding) &&",
            "if geometry.reverts().has(Fault::StalePadding) && false &&", "stale_padding"),
     Mutant(26972, "guard", "positions are not compared with the allocation", "src/plan/write/place.rs",
-           "if end > allocated {", "if end > allocated && false {", "holey_reserve"),
+           "if end > u64::from(self.limit) {", "if end > u64::from(self.limit) && false {", "holey_reserve"),
     Mutant(26972, "switch", "the reserve has its holey term", "src/geometry/capacity.rs",
            "Layout::Holey if reverts.has(Fault::HoleyReserve) =>",
            "Layout::Holey if reverts.has(Fault::HoleyReserve) && false =>", "holey_reserve"),

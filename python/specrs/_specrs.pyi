@@ -519,13 +519,20 @@ class Moves:
     def dst(self) -> Array:
         """Destination slots, int32."""
 
-    def claim(self, address: SupportsIndex, nbytes: SupportsIndex) -> None: ...
+    def claim(self, address: SupportsIndex, nbytes: SupportsIndex) -> None:
+        """For a caller that runs them by a kernel of its own: check that they may run now over the KV cache whose
+        memory is `nbytes` bytes at `address`, and count them as run there, as `kv_move` does. Raises
+        `StaleHandleError` where they have run there, or their pages, their lease or the committed length have
+        changed.
+        """
+
     def __len__(self) -> int: ...
 
 @final
 class Plan:
     """What one step of a batch writes and attends to, checked against the pool, and the arrays of its format.
-    Kernels refuse it (`StaleHandleError`) once a row's pages have changed. B requests, Q queries.
+    Kernels refuse it (`StaleHandleError`) once a row's pages have changed or its lease has ended, and once more is
+    committed than it was made for. B requests, Q queries.
     """
 
     @property
@@ -578,7 +585,11 @@ class Plan:
         """Version of each row when the plan was made, int64 [B]; 0 for a dead request."""
 
     @property
-    def committed(self) -> Array: ...
+    def committed(self) -> Array:
+        """Committed length that each live request was planned for, int32 [live_batch]: kernels refuse the plan
+        (`StaleHandleError`) once more is committed, or the commit of more is planned.
+        """
+
     @property
     def qo_indptr(self) -> Array:
         """First query of each request, and Q: int32 [B + 1]."""
@@ -699,7 +710,10 @@ class Planner:
         draft model's pass over accepted tokens.
 
         Of every plan: `pad` is (requests, queries) to pad to, at most `max_batch` and what so many requests have in the
-        phase; `out` takes the arrays of the format, see `buffers`.
+        phase; `out` takes the arrays of the format, see `buffers`. What it writes is reserved (`Pool.reserve`) by a
+        lease that lives, and it is planned behind what is committed or in flight: a length before that, which would
+        overwrite committed KV, or beyond, where nobody wrote, is a `ConfigError`. `extend` alone may start before it,
+        for the draft model; up to the committed length it needs no lease.
         """
 
     def decode(
@@ -765,7 +779,8 @@ class Planner:
     ) -> Moves:
         """Make the accepted nodes' KV the dense end of each prefix: with pages of one token the lease's rows are
         reordered and nothing moves; else the returned moves have to be run before the lease is committed. `lease` is
-        of the planner's pool and covers each of `seqs`, else `ConfigError`; nothing is changed then.
+        of the planner's pool and covers each of `seqs`, else `ConfigError`; nothing is changed then. A second commit
+        of a round is a `ConfigError`, and its plans are refused from then on.
         """
 
     def buffers(
@@ -1518,7 +1533,10 @@ def kv_write(cache: KvCache, layer: SupportsIndex, plan: Plan, k: _Tensor, v: _T
     """Write keys and values, float32 [Q, kv_heads, head_dim], of `layer` to the plan's slots."""
 
 def kv_move(cache: KvCache, moves: Moves) -> None:
-    """Copy the KV of each source slot to its destination slot, in every layer, in order."""
+    """Copy the KV of each source slot to its destination slot, in every layer, in order. Moves that a planner or a
+    lease made run once over a cache; `StaleHandleError` refuses them a second time, and once their pages, their
+    lease or the committed length have changed.
+    """
 
 def attention(
     cache: KvCache, layer: SupportsIndex, plan: Plan, q: _Tensor, out: _Tensor, scale: float, cap: float | None = None

@@ -138,6 +138,7 @@ def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "Lease.advance": (native.lease.advance, {"committed": [5, 3]}),
         "Lease.remap": (one_page.lease.remap, {"seq": one_page.seqs[0], "first": 5, "order": [1, 0]}),
         "Moves.__new__": (core.Moves, {"src": [1, 2], "dst": [2, 1], "num_slots": 8, "scratch": 5}),
+        "Moves.claim": (core.Moves([1, 2], [2, 1], 8, 5).claim, {"address": 4096, "nbytes": 64}),
         "DeviceLens.__new__": (
             lambda batch, at_most: w.planner.sizes("verify", core.DeviceLens(batch, at_most)),
             {"batch": 2, "at_most": 64},

@@ -1,6 +1,6 @@
 //! Commits and tail copies, planned.
 
-use crate::error::{Error, Result, in_range, same_length};
+use crate::error::{Error, Result, in_range, listed, same_length};
 use crate::plan::write::lower::Lower;
 use crate::plan::write::place::WriteSite;
 use crate::plan::write::planner::{Planner, check_batch};
@@ -124,7 +124,7 @@ fn check_path(path: &[u32], at: WriteSite<'_>, v: u32) -> Result<u32> {
 fn bad_path(path: &[u32], request: usize) -> Error {
     Error::Invalid {
         what: "accepted path",
-        got: format!("request {request}: {path:?}"),
+        got: format!("request {request}: {}", listed(path)),
         why: "a path starts with the root, node 0, and its indices increase".into(),
     }
 }

@@ -167,7 +167,7 @@ def test_an_index_behind_what_is_allocated_names_reserve() -> None:
     geometry = core.Geometry(2, 64, 4, core.TreeShape(2, 2, 4))
     pool = core.Pool(64, 4, 2, geometry.row_pages)
     planner = core.Planner(geometry, pool)
-    with pytest.raises(core.SpecrsError, match=r"allocated positions is outside 0\.\.0 .*`reserve` them first") as e:
+    with pytest.raises(core.SpecrsError, match=r"allocated positions is outside 0\.\.0 .*reserve them first") as e:
         planner.extend([pool.create()], [0], [10])
     assert isinstance(e.value, core.OutOfBoundsError)
 

@@ -161,7 +161,7 @@ def test_the_per_thread_default_stream_is_refused_wherever_work_would_have_to_be
     # Dropped on another thread, a loan to it gave its memory back while the first thread's work ran.
     a = arena([("a", "int32", [4])])
     t = a.tensor("a", raw())
-    with pytest.raises(BufferError, match=r"stream = 2: the per-thread default stream .* torch\.cuda\.Stream"):
+    with pytest.raises(BufferError, match=r"stream = 2: the per-thread default stream .*torch\.cuda\.Stream"):
         t.__dlpack__(stream=2)
     ids = torch.zeros(3, dtype=torch.int32, device=CUDA)
     table, out = (torch.zeros(3, 8, dtype=torch.bfloat16, device=CUDA) for _ in range(2))
