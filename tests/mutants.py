@@ -93,8 +93,8 @@ MUTANTS = [
     Mutant("quiet", "quiet", "the head's results are borrowed for ever", "python/specrs/engine/host.py",
            "if request.root is root:", "if False:",
            "drafts:join_and_leave"),
-    Mutant("quiet", "quiet", "the detokenizer knows no prompt", "python/specrs/engine/request.py",
-           "prompt_ids[-_CONTEXT_TOKENS:]", "[]", "text:first_word"),
+    Mutant("quiet", "quiet", "the detokenizer knows no prompt", "python/specrs/engine/decoding.py",
+           "for token in self._end_of(prompt):", "for token in ():", "text:behind_a_prompt"),
 ]  # fmt: skip
 
 

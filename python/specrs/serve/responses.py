@@ -60,11 +60,8 @@ async def responses(service: Service, exchange: Exchange, body: Mapping[str, Any
                 prompt, manner, wanted = await _prompt(service, fields, asked, given.get("truncation") == "auto")
             call = Call(service, fields, body, model, manner, wanted)
             record.id = call.id
-            async with service.submitted([prompt], wanted) as flow:
-                try:
-                    await (call.stream(exchange, flow) if record.stream else call.whole(exchange, flow))
-                finally:
-                    record.ended(flow.outputs, [stream.times for stream in flow.streams])
+            async with service.submitted([prompt], wanted, record) as flow:
+                await (call.stream(exchange, flow) if record.stream else call.whole(exchange, flow))
 
 
 async def input_tokens(service: Service, exchange: Exchange, body: Mapping[str, Any]) -> None:
