@@ -19,7 +19,7 @@ use std::hint::black_box;
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use specrs::geometry::Layout;
 use specrs::plan::{
-    AnyFormat, Batch, DraftMask, FlashAttention, FlashInfer, Lens, MaskForm, Native, Paths, Planner, Trees, Triton,
+    AnyFormat, Batch, DraftMask, FlashAttention, FlashInfer, Lens, MaskForm, Native, Planner, Trees, Triton,
 };
 use workload::Round;
 
@@ -45,7 +45,7 @@ fn parts(c: &mut Criterion) {
         let mut group = c.benchmark_group(format!("parts_b{batch}"));
         let mut r = Round::new(batch, 1, Layout::Dense).expect("the shapes are in range");
         let mut planner = Planner::new(r.geometry, Native).expect("native takes the dense layout");
-        let Round { pool, seqs, lens, bits, sizes, parents, path_sizes, path_nodes, .. } = &mut r;
+        let Round { pool, seqs, lens, bits, sizes, parents, path_sizes, .. } = &mut r;
         let b = Batch::new(seqs, Lens::Host(lens));
         group.bench_function("draft", |x| {
             x.iter(|| pool.with_tables(|t| black_box(planner.draft(&t, &b, 2, DraftMask::Ancestors(&bits[2])))));

@@ -278,9 +278,8 @@ mod tests {
         let outside = |buffer| {
             Error::OutOfBounds { kernel: "decode", buffer, request: 0, step: -1, index: 9, bound: 0 }.to_string()
         };
-        let text =
-            "decode: index 9 into allocated positions is outside 0..0 (request 0, step -1); `reserve` them first";
-        assert!(outside("allocated positions").starts_with(text));
+        let text = "decode: index 9 into allocated positions is outside 0..0 (request 0, step -1); reserve them first (`Pool.reserve`)";
+        assert_eq!(outside("allocated positions"), text);
         assert!(outside("cache (slot)").ends_with("(request 0, step -1)"));
     }
 }

@@ -81,7 +81,8 @@ mod tests {
         for (a, n, written) in spans("out") {
             for (b, m, other) in spans("x") {
                 let shared = (a..a + n).any(|byte| (b..b + m).contains(&byte));
-                let cases: [(&[&[Span]], &[&[Span]]); 3] =
+                type Lists<'a> = &'a [&'a [Span]];
+                let cases: [(Lists<'_>, Lists<'_>); 3] =
                     [(&[&[written]], &[&[], &[other]]), (&[&[other, written]], &[]), (&[&[other], &[written]], &[])];
                 for (all, read) in cases {
                     let told = disjoint(all, read).map_err(|e| e.to_string());

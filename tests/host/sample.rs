@@ -116,7 +116,9 @@ proptest! {
                 prop_assert_eq!(got, Ok(()));
                 let max = edited.iter().copied().fold(f32::NEG_INFINITY, f32::max);
                 let greedy = config.temperature == 0.0;
-                let over = if greedy { 1.0 } else { config.temperature };
+                // A temperature whose inverse leaves f32 counts as the nearest whose inverse does not.
+                let (least, most) = (1.0 / f64::from(f32::MAX), 1.0 / f64::from(f32::MIN_POSITIVE));
+                let over = if greedy { 1.0 } else { config.temperature.clamp(least, most) };
                 let cut = config.top_k > 0 || config.top_p < 1.0 || config.min_p > 0.0;
                 for (i, &x) in edited.iter().enumerate() {
                     let scaled = ((f64::from(x) - f64::from(max)) / over) as f32;

@@ -58,7 +58,7 @@ impl<F: Lower> Planner<F> {
             }
         }
         let queries = counts.iter().map(|&c| c as u64).sum();
-        let plan = self.build(tables, batch, starts, phase, queries, 0, |_, scratch, plan| {
+        let plan = self.build(tables, batch, phase, queries, 0, |_, scratch, plan| {
             let (indptr, prefix) = (plan.qo_indptr.get_mut(), plan.prefix_lens.get_mut());
             let (mut positions, mut slots) = (plan.positions.get_mut(), plan.out_slots.get_mut());
             let mut q = 0;
@@ -109,7 +109,7 @@ impl<F: Lower> Planner<F> {
             same_length("ancestor bits", bits.len(), batch.seqs.len() * n)?;
         }
         let queries = batch.seqs.len() as u64 * k as u64;
-        self.build(tables, batch, lens, Phase::Draft { step }, queries, words, |geometry, scratch, plan| {
+        self.build(tables, batch, Phase::Draft { step }, queries, words, |geometry, scratch, plan| {
             let limit = geometry.limits().max_context_len;
             scratch.draft_slots.place(geometry, tables, &scratch.rows, lens, WHO)?;
             let (b, queries) = (batch.seqs.len(), batch.seqs.len() * k);
@@ -160,7 +160,7 @@ impl<F: Lower> Planner<F> {
         let queries = trees.sizes.iter().map(|&n| n as u64).sum::<u64>();
         same_length("tree parents", trees.parents.len(), queries as usize)?;
         let words = self.geometry.verify_mask_words();
-        let plan = self.build(tables, batch, lens, Phase::Verify, queries, words, |geometry, scratch, plan| {
+        let plan = self.build(tables, batch, Phase::Verify, queries, words, |geometry, scratch, plan| {
             let (limit, v) = (geometry.limits().max_context_len, geometry.shape().draft_tokens());
             let w = words as usize;
             let (indptr, prefix) = (plan.qo_indptr.get_mut(), plan.prefix_lens.get_mut());

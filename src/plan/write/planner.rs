@@ -140,12 +140,12 @@ impl<F: Lower> Planner<F> {
         &mut self,
         tables: &Tables<'_>,
         batch: &Batch<'_>,
-        lens: &[u32],
         phase: Phase,
         queries: u64,
         mask_words: u32,
         fill: impl FnOnce(&Geometry, &mut Scratch, &mut Plan) -> Result<()>,
     ) -> Result<AuditedPlan<F>> {
+        let lens = batch.lens.host(phase.name())?;
         let Self { geometry, format, debug, deferred, plans, scratch, .. } = self;
         check_batch(geometry, tables, batch)?;
         scratch.rows.resolve(tables, batch.seqs)?;

@@ -22,6 +22,11 @@ use crate::overlap::{Operand, Span, disjoint};
 pub(in crate::py) type Named<'a, 'py> = (&'static str, &'a Bound<'py, PyAny>);
 /// One that may be left out.
 pub(in crate::py) type Maybe<'a, 'py> = (&'static str, Option<&'a Bound<'py, PyAny>>);
+/// What a call reads, may read and writes.
+type Taken<const R: usize, const M: usize, const W: usize> = ([Tensor; R], [Option<Tensor>; M], [Output; W]);
+/// What a call may read, and may write.
+#[cfg(feature = "cuda")]
+type TakenLists = (Vec<Option<Tensor>>, Vec<Option<Output>>);
 
 /// What a call has besides the tensors that it is given.
 #[derive(Clone, Copy)]
@@ -68,7 +73,7 @@ impl<'a> Call<'a> {
         read: [Named<'_, '_>; R],
         maybe: [Maybe<'_, '_>; M],
         written: [Named<'_, '_>; W],
-    ) -> PyResult<([Tensor; R], [Option<Tensor>; M], [Output; W])> {
+    ) -> PyResult<Taken<R, M, W>> {
         let there = maybe.iter().filter_map(|&(what, object)| Some((what, object?)));
         let mut looks = Looks::new(self, read.iter().copied().chain(there).chain(written.iter().copied()))?;
         let (mut inputs, mut options, mut outputs) = ([const { None }; R], [const { None }; M], [const { None }; W]);
@@ -94,11 +99,7 @@ impl<'a> Call<'a> {
     /// [`Self::take`] of lists, but for overlaps: a launch looks for those itself, since it has operands of its own.
     /// What is written is neither read-only nor expanded.
     #[cfg(feature = "cuda")]
-    pub(in crate::py) fn take_lists(
-        self,
-        read: &[Maybe<'_, '_>],
-        written: &[Maybe<'_, '_>],
-    ) -> PyResult<(Vec<Option<Tensor>>, Vec<Option<Output>>)> {
+    pub(in crate::py) fn take_lists(self, read: &[Maybe<'_, '_>], written: &[Maybe<'_, '_>]) -> PyResult<TakenLists> {
         let given = read.iter().chain(written).filter_map(|&(what, object)| Some((what, object?)));
         let mut looks = Looks::new(self, given)?;
         let import = |&(what, object): &Maybe<'_, '_>| object.map(|o| looks.import(what, o)).transpose();
