@@ -17,5 +17,7 @@ def test_names() -> None:
         told |= {(file, name) for name in re.findall(r"::(test_\w+)", row)}
     files = {file for file, _ in told}
     there = {(file, name) for file in files for name in re.findall(r"^def (test_\w+)", (HERE / file).read_text(), re.M)}
-    assert files == {"test_faults.py", "test_fault_grammars.py", "test_fuzz.py"}
-    assert told == there
+    whole = {"test_faults.py", "test_fault_grammars.py", "test_fuzz.py"}  # the page has each of their tests
+    assert whole <= files
+    assert told <= there
+    assert {one for one in there if one[0] in whole} <= told
