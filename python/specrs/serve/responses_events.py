@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any
@@ -98,7 +99,7 @@ class Output:
         return events
 
 
-class _Item:
+class _Item(ABC):
     """One that grows. index: its place in the output."""
 
     prefix = ""
@@ -108,9 +109,9 @@ class _Item:
         self.index, self.id = index, f"{self.prefix}_{uuid.uuid4().hex}"
         self._texts: list[str] = []
 
+    @abstractmethod
     def item(self, status: str, text: str | None) -> dict[str, Any]:
         """As it stands. text: ``None``: it has only begun."""
-        raise NotImplementedError
 
     def opened(self) -> list[Event]:
         """The events of its beginning."""
@@ -128,8 +129,9 @@ class _Item:
         item = self.item(status, text)
         return [*self._told(text), {"type": "response.output_item.done", "output_index": self.index, "item": item}]
 
+    @abstractmethod
     def _told(self, text: str) -> list[Event]:
-        raise NotImplementedError
+        """The events that tell of its whole text."""
 
     def _event(self, type: str, **more: Any) -> Event:
         return {"type": type, "item_id": self.id, "output_index": self.index, **more}
@@ -138,9 +140,9 @@ class _Item:
 class _Parted(_Item):
     """Text in a part of an item's content."""
 
+    @abstractmethod
     def part(self, text: str) -> dict[str, Any]:
         """With so much text."""
-        raise NotImplementedError
 
     def opened(self) -> list[Event]:
         return [*super().opened(), self._event("response.content_part.added", part=self.part(""))]
