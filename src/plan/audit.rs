@@ -111,7 +111,8 @@ fn request<'a>(plan: &Plan, tables: &Tables<'a>, i: usize) -> Result<AuditedRequ
 
 /// The prefix ends where the settled tokens do, or among those in flight; of an extend, perhaps before.
 fn lengths(plan: &Plan, tables: &Tables<'_>, r: &AuditedRequest<'_>, row: u32) -> Result<()> {
-    let Some(RowView { committed, settled, reach, .. }) = tables.row(row) else { return Ok(()) }; // its version was right
+    let Some(RowView { committed, .. }) = tables.row(row) else { return Ok(()) }; // its version was right
+    let (settled, reach) = (tables.settled(row).unwrap_or(0), tables.reach(row).unwrap_or(0));
     let least = if plan.phase == Phase::Extend { 0 } else { settled };
     if (u64::from(least)..=u64::from(reach)).contains(&r.prefix) {
         return Ok(());
@@ -122,7 +123,7 @@ fn lengths(plan: &Plan, tables: &Tables<'_>, r: &AuditedRequest<'_>, row: u32) -
 }
 
 /// What may be settled at most when a plan runs, request by request; of a plan that [`check`] takes.
-pub(super) fn committed(plan: &Plan, tables: &Tables<'_>) -> Vec<u32> {
+pub(super) fn settled(plan: &Plan, tables: &Tables<'_>) -> Vec<u32> {
     let rows = plan.rows().iter().zip(plan.prefix_lens()).take(plan.live_batch);
     rows.map(|(&row, &prefix)| tables.settled(row as u32).unwrap_or(0).max(prefix as u32)).collect()
 }

@@ -40,9 +40,8 @@ pub struct Plan {
     pub(crate) versions: Buf<u64>,
     pub(crate) qo_indptr: Buf<i32>,
     pub(crate) prefix_lens: Buf<i32>,
-    /// `[live batch]` tokens that may be settled at most when the plan runs; empty for a plan made elsewhere, until it is
-    /// audited.
-    pub(crate) committed: Buf<u32>,
+    /// `[live batch]` tokens that may be settled at most when the plan runs; empty where those are its prefixes.
+    pub(crate) settled: Buf<u32>,
     pub(crate) positions: Buf<i32>,
     pub(crate) out_slots: Buf<i32>,
     pub(crate) mask: Buf<u64>,
@@ -62,7 +61,7 @@ impl Default for Plan {
             versions: Buf::default(),
             qo_indptr: vec![0].into(),
             prefix_lens: Buf::default(),
-            committed: Buf::default(),
+            settled: Buf::default(),
             positions: Buf::default(),
             out_slots: Buf::default(),
             mask: Buf::default(),
@@ -85,7 +84,7 @@ impl Plan {
             versions: parts.versions.into(),
             qo_indptr: parts.qo_indptr.into(),
             prefix_lens: parts.prefix_lens.into(),
-            committed: Buf::default(),
+            settled: Buf::default(),
             positions: parts.positions.into(),
             out_slots: parts.out_slots.into(),
             mask: parts.mask.into(),
@@ -155,7 +154,7 @@ impl Plan {
         parts.positions.truncate(q);
         parts.out_slots.truncate(q);
         parts.mask.truncate(q * self.mask_words as usize);
-        Self { pool: self.pool, committed: self.committed.clone(), ..Self::from_parts(self.phase, self.page, parts) }
+        Self { pool: self.pool, settled: self.settled.clone(), ..Self::from_parts(self.phase, self.page, parts) }
     }
 
     /// `[batch]` row of each request in the pool's page table; -1 for a dead request.
@@ -166,12 +165,6 @@ impl Plan {
     /// `[batch]` version of each row when the plan was made; 0 for a dead request.
     pub fn versions(&self) -> &[u64] {
         self.versions.get()
-    }
-
-    /// `[live batch]` committed length that each request was planned for: the plan is refused once more is committed, or
-    /// the commit of more is planned. It is L; of an extend that starts below what was committed, that length.
-    pub fn committed(&self) -> &[u32] {
-        self.committed.get()
     }
 
     /// `[batch + 1]` queries of request i are `qo_indptr[i]..qo_indptr[i+1]`; a dead request has none.
@@ -215,8 +208,11 @@ impl Plan {
         for (&row, &version) in self.rows().iter().zip(self.versions()).take(self.live_batch) {
             check_version(tables, what, row, version)?;
         }
-        for (&row, &committed) in self.rows().iter().zip(self.committed()).take(self.live_batch) {
-            check_length(what, row, committed, tables.settled(row as u32).unwrap_or(0))?;
+        // An extend may start below what was settled, and a draft step behind the context wall has no prefix.
+        let settled = self.settled.get();
+        for (i, (&row, &prefix)) in self.rows().iter().zip(self.prefix_lens()).take(self.live_batch).enumerate() {
+            let made_for = settled.get(i).copied().unwrap_or(prefix as u32);
+            check_length(what, row, made_for, tables.settled(row as u32).unwrap_or(0))?;
         }
         Ok(())
     }

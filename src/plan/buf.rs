@@ -32,10 +32,13 @@ impl Poison for u64 {
 ///
 /// # Errors
 /// [`Error::Invalid`] where there is no memory.
+#[inline]
 pub(crate) fn grow<T: Poison>(name: &'static str, data: &mut Vec<T>, elements: usize) -> Result<()> {
-    if elements <= data.len() {
-        return Ok(());
-    }
+    if elements <= data.len() { Ok(()) } else { lengthen(name, data, elements) }
+}
+
+#[cold]
+fn lengthen<T: Poison>(name: &'static str, data: &mut Vec<T>, elements: usize) -> Result<()> {
     data.try_reserve(elements - data.len()).map_err(|_| Error::Invalid {
         what: name,
         got: format!("{elements} elements of {} bytes", size_of::<T>()),
@@ -61,6 +64,7 @@ impl<T: Poison> Buf<T> {
     ///
     /// # Errors
     /// [`Error::Invalid`] where there is no memory.
+    #[inline]
     pub(crate) fn reset(&mut self, name: &'static str, len: usize, poison: bool) -> Result<&mut [T]> {
         grow(name, &mut self.data, len)?;
         self.len = len;
@@ -69,6 +73,11 @@ impl<T: Poison> Buf<T> {
             live.fill(T::POISON);
         }
         Ok(live)
+    }
+
+    /// Make it empty.
+    pub(crate) fn clear(&mut self) {
+        self.len = 0;
     }
 
     /// The content.

@@ -1,4 +1,4 @@
-//! How far the passes of a row have come under its live lease: what planners note of a pool that they only read.
+//! How far the passes of the rows have come under their live leases: what planners note of a pool that they only read.
 //!
 //! A row has three lengths. `committed` is what a lease has committed. `settled` is what no pass may write again: the
 //! committed positions, and behind them an accepted path whose commit has been planned. `reach` is how far a next pass
@@ -8,73 +8,65 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 
 use crate::pool::row::Row;
 
-/// The notes of one row. They count while their lease lives; those of a lease that has ended are void.
+/// The notes of all rows: of a row without a lease, nothing. An array for each note, since a planner writes the one in
+/// each pass and reads the other once a round.
 ///
 /// Relaxed: a row is planned by one thread at a time, and whoever changes the pool does so alone.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Progress {
-    /// Id of the lease that the rest was noted under.
-    lease: AtomicU64,
-    settled: AtomicU32,
-    /// First position of the newest pass in flight.
-    start: AtomicU32,
-    /// One past its last position.
-    end: AtomicU32,
+    /// Where the accepted path ends whose commit has been planned; 0 without one.
+    planned: Vec<AtomicU32>,
+    /// Newest pass that was planned: its first position in the upper half, one past its last in the lower; 0 without one.
+    pass: Vec<AtomicU64>,
 }
 
 impl Progress {
+    pub(super) fn new(rows: u32) -> Self {
+        let rows = rows as usize;
+        Self {
+            planned: std::iter::repeat_with(AtomicU32::default).take(rows).collect(),
+            pass: std::iter::repeat_with(AtomicU64::default).take(rows).collect(),
+        }
+    }
+
     /// Positions that no pass may write again.
     #[inline]
-    pub(super) fn settled(&self, row: &Row) -> u32 {
-        if self.counts(row) { self.settled.load(Relaxed) } else { row.committed }
+    pub(super) fn settled(&self, index: usize, row: &Row) -> u32 {
+        self.planned[index].load(Relaxed).max(row.committed)
     }
 
     /// The longest prefix that a pass may be planned behind.
-    #[inline]
-    pub(super) fn reach(&self, row: &Row) -> u32 {
-        let settled = self.settled(row);
-        let flies = self.counts(row) && self.start.load(Relaxed) >= settled;
-        if flies { self.end.load(Relaxed).max(settled) } else { settled }
+    pub(super) fn reach(&self, index: usize, row: &Row) -> u32 {
+        let (settled, pass) = (self.settled(index, row), self.pass[index].load(Relaxed));
+        let (start, end) = ((pass >> 32) as u32, pass as u32);
+        if start >= settled { end.max(settled) } else { settled }
     }
 
-    /// A pass that writes `start..end` has been planned; nothing is noted of one that writes settled positions alone.
+    /// A pass that writes `start..end` has been planned. It ends behind what is settled, so its row has a lease.
     #[inline]
-    pub(super) fn pass(&self, row: &Row, start: u32, end: u32) {
-        let settled = self.settled(row);
-        if row.lease != 0 && end > settled {
-            self.note(row.lease, settled, start, end);
+    pub(super) fn note_pass(&self, index: usize, start: u32, end: u32) {
+        if let Some(pass) = self.pass.get(index) {
+            pass.store(u64::from(start) << 32 | u64::from(end), Relaxed);
         }
     }
 
     /// The commit of a path that ends at `settled` has been planned.
-    pub(super) fn settle(&self, row: &Row, settled: u32) {
-        if row.lease != 0 {
-            let (start, end) = self.flight(row);
-            self.note(row.lease, settled, start, end);
+    #[inline]
+    pub(super) fn note_commit(&self, index: usize, settled: u32) {
+        if let Some(planned) = self.planned.get(index) {
+            planned.store(settled, Relaxed);
         }
     }
 
-    /// The row's committed length became `row.committed` under a lease that lives on: a pass behind it stays in flight,
-    /// an older one has landed.
-    pub(super) fn advance(&self, row: &Row) {
-        let (start, end) = self.flight(row);
-        self.note(row.lease, row.committed, start, end);
+    /// The row was committed under a lease that lives on: a pass behind that stays in flight, an older one has landed.
+    pub(super) fn advance(&mut self, index: usize) {
+        *self.planned[index].get_mut() = 0;
     }
 
+    /// The row's lease has ended.
     #[inline]
-    fn counts(&self, row: &Row) -> bool {
-        row.lease != 0 && self.lease.load(Relaxed) == row.lease
-    }
-
-    fn flight(&self, row: &Row) -> (u32, u32) {
-        if self.counts(row) { (self.start.load(Relaxed), self.end.load(Relaxed)) } else { (0, 0) }
-    }
-
-    #[inline]
-    fn note(&self, lease: u64, settled: u32, start: u32, end: u32) {
-        self.settled.store(settled, Relaxed);
-        self.start.store(start, Relaxed);
-        self.end.store(end, Relaxed);
-        self.lease.store(lease, Relaxed);
+    pub(super) fn end(&mut self, index: usize) {
+        *self.planned[index].get_mut() = 0;
+        *self.pass[index].get_mut() = 0;
     }
 }

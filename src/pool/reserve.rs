@@ -117,8 +117,8 @@ impl State {
         for (&seq, &len) in buffers.seqs.iter().zip(committed) {
             let row = seq.row() as usize;
             let r = &mut self.rows[row];
+            self.progress.advance(row);
             if len == r.committed {
-                self.progress[row].advance(r);
                 continue; // a shared tail page that was replaced may still come back
             }
             if r.held != 0 {
@@ -127,7 +127,6 @@ impl State {
                 r.version += 1;
             }
             (r.committed, r.base_pages) = (len, self.config.page.pages_for(len));
-            self.progress[row].advance(r);
         }
         buffers.clear_copies(); // they were launched before the round that this commits
         self.settle();
@@ -155,6 +154,7 @@ impl State {
             }
             (r.committed, r.pages, r.base_pages) = (len, new as u32, new as u32);
             (r.lease, r.limit) = (0, 0);
+            self.progress.end(row);
             self.changes.note(&mut r.changed, row, ChangeKind::Pages, first, old);
             self.ledger.give_back(&mut line[new..old], owner)?;
         }
@@ -172,6 +172,7 @@ impl State {
             let (old, new) = (r.pages as usize, r.base_pages as usize);
             r.version += 1;
             (r.pages, r.lease, r.limit) = (r.base_pages, 0, 0);
+            self.progress.end(row);
             self.changes.note(&mut r.changed, row, ChangeKind::Pages, new - usize::from(r.held != 0), old);
             self.ledger.give_back(&mut line[new..old], owner)?;
             if r.held != 0 {

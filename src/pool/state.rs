@@ -24,7 +24,7 @@ pub(super) struct State {
     pub(super) table: Vec<i32>,
     pub(super) rows: Vec<Row>,
     /// What planners note of each row.
-    pub(super) progress: Vec<Progress>,
+    pub(super) progress: Progress,
     /// Commits that planners noted: with `writes`, how often anything that a planner reads has changed.
     pub(super) settled: AtomicU64,
     /// Where the table changed. Whatever writes live columns notes it.
@@ -57,7 +57,7 @@ impl State {
             ledger: Ledger::new(config.num_pages, events),
             table: vec![0; config.max_seqs as usize * config.row_pages as usize],
             rows: vec![row; config.max_seqs as usize],
-            progress: std::iter::repeat_with(Progress::default).take(config.max_seqs as usize).collect(),
+            progress: Progress::new(config.max_seqs),
             settled: AtomicU64::new(0),
             free_rows: (0..config.max_seqs).rev().collect(), // row 0 first
             cache: PrefixCache::new(config.page.get()),

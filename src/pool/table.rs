@@ -23,10 +23,6 @@ pub struct RowView<'a> {
     pub row: u32,
     /// Positions whose KV is valid; covered by `pages`.
     pub committed: u32,
-    /// Positions that no pass may write again: at least `committed`, and the accepted path whose commit was planned.
-    pub settled: u32,
-    /// The longest prefix that a pass may be planned behind: `settled`, or the end of the newest pass in flight.
-    pub reach: u32,
     /// Positions from here on may not be written: the end of what the live lease reserved; `committed` without one.
     pub limit: u32,
     /// Columns from here on have no other owner; those before it may.
@@ -137,31 +133,30 @@ impl<'a> Tables<'a> {
         (self.state.id, self.state.writes + self.state.settled.load(Ordering::Relaxed))
     }
 
-    /// Positions of a row that no pass may write again; `None` outside the table. See [`RowView::settled`].
+    /// Positions of a row that no pass may write again: those that are committed, and an accepted path whose commit has
+    /// been planned. `None` outside the table.
     #[inline]
     pub fn settled(&self, row: u32) -> Option<u32> {
-        self.state.rows.get(row as usize).map(|r| self.state.progress[row as usize].settled(r))
+        self.state.rows.get(row as usize).map(|r| self.state.progress.settled(row as usize, r))
     }
 
-    /// The longest prefix that a pass of a row may be planned behind; `None` outside the table. See [`RowView::reach`].
+    /// The longest prefix that a pass of a row may be planned behind: what is settled, or the end of the newest pass in
+    /// flight. `None` outside the table.
     pub fn reach(&self, row: u32) -> Option<u32> {
-        self.state.rows.get(row as usize).map(|r| self.state.progress[row as usize].reach(r))
+        self.state.rows.get(row as usize).map(|r| self.state.progress.reach(row as usize, r))
     }
 
-    /// A pass that writes row positions `start..end` has been planned under the row's lease.
+    /// A pass that writes row positions `start..end`, beyond those that are settled, has been planned.
     #[inline]
     pub(crate) fn note_pass(&self, row: u32, start: u32, end: u32) {
-        if let Some(r) = self.state.rows.get(row as usize) {
-            self.state.progress[row as usize].pass(r, start, end);
-        }
+        self.state.progress.note_pass(row as usize, start, end);
     }
 
-    /// The commit of accepted paths has been planned: with it, `rows[i]` has its first `lens[i]` positions for good.
+    /// The commit of accepted paths has been planned: with it, `rows[i]` has its first `lens[i]` positions for good. Each
+    /// path holds a position at least, and its row has a lease.
     pub(crate) fn note_commit(&self, rows: &[i32], lens: &[u32]) {
         for (&row, &len) in rows.iter().zip(lens) {
-            if let Some(r) = self.state.rows.get(row as usize) {
-                self.state.progress[row as usize].settle(r, len);
-            }
+            self.state.progress.note_commit(row as usize, len);
         }
         self.state.settled.fetch_add(1, Ordering::Relaxed);
     }
@@ -191,12 +186,10 @@ impl<'a> Tables<'a> {
     #[inline]
     fn view(&self, row: usize) -> RowView<'a> {
         let state = self.state;
-        let (r, progress, width) = (&state.rows[row], &state.progress[row], state.config.row_pages as usize);
+        let (r, width) = (&state.rows[row], state.config.row_pages as usize);
         RowView {
             row: row as u32,
             committed: r.committed,
-            settled: progress.settled(r),
-            reach: progress.reach(r),
             limit: r.limit.max(r.committed), // 0 without a lease
             shared: r.shared,
             version: r.version,

@@ -11,7 +11,8 @@
 //! one comparison of two arrays tells.
 
 use crate::error::{Error, Result};
-use crate::pool::{RowView, SeqId, Tables};
+use crate::plan::buf::Buf;
+use crate::pool::{SeqId, Tables};
 
 /// The rows of a batch, as long as the pool does not change.
 #[derive(Debug, Default)]
@@ -34,7 +35,7 @@ pub(super) struct Rows {
 }
 
 /// What of the table is a request's.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 struct RowSpan {
     /// Index of the row's first column in the whole table.
     start: u32,
@@ -71,28 +72,28 @@ impl Rows {
         self.begin(tables.max_seqs() as usize);
         self.seqs.clear();
         self.seqs.extend_from_slice(seqs);
-        self.ids.clear();
-        self.versions.clear();
-        self.settled.clear();
-        self.spans.clear();
+        self.ids.resize(seqs.len(), 0);
+        self.versions.resize(seqs.len(), 0);
+        self.settled.resize(seqs.len(), 0);
+        self.spans.resize(seqs.len(), RowSpan::default());
+        let Self { ids, versions, settled, spans, seen, epoch, .. } = self;
         let (page, width) = (tables.page(), tables.row_pages());
-        for (request, &seq) in seqs.iter().enumerate() {
+        let out = ids.iter_mut().zip(versions).zip(settled).zip(spans);
+        for (request, (&seq, (((id, version), settled), span))) in seqs.iter().zip(out).enumerate() {
             let row = tables.seq(seq)?;
-            match self.seen.get_mut(row.row as usize) {
-                Some(seen) if *seen != self.epoch => *seen = self.epoch,
+            match seen.get_mut(row.row as usize) {
+                Some(seen) if *seen != *epoch => *seen = *epoch,
                 _ => return Err(twice(seq, request)),
             }
-            let start = row.row * width; // the pool checked that the table fits int32
-            self.ids.push(row.row as i32);
-            self.versions.push(row.version);
-            self.settled.push(row.settled);
-            self.spans.push(RowSpan {
-                start,
+            (*id, *version) = (row.row as i32, row.version);
+            *settled = tables.settled(row.row).unwrap_or(row.committed);
+            *span = RowSpan {
+                start: row.row * width, // the pool checked that the table fits int32
                 columns: row.pages.len() as u32,
                 limit: row.limit,
                 own_from: row.shared * page.get(),
                 next: page.page_of(row.committed),
-            });
+            };
         }
         self.serial += 1;
         self.stamp = Some(stamp);
@@ -120,7 +121,7 @@ impl Rows {
 
     /// Check that a pass, or a commit, of `kernel` may be planned behind `lens`: behind what is settled or in flight, and
     /// not before that, where it would overwrite committed KV. Only an extend may start there (`again`): it is the draft
-    /// model's, which catches up.
+    /// model's, which catches up. Whether `lens` are what is settled.
     #[inline]
     pub(super) fn check_lens(
         &self,
@@ -128,8 +129,10 @@ impl Rows {
         kernel: &'static str,
         lens: &[u32],
         again: bool,
-    ) -> Result<()> {
-        if self.settled == lens { Ok(()) } else { self.check_each(tables, kernel, lens, again) }
+    ) -> Result<bool> {
+        // A loop, since most batches are shorter than a call of memcmp is worth.
+        let differ = self.settled.iter().zip(lens).fold(0, |bits, (a, b)| bits | (a ^ b));
+        if differ == 0 { Ok(true) } else { self.check_each(tables, kernel, lens, again).map(|()| false) }
     }
 
     fn check_each(&self, tables: &Tables<'_>, kernel: &'static str, lens: &[u32], again: bool) -> Result<()> {
@@ -137,25 +140,30 @@ impl Rows {
             if len == settled || (again && len < settled) {
                 continue;
             }
-            let row = tables.row(row as u32).filter(|now| len < settled || len > now.reach);
-            row.map_or(Ok(()), |row| Err(bad_length(kernel, i, len, &row)))?;
+            if len < settled || tables.reach(row as u32).is_some_and(|reach| len > reach) {
+                return Err(bad_length(kernel, i, len, tables, row as u32));
+            }
         }
         Ok(())
     }
 
     /// The lengths that a plan behind `lens` is made for: what may be settled at most when it runs.
-    #[inline]
-    pub(super) fn write_committed(&self, lens: &[u32], out: &mut [u32]) {
+    pub(super) fn write_settled(&self, lens: &[u32], out: &mut Buf<u32>) -> Result<()> {
+        let out = out.reset("settled", lens.len(), false)?;
         for ((out, &settled), &len) in out.iter_mut().zip(&self.settled).zip(lens) {
             *out = settled.max(len);
         }
+        Ok(())
     }
 
-    /// Note the pass that has been planned: it writes `counts[i]` positions behind the first `lens[i]` of request i.
+    /// Note the pass that has been planned: it writes `counts[i]` positions behind the first `lens[i]` of request i. One
+    /// that writes settled positions alone is not in flight: it is the draft model's.
     #[inline]
     pub(super) fn note_pass(&self, tables: &Tables<'_>, lens: &[u32], counts: &[u32]) {
-        for ((&row, &len), &count) in self.ids.iter().zip(lens).zip(counts) {
-            tables.note_pass(row as u32, len, len + count);
+        for (((&row, &settled), &len), &count) in self.ids.iter().zip(&self.settled).zip(lens).zip(counts) {
+            if len + count > settled {
+                tables.note_pass(row as u32, len, len + count);
+            }
         }
     }
 
@@ -182,8 +190,9 @@ impl Rows {
 }
 
 #[cold]
-fn bad_length(kernel: &'static str, request: usize, len: u32, row: &RowView<'_>) -> Error {
-    let RowView { committed, settled, reach, .. } = *row;
+fn bad_length(kernel: &'static str, request: usize, len: u32, tables: &Tables<'_>, row: u32) -> Error {
+    let committed = tables.row(row).map_or(0, |r| r.committed);
+    let (settled, reach) = (tables.settled(row).unwrap_or(0), tables.reach(row).unwrap_or(0));
     let why = if len >= settled {
         format!("{committed} tokens are committed and {reach} with those in flight: it would read what nobody wrote")
     } else if settled > committed {

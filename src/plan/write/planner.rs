@@ -149,14 +149,16 @@ impl<F: Lower> Planner<F> {
         let Self { geometry, format, debug, deferred, plans, scratch, .. } = self;
         check_batch(geometry, tables, batch)?;
         scratch.rows.resolve(tables, batch.seqs)?;
-        scratch.rows.check_lens(tables, phase.name(), lens, phase == Phase::Extend)?;
+        let behind_settled = scratch.rows.check_lens(tables, phase.name(), lens, phase == Phase::Extend)?;
         let filled = plans.fill(|body| {
             body.geometry = Some(*geometry);
             body.plan.pool = Some(tables.pool());
             shape(&mut body.plan, geometry, batch, phase, queries, mask_words, *debug)?;
             body.plan.rows.get_mut()[..batch.seqs.len()].copy_from_slice(&scratch.rows.ids);
             body.plan.versions.get_mut()[..batch.seqs.len()].copy_from_slice(&scratch.rows.versions);
-            scratch.rows.write_committed(lens, body.plan.committed.get_mut());
+            if !behind_settled {
+                scratch.rows.write_settled(lens, &mut body.plan.settled)?;
+            }
             fill(geometry, scratch, &mut body.plan)?;
             if *debug {
                 check_poison(&body.plan)?;
@@ -183,7 +185,7 @@ impl<F: Lower> AuditedPlan<F> {
         format.supports(geometry)?;
         check_pool(tables, plan.phase.name(), plan.pool)?;
         audit::check(&plan, tables, geometry)?;
-        let plan = Plan { pool: Some(tables.pool()), committed: audit::committed(&plan, tables).into(), ..plan };
+        let plan = Plan { pool: Some(tables.pool()), settled: audit::settled(&plan, tables).into(), ..plan };
         let mut arrays = Arrays::own(format.arrays());
         arrays.set_poison(true);
         format.lower(&plan, tables, geometry, &mut arrays)?;
@@ -288,17 +290,25 @@ fn shape(
     plan.page = geometry.page();
     plan.mask_words = words;
     plan.live_batch = b;
-    plan.rows.reset("rows", nb, poison)?[b..].fill(-1);
-    plan.versions.reset("versions", nb, poison)?[b..].fill(0);
-    plan.prefix_lens.reset("prefix_lens", nb, poison)?[b..].fill(0);
-    plan.committed.reset("committed", b, poison)?;
-    let indptr = plan.qo_indptr.reset("qo_indptr", nb + 1, poison)?;
-    indptr[0] = 0;
-    indptr[b + 1..].fill(live_q);
-    plan.positions.reset("positions", nq, poison)?[q..].fill(0);
-    plan.out_slots.reset("out_slots", nq, poison)?[q..].fill(0);
     let w = words as usize;
-    plan.mask.reset("mask", nq * w, poison)?[q * w..].fill(0);
+    let rows = plan.rows.reset("rows", nb, poison)?;
+    let versions = plan.versions.reset("versions", nb, poison)?;
+    let prefix_lens = plan.prefix_lens.reset("prefix_lens", nb, poison)?;
+    let indptr = plan.qo_indptr.reset("qo_indptr", nb + 1, poison)?;
+    let positions = plan.positions.reset("positions", nq, poison)?;
+    let out_slots = plan.out_slots.reset("out_slots", nq, poison)?;
+    let mask = plan.mask.reset("mask", nq * w, poison)?;
+    plan.settled.clear();
+    indptr[0] = 0;
+    if (nb, nq) != (b, q) {
+        rows[b..].fill(-1);
+        versions[b..].fill(0);
+        prefix_lens[b..].fill(0);
+        indptr[b + 1..].fill(live_q);
+        positions[q..].fill(0);
+        out_slots[q..].fill(0);
+        mask[q * w..].fill(0);
+    }
     Ok(())
 }
 
