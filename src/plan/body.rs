@@ -167,6 +167,16 @@ impl Plan {
         self.versions.get()
     }
 
+    /// Committed length that each live request was planned for, in its order: the plan is refused once more is committed,
+    /// or the commit of more is planned. It is L; of an extend that starts below what was committed, that length.
+    pub fn committed(&self) -> impl Iterator<Item = u32> {
+        // Noted where an extend starts below what was settled, and where a draft step behind the context wall has no
+        // prefix; elsewhere it is the prefix.
+        let noted = self.settled.get();
+        let prefixes = self.prefix_lens().iter().take(self.live_batch).enumerate();
+        prefixes.map(|(i, &prefix)| noted.get(i).copied().unwrap_or(prefix as u32))
+    }
+
     /// `[batch + 1]` queries of request i are `qo_indptr[i]..qo_indptr[i+1]`; a dead request has none.
     pub fn qo_indptr(&self) -> &[i32] {
         self.qo_indptr.get()
@@ -208,11 +218,8 @@ impl Plan {
         for (&row, &version) in self.rows().iter().zip(self.versions()).take(self.live_batch) {
             check_version(tables, what, row, version)?;
         }
-        // An extend may start below what was settled, and a draft step behind the context wall has no prefix.
-        let settled = self.settled.get();
-        for (i, (&row, &prefix)) in self.rows().iter().zip(self.prefix_lens()).take(self.live_batch).enumerate() {
-            let made_for = settled.get(i).copied().unwrap_or(prefix as u32);
-            check_length(what, row, made_for, tables.settled(row as u32).unwrap_or(0))?;
+        for (&row, committed) in self.rows().iter().zip(self.committed()) {
+            check_length(what, row, committed, tables.settled(row as u32).unwrap_or(0))?;
         }
         Ok(())
     }

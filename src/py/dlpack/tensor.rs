@@ -257,8 +257,7 @@ impl Tensor {
         self.device
     }
 
-    /// Address of the first element; for CUDA launches, which check sizes themselves.
-    #[cfg(feature = "cuda")]
+    /// Address of the first element.
     pub(in crate::py) fn address(&self) -> usize {
         self.data as usize
     }

@@ -144,7 +144,7 @@ impl Plan {
     /// (`StaleHandleError`) once more is committed, or the commit of more is planned.
     #[getter]
     fn committed(&self) -> PyResult<Array> {
-        Ok(Array::line(bytemuck::cast_slice::<u32, i32>(self.plan.committed()))?)
+        Ok(Array::line(&self.plan.committed().map(|len| len as i32).collect::<Vec<_>>())?)
     }
 
     /// First query of each request, and Q: int32 [B + 1].
