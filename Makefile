@@ -14,7 +14,7 @@ SOURCES := $(shell find src cuda python/specrs -type f \( -name '*.rs' -o -name 
 
 demo: $(VENV)/.built
 	@if [ -t 1 ] && [ -z "$$NO_COLOR" ]; then mark=color; else mark=brackets; fi; \
-	$(BIN)/specrs generate "$(PROMPT)" --greedy --max-tokens 160 --tree 1,5,6 --compare --mark $$mark
+	$(BIN)/specrs generate "$(PROMPT)" --greedy --max-tokens 160 --compare --mark $$mark
 
 # A quick build: incremental, without link-time optimisation. What the other targets run, they build anew.
 dev: $(BIN)/python $(NVCC_ENV)/.installed

@@ -7,17 +7,19 @@ out is what Python spends beside the passes of a request that does not draft, ab
 
 from __future__ import annotations
 
+import random
+import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import specrs.engine.gathering as gathering_module
+import specrs.engine.drafting.gathering as gathering_module
+import specrs.engine.drafting.speculation as speculation_module
 import specrs.engine.runner as runner_module
-import specrs.engine.speculation as speculation_module
-from gate_texts import KINDS
+from gate_texts import CODE, KINDS
 from specrs import LLM, SamplingParams
-from specrs.engine.costs import PLAIN, SPECULATIVE, Costs, PassCost
-from specrs.engine.sources import Told
+from specrs.engine.drafting.costs import PLAIN, SPECULATIVE, Costs, PassCost
+from specrs.engine.drafting.sources import Told
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 # Milliseconds on a quiet machine of two cores, one thread, the model in the package.
@@ -52,27 +54,26 @@ class Counter:
         tables = {name: Frozen(ROWS, [ms / 1e3 for ms in row]) for name, row in TABLE.items()}
         overhead = Frozen([PLAIN, SPECULATIVE], [ms / 1e3 for ms in BESIDE])
         self.costs = Costs(**tables, overhead=overhead)
-        self._price(runner.executor.target, "forward", lambda n, _: self.costs.target.at(n))
+        self._price(runner.executor.target, "forward", lambda n: self.costs.target.at(n))
         # What Python spends beside the passes of a round.
         for name, ms in (("plain_round", BESIDE[0]), ("spec_round", BESIDE[1])):
             self._charge(runner.speculation, name, ms / 1e3)
         if llm.speculative:
             runner.speculation.policy.costs = runner.speculation.costs = self.costs
         if runner.gathering is not None:
-            runner.gathering.price(self.costs)
+            runner.gathering.price(self.costs, runner.speculation.account)
         if runner.executor.drafts is None:
             return
         head, step, extend = runner.executor.drafts.head, self.costs.draft_step, self.costs.draft_extend
-        self._price(head, "step", lambda n, _: step.at(n))
-        self._price(head, "write", lambda n, _: extend.at(n))
-        # Logits of all rows, where none are named: what a look back asks for.
-        self._price(head, "extend", lambda n, rows: extend.at(n) + (step.at(n) - step.at(1) if rows is None else 0.0))
+        self._price(head, "step", lambda n: step.at(n))
+        self._price(head, "write", lambda n: extend.at(n))
+        self._price(head, "extend", lambda n: extend.at(n))
 
     def _price(self, owner: Any, name: str, price: Any) -> None:
         run = getattr(owner, name)
 
         def counted(tokens: Any, *args: Any) -> Any:
-            self.seconds += price(len(tokens), args[3] if len(args) > 3 else None)
+            self.seconds += price(len(tokens))
             return run(tokens, *args)
 
         setattr(owner, name, counted)
@@ -191,20 +192,110 @@ def _row(rows: dict[str, Any], name: str, runs: Sequence[tuple[float, float]]) -
     print(f"counted: {name}: {rows[name]['ratio']:.3f}  {rows[name]['requests']}", flush=True)
 
 
+class Fresh:
+    """A plain engine whose answers are remembered, beside default ones that know nothing yet; tokens must be equal."""
+
+    def __init__(self) -> None:
+        self._options: dict[str, Any] = {"max_batch": 1, "max_context_len": 1024, "prefix_cache": False}
+        self._plain = Counter(plain := LLM(speculative=False, **self._options)), plain
+        self._known: dict[tuple[str, int, float, int], tuple[float, list[int]]] = {}
+        self._default: tuple[Counter, LLM] | None = None
+
+    def begin(self) -> None:
+        """From now on a new default engine."""
+        if self._default is not None:
+            self._default[1].close()
+        llm = LLM(**self._options)
+        self._default = Counter(llm), llm
+
+    def run(self, text: str, length: int, temperature: float, seed: int) -> tuple[float, float, Any]:
+        """Seconds of plain decoding, of the default, and its output."""
+        assert self._default is not None
+        params, key = [_params(length, temperature, seed)], (text, length, temperature, seed)
+        if key not in self._known:
+            counter, llm = self._plain
+            seconds, [out] = counter.price([llm.encode(text)], params, llm)
+            self._known[key] = seconds, out.token_ids
+        counter, llm = self._default
+        took, [out] = counter.price([llm.encode(text)], params, llm)
+        plain, tokens = self._known[key]
+        assert out.token_ids == tokens, "speculation must not change the tokens"
+        return plain, took, out
+
+
+def _geometric(runs: Sequence[tuple[float, float, Any]]) -> float:
+    return statistics.geometric_mean(plain / took for plain, took, _ in runs)
+
+
+def first_requests(fresh: Fresh, lengths: Sequence[int], temperatures: Sequence[float]) -> dict[str, Any]:
+    """What the first request of a new engine gains on code that drafts foretell, and its tokens a round."""
+    rows: dict[str, Any] = {}
+    for temperature in temperatures:
+        for length in lengths:
+            runs = []
+            for seed, text in enumerate(CODE):
+                fresh.begin()
+                runs.append(fresh.run(text, length, temperature, seed))
+            tokens, rounds = sum(len(out.token_ids) for *_, out in runs), sum(out.rounds for *_, out in runs)
+            each = [round(plain / took, 3) for plain, took, _ in runs]
+            row = {"ratio": round(_geometric(runs), 4), "requests": each, "tokens_a_round": round(tokens / rounds, 3)}
+            rows[f"first request, code, T={temperature:g}, {length} tokens"] = row
+            print(f"counted: first request, T={temperature:g}, {length} tokens: {row}", flush=True)
+    return rows
+
+
+def orders(fresh: Fresh, lengths: Sequence[int], temperatures: Sequence[float], times: int = 4) -> dict[str, Any]:
+    """All prompts by one new engine, in several orders: a kind's ratio is the median over these."""
+    rows: dict[str, Any] = {}
+    prompts = [(kind, seed, text) for kind, some in KINDS.items() for seed, text in enumerate(some)]
+    for temperature in temperatures:
+        for length in lengths:
+            found: dict[str, list[float]] = {}
+            for turn in range(times):
+                random.Random(turn).shuffle(order := list(prompts))
+                fresh.begin()
+                runs: dict[str, list[tuple[float, float, Any]]] = {}
+                for kind, seed, text in order:
+                    runs.setdefault(kind, []).append(fresh.run(text, length, temperature, seed))
+                runs["all kinds"] = [run for some in runs.values() for run in some]
+                for kind, some in runs.items():
+                    ratio = sum(plain for plain, *_ in some) / sum(took for _, took, _ in some)
+                    found.setdefault(kind, []).append(ratio)
+                found.setdefault("all kinds, geometric mean of requests", []).append(_geometric(runs["all kinds"]))
+            for kind, ratios in sorted(found.items()):
+                name = f"{kind}, T={temperature:g}, {length} tokens"
+                rows[name] = {"ratio": round(statistics.median(ratios), 4), "orders": [round(r, 3) for r in ratios]}
+                print(f"counted: {name}: {rows[name]}", flush=True)
+    return rows
+
+
+def mixed(fresh: Fresh, count: int = 200) -> dict[str, Any]:
+    """A long mix of requests of all kinds, lengths and temperatures by one new engine; and of one kind alone."""
+    rows: dict[str, Any] = {}
+    prompts = [(seed, text) for some in KINDS.values() for seed, text in enumerate(some)]
+    for name, texts in [("all kinds", prompts), ("cjk", list(enumerate(KINDS["cjk"])))]:
+        rng = random.Random(7)
+        fresh.begin()
+        runs = []
+        for _ in range(count):
+            seed, text = rng.choice(texts)
+            runs.append(fresh.run(text, rng.choice((32, 64, 128, 256)), rng.choice((0.0, 0.7, 1.0)), seed))
+        ratio = sum(plain for plain, *_ in runs) / sum(took for _, took, _ in runs)
+        rows[f"{count} requests, {name}"] = {"ratio": round(ratio, 4)}
+        print(f"counted: {count} requests, {name}: {ratio:.4f}", flush=True)
+    return rows
+
+
 def counted(lengths: list[int], temperatures: list[float], turns: int = 128) -> dict[str, Any]:
     """Ratios of plain decoding's price to that of the default, for each kind of text, temperature and length.
 
     Beside whole requests: second turns of a chat (``turns`` tokens each) with the prefix cache, which an engine has by
     default; requests that end long before their limit; and batches of `BATCH`.
     """
-    rows: dict[str, Any] = {}
-    alone = Twins(max_batch=1, max_context_len=1024, prefix_cache=False)
-    for length in lengths:
-        for temperature in temperatures:
-            for kind, prompts in KINDS.items():
-                each = [(alone.encode(p), _params(length, temperature, seed)) for seed, p in enumerate(prompts)]
-                runs = [alone.run([prompt], [params])[:2] for prompt, params in each]
-                _row(rows, f"{kind}, T={temperature:g}, {length} tokens", runs)
+    fresh = Fresh()
+    rows = first_requests(fresh, [n for n in lengths if n < 512], temperatures)
+    rows |= orders(fresh, lengths, temperatures)
+    rows |= mixed(fresh)
     _chats(rows, temperatures, turns)
     _short(rows, temperatures)
     _batches(rows, temperatures, turns)

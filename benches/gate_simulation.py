@@ -8,8 +8,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from specrs.engine.costs import PLAIN, SPECULATIVE, Costs, PassCost
-from specrs.engine.policy import LOOK_BACK, SpeculationGate, Standing, Step, TreePolicy, nodes_of
+from specrs.engine.drafting.budget import Account
+from specrs.engine.drafting.chooser import TreePolicy, nodes_of
+from specrs.engine.drafting.costs import PLAIN, SPECULATIVE, Costs, PassCost
 
 _ROWS = [1, 8, 64]
 _DEPTH = 8
@@ -20,26 +21,24 @@ class Simulated:
     """A request.
 
     Attributes:
-        gate: its account.
+        account: what drafts may lose it.
         tokens: its limit.
-        chance: that a draft token is accepted, and that a token of a look back is a hit.
+        chance: that a draft token is accepted.
         ends: tokens at which it ends by itself.
         produced: tokens so far.
         lag: features that wait; ``None`` where the head is ready to draft.
         rounds: those that drafted.
-        deceived: looks back that opened the gate.
-        wakes: the number of its tokens that it waits for.
+        follows: the head follows it.
     """
 
-    gate: SpeculationGate
+    account: Account
     tokens: int
     chance: float
     ends: int
     produced: int = 0
     lag: int | None = 1
     rounds: int = 0
-    deceived: int = 0
-    wakes: int = 0
+    follows: bool = True
 
 
 @dataclass
@@ -69,11 +68,6 @@ class Decoded:
     def rounds(self) -> int:
         """Rounds with drafts, over all requests."""
         return sum(r.rounds for r in self.requests)
-
-    @property
-    def deceived(self) -> int:
-        """Looks back that opened a gate, over all requests."""
-        return sum(r.deceived for r in self.requests)
 
 
 def policy(step: float = 0.2, growth: float = 0.02) -> TreePolicy:
@@ -105,71 +99,56 @@ def _round(
     p: TreePolicy, live: Sequence[Simulated], rng: random.Random, claims: Sequence[float], done: Decoded
 ) -> None:
     """One round of a batch."""
-    batch, costs, plain = len(live), p.costs, p.costs.plain(len(live))
-    awake = any(r.gate.follows and r.produced >= r.wakes for r in live)
-    able = [_able(p, r, batch, rng, done) if awake and r.gate.follows else None for r in live]
-    for r, asked in zip(live, able, strict=True):
-        if awake and r.gate.follows and asked is None and r.lag is not None:
-            r.wakes = r.produced + p.doze(r.gate, batch, Standing(r.produced, r.tokens - r.produced, r.lag))
-    drafting = p.drafting(able) if any(able) else [False] * batch
-    for r, asked, drafts in zip(live, able, drafting, strict=True):
-        if asked is not None and not drafts:
-            r.gate.wait()
+    batch, costs, plain, kind = len(live), p.costs, p.costs.plain(len(live)), p.kind(1.0)
+    drafting = p.drafting([_room(p, r, batch) for r in live])
+    for r, drafts in zip(live, drafting, strict=True):
         if drafts and r.lag is not None:
-            waited = p.waiting(r.lag, batch)
-            r.gate.pay(waited)
+            waited = p.resuming(r.lag, batch)
+            r.account.pay(waited, batch)
             done.took += waited
     some = [r for r, drafts in zip(live, drafting, strict=True) if drafts]
     nodes: list[int] = []
     seconds = plain
     if some:
-        limit, levels = p.limit(batch, [r.gate.account(r.produced) for r in some]), 1
-        while levels < _DEPTH and p.deepen(
-            batch, levels, [(r.gate.kind, claims[levels - 1 : levels]) for r in some], limit
-        ):
+        limit, levels = p.limit(batch, [r.account.room(r.produced, batch) for r in some]), 1
+        while levels < _DEPTH and p.deepen(batch, levels, [(kind, claims[levels - 1 : levels]) for _ in some], limit):
             levels += 1
         drafts_cost = costs.drafting(batch, batch, levels - 1)
-        offers = nodes_of([(score, r.gate.kind) for r in some for score in claims[:levels]])
+        offers = nodes_of([(score, kind) for _ in some for score in claims[:levels]])
         least = p.choose(batch, offers, drafts_cost, limit).min_score
         nodes = [sum(score >= least for score in claims[:levels]) for _ in some]
         seconds = drafts_cost + costs.target.at(batch + sum(nodes))
     done.took += seconds / plain * batch
-    share = (seconds / plain - 1.0) * batch / max(len(some), 1)
     drawn = {
         id(r): next((i for i in range(n) if rng.random() >= r.chance), n) for r, n in zip(some, nodes, strict=True)
     }
     gain = (batch + sum(drawn.values())) / batch / (seconds / plain)
+    wins: list[float] = []
     for r in live:
         accepted = min(drawn.get(id(r), 0), r.ends - r.produced - 1)  # what came after the end won nothing
         r.produced += accepted + 1
         done.tokens += accepted + 1
         if id(r) in drawn:
-            r.gate.spec_round(accepted - share, drawn[id(r)])
-            r.gate.kind.learn(claims[: nodes[some.index(r)]], drawn[id(r)], gain)
+            wins.append(accepted)
+            kind.learn(claims[: nodes[some.index(r)]], drawn[id(r)], gain)
             r.lag, r.rounds = None, r.rounds + 1
         else:
             r.lag = (r.lag or 0) + 1
+    won = p.won(batch, sum(n > 0 for n in nodes), seconds, wins) if some else []
+    for r, one in zip(some, won, strict=True):
+        r.account.pay(-one, batch)
 
 
-def _able(p: TreePolicy, r: Simulated, batch: int, rng: random.Random, done: Decoded) -> tuple[float, float] | None:
-    """As `AdaptiveTree` asks and tells the policy, of a head that could have drafted every token."""
-    gate, stake = r.gate, p.stake(batch, batch)
-    step = p.step(gate, batch, Standing(r.produced, r.tokens - r.produced, r.lag), lambda: LOOK_BACK)
-    gate.follows = step is not Step.GIVE_UP
-    if step is Step.LOOK_BACK:
-        if gate.would_open(LOOK_BACK, stake):
-            paid = p.looked_back(batch, r.lag or 0, (p.look_back(1) + p.waiting(r.lag or 0, 1)) * p.costs.plain(1))
-            gate.pay(paid)
-            done.took += paid
-            r.lag = None
-        opens = gate.looked_back(sum(rng.random() < r.chance for _ in range(LOOK_BACK)), stake, r.produced)
-        r.deceived += opens
-        if opens and batch > 1:
-            gate.promise()
-        step = Step.DRAFT if opens and gate.follows else Step.WAIT
-    if step is not Step.DRAFT:
-        return None
-    return gate.account(r.produced) - p.waiting(r.lag or 0, batch), gate.wins
+def _room(p: TreePolicy, r: Simulated, batch: int) -> float:
+    """As `AdaptiveTree` asks the policy."""
+    if not r.follows:
+        return -math.inf
+    wait = p.wait(r.account, batch, r.produced, r.lag)
+    if wait == 0.0:
+        resuming = p.resuming(r.lag, batch)
+        return r.account.room(r.produced, batch, resuming + p.stake(batch, batch)) - resuming
+    r.follows = wait < (r.tokens - r.produced) / 2
+    return -math.inf
 
 
 def begin(
@@ -185,19 +164,18 @@ def begin(
         ends: see `Simulated`; by default at its limit.
         prompt: tokens of its prompt.
     """
-    gate = p.gate(1.0, tokens, prompt, batch)
-    if p.follows(gate, batch, Standing(0, tokens, 0), prompt, 0):
-        gate.pay(p.waiting(prompt, batch))
-    else:
-        gate.decline()
-    return Simulated(gate, tokens, chance, tokens if ends is None else ends)
+    account = p.account(1.0, prompt, batch, tokens)
+    follows = p.follows(account, batch, tokens, prompt, 0)
+    if follows:
+        account.bank.pay(p.waiting(prompt, batch) / batch)
+    return Simulated(account, tokens, chance, tokens if ends is None else ends, follows=follows)
 
 
 def together(p: TreePolicy, requests: Sequence[Simulated], rng: random.Random) -> Decoded:
     """Requests from their beginning to what the engine learns of them."""
     done = decode(p, requests, rng)
     for r in requests:
-        r.gate.end(r.produced)
+        r.account.room(r.produced, len(requests))
     return done
 
 

@@ -126,7 +126,20 @@ MIXED = [
     "/opt/backup/run.sh --full --compress=zstd\n\nIf nobody objects I will move it to 04:00 and ",
 ]
 
+# Beginnings of Python files and of parts of them, as a user of the demo types them: what the model was trained for.
+CODE = [
+    "class TestReadFile(unittest.TestCase):",
+    "class Stack:",
+    "import os\nimport sys\n\n\ndef main():\n",
+    "def read(path):\n    with open(",
+    "for i in range(10):\n    print(",
+    "class Node:\n    def __init__(self, value, next=None):\n",
+    "def fibonacci(n):\n    ",
+    'if __name__ == "__main__":\n    parser = argparse.ArgumentParser(',
+]
+
 KINDS: dict[str, list[str]] = {
+    "code": CODE,
     "prose": PROSE,
     "json": JSON,
     "sql": SQL,

@@ -23,10 +23,12 @@ from reference_unite import Scored, unite
 from specrs import LLM
 from specrs import _specrs as core
 from specrs.engine import llm as engine
-from specrs.engine.ahead import AheadPolicy, AheadTree, most_nodes, united_levels, unites
 from specrs.engine.batch import Batch
+from specrs.engine.drafting.ahead import AheadTree, most_nodes, united_levels, unites
+from specrs.engine.drafting.chooser import Kind, TreePolicy
 from specrs.engine.host import HostDrafts, HostExecutor, Root, likeliest
 from specrs.engine.request import Request
+from specrs.models.acceptance import HEATS, UNKNOWN
 from specrs.models.features import FeatureRows, Features, gather
 
 Level = Literal["off", "round", "loop"]
@@ -253,7 +255,8 @@ class Device(HostExecutor):
 
     def speculation(self, pages: Any) -> AheadTree:
         tree = super().speculation(pages)
-        return AheadTree(AheadPolicy(tree.policy.costs), self.planner.geometry.shape)
+        shape = self.planner.geometry.shape
+        return AheadTree(TreePolicy(tree.policy.costs, [Kind.of(UNKNOWN, shape.steps) for _ in HEATS]), shape)
 
     # -- what the engine sees -------------------------------------------------------------------------------------
 

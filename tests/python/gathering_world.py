@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
-import specrs.engine.gathering as gathering_module
+import specrs.engine.drafting.gathering as gathering_module
 from specrs.drafters import DraftRequest, Proposal
 from specrs.engine.batch import Batch, Passed
-from specrs.engine.costs import PLAIN, SPECULATIVE, Costs, PassCost
-from specrs.engine.gathering import Gathering
-from specrs.engine.sources import Source, Sources
+from specrs.engine.drafting.budget import Account, Purse
+from specrs.engine.drafting.chooser import TreePolicy
+from specrs.engine.drafting.costs import PLAIN, SPECULATIVE, Costs, PassCost
+from specrs.engine.drafting.gathering import Gathering
+from specrs.engine.drafting.sources import Source, Sources
 
 VOCAB = 1000
 
@@ -106,12 +108,14 @@ class World:
     """One engine's gathering.
 
     Attributes:
+        banks: of greedy requests, of those that sample at a low temperature, and at a high one.
         rounds, drafted: that it has run, and those with drafts.
     """
 
     clock: Clock
     costs: Costs
     gathering: Gathering
+    banks: list[Purse]
     rounds: int = 0
     drafted: int = 0
 
@@ -160,5 +164,12 @@ def world(
     dear = PassCost([1, 8], [9.0, 9.0])
     costs = Costs(PassCost(list(rows), list(rows.values())), dear, dear, PassCost([PLAIN, SPECULATIVE], [1e-4, 3e-4]))
     gathering = Gathering(Sources(tuple(map(Source.of, sources)), VOCAB), 16, 15, tiers)
-    gathering.price(costs)
-    return World(clock, costs, gathering)
+    policy, accounts = TreePolicy(costs), dict[int, Account]()
+
+    def account(r: Any) -> Account:
+        if r.request_id not in accounts:
+            accounts[r.request_id] = policy.account(r.params.temperature, r.prompt_len, 1, r.remaining)
+        return accounts[r.request_id]
+
+    gathering.price(costs, account)
+    return World(clock, costs, gathering, policy.banks)

@@ -288,8 +288,8 @@ def _configuration(
     whole: bool,
     head: tuple[Path, HeadConfig] | None,
 ) -> None:
+    from specrs.engine.drafting.sources import Source
     from specrs.engine.placing import Wanted
-    from specrs.engine.sources import Source
     from specrs.models import cache_bytes, has_recurrent_state
     from specrs.models.host_memory import head_bytes, target_bytes
 

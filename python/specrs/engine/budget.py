@@ -14,8 +14,8 @@ import torch
 
 from specrs import _specrs as core
 from specrs._specrs import ConfigError, DeviceMemoryError, Geometry
-from specrs.engine.ahead import drafted_levels, levels_for, tiers, unites
 from specrs.engine.config import EngineConfig
+from specrs.engine.drafting.ahead import drafted_levels, levels_for, tiers, unites
 from specrs.engine.lanes import buckets
 from specrs.models.config import HeadConfig, LayerConfig, ModelConfig
 from specrs.models.layer import LayerTail, WholeNormQkv

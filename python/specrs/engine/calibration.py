@@ -9,9 +9,9 @@ from collections.abc import Callable
 import torch
 
 from specrs import _specrs as core
-from specrs.engine.costs import Costs, Pace, PassCost
+from specrs.engine.drafting.chooser import Kind, TreePolicy
+from specrs.engine.drafting.costs import Costs, Pace, PassCost
 from specrs.engine.pages import Pages
-from specrs.engine.policy import TreePolicy
 from specrs.models.eagle3 import Eagle3Head
 from specrs.models.llama import LlamaModel
 from specrs.models.ops import KvMemory
@@ -71,7 +71,9 @@ def calibrated(
         if head is None:
             policy = TreePolicy(Costs(measure(verify), PassCost([1], [0.0], pace), PassCost([1], [0.0], pace)))
         else:
-            policy = TreePolicy(Costs(measure(verify), *(measure(run) for run in _of_head(target, *head, most))))
+            costs = Costs(measure(verify), *(measure(run) for run in _of_head(target, *head, most)))
+            steps = planner.geometry.shape.steps
+            policy = TreePolicy(costs, [Kind.of(expected, steps) for expected in head[0].acceptance])
     pages.pool.release([seq])
     return policy
 

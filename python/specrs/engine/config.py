@@ -12,7 +12,7 @@ from specrs import backends, drafters
 from specrs._specrs import ConfigError, Geometry, TreeShape
 from specrs.backends.base import DraftAttention, KvDtype
 from specrs.drafters import CorpusDrafter, Drafter
-from specrs.engine.sources import Source
+from specrs.engine.drafting.sources import Source
 from specrs.engine_options import DTYPES, OptionFields, attributes
 from specrs.models.placement import Placement
 

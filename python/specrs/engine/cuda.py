@@ -22,8 +22,10 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from specrs import _specrs as core
-from specrs.engine.ahead import (
-    AheadPolicy,
+from specrs.engine.batch import Batch
+from specrs.engine.budget import attention_passes
+from specrs.engine.config import EngineConfig
+from specrs.engine.drafting.ahead import (
     AheadTree,
     drafted_levels,
     levels_for,
@@ -32,16 +34,15 @@ from specrs.engine.ahead import (
     united_levels,
     unites,
 )
-from specrs.engine.batch import Batch
-from specrs.engine.budget import attention_passes
-from specrs.engine.config import EngineConfig
-from specrs.engine.costs import Beside, Costs, Pace, PassCost
+from specrs.engine.drafting.chooser import Kind, TreePolicy
+from specrs.engine.drafting.costs import Costs, Overheads, Pace, PassCost
+from specrs.engine.drafting.speculation import AdaptiveTree
 from specrs.engine.executor import Clock, Deepen, Drafted, Verified, Watched
 from specrs.engine.host import HostDrafted, HostDrafts, HostExecutor, Root, likeliest, non_finite
 from specrs.engine.lanes import MOST_AHEAD, Activations, Lanes, Models, Roots, Variant, buckets, longest_path
 from specrs.engine.pages import Pages
 from specrs.engine.request import Request
-from specrs.engine.speculation import AdaptiveTree
+from specrs.models.acceptance import HEATS, UNKNOWN
 from specrs.models.cuda import CudaDense
 from specrs.models.eagle3 import Eagle3Head
 from specrs.models.features import FeatureRows, Features
@@ -335,9 +336,15 @@ class CudaExecutor(HostExecutor):
             PassCost(rows, [target[n] for n in rows], pace),
             PassCost([1], [step], pace),
             PassCost([1, 2 * self._buckets[-1]], [extend, extend], pace),
-            _beside(plain),
+            _overheads(plain),
         )
-        return AheadTree(AheadPolicy(costs), shape, lambda: self._running is not None and self._running.cold)
+        return self._ahead(costs, shape)
+
+    def _ahead(self, costs: Costs, shape: core.TreeShape) -> AheadTree:
+        head = None if self.drafts is None else self.drafts.head
+        expected = (UNKNOWN,) * len(HEATS) if head is None else head.acceptance
+        policy = TreePolicy(costs, [Kind.of(one, shape.steps) for one in expected])
+        return AheadTree(policy, shape, lambda: self._running is not None and self._running.cold)
 
     def _speculation_of_trees(self, shape: core.TreeShape) -> AdaptiveTree:
         """Of an engine whose drafts the host makes, at no cost of the device: what rounds of their trees take."""
@@ -346,9 +353,9 @@ class CudaExecutor(HostExecutor):
         target = {b * most_nodes(shape, n): self._seconds(b, n) for b in sizes for n in (0, *deep)}
         rows, nothing = sorted(target), PassCost([1], [0.0], pace)
         costs = Costs(
-            PassCost(rows, [target[n] for n in rows], pace), nothing, PassCost([1], [0.0], pace), _beside(target[1])
+            PassCost(rows, [target[n] for n in rows], pace), nothing, PassCost([1], [0.0], pace), _overheads(target[1])
         )
-        return AheadTree(AheadPolicy(costs), shape, lambda: self._running is not None and self._running.cold)
+        return self._ahead(costs, shape)
 
     def _seconds(self, size: int, levels: int) -> float:
         """Of a round of a bucket whose lanes are all dead: its passes run over as many rows. From one to the next where
@@ -529,10 +536,10 @@ class CudaDrafts(HostDrafts):
         return Root(self._roots.logits[root.row].to("cpu", torch.float32), self._roots.hidden[root.row])
 
 
-def _beside(plain: float) -> Beside:
+def _overheads(plain: float) -> Overheads:
     """What rounds take beside their passes, where a plain pass takes so long."""
     host = max(_HOST - plain, 0.0)
-    return Beside([host, 0.0, _HOSTED, host + _FOLLOWED])
+    return Overheads([host, 0.0, _HOSTED, host + _FOLLOWED])
 
 
 def _bad_root(request: int, logits: torch.Tensor | None) -> core.NonFiniteError:

@@ -11,11 +11,10 @@ from typing import cast
 
 from specrs._specrs import DraftBeams, NonFiniteError
 from specrs.engine.batch import Batch
+from specrs.engine.drafting.speculation import GivenTree
 from specrs.engine.executor import Drafted, DraftExecutor, Entries, Pass, Watched
 from specrs.engine.observer import RoundObserver
-from specrs.engine.policy import LOOK_BACK
 from specrs.engine.request import Request
-from specrs.engine.speculation import GivenTree
 
 _MAX_LAG = 256  # features that a request may hold before its draft KV is brought up to date
 
@@ -84,22 +83,6 @@ class Drafter:
         entries = self._entries(reqs)
         for r, start, root in zip(reqs, entries.starts, self._executor.extend(entries, speculation.timed), strict=True):
             _extended(r, start, root)
-
-    def reach(self, r: Request) -> int:
-        """Count the tokens of the head's vocabulary among a request's last `LOOK_BACK`."""
-        return sum(token in self._executor.vocabulary for token in r.tokens[-LOOK_BACK:])
-
-    def look_back(self, r: Request) -> int:
-        """Bring a request's drafts up to date, and count the tokens among its last `LOOK_BACK` that were first choices
-        of the head."""
-        self.write([r], LOOK_BACK + 1)
-        if not r.followed:
-            return 0
-        entries = self._entries([r])
-        seen = self._executor.look_back(entries)
-        root, hits = (seen, 0) if isinstance(seen, NonFiniteError) else seen
-        _extended(r, entries.starts[0], root)
-        return hits
 
     def draft(self, batch: Batch, drafting: Sequence[bool], speculation: GivenTree) -> Drafted:
         """Draft trees for those that are ``drafting``, whose draft KV is up to date; roots for the others."""

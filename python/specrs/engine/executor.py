@@ -22,9 +22,9 @@ import torch
 from specrs._specrs import Accepts, DraftBeams, GrammarFailedError, Lease, Moves, NonFiniteError, Planner, TreeBatch
 from specrs._specrs import Sequence as KvSequence
 from specrs.engine.batch import Batch
+from specrs.engine.drafting.speculation import AdaptiveTree, PassKind
 from specrs.engine.pages import Pages
 from specrs.engine.request import Request
-from specrs.engine.speculation import AdaptiveTree, PassKind
 from specrs.models import Placement
 from specrs.models.features import Features
 
@@ -139,9 +139,6 @@ class DraftExecutor(Protocol):
 
     def extend(self, entries: Entries, clock: Clock) -> Sequence[object]:
         """Write draft KV up to the root; for each request its root, or a `NonFiniteError`."""
-
-    def look_back(self, entries: Entries) -> tuple[object, int] | NonFiniteError:
-        """`extend` for one request, and how many of its tokens the head would have chosen at the positions before."""
 
     def draft(self, batch: Batch, depths: Sequence[int], deepen: Deepen | None, clock: Clock) -> Drafted:
         """Draft a tree for each request of the batch, up to its depth; roots for those with depth 0 or no root.

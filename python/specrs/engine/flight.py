@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from specrs._specrs import Lease
 from specrs.engine.batch import Batch
+from specrs.engine.drafting.gathering import Planted
 from specrs.engine.executor import Verified
-from specrs.engine.gathering import Planted
 from specrs.engine.request import Request
 
 

@@ -21,10 +21,10 @@ from specrs import _specrs as core
 from specrs.engine.batch import Batch
 from specrs.engine.calibration import calibrated
 from specrs.engine.config import EngineConfig
+from specrs.engine.drafting.speculation import AdaptiveTree
 from specrs.engine.executor import Clock, Deepen, Drafted, Entries, Verified, Watched
 from specrs.engine.pages import Pages
 from specrs.engine.request import Request
-from specrs.engine.speculation import AdaptiveTree
 from specrs.models.eagle3 import Eagle3Head
 from specrs.models.features import FeatureRows, Features, gather
 from specrs.models.llama import LlamaModel
@@ -262,15 +262,6 @@ class HostDrafts:
             error = None if sound else non_finite("draft hidden state", hidden[i])
             found.append(self._lend(r, logits[i], hidden[i]) if error is None else error)
         return found
-
-    def look_back(self, entries: Entries) -> tuple[object, int] | core.NonFiniteError:
-        self._keep_lent()
-        inputs, [request] = self._inputs(entries), entries.requests
-        logits, hidden = self._extend(*inputs)
-        if (error := non_finite("draft hidden state", hidden.flatten())) is not None:
-            return error
-        choices = self.head.target_ids[logits[:-1].argmax(1)]
-        return self._lend(request, logits[-1], hidden[-1]), int((choices == inputs[0][1:]).sum())
 
     def draft(self, batch: Batch, depths: Sequence[int], deepen: Deepen | None, clock: Clock) -> Drafted:
         beams, shape = self.beams, self._geometry.shape

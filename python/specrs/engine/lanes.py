@@ -35,8 +35,8 @@ from torch.utils.dlpack import from_dlpack
 
 from specrs import _specrs as core
 from specrs._specrs import Geometry, Plan
-from specrs.engine.ahead import most_nodes
 from specrs.engine.config import EngineConfig
+from specrs.engine.drafting.ahead import most_nodes
 from specrs.models.cuda import CudaDense, DevicePlan
 from specrs.models.eagle3 import Eagle3Head
 from specrs.models.features import FeatureRows

@@ -14,21 +14,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from specrs import _specrs as core
-from specrs.engine import united
-from specrs.engine.ahead import tiers
 from specrs.engine.batch import Batch, Passed
 from specrs.engine.config import HEAD, EngineConfig
 from specrs.engine.drafter import Drafter
+from specrs.engine.drafting import trees as united
+from specrs.engine.drafting.ahead import tiers
+from specrs.engine.drafting.gathering import Gathered, Gathering, Planted
+from specrs.engine.drafting.sources import Sources
+from specrs.engine.drafting.speculation import GivenTree
 from specrs.engine.executor import Drafted, Executor, Pass, Verified
 from specrs.engine.flight import Flight
-from specrs.engine.gathering import Gathered, Gathering, Planted
 from specrs.engine.logprobs import TokenBytes, TokenLogprobs, of_draws, of_rows
 from specrs.engine.observer import RoundObserver
 from specrs.engine.pages import Pages
 from specrs.engine.request import FinishReason, Request
 from specrs.engine.rounds import DraftTree, trees_of
-from specrs.engine.sources import Sources
-from specrs.engine.speculation import GivenTree
 from specrs.sampling_params import PROCESSED
 
 _LEAST_SCORED, _MOST_SCORED = 16, 128
@@ -78,8 +78,7 @@ class Runner:
         if (self.drafter is not None or self.gathering is not None) and self.config.adaptive:
             self.speculation = adaptive = self.executor.speculation(self.pages)
             if self.gathering is not None:
-                self.gathering.price(adaptive.policy.costs)
-                self.gathering.heads_account = None if self.drafter is None else adaptive.gate
+                self.gathering.price(adaptive.policy.costs, adaptive.account)
 
     def admit(self, request: Request) -> None:
         """Give the request a row of the page table, and decide whether the head follows it.
@@ -213,7 +212,7 @@ class Runner:
         since, batch, drafter, drafting = time.perf_counter(), Batch(reqs), self.drafter, None
         gathered = None if self.gathering is None else self.gathering.ask(batch)
         if drafter is not None and self.speculation.awake(batch):
-            asked = self.speculation.drafting(batch, drafter)
+            asked = self.speculation.drafting(batch)
             drafting = [d and r.draws.room > 1 for r, d in zip(batch, asked, strict=True)]
         drafting = drafting if drafting and any(drafting) else None
         return self._go(self._begin(batch, drafting, gathered, since), stays)

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from specrs._specrs import ConfigError, Plan
+from specrs.models.acceptance import HEATS, UNKNOWN, Acceptance, read_acceptance
 from specrs.models.cache import new_cache
 from specrs.models.config import Eagle1Config, Eagle3Config, HeadConfig, ModelConfig
 from specrs.models.errors import DraftMismatchError, ModelFileError, UnsupportedModelError
@@ -36,10 +37,13 @@ class Eagle3Head:
     (`head_inputs`), and in that no norm stands before the target's own `lm_head`.
     """
 
-    def __init__(self, config: HeadConfig, weights: Checkpoint, ops: Ops, target: LlamaModel) -> None:
+    def __init__(
+        self, config: HeadConfig, weights: Checkpoint, ops: Ops, target: LlamaModel,
+        acceptance: tuple[Acceptance, ...] = (UNKNOWN,) * len(HEATS),
+    ) -> None:  # fmt: skip
         _check_files(config, weights, target.config)
         aux_layers = config.aux_layers_for(target.config)
-        self.config = config
+        self.config, self.acceptance = config, acceptance
         self.aux_layers = aux_layers
         self.d2t, self.target_ids = _vocabulary_map(config, weights, target.config)
         self.placement = at = ops.placement
@@ -73,12 +77,12 @@ class Eagle3Head:
 
     @classmethod
     def load(cls, directory: str | Path, ops: Ops, target: LlamaModel) -> Eagle3Head:
-        """Loads a head's directory (config.json, safetensors) and checks it against its target.
+        """Loads a head's directory (config.json, weights, perhaps acceptance.json) and checks it against its target.
 
         Raises DraftMismatchError, UnsupportedModelError or ModelFileError, all `ConfigError`s; the target is then as
         it was.
         """
-        return cls(*_open(directory, ops.placement), ops, target)
+        return cls(*_open(directory, ops.placement), ops, target, read_acceptance(directory))
 
     @staticmethod
     def check(directory: str | Path, target: ModelConfig) -> tuple[HeadConfig, dict[str, tuple[int, ...]]]:
@@ -87,6 +91,7 @@ class Eagle3Head:
         Raises as `load` does, but for the vocabulary map, which is in the weights.
         """
         config, weights = _open(directory, HOST)
+        read_acceptance(directory)
         return config, _check_files(config, weights, target)
 
     @staticmethod

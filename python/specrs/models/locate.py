@@ -31,7 +31,7 @@ _NEEDS = {
 
 _READ = [  # of a repository: not the same weights in other formats
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json",
+    "added_tokens.json", "acceptance.json",
     "chat_template.jinja", "additional_chat_templates/*.jinja", "model*.safetensors", "model.safetensors.index.json",
     "adapter_config.json",  # so that an adapter is seen, and refused
 ]  # fmt: skip

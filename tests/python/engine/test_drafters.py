@@ -239,7 +239,10 @@ def test_rubbish_costs_drafts_and_a_warning(tiny: Pair, says: str, options: dict
         llm = engine(tiny, [Says({**RUBBISH, **ODD}[says], name="mine"), Ngrams()], max_batch=3, **options)
         check(llm, prompts, params, want)
     mine = [str(w.message) for w in told if "drafter" in str(w.message)]
-    assert bool(mine) == (says in RUBBISH)
+    if options:
+        assert bool(mine) == (says in RUBBISH)
+    else:  # a cost model may find asking too dear for answers as short as these
+        assert not mine or says in RUBBISH
     assert all("drafter 'mine': propose()" in m and "goes on without it" in m for m in mine), mine
 
 

@@ -16,8 +16,8 @@ import pytest
 from drafts_world import VOCAB, agree, head_for, reference, watched
 from modelzoo import Pair, write_target
 from specrs._specrs import DraftNodes
-from specrs.engine.policy import TreeChoice
-from specrs.engine.speculation import AdaptiveTree
+from specrs.engine.drafting.chooser import TreeChoice
+from specrs.engine.drafting.speculation import AdaptiveTree
 
 
 @pytest.fixture(scope="module")
@@ -275,8 +275,8 @@ def test_chains_that_the_cost_model_cuts(pair: Pair, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(policy, "choose", choose)
     monkeypatch.setattr(policy, "deepen", lambda *_: rng.random() < 0.8)
-    monkeypatch.setattr(policy, "drafting", lambda able: [rng.random() < 0.8 for _ in able])
-    monkeypatch.setattr(speculation, "_able", lambda *_: (1.0, 1.0))
+    monkeypatch.setattr(policy, "drafting", lambda rooms: [rng.random() < 0.8 for _ in rooms])
+    monkeypatch.setattr(speculation, "_room", lambda *_: 1.0)
     monkeypatch.setattr(policy, "follows", lambda *_: True)
     for i in range(4):
         run.add(prompt(i, 6 + i), 40)

@@ -12,8 +12,8 @@ from flight_world import scored
 from reference_unite import OTHER, OWN, Scored, paths, random_tree, unite
 from specrs._specrs import DraftProposal, TreeBatch, merge_drafts
 from specrs.engine.config import HEAD
+from specrs.engine.drafting.trees import shares, traced
 from specrs.engine.rounds import DraftTree
-from specrs.engine.united import shares, traced
 
 VOCAB, ROOT = 6, 1
 NAMES = ("ngrams", "suffix", HEAD)

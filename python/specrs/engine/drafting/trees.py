@@ -1,7 +1,7 @@
-"""Rounds whose trees a device makes of two, the head's and one of the host's: what came of whose.
+"""Trees of several: what came of whose in those that a device makes of two, and drafts that wait for a doubtful token.
 
-`DraftExecutor.beside` asks for such a round. The device finds out which nodes both have, and tells whose each is
-(`Verified.origins`). Who has a node has its parent.
+`DraftExecutor.beside` asks for a round whose trees the device makes of the head's and the host's. The device finds out
+which nodes both have, and tells whose each is (`Verified.origins`). Who has a node has its parent.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ from dataclasses import dataclass
 
 from torch.utils.dlpack import from_dlpack
 
-from specrs._specrs import MergedDrafts
+from specrs._specrs import DraftNodes, MergedDrafts
 from specrs.engine.batch import Passed
 from specrs.engine.config import HEAD
+from specrs.engine.drafting.chooser import TreeChoice, TreePolicy
+from specrs.engine.drafting.speculation import Share
 from specrs.engine.executor import Verified
 from specrs.engine.rounds import DraftTree
-from specrs.engine.speculation import Share
 
 _HEADS, _HOSTS = 1, 2  # bits of an origin
+_SAME, _LEARN = 0.8, 0.3  # part of a chance that counts as the same; weight of a time, of which two failures are enough
+_TRUSTED = 0.5  # word from which on drafts may wait
 
 
 @dataclass(frozen=True)
@@ -91,3 +94,46 @@ def _trees(verified: Verified, drafts: Sequence[MergedDrafts]) -> list[_Tree]:
                 theirs[node] = children[theirs[parents[node]], tokens[node]]
         found.append(_Tree(tokens, parents, scores, whose, theirs))
     return found
+
+
+@dataclass(eq=False)
+class Deferral:
+    """One request's drafts that wait.
+
+    Attributes:
+        waits: the position in the request's tokens where the doubtful one is expected, that token, and the chance that
+            the one behind it was given; ``None`` where no drafts wait.
+        word: smoothed share of times that the sources said the same again, once the token had come.
+    """
+
+    waits: tuple[int, int, float] | None = None
+    word: float = 1.0
+
+    def choose(
+        self, tokens: Sequence[int], choice: TreeChoice, nodes: DraftNodes, policy: TreePolicy, overhead: float
+    ) -> TreeChoice:
+        """A choice of nodes, or the first of them where the rest are better verified once a doubtful token has come.
+
+        Args:
+            tokens: of the request.
+            choice: of ``policy``, from ``nodes``: what its sources say may come next.
+            overhead: seconds of the round beside the target's pass.
+        """
+        self._hold_to_word(tokens, nodes)
+        if self.word < _TRUSTED or choice.nodes < 2:
+            return choice
+        settled = policy.settle(choice, nodes, overhead)
+        if settled.nodes < choice.nodes:
+            doubtful = settled.nodes
+            said = nodes.chance(doubtful + 1) / nodes.chance(doubtful)
+            self.waits = len(tokens) + doubtful, nodes.token(doubtful), said
+        return settled
+
+    def _hold_to_word(self, tokens: Sequence[int], nodes: DraftNodes) -> None:
+        waits, self.waits = self.waits, None
+        if waits is None:
+            return
+        position, token, said = waits
+        if len(tokens) == position + 1 and tokens[position] == token:
+            kept = len(nodes) > 0 and nodes.chance(0) >= _SAME * said
+            self.word += _LEARN * (kept - self.word)

@@ -16,8 +16,9 @@ from torch.utils.dlpack import from_dlpack
 
 from specrs._specrs import DraftBeams, TreeBatch
 from specrs.engine.batch import Batch, Passed
-from specrs.engine.costs import PLAIN, SPECULATIVE, Costs, PassCost
-from specrs.engine.policy import SpeculationGate, Standing, Step, TreePolicy, nodes_of
+from specrs.engine.drafting.budget import RATE, Account
+from specrs.engine.drafting.chooser import Kind, TreePolicy, nodes_of
+from specrs.engine.drafting.costs import PLAIN, SPECULATIVE, Costs, PassCost
 from specrs.engine.request import Request
 
 PassKind = Literal["target", "draft_step", "draft_extend"]
@@ -27,16 +28,6 @@ _SETTLED, _SELDOM = 32, 16  # of so many, once there have been this many without
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-
-
-class LooksBack(Protocol):
-    """What is asked of the head's passes."""
-
-    def reach(self, request: Request) -> int:
-        """Of a request's last `LOOK_BACK` tokens, those that the head could have drafted at all."""
-
-    def look_back(self, request: Request) -> int:
-        """Bring a request's drafts up to date; of its last `LOOK_BACK` tokens, the head's first choices."""
 
 
 class Outlook(Protocol):
@@ -89,7 +80,7 @@ class GivenTree:
         """Whether any request may draft in the next round, so that `drafting` is worth asking."""
         return any(r.followed and r.max_depth > 0 for r in batch)
 
-    def drafting(self, batch: Batch, drafter: LooksBack) -> list[bool]:
+    def drafting(self, batch: Batch) -> list[bool]:
         """Which requests' next round drafts."""
         return [r.followed for r in batch]
 
@@ -183,9 +174,9 @@ class AdaptiveTree(GivenTree):
     def __init__(self, policy: TreePolicy, topk: int) -> None:
         self.policy, self.costs = policy, policy.costs
         self._topk = topk
-        self._gates: dict[int, SpeculationGate] = {}  # by request, from its first admission to its end
+        self._accounts: dict[int, Account] = {}  # by request, from its first admission to its end
         self._again: dict[int, int] = {}  # by request, positions of its prefill that only the head needs
-        self._wakes: dict[int, int] = {}  # by request that waits, the number of its tokens that it waits for
+        self._wakes: dict[int, float] = {}  # by request, the number of its tokens from which on it may pay for drafts
         self._batch = 1  # of the last round
         self._caught_up = 0.0  # seconds of this round, for features that had waited
         self._plain_rounds = self._in_a_row = 0  # since ever, since the last one with drafts
@@ -193,25 +184,23 @@ class AdaptiveTree(GivenTree):
         self._started = self._in_passes = 0.0  # seconds
 
     def follows(self, request: Request) -> bool:
-        gate = self.gate(request)
+        account = self.account(request)
         self._wakes.pop(request.request_id, None)
-        if gate.follows:
-            at, again = Standing(request.produced, request.remaining, 0), request.committed - request.draft_shared
-            entries = request.prefill_target - request.draft_shared
-            if self.policy.follows(gate, self._batch, at, entries, again):
-                self._again[request.request_id] = again
-            else:
-                gate.decline()
-        return gate.follows
+        again = request.committed - request.draft_shared
+        entries = request.prefill_target - request.draft_shared
+        follows = self.policy.follows(account, self._batch, request.remaining, entries, again)
+        if follows:
+            self._again[request.request_id] = again
+        return follows
 
-    def gate(self, request: Request) -> SpeculationGate:
-        """The account of a request."""
-        gate = self._gates.get(request.request_id)
-        if gate is None:
+    def account(self, request: Request) -> Account:
+        """What drafts may lose a request, whoever makes them."""
+        account = self._accounts.get(request.request_id)
+        if account is None:
             prompt = request.prefill_target - request.committed
-            gate = self.policy.gate(request.params.temperature, request.remaining, prompt, self._batch)
-            self._gates[request.request_id] = gate
-        return gate
+            account = self.policy.account(request.params.temperature, prompt, self._batch, request.remaining)
+            self._accounts[request.request_id] = account
+        return account
 
     def prefilled(self, batch: Batch, counts: Sequence[int]) -> None:
         for r, n in zip(batch, counts, strict=True):
@@ -220,84 +209,73 @@ class AdaptiveTree(GivenTree):
                 again = min(left, n)
                 self._again[r.request_id] = left - again
                 price = self.policy.waiting(n, self._batch) + self.policy.prefilling(again, self._batch)
-                self.gate(r).pay(price)
+                self.account(r).bank.pay(price / self._batch)  # it is paid at once, for all that may come
 
     def awake(self, batch: Batch) -> bool:
-        for r in batch.requests:  # of requests that gave the head up, a round asks nothing more
+        for r in batch.requests:
             if r.followed and len(r.tokens) >= self._wakes.get(r.request_id, 0) and r.max_depth > 0:
                 return True  # where one is, all are asked: what one alone cannot pay, several may
         return False
 
-    def drafting(self, batch: Batch, drafter: LooksBack) -> list[bool]:
-        able = [self._able(r, len(batch), drafter) if r.followed else None for r in batch]
-        drafting = self.policy.drafting(able)
+    def drafting(self, batch: Batch) -> list[bool]:
+        policy, size = self.policy, len(batch)
+        rooms = [self._room(r, size) if r.followed else -math.inf for r in batch]
+        drafting = policy.drafting(rooms)
         self._caught_up = 0.0
-        for r, one in zip(batch, able, strict=True):
-            if r.followed and one is None and r.root is None:
-                doze = self.policy.doze(self.gate(r), len(batch), _standing(r))
-                self._wakes[r.request_id] = len(r.tokens) + doze
-        for r, asked, drafts in zip(batch, able, drafting, strict=True):
-            if drafts and r.lag > 1:  # the last one is the round's
-                waited = self.policy.waiting(r.lag - 1, len(batch))
-                self.gate(r).pay(waited)
-                self._caught_up += self.policy.costs.plain(1) * self.policy.waiting(r.lag - 1, 1)
-            elif asked is not None and not drafts:
-                self.gate(r).wait()
+        for r, drafts in zip(batch, drafting, strict=True):
+            if drafts and r.root is None:
+                self.account(r).pay(policy.resuming(r.lag, size), size)
+                self._caught_up += policy.costs.plain(1) * policy.resuming(r.lag, 1)
         return drafting
 
-    def _able(self, r: Request, batch: int, drafter: LooksBack) -> tuple[float, float] | None:
-        """What a request may lose to drafts and what a round of them should win; ``None`` where it does not draft."""
-        gate, policy, at = self.gate(r), self.policy, _standing(r)
-        step = policy.step(gate, batch, at, lambda: drafter.reach(r))
-        if step is Step.GIVE_UP:
+    def _room(self, r: Request, batch: int) -> float:
+        """What a request may lose to a round with drafts; one that will not pay for any again gives them up."""
+        account, lag = self.account(r), None if r.root is not None else r.lag
+        wait = self.policy.wait(account, batch, r.produced, lag)
+        if wait == 0.0:
+            resuming = self.policy.resuming(lag, batch)
+            return account.room(r.produced, batch, resuming + self.policy.stake(batch, batch)) - resuming
+        if wait >= r.remaining / 2 or self.policy.following(batch) > RATE:
             r.give_up_drafts(r.draft_valid)
-        if step is Step.LOOK_BACK:
-            stake, hits = policy.stake(batch, batch), drafter.reach(r)
-            if gate.would_open(hits, stake):  # else: whatever the head would choose, it lacks these tokens
-                started = time.perf_counter()
-                hits = drafter.look_back(r)
-                gate.pay(policy.looked_back(batch, at.lag or 0, time.perf_counter() - started))
-            opens = gate.looked_back(hits, stake, r.produced)
-            if not gate.follows:
-                r.give_up_drafts(r.draft_valid)
-            if opens and batch > 1:
-                gate.promise()
-            step = Step.DRAFT if opens and r.followed else Step.WAIT
-        if step is not Step.DRAFT:
-            return None
-        return gate.account(r.produced) - policy.waiting(max(r.lag - 1, 0), batch), gate.wins
+        self._wakes[r.request_id] = len(r.tokens) + wait
+        return -math.inf
 
     def catches_up(self, request: Request, batch: int) -> bool:
-        gate, price = self.gate(request), self.policy.waiting(request.lag - 1, batch)
-        if gate.account(request.produced) < price:
+        account, price = self.account(request), self.policy.waiting(request.lag - 1, batch)
+        if account.room(request.produced, batch) < price:
             return False
-        gate.pay(price)
+        account.pay(price, batch)
         return True
 
     def completes(self, request: Request) -> bool:
-        gate, costs = self.gate(request), self.policy.costs
+        account, costs = self.account(request), self.policy.costs
         price = costs.draft_extend.at(request.lag) / costs.plain(self._batch) * self._batch
-        if gate.net < price:
+        if account.won < price:
             return False
-        gate.pay(price)
+        account.pay(price, self._batch)
         return True
 
     def limit(self, batch: Batch, drafting: Sequence[bool]) -> float:
-        accounts = [self.gate(r).account(r.produced) for r, d in zip(batch, drafting, strict=True) if d]
-        return self.policy.limit(len(batch), accounts)
+        size = len(batch)
+        rooms = [self.account(r).room(r.produced, size) for r, d in zip(batch, drafting, strict=True) if d]
+        return self.policy.limit(size, rooms)
 
     def rate(self, batch: Batch, drafting: Sequence[bool]) -> float:
-        gains = [self.gate(r).kind.gain for r, drafts in zip(batch, drafting, strict=True) if drafts]
+        gains = [self.kind(r).gain for r, drafts in zip(batch, drafting, strict=True) if drafts]
         return sum(gains) / len(gains) * len(batch) / self.policy.costs.plain(len(batch))
+
+    def kind(self, request: Request) -> Kind:
+        """What is known of the head's drafts for such requests."""
+        return self.policy.kind(request.params.temperature)
 
     def deepen(self, batch: Batch, beams: DraftBeams, depths: Sequence[int], levels: int, limit: float) -> bool:
         each = zip(batch, beams.scores(), depths, strict=True)
-        live = [(self.gate(r).kind, scores) for r, scores, depth in each if depth > levels]
+        live = [(self.kind(r), scores) for r, scores, depth in each if depth > levels]
         return self.policy.deepen(len(batch), levels, live, limit)
 
     def least_score(self, batch: Batch, trees: TreeBatch, steps: int, limit: float) -> float | None:
         scores = _draft_scores(trees)
-        nodes = [(s, self.gate(r).kind) for r, some in zip(batch, scores, strict=True) for s in some]
+        nodes = [(s, self.kind(r)) for r, some in zip(batch, scores, strict=True) for s in some]
         drafting = self.policy.costs.drafting(len(batch), len(batch) * self._topk, steps)
         choice = self.policy.choose(len(batch), nodes_of(nodes), drafting, limit)
         return choice.min_score if choice.nodes < len(nodes) else None
@@ -346,18 +324,18 @@ class AdaptiveTree(GivenTree):
         batch, drawn, costs = len(passed), sum(len(p.tokens) for p in passed), self.policy.costs
         seconds = costs.drafting(batch, batch * self._topk, steps) + costs.target.at(sum(verified.sizes))
         cost = seconds / costs.plain(batch)  # in rounds of plain decoding
-        took = self._charged(seconds) / costs.plain(batch)
+        took = self._charged(seconds)
         self._caught_up = 0.0  # before this round, not before those behind it
-        extra = (took - 1.0) * batch / sum(drafting)  # those who drafted share it
         if shares is None:
             each = zip(_draft_scores(verified), passed, strict=True)
             shares = [Share(scores, len(p.tokens) - 1) for scores, p in each]
-        for p, drafts, share in zip(passed, drafting, shares, strict=True):
-            if drafts:
-                gate = self.gate(p.request)
-                gate.kind.learn(share.scores, share.accepted, drawn / batch / cost)
-                won = min(p.committed.kept - 1, share.accepted)  # what came after a stop won nothing
-                gate.spec_round(won - extra, share.accepted)
+        drew = [(p, share) for p, share, drafts in zip(passed, shares, drafting, strict=True) if drafts]
+        for p, share in drew:
+            self.kind(p.request).learn(share.scores, share.accepted, drawn / batch / cost)
+        wins = [min(p.committed.kept - 1, share.accepted) for p, share in drew]  # what came after a stop won nothing
+        verify = sum(len(share.scores) > 0 for _, share in drew)
+        for (p, _), won in zip(drew, self.policy.won(batch, verify, took, wins), strict=True):
+            self.account(p.request).pay(-won, batch)
 
     def _charged(self, seconds: float) -> float:
         """What accounts pay for a round that is modelled to take so long: the time that it did take. On a machine that
@@ -372,15 +350,11 @@ class AdaptiveTree(GivenTree):
         self.policy.costs.overhead.observe(kind, time.perf_counter() - self._started - self._in_passes)
 
     def forget(self, request: Request) -> None:
-        gate = self._gates.pop(request.request_id, None)
+        account = self._accounts.pop(request.request_id, None)
         self._again.pop(request.request_id, None)
         self._wakes.pop(request.request_id, None)
-        if gate is not None:
-            gate.end(request.produced)
-
-
-def _standing(r: Request) -> Standing:
-    return Standing(r.produced, r.remaining, r.lag if r.root is None else None)
+        if account is not None:
+            account.room(request.produced, self._batch)
 
 
 def _draft_scores(trees: TreeBatch) -> list[list[float]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specrs.engine.sources import Part, Told
+from specrs.engine.drafting.sources import Part, Told
 
 _IDLE = 0.003  # of a plain round, what asking a source may take for each, as long as it gains less than that
 _LONGEST_REST = 512  # rounds

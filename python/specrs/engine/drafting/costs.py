@@ -103,7 +103,7 @@ class PassCost:
 PLAIN, SPECULATIVE, HOSTED, FOLLOWED = 1, 2, 3, 4
 
 
-class Beside(PassCost):
+class Overheads(PassCost):
     """What a device's rounds of each kind take beside their passes: running means.
 
     One is negative where rounds overlap more than they did as passes were measured.
@@ -145,6 +145,14 @@ class Costs:
     def plain(self, batch: int) -> float:
         """Seconds of a round of plain decoding."""
         return self.target.at(batch) + self.overhead.at(PLAIN)
+
+    def following(self) -> float:
+        """Seconds that a plain round takes longer where the head follows a request. On a host its features lie where
+        they are. A device's plain rounds run behind one another, and these do not: features lie where the next round's
+        will, and the host saves them in between."""
+        if not isinstance(self.overhead, Overheads):
+            return 0.0
+        return max(self.overhead.at(FOLLOWED) - self.overhead.at(PLAIN), 0.0)
 
     def drafting(self, batch: int, beams: int, steps: int) -> float:
         """Seconds of a round's drafting: ``steps`` passes over ``beams`` rows in all, and the draft_extend."""

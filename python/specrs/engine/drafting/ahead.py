@@ -7,23 +7,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 from specrs._specrs import TreeBatch, TreeShape
 from specrs.engine.batch import Batch, Passed
-from specrs.engine.costs import FOLLOWED, HOSTED, PLAIN, SPECULATIVE
-from specrs.engine.policy import ALLOWANCE, TRIES, Kind, SpeculationGate, Standing, Step, TreePolicy, endow
-from specrs.engine.request import Request
-from specrs.engine.speculation import AdaptiveTree, LooksBack, Outlook, PassKind, Share
+from specrs.engine.drafting.budget import RATE
+from specrs.engine.drafting.chooser import TreePolicy
+from specrs.engine.drafting.costs import FOLLOWED, HOSTED, PLAIN, SPECULATIVE
+from specrs.engine.drafting.speculation import AdaptiveTree, Outlook, PassKind, Share
 
-_KEEP = 0.6  # of drafts accepted so far, how many are taken to be accepted a level deeper, before any was tried
 _LEARN = 0.05
 _MOST_UNITED, _LONGEST_BRANCH = 64, 8  # of `cuda/tree_unite.cu`, and `off_spine` of `MergeLimits`
-_WORTH_A_TRY = 1.01  # stakes
-_MOST_LOST = 8.0  # plain rounds; a request that has lost so many gets no more from its kind
-_PRIOR = 2.0  # plain rounds that the head is taken to win a request, before it was tried;
-_BARREN = 32  # and again behind so many requests that it won nothing
 _ADDS = 0.5  # of other sources' drafts that are accepted, how many the head is taken not to have, before any was tried
 _FORGETS = 5e-4  # of what was learnt of that, how much each round without both takes back, so that both are tried again
 
@@ -64,45 +58,6 @@ def drafted_levels(shape: TreeShape) -> set[int]:
     return {1, (shape.steps + 1) // 2, shape.steps}
 
 
-@dataclass
-class AheadPolicy(TreePolicy):
-    """Drafts from the first round on, and again once it has lost what it may, without a look back: a round of one level
-    costs less than asking the head would.
-
-    What that may lose is the account's to bound, as ever. Plain rounds run behind one another, but those that the head
-    follows do not: features lie where the next round's will, and the host has to save them in between. Where that takes
-    more than a request may lose, one that cannot draft is given up. Since it cannot wait until it may draft, it does so
-    at once, on what its kind has saved; and where drafts of its kind win, it drafts on by that.
-    """
-
-    def __post_init__(self) -> None:
-        kinds = self.greedy, self.cool, self.hot
-        endow(kinds, self.stake(1, 1), self.costs.plain(1))
-        for kind in kinds:
-            kind.prior, kind.barren = _PRIOR, _BARREN  # who loads a head has reason to
-            kind.worth = kind.prior
-
-    def early(self, gate: SpeculationGate, lag: int) -> bool:
-        return True
-
-    def following(self, batch: int) -> float:
-        overhead = self.costs.overhead
-        return max(overhead.at(FOLLOWED) - overhead.at(PLAIN), 0.0) / self.costs.plain(batch)
-
-    def gate(self, temperature: float, tokens: int, prompt: int, batch: int = 1) -> SpeculationGate:
-        gate = super().gate(temperature, tokens, prompt, batch)
-        gate.judged = False  # until it has drafted: in between it may be given up
-        if not gate.kind.trusted():
-            gate.borrow(TRIES * self.stake(batch, batch) - gate.account(0))
-        return gate
-
-    def step(self, gate: SpeculationGate, batch: int, at: Standing, reach: Callable[[], int]) -> Step:
-        stake, left = self.stake(batch, batch), gate.account(at.produced)
-        if left < stake and gate.kind.trusted() and gate.net > -_MOST_LOST:
-            gate.borrow(TRIES * stake - left)
-        return super().step(gate, batch, at, reach)
-
-
 class AheadTree(AdaptiveTree):
     """Gates as `AdaptiveTree` does; a batch drafts as deep as the yield of each level so far pays.
 
@@ -112,30 +67,17 @@ class AheadTree(AdaptiveTree):
     given = True
     merges = False  # the device drafts and verifies in one launch, and unites trees within it (`joined`)
 
-    policy: AheadPolicy
-
-    def __init__(self, policy: AheadPolicy, shape: TreeShape, cold: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, policy: TreePolicy, shape: TreeShape, cold: Callable[[], bool] = lambda: False) -> None:
         super().__init__(policy, shape.topk)
         self._adds = _ADDS
         self._entering = False  # a request of a batch drafts for the first time
         self._shape, self._cold = shape, cold
         self._tried = drafted_levels(shape)
         self._levels = 1  # of the last round
-        self._keeps: dict[int, list[float]] = {}  # by kind: of each level, the share that is accepted if its parent is
 
-    def _able(self, r: Request, batch: int, drafter: LooksBack) -> tuple[float, float] | None:
-        able = super()._able(r, batch, drafter)
-        if able is None:
-            return None
-        # What it may lose it may try, alone if it can: deeper levels win more than the first, and nobody can wait for
-        # better times.
-        account, wins = able
-        alone, all_ = self.policy.stake(batch, 1), self.policy.stake(batch, batch)
-        return account, max(wins, _WORTH_A_TRY * (alone if account >= alone else all_))
-
-    def drafting(self, batch: Batch, drafter: LooksBack) -> list[bool]:
-        drafting = super().drafting(batch, drafter)
-        if not any(drafting) and self.policy.following(len(batch)) > ALLOWANCE:
+    def drafting(self, batch: Batch) -> list[bool]:
+        drafting = super().drafting(batch)
+        if not any(drafting) and self.policy.following(len(batch)) > RATE:
             for r in batch:  # too few can pay for a round of all, and nobody waits for more
                 if r.followed:
                     r.give_up_drafts(r.draft_valid)
@@ -169,7 +111,7 @@ class AheadTree(AdaptiveTree):
     def stays(self, batch: Batch, drafting: Sequence[bool]) -> bool:
         drew = [r for r, drafts in zip(batch, drafting, strict=False) if drafts]
         stake = self.policy.stake(len(batch), max(len(drew), 1))
-        if any(self.gate(r).account(r.produced) < stake for r in drew):
+        if any(self.account(r).room(r.produced, len(batch)) < stake for r in drew):
             return False
         return self._best(batch, drafting) == self._levels
 
@@ -179,13 +121,13 @@ class AheadTree(AdaptiveTree):
     def _outlook(self, batch: Batch, drafting: Sequence[bool]) -> tuple[int, float, float]:
         """The number of levels that yields most a second; tokens that a round of it is expected to give, and its
         seconds."""
-        kinds = [self.gate(r).kind for r, d in zip(batch, drafting, strict=True) if d]
+        kinds = [self.kind(r) for r, d in zip(batch, drafting, strict=True) if d]
         costs, limit = self.policy.costs, self.limit(batch, drafting)
         shape, size = self._shape, len(batch)
         best, best_rate, expected = (1, float(size), costs.plain(size)), 0.0, float(size)
         reached = [1.0] * len(kinds)
         for levels in range(1, shape.steps + 1):
-            reached = [p * self._keep(kind)[levels - 1] for p, kind in zip(reached, kinds, strict=True)]
+            reached = [p * kind.levels[levels - 1] for p, kind in zip(reached, kinds, strict=True)]
             expected += sum(reached)
             if levels not in self._tried:
                 continue
@@ -196,9 +138,6 @@ class AheadTree(AdaptiveTree):
             if expected / seconds > best_rate:
                 best, best_rate = (levels, expected, seconds), expected / seconds
         return best
-
-    def _keep(self, kind: Kind) -> list[float]:
-        return self._keeps.setdefault(id(kind), [_KEEP] * self._shape.steps)
 
     def timed(self, kind: PassKind, rows: int, run: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         return run(*args, **kwargs)  # how long a launch takes says nothing of its pass
@@ -215,7 +154,7 @@ class AheadTree(AdaptiveTree):
         followed = [r for r in batch if r.followed]
         self._learn(FOLLOWED if followed else PLAIN, policy.costs.target.at(size), size)
         for r in followed:  # all wait for their features
-            self.gate(r).pay(policy.following(size) * size / len(followed))
+            self.account(r).pay(policy.following(size) * size / len(followed), size)
         super().plain_round(batch)
 
     def _learn(self, kind: int, passes: float, size: int) -> None:
@@ -254,7 +193,7 @@ class AheadTree(AdaptiveTree):
             self._batch = size
             return
         # In the first one of a request, the device still runs over its prompt.
-        first = any(d and not self.gate(p.request).drafted for p, d in zip(passed, drafting, strict=True))
+        first = any(d and p.request.drafting_rounds < 2 for p, d in zip(passed, drafting, strict=True))
         self._entering = first and size > 1
         if any(drafting) and shares is None and not first:
             passes = costs.drafting(size, size * self._topk, steps) - costs.overhead.at(SPECULATIVE)
@@ -270,6 +209,6 @@ class AheadTree(AdaptiveTree):
             accepted = len(p.tokens) - 1 if shares is None else shares[i].accepted
             # One that has ended had less room than the others.
             if drafts and p.request.finish_reason is None:
-                keep = self._keep(self.gate(p.request).kind)
+                kept = self.kind(p.request).levels
                 for level in range(min(steps + 1, accepted + 1)):
-                    keep[level] += _LEARN * ((accepted > level) - keep[level])
+                    kept[level] += _LEARN * ((accepted > level) - kept[level])

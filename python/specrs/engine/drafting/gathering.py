@@ -21,15 +21,16 @@ from torch.utils.dlpack import from_dlpack
 from specrs._specrs import DraftCalibration, DraftNodes, DraftProposal, MergedDrafts, TreeBatch, merge_drafts
 from specrs.engine.batch import Batch, Passed
 from specrs.engine.config import GRAMMAR, HEAD
-from specrs.engine.costs import HOSTED, SPECULATIVE, Costs
-from specrs.engine.deferral import Deferral
+from specrs.engine.drafting.budget import RATE, Account
+from specrs.engine.drafting.chooser import Kind, TreePolicy
+from specrs.engine.drafting.costs import HOSTED, SPECULATIVE, Costs
+from specrs.engine.drafting.sources import Part, Sources
+from specrs.engine.drafting.speculation import Share
+from specrs.engine.drafting.trees import Deferral
+from specrs.engine.drafting.worth import Asking, Worth
 from specrs.engine.executor import Verified
 from specrs.engine.grammars import Grammars
-from specrs.engine.policy import ALLOWANCE, TRIES, Kind, SpeculationGate, TreePolicy, endow
 from specrs.engine.request import Request
-from specrs.engine.sources import Part, Sources
-from specrs.engine.speculation import Share
-from specrs.engine.worth import Asking, Worth
 
 LIKELIEST = 8
 """Next tokens of a verified node that sources which observe are told."""
@@ -37,10 +38,6 @@ LIKELIEST = 8
 _LONGEST_SLEEP = 32  # rounds of a request that cannot pay for asking, until its account is looked at again
 _SPARED = 3  # rounds of a request until a source that said nothing is asked again, where asking costs nothing
 _PRICE = 0.02  # plain rounds that verifying a draft takes at least
-_CREDIT = 2.0  # smallest rounds that a request may lose where drafts of its kind win, or its own would have won
-_FORETOLD = 3  # tokens that came as proposals said, none of which a round has verified
-_ASKING, _LEAST_ASKING = 0.008, 0.003  # plain rounds that a request may spend on asking, for each of its engine
-_PURSE = 0.15  # that it may save for that
 _HEARD = 0.005  # of a plain round, what a source that was not asked may take to learn from it
 _MARGIN = 1.01  # by which drafts must beat plain decoding
 MAX_NODES = 1024  # of a tree, as the core has it
@@ -55,11 +52,8 @@ class _Live:
 
     Attributes:
         sources: in the engine's order.
-        gate: its account, where a cost model decides.
+        account: where a cost model decides, which the head shares.
         at: tokens of the request when the sources last proposed; 0 once that has been judged.
-        drafted: whether a round has verified it.
-        foretold: tokens that came as a source said first, one proposal after the other, none of them verified.
-        purse: plain rounds that it may spend on asking, whatever its account holds.
         began: seconds of beginning its draftings that it has not paid yet.
         asked: sources that were asked for the round.
         forced: what its grammar forces.
@@ -71,12 +65,9 @@ class _Live:
     """
 
     sources: list[Asking]
-    gate: SpeculationGate | None
+    account: Account | None
     seen: int
     at: int = 0
-    drafted: bool = False
-    foretold: int = 0
-    purse: float = _PURSE
     began: float = 0.0
     asked: list[Asking] = field(default_factory=list)
     forced: Part | None = None
@@ -158,8 +149,7 @@ class Gathering:
         self.calibration = DraftCalibration(self._forced + 1)
         self.grammars: Grammars | None = None
         """Of the engine, where requests may have grammars."""
-        self.heads_account: Callable[[Request], SpeculationGate] | None = None
-        """Of a request, where there is a head: what that has lost, a request does not lose to other sources again."""
+        self._account_of: Callable[[Request], Account] | None = None
         self._proposing = bool(sources.all)
         self._policy: TreePolicy | None = None
         self._worth = [Worth() for _ in sources.all]
@@ -176,14 +166,12 @@ class Gathering:
         """Of all that draft, in the order of `MergedDrafts.sources`."""
         return [*(source.name for source in self.sources.all), HEAD, GRAMMAR]
 
-    def price(self, costs: Costs) -> None:
-        """From now on a cost model decides what is asked and verified."""
+    def price(self, costs: Costs, account: Callable[[Request], Account] | None = None) -> None:
+        """From now on a cost model decides what is asked and verified, and a request's account pays for it."""
         # Each source's claims are calibrated. What several say alike is not as likely as if they said it by chance, and
         # so a kind of requests still has a temper of its own.
-        greedy, cool, hot = (Kind(hits=0.5, temper=1.0) for _ in range(3))
-        self._policy = TreePolicy(costs, greedy, cool, hot)
-        if self._tiers is not None:
-            endow((greedy, cool, hot), self._stake(self._policy, 1), costs.plain(1))
+        self._policy = TreePolicy(costs)
+        self._account_of = account or self._account_of
 
     # -- before a round -----------------------------------------------------------------------------------------
 
@@ -234,13 +222,11 @@ class Gathering:
             if not live.at:
                 for one in live.asked:
                     one.gained(0.0)
-            if live.gate is None:
+            if live.account is None:
                 continue
-            took = max(took - self._spare, 0.0) / plain
-            live.gate.pay(took)
-            live.purse = max(live.purse - took, 0.0)
+            live.account.pay(max(took - self._spare, 0.0) / plain, len(batch))
             if not live.at and r.draws.grammar is None:
-                live.wakes = self._asks + 1 + self._sleep(r, live, live.gate, len(batch))
+                live.wakes = self._asks + 1 + self._sleep(r, live, live.account, len(batch))
 
     def _parts(self, r: Request, batch: int) -> tuple[list[Part | None], Part | None]:
         """What each source proposes, and what the request's grammar forces."""
@@ -260,12 +246,10 @@ class Gathering:
             if self._policy is not None:
                 one.rest = max(one.rest - rounds, 0)
         left = math.inf
-        if live.gate is not None:
-            live.purse = min(live.purse + rounds * _asking(live.gate.kind), _PURSE)
-        if due and self._policy is not None and live.gate is not None:
+        if due and self._policy is not None and live.account is not None:
             plain, stake = self._priced(self._policy, batch)
-            # What asking takes leaves enough for a round that drafts; beside that, a request may ask now and then.
-            left = max(live.gate.account(r.produced) - stake, live.purse) * plain + self._spare
+            # What asking takes leaves enough for a round that drafts.
+            left = (live.account.room(r.produced, batch) - stake) * plain + self._spare
         for one in due:
             if one.needs > left:
                 continue
@@ -275,7 +259,7 @@ class Gathering:
             started = time.perf_counter()
             one.part = one.told.propose(r.tokens, self._nodes - 1, depth, self.sources.vocab_size)
             one.proposing = time.perf_counter() - started
-        live.drafted, live.forced = False, self._forces(r)
+        live.forced = self._forces(r)
         said = live.forced is not None or any(one.part is not None for one in live.asked)
         live.at = len(r.tokens) if said else 0
         if self._learns:
@@ -288,20 +272,17 @@ class Gathering:
             self._terms = policy.costs.plain(batch) / batch, self._stake(policy, batch)
         return self._terms
 
-    def _sleep(self, r: Request, live: _Live, gate: SpeculationGate, batch: int) -> int:
+    def _sleep(self, r: Request, live: _Live, account: Account, batch: int) -> int:
         """Rounds until a source is due that the request can pay."""
         if self._policy is None or not live.sources:
             return _LONGEST_SLEEP
         plain, stake = self._priced(self._policy, batch)
-        account, saves, sleeps = gate.account(r.produced), _asking(gate.kind), list[int]()
+        short, sleeps = stake - account.room(r.produced, batch), list[int]()
         for one in live.sources:
             if one.spared(self._spare):
                 sleeps.append(_SPARED)
                 continue
-            needs = max(one.needs - self._spare, 0.0) / plain
-            wait = (needs + stake - account) / ALLOWANCE
-            if needs <= _PURSE:
-                wait = min(wait, (needs - live.purse) / saves)
+            wait = (max(one.needs - self._spare, 0.0) / plain + short) / RATE
             sleeps.append(max(one.rest, min(math.ceil(wait) - 1, _LONGEST_SLEEP)))
         return max(min(sleeps), 0)
 
@@ -317,18 +298,10 @@ class Gathering:
     def _of(self, r: Request, batch: int) -> _Live:
         live = self._live.get(r.request_id)
         if live is None:
-            gate = None
-            if self._policy is not None:
-                gate = self._policy.gate(r.params.temperature, r.remaining, r.prompt_len, batch)
-                gate.before = None if self.heads_account is None else self.heads_account(r)
-                stake = self._stake(self._policy, batch)
-                if gate.kind.trusted():  # once: what others of its kind won promises as much
-                    gate.credit(_CREDIT * stake, r.produced)
-                elif self._tiers is not None:
-                    gate.borrow(TRIES * stake - gate.account(r.produced))
+            account = None if self._policy is None or self._account_of is None else self._account_of(r)
             known, started = [replace(w) for w in self._worth], time.perf_counter()
             each = zip(self.sources.of(r), self._worth, known, strict=True)
-            live = _Live([Asking(*one) for one in each], gate, self._asks - 1)
+            live = _Live([Asking(*one) for one in each], account, self._asks - 1)
             live.began = time.perf_counter() - started
             self._live[r.request_id] = live
             self._learns |= any(one.told.observes for one in live.sources)
@@ -344,8 +317,9 @@ class Gathering:
             return gathered
         nodes = self._nodes_of(batch, merged)
         self._promise(gathered, nodes, policy)
-        accounts = [self._account(r) for r in batch]
         least = self._stake(policy, size) if self._terms is None else self._terms[1]
+        # What a grammar forces does come.
+        accounts = [max(self._room(r, size), 0.0 if f is None else least) for r, f in zip(batch, forced, strict=True)]
         if poor := [i for i, account in enumerate(accounts) if account < least]:
             for i in poor:
                 merged[i] = merge_drafts(roots[i], self.sources.vocab_size, [], 1, 0)
@@ -406,11 +380,10 @@ class Gathering:
         plain, took = costs.plain(size), costs.target.at(least) + costs.overhead.at(self._kind_of_round)
         return (took - plain) / plain * size
 
-    def _account(self, r: Request) -> float:
+    def _room(self, r: Request, batch: int) -> float:
+        """What a request may lose."""
         live = self._live.get(r.request_id)
-        if live is None or live.gate is None:
-            return 0.0
-        return live.gate.account(r.produced)
+        return 0.0 if live is None or live.account is None else live.account.room(r.produced, batch)
 
     def _merged(self, r: Request, parts: Sequence[Part | None], head: Part | None, forced: Part | None) -> MergedDrafts:
         """One tree of all; without what the request's grammar does not allow, which the target never draws."""
@@ -484,16 +457,19 @@ class Gathering:
         seconds = modelled if seconds is None else min(max(seconds, modelled / 2), 2 * modelled)
         took = seconds / costs.plain(batch)
         gain = sum(len(p.tokens) for p in passed) / batch / took
-        extra = 0.0 if others is not None else (took - 1.0) * batch / max(sum(len(tree) > 1 for tree in trees), 1)
+        wins: dict[int, float] = {}
         for i, (p, tree) in enumerate(zip(passed, trees, strict=True)):
-            live = self._live.get(p.request.request_id)
-            if len(tree) < 2 or live is None or live.gate is None:
-                continue
-            live.drafted = True
-            share = Share(tree.scores[1:], len(p.tokens) - 1) if shares is None else shares[i]
-            live.gate.kind.learn(share.scores, share.accepted, gain)
-            won = p.committed.kept - 1 - (0 if others is None else others[i])
-            live.gate.spec_round(won - extra, max(won, 0))
+            if len(tree) > 1:
+                share = Share(tree.scores[1:], len(p.tokens) - 1) if shares is None else shares[i]
+                self._kind(p.request).learn(share.scores, share.accepted, gain)
+                wins[i] = p.committed.kept - 1 - (0 if others is None else others[i])
+        if not wins:
+            return
+        alone = seconds if others is None else costs.plain(batch)  # else the other source pays for the round
+        for i, won in zip(wins, policy.won(batch, len(wins), alone, list(wins.values())), strict=True):
+            live = self._live.get(passed[i].request.request_id)
+            if live is not None and live.account is not None:
+                live.account.pay(-won, batch)
 
     def _judge(self, r: Request, live: _Live) -> None:
         """Hold what the sources proposed last against the tokens that came."""
@@ -502,22 +478,11 @@ class Gathering:
         drawn, live.at = r.tokens[live.at :], 0
         if not drawn:
             return
-        self._foretold(r, live, drawn[0])
         if live.forced is not None:
             self.grade(live.forced, drawn)
         for one in live.asked:
             hits = 0 if one.part is None else self.grade(one.part, drawn)
             one.gained(0.0 if live.price is None or one.part is None else hits - live.price)
-
-    def _foretold(self, r: Request, live: _Live, token: int) -> None:
-        """A request whose account is empty drafts again once its sources foretell one token after the other."""
-        said = [p for p in (*live.parts, live.forced) if p is not None]
-        if live.drafted or live.gate is None or self._policy is None or not said:
-            return
-        live.foretold = live.foretold + 1 if any(part.proposal.first() == token for part in said) else 0
-        if live.foretold >= _FORETOLD:
-            live.gate.credit(_CREDIT * self._stake(self._policy, self._batch), r.produced)
-            live.foretold = 0
 
     def grade(self, part: Part, drawn: list[int]) -> int:
         """Calibrate a source by a proposal and the tokens that came; how many of these it had proposed."""
@@ -573,8 +538,6 @@ class Gathering:
         live = self._live.pop(r.request_id, None)
         if live is not None:
             self._judge(r, live)
-            if live.gate is not None:
-                live.gate.end(r.produced)
         self.sources.forget(r)
 
     def close(self) -> None:
@@ -582,12 +545,6 @@ class Gathering:
         self._live.clear()
         self._hearing.clear()
         self.sources.close()
-
-
-def _asking(kind: Kind) -> float:
-    """Plain rounds that a request may spend on asking, for each of its engine: where asking has won requests of its
-    kind nothing, and their bank owes what it took, less and less."""
-    return max(_ASKING / (1.0 - min(kind.bank, 0.0)), _LEAST_ASKING)
 
 
 def head_parts(trees: TreeBatch, source: int) -> list[Part | None]:

@@ -1,0 +1,128 @@
+"""What drafts by default bring and cost on a GPU from an engine's first request on: the model in the package.
+
+"first": new engines, one request of Python code each, over plain decoding of the same request by a warm plain engine.
+"mix": one new engine and all kinds of text, in orders that differ; a kind's ratio is the median over the orders.
+"batch": 8 requests at once, all kinds, of one new engine. Whole requests, prompt included. Tokens must be equal.
+
+    python benches/gpu/first.py [--json FILE] [--lengths 64,128,256] [--orders 4] [--temperatures 0,1]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from timing import driver
+
+from specrs import LLM, SamplingParams
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from common import commit, versions
+from gate_texts import CODE, KINDS
+
+OPTIONS: dict[str, Any] = {"max_context_len": 1024, "prefix_cache": False, "device": "cuda"}
+
+
+def run(llm: LLM, asked: list[tuple[str, int, float, int]]) -> tuple[float, list[Any]]:
+    """Seconds of requests that run at once, and their outputs. asked: prompt, length, temperature, seed of each."""
+    params = [
+        SamplingParams(max_tokens=n, temperature=t, top_p=1.0, seed=seed, ignore_eos=True) for _, n, t, seed in asked
+    ]
+    prompts = [llm.encode(text) for text, *_ in asked]
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    outputs = llm.generate(prompts, params)
+    return time.perf_counter() - started, outputs
+
+
+class Pair:
+    """A plain engine, warm, and drafting ones that are new when they are asked for."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+        self.plain = LLM(speculative=False, max_batch=batch, **OPTIONS)
+        run(self.plain, [(CODE[0], 64, 0.0, 0)] * batch)
+        self.default: LLM | None = None
+
+    def begin(self) -> None:
+        """A new engine."""
+        if self.default is not None:
+            self.default.close()
+        self.default = LLM(max_batch=self.batch, **OPTIONS)
+
+    def both(self, asked: list[tuple[str, int, float, int]]) -> tuple[float, float, list[Any]]:
+        """Seconds of plain decoding, the least of two; of the new engine; its outputs."""
+        assert self.default is not None
+        took, outputs = run(self.default, asked)
+        (first, want), (second, _) = run(self.plain, asked), run(self.plain, asked)
+        assert [o.token_ids for o in outputs] == [o.token_ids for o in want], "drafts must not change the tokens"
+        return min(first, second), took, outputs
+
+
+def main() -> None:
+    """Measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", default="")
+    parser.add_argument("--lengths", default="64,128,256")
+    parser.add_argument("--orders", type=int, default=4)
+    parser.add_argument("--temperatures", default="0,1")
+    args = parser.parse_args()
+    lengths, temperatures = [int(n) for n in args.lengths.split(",")], [float(t) for t in args.temperatures.split(",")]
+    rows: dict[str, Any] = {}
+
+    def told(name: str, **row: Any) -> None:
+        rows[name] = row
+        print(name, row, flush=True)
+
+    one = Pair(1)
+    one.begin()
+    one.both([(CODE[1], 64, 0.0, 0)])  # the process is warm: kernels are loaded
+    for temperature in temperatures:
+        for length in lengths:
+            done = []
+            for seed, text in enumerate(CODE):
+                one.begin()
+                done.append(one.both([(text, length, temperature, seed)]))
+            tokens, rounds = length * len(CODE), sum(out.rounds for *_, [out] in done)
+            ratios = [plain / took for plain, took, _ in done]
+            told(
+                f"first, T={temperature:g}, {length} tokens", ratio=round(statistics.geometric_mean(ratios), 3),
+                requests=[round(r, 2) for r in ratios], tokens_a_round=round(tokens / rounds, 2),
+            )  # fmt: skip
+    prompts = [(kind, seed, text) for kind, some in KINDS.items() for seed, text in enumerate(some)]
+    for name, pair in (("mix", one), ("batch", Pair(8))):
+        for temperature in temperatures:
+            for length in lengths[:: len(lengths) - 1 or 1]:
+                found: dict[str, list[float]] = {}
+                for turn in range(args.orders):
+                    random.Random(turn).shuffle(order := list(prompts))
+                    pair.begin()
+                    sums: dict[str, list[float]] = {}
+                    for first in range(0, len(order), pair.batch):
+                        some = order[first : first + pair.batch]
+                        plain, took, _ = pair.both([(text, length, temperature, seed) for _, seed, text in some])
+                        for kind in {some[0][0] if pair.batch == 1 else "all kinds", "all kinds"}:
+                            both = sums.setdefault(kind, [0.0, 0.0])
+                            both[0] += plain
+                            both[1] += took
+                    for kind, (plain, took) in sums.items():
+                        found.setdefault(kind, []).append(plain / took)
+                for kind, ratios in sorted(found.items()):
+                    told(
+                        f"{name}, {kind}, T={temperature:g}, {length} tokens",
+                        ratio=round(statistics.median(ratios), 3), orders=[round(r, 3) for r in ratios],
+                    )  # fmt: skip
+    if args.json:
+        head = {"commit": commit(), "device": torch.cuda.get_device_name(), "driver": driver(), "versions": versions()}
+        Path(args.json).write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
