@@ -1,8 +1,10 @@
 """What drafts by default bring and cost on a GPU from an engine's first request on: the model in the package.
 
-"first": new engines, one request of Python code each, over plain decoding of the same request by a warm plain engine.
-"mix": one new engine and all kinds of text, in orders that differ; a kind's ratio is the median over the orders.
-"batch": 8 requests at once, all kinds, of one new engine. Whole requests, prompt included. Tokens must be equal.
+"first": new engines, one request of Python code each, over plain decoding of the same request by a warm plain engine;
+what a new engine takes to make its graphs is in it. "mix": one engine and all kinds of text, in orders that differ; a
+kind's ratio is the median over the orders. Its graphs are there, made by other requests, and what it learnt is not: each
+order begins with the budget and the guesses of a new engine. "batch": likewise, 8 requests at once. Whole requests,
+prompt included. Tokens must be equal.
 
     python benches/gpu/first.py [--json FILE] [--lengths 64,128,256] [--orders 4] [--temperatures 0,1]
 """
@@ -21,7 +23,10 @@ from typing import Any
 import torch
 from timing import driver
 
-from specrs import LLM, SamplingParams
+from specrs import LLM, SamplingParams, assets
+from specrs.engine.drafting.budget import BANK, Purse
+from specrs.engine.drafting.chooser import Kind
+from specrs.models.acceptance import read_acceptance
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import commit, versions
@@ -50,12 +55,28 @@ class Pair:
         self.plain = LLM(speculative=False, max_batch=batch, **OPTIONS)
         run(self.plain, [(CODE[0], 64, 0.0, 0)] * batch)
         self.default: LLM | None = None
+        self._warm = False
 
     def begin(self) -> None:
         """A new engine."""
         if self.default is not None:
             self.default.close()
+        self._warm = False
         self.default = LLM(max_batch=self.batch, **OPTIONS)
+
+    def anew(self) -> None:
+        """An engine that has its graphs, and knows no more than a new one."""
+        if self.default is None or not self._warm:
+            self.begin()
+            for temperature in (0.0, 1.0):
+                for some in KINDS.values():
+                    run(self.default, [(text, 192, temperature, 9) for text in (some * 8)[: self.batch]])  # type: ignore[arg-type]
+            self._warm = True
+        speculation = self.default._runner.speculation  # type: ignore[union-attr]
+        policy = speculation.policy  # type: ignore[attr-defined]
+        policy.banks[:] = [Purse(BANK) for _ in policy.banks]
+        steps = len(policy.kinds[0].levels)
+        policy.kinds[:] = [Kind.of(one, steps) for one in read_acceptance(assets.draft_dir())]
 
     def both(self, asked: list[tuple[str, int, float, int]]) -> tuple[float, float, list[Any]]:
         """Seconds of plain decoding, the least of two; of the new engine; its outputs."""
@@ -103,7 +124,7 @@ def main() -> None:
                 found: dict[str, list[float]] = {}
                 for turn in range(args.orders):
                     random.Random(turn).shuffle(order := list(prompts))
-                    pair.begin()
+                    pair.anew()
                     sums: dict[str, list[float]] = {}
                     for first in range(0, len(order), pair.batch):
                         some = order[first : first + pair.batch]
