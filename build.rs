@@ -82,6 +82,9 @@ const PTX_ONLY: &[&str] = &["round_end_loop"];
 /// (seconds), and machine code for those of today: `sm_80` runs on every 8.x.
 const CODE: &[(&str, &str)] = &[("80", "[compute_80,sm_80,sm_90]"), ("90a", "sm_90a")];
 
+/// The same where the kernel has an image of `90a` beside it, which every GPU of capability 9.0 takes.
+const BASELINE_CODE: &str = "[compute_80,sm_80]";
+
 /// Newest PTX ISA that the oldest supported driver (580, CUDA 13.0) loads; the toolkit that writes it.
 const MAX_PTX: Version = Version(9, 0);
 const MAX_TOOLKIT: Version = Version(13, 0);
@@ -325,6 +328,7 @@ fn compile(nvcc: &Path, name: &str, arch: &str, out: &Path) -> Result<String, Fa
     let ptx_alone = format!("compute_{arch}");
     let code = match CODE.iter().find(|(a, _)| *a == arch) {
         _ if PTX_ONLY.contains(&name) => &*ptx_alone,
+        _ if arch == "80" && KERNELS.iter().any(|(n, archs)| *n == name && archs.contains(&"90a")) => BASELINE_CODE,
         found => found.map_or(arch, |(_, code)| *code),
     };
     let root = env::var_os("CARGO_MANIFEST_DIR")

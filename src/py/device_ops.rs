@@ -24,7 +24,7 @@ use operands::{Operands, import};
 type Arg<'a, 'py> = &'a Bound<'py, PyAny>;
 
 #[cfg(not(feature = "cuda"))]
-pub(super) fn absent(py: Python<'_>) -> PyResult<()> {
+pub(super) fn absent<T: Send>(py: Python<'_>) -> PyResult<T> {
     let why = || Err(crate::error::Error::CudaUnavailable("built without the feature `cuda`".into()));
     super::arg::detached(py, why)
 }

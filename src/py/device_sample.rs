@@ -58,7 +58,7 @@ pub(super) fn _device_samplers(py: Python<'_>, samplers: Vec<Bound<'_, Sampler>>
     #[cfg(not(feature = "cuda"))]
     {
         _ = samplers;
-        Err(super::device_ops::absent(py).expect_err("there is no device"))
+        super::device_ops::absent(py)
     }
 }
 

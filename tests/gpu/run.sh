@@ -29,9 +29,8 @@ export PYTHONPATH=$work/site PYTHONUNBUFFERED=1
 export SPECRS_CACHE=$work/cache OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}
 cd "$work" # so that the checkout's python/ is not what is imported
 
-# --noconftest: the fixtures there are for the engine's tests.
 mapfile -t files < <(find "$root/tests/python" -name 'test_gpu_*.py' | sort)
-pytest=("$python" -m pytest -q --noconftest -p no:cacheprovider -rs)
+pytest=("$python" -m pytest -q -p no:cacheprovider -rs)
 tests=("${pytest[@]}" "${files[@]}")
 
 # run_file FILE [PART SELECTION]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from modelzoo import VOCAB, Pair, write_eagle3, write_target
+from modelzoo import Pair, write_eagle3, write_target
 from specrs import LLM, SamplingParams, device
 from specrs import _specrs as core
 
@@ -27,21 +27,8 @@ from specrs.cli import main
 
 FORMATS = ["native", "flashinfer", "triton", "flash_attention"]
 
-
-@pytest.fixture(autouse=True)
-def no_fault_is_left() -> Any:
-    """Replays have a fault record of their own: whatever they meet, the device's stays empty."""
-    yield
-    torch.cuda.synchronize()
-    device.check()
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    root = tmp_path_factory.mktemp("tiny")
-    sizes = {"vocab_size": VOCAB, "eos_token_id": None, "bos_token_id": None, "max_position_embeddings": 256}
-    target = write_target(root / "target", **sizes)
-    return Pair(target, write_eagle3(root / "draft", target, draft_vocab_size=8))
+# Replays have a fault record of their own: whatever they meet, the device's stays empty.
+pytestmark = pytest.mark.usefixtures("no_fault_is_left")
 
 
 @pytest.fixture(scope="module")

@@ -19,13 +19,7 @@ if not device.cuda_available():
 CUDA = torch.device("cuda", torch.cuda.current_device())
 SLOTS = 16
 
-
-@pytest.fixture(autouse=True)
-def no_fault_is_left():
-    torch.cuda.synchronize()
-    yield
-    torch.cuda.synchronize()
-    device.check()
+pytestmark = pytest.mark.usefixtures("no_fault_is_left")
 
 
 def bad_move(index: int):

@@ -7,7 +7,7 @@ of rounds at verification; plain rounds in between run ahead as ever.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -48,11 +48,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return Pair(target, draft)
 
 
-@pytest.fixture(autouse=True)
-def no_fault_is_left() -> Iterator[None]:
-    yield
-    torch.cuda.synchronize()
-    device.check()
+pytestmark = pytest.mark.usefixtures("no_fault_is_left")
 
 
 def work() -> list[tuple[list[int], SamplingParams]]:

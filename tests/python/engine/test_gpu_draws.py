@@ -47,11 +47,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return Pair(target, draft)
 
 
-@pytest.fixture(autouse=True)
-def no_fault_is_left() -> Any:
-    yield
-    torch.cuda.synchronize()
-    device.check()
+pytestmark = pytest.mark.usefixtures("no_fault_is_left")
 
 
 def words_in(outputs: list[RequestOutput], size: int = 4) -> list[list[int]]:

@@ -82,11 +82,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Pair(target, draft)
 
 
-@pytest.fixture(autouse=True)
-def no_fault_is_left() -> Any:
-    yield
-    torch.cuda.synchronize()
-    device.check()
+pytestmark = pytest.mark.usefixtures("no_fault_is_left")
 
 
 def requests(seed: int, kind: str, long: int = 70) -> tuple[list[list[int]], list[SamplingParams]]:

@@ -29,13 +29,7 @@ PARAMS = [SamplingParams(max_tokens=n, temperature=0.8, seed=n) for n in (24, 9,
 OPTIONS: dict[str, Any] = {"device": "cuda", "max_batch": 3, "max_context_len": 128}
 VOCAB = 8
 
-
-@pytest.fixture(autouse=True)
-def no_fault_is_left() -> Any:
-    torch.cuda.synchronize()
-    yield
-    torch.cuda.synchronize()
-    device.check()
+pytestmark = pytest.mark.usefixtures("no_fault_is_left")
 
 
 @pytest.fixture(scope="module")

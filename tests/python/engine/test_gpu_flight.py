@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +43,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return pair_in(tmp_path_factory.mktemp("gpu"))
 
 
-@pytest.fixture(autouse=True)
-def no_fault_is_left() -> Iterator[None]:
-    yield
-    torch.cuda.synchronize()
-    device.check()
+pytestmark = pytest.mark.usefixtures("no_fault_is_left")
 
 
 def engine(pair: Pair, tree: str, **options: Any) -> LLM:

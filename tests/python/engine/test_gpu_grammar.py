@@ -41,11 +41,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return Pair(target, draft)
 
 
-@pytest.fixture(autouse=True)
-def no_fault_is_left() -> Any:
-    yield
-    torch.cuda.synchronize()
-    device.check()
+pytestmark = pytest.mark.usefixtures("no_fault_is_left")
 
 
 @pytest.mark.parametrize("graphs", ["off", "round", "loop"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -29,11 +28,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return Pair(target, draft)
 
 
-@pytest.fixture(autouse=True)
-def no_fault_is_left() -> Iterator[None]:
-    yield
-    torch.cuda.synchronize()
-    device.check()
+pytestmark = pytest.mark.usefixtures("no_fault_is_left")
 
 
 @pytest.mark.parametrize("graphs", ["off", "round", "loop"])

@@ -27,13 +27,7 @@ FORMATS = ["native", "flashinfer", "flash_attention", "triton"]
 PLAN = ("rows", "versions", "qo_indptr", "prefix_lens", "positions", "out_slots", "mask")
 BUCKET, BRANCHES, POISON = 3, 2, 0xFF
 
-
-@pytest.fixture(autouse=True)
-def no_fault_is_left() -> Any:
-    torch.cuda.synchronize()
-    yield
-    torch.cuda.synchronize()
-    device.check()
+pytestmark = pytest.mark.usefixtures("no_fault_is_left")
 
 
 class Captured:

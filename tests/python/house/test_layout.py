@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import subprocess
+import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -91,3 +94,15 @@ def test_files_that_contributing_names_exist() -> None:
     for name in named:
         path = PACKAGE / name if name.startswith(("engine/", "models/")) else ROOT / name
         assert path.is_file(), name
+
+
+def test_tests_of_texts_and_of_the_layout_start_without_torch() -> None:
+    files = sorted(set(Path(__file__).parent.glob("test_*.py")) - {Path(__file__).with_name("test_examples.py")})
+    assert len(files) > 3
+    code = "import sys, pytest; code = pytest.main(sys.argv[1:]); print('torch' in sys.modules); sys.exit(code)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--collect-only", "-q", "-p", "no:cacheprovider", *map(str, files)],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stdout.endswith("\nFalse\n"), done.stdout[-2000:] + done.stderr

@@ -42,14 +42,7 @@ GROUPS = [1, 2, 4, 7, 8]
 HEADS = [(128, None), (128, None), (64, None), (96, None), (256, None), (256, 20.0), (128, 5.0)]  # elements, cap
 KINDS = ["normal", "peaked", "equal", "huge", "sink", "zeros", "tiny"]
 
-
-@pytest.fixture(autouse=True)
-def no_fault_is_left():
-    """A fault that a test does not expect fails that test, not the next one."""
-    torch.cuda.synchronize()
-    yield
-    torch.cuda.synchronize()
-    device.check()
+pytestmark = pytest.mark.usefixtures("no_fault_is_left")
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -17,25 +17,12 @@ if not torch.cuda.is_available():
 if not device.cuda_available():
     pytest.skip(f"no CUDA kernels: {device.cuda_unavailable_reason()}", allow_module_level=True)
 
-from gpu_world import CUDA, I32_MAX, Canaries, bits, handle, neighbour
+from gpu_world import CUDA, I32_MAX, bits, handle, neighbour
 
 INF = float("inf")
 SHAPES = [(1, 1, 2), (1, 5, 6), (2, 3, 5), (4, 4, 32), (8, 6, 64), (3, 7, 33), (16, 3, 65), (32, 2, 200), (8, 8, 100)]
 
-
-@pytest.fixture(autouse=True)
-def no_fault_is_left():
-    torch.cuda.synchronize()
-    yield
-    torch.cuda.synchronize()
-    device.check()
-
-
-@pytest.fixture
-def canaries():
-    made = Canaries()
-    yield made
-    made.check()
+pytestmark = pytest.mark.usefixtures("no_fault_is_left")
 
 
 class Beams:

@@ -35,14 +35,7 @@ CACHES = [
     pytest.param(1, 130, 1, 1, torch.float64, id="row-8B-f64"),
 ]
 
-
-@pytest.fixture(autouse=True)
-def no_fault_is_left():
-    """A fault that a test does not expect fails that test, not the next one."""
-    torch.cuda.synchronize()
-    yield
-    torch.cuda.synchronize()
-    device.check()
+pytestmark = pytest.mark.usefixtures("no_fault_is_left")
 
 
 def random_cache(layers, slots, heads, dim, dtype, seed=0):

@@ -20,26 +20,13 @@ if not torch.cuda.is_available():
 if not device.cuda_available():
     pytest.skip(f"no CUDA kernels: {device.cuda_unavailable_reason()}", allow_module_level=True)
 
-from gpu_world import CUDA, I32_MAX, I32_MIN, Canaries, handle, neighbour
+from gpu_world import CUDA, I32_MAX, I32_MIN, handle, neighbour
 
 PLACES, PATH, POISON = 8, 6, 0x5A5A5A5A
 DONE, NAN, UNSOUND, FAULT, ASKED, BUDGET = 1, 2, 4, 8, 16, 32
 ORDINAL = torch.cuda.current_device()
 
-
-@pytest.fixture(autouse=True)
-def no_fault_is_left():
-    torch.cuda.synchronize()
-    yield
-    torch.cuda.synchronize()
-    device.check()
-
-
-@pytest.fixture
-def canaries():
-    made = Canaries()
-    yield made
-    made.check()
+pytestmark = pytest.mark.usefixtures("no_fault_is_left")
 
 
 def ints(values):

@@ -20,24 +20,11 @@ if not torch.cuda.is_available():
 if not device.cuda_available():
     pytest.skip(f"no CUDA kernels: {device.cuda_unavailable_reason()}", allow_module_level=True)
 
-from gpu_world import CUDA, I32_MAX, I32_MIN, Canaries, bits, fma, handle, neighbour, same, tree_sum
+from gpu_world import CUDA, I32_MAX, I32_MIN, bits, fma, handle, neighbour, same, tree_sum
 
 HALVES = [torch.bfloat16, torch.float16]
 
-
-@pytest.fixture(autouse=True)
-def no_fault_is_left():
-    torch.cuda.synchronize()
-    yield
-    torch.cuda.synchronize()
-    device.check()
-
-
-@pytest.fixture
-def canaries():
-    made = Canaries()
-    yield made
-    made.check()
+pytestmark = pytest.mark.usefixtures("no_fault_is_left")
 
 
 def fault() -> tuple:

@@ -25,14 +25,7 @@ VOCABS = [1, 2, 31, 1000, 32000, 128256, 151936, 262144]
 SEEDS = [0, 1, 2**32, 2**63, 2**64 - 1]
 Json = dict[str, Any]
 
-
-@pytest.fixture(autouse=True)
-def no_fault_is_left():
-    """A fault that a test does not expect fails that test, not the next one."""
-    torch.cuda.synchronize()
-    yield
-    torch.cuda.synchronize()
-    device.check()
+pytestmark = pytest.mark.usefixtures("no_fault_is_left")
 
 
 def i32(values) -> torch.Tensor:

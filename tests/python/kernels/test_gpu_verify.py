@@ -17,25 +17,12 @@ if not torch.cuda.is_available():
 if not device.cuda_available():
     pytest.skip(f"no CUDA kernels: {device.cuda_unavailable_reason()}", allow_module_level=True)
 
-from gpu_world import CUDA, I32_MAX, I32_MIN, Canaries, bits, handle, neighbour
+from gpu_world import CUDA, I32_MAX, I32_MIN, bits, handle, neighbour
 
 INF = float("inf")
 PROBES = {"NaN": 1, "+inf": 2, "all -inf": 3}
 
-
-@pytest.fixture(autouse=True)
-def no_fault_is_left():
-    torch.cuda.synchronize()
-    yield
-    torch.cuda.synchronize()
-    device.check()
-
-
-@pytest.fixture
-def canaries():
-    made = Canaries()
-    yield made
-    made.check()
+pytestmark = pytest.mark.usefixtures("no_fault_is_left")
 
 
 def random_trees(rng, requests, max_nodes, vocab, depth=6):

@@ -26,14 +26,7 @@ FORMATS += [("triton", "both"), ("flash_attention", "both")]
 TORCH = {"int32": torch.int32, "int64": torch.int64, "bool": torch.uint8, "uint8": torch.uint8}
 PLAN = ["rows", "versions", "qo_indptr", "prefix_lens", "positions", "out_slots", "mask"]
 
-
-@pytest.fixture(autouse=True)
-def no_fault_is_left():
-    """A fault that a test does not expect fails that test, not the next one."""
-    torch.cuda.synchronize()
-    yield
-    torch.cuda.synchronize()
-    device.check()
+pytestmark = pytest.mark.usefixtures("no_fault_is_left")
 
 
 def i32(values) -> torch.Tensor:
