@@ -8,12 +8,17 @@ that wait for each other suffer out of proportion on a busy machine, the best tu
 
 It also records which of them is *row-invariant*: whether row 0 has the same bits alone and among others, which exact
 speculation needs. Writes ``results/linear.json``.
+
+``--f16`` times weights of each type against the same weights in f32 instead, where they lie in a cache and where they
+come from memory, on one thread by its CPU time (other work on the machine then counts little), and writes
+``results/linear_f16.json``: medians and quartiles of the ratios of turns.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import time
 from collections.abc import Callable
 
 import torch
@@ -25,6 +30,10 @@ from common import seconds, write_result
 SHAPES = {"head": (8192, 320), "qkv": (448, 320), "gate_up": (1792, 320), "down": (320, 896)}
 ROWS = (1, 2, 4, 8, 16)
 ROTATE_BYTES = 40 << 20
+
+F16_ROWS = (1, 4, 8)
+PLACES = {"L2": (192, 320, 1), "L3": (1792, 320, 1), "memory": (1792, 320, 100), "memory, large": (4096, 4096, 4)}
+"""Where f32 weights lie that are used in turn: n, k, how many. In f16 a hundred are 115 MB."""
 
 Product = Callable[[torch.Tensor, int], torch.Tensor]
 
@@ -62,7 +71,9 @@ def row_invariant(product: Product, k: int) -> bool:
     return all(torch.equal(product(x[:m].contiguous(), 0)[0], alone) for m in range(2, 17))
 
 
-def timed(product: Product, x: torch.Tensor, copies: int) -> Callable[[], float]:
+def timed(
+    product: Product, x: torch.Tensor, copies: int, clock: Callable[[], float] = time.perf_counter
+) -> Callable[[], float]:
     """Microseconds of one call among others, each with the next copy."""
     count = 0
 
@@ -71,7 +82,7 @@ def timed(product: Product, x: torch.Tensor, copies: int) -> Callable[[], float]
         count = (count + 1) % copies
         product(x, count)
 
-    return lambda: seconds(call, 1e-3) * 1e6
+    return lambda: seconds(call, 1e-3, clock) * 1e6
 
 
 def turns(candidates: dict[str, Callable[[], float]], repeats: int) -> tuple[dict[str, float], dict[str, float]]:
@@ -81,15 +92,56 @@ def turns(candidates: dict[str, Callable[[], float]], repeats: int) -> tuple[dic
     return medians, {c: round(min(s[c] for s in samples), 1) for c in candidates}
 
 
+def compare_f16(repeats: int) -> None:
+    """Products over weights of each type, against f32 in the same turn."""
+    rows = []
+    for place, (n, k, copies) in PLACES.items():
+        weights = [torch.randn(n, k).div_(k**0.5).to(torch.float16).float() for _ in range(copies)]
+        halves, brains = ([w.to(dtype) for w in weights] for dtype in (torch.float16, torch.bfloat16))
+        packed = {
+            "specrs_f32": [core.PackedLinear(w, storage="f32") for w in weights],
+            "specrs_f16": [core.PackedLinear(w, storage="f16") for w in halves],
+            "specrs_bf16": [core.PackedLinear(w, storage="bf16") for w in brains],
+        }
+        for m in F16_ROWS:
+            out = torch.empty(m, n)
+            candidates: dict[str, Product] = {
+                name: lambda x, i, layers=layers, out=out: layers[i].forward(x, out) for name, layers in packed.items()
+            }
+            for name, own in (("torch_f32", weights), ("torch_f16", halves), ("torch_bf16", brains)):
+                candidates[name] = lambda x, i, own=own: functional.linear(x.to(own[i].dtype), own[i])
+            x = torch.randn(m, k)
+            same = [torch.empty(m, n) for _ in range(2)]
+            for result, name in zip(same, ("specrs_f32", "specrs_f16"), strict=True):
+                packed[name][0].forward(x, result)
+            assert torch.equal(*same)
+            samples = {name: timed(product, x, copies, time.thread_time) for name, product in candidates.items()}
+            taken = [{name: sample() for name, sample in samples.items()} for _ in range(repeats + 1)][1:]
+            best = {name: round(min(turn[name] for turn in taken), 1) for name in samples}
+            over_f32 = {}
+            for name in samples:
+                ratios = [turn[name] / turn["specrs_f32"] for turn in taken]
+                over_f32[name] = [round(r, 3) for r in statistics.quantiles(ratios, n=4, method="inclusive")]
+            rows.append({"weights": place, "n": n, "k": k, "m": m, "best_us": best, "time_over_specrs_f32": over_f32})
+            print(f"{place:14} {n} x {k} m {m}  " + "  ".join(f"{c} {over_f32[c][1]:.2f} ({best[c]})" for c in best))
+    write_result("linear_f16", {"threads": 1, "repeats": repeats, "results": rows})
+
+
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=40)
+    parser.add_argument("--f16", action="store_true", help="time weights of each type against f32 instead")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    core.set_num_threads(args.threads)
+    threads = 1 if args.f16 else args.threads
+    torch.set_num_threads(threads)
+    core.set_num_threads(threads)
     torch.manual_seed(1)
+    if args.f16:
+        with torch.inference_mode():
+            compare_f16(args.repeats)
+        return
     rows = []
     exact: dict[str, bool] = {}
     with torch.inference_mode():
@@ -108,7 +160,7 @@ def main() -> None:
                 rows.append({**row, "speedup_over_onednn": ratio})
                 print(f"{name:8} {n:5} x {k:3} m {m:2}  " + "  ".join(f"{c} {t:7.1f}" for c, t in best.items()), ratio)
     print("row-invariant:", exact)
-    write_result("linear", {"threads": args.threads, "row_invariant": exact, "results": rows})
+    write_result("linear", {"threads": threads, "row_invariant": exact, "results": rows})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 //! A file of the operator's, mapped into memory: read where it lies, and shared by all processes that open it.
 //!
-//! This is the one `unsafe` outside of devices, graphs and DLPack. Reading a corpus by calls instead takes a system
-//! call for each of the 20 to 60 probes of a search; reading it whole takes its size in memory for each process.
+//! Mapping is `unsafe`, and no safe call does it. Reading a corpus by calls instead takes a system call for each of the
+//! 20 to 60 probes of a search; reading it whole takes its size in memory for each process.
 #![allow(unsafe_code)]
 
 use std::fs::File;

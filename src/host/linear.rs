@@ -6,8 +6,8 @@
 //! *identical* to plain output rather than probably identical.
 //!
 //! The weight is packed once into panels of 32 rows, one k after the other, as bf16 or f16 (exact where the checkpoint
-//! is the same, as most are; widened on the way into the registers, bf16 by a shift) or as f32. A decode pass reads
-//! every weight once and is bound by memory: halving the bytes nearly halves the time.
+//! is the same, as most are; widened on the way into the registers, bf16 by a shift, f16 by an instruction) or as f32.
+//! A decode pass reads every weight once and is bound by memory: halving the bytes nearly halves the time.
 //!
 //! ```
 //! use specrs::host::linear::{Add, PackedLinear, Storage, Weight};
@@ -24,8 +24,7 @@ use pulp::{Simd, WithSimd};
 use super::act::{silu, silu_vector};
 use super::linear_memory::Memory;
 use super::linear_tile::{
-    AnyF16Line, Bf16Line, F16Line, F32Line, Line, PANEL, max_rows, panel_times_tile, row_tiles, two_panels_times_tile,
-    widen,
+    Bf16Line, F16Line, F32Line, Line, PANEL, max_rows, panel_times_tile, row_tiles, two_panels_times_tile, widen,
 };
 use super::norm::{RmsNorm, norm_row};
 use super::threads;
@@ -72,19 +71,6 @@ pub enum Storage {
     F32,
 }
 
-/// What panels are made of.
-#[derive(Debug, Clone, Copy)]
-enum Lines {
-    /// [`Bf16Line`]s.
-    Bf16,
-    /// [`F16Line`]s.
-    F16,
-    /// [`AnyF16Line`]s.
-    AnyF16,
-    /// [`F32Line`]s.
-    F32,
-}
-
 /// The addend of each row of a product.
 #[derive(Debug, Clone, Copy)]
 pub enum Add<'a> {
@@ -104,8 +90,8 @@ pub struct PackedLinear {
     n: usize,
     /// Columns of the weight; always > 0.
     k: usize,
-    lines: Lines,
-    /// Lines of that kind: panel p is `p * k..(p + 1) * k`; columns past the last row are zero.
+    storage: Storage,
+    /// [`Line`]s of that type: panel p is `p * k..(p + 1) * k`; columns past the last row are zero.
     panels: Memory,
     /// n elements, in the weight's order.
     bias: Option<Vec<f32>>,
@@ -146,18 +132,12 @@ impl PackedLinear {
                 want: format!("{n} (the weight's rows)"),
             });
         }
-        let (lines, panels) = match storage {
-            Storage::Bf16 => (Lines::Bf16, pack::<Bf16Line>(w, n, k, gated)),
-            Storage::F32 => (Lines::F32, pack::<F32Line>(w, n, k, gated)),
-            Storage::F16 => {
-                let panels = pack::<F16Line>(w, n, k, gated);
-                let words: &[u32] = bytemuck::cast_slice(panels.bytes());
-                let finite = |half: u32| half & 0x7c00 != 0x7c00;
-                let all = words.iter().all(|&word| finite(word) && finite(word >> 16));
-                (if all { Lines::F16 } else { Lines::AnyF16 }, panels)
-            }
+        let panels = match storage {
+            Storage::Bf16 => pack::<Bf16Line>(w, n, k, gated),
+            Storage::F16 => pack::<F16Line>(w, n, k, gated),
+            Storage::F32 => pack::<F32Line>(w, n, k, gated),
         };
-        Ok(Self { n, k, lines, panels, bias: bias.map(<[f32]>::to_vec), gated })
+        Ok(Self { n, k, storage, panels, bias: bias.map(<[f32]>::to_vec), gated })
     }
 
     /// Rows of the weight.
@@ -177,11 +157,7 @@ impl PackedLinear {
 
     /// How the weight is stored.
     pub fn storage(&self) -> Storage {
-        match self.lines {
-            Lines::Bf16 => Storage::Bf16,
-            Lines::F16 | Lines::AnyF16 => Storage::F16,
-            Lines::F32 => Storage::F32,
-        }
+        self.storage
     }
 
     /// Bytes of the packed weight.
@@ -261,10 +237,10 @@ impl PackedLinear {
             true => ((n - half) / 16, 16 + (n - half) % 16),
         };
         let at = p * self.k + k;
-        Some(match self.lines {
-            Lines::Bf16 => self.lines::<Bf16Line>()[at].get(c),
-            Lines::F16 | Lines::AnyF16 => self.lines::<F16Line>()[at].get(c),
-            Lines::F32 => self.lines::<F32Line>()[at].get(c),
+        Some(match self.storage {
+            Storage::Bf16 => self.lines::<Bf16Line>()[at].get(c),
+            Storage::F16 => self.lines::<F16Line>()[at].get(c),
+            Storage::F32 => self.lines::<F32Line>()[at].get(c),
         })
     }
 
@@ -304,11 +280,10 @@ impl PackedLinear {
             return;
         }
         let x = pack_rows(x, m, self.k, norm);
-        match self.lines {
-            Lines::Bf16 => self.run(self.lines::<Bf16Line>(), &x, m, add, out),
-            Lines::F16 => self.run(self.lines::<F16Line>(), &x, m, add, out),
-            Lines::AnyF16 => self.run(self.lines::<AnyF16Line>(), &x, m, add, out),
-            Lines::F32 => self.run(self.lines::<F32Line>(), &x, m, add, out),
+        match self.storage {
+            Storage::Bf16 => self.run(self.lines::<Bf16Line>(), &x, m, add, out),
+            Storage::F16 => self.run(self.lines::<F16Line>(), &x, m, add, out),
+            Storage::F32 => self.run(self.lines::<F32Line>(), &x, m, add, out),
         }
     }
 
@@ -462,7 +437,7 @@ impl<L: Line> WithSimd for Work<'_, '_, L> {
         let mut acc = [[[0.0f32; PANEL]; 8]; 2];
         debug_assert!(max_rows() <= acc[0].len());
         let mut panels = part.panels.clone();
-        let widens = part.rows.len() >= L::WIDEN_FROM;
+        let widens = L::widens(s, part.rows.len());
         let mut wide: Vec<F32Line> = Vec::with_capacity(if widens { k } else { 0 });
         while let Some(p) = panels.next() {
             let panel = &lines[p * k..(p + 1) * k];

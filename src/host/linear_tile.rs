@@ -10,9 +10,12 @@ pub(crate) const PANEL: usize = 32;
 
 /// One k of a panel: 32 weights, where a vector load finds columns `v..` of both halves (0..16 and 16..32).
 pub(crate) trait Line: bytemuck::Pod + Send + Sync {
-    /// From so many rows on a panel is widened to [`F32Line`]s once, before its tiles: `load` costs too much, or keeps
-    /// too many registers, to be done for each of them.
-    const WIDEN_FROM: usize = usize::MAX;
+    /// Whether a panel is widened to [`F32Line`]s once, before the tiles of so many rows: where `load` costs too much,
+    /// or keeps too many registers, to be done for each of them.
+    #[inline(always)]
+    fn widens<S: Simd>(_: S, _rows: usize) -> bool {
+        false
+    }
 
     /// Store the weight of column `c < 32`, 0 before.
     fn set(&mut self, c: usize, w: f32);
@@ -44,79 +47,28 @@ impl Line for Bf16Line {
     }
 }
 
-/// f16 weights, none of them infinite or NaN, in words as a [`Bf16Line`] has them.
-pub(crate) type F16Line = [i32; 16];
-
-/// f16 weights, whatever they are.
-pub(crate) type AnyF16Line = [F16Line; 1];
-
-/// No tile of more rows leaves registers for widening f16.
-const MOST_F16_ROWS: usize = 4;
+/// f16 weights as their bits, the low and the high half.
+pub(crate) type F16Line = [[u16; 16]; 2];
 
 impl Line for F16Line {
-    const WIDEN_FROM: usize = MOST_F16_ROWS + 1;
+    #[inline(always)]
+    fn widens<S: Simd>(simd: S, rows: usize) -> bool {
+        rows > 4 && !simd::widens_at_once(simd)
+    }
 
     fn set(&mut self, c: usize, w: f32) {
-        let bits = u32::from(half::f16::from_f32(w).to_bits());
-        self[c % 16] |= (if c < 16 { bits } else { bits << 16 }) as i32;
+        self[c / 16][c % 16] = half::f16::from_f32(w).to_bits();
     }
 
     fn get(&self, c: usize) -> f32 {
-        let [low, high] = [self[c % 16] as u16, (self[c % 16] >> 16) as u16];
-        half::f16::from_bits(if c < 16 { low } else { high }).to_f32()
+        half::f16::from_bits(self[c / 16][c % 16]).to_f32()
     }
 
     #[inline(always)]
     fn load<S: Simd>(&self, simd: S, v: usize) -> [S::f32s; 2] {
-        f16_to_f32::<S, true>(simd, S::as_simd_u32s(bytemuck::cast_slice(self)).0[v])
+        let [low, high] = self;
+        [simd::widen(simd, low, v), simd::widen(simd, high, v)]
     }
-}
-
-impl Line for AnyF16Line {
-    const WIDEN_FROM: usize = MOST_F16_ROWS + 1;
-
-    fn set(&mut self, c: usize, w: f32) {
-        self[0].set(c, w);
-    }
-
-    fn get(&self, c: usize) -> f32 {
-        self[0].get(c)
-    }
-
-    #[inline(always)]
-    fn load<S: Simd>(&self, simd: S, v: usize) -> [S::f32s; 2] {
-        f16_to_f32::<S, false>(simd, S::as_simd_u32s(bytemuck::cast_slice(&self[0])).0[v])
-    }
-}
-
-/// The f16 in the low and in the high half of each word. `FINITE`: none is infinite or NaN.
-#[inline(always)]
-fn f16_to_f32<S: Simd, const FINITE: bool>(s: S, words: S::u32s) -> [S::f32s; 2] {
-    let low = s.wrapping_dyn_shl_u32s(words, s.splat_u32s(13));
-    let high = s.wrapping_dyn_shr_u32s(words, s.splat_u32s(3));
-    let signed = s.wrapping_dyn_shl_u32s(words, s.splat_u32s(16));
-    [half_to_f32::<S, FINITE>(s, low, signed), half_to_f32::<S, FINITE>(s, high, words)]
-}
-
-/// f32 of f16 whose exponent and fraction lie at those of f32, among other bits, and whose sign is that of `signed`.
-///
-/// Exact for every value, whatever a thread does with subnormals: none occurs here. It is arithmetic that any vector
-/// has, since the instructions for it (F16C) are not among those that pulp gives.
-#[inline(always)]
-fn half_to_f32<S: Simd, const FINITE: bool>(s: S, bits: S::u32s, signed: S::u32s) -> S::f32s {
-    let magnitude = s.and_u32s(bits, s.splat_u32s(0x0fff_e000));
-    // The exponent of f32 is that of f16 and 112; of infinities and NaN 112 more.
-    let more = s.splat_u32s(112 << 23);
-    let mut bits = s.add_u32s(magnitude, more);
-    if !FINITE {
-        let odd = s.greater_than_u32s(magnitude, s.splat_u32s((31 << 23) - 1));
-        bits = s.select_u32s(odd, s.add_u32s(bits, more), bits);
-    }
-    // Subnormals are m 2^-24, and y is 2^-15 (1 + m / 1024) yet. For all others, 2 y - 2^-14 is y or more.
-    let y = s.transmute_f32s_u32s(bits);
-    let meant = s.mul_add_f32s(y, s.splat_f32s(2.0), s.splat_f32s(-1.0 / 16384.0));
-    let y = s.select_f32s(s.less_than_f32s(meant, y), meant, y);
-    s.transmute_f32s_u32s(s.or_u32s(s.transmute_u32s_f32s(y), s.and_u32s(signed, s.splat_u32s(1 << 31))))
 }
 
 /// f32 weights.

@@ -155,11 +155,13 @@ def write_eagle1(
     bias: bool = True,
     own_embedding: bool = True,
     qkv_bias: bool = False,
+    qk_norm: bool = False,
     dtype: torch.dtype = torch.float32,
     **overrides: Any,
 ) -> Path:
     """Writes an EAGLE-1 (or EAGLE-2) head with random weights for the target in a directory, as published: the
-    configuration of a model of one layer, `fc`, and a layer without a norm on its input."""
+    configuration of a model of one layer, `fc`, and a layer without a norm on its input. `qk_norm`: its layer is
+    Qwen3's, as of `write_eagle3`."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     base = ModelConfig.from_directory(target)
@@ -182,12 +184,18 @@ def write_eagle1(
     }
     write_json(directory / "config.json", raw)
     config, h = Eagle1Config.from_dict(raw), base.hidden_size
-    shapes = {"fc.weight": (h, 2 * h), **layer_shapes(config, LayerKind(qkv_bias=qkv_bias), "layers.0.", h)}
+    shapes = {
+        "fc.weight": (h, 2 * h),
+        **layer_shapes(config, LayerKind(qkv_bias=qkv_bias, qk_norm=qk_norm), "layers.0.", h),
+    }
     if bias:
         shapes["fc.bias"] = (h,)
     if own_embedding:
         shapes["embed_tokens.weight"] = (config.vocab_size, h)
-    write_weights(directory, random_weights(shapes, seed, dtype))
+    weights = random_weights(shapes, seed, dtype)
+    for name in ("q_norm", "k_norm") if qk_norm else ():
+        weights[f"layers.0.self_attn.{name}.weight"] *= 2
+    write_weights(directory, weights)
     return directory
 
 

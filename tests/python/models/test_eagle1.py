@@ -41,11 +41,16 @@ class TeacherForced:
         y = x @ self.w[f"{name}.weight"].T
         return y + self.w[f"{name}.bias"] if f"{name}.bias" in self.w else y
 
+    def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5) * self.w[f"{name}.weight"]
+
     def run(self, tokens: list[int], feature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """tokens[i] is the token after position i, feature[i] is of position i; (logits, hidden) of every position."""
         n = len(tokens)
         stream = self.linear("fc", torch.cat((self.embedding[tokens], feature), -1))
         q, k, v = (self.linear(f"layers.0.self_attn.{p}_proj", stream).view(n, -1, 32) for p in "qkv")
+        if "layers.0.self_attn.q_norm.weight" in self.w:  # of each head
+            q, k = (self.norm(f"layers.0.self_attn.{name}_norm", t) for name, t in (("q", q), ("k", k)))
         angle = torch.arange(n)[:, None] / 10000.0 ** (torch.arange(0, 32, 2) / 32)[None]
         cos, sin = angle.cos()[:, None], angle.sin()[:, None]
 
@@ -57,8 +62,7 @@ class TeacherForced:
         scores = scores.masked_fill(torch.ones(n, n).triu(1).bool(), float("-inf"))
         mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).reshape(n, -1)
         stream = stream + self.linear("layers.0.self_attn.o_proj", mixed)
-        y = stream * torch.rsqrt((stream * stream).mean(-1, keepdim=True) + 1e-5)
-        y = y * self.w["layers.0.post_attention_layernorm.weight"]
+        y = self.norm("layers.0.post_attention_layernorm", stream)
         gate, up = (self.linear(f"layers.0.mlp.{p}_proj", y) for p in ("gate", "up"))
         stream = stream + self.linear("layers.0.mlp.down_proj", torch.nn.functional.silu(gate) * up)
         return stream @ self.lm_head.T, stream
@@ -93,8 +97,14 @@ def test_the_feature_is_the_last_hidden_state(tmp_path: Path, ops: str) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"bias": False}, {"own_embedding": False}, {"qkv_bias": True, "architectures": ["Qwen2ForCausalLM"]}],
-    ids=["published", "no-bias", "lent-embedding", "qwen"],
+    [
+        {},
+        {"bias": False},
+        {"own_embedding": False},
+        {"qkv_bias": True, "architectures": ["Qwen2ForCausalLM"]},
+        {"qk_norm": True},
+    ],
+    ids=["published", "no-bias", "lent-embedding", "qwen", "qk-norm"],
 )
 @pytest.mark.parametrize("ops", OPS)
 def test_the_head_equals_its_published_forward(tmp_path: Path, ops: str, options: dict[str, Any]) -> None:
@@ -114,9 +124,10 @@ def test_the_head_equals_its_published_forward(tmp_path: Path, ops: str, options
     torch.testing.assert_close(hidden.double(), hidden_want[[29, 23]], rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("ops", OPS)
-def test_draft_steps_continue_their_own_hidden_states(tmp_path: Path, ops: str) -> None:
-    target, head, reference = build(tmp_path, OPS[ops]())
+def test_draft_steps_continue_their_own_hidden_states(tmp_path: Path, ops: str, qk_norm: bool) -> None:
+    target, head, reference = build(tmp_path, OPS[ops](), qk_norm=qk_norm)
     driver = Driver(target, head, shape=(1, 4, 5))
     tokens, seq = random_tokens(12, seed=5), driver.new()
     _, features = driver.extend([seq], [0], [tokens], aux=True)
