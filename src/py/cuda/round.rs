@@ -6,11 +6,12 @@ use std::time::Duration;
 use pyo3::prelude::*;
 
 use super::device::StreamArg;
-use super::operands::{Arg, import};
+use super::operands::{Arg, Operands};
 use super::tensors::ring_place;
 use crate::device::{self, Device, RoundEndOperands};
 use crate::py::arg::{Int, detached};
 use crate::py::dlpack::{Array, Buffer, DType, View};
+use crate::py::round_end::{FoundArrays, LimitArrays, StateArrays};
 use crate::round::round_end::{CONTINUES_AT, EXIT_AT, LIVE_AT, ROUND_AT, RingLayout, TIME_AT};
 
 /// How long a wait stays without the GIL before it lets Python handle signals.
@@ -159,69 +160,59 @@ impl RoundRing {
 }
 
 /// End a round, in one launch: lanes advance to what verification found or become done, and the round's slot of `ring` gets
-/// the lengths and depths that the round used and a copy of `found` (int32 [words]). All tensors are int32. `accepts`:
-/// offsets [B + 1], tokens, new_lens, roots, faults, sound [B], live (its last element counts). `limits`: the committed length
-/// at which a lane has ended, the deepest level wanted, stop tokens [B * places], places used. `state`, in and out: lens,
-/// roots, depths, done [B]. `control` [4], zeros at first: rounds ended, rounds left of the launch, exit bits, the kernel's
-/// own. `handle` of the conditional node whose body this is captured into, or 0.
+/// the lengths and depths that the round used and a copy of `found` (int32 [words]). All tensors are int32. `accepts`
+/// (`RoundFound`): offsets [B + 1], tokens, new_lens, roots, faults, sound [B], live (its last element counts). `limits`
+/// (`LaneLimits`): the committed length at which a lane has ended, the deepest level wanted, stop tokens [B * places], places
+/// used. `state` (`LaneState`), in and out: lens, roots, depths, done [B]. `control` [4], zeros at first: rounds ended, rounds
+/// left of the launch, exit bits, the kernel's own. `handle` of the conditional node whose body this is captured into, or 0.
 #[pyfunction]
-#[pyo3(signature = (ring, accepts, limits, state, control, found, handle, stream))]
-#[allow(clippy::too_many_arguments)]
-pub(super) fn _device_round_end(
-    py: Python<'_>,
+#[pyo3(signature = (ring, *, accepts, limits, state, control, found, handle, stream))]
+#[allow(clippy::too_many_arguments, reason = "operands, passed by name")]
+pub(super) fn _device_round_end<'py>(
+    py: Python<'py>,
     ring: &Bound<'_, RoundRing>,
-    accepts: [Bound<'_, PyAny>; 7],
-    limits: [Bound<'_, PyAny>; 4],
-    state: [Bound<'_, PyAny>; 4],
-    control: Arg<'_, '_>,
-    found: Arg<'_, '_>,
+    accepts: FoundArrays<'py>,
+    limits: LimitArrays<'py>,
+    state: StateArrays<'py>,
+    control: Arg<'_, 'py>,
+    found: Arg<'_, 'py>,
     handle: Int,
     stream: StreamArg,
 ) -> PyResult<()> {
     let handle = handle.u64("handle")?;
     let ring = ring.get();
-    let operands = import(
-        &[
-            ("offsets", Some(&accepts[0])),
-            ("tokens", Some(&accepts[1])),
-            ("new_lens", Some(&accepts[2])),
-            ("roots_found", Some(&accepts[3])),
-            ("faults", Some(&accepts[4])),
-            ("sound", Some(&accepts[5])),
-            ("live", Some(&accepts[6])),
-            ("limits", Some(&limits[0])),
-            ("caps", Some(&limits[1])),
-            ("stops", Some(&limits[2])),
-            ("stop_counts", Some(&limits[3])),
-            ("found", Some(found)),
-        ],
-        &[
-            ("lens", Some(&state[0])),
-            ("roots", Some(&state[1])),
-            ("depths", Some(&state[2])),
-            ("done", Some(&state[3])),
-            ("control", Some(control)),
-        ],
-    )?;
-    operands.launch(py, stream, |o, _, s, g| {
+    let mut call = Operands::named();
+    let (offsets, tokens) = (call.reads("offsets", &accepts.offsets), call.reads("tokens", &accepts.tokens));
+    let new_lens = call.reads("new_lens", &accepts.new_lens);
+    let roots_found = call.reads("roots_found", &accepts.roots);
+    let (faults, sound) = (call.reads("faults", &accepts.faults), call.reads("sound", &accepts.sound));
+    let live = call.reads("live", &accepts.live);
+    let (lengths, caps) = (call.reads("limits", &limits.limits), call.reads("caps", &limits.caps));
+    let stops = call.reads("stops", &limits.stops);
+    let stop_counts = call.reads("stop_counts", &limits.stop_counts);
+    let found = call.reads("found", found);
+    let (lens, roots) = (call.writes("lens", &state.lens), call.writes("roots", &state.roots));
+    let (depths, done) = (call.writes("depths", &state.depths), call.writes("done", &state.done));
+    let control = call.writes("control", control);
+    call.launch(py, stream, |o, _, s, g| {
         let operands = RoundEndOperands {
-            offsets: &o.slice(0, g)?,
-            tokens: &o.slice(1, g)?,
-            new_lens: &o.slice(2, g)?,
-            roots_found: &o.slice(3, g)?,
-            faults: &o.slice(4, g)?,
-            sound: &o.slice(5, g)?,
-            live: &o.slice(6, g)?,
-            limits: &o.slice(7, g)?,
-            caps: &o.slice(8, g)?,
-            stops: &o.slice(9, g)?,
-            stop_counts: &o.slice(10, g)?,
-            found: &o.slice(11, g)?,
-            lens: &o.slice(12, g)?,
-            roots: &o.slice(13, g)?,
-            depths: &o.slice(14, g)?,
-            done: &o.slice(15, g)?,
-            control: &o.slice(16, g)?,
+            offsets: &o.slice(offsets, g)?,
+            tokens: &o.slice(tokens, g)?,
+            new_lens: &o.slice(new_lens, g)?,
+            roots_found: &o.slice(roots_found, g)?,
+            faults: &o.slice(faults, g)?,
+            sound: &o.slice(sound, g)?,
+            live: &o.slice(live, g)?,
+            limits: &o.slice(lengths, g)?,
+            caps: &o.slice(caps, g)?,
+            stops: &o.slice(stops, g)?,
+            stop_counts: &o.slice(stop_counts, g)?,
+            found: &o.slice(found, g)?,
+            lens: &o.slice(lens, g)?,
+            roots: &o.slice(roots, g)?,
+            depths: &o.slice(depths, g)?,
+            done: &o.slice(done, g)?,
+            control: &o.slice(control, g)?,
         };
         ring.0.end_round(s, &operands, handle)
     })

@@ -4,7 +4,7 @@
 use pyo3::prelude::*;
 
 use super::device::StreamArg;
-use super::operands::{Arg, import};
+use super::operands::{Arg, Operands};
 use crate::device::{Activation, AddRmsNorm, RopeKvOperands};
 use crate::py::arg::Int;
 
@@ -12,17 +12,19 @@ use crate::py::arg::Int;
 #[pyfunction]
 #[pyo3(signature = (table, tokens, live, out, stream))]
 #[allow(clippy::too_many_arguments)]
-pub(super) fn _device_embed(
-    py: Python<'_>,
-    table: Arg<'_, '_>,
-    tokens: Arg<'_, '_>,
-    live: Option<Arg<'_, '_>>,
-    out: Arg<'_, '_>,
+pub(super) fn _device_embed<'py>(
+    py: Python<'py>,
+    table: Arg<'_, 'py>,
+    tokens: Arg<'_, 'py>,
+    live: Option<Arg<'_, 'py>>,
+    out: Arg<'_, 'py>,
     stream: StreamArg,
 ) -> PyResult<()> {
-    let operands = import(&[("table", Some(table)), ("tokens", Some(tokens)), ("live", live)], &[("out", Some(out))])?;
-    operands.launch(py, stream, |o, k, s, g| {
-        k.rows.embed(s, &o.rows(0, g)?, &o.slice(1, g)?, o.maybe(2, g)?.as_ref(), &o.rows(3, g)?)
+    let mut call = Operands::named();
+    let (table, tokens, live) = (call.reads("table", table), call.reads("tokens", tokens), call.reads("live", live));
+    let out = call.writes("out", out);
+    call.launch(py, stream, |o, k, s, g| {
+        k.rows.embed(s, &o.rows(table, g)?, &o.slice(tokens, g)?, o.maybe(live, g)?.as_ref(), &o.rows(out, g)?)
     })
 }
 
@@ -30,20 +32,23 @@ pub(super) fn _device_embed(
 #[pyfunction]
 #[pyo3(signature = (source, indices, shift, live, out, stream))]
 #[allow(clippy::too_many_arguments)]
-pub(super) fn _device_gather_rows(
-    py: Python<'_>,
-    source: Arg<'_, '_>,
-    indices: Arg<'_, '_>,
+pub(super) fn _device_gather_rows<'py>(
+    py: Python<'py>,
+    source: Arg<'_, 'py>,
+    indices: Arg<'_, 'py>,
     shift: Int,
-    live: Option<Arg<'_, '_>>,
-    out: Arg<'_, '_>,
+    live: Option<Arg<'_, 'py>>,
+    out: Arg<'_, 'py>,
     stream: StreamArg,
 ) -> PyResult<()> {
     let shift = shift.i32("shift")?;
-    let operands =
-        import(&[("source", Some(source)), ("indices", Some(indices)), ("live", live)], &[("out", Some(out))])?;
-    operands.launch(py, stream, |o, k, s, g| {
-        k.rows.gather(s, &o.rows(0, g)?, &o.slice(1, g)?, shift, o.maybe(2, g)?.as_ref(), &o.rows(3, g)?)
+    let mut call = Operands::named();
+    let (source, indices, live) =
+        (call.reads("source", source), call.reads("indices", indices), call.reads("live", live));
+    let out = call.writes("out", out);
+    call.launch(py, stream, |o, k, s, g| {
+        let (source, out) = (o.rows(source, g)?, o.rows(out, g)?);
+        k.rows.gather(s, &source, &o.slice(indices, g)?, shift, o.maybe(live, g)?.as_ref(), &out)
     })
 }
 
@@ -52,33 +57,32 @@ pub(super) fn _device_gather_rows(
 #[pyfunction]
 #[pyo3(signature = (residual, x, weight, eps, copy, column, live, out, stream))]
 #[allow(clippy::too_many_arguments)]
-pub(super) fn _device_add_rms_norm(
-    py: Python<'_>,
-    residual: Arg<'_, '_>,
-    x: Option<Arg<'_, '_>>,
-    weight: Arg<'_, '_>,
+pub(super) fn _device_add_rms_norm<'py>(
+    py: Python<'py>,
+    residual: Arg<'_, 'py>,
+    x: Option<Arg<'_, 'py>>,
+    weight: Arg<'_, 'py>,
     eps: f32,
-    copy: Option<Arg<'_, '_>>,
+    copy: Option<Arg<'_, 'py>>,
     column: Int,
-    live: Option<Arg<'_, '_>>,
-    out: Option<Arg<'_, '_>>,
+    live: Option<Arg<'_, 'py>>,
+    out: Option<Arg<'_, 'py>>,
     stream: StreamArg,
 ) -> PyResult<()> {
     let column = column.usize("column")?;
-    let operands = import(
-        &[("x", x), ("weight", Some(weight)), ("live", live)],
-        &[("residual", Some(residual)), ("copy", copy), ("out", out)],
-    )?;
-    operands.launch(py, stream, |o, k, s, g| {
-        let residual = o.rows(3, g)?;
-        let copy = o.maybe_rows(4, g)?.map(|c| c.part(column, residual.columns())).transpose()?;
-        let (x, out, live) = (o.maybe_rows(0, g)?, o.maybe_rows(5, g)?, o.maybe(2, g)?);
+    let mut call = Operands::named();
+    let (x, weight, live) = (call.reads("x", x), call.reads("weight", weight), call.reads("live", live));
+    let (residual, copy, out) = (call.writes("residual", residual), call.writes("copy", copy), call.writes("out", out));
+    call.launch(py, stream, |o, k, s, g| {
+        let residual = o.rows(residual, g)?;
+        let copy = o.maybe_rows(copy, g)?.map(|c| c.part(column, residual.columns())).transpose()?;
+        let (x, out, live) = (o.maybe_rows(x, g)?, o.maybe_rows(out, g)?, o.maybe(live, g)?);
         k.rows.add_rms_norm(
             s,
             &AddRmsNorm {
                 residual: &residual,
                 x: x.as_ref(),
-                weight: &o.rows(1, g)?,
+                weight: &o.rows(weight, g)?,
                 eps,
                 out: out.as_ref(),
                 copy: copy.as_ref(),
@@ -93,19 +97,22 @@ pub(super) fn _device_add_rms_norm(
 #[pyfunction]
 #[pyo3(signature = (gate_up, activation, interleaved, live, out, stream))]
 #[allow(clippy::too_many_arguments)]
-pub(super) fn _device_gated_up(
-    py: Python<'_>,
-    gate_up: Arg<'_, '_>,
+pub(super) fn _device_gated_up<'py>(
+    py: Python<'py>,
+    gate_up: Arg<'_, 'py>,
     activation: &str,
     interleaved: bool,
-    live: Option<Arg<'_, '_>>,
-    out: Arg<'_, '_>,
+    live: Option<Arg<'_, 'py>>,
+    out: Arg<'_, 'py>,
     stream: StreamArg,
 ) -> PyResult<()> {
     let activation = activation.parse::<Activation>()?;
-    let operands = import(&[("gate_up", Some(gate_up)), ("live", live)], &[("out", Some(out))])?;
-    operands.launch(py, stream, |o, k, s, g| {
-        k.rows.gated_up(s, activation, &o.rows(0, g)?, interleaved, o.maybe(1, g)?.as_ref(), &o.rows(2, g)?)
+    let mut call = Operands::named();
+    let (gate_up, live) = (call.reads("gate_up", gate_up), call.reads("live", live));
+    let out = call.writes("out", out);
+    call.launch(py, stream, |o, k, s, g| {
+        let (gate_up, out) = (o.rows(gate_up, g)?, o.rows(out, g)?);
+        k.rows.gated_up(s, activation, &gate_up, interleaved, o.maybe(live, g)?.as_ref(), &out)
     })
 }
 
@@ -114,56 +121,50 @@ pub(super) fn _device_gated_up(
 #[pyfunction]
 #[pyo3(signature = (qkv, heads, kv_heads, bias, q_norm, k_norm, eps, table, positions, slots, q, cache, layer, stream))]
 #[allow(clippy::too_many_arguments)]
-pub(super) fn _device_rope_kv(
-    py: Python<'_>,
-    qkv: Arg<'_, '_>,
+pub(super) fn _device_rope_kv<'py>(
+    py: Python<'py>,
+    qkv: Arg<'_, 'py>,
     heads: Int,
     kv_heads: Int,
-    bias: Option<Arg<'_, '_>>,
-    q_norm: Option<Arg<'_, '_>>,
-    k_norm: Option<Arg<'_, '_>>,
+    bias: Option<Arg<'_, 'py>>,
+    q_norm: Option<Arg<'_, 'py>>,
+    k_norm: Option<Arg<'_, 'py>>,
     eps: f32,
-    table: [Bound<'_, PyAny>; 2],
-    positions: Arg<'_, '_>,
-    slots: Arg<'_, '_>,
-    q: Option<Arg<'_, '_>>,
-    cache: Arg<'_, '_>,
+    table: [Bound<'py, PyAny>; 2],
+    positions: Arg<'_, 'py>,
+    slots: Arg<'_, 'py>,
+    q: Option<Arg<'_, 'py>>,
+    cache: Arg<'_, 'py>,
     layer: Int,
     stream: StreamArg,
 ) -> PyResult<()> {
     let (heads, kv_heads, layer) = (heads.usize("heads")?, kv_heads.usize("kv_heads")?, layer.usize("layer")?);
-    let operands = import(
-        &[
-            ("qkv", Some(qkv)),
-            ("bias", bias),
-            ("q_norm", q_norm),
-            ("k_norm", k_norm),
-            ("cos", Some(&table[0])),
-            ("sin", Some(&table[1])),
-            ("positions", Some(positions)),
-            ("slots", Some(slots)),
-        ],
-        &[("cache", Some(cache)), ("q", q)],
-    )?;
-    operands.launch(py, stream, |o, k, s, g| {
-        let (bias, q_norm, k_norm) = (o.maybe_rows(1, g)?, o.maybe_rows(2, g)?, o.maybe_rows(3, g)?);
-        let q = o.maybe_rows(9, g)?;
+    let [cos, sin] = &table;
+    let mut call = Operands::named();
+    let (qkv, bias) = (call.reads("qkv", qkv), call.reads("bias", bias));
+    let (q_norm, k_norm) = (call.reads("q_norm", q_norm), call.reads("k_norm", k_norm));
+    let (cos, sin) = (call.reads("cos", cos), call.reads("sin", sin));
+    let (positions, slots) = (call.reads("positions", positions), call.reads("slots", slots));
+    let (cache, q) = (call.writes("cache", cache), call.writes("q", q));
+    call.launch(py, stream, |o, k, s, g| {
+        let (bias, q_norm, k_norm) = (o.maybe_rows(bias, g)?, o.maybe_rows(q_norm, g)?, o.maybe_rows(k_norm, g)?);
+        let q = o.maybe_rows(q, g)?;
         k.rope_kv.launch(
             s,
             &RopeKvOperands {
-                qkv: &o.rows(0, g)?,
+                qkv: &o.rows(qkv, g)?,
                 heads,
                 kv_heads,
                 bias: bias.as_ref(),
                 q_norm: q_norm.as_ref(),
                 k_norm: k_norm.as_ref(),
                 eps,
-                cos: &o.rows(4, g)?,
-                sin: &o.rows(5, g)?,
-                positions: &o.slice(6, g)?,
-                slots: &o.slice(7, g)?,
+                cos: &o.rows(cos, g)?,
+                sin: &o.rows(sin, g)?,
+                positions: &o.slice(positions, g)?,
+                slots: &o.slice(slots, g)?,
                 q: q.as_ref(),
-                cache: &o.cache(0, g)?,
+                cache: &o.cache(cache, g)?,
                 layer,
             },
         )
@@ -174,21 +175,21 @@ pub(super) fn _device_rope_kv(
 /// is nothing, and so are rows behind the live ones; rows of dst that no index names stay as they are. None is named twice.
 #[pyfunction]
 #[pyo3(signature = (src, src_rows, dst, dst_rows, live, stream))]
-pub(super) fn _device_copy_rows(
-    py: Python<'_>,
-    src: Arg<'_, '_>,
-    src_rows: Option<Arg<'_, '_>>,
-    dst: Arg<'_, '_>,
-    dst_rows: Option<Arg<'_, '_>>,
-    live: Option<Arg<'_, '_>>,
+pub(super) fn _device_copy_rows<'py>(
+    py: Python<'py>,
+    src: Arg<'_, 'py>,
+    src_rows: Option<Arg<'_, 'py>>,
+    dst: Arg<'_, 'py>,
+    dst_rows: Option<Arg<'_, 'py>>,
+    live: Option<Arg<'_, 'py>>,
     stream: StreamArg,
 ) -> PyResult<()> {
-    let operands = import(
-        &[("src", Some(src)), ("src_rows", src_rows), ("dst_rows", dst_rows), ("live", live)],
-        &[("dst", Some(dst))],
-    )?;
-    operands.launch(py, stream, |o, k, s, g| {
-        let (from, to, live) = (o.maybe(1, g)?, o.maybe(2, g)?, o.maybe(3, g)?);
-        k.rows.copy(s, (&o.rows(0, g)?, from.as_ref()), (&o.rows(4, g)?, to.as_ref()), live.as_ref())
+    let mut call = Operands::named();
+    let (src, src_rows) = (call.reads("src", src), call.reads("src_rows", src_rows));
+    let (dst_rows, live) = (call.reads("dst_rows", dst_rows), call.reads("live", live));
+    let dst = call.writes("dst", dst);
+    call.launch(py, stream, |o, k, s, g| {
+        let (from, to, live) = (o.maybe(src_rows, g)?, o.maybe(dst_rows, g)?, o.maybe(live, g)?);
+        k.rows.copy(s, (&o.rows(src, g)?, from.as_ref()), (&o.rows(dst, g)?, to.as_ref()), live.as_ref())
     })
 }
