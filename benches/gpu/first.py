@@ -2,9 +2,9 @@
 
 "first": new engines, one request of Python code each, over plain decoding of the same request by a warm plain engine;
 what a new engine takes to make its graphs is in it. "mix": one engine and all kinds of text, in orders that differ; a
-kind's ratio is the median over the orders. Its graphs are there, made by other requests, and what it learnt is not: each
-order begins with the budget and the guesses of a new engine. "batch": likewise, 8 requests at once. Whole requests,
-prompt included. Tokens must be equal.
+kind's ratio is the median over the orders. Its graphs are there, made by other requests, and what it learnt is not:
+each order begins with the budget and the guesses of a new engine. "batch": likewise, 8 requests at once. Whole
+requests, prompt included. Tokens must be equal.
 
     python benches/gpu/first.py [--json FILE] [--lengths 64,128,256] [--orders 4] [--temperatures 0,1]
 """

@@ -29,6 +29,7 @@ from timing import driver, stream, times
 from common import commit, versions
 from specrs import _specrs as core
 from specrs import device
+from specrs.operands import PlanArrays
 
 SHAPE = core.TreeShape(8, 6, 64)
 CONTEXT, LENGTH, PAGE = 8192 + 256, 8192, 1
@@ -73,15 +74,16 @@ class Steps:
         batch, queries = world.batch, world.batch * SHAPE.topk
         words = world.geometry.draft_mask_words
         bound = core.DeviceLens(batch, CONTEXT)
-        self.plans: list[tuple[torch.Tensor, ...]] = []
+        self.plans: list[PlanArrays] = []
         self.arrays: list[dict[str, torch.Tensor]] = []
         self.versions = from_dlpack(self.host(0).versions).to(CUDA)
         for step in range(SHAPE.steps):
             shapes = ([batch], [batch], [batch + 1], [batch], [queries], [queries], [queries, words])
-            wide = [torch.int64 if name in ("versions", "mask") else torch.int32 for name in PLAN]
-            self.plans.append(
-                tuple(torch.full(s, POISON, dtype=d, device=CUDA) for s, d in zip(shapes, wide, strict=True))
-            )
+            dtype = {"versions": torch.int64, "mask": torch.int64}
+            self.plans.append(PlanArrays(**{
+                name: torch.full(size, POISON, dtype=dtype.get(name, torch.int32), device=CUDA)
+                for name, size in zip(PLAN, shapes, strict=True)
+            }))  # fmt: skip
             self.arrays.append({
                 name: torch.full(list(size["shape"]), POISON, dtype=DTYPES[size["dtype"]], device=CUDA)
                 for name, size in self.planner.sizes("draft", bound, step).items()
@@ -96,8 +98,9 @@ class Steps:
         w = self.world
         for step in range(SHAPE.steps):
             core._device_plan(
-                w.geometry, "draft", step, w.table, w.pool.num_pages, (w.rows, self.versions, w.device_lens, w.live),
-                (None, None, None), self.plans[step], self.format, "both", self.arrays[step], stream(),
+                geometry=w.geometry, phase="draft", draft_step=step, table=w.table, num_pages=w.pool.num_pages,
+                rows=w.rows, versions=self.versions, lens=w.device_lens, live=w.live, plan=self.plans[step],
+                format=self.format, masks="both", arrays=self.arrays[step], stream=stream(),
             )  # fmt: skip
 
     def check(self) -> int:
@@ -105,9 +108,7 @@ class Steps:
         total = 0
         for step in range(SHAPE.steps):
             host, case = self.host(step), f"{self.format}, batch {self.world.batch}, draft step {step}"
-            pairs = [
-                (name, got, from_dlpack(getattr(host, name))) for name, got in zip(PLAN, self.plans[step], strict=True)
-            ]
+            pairs = [(name, getattr(self.plans[step], name), from_dlpack(getattr(host, name))) for name in PLAN]
             pairs += [(name, self.arrays[step][name], from_dlpack(array)) for name, array in host.arrays().items()]
             for name, got, want in pairs:
                 total += want.numel() * want.element_size()

@@ -29,6 +29,7 @@ from common import commit, versions
 from specrs import _specrs as core
 from specrs import device
 from specrs._specrs import Geometry, TreeShape
+from specrs.operands import AcceptArrays, BeamArrays, BuiltTrees, MoveArrays, PlanArrays, SamplerArrays
 
 SHAPE = TreeShape(8, 6, 64)
 CONTEXT, LENGTH = 8192 + 256, 8192
@@ -55,23 +56,27 @@ class Round:
         self.versions = torch.zeros(batch, dtype=torch.int64, device=CUDA)
         self.lens, self.live = i32(batch, fill=LENGTH), i32(1, fill=batch)
         self.roots, self.depths, self.nodes = i32(batch), i32(batch, fill=s), i32(batch, fill=v)
-        self.beams = (
-            torch.zeros(batch * c, device=CUDA), i32(batch * c), i32(batch * c), i32(batch * k), i32(batch * k),
-            i32(batch * k), torch.zeros(batch * k, dtype=torch.int64, device=CUDA), i32(batch),
+        self.beams = BeamArrays(
+            scores=torch.zeros(batch * c, device=CUDA), candidate_tokens=i32(batch * c),
+            candidate_parents=i32(batch * c), beams=i32(batch * k), tokens=i32(batch * k), parents=i32(batch * k),
+            ancestors=torch.zeros(batch * k, dtype=torch.int64, device=CUDA), sound=i32(batch),
         )  # fmt: skip
-        self.trees = (
-            i32(batch + 1), i32(batch * v), i32(batch * v), i32(batch * v), i32(batch * v), i32(batch * v),
-            torch.zeros(batch * v, device=CUDA),
+        self.trees = BuiltTrees(
+            offsets=i32(batch + 1), tokens=i32(batch * v), depths=i32(batch * v), parents=i32(batch * v),
+            next_child=i32(batch * v), next_sibling=i32(batch * v), scores=torch.zeros(batch * v, device=CUDA),
         )  # fmt: skip
-        self.accepts = (
-            i32(batch + 1), i32(batch * self.path), i32(batch * self.path), i32(batch * self.path), i32(batch),
-            i32(batch), i32(batch),
+        self.accepts = AcceptArrays(
+            offsets=i32(batch + 1), paths=i32(batch * self.path), tokens=i32(batch * self.path),
+            rows=i32(batch * self.path), roots=i32(batch), new_lens=i32(batch), faults=i32(batch),
         )  # fmt: skip
-        self.moves = (i32(batch * self.path), i32(batch * self.path), i32(batch + 1))
+        self.moves = MoveArrays(
+            src=i32(batch * self.path), dst=i32(batch * self.path), offsets=i32(batch + 1)
+        )  # fmt: skip
         self.plans = {
-            name: (
-                i32(batch), torch.zeros(batch, dtype=torch.int64, device=CUDA), i32(batch + 1), i32(batch), i32(n),
-                i32(n), torch.zeros(n * words, dtype=torch.int64, device=CUDA),
+            name: PlanArrays(
+                rows=i32(batch), versions=torch.zeros(batch, dtype=torch.int64, device=CUDA),
+                qo_indptr=i32(batch + 1), prefix_lens=i32(batch), positions=i32(n), out_slots=i32(n),
+                mask=torch.zeros(n * words, dtype=torch.int64, device=CUDA),
             )
             for name, n, words in (("draft", batch * k, 1), ("verify", batch * v, 1), ("extend", batch * self.path, 0))
         }  # fmt: skip
@@ -80,25 +85,30 @@ class Round:
 
     def select(self, step: int, logits: torch.Tensor, to_target: torch.Tensor | None = None) -> None:
         core._device_draft_select(
-            step, logits, to_target, VOCAB, self.live, SHAPE, self.beams, self.selecting, stream()
-        )
+            step=step, logits=logits, to_target=to_target, vocab=VOCAB, live=self.live, shape=SHAPE, beams=self.beams,
+            scratch=self.selecting, stream=stream(),
+        )  # fmt: skip
 
     def build(self) -> None:
-        limits = (self.roots, self.depths, self.nodes)
-        core._device_tree_build(SHAPE, self.beams, limits, None, self.live, self.trees, None, stream())
+        core._device_tree_build(
+            shape=SHAPE, beams=self.beams, roots=self.roots, max_depths=self.depths, max_nodes=self.nodes,
+            min_score=None, live=self.live, trees=self.trees, masks=None, stream=stream(),
+        )  # fmt: skip
 
-    def plan(self, name: Any, step: tuple[Any, Any, Any], number: int | None = None) -> None:
+    def plan(self, name: Any, number: int | None = None, **step: torch.Tensor) -> None:
         core._device_plan(
-            self.geometry, name, number, self.table, self.num_pages, (self.rows, self.versions, self.lens, self.live),
-            step, self.plans[name], "native", "both", {}, stream(),
+            geometry=self.geometry, phase=name, draft_step=number, table=self.table, num_pages=self.num_pages,
+            rows=self.rows, versions=self.versions, lens=self.lens, live=self.live, **step, plan=self.plans[name],
+            format="native", masks="both", arrays={}, stream=stream(),
         )  # fmt: skip
 
     def commit(self) -> None:
-        accepts = (self.accepts[0], self.accepts[1], self.accepts[5])
-        moves = self.moves if self.page > 1 else None
+        accepts, moves = self.accepts, self.moves if self.page > 1 else None
         core._device_kv_commit(
-            accepts, self.table, self.rows, self.live, self.num_pages, self.page, SHAPE.draft_tokens, moves, stream()
-        )
+            offsets=accepts.offsets, paths=accepts.paths, new_lens=accepts.new_lens, table=self.table, rows=self.rows,
+            live=self.live, num_pages=self.num_pages, page_size=self.page, max_nodes=SHAPE.draft_tokens, moves=moves,
+            stream=stream(),
+        )  # fmt: skip
 
     def draft(self, vocab: int) -> list[torch.Tensor]:
         """Draft a tree; the logits of its steps."""
@@ -107,24 +117,24 @@ class Round:
         self.ancestors = []  # of the beams after each step
         for step, scores in enumerate(logits):
             self.select(step, scores)
-            self.ancestors.append(self.beams[6].clone())
+            self.ancestors.append(self.beams.ancestors.clone())
         self.build()
         return logits
 
     def metadata(self) -> None:
         """Everything of a round but models, scores and KV copies."""
         for step in range(SHAPE.steps - 1):
-            self.plan("draft", (None, None, self.ancestors[step]), step)
+            self.plan("draft", step, ancestors=self.ancestors[step])
         self.build()
-        self.plan("verify", (self.trees[0], self.trees[3], None))
+        self.plan("verify", offsets=self.trees.offsets, parents=self.trees.parents)
         self.commit()
-        self.plan("extend", (self.accepts[0], None, None))
+        self.plan("extend", offsets=self.accepts.offsets)
 
 
-def steered(trees: tuple[torch.Tensor, ...], batch: int) -> torch.Tensor:
+def steered(trees: BuiltTrees, batch: int) -> torch.Tensor:
     """Logits [batch * V, VOCAB] under which three drafts of each tree are accepted."""
     logits = torch.randn(batch * SHAPE.draft_tokens, VOCAB, device=CUDA)
-    offsets, tokens, _, parents = (t.tolist() for t in trees[:4])
+    offsets, tokens, parents = (t.tolist() for t in (trees.offsets, trees.tokens, trees.parents))
     for first in offsets[:batch]:
         node = 0
         for _ in range(3):
@@ -139,20 +149,23 @@ def steered(trees: tuple[torch.Tensor, ...], batch: int) -> torch.Tensor:
 def verification(r: Round, logits: torch.Tensor) -> dict[str, Callable[[], object]]:
     """Greedy and sampled, both modes, and torch's argmax over all rows."""
     batch, path = r.batch, r.path
-    trees = (r.trees[1], r.trees[3], r.trees[0])
-    common = (logits, trees, r.lens, r.live, SHAPE.draft_tokens, path)
+    common: dict[str, Any] = {
+        "logits": logits, "trees": r.trees, "lens": r.lens, "live": r.live, "max_nodes": SHAPE.draft_tokens,
+        "max_path": path, "accepts": r.accepts,
+    }  # fmt: skip
     words = core._device_verify_scratch(logits.shape[0], batch, path)
     scratch = {name: torch.zeros(words, dtype=torch.int64, device=CUDA) for name in ("w", "f", "sw", "sf")}
     samplers = [core.Sampler(VOCAB, [1, 2, 3], temperature=0.8, top_p=0.9, seed=i) for i in range(batch)]
-    drawn = [from_dlpack(a).to(CUDA) for a in core._device_samplers(samplers)]
-    drawn = [a if a.numel() else torch.zeros(1, dtype=a.dtype, device=CUDA) for a in drawn]
-    by: Any = tuple(drawn)
+    drawn = {name: from_dlpack(a).to(CUDA) for name, a in core._device_samplers(samplers).items()}
+    by = SamplerArrays(
+        **{name: a if a.numel() else torch.zeros(1, dtype=a.dtype, device=CUDA) for name, a in drawn.items()}
+    )
 
     def greedy(name: str, full: bool) -> None:
-        core._device_verify_greedy(*common, r.accepts, scratch[name], full, stream())
+        core._device_verify_greedy(**common, scratch=scratch[name], full=full, stream=stream())
 
     def sampled(name: str, full: bool) -> None:
-        core._device_sample_verify(*common, by, r.accepts, scratch[name], full, stream())
+        core._device_sample_verify(**common, samplers=by, scratch=scratch[name], full=full, stream=stream())
 
     return {
         "sampled_walk": lambda: sampled("sw", False),
@@ -219,17 +232,17 @@ def batch_of(batch: int) -> dict[str, Any]:
     for part in parts.values():
         part()
     tokens = logits.argmax(1)
-    last = r.accepts[0][1:] - 1
-    assert torch.equal(r.accepts[2][last.long()], tokens[r.accepts[3][last.long()].long()].int()), "argmax"
-    out["accepted_nodes"] = int(r.accepts[0][-1])
+    last = r.accepts.offsets[1:] - 1
+    assert torch.equal(r.accepts.tokens[last.long()], tokens[r.accepts.rows[last.long()].long()].int()), "argmax"
+    out["accepted_nodes"] = int(r.accepts.offsets[-1])
     out |= {f"{name}_us": us for name, us in times(parts, launches=4).items()}
     parts["greedy_walk"]()
     out |= {f"{name}_us": us for name, us in times({"metadata_page_1": r.metadata, "tree_build": r.build}).items()}
     out["commit_page_1_us"] = times({"commit": r.commit})["commit"]
     paged = Round(batch, 64)
     paged.draft(DRAFT_VOCAB)
-    for mine, theirs in zip(paged.accepts, r.accepts, strict=True):
-        mine.copy_(theirs)
+    for name in AcceptArrays.__slots__:
+        getattr(paged.accepts, name).copy_(getattr(r.accepts, name))
     out["metadata_page_64_us"] = times({"metadata": paged.metadata})["metadata"]
     torch.cuda.synchronize()
     device.check()

@@ -20,6 +20,7 @@ from timing import copy_bandwidth, graph_of, medians, stream
 
 from specrs import _specrs as core
 from specrs import device
+from specrs.operands import AcceptArrays, BeamArrays, SamplerArrays, TreeArrays
 
 K, STEPS, NODES = 8, 6, 64
 ROTATE_BYTES = 400 << 20
@@ -62,15 +63,15 @@ def select(batch: int, vocab: int, bandwidth: float, repeats: int) -> dict[str, 
     words = -(-K * STEPS // 64)
     ancestors = torch.empty(batch * K, words, dtype=torch.int64, device="cuda")
     sound = torch.empty(batch, dtype=torch.int32, device="cuda")
-    arrays = (
-        scores,
-        tables[0].view(batch, -1),
-        tables[1].view(batch, -1),
-        tables[2].view(batch, -1),
-        tables[3],
-        tables[4],
-        ancestors,
-        sound,
+    beams = BeamArrays(
+        scores=scores,
+        candidate_tokens=tables[0].view(batch, -1),
+        candidate_parents=tables[1].view(batch, -1),
+        beams=tables[2].view(batch, -1),
+        tokens=tables[3],
+        parents=tables[4],
+        ancestors=ancestors,
+        sound=sound,
     )
     scratch = torch.zeros(core._device_draft_scratch(shape, batch, vocab, 0), dtype=torch.int64, device="cuda")
     sets = sets_of(batch * K, vocab)
@@ -80,7 +81,10 @@ def select(batch: int, vocab: int, bandwidth: float, repeats: int) -> dict[str, 
     def step(i: int) -> None:
         at = i % STEPS
         rows = logits[i % sets][: batch if at == 0 else batch * K]
-        core._device_draft_select(at, rows, None, vocab, None, shape, arrays, scratch, stream())
+        core._device_draft_select(
+            step=at, logits=rows, to_target=None, vocab=vocab, live=None, shape=shape, beams=beams, scratch=scratch,
+            stream=stream(),
+        )  # fmt: skip
 
     def peer(i: int) -> None:
         rows = logits[i % sets][: batch if i % STEPS == 0 else batch * K]
@@ -108,12 +112,14 @@ class Verify:
         self.logits = [torch.randn(batch * NODES, vocab, device="cuda") * 3 for _ in range(sets)]
         tokens = torch.full((batch, NODES), vocab - 1, dtype=torch.int32, device="cuda")
         full = lambda n: torch.zeros(n, dtype=torch.int32, device="cuda")  # noqa: E731
-        self.accepts = (
-            full(batch + 1),
-            *(full(batch * NODES) for _ in range(3)),
-            full(batch),
-            full(batch),
-            full(batch),
+        self.accepts = AcceptArrays(
+            offsets=full(batch + 1),
+            paths=full(batch * NODES),
+            tokens=full(batch * NODES),
+            rows=full(batch * NODES),
+            roots=full(batch),
+            new_lens=full(batch),
+            faults=full(batch),
         )
         words = core._device_verify_scratch(batch * NODES, batch, NODES)
         self.scratch = torch.zeros(words, dtype=torch.int64, device="cuda")
@@ -126,7 +132,7 @@ class Verify:
             self.tokens.view(self.batch, NODES)[:, node] = token_of(depth)
 
     def reached(self) -> int:
-        return int(self.accepts[0][-1])
+        return int(self.accepts.offsets[-1])
 
 
 def verify(batch: int, vocab: int, how: str, full: bool, bandwidth: float, repeats: int) -> dict[str, Any]:
@@ -136,30 +142,33 @@ def verify(batch: int, vocab: int, how: str, full: bool, bandwidth: float, repea
     for other in v.logits[1:]:
         for node in v.paths:
             other[node::NODES] = v.logits[0][node::NODES]
-    trees = lambda: (v.tokens, v.parents, v.offsets)  # noqa: E731
+    trees = TreeArrays(tokens=v.tokens, parents=v.parents, offsets=v.offsets)
     if how == "greedy":
 
         def call(i: int) -> None:
             logits = v.logits[i % len(v.logits)]
             core._device_verify_greedy(
-                logits, trees(), v.lens, None, NODES, NODES, v.accepts, v.scratch, full, stream()
-            )
+                logits=logits, trees=trees, lens=v.lens, live=None, max_nodes=NODES, max_path=NODES, accepts=v.accepts,
+                scratch=v.scratch, full=full, stream=stream(),
+            )  # fmt: skip
 
     else:
         samplers = [core.Sampler(vocab, [1, 2, 3], seed=i, **SAMPLING[how]) for i in range(batch)]
-        arrays = tuple(torch.from_dlpack(a).to("cuda") for a in core._device_samplers(samplers))
+        by_name = core._device_samplers(samplers).items()
+        drawn_by = SamplerArrays(**{name: torch.from_dlpack(a).to("cuda") for name, a in by_name})
 
         def call(i: int) -> None:
             logits = v.logits[i % len(v.logits)]
             core._device_sample_verify(
-                logits, trees(), v.lens, None, NODES, NODES, arrays, v.accepts, v.scratch, full, stream()
-            )
+                logits=logits, trees=trees, lens=v.lens, live=None, max_nodes=NODES, max_path=NODES, samplers=drawn_by,
+                accepts=v.accepts, scratch=v.scratch, full=full, stream=stream(),
+            )  # fmt: skip
 
     def drawn(depth: int) -> torch.Tensor:
         call(0)
         torch.cuda.synchronize()
-        starts = v.accepts[0].long()[:-1]
-        return v.accepts[2][starts + depth]
+        starts = v.accepts.offsets.long()[:-1]
+        return v.accepts.tokens[starts + depth]
 
     v.arrange(drawn)
     call(0)

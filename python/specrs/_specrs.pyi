@@ -8,6 +8,20 @@ from typing import Any, Literal, Protocol, SupportsIndex, TypeAlias, final, type
 
 from typing_extensions import Self
 
+from specrs.operands import (
+    AcceptArrays,
+    BeamArrays,
+    BuiltTrees,
+    LaneLimits,
+    LaneState,
+    MoveArrays,
+    PlanArrays,
+    RoundFound,
+    SamplerArrays,
+    ScoredTrees,
+    TreeArrays,
+)
+
 __version__: str
 
 @type_check_only
@@ -1747,13 +1761,14 @@ def _device_rope_kv(
     """
 
 def _device_verify_greedy(
+    *,
     logits: _Tensor,
-    trees: tuple[_Tensor, _Tensor, _Tensor],
+    trees: TreeArrays,
     lens: _Tensor,
     live: _Tensor | None,
     max_nodes: SupportsIndex,
     max_path: SupportsIndex,
-    accepts: tuple[_Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor],
+    accepts: AcceptArrays,
     scratch: _Tensor,
     full: bool,
     stream: _Stream,
@@ -1764,14 +1779,17 @@ def _device_verify_greedy(
     """
 
 def _device_kv_commit(
-    accepts: tuple[_Tensor, _Tensor, _Tensor],
+    *,
+    offsets: _Tensor,
+    paths: _Tensor,
+    new_lens: _Tensor,
     table: _Tensor,
     rows: _Tensor,
     live: _Tensor | None,
     num_pages: SupportsIndex,
     page_size: SupportsIndex,
     max_nodes: SupportsIndex,
-    moves: tuple[_Tensor, _Tensor, _Tensor] | None,
+    moves: MoveArrays | None,
     stream: _Stream,
 ) -> None:
     """Accepted paths (offsets, paths, new_lens) into the rows of the page table [rows, columns]: reordered where
@@ -1779,13 +1797,14 @@ def _device_kv_commit(
     """
 
 def _device_draft_select(
+    *,
     step: SupportsIndex,
     logits: _Tensor,
     to_target: _Tensor | None,
     vocab: SupportsIndex,
     live: _Tensor | None,
     shape: TreeShape,
-    beams: tuple[_Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor],
+    beams: BeamArrays,
     scratch: _Tensor,
     stream: _Stream,
 ) -> None:
@@ -1795,12 +1814,15 @@ def _device_draft_select(
     """
 
 def _device_tree_build(
+    *,
     shape: TreeShape,
-    beams: tuple[_Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor],
-    limits: tuple[_Tensor, _Tensor, _Tensor],
+    beams: BeamArrays,
+    roots: _Tensor,
+    max_depths: _Tensor,
+    max_nodes: _Tensor,
     min_score: _Tensor | None,
     live: _Tensor | None,
-    trees: tuple[_Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor],
+    trees: BuiltTrees,
     masks: _Tensor | None,
     stream: _Stream,
 ) -> None:
@@ -1810,12 +1832,14 @@ def _device_tree_build(
     """
 
 def _device_tree_unite(
+    *,
     shape: TreeShape,
-    own: tuple[_Tensor, _Tensor, _Tensor, _Tensor],
-    other: tuple[_Tensor, _Tensor, _Tensor, _Tensor],
-    limits: tuple[_Tensor, _Tensor],
+    own: ScoredTrees | BuiltTrees,
+    other: ScoredTrees | BuiltTrees,
+    roots: _Tensor,
+    max_nodes: _Tensor,
     live: _Tensor | None,
-    trees: tuple[_Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor],
+    trees: BuiltTrees,
     masks: _Tensor | None,
     origins: _Tensor,
     stream: _Stream,
@@ -1833,20 +1857,21 @@ def _device_draft_scratch(
     requests.
     """
 
-def _device_samplers(samplers: _List[Sampler]) -> list[Array]:
+def _device_samplers(samplers: _List[Sampler]) -> dict[str, Array]:
     """Sampling parameters and histories of a batch as the device reads them: rows (int64 [B, 6]), edit_begins and
     edit_counts (int32 [B]), edit_tokens (int32 [E]), edit_biases (float32 [E]), edit_outputs (int32 [E]).
     """
 
 def _device_sample_verify(
+    *,
     logits: _Tensor,
-    trees: tuple[_Tensor, _Tensor, _Tensor],
+    trees: TreeArrays,
     lens: _Tensor,
     live: _Tensor | None,
     max_nodes: SupportsIndex,
     max_path: SupportsIndex,
-    samplers: tuple[_Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor],
-    accepts: tuple[_Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor],
+    samplers: SamplerArrays,
+    accepts: AcceptArrays,
     scratch: _Tensor,
     full: bool,
     stream: _Stream,
@@ -1856,14 +1881,20 @@ def _device_sample_verify(
     """
 
 def _device_plan(
+    *,
     geometry: Geometry,
     phase: Literal["extend", "decode", "draft", "verify"],
     draft_step: SupportsIndex | None,
     table: _Tensor,
     num_pages: SupportsIndex,
-    batch: tuple[_Tensor, _Tensor, _Tensor, _Tensor | None],
-    step: tuple[_Tensor | None, _Tensor | None, _Tensor | None],
-    plan: tuple[_Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor],
+    rows: _Tensor,
+    versions: _Tensor,
+    lens: _Tensor,
+    live: _Tensor | None,
+    offsets: _Tensor | None = None,
+    parents: _Tensor | None = None,
+    ancestors: _Tensor | None = None,
+    plan: PlanArrays,
     format: str,
     masks: str,
     arrays: dict[str, Any],
@@ -1876,11 +1907,14 @@ def _device_plan(
     """
 
 def _device_tail_copies(
+    *,
     geometry: Geometry,
     table: _Tensor,
     num_pages: SupportsIndex,
-    batch: tuple[_Tensor, _Tensor, _Tensor | None],
-    moves: tuple[_Tensor, _Tensor, _Tensor],
+    rows: _Tensor,
+    lens: _Tensor,
+    live: _Tensor | None,
+    moves: MoveArrays,
     stream: _Stream,
 ) -> None:
     """Copies of each prefix's tail into the holes of the holey layout, into `moves` (src, dst, offsets). `batch` are
@@ -2114,9 +2148,10 @@ class _RoundRing:
 
 def _device_round_end(
     ring: _RoundRing,
-    accepts: tuple[_Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor],
-    limits: tuple[_Tensor, _Tensor, _Tensor, _Tensor],
-    state: tuple[_Tensor, _Tensor, _Tensor, _Tensor],
+    *,
+    accepts: RoundFound,
+    limits: LaneLimits,
+    state: LaneState,
     control: _Tensor,
     found: _Tensor,
     handle: SupportsIndex,
@@ -2138,9 +2173,10 @@ def _device_round_end_load(ordinal: SupportsIndex) -> None:
 
 def _round_end(
     ring: _Tensor,
-    accepts: tuple[_Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor],
-    limits: tuple[_Tensor, _Tensor, _Tensor, _Tensor],
-    state: tuple[_Tensor, _Tensor, _Tensor, _Tensor],
+    *,
+    accepts: RoundFound,
+    limits: LaneLimits,
+    state: LaneState,
     control: _Tensor,
     found: _Tensor,
     looped: bool,

@@ -1,10 +1,11 @@
 //! DLPack, both ways: tensors of any producer as checked typed views, and buffers of ours as capsules.
 //!
-//! The only Python-facing place with `unsafe`. Importing takes ownership of the producer's managed tensor (its deleter
-//! runs exactly once, when [`Tensor`] drops, on whichever thread that is) and copies shape and strides out, so that
-//! nothing the producer does later changes what was checked. A view is handed out only after its device, element
-//! type, shape, contiguity and alignment were checked, and an output only after it was compared with every other
-//! tensor of the call: a `&mut` slice never overlaps another slice of ours. A call of several tensors takes them together.
+//! The only Python-facing place with `unsafe`, but for `cuda::tensors`, which makes the views that kernels take. Importing
+//! takes ownership of the producer's managed tensor (its deleter runs exactly once, when [`Tensor`] drops, on whichever
+//! thread that is) and copies shape and strides out, so that nothing the producer does later changes what was checked. A
+//! view is handed out only after its device, element type, shape, contiguity and alignment were checked, and an output
+//! only after it was compared with every other tensor of the call: a `&mut` slice never overlaps another slice of ours. A
+//! call of several tensors takes them together.
 //!
 //! Rust cannot check the contract with the caller, the same that torch's and numpy's own operations have: *while a call
 //! runs, no other thread writes to its tensors, reads its outputs, or resizes their storage.*
@@ -25,16 +26,10 @@
 //! | `output` | tensors that a call writes |
 //! | `lent`, `lender` | tensors that a caller lends for many calls |
 //! | `operands` | the tensors of one call, taken together |
-//! | `cuda` | tensors that a kernel takes |
-//! | `device_array` | regions of an arena, lent to consumers on the device |
 
 mod abi;
 mod array;
 mod buffer;
-#[cfg(feature = "cuda")]
-pub(super) mod cuda;
-#[cfg(feature = "cuda")]
-mod device_array;
 mod lender;
 mod lent;
 mod operands;
@@ -43,11 +38,9 @@ mod place;
 mod producer;
 mod tensor;
 
-pub(super) use self::abi::DType;
+pub(super) use self::abi::{DType, Device as TensorDevice};
 pub(super) use self::array::{Array, ViewGuard};
 pub(super) use self::buffer::{Buffer, View};
-#[cfg(feature = "cuda")]
-pub(super) use self::device_array::{DeviceArray, element};
 pub(super) use self::lender::Lender;
 pub(super) use self::lent::Lent;
 pub(super) use self::operands::{Call, check_lenders};

@@ -140,7 +140,6 @@ impl Sampler {
 }
 
 /// Call `f` with each sampler.
-#[cfg(feature = "cuda")]
 pub(super) fn with_samplers(
     samplers: &[Bound<'_, Sampler>],
     mut f: impl FnMut(&sample::Sampler) -> Result<()>,

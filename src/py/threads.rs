@@ -39,9 +39,5 @@ pub(super) fn _follow_torch(torch_threads: Int, machine_cpus: Int) -> PyResult<(
 /// number of the rule that attention's bits on a GPU follow, which changes with them; `None` in a build without CUDA.
 #[pyfunction]
 pub(super) fn _numerics_ids() -> (&'static str, Option<i32>) {
-    #[cfg(feature = "cuda")]
-    let rule = Some(crate::device::params::ATTENTION_NUMERICS_ID);
-    #[cfg(not(feature = "cuda"))]
-    let rule = None;
-    (crate::simd::name(), rule)
+    (crate::simd::name(), super::cuda::attention_rule())
 }

@@ -31,9 +31,10 @@ from specrs.capsule.owners import ArrayNames
 from specrs.capsule.replay import LOGGED, Inputs, Make, Replay
 from specrs.capsule.schema import Capsule
 from specrs.capsule.static import FILLS, MAX_BYTES, Image, Memory, Phase, static_bytes
+from specrs.operands import AcceptArrays, BeamArrays, BuiltTrees, MoveArrays, PlanArrays, TreeArrays
 
 _PLAN = ("rows", "versions", "qo_indptr", "prefix_lens", "positions", "out_slots", "mask")
-_ACCEPTS = ("offsets", "paths", "tokens", "rows", "roots", "lengths", "faults")
+_ACCEPTS = ("offsets", "paths", "tokens", "rows", "roots", "new_lens", "faults")
 _OF_THE_HOST = ("arrays of the write before",)
 """Arrays that no device has."""
 
@@ -123,14 +124,15 @@ class OnDevice(Replay):
                        for name, shape in shapes.items()}, self.cuda)  # fmt: skip
         sizes = self._array_sizes(phase, make, q)
         arrays, operands = Memory(sizes, self.cuda), self._operands(phase, inputs)
-        views: Any = tuple(plan.views[name] for name in _PLAN)
+        views = PlanArrays(**{name: plan.views[name] for name in _PLAN})
         copies = []
         for byte in FILLS:
             plan.fill(byte, tables=True)
             arrays.fill(byte, tables=True)
             core._device_plan(
-                self.geometry, phase, inputs.step, self.table, self.world.pool.num_pages, *operands,
-                views, self.format, "both", arrays.views, self._stream,
+                geometry=self.geometry, phase=phase, draft_step=inputs.step, table=self.table,
+                num_pages=self.world.pool.num_pages, **operands, plan=views, format=self.format, masks="both",
+                arrays=arrays.views, stream=self._stream,
             )  # fmt: skip
             self._checked()
             try:
@@ -172,18 +174,18 @@ class OnDevice(Replay):
             sizes[name] = _sized(shape, c["dtype"])
         return sizes
 
-    def _operands(self, phase: Phase, inputs: Inputs) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """The batch and the step of a plan, in device memory."""
+    def _operands(self, phase: Phase, inputs: Inputs) -> dict[str, Any]:
+        """The batch and the step of a plan, in device memory, as `_device_plan` names them."""
         assert self._mirror is not None
         live, b = len(inputs.requests), inputs.pad[0]
         versions = self._mirror.host()[1]
         rows = [self.seqs[i].row for i in inputs.requests]
-        batch = (
-            self._i32(rows, b, -1),
-            torch.tensor([versions[row] for row in rows] + [0] * (b - live)).to(self.cuda),
-            self._i32(inputs.starts, b, 0),
-            self._i32([live], 1, 0),
-        )
+        batch = {
+            "rows": self._i32(rows, b, -1),
+            "versions": torch.tensor([versions[row] for row in rows] + [0] * (b - live)).to(self.cuda),
+            "lens": self._i32(inputs.starts, b, 0),
+            "live": self._i32([live], 1, 0),
+        }
         ends = list(accumulate(inputs.counts, initial=0))
         offsets = self._i32(ends, b + 1, ends[-1]) if phase in ("extend", "verify") else None
         parents = self._i32(inputs.parents, len(inputs.parents), 0) if phase == "verify" else None
@@ -192,15 +194,17 @@ class OnDevice(Replay):
             beams = torch.zeros(b * self.geometry.shape.topk, inputs.beams.shape[1], dtype=torch.int64)
             beams[: len(inputs.beams)] = inputs.beams
             beams = beams.to(self.cuda)
-        return batch, (offsets, parents, beams)
+        return {**batch, "offsets": offsets, "parents": parents, "ancestors": beams}
 
     def _tail_copies(self) -> tuple[list[int], list[int]]:
         b, g = len(self.seqs), self.geometry
         room = b * g.shape.topk * g.page_size
         out = self._empty_moves(room)
         rows = self._i32([seq.row for seq in self.seqs], b, -1)
-        batch = (rows, self._i32(self.lens, b, 0), None)
-        core._device_tail_copies(g, self.table, self.world.pool.num_pages, batch, out, self._stream)
+        core._device_tail_copies(
+            geometry=g, table=self.table, num_pages=self.world.pool.num_pages, rows=rows,
+            lens=self._i32(self.lens, b, 0), live=None, moves=out, stream=self._stream,
+        )  # fmt: skip
         return self._moved(out)
 
     def _trees(self) -> None:
@@ -217,40 +221,50 @@ class OnDevice(Replay):
         def empty(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.full(size, -1, dtype=dtype, device=self.cuda)
 
-        beams = (
-            torch.from_numpy(candidates.scores).to(self.cuda), torch.from_numpy(candidates.tokens).to(self.cuda),
-            torch.from_numpy(candidates.parents).to(self.cuda), empty(b, k), empty(b * k), empty(b * k),
-            empty(b * k, -(-k * s // 64), dtype=torch.int64), self._i32([s] * b, b, 0),
+        beams = BeamArrays(
+            scores=torch.from_numpy(candidates.scores).to(self.cuda),
+            candidate_tokens=torch.from_numpy(candidates.tokens).to(self.cuda),
+            candidate_parents=torch.from_numpy(candidates.parents).to(self.cuda),
+            beams=empty(b, k), tokens=empty(b * k), parents=empty(b * k),
+            ancestors=empty(b * k, -(-k * s // 64), dtype=torch.int64), sound=self._i32([s] * b, b, 0),
         )  # fmt: skip
-        limits: Any = tuple(
-            self._i32(values, b, 0)
-            for values in (
-                [t.tokens[0] for t in self.c.trees], candidates.depths, [len(t.parents) for t in self.c.trees],
-            )
+        trees = BuiltTrees(
+            offsets=empty(b + 1), tokens=empty(b * v), depths=empty(b * v), parents=empty(b * v),
+            next_child=empty(b * v), next_sibling=empty(b * v), scores=empty(b * v, dtype=torch.float32),
         )  # fmt: skip
-        trees: Any = (empty(b + 1), *(empty(b * v) for _ in range(5)), empty(b * v, dtype=torch.float32))
         assert n == k + (s - 1) * k * k
-        core._device_tree_build(shape, beams, limits, None, None, trees, None, self._stream)
+        core._device_tree_build(
+            shape=shape, beams=beams, roots=self._i32([t.tokens[0] for t in self.c.trees], b, 0),
+            max_depths=self._i32(candidates.depths, b, 0),
+            max_nodes=self._i32([len(t.parents) for t in self.c.trees], b, 0), min_score=None, live=None, trees=trees,
+            masks=None, stream=self._stream,
+        )  # fmt: skip
         self._checked()
-        offsets, tokens, _, parents, _, _, scores = (array.tolist() for array in trees)
+        made = (trees.offsets, trees.tokens, trees.parents, trees.scores)
+        offsets, tokens, parents, scores = (array.tolist() for array in made)
         ranges = [range(*ends) for ends in pairwise(offsets)]
         self._log_trees([([tokens[j] for j in r], [parents[j] for j in r], [scores[j] for j in r]) for r in ranges])
 
     def _accept(self, trees: core.TreeBatch, logits: torch.Tensor) -> core.Accepts:
         sizes = trees.sizes
         b, nodes, most = len(sizes), sum(sizes), max(sizes)
-        inputs = (_copy(trees.tokens).to(self.cuda), _copy(trees.parents).to(self.cuda),
-                  self._i32(list(accumulate(sizes, initial=0)), b + 1, 0))  # fmt: skip
+        inputs = TreeArrays(
+            tokens=_copy(trees.tokens).to(self.cuda), parents=_copy(trees.parents).to(self.cuda),
+            offsets=self._i32(list(accumulate(sizes, initial=0)), b + 1, 0),
+        )  # fmt: skip
         lengths = (b + 1, b * most, b * most, b * most, b, b, b)
-        out = [torch.full((n,), -1, dtype=torch.int32, device=self.cuda) for n in lengths]
+        out = {
+            name: torch.full((n,), -1, dtype=torch.int32, device=self.cuda)
+            for name, n in zip(_ACCEPTS, lengths, strict=True)
+        }
         scratch = torch.zeros(core._device_verify_scratch(nodes, b, most), dtype=torch.int64, device=self.cuda)
         core._device_verify_greedy(
-            logits.to(self.cuda), inputs, self._i32(self.lens, b, 0), None, most, most,
-            (out[0], out[1], out[2], out[3], out[4], out[5], out[6]), scratch, False, self._stream,
+            logits=logits.to(self.cuda), trees=inputs, lens=self._i32(self.lens, b, 0), live=None, max_nodes=most,
+            max_path=most, accepts=AcceptArrays(**out), scratch=scratch, full=False, stream=self._stream,
         )  # fmt: skip
         self.phase = "accept"
         self._checked()
-        self.accepted = dict(zip(_ACCEPTS, out, strict=True))
+        self.accepted = out
         offsets, paths, tokens = (self.accepted[name].tolist() for name in _ACCEPTS[:3])
         ranges = [range(*ends) for ends in pairwise(offsets)]
         self._log_accepted(*([[values[j] for j in r] for r in ranges] for values in (paths, tokens)))
@@ -259,14 +273,14 @@ class OnDevice(Replay):
 
     def _commit_moves(self, lease: core.Lease, accepts: core.Accepts) -> tuple[list[int], list[int]]:
         pool, most = self.world.pool, max(len(t.parents) for t in self.c.trees)
-        accepted = tuple(self.accepted[name] for name in ("offsets", "paths", "lengths"))
         rows = self._i32([seq.row for seq in self.seqs], len(self.seqs), -1)
         room = max(self.accepted["paths"].numel(), 1)
         out = self._empty_moves(room)
         remap = pool.page_size == 1
         core._device_kv_commit(
-            (accepted[0], accepted[1], accepted[2]), self.table, rows, None, pool.num_pages, pool.page_size, most,
-            None if remap else out, self._stream,
+            offsets=self.accepted["offsets"], paths=self.accepted["paths"], new_lens=self.accepted["new_lens"],
+            table=self.table, rows=rows, live=None, num_pages=pool.num_pages, page_size=pool.page_size, max_nodes=most,
+            moves=None if remap else out, stream=self._stream,
         )  # fmt: skip
         moved = ([], []) if remap else self._moved(out)
         self._checked()
@@ -291,18 +305,18 @@ class OnDevice(Replay):
         padded = [*values, *[fill] * (size - len(values))]
         return torch.tensor(padded, dtype=torch.int32).to(self.cuda)
 
-    def _empty_moves(self, room: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Arrays for moves of all requests: sources, destinations, offsets."""
+    def _empty_moves(self, room: int) -> MoveArrays:
+        """Arrays for moves of all requests."""
         src, dst, offsets = (
             torch.full((n,), -1, dtype=torch.int32, device=self.cuda) for n in (room, room, len(self.seqs) + 1)
         )
-        return src, dst, offsets
+        return MoveArrays(src=src, dst=dst, offsets=offsets)
 
-    def _moved(self, out: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
+    def _moved(self, out: MoveArrays) -> tuple[list[int], list[int]]:
         """The moves of all requests."""
         self._checked()
-        n = int(out[2][-1])
-        return out[0][:n].tolist(), out[1][:n].tolist()
+        n = int(out.offsets[-1])
+        return out.src[:n].tolist(), out.dst[:n].tolist()
 
     def _checked(self) -> None:
         """Wait, and end the run by what a kernel skipped."""

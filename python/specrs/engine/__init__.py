@@ -5,8 +5,8 @@
 requests to ``scheduler``, which decides who runs; ``runner`` and ``drafter`` have the logic of a round, over ``pages``
 and an ``executor``, which is a device (``host``: the CPU); ``request`` holds a request's state and the one function
 that commits tokens to it, ``draws`` what its tokens are drawn by, ``logprobs`` how probable they were, ``rounds`` what
-drafts came to; ``text`` turns tokens into text; ``drafting`` decides whether and how far to draft, by measured costs and a
-budget.
+drafts came to; ``text`` turns tokens into text; ``drafting`` decides whether and how far to draft, by measured costs
+and a budget.
 """
 
 from specrs.engine.aio import AsyncLLM, RequestStream

@@ -42,6 +42,19 @@ from specrs.models.eagle3 import Eagle3Head
 from specrs.models.features import FeatureRows
 from specrs.models.llama import LlamaModel
 from specrs.models.ops import KvMemory
+from specrs.operands import (
+    AcceptArrays,
+    BeamArrays,
+    BuiltTrees,
+    LaneLimits,
+    LaneState,
+    MoveArrays,
+    PlanArrays,
+    RoundFound,
+    SamplerArrays,
+    ScoredTrees,
+    TreeArrays,
+)
 
 _LEAST_EDITS = 64
 _COLD = 1  # runs of a variant before it is captured, which load kernels and grow memory
@@ -266,8 +279,10 @@ class Lanes:
         self._slots = [self._views(slot) for slot in from_dlpack(self._ring.tensor())]
         self._samplers: list[core.Sampler] = []  # those that `given` has, where they stay as they are
         self._sampled_by: int | None = None
-        self._edits: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._edits: dict[int, torch.Tensor] = {}
+        self._samplers_of: dict[int, SamplerArrays] = {}  # with this room for edits
         self._edits_host: dict[int, torch.Tensor] = {}
+        self._plan_arrays: dict[tuple[str, int], PlanArrays] = {}
         self._plans = {name: self._plan(name, 0) for name in ("draft", "decode")}
         self._extends = {trees: self._plan("extend", most) for trees, most in self._paths.items()}
         self._verifies = [self._plan("verify", most_nodes(shape, levels)) for levels in range(shape.steps + 1)]
@@ -282,6 +297,7 @@ class Lanes:
             for sampled in (False, True)
             for trees, most in self._paths.items()
         }
+        self._name_operands()
         self.features: FeatureRows | None = None
         if models.activations is not None:
             self._hold(models.activations)
@@ -294,6 +310,40 @@ class Lanes:
         self._runs: Counter[Variant] = Counter()  # without a graph, since scratch memory moved
         self._captured_at = self._epoch
 
+    def _name_operands(self) -> None:
+        """Arrays that launches take together, which stay where they are."""
+        a, out, given, trees_in = self._a, self._out, self._in, self._trees_in
+        self._state = LaneState(lens=given["lens"], roots=given["roots"], depths=given["depths"], done=given["done"])
+        self._limits = LaneLimits(
+            limits=given["limits"], caps=given["caps"], stops=given["stops"], stop_counts=given["stop_counts"]
+        )
+        self._round_found = RoundFound(
+            offsets=out["offsets"], tokens=out["tokens"], new_lens=out["new_lens"], roots=out["roots"],
+            faults=out["faults"], sound=out["sound"], live=given["live"],
+        )  # fmt: skip
+        self._accepts = {
+            path: AcceptArrays(
+                offsets=out["offsets"], paths=out["paths"][: self.batch * path],
+                tokens=out["tokens"][: self.batch * path], rows=out["rows"][: self.batch * path], roots=out["roots"],
+                new_lens=out["new_lens"], faults=out["faults"],
+            )
+            for path in {1, *self._paths.values()}
+        }  # fmt: skip
+        # Trees by whether the host made them, and by levels.
+        self._to_verify_trees = {
+            (host, levels): TreeArrays(
+                tokens=made["tree_tokens"][: self.batch * most_nodes(self._shape, levels)],
+                parents=made["tree_parents"][: self.batch * most_nodes(self._shape, levels)],
+                offsets=made["tree_offsets"],
+            )
+            for host, made in ((False, out), (True, trees_in))
+            for levels in range(1, self._shape.steps + 1)
+        }
+        self._root_trees = TreeArrays(tokens=given["roots"], parents=a["minus"], offsets=given["tree_offsets"])
+        self._moves: MoveArrays | None = None
+        if "move src" in a:
+            self._moves = MoveArrays(src=a["move src"], dst=a["move dst"], offsets=a["move offsets"])
+
     def _hold(self, act: Activations) -> None:
         """Activations that pass from one model to the other."""
         b, shape, aux = self.batch, self._shape, self._m.target.aux_layers
@@ -304,35 +354,48 @@ class Lanes:
         self.root_logits, self._root_hidden = act.root_logits[:b], act.root_hidden[:b]
         self._step_hidden = act.step_hidden[: b * shape.topk]
         a, out = self._a, self._out
-        self._beams = (
-            a["scores"], a["candidate tokens"], a["candidate parents"], a["beams"], a["beam tokens"],
-            a["beam parents"], a["ancestors"], out["sound"],
+        self._beams = BeamArrays(
+            scores=a["scores"], candidate_tokens=a["candidate tokens"], candidate_parents=a["candidate parents"],
+            beams=a["beams"], tokens=a["beam tokens"], parents=a["beam parents"], ancestors=a["ancestors"],
+            sound=out["sound"],
         )  # fmt: skip
-        self._trees = (
-            out["tree_offsets"], out["tree_tokens"], a["depths"], out["tree_parents"], a["next_child"],
-            a["next_sibling"], out["tree_scores"].view(torch.float32),
+        self._trees = BuiltTrees(
+            offsets=out["tree_offsets"], tokens=out["tree_tokens"], depths=a["depths"], parents=out["tree_parents"],
+            next_child=a["next_child"], next_sibling=a["next_sibling"], scores=out["tree_scores"].view(torch.float32),
         )  # fmt: skip
         if "own offsets" in a:
             names = ("offsets", "tokens", "depths", "parents", "next_child", "next_sibling", "scores")
-            self._own_trees: Any = tuple(a[f"own {name}"] for name in names)
+            self._own_trees = BuiltTrees(**{name: a[f"own {name}"] for name in names})
+            host = self._trees_in
+            self._others_trees = ScoredTrees(
+                offsets=host["tree_offsets"], tokens=host["tree_tokens"], parents=host["tree_parents"],
+                scores=host["tree_scores"].view(torch.float32),
+            )  # fmt: skip
 
     def _plan(self, name: str, nodes: int) -> DevicePlan:
         """The plan of a phase; of verification and of accepted paths, for so many nodes a request."""
-        arrays = self._arrays(name, nodes)
-        mask = arrays[6] if arrays[6].numel() else None
+        a = self._arrays(name, nodes)
+        mask = a.mask if a.mask.numel() else None
         most = {"draft": self._shape.topk, "verify": nodes, "extend": nodes, "decode": 1}[name]
-        _, _, starts, lens, positions, out_slots, _ = arrays
+        table, page_size = self._m.table, self._m.geometry.page_size
         return DevicePlan(
-            name, positions, out_slots, lens, starts, self._m.table, mask, arrays[0], most, self._m.geometry.page_size
+            name, a.positions, a.out_slots, a.prefix_lens, a.qo_indptr, table, mask, a.rows, most, page_size
         )
 
-    def _arrays(self, name: str, nodes: int) -> tuple[torch.Tensor, ...]:
-        """Of a plan: rows, versions, qo_indptr, prefix_lens, positions, out_slots, mask."""
-        names = ("rows", "versions", "qo_indptr", "prefix_lens", "positions", "out_slots", "mask")
-        arrays = [self._a.get(f"{name} {array}", self._no_mask) for array in names]
-        if name in ("verify", "extend"):
-            arrays[4:] = [array[: self.batch * nodes] for array in arrays[4:]]
-        return tuple(arrays)
+    def _arrays(self, name: str, nodes: int) -> PlanArrays:
+        """A phase's plan; of verification and of accepted paths, for so many nodes a request."""
+
+        def of(array: str) -> torch.Tensor:
+            return self._a.get(f"{name} {array}", self._no_mask)
+
+        kept = self._plan_arrays.get((name, nodes))
+        if kept is None:
+            queries = self.batch * nodes if name in ("verify", "extend") else None
+            kept = self._plan_arrays[name, nodes] = PlanArrays(
+                rows=of("rows"), versions=of("versions"), qo_indptr=of("qo_indptr"), prefix_lens=of("prefix_lens"),
+                positions=of("positions")[:queries], out_slots=of("out_slots")[:queries], mask=of("mask")[:queries],
+            )  # fmt: skip
+        return kept
 
     def _views(self, slot: torch.Tensor) -> dict[str, torch.Tensor]:
         """Of a slot of the ring: what its round found, ``lens`` and ``depths`` as it used them, and its ``header``."""
@@ -409,29 +472,32 @@ class Lanes:
         another mask in each round."""
         if samplers == self._samplers:
             return self._sampled_by
-        arrays = [from_dlpack(a) for a in core._device_samplers(list(samplers))]
-        rows, begins, counts, edits = arrays[0], arrays[1], arrays[2], arrays[3:]
-        words = rows.view(torch.int32)
+        arrays = {name: from_dlpack(a) for name, a in core._device_samplers(list(samplers)).items()}
+        edits = [arrays[name] for name in ("edit_tokens", "edit_biases", "edit_outputs")]
+        words = arrays["rows"].view(torch.int32)
         used, live = edits[0].numel(), len(samplers)
         sampled, penalised = (bool(words[:, column].any()) for column in (_INV_TEMPERATURE, _PENALISED))
         room = None
         if used or sampled or penalised:
             self.given["sampling"][: live * 12] = words.reshape(-1)
-            self.given["edit_begins"][:live] = begins
-            self.given["edit_counts"][:live] = counts
+            self.given["edit_begins"][:live] = arrays["edit_begins"]
+            self.given["edit_counts"][:live] = arrays["edit_counts"]
             room = _LEAST_EDITS
             while room < used:
                 room *= 2
             if room not in self._edits:
                 self._edits_host[room] = torch.zeros(3 * room, dtype=torch.int32, pin_memory=True)
-                there = torch.zeros(3 * room, dtype=torch.int32, device=self._cuda)
+                self._edits[room] = there = torch.zeros(3 * room, dtype=torch.int32, device=self._cuda)
                 tokens, biases, outputs = there.view(3, room)
-                self._edits[room] = there, tokens, biases.view(torch.float32), outputs
+                self._samplers_of[room] = SamplerArrays(
+                    rows=self._sampling, edit_begins=self._in["edit_begins"], edit_counts=self._in["edit_counts"],
+                    edit_tokens=tokens, edit_biases=biases.view(torch.float32), edit_outputs=outputs,
+                )  # fmt: skip
             if used:
                 host = self._edits_host[room]
                 for i, part in enumerate(edits):
                     host[i * room : i * room + used] = part.view(torch.int32)
-                self._edits[room][0].copy_(host, non_blocking=True)
+                self._edits[room].copy_(host, non_blocking=True)
         # Without penalties and biases nothing changes from round to round; biases alone are where they were.
         self.changing = bool(used or penalised)
         self._samplers, self._sampled_by = [] if penalised or moving else list(samplers), room
@@ -597,16 +663,12 @@ class Lanes:
 
     def _end(self, handle: int) -> None:
         """Make what the next round begins with, and tell the host."""
-        out, given = self._out, self._in
-        accepts = (out["offsets"], out["tokens"], out["new_lens"], out["roots"], out["faults"], out["sound"],
-                   given["live"])  # fmt: skip
-        limits = (given["limits"], given["caps"], given["stops"], given["stop_counts"])
-        state = (given["lens"], given["roots"], given["depths"], given["done"])
         core._device_round_end(
-            self._ring, accepts, limits, state, self._a["control"], self._a["found"], handle, self._m.dense.stream
-        )
+            self._ring, accepts=self._round_found, limits=self._limits, state=self._state, control=self._a["control"],
+            found=self._a["found"], handle=handle, stream=self._m.dense.stream,
+        )  # fmt: skip
 
-    def _draft(self, levels: int, trees: Any) -> None:
+    def _draft(self, levels: int, trees: BuiltTrees) -> None:
         m = self._m
         head, roots = m.head, m.roots
         assert head is not None and roots is not None and m.draft_cache is not None
@@ -617,97 +679,96 @@ class Lanes:
         hidden, plan, a = self._root_hidden, self._plans["draft"], self._a
         ancestors = a["ancestors"] if m.config.branches_attend == "ancestors" else None
         for step in range(levels - 1):
-            self._plan_step("draft", (None, None, ancestors), step)
+            self._plan_step("draft", step, ancestors=ancestors)
             core._device_gather_rows(hidden, a["beam parents"], 0, None, self._step_hidden, m.dense.stream)
             logits, hidden = head.step(a["beam tokens"], self._step_hidden, cast(Plan, plan), m.draft_cache)
             self._select(step + 1, logits)
-        limits = (self._in["roots"], self._in["depths"], self._in["nodes"])
-        core._device_tree_build(self._shape, self._beams, limits, None, self._in["live"], trees, None, m.dense.stream)
+        given = self._in
+        core._device_tree_build(
+            shape=self._shape, beams=self._beams, roots=given["roots"], max_depths=given["depths"],
+            max_nodes=given["nodes"], min_score=None, live=given["live"], trees=trees, masks=None,
+            stream=m.dense.stream,
+        )  # fmt: skip
 
     def _unite(self) -> None:
         """Make one tree of what the head has drafted and of the host's, for each lane."""
-        offsets, tokens, _, parents, _, _, scores = self._own_trees
-        given, host = self._in, self._trees_in
-        other = (
-            host["tree_offsets"], host["tree_tokens"], host["tree_parents"], host["tree_scores"].view(torch.float32),
-        )  # fmt: skip
+        given = self._in
         core._device_tree_unite(
-            self._shape, (offsets, tokens, parents, scores), other, (given["roots"], given["nodes"]), given["live"],
-            self._trees, None, self._out["tree_origins"], self._m.dense.stream,
+            shape=self._shape, own=self._own_trees, other=self._others_trees, roots=given["roots"],
+            max_nodes=given["nodes"], live=given["live"], trees=self._trees, masks=None,
+            origins=self._out["tree_origins"], stream=self._m.dense.stream,
         )  # fmt: skip
 
-    def _verified(self, variant: Variant) -> dict[str, torch.Tensor]:
-        """Where the trees are that are verified: the host's, or those that the device has made."""
-        return self._trees_in if variant.trees and not variant.drafts else self._out
+    def _verified(self, variant: Variant) -> TreeArrays:
+        """The trees that are verified: roots alone, the host's, or those that the device has made."""
+        if not variant.levels:
+            return self._root_trees
+        return self._to_verify_trees[variant.trees and not variant.drafts, variant.levels]
 
     def _select(self, step: int, logits: torch.Tensor) -> None:
         core._device_draft_select(
-            step, logits, self._m.to_target, self._m.target.config.vocab_size, self._in["live"], self._shape,
-            self._beams, self._a["select"], self._m.dense.stream,
+            step=step, logits=logits, to_target=self._m.to_target, vocab=self._m.target.config.vocab_size,
+            live=self._in["live"], shape=self._shape, beams=self._beams, scratch=self._a["select"],
+            stream=self._m.dense.stream,
         )  # fmt: skip
 
     def _to_verify(self, variant: Variant) -> tuple[torch.Tensor, DevicePlan, FeatureRows | None]:
-        levels, out = variant.levels, self._verified(variant)
+        levels, trees = variant.levels, self._verified(variant)
         if not levels:
-            self._plan_step("decode", (None, None, None))
+            self._plan_step("decode")
             return self._in["roots"], self._plans["decode"], self._features[0] if variant.follow else None
         nodes = most_nodes(self._shape, levels)
-        self._plan_step("verify", (out["tree_offsets"], out["tree_parents"], None), nodes=nodes)
+        self._plan_step("verify", offsets=trees.offsets, parents=trees.parents, nodes=nodes)
         features = self._features[levels] if variant.follow else None
-        return out["tree_tokens"][: self.batch * nodes], self._verifies[levels], features
+        return trees.tokens, self._verifies[levels], features
 
     def _plan_step(
         self,
         name: Any,
-        step: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
         number: int | None = None,
+        *,
+        offsets: torch.Tensor | None = None,
+        parents: torch.Tensor | None = None,
+        ancestors: torch.Tensor | None = None,
         nodes: int = 0,
     ) -> None:
         given, m = self._in, self._m
-        batch = (given["rows"], self._a["versions"], given["lens"], given["live"])
-        arrays = cast(Any, self._arrays(name, nodes))
         core._device_plan(
-            m.geometry, name, number, m.table, m.num_pages, batch, step, arrays, "native", "both", {}, m.dense.stream
-        )
+            geometry=m.geometry, phase=name, draft_step=number, table=m.table, num_pages=m.num_pages,
+            rows=given["rows"], versions=self._a["versions"], lens=given["lens"], live=given["live"], offsets=offsets,
+            parents=parents, ancestors=ancestors, plan=self._arrays(name, nodes), format="native", masks="both",
+            arrays={}, stream=m.dense.stream,
+        )  # fmt: skip
 
     def _accept(self, variant: Variant) -> None:
-        b, out, given, stream = self.batch, self._out, self._in, self._m.dense.stream
-        nodes = most_nodes(self._shape, variant.levels)
+        given, stream, nodes = self._in, self._m.dense.stream, most_nodes(self._shape, variant.levels)
         scratch = self._scratch[variant.levels, variant.edits is not None, variant.trees]
-        if variant.levels:
-            rows, path = b * nodes, self._paths[variant.trees]
-            made = self._verified(variant)
-            trees = (made["tree_tokens"][:rows], made["tree_parents"][:rows], made["tree_offsets"])
-        else:
-            path = 1
-            trees = (given["roots"], self._a["minus"], given["tree_offsets"])
-        accepts = (
-            out["offsets"], out["paths"][: b * path], out["tokens"][: b * path], out["rows"][: b * path], out["roots"],
-            out["new_lens"], out["faults"],
-        )  # fmt: skip
-        full = b * nodes <= self._processors
-        common = (self.logits, trees, given["lens"], given["live"], nodes, path)
+        path = self._paths[variant.trees] if variant.levels else 1
+        trees, accepts, full = self._verified(variant), self._accepts[path], self.batch * nodes <= self._processors
         if variant.edits is None:
-            core._device_verify_greedy(*common, accepts, scratch, full, stream)
+            core._device_verify_greedy(
+                logits=self.logits, trees=trees, lens=given["lens"], live=given["live"], max_nodes=nodes,
+                max_path=path, accepts=accepts, scratch=scratch, full=full, stream=stream,
+            )  # fmt: skip
             return
-        _, tokens, biases, outputs = self._edits[variant.edits]
-        samplers = (self._sampling, given["edit_begins"], given["edit_counts"], tokens, biases, outputs)
-        core._device_sample_verify(*common, samplers, accepts, scratch, full, stream)
+        core._device_sample_verify(
+            logits=self.logits, trees=trees, lens=given["lens"], live=given["live"], max_nodes=nodes, max_path=path,
+            samplers=self._samplers_of[variant.edits], accepts=accepts, scratch=scratch, full=full, stream=stream,
+        )  # fmt: skip
 
     def _commit(self, variant: Variant) -> None:
         """Make the KV of accepted paths the end of each prefix."""
         m, out, given = self._m, self._out, self._in
         if self._shape.topk == 1 and not (variant.trees and m.config.sources):
             return  # a chain is where it belongs
-        moves = None
-        if m.geometry.page_size > 1:
-            moves = self._a["move src"], self._a["move dst"], self._a["move offsets"]
+        moves = self._moves
         core._device_kv_commit(
-            (out["offsets"], out["paths"], out["new_lens"]), m.table, given["rows"], given["live"], m.num_pages,
-            m.geometry.page_size, self._shape.draft_tokens, moves, m.dense.stream,
+            offsets=out["offsets"], paths=out["paths"], new_lens=out["new_lens"], table=m.table, rows=given["rows"],
+            live=given["live"], num_pages=m.num_pages, page_size=m.geometry.page_size,
+            max_nodes=self._shape.draft_tokens, moves=moves, stream=m.dense.stream,
         )  # fmt: skip
         if moves is not None:
-            core._device_kv_move(m.cache.tensor, *moves, m.dense.stream)
+            core._device_kv_move(m.cache.tensor, moves.src, moves.dst, moves.offsets, m.dense.stream)
 
     def _extend(self, variant: Variant) -> None:
         """The head's pass over the accepted path, up to the next root."""
@@ -715,7 +776,7 @@ class Lanes:
         assert m.head is not None and m.roots is not None and m.draft_cache is not None and self.features is not None
         path = self._paths[variant.trees]
         nodes, plan = self.batch * path, cast(Plan, self._extends[variant.trees])
-        self._plan_step("extend", (out["offsets"], None, None), nodes=path)
+        self._plan_step("extend", offsets=out["offsets"], nodes=path)
         path_features = self._path_features[:, :nodes]
         for layer, features in zip(self.features.layers, path_features, strict=True):
             core._device_gather_rows(layer, out["rows"][:nodes], 0, None, features, m.dense.stream)

@@ -27,7 +27,6 @@ impl Device {
     pub(in crate::py) const CPU: Device = Device { kind: 1, index: 0 };
 
     /// A CUDA device.
-    #[cfg(feature = "cuda")]
     pub(in crate::py) fn cuda(index: i32) -> Self {
         Device { kind: 2, index }
     }

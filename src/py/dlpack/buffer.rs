@@ -23,8 +23,7 @@ enum Storage {
     /// A plan's arrays, or whatever else lends a shared slice: read-only to consumers.
     Shared(#[allow(dead_code, reason = "held for its memory")] Arc<dyn Send + Sync>),
     /// Memory of a device, which work in flight may write. The host never reads it.
-    #[cfg(feature = "cuda")]
-    Loan(#[allow(dead_code, reason = "held for its memory")] crate::device::Loan),
+    Loan(#[allow(dead_code, reason = "held for its memory")] Box<dyn Send + Sync>),
     /// Static memory, which calls write again later.
     Static(#[allow(dead_code, reason = "held for its memory")] Arc<Place>),
 }
@@ -108,22 +107,24 @@ impl Buffer {
         Ok(view.of(Storage::Static(place), data))
     }
 
-    /// A loan of a device's memory as a tensor in C order, without a copy.
+    /// `bytes` bytes of a device's memory at `address`, which `loan` keeps, as a tensor in C order, without a copy.
     ///
     /// # Errors
-    /// [`Error::Capacity`] for a loan that is too small for `shape`.
-    #[cfg(feature = "cuda")]
-    pub(in crate::py) fn of_loan(
+    /// [`Error::Capacity`] for memory that is too small for `shape`.
+    ///
+    /// # Safety
+    /// The memory is `device`'s, aligned to `dtype`, and stays there while `loan` lives.
+    pub(in crate::py) unsafe fn loaned(
         name: &'static str,
-        loan: crate::device::Loan,
-        device: Device,
-        dtype: DType,
+        (address, bytes): (usize, usize),
+        loan: Box<dyn Send + Sync>,
+        (device, dtype): (Device, DType),
         shape: &[usize],
     ) -> Result<Self> {
         let n = shape.iter().try_fold(1usize, |n, &d| n.checked_mul(d));
-        View::Line { name, dtype, n: n.unwrap_or(usize::MAX / dtype.size().max(1)) }.fits(loan.bytes())?;
+        View::Line { name, dtype, n: n.unwrap_or(usize::MAX / dtype.size().max(1)) }.fits(bytes)?;
         let empty = Self::own(&[], dtype, shape.iter().map(|&n| n as i64).collect());
-        Ok(Self { data: loan.address() as *const u8, storage: Storage::Loan(loan), device, ..empty })
+        Ok(Self { data: address as *const u8, storage: Storage::Loan(loan), device, ..empty })
     }
 
     /// Element type.

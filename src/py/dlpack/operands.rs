@@ -25,7 +25,6 @@ pub(in crate::py) type Maybe<'a, 'py> = (&'static str, Option<&'a Bound<'py, PyA
 /// What a call reads, may read and writes.
 type Taken<const R: usize, const M: usize, const W: usize> = ([Tensor; R], [Option<Tensor>; M], [Output; W]);
 /// What a call may read, and may write.
-#[cfg(feature = "cuda")]
 type TakenLists = (Vec<Option<Tensor>>, Vec<Option<Output>>);
 
 /// What a call has besides the tensors that it is given.
@@ -48,7 +47,6 @@ impl<'a> Call<'a> {
     }
 
     /// Work on a stream of the caller's: no order between streams is asked of producers (-1).
-    #[cfg(feature = "cuda")]
     pub(in crate::py) fn on_device() -> Self {
         Self { stream: Some(-1), ..Self::on_host() }
     }
@@ -98,7 +96,6 @@ impl<'a> Call<'a> {
 
     /// [`Self::take`] of lists, but for overlaps: a launch looks for those itself, since it has operands of its own.
     /// What is written is neither read-only nor expanded.
-    #[cfg(feature = "cuda")]
     pub(in crate::py) fn take_lists(self, read: &[Maybe<'_, '_>], written: &[Maybe<'_, '_>]) -> PyResult<TakenLists> {
         let given = read.iter().chain(written).filter_map(|&(what, object)| Some((what, object?)));
         let mut looks = Looks::new(self, given)?;

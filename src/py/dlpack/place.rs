@@ -17,7 +17,6 @@ pub(super) enum Source {
     /// A caller's tensor: contiguous, writable, on the CPU.
     Tensor(#[allow(dead_code, reason = "held for its memory")] Box<dyn Send + Sync>),
     /// Pinned memory that a device writes at its own pace; only consumers read it.
-    #[cfg(feature = "cuda")]
     Mapped(#[allow(dead_code, reason = "held for its memory")] Box<dyn Send + Sync>),
     /// `alloc_zeroed` of this layout at this address, which is at or before `data`.
     Heap(NonNull<u8>, Layout),
@@ -30,11 +29,12 @@ unsafe impl Send for Place {}
 unsafe impl Sync for Place {}
 
 impl Place {
-    /// The slots of a ring, which it keeps.
-    #[cfg(feature = "cuda")]
-    pub(in crate::py) fn of_ring(ring: std::sync::Arc<crate::device::RoundRing>) -> Self {
-        let (data, len) = (ring.words().cast(), 4 * ring.layout().ring_words());
-        Self { data, len, source: Source::Mapped(Box::new(ring)) }
+    /// `len` bytes at `data` that a device writes at its own pace, in memory that `owner` keeps.
+    ///
+    /// # Safety
+    /// The bytes are initialised, aligned to the elements that they are read as, and stay there while `owner` lives.
+    pub(in crate::py) unsafe fn mapped(data: NonNull<u8>, len: usize, owner: Box<dyn Send + Sync>) -> Self {
+        Self { data, len, source: Source::Mapped(owner) }
     }
 
     /// Address of the first byte; dangling where there is none.

@@ -68,16 +68,16 @@ impl Deref for Tensor {
 
 /// What a tensor is, without its owner.
 pub(in crate::py) struct Described {
-    pub(super) operand: &'static str,
+    pub(in crate::py) operand: &'static str,
     data: *mut u8, // byte_offset applied; may be null where `elements` is 0
-    pub(super) dtype: DType,
+    pub(in crate::py) dtype: DType,
     pub(super) device: Device,
     rank: usize, // <= MAX_RANK
     shape: [usize; MAX_RANK],
     strides: [i64; MAX_RANK],
-    pub(super) elements: usize,       // elements * dtype.size() fits isize
-    pub(super) range: (usize, usize), // first address and one past the last that an element may have
-    unwritable: Option<&'static str>, // why it may not be an output
+    pub(in crate::py) elements: usize, // elements * dtype.size() fits isize
+    pub(super) range: (usize, usize),  // first address and one past the last that an element may have
+    unwritable: Option<&'static str>,  // why it may not be an output
 }
 
 // SAFETY: the pointers are to memory that `owner` keeps alive; DLPack's deleter may run on any thread; `&Tensor` only
@@ -252,7 +252,6 @@ impl Tensor {
     }
 
     /// Device.
-    #[cfg(feature = "cuda")]
     pub(in crate::py) fn device(&self) -> Device {
         self.device
     }

@@ -20,9 +20,7 @@ use crate::error::{Error, Result};
 use crate::plan::{AnyFormat, AuditedPlan, Format, Phase};
 use crate::pool;
 
-pub(super) use self::buffers::FormatBuffers;
-#[cfg(feature = "cuda")]
-pub(super) use self::buffers::phase;
+pub(super) use self::buffers::{FormatBuffers, phase};
 use self::buffers::{Written, view};
 pub(super) use self::moves::Moves;
 pub(super) use self::planner::{DeviceLens, Planner};

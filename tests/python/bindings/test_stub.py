@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,9 @@ TREE = ast.parse(STUB.read_text())
 NODES: dict[str, Documented] = {n.name: n for n in members(TREE.body) if n.name not in STUB_ONLY}
 CLASSES = {name: node for name, node in NODES.items() if isinstance(node, ast.ClassDef)}
 FUNCTIONS = {name: node for name, node in NODES.items() if isinstance(node, ast.FunctionDef)}
+NO_CUDA = Path(__file__).parents[3] / "src" / "py" / "no_cuda.rs"
+# How names begin that a build without CUDA has in that list alone.
+ON_A_DEVICE = ("_device_", "_Device", "_Graph", "_graph_", "_RoundRing")
 # Made by the interpreter or by pyo3 for every class, and not worth a line of a stub.
 IMPLICIT = {"__doc__", "__module__", "__weakref__", "__repr__", "__lt__", "__le__", "__gt__", "__ge__", "__ne__"}
 
@@ -50,6 +55,11 @@ def test_names() -> None:
     variables = {ast.unparse(n.target) for n in TREE.body if isinstance(n, ast.AnnAssign)}
     assert variables == {"__version__", "_Stream"}
     assert core.__version__ == core.version()
+
+
+def test_a_build_without_cuda_has_the_same_names() -> None:
+    listed = re.findall(r'c"(\w+)"', NO_CUDA.read_text())
+    assert listed == sorted(name for name in NODES if name.startswith(ON_A_DEVICE))
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

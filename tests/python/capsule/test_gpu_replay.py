@@ -185,9 +185,9 @@ def test_a_path_and_a_tree(capsule: Capsule, monkeypatch: pytest.MonkeyPatch) ->
         assert first is not None and first.phase == "trees"
     original = core._device_verify_greedy
 
-    def other_logits(logits: torch.Tensor, *args: Any) -> None:
+    def other_logits(*, logits: torch.Tensor, **others: Any) -> None:
         logits[0] = logits[0].flip(0)
-        original(logits, *args)
+        original(logits=logits, **others)
 
     monkeypatch.setattr(core, "_device_verify_greedy", other_logits)
     first = replay_device(capsule, "cuda").found.first

@@ -17,6 +17,7 @@ if not device.cuda_available():
 
 from driver_calls import driver_calls
 from gpu_world import CUDA
+from specrs.operands import LaneLimits, LaneState, RoundFound
 
 
 def test_it_sees_torch_wait():
@@ -87,11 +88,20 @@ def test_a_ring_tells_the_host_without_a_wait():
     slots = torch.from_dlpack(ring.tensor())
     of = lambda *values: torch.tensor(values, dtype=torch.int32, device=CUDA)  # noqa: E731
     offsets, tokens, new_lens = of(0, 1, 2), of(5, 6), of(11, 21)
-    accepts = (offsets, tokens, new_lens, tokens.clone(), of(0, 0), of(1, 1), of(2))
-    limits, state = (of(99, 99), of(3, 3), of(-1, -1), of(0, 0)), (of(10, 20), of(1, 2), of(0, 0), of(0, 0))
+    accepts = RoundFound(
+        offsets=offsets, tokens=tokens, new_lens=new_lens, roots=tokens.clone(), faults=of(0, 0), sound=of(1, 1),
+        live=of(2),
+    )  # fmt: skip
+    limits = LaneLimits(limits=of(99, 99), caps=of(3, 3), stops=of(-1, -1), stop_counts=of(0, 0))
+    state = LaneState(lens=of(10, 20), roots=of(1, 2), depths=of(0, 0), done=of(0, 0))
     control, found = of(0, 0, 0, 0), torch.arange(words, dtype=torch.int32, device=CUDA)
     stream = torch.cuda.current_stream().cuda_stream
-    launch = lambda: core._device_round_end(ring, accepts, limits, state, control, found, 0, stream)  # noqa: E731
+
+    def launch():
+        core._device_round_end(
+            ring, accepts=accepts, limits=limits, state=state, control=control, found=found, handle=0, stream=stream
+        )
+
     launch()
     ring.wait(0, stream)
     new_lens.add_(1)

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 import specrs
+from operands_world import named
 from specrs import _specrs as core
 from specrs import device
+from specrs.operands import AcceptArrays, TreeArrays
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA GPU in this machine", allow_module_level=True)
@@ -62,12 +64,14 @@ def nan_scores(faults) -> None:
     def i32(*values):
         return torch.tensor(values, dtype=torch.int32, device=CUDA)
 
-    accepts = (i32(0, 0), i32(0), i32(0), i32(0), i32(0), i32(0), i32(0))
+    accepts = named(AcceptArrays, (i32(0, 0), *(i32(0) for _ in range(6))))
+    trees = TreeArrays(tokens=i32(5), parents=i32(-1), offsets=i32(0, 1))
     scratch = torch.zeros(core._device_verify_scratch(1, 1, 1), dtype=torch.int64, device=CUDA)
     logits = torch.full((1, 64), float("nan"), device=CUDA)
     core._device_verify_greedy(
-        logits, (i32(5), i32(-1), i32(0, 1)), i32(9), None, 1, 1, accepts, scratch, False, faults.on(handle())
-    )
+        logits=logits, trees=trees, lens=i32(9), live=None, max_nodes=1, max_path=1, accepts=accepts, scratch=scratch,
+        full=False, stream=faults.on(handle()),
+    )  # fmt: skip
 
 
 def test_scores_that_are_no_numbers_hide_no_access():

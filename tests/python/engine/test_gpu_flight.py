@@ -161,9 +161,9 @@ def test_a_region_that_no_kernel_writes_is_seen_when_it_is_poisoned(
     monkeypatch.setenv("SPECRS_POISON", "1")
     plan = core._device_plan
 
-    def lazy(*args: Any) -> None:
-        if args[1] != "decode":
-            plan(*args)
+    def lazy(*, phase: Any, **operands: Any) -> None:
+        if phase != "decode":
+            plan(phase=phase, **operands)
 
     with engine(pair, "plain", graphs="off", max_batch=4) as llm:
         monkeypatch.setattr(core, "_device_plan", lazy)

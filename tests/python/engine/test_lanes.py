@@ -8,12 +8,13 @@ import torch
 
 from specrs import _specrs as core
 from specrs.engine import lanes
+from specrs.operands import LaneLimits, LaneState, RoundFound
 
 
 def row(**config: Any) -> dict[int, int]:
     """The words of a sampler's row that are not those of a plain greedy one."""
     samplers = [core.Sampler(16, [1], **one) for one in ({}, config)]
-    plain, other = torch.from_dlpack(core._device_samplers(samplers)[0]).view(torch.int32)
+    plain, other = torch.from_dlpack(core._device_samplers(samplers)["rows"]).view(torch.int32)
     return {i: int(word) for i, word in enumerate(other) if word != plain[i]}
 
 
@@ -31,9 +32,17 @@ def test_the_exit_bit_of_a_loop_that_has_run_its_rounds() -> None:
         return torch.tensor(values, dtype=torch.int32)
 
     # One lane, which advances by a token a round and is sound.
-    limits, state = (ints(99), ints(4), ints(-1), ints(0)), (ints(10), ints(1), ints(0), ints(0))
+    limits = LaneLimits(limits=ints(99), caps=ints(4), stops=ints(-1), stop_counts=ints(0))
+    state = LaneState(lens=ints(10), roots=ints(1), depths=ints(0), done=ints(0))
     control, ring = ints(0, 2, -1, 0), torch.full((2, 32), -1, dtype=torch.int32)
     for length, bits in ((11, 0), (12, lanes._BUDGET)):
-        accepts = ints(0, 1), ints(7), ints(length), ints(7), ints(0), ints(1), ints(1)
-        assert core._round_end(ring, accepts, limits, state, control, ints(0), True, False, False) == []
+        accepts = RoundFound(
+            offsets=ints(0, 1), tokens=ints(7), new_lens=ints(length), roots=ints(7), faults=ints(0), sound=ints(1),
+            live=ints(1),
+        )  # fmt: skip
+        refused = core._round_end(
+            ring, accepts=accepts, limits=limits, state=state, control=control, found=ints(0), looped=True, asked=False,
+            recorded=False,
+        )  # fmt: skip
+        assert refused == []
         assert control[2] == bits

@@ -21,6 +21,7 @@ if not device.cuda_available():
     pytest.skip(f"no CUDA kernels: {device.cuda_unavailable_reason()}", allow_module_level=True)
 
 from specrs.capsule.static import Memory
+from specrs.operands import PlanArrays
 
 CUDA = torch.device("cuda", torch.cuda.current_device())
 FORMATS = ["native", "flashinfer", "flash_attention", "triton"]
@@ -84,14 +85,13 @@ class Captured:
     def launch(self, bucket: int) -> None:
         """Plan the first `bucket` requests of the arrays."""
         ends = {"qo_indptr": bucket + 1, "positions": bucket * BRANCHES, "out_slots": bucket * BRANCHES}
-        views: Any = tuple(
-            self.plan.views[n][: ends.get(n, bucket * BRANCHES if n == "mask" else bucket)] for n in PLAN
-        )
+        views = {n: self.plan.views[n][: ends.get(n, bucket * BRANCHES if n == "mask" else bucket)] for n in PLAN}
         arrays = {} if self.format == "native" else self.arrays.views
         core._device_plan(
-            self.geometry, "draft", 0, self.table, self.pool.num_pages,
-            (self.rows[:bucket], self.versions[:bucket], self.lens[:bucket], self.live), (None, None, None), views,
-            self.format, "both", arrays, torch.cuda.current_stream().cuda_stream,
+            geometry=self.geometry, phase="draft", draft_step=0, table=self.table, num_pages=self.pool.num_pages,
+            rows=self.rows[:bucket], versions=self.versions[:bucket], lens=self.lens[:bucket], live=self.live,
+            plan=PlanArrays(**views), format=self.format, masks="both", arrays=arrays,
+            stream=torch.cuda.current_stream().cuda_stream,
         )  # fmt: skip
 
     def reserve(self, seqs: Sequence[core.Sequence], lens: list[int]) -> None:

@@ -18,6 +18,8 @@ if not device.cuda_available():
     pytest.skip(f"no CUDA kernels: {device.cuda_unavailable_reason()}", allow_module_level=True)
 
 from gpu_world import CUDA, I32_MAX, bits, handle, neighbour
+from operands_world import named
+from specrs.operands import BeamArrays, BuiltTrees
 
 INF = float("inf")
 SHAPES = [(1, 1, 2), (1, 5, 6), (2, 3, 5), (4, 4, 32), (8, 6, 64), (3, 7, 33), (16, 3, 65), (32, 2, 200), (8, 8, 100)]
@@ -53,8 +55,18 @@ class Beams:
 
     def select(self, step, logits, live=None):
         core._device_draft_select(
-            step, logits, self.to_target, self.vocab, live, self.shape, self.arrays, self.scratch, handle()
-        )
+            step=step, logits=logits, to_target=self.to_target, vocab=self.vocab, live=live, shape=self.shape,
+            beams=named(BeamArrays, self.arrays), scratch=self.scratch, stream=handle(),
+        )  # fmt: skip
+
+
+def build_trees(mine, trees, limits, live=None, min_score=None):
+    roots, max_depths, max_nodes = limits
+    core._device_tree_build(
+        shape=mine.shape, beams=named(BeamArrays, mine.arrays), roots=roots, max_depths=max_depths,
+        max_nodes=max_nodes, min_score=min_score, live=live, trees=named(BuiltTrees, trees.arrays), masks=trees.masks,
+        stream=handle(),
+    )  # fmt: skip
 
 
 def draft_logits(seed, rows, vocab, dtype=torch.float32):
@@ -318,7 +330,7 @@ def test_trees_are_those_of_their_scores(canaries, shape):
             limits = tuple(canaries.of(x + [I32_MAX] * dead) for x in (roots, depths, nodes))
             trees = Trees(canaries, batch + dead, v, masks=trial != 1)
             given = None if least == -INF else canaries.of([least], dtype=torch.float32)
-            core._device_tree_build(mine.shape, mine.arrays, limits, given, live, trees.arrays, trees.masks, handle())
+            build_trees(mine, trees, limits, live, min_score=given)
             check_trees(mine, trees, tree_reference(mine, roots, depths, nodes, least), dead)
             if trial == 0:
                 want = host.finish(roots, depths, nodes)
@@ -338,7 +350,7 @@ def test_limits_outside_their_range_are_recorded_and_leave_the_root(canaries):
     def build(depths, nodes):
         trees = Trees(canaries, 2, 12)
         limits = tuple(canaries.of(x) for x in ([8, 9], depths, nodes))
-        core._device_tree_build(mine.shape, mine.arrays, limits, None, None, trees.arrays, trees.masks, handle())
+        build_trees(mine, trees, limits)
         return trees
 
     def fault():
@@ -379,7 +391,7 @@ def test_a_round_of_drafting_replays_in_a_graph(canaries):
     def launch():
         for t in range(s):
             mine.select(t, logits[t], live)
-        core._device_tree_build(mine.shape, mine.arrays, limits, None, live, trees.arrays, trees.masks, handle())
+        build_trees(mine, trees, limits, live)
 
     for column, value in zip(limits, (0, s, v), strict=True):
         column.fill_(value)
@@ -415,11 +427,12 @@ def test_shapes_and_operands_that_the_kernels_lack_are_refused(canaries):
     mine = Beams(canaries, (2, 3, 5), 2, 50, 50)
 
     def refused(match, step, logits, **changed):
-        given = {"to_target": None, "vocab": 50, "live": None, "shape": mine.shape, "beams": mine.arrays}
+        given = {"to_target": None, "vocab": 50, "live": None, "shape": mine.shape}
         with pytest.raises(specrs.ConfigError, match=match):
             core._device_draft_select(
-                step=step, logits=logits, **{**given, **changed}, scratch=mine.scratch, stream=handle()
-            )
+                step=step, logits=logits, **{**given, **changed}, beams=named(BeamArrays, mine.arrays),
+                scratch=mine.scratch, stream=handle(),
+            )  # fmt: skip
 
     logits = torch.zeros(2, 50, device=CUDA)
     refused("draft step = 3 is outside 0..=2", 3, logits)

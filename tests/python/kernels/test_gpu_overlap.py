@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -57,9 +58,13 @@ def leaves(given: dict[str, Any]) -> dict[Place, torch.Tensor]:
     """Tensors with elements, by the way to each."""
     found: dict[Place, torch.Tensor] = {}
     for name, value in given.items():
-        inner = (
-            value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
-        )
+        inner: Iterable[tuple[Any, Any]] = ()
+        if isinstance(value, dict):
+            inner = value.items()
+        elif isinstance(value, (list, tuple)):
+            inner = enumerate(value)
+        elif dataclasses.is_dataclass(value):
+            inner = [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
         each = [((name,), value), *(((name, key), one) for key, one in inner)]
         found.update({place: t for place, t in each if isinstance(t, torch.Tensor) and t.numel() and t.is_cuda})
     return found
@@ -72,6 +77,8 @@ def put(given: dict[str, Any], place: Place, tensor: torch.Tensor) -> dict[str, 
     name, key = place
     if isinstance(given[name], dict):
         return {**given, name: {**given[name], key: tensor}}
+    if dataclasses.is_dataclass(given[name]):
+        return {**given, name: dataclasses.replace(given[name], **{key: tensor})}
     return {**given, name: [tensor if i == key else one for i, one in enumerate(given[name])]}
 
 

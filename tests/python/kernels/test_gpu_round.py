@@ -21,6 +21,8 @@ if not device.cuda_available():
     pytest.skip(f"no CUDA kernels: {device.cuda_unavailable_reason()}", allow_module_level=True)
 
 from gpu_world import CUDA, I32_MAX, I32_MIN, handle, neighbour
+from operands_world import named
+from specrs.operands import LaneLimits, LaneState, RoundFound
 
 PLACES, PATH, POISON = 8, 6, 0x5A5A5A5A
 DONE, NAN, UNSOUND, FAULT, ASKED, BUDGET = 1, 2, 4, 8, 16, 32
@@ -31,6 +33,13 @@ pytestmark = pytest.mark.usefixtures("no_fault_is_left")
 
 def ints(values):
     return torch.tensor(values, dtype=torch.int32)
+
+
+def operands(accepts, limits, state):
+    """What a round found, its limits and its state, by name."""
+    return {
+        "accepts": named(RoundFound, accepts), "limits": named(LaneLimits, limits), "state": named(LaneState, state),
+    }  # fmt: skip
 
 
 class World:
@@ -96,15 +105,16 @@ class World:
 
     def launch(self, conditional=0):
         core._device_round_end(
-            self.ring, self.on_accepts, self.on_limits, self.on_state, self.on_control, self.on_found, conditional,
-            handle(),
+            self.ring, **operands(self.on_accepts, self.on_limits, self.on_state), control=self.on_control,
+            found=self.on_found, handle=conditional, stream=handle(),
         )  # fmt: skip
 
     def reference(self, asked=False, recorded=False):
         """The same on the host; what it refused."""
         return core._round_end(
-            self.want, self.accepts, self.limits, self.state, self.control, self.found, False, asked, recorded
-        )
+            self.want, **operands(self.accepts, self.limits, self.state), control=self.control, found=self.found,
+            looped=False, asked=asked, recorded=recorded,
+        )  # fmt: skip
 
     def check(self):
         """Wait for the round as an engine does, and compare every word of host and device."""
@@ -287,10 +297,15 @@ def test_views_of_one_array_and_another_stream(canaries):
     accepts = tuple(canaries.of(v) for v in ([0, 1, 3, 4], [5, 6, 8, 4], [11, 22, 31], [5, 8, 4], [0] * 3, [1] * 3))
     accepts = (*accepts, given[24:])
     control, found = canaries.of([0, 77, 0, 0]), canaries.of(list(range(words)))
+
+    def end(stream, state=state, control=control, found=found):
+        named_operands = operands(accepts, limits, state)
+        core._device_round_end(ring, **named_operands, control=control, found=found, handle=0, stream=stream)
+
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        core._device_round_end(ring, accepts, limits, state, control, found, 0, side.cuda_stream)
+        end(side.cuda_stream)
         ring.wait(0, side.cuda_stream)
     torch.cuda.synchronize()
     row = torch.from_dlpack(ring.tensor())[0]
@@ -302,11 +317,11 @@ def test_views_of_one_array_and_another_stream(canaries):
     assert control.tolist() == [1, 77, DONE, 0]
     # Operands that the call writes lie apart from the others, and fit the ring.
     with pytest.raises(specrs.ConfigError):
-        core._device_round_end(ring, accepts, limits, (state[0], *state[:3]), control, found, 0, handle())
+        end(handle(), state=(state[0], *state[:3]))
     with pytest.raises(specrs.ConfigError, match="found"):
-        core._device_round_end(ring, accepts, limits, state, control, found[:4], 0, handle())
+        end(handle(), found=found[:4])
     with pytest.raises(specrs.ConfigError, match="control"):
-        core._device_round_end(ring, accepts, limits, state, control[:3], found, 0, handle())
+        end(handle(), control=control[:3])
 
 
 def test_a_ring_lives_as_long_as_its_tensor():
@@ -431,8 +446,9 @@ def test_a_loop_runs_until_there_is_a_reason_to_leave(canaries):
     def body(conditional):
         torch.add(lens, ones, out=accepts[2])
         core._device_round_end(
-            world.ring, accepts, limits, world.on_state, world.on_control, world.on_found, conditional, handle()
-        )
+            world.ring, **operands(accepts, limits, world.on_state), control=world.on_control, found=world.on_found,
+            handle=conditional, stream=handle(),
+        )  # fmt: skip
 
     loop = While(body)
     n = 0

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 import specrs
+from operands_world import named
 from specrs import _specrs as core
 from specrs import device
+from specrs.operands import AcceptArrays, SamplerArrays, TreeArrays
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA GPU in this machine", allow_module_level=True)
@@ -115,11 +117,14 @@ class Outputs:
         self.scratch = torch.zeros(words, dtype=torch.int64, device=CUDA)
 
     def accepts(self):
-        return (self.offsets, self.paths, self.tokens, self.rows, self.roots, self.new_lens, self.faults)
+        return AcceptArrays(
+            offsets=self.offsets, paths=self.paths, tokens=self.tokens, rows=self.rows, roots=self.roots,
+            new_lens=self.new_lens, faults=self.faults,
+        )  # fmt: skip
 
 
 def on_device(samplers) -> list[torch.Tensor]:
-    return [torch.from_dlpack(a).to(CUDA) for a in core._device_samplers(samplers)]
+    return [torch.from_dlpack(a).to(CUDA) for a in core._device_samplers(samplers).values()]
 
 
 def launch(logits, parents, tokens, lens, samplers, *, live=None, max_path=None, out=None, arrays=None, full=False):
@@ -131,17 +136,17 @@ def launch(logits, parents, tokens, lens, samplers, *, live=None, max_path=None,
     max_path = max_path or max_nodes
     out = out or Outputs(logits.shape[0], len(sizes), max_path)
     core._device_sample_verify(
-        logits,
-        (*flat, offsets),
-        i32(lens),
-        live,
-        max_nodes,
-        max_path,
-        tuple(arrays or on_device(samplers)),
-        out.accepts(),
-        out.scratch,
-        full,
-        stream(),
+        logits=logits,
+        trees=TreeArrays(tokens=flat[0], parents=flat[1], offsets=offsets),
+        lens=i32(lens),
+        live=live,
+        max_nodes=max_nodes,
+        max_path=max_path,
+        samplers=named(SamplerArrays, arrays or on_device(samplers)),
+        accepts=out.accepts(),
+        scratch=out.scratch,
+        full=full,
+        stream=stream(),
     )
     return out
 
@@ -326,17 +331,17 @@ def test_rows_that_no_walk_reaches_decide_nothing(full: bool) -> None:
     tree = [[-1, 0, 0, 1]], [[0, (token + 1) % vocab, (token + 2) % vocab, 4]]
     out = Outputs(9, 1, 4)
     core._device_sample_verify(
-        logits,
-        (i32(tree[1][0] + [0] * 5), i32(tree[0][0] + [-1] * 5), i32([0, 4])),
-        i32([7]),
-        None,
-        4,
-        4,
-        tuple(on_device([s])),
-        out.accepts(),
-        out.scratch,
-        full,
-        stream(),
+        logits=logits,
+        trees=TreeArrays(tokens=i32(tree[1][0] + [0] * 5), parents=i32(tree[0][0] + [-1] * 5), offsets=i32([0, 4])),
+        lens=i32([7]),
+        live=None,
+        max_nodes=4,
+        max_path=4,
+        samplers=named(SamplerArrays, on_device([s])),
+        accepts=out.accepts(),
+        scratch=out.scratch,
+        full=full,
+        stream=stream(),
     )
     assert out.tokens.tolist() == [token, -1, -1, -1]
     assert out.faults.tolist() == [0]
@@ -480,15 +485,17 @@ def test_graph_replays_read_the_contents_of_their_time(full: bool) -> None:
     logits = torch.zeros(batch, vocab, device=CUDA)
     samplers = [core.Sampler(vocab, [], temperature=1.0, top_k=20, seed=i) for i in range(batch)]
     arrays = on_device(samplers)
-    trees = (i32([0] * batch), i32([-1] * batch), i32(range(batch + 1)))
+    trees = TreeArrays(tokens=i32([0] * batch), parents=i32([-1] * batch), offsets=i32(range(batch + 1)))
     lens = i32([0] * batch)
     out = Outputs(batch, batch, 1)
     device.init()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         core._device_sample_verify(
-            logits, trees, lens, None, 1, 1, tuple(arrays), out.accepts(), out.scratch, full, stream()
-        )
+            logits=logits, trees=trees, lens=lens, live=None, max_nodes=1, max_path=1,
+            samplers=named(SamplerArrays, arrays), accepts=out.accepts(), scratch=out.scratch, full=full,
+            stream=stream(),
+        )  # fmt: skip
     assert out.tokens.tolist() == [POISON] * batch
     for step in range(6):
         logits.copy_(normal(rng, batch, vocab, 2))

@@ -18,7 +18,9 @@ if not device.cuda_available():
     pytest.skip(f"no CUDA kernels: {device.cuda_unavailable_reason()}", allow_module_level=True)
 
 from gpu_world import CUDA, I32_MAX, I32_MIN, handle, neighbour
+from operands_world import named
 from reference_unite import Scored, columns, random_tree, unite
+from specrs.operands import BuiltTrees, ScoredTrees
 
 pytestmark = pytest.mark.usefixtures("no_fault_is_left")
 
@@ -61,8 +63,10 @@ class Batch:
 
     def launch(self):
         core._device_tree_unite(
-            shape(self.v), *self.given, self.limits, self.live, self.trees, self.masks, self.origins, handle()
-        )
+            shape=shape(self.v), own=named(ScoredTrees, self.given[0]), other=named(ScoredTrees, self.given[1]),
+            roots=self.limits[0], max_nodes=self.limits[1], live=self.live, trees=named(BuiltTrees, self.trees),
+            masks=self.masks, origins=self.origins, stream=handle(),
+        )  # fmt: skip
 
     def check(self):
         each = zip(self.roots, self.own, self.other, self.most, strict=True)

@@ -18,6 +18,8 @@ if not device.cuda_available():
     pytest.skip(f"no CUDA kernels: {device.cuda_unavailable_reason()}", allow_module_level=True)
 
 from gpu_world import CUDA, I32_MAX, I32_MIN, bits, handle, neighbour
+from operands_world import named
+from specrs.operands import AcceptArrays, MoveArrays, TreeArrays
 
 INF = float("inf")
 PROBES = {"NaN": 1, "+inf": 2, "all -inf": 3}
@@ -74,6 +76,22 @@ class Accepted:
         return part(paths), part(tokens), part(rows), roots, lens, faults
 
 
+def verify_greedy(logits, trees, lens, live, max_nodes, max_path, accepts, scratch, full):
+    core._device_verify_greedy(
+        logits=logits, trees=named(TreeArrays, trees), lens=lens, live=live, max_nodes=max_nodes, max_path=max_path,
+        accepts=named(AcceptArrays, accepts), scratch=scratch, full=full, stream=handle(),
+    )  # fmt: skip
+
+
+def kv_commit(accepts, table, rows, live, num_pages, page_size, max_nodes, moves):
+    offsets, paths, new_lens = accepts
+    core._device_kv_commit(
+        offsets=offsets, paths=paths, new_lens=new_lens, table=table, rows=rows, live=live, num_pages=num_pages,
+        page_size=page_size, max_nodes=max_nodes, moves=None if moves is None else named(MoveArrays, moves),
+        stream=handle(),
+    )  # fmt: skip
+
+
 def scratch_for(nodes, requests, max_path):
     return torch.zeros(core._device_verify_scratch(nodes, requests, max_path), dtype=torch.int64, device=CUDA)
 
@@ -98,18 +116,10 @@ def run(canaries, parents, tokens, logits, lens, *, full, max_path=None, dead=0,
     out = Accepted(canaries, requests, max_path)
     if scratch is None:
         scratch = scratch_for(nodes, requests, max_path)
-    core._device_verify_greedy(
-        canaries.of(padded),
-        trees,
-        canaries.of(lens + [I32_MAX] * dead),
-        live,
-        max_nodes,
-        max_path,
-        out.arrays,
-        scratch,
-        full,
-        handle(),
-    )
+    verify_greedy(
+        canaries.of(padded), trees, canaries.of(lens + [I32_MAX] * dead), live, max_nodes, max_path, out.arrays,
+        scratch, full,
+    )  # fmt: skip
     return out.lists()
 
 
@@ -235,7 +245,7 @@ def test_offsets_outside_the_arrays_leave_their_request_out(canaries, full, offs
     logits, lens = canaries.of(torch.zeros(6, 50)), canaries.of([7, 8, 9])
     trees = (canaries.of([1] * 6), canaries.of([-1] * 6), canaries.of(offsets))
     out = Accepted(canaries, 3, 4)
-    core._device_verify_greedy(logits, trees, lens, None, 4, 4, out.arrays, scratch_for(6, 3, 4), full, handle())
+    verify_greedy(logits, trees, lens, None, 4, 4, out.arrays, scratch_for(6, 3, 4), full)
     paths = out.lists()[0]
     for i, (a, b) in enumerate(itertools.pairwise(offsets)):
         assert paths[i] == ([0] if 0 <= a < b <= 6 else [])
@@ -257,9 +267,9 @@ def test_limits_of_nodes_and_paths(canaries, full):
         (4, 2, [0, 1], "accepted path", 2),
     ):
         out = Accepted(canaries, 1, max_path)
-        core._device_verify_greedy(
+        verify_greedy(
             canaries.of(logits), trees, canaries.of([3]), None, max_nodes, max_path, out.arrays,
-            scratch_for(4, 1, max_path), full, handle(),
+            scratch_for(4, 1, max_path), full,
         )  # fmt: skip
         paths, got, _, _, lens, _ = out.lists()
         assert (paths, got, lens) == ([want], [[0] * len(want)], [3 + len(want)])
@@ -280,9 +290,8 @@ def test_verification_replays_in_a_graph_and_repeats(canaries, full):
 
     def launch():
         # Lengths are followed in place, as a loop of rounds wants it.
-        inputs = (logits, tuple(trees), live, v, path)
         arrays = (*out.arrays[:5], new_lens, out.arrays[6])
-        core._device_verify_greedy(inputs[0], inputs[1], lens, *inputs[2:], arrays, scratch, full, handle())
+        verify_greedy(logits, trees, lens, live, v, path, arrays, scratch, full)
 
     new_lens = canaries.empty(requests, dtype=torch.int32)
     launch()
@@ -365,7 +374,7 @@ def test_a_remap_reorders_rows_as_the_pool_does(canaries, v):
             want[rows[i]] = reordered(want[rows[i]], lens[i], path)
         ids = canaries.of(table)
         accepts = commit_operands(canaries, paths, [n + len(p) for n, p in zip(lens, paths, strict=True)], 2000)
-        core._device_kv_commit(accepts, ids, canaries.of(rows), None, 10**6, 1, v, None, handle())
+        kv_commit(accepts, ids, canaries.of(rows), None, 10**6, 1, v, None)
         assert ids.tolist() == want
         assert sorted(ids.flatten().tolist()) == list(range(table.numel()))  # no id is lost
 
@@ -391,9 +400,7 @@ def test_moves_bring_the_path_behind_the_prefix(canaries, page):
         )
         moves = tuple(canaries.empty(n, dtype=torch.int32) for n in (capacity, capacity, requests + dead + 1))
         live = canaries.of([requests]) if dead else None
-        core._device_kv_commit(
-            accepts, canaries.of(table), canaries.of(rows + [I32_MAX] * dead), live, pages, page, v, moves, handle()
-        )
+        kv_commit(accepts, canaries.of(table), canaries.of(rows + [I32_MAX] * dead), live, pages, page, v, moves)
         src, dst, offsets = [], [], [0]
         lines = [table[r].tolist() for r in rows]
         for i, path in enumerate(paths):
@@ -441,7 +448,7 @@ def test_a_bad_path_or_row_is_recorded_and_left_as_it_is(canaries, remap, change
     table = torch.arange(1, 1 + 3 * width, dtype=torch.int32).view(3, width)
     ids = canaries.of(table)
     moves = None if remap else tuple(canaries.empty(n, dtype=torch.int32) for n in (9, 9, 4))
-    core._device_kv_commit(accepts, ids, canaries.of(given["rows"]), None, 1000, page, 8, moves, handle())
+    kv_commit(accepts, ids, canaries.of(given["rows"]), None, 1000, page, 8, moves)
     torch.cuda.synchronize()
     with pytest.raises(specrs.OutOfBoundsError) as e:
         device.check()
@@ -466,7 +473,7 @@ def test_moves_beyond_their_capacities_are_recorded_and_left_out(canaries):
     accepts = (canaries.of([0, entries, 0, entries]), canaries.of(path), canaries.of([1 + entries, 1, 1 + entries]))
     table = torch.arange(1, 25, dtype=torch.int32).view(3, 8)
     moves = tuple(canaries.empty(n, dtype=torch.int32) for n in (entries, entries, 4))
-    core._device_kv_commit(accepts, canaries.of(table), canaries.of([0, 1, 2]), None, 25, 4, 32, moves, handle())
+    kv_commit(accepts, canaries.of(table), canaries.of([0, 1, 2]), None, 25, 4, 32, moves)
     torch.cuda.synchronize()
     with pytest.raises(specrs.OutOfBoundsError) as e:
         device.check()
@@ -485,7 +492,7 @@ def test_a_page_outside_the_pool_is_recorded_and_moves_nothing(canaries, bad):
     accepts = commit_operands(canaries, [[0, 2], [0, 5]], [3, 3], 8)
     ids = canaries.of([[3, 4, 5], [6, bad, 8]])
     moves = tuple(canaries.empty(n, dtype=torch.int32) for n in (8, 8, 3))
-    core._device_kv_commit(accepts, ids, canaries.of([0, 1]), None, 20, 4, 8, moves, handle())
+    kv_commit(accepts, ids, canaries.of([0, 1]), None, 20, 4, 8, moves)
     torch.cuda.synchronize()
     with pytest.raises(specrs.OutOfBoundsError) as e:
         device.check()
@@ -513,9 +520,9 @@ def test_a_verified_round_commits_in_one_graph(canaries):
     before, scratch = cache.clone(), scratch_for(sizes[-1], requests, path)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        core._device_verify_greedy(on, trees, old, None, v, path, out.arrays, scratch, False, handle())
+        verify_greedy(on, trees, old, None, v, path, out.arrays, scratch, False)
         accepts = (out.arrays[0], out.arrays[1], out.arrays[5])
-        core._device_kv_commit(accepts, table, rows, None, pages, page, v, moves, handle())
+        kv_commit(accepts, table, rows, None, pages, page, v, moves)
         device.kv_move(cache, *moves)
     graph.replay()
     check(out.lists(), want, parents, lens)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 import specrs
+from operands_world import named
 from specrs import _specrs as core
+from specrs.operands import LaneLimits, LaneState, RoundFound
 
 HEADER, LENS, DONE, UNSOUND, FAULT, BUDGET = 16, 16, 1, 4, 8, 32
 
@@ -30,8 +34,9 @@ class Round:
 
     def end(self, looped=False, asked=False, recorded=False):
         return core._round_end(
-            self.ring, tuple(self.accepts), tuple(self.limits), tuple(self.state), self.control, self.found, looped,
-            asked, recorded,
+            self.ring, accepts=named(RoundFound, self.accepts), limits=named(LaneLimits, self.limits),
+            state=named(LaneState, self.state), control=self.control, found=self.found, looped=looped, asked=asked,
+            recorded=recorded,
         )  # fmt: skip
 
 
@@ -82,6 +87,24 @@ def test_what_is_refused():
     r.limits[2] = r.limits[2][:7]
     with pytest.raises(specrs.ConfigError, match="stops"):
         r.end()
+
+
+def test_operands_have_names():
+    r = Round()
+    given = {
+        "accepts": named(RoundFound, r.accepts), "limits": named(LaneLimits, r.limits),
+        "state": named(LaneState, r.state), "control": r.control, "found": r.found,
+    }  # fmt: skip
+    how = {"looped": False, "asked": False, "recorded": False}
+    for name, attribute in (("accepts", "offsets"), ("limits", "limits"), ("state", "lens")):
+        with pytest.raises(AttributeError, match=f"no attribute '{attribute}'"):
+            core._round_end(r.ring, **{**given, name: tuple(getattr(r, name))}, **how)
+        with pytest.raises(specrs.ConfigError, match=f"{attribute}: "):
+            core._round_end(r.ring, **{**given, name: dataclasses.replace(given[name], **{attribute: None})}, **how)
+    with pytest.raises(TypeError, match="positional"):
+        core._round_end(r.ring, *given.values(), *how.values())
+    with pytest.raises(TypeError, match="positional"):
+        LaneState(*r.state)
 
 
 def test_a_round_that_found_nothing_for_the_host():

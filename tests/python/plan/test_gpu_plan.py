@@ -11,8 +11,10 @@ import pytest
 import torch
 
 import specrs
+from operands_world import named
 from specrs import _specrs as core
 from specrs import device
+from specrs.operands import MoveArrays, PlanArrays
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA GPU in this machine", allow_module_level=True)
@@ -207,18 +209,23 @@ class DeviceCall:
 
     def run(self) -> None:
         core._device_plan(
-            self.world.geometry,
-            self.step.phase,
-            self.step.draft_step,
-            self.table,
-            self.num_pages,
-            (self.rows, self.versions, self.lens, self.live),
-            (self.offsets, self.parents, self.beams),
-            tuple(b.tensor for b in self.plan),
-            self.format,
-            self.masks,
-            {name: b.tensor for name, b in self.arrays.items()},
-            stream(),
+            geometry=self.world.geometry,
+            phase=self.step.phase,
+            draft_step=self.step.draft_step,
+            table=self.table,
+            num_pages=self.num_pages,
+            rows=self.rows,
+            versions=self.versions,
+            lens=self.lens,
+            live=self.live,
+            offsets=self.offsets,
+            parents=self.parents,
+            ancestors=self.beams,
+            plan=named(PlanArrays, (b.tensor for b in self.plan)),
+            format=self.format,
+            masks=self.masks,
+            arrays={name: b.tensor for name, b in self.arrays.items()},
+            stream=stream(),
         )
 
     def get(self, name: str) -> torch.Tensor:
@@ -335,8 +342,10 @@ def test_tail_copies(seed: int) -> None:
         src, dst, offsets = Block(torch.int32, [room]), Block(torch.int32, [room]), Block(torch.int32, [b + 1])
         rows = i32([s.row for s in w.seqs] + [-1] * (b - len(w.seqs)))
         lens = i32(w.lens + [3] * (b - len(w.lens)))
-        out = (src.tensor, dst.tensor, offsets.tensor)
-        core._device_tail_copies(w.geometry, w.table(), w.pool.num_pages, (rows, lens, None), out, stream())
+        core._device_tail_copies(
+            geometry=w.geometry, table=w.table(), num_pages=w.pool.num_pages, rows=rows, lens=lens, live=None,
+            moves=MoveArrays(src=src.tensor, dst=dst.tensor, offsets=offsets.tensor), stream=stream(),
+        )  # fmt: skip
         ends = [0, *itertools.accumulate(counts)]
         assert offsets.tensor.tolist() == ends + [ends[-1]] * (b - len(counts))
         assert src.tensor.tolist() == moves.src.tolist() + [0] * (room - len(moves))

@@ -1,29 +1,15 @@
 //! Products by cublasLt for Python: choices, launches on torch's tensors, the report. `python/specrs/device.py` opens them.
 
 use std::path::PathBuf;
-#[cfg(feature = "cuda")]
 use std::sync::Arc;
 
 use pyo3::prelude::*;
 
-use super::arg::{Int, detached};
 use super::device::StreamArg;
-#[cfg(feature = "cuda")]
-use super::dlpack::{Call, Output, cuda};
-#[cfg(feature = "cuda")]
+use super::tensors::LentLinear;
 use crate::device::{Device, FloatType, LinearShape, Mirror, Products};
-#[cfg(not(feature = "cuda"))]
-use crate::error::{Error, Result};
-
-#[cfg(feature = "cuda")]
-type Opened = Arc<Products>;
-#[cfg(feature = "cuda")]
-type Lent = cuda::LentLinear;
-/// There is none in a build without CUDA.
-#[cfg(not(feature = "cuda"))]
-type Opened = std::convert::Infallible;
-#[cfg(not(feature = "cuda"))]
-type Lent = std::convert::Infallible;
+use crate::py::arg::{Int, detached};
+use crate::py::dlpack::{Call, Output};
 
 /// cublasLt on CUDA device `ordinal`. The library is looked for in the process, in `folders`, then by the loader.
 /// Choices are kept in the file `cache`; `None` keeps none, and `""` means the user's cache folder (`SPECRS_CACHE`,
@@ -31,13 +17,12 @@ type Lent = std::convert::Infallible;
 ///
 /// Raises `CudaError` where there is no CUDA or no cublasLt, with every place that was looked at.
 #[pyclass(frozen, name = "_DeviceProducts", module = "specrs._specrs")]
-pub(super) struct DeviceProducts(Opened);
+pub(super) struct DeviceProducts(Arc<Products>);
 
 /// One weight's product, from `_DeviceProducts.linear`.
 #[pyclass(frozen, name = "_DeviceLinear", module = "specrs._specrs")]
-pub(super) struct DeviceLinear(Lent);
+pub(super) struct DeviceLinear(LentLinear);
 
-#[cfg(feature = "cuda")]
 #[pymethods]
 impl DeviceProducts {
     #[new]
@@ -102,7 +87,7 @@ impl DeviceProducts {
                 return Err(weight.mismatch("float32", "bfloat16 or float16"));
             }
             let choice = self.0.choice(shape, split)?;
-            Ok(DeviceLinear(cuda::LentLinear::new(&self.0, &choice, weight, bias)?))
+            Ok(DeviceLinear(LentLinear::new(&self.0, &choice, weight, bias)?))
         })
     }
 
@@ -114,7 +99,6 @@ impl DeviceProducts {
     }
 }
 
-#[cfg(feature = "cuda")]
 #[pymethods]
 impl DeviceLinear {
     /// Bytes of workspace that a launch of up to `max_rows` rows needs at most.
@@ -159,17 +143,6 @@ impl DeviceLinear {
     }
 }
 
-#[cfg(not(feature = "cuda"))]
-#[pymethods]
-impl DeviceProducts {
-    #[new]
-    #[pyo3(signature = (ordinal, folders, cache=None))]
-    fn new(py: Python<'_>, ordinal: Int, folders: Vec<PathBuf>, cache: Option<PathBuf>) -> PyResult<Self> {
-        _ = (ordinal.i32("CUDA device")?, folders, cache);
-        detached(py, || unavailable().map(Self))
-    }
-}
-
 /// Write reproducible values to `out` (bfloat16 or float16), on the raw stream `stream`, of magnitudes around
 /// 2^`exponent`. `mirror`: 0 for rows as they come, 1 for rows that read the same from both ends, 2 for rows whose second
 /// half is the first from its end, negated.
@@ -183,22 +156,14 @@ pub(super) fn _device_fill(
 ) -> PyResult<()> {
     let (seed, stream, exponent) = (seed.u32("seed")?, stream.get()?, exponent.i32("exponent")?);
     let mirror = mirror.within("mirror", 0, 2)?;
-    #[cfg(feature = "cuda")]
-    {
-        let out_tensor = Output::import(out, "out", Some(-1))?;
-        detached(out.py(), || {
-            let ordinal = out_tensor.cuda_ordinal()?;
-            out_tensor.writable()?;
-            let view = out_tensor.device_rows(ordinal)?;
-            let mirror = [Mirror::None, Mirror::Equal, Mirror::Negated][mirror as usize];
-            Device::get(ordinal)?.kernels().fingerprint.fill(stream, &view, seed, exponent, mirror)
-        })
-    }
-    #[cfg(not(feature = "cuda"))]
-    {
-        _ = (seed, exponent, mirror, stream);
-        detached(out.py(), unavailable)
-    }
+    let out_tensor = Output::import(out, "out", Some(-1))?;
+    detached(out.py(), || {
+        let ordinal = out_tensor.cuda_ordinal()?;
+        out_tensor.writable()?;
+        let view = out_tensor.device_rows(ordinal)?;
+        let mirror = [Mirror::None, Mirror::Equal, Mirror::Negated][mirror as usize];
+        Device::get(ordinal)?.kernels().fingerprint.fill(stream, &view, seed, exponent, mirror)
+    })
 }
 
 /// Write the fingerprints of the first `rows` rows of `matrix` to `out` (int64), on the raw stream `stream`.
@@ -210,25 +175,12 @@ pub(super) fn _device_fingerprint(
     stream: StreamArg,
 ) -> PyResult<()> {
     let (rows, stream) = (rows.u32("rows")?, stream.get()?);
-    #[cfg(feature = "cuda")]
-    {
-        let py = out.py();
-        let ([tensor], [], [prints]) = Call::on_device().take([("matrix", matrix)], [], [("out", out)])?;
-        detached(py, || {
-            let ordinal = tensor.cuda_ordinal()?;
-            prints.writable()?;
-            let (view, words) = (tensor.device_rows(ordinal)?, prints.device_slice::<u64>(ordinal)?);
-            Device::get(ordinal)?.kernels().fingerprint.rows(stream, &view, rows, &words)
-        })
-    }
-    #[cfg(not(feature = "cuda"))]
-    {
-        _ = (matrix, rows, stream);
-        detached(out.py(), unavailable)
-    }
-}
-
-#[cfg(not(feature = "cuda"))]
-fn unavailable<T>() -> Result<T> {
-    Err(Error::CudaUnavailable("built without the feature `cuda`".into()))
+    let py = out.py();
+    let ([tensor], [], [prints]) = Call::on_device().take([("matrix", matrix)], [], [("out", out)])?;
+    detached(py, || {
+        let ordinal = tensor.cuda_ordinal()?;
+        prints.writable()?;
+        let (view, words) = (tensor.device_rows(ordinal)?, prints.device_slice::<u64>(ordinal)?);
+        Device::get(ordinal)?.kernels().fingerprint.rows(stream, &view, rows, &words)
+    })
 }

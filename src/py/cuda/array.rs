@@ -5,18 +5,17 @@ use std::sync::Arc;
 use pyo3::exceptions::PyBufferError;
 use pyo3::prelude::*;
 
-use super::abi::{DType, Device};
-use super::buffer::Buffer;
-use super::cuda;
+use super::tensors::{self, loaned};
 use crate::device::{Arena, Region, Stream};
 use crate::error::Error;
 use crate::py::arg::detached;
+use crate::py::dlpack::{DType, TensorDevice as Device};
 
 /// A region of device memory of specrs. `torch.from_dlpack(a)` shares it: torch's current stream waits for what the
 /// region's own stream has then, and the memory stays until the work on that stream, as it is when torch drops the tensor,
 /// has finished. Nothing waits on the host.
 #[pyclass(frozen, name = "_DeviceArray", module = "specrs._specrs")]
-pub(in crate::py) struct DeviceArray {
+pub(super) struct DeviceArray {
     arena: Arc<Arena>,
     region: Region<u8>,
     name: &'static str,
@@ -27,7 +26,7 @@ pub(in crate::py) struct DeviceArray {
 }
 
 /// The element type of a name, such as `"float32"`.
-pub(in crate::py) fn element(name: &str) -> Result<DType, Error> {
+pub(super) fn element(name: &str) -> Result<DType, Error> {
     let known = [DType::I32, DType::I64, DType::U8, DType::F32, DType::F16, DType::BF16];
     known.into_iter().find(|d| d.to_string() == name || (name == "bfloat16" && *d == DType::BF16)).ok_or_else(|| {
         Error::Invalid {
@@ -40,7 +39,7 @@ pub(in crate::py) fn element(name: &str) -> Result<DType, Error> {
 
 impl DeviceArray {
     /// The region as a tensor of this type and shape, whose writers are on `home`.
-    pub(in crate::py) fn new(
+    pub(super) fn new(
         arena: Arc<Arena>,
         region: Region<u8>,
         name: &'static str,
@@ -81,18 +80,18 @@ impl DeviceArray {
         }
         let refused = |error: Error| PyBufferError::new_err(error.to_string());
         let consumer = match stream {
-            None => cuda::stream(1).map_err(refused)?,
+            None => tensors::stream(1).map_err(refused)?,
             Some(-1) => self.home,
             Some(0) => {
                 let message = "stream = 0: DLPack leaves its meaning open; 1 is the legacy default stream";
                 return Err(PyBufferError::new_err(message));
             }
-            Some(handle) if handle > 0 => cuda::stream(handle as usize).map_err(refused)?,
+            Some(handle) if handle > 0 => tensors::stream(handle as usize).map_err(refused)?,
             Some(other) => return Err(PyBufferError::new_err(format!("stream = {other}: no stream"))),
         };
         let buffer = detached(py, || {
             let loan = self.arena.lend(self.region, self.home, consumer)?;
-            Buffer::of_loan(self.name, loan, device, self.dtype, &self.shape)
+            loaned(self.name, loan, device, self.dtype, &self.shape)
         })?;
         Arc::new(buffer).capsule(py, max_version.is_some_and(|v| v.0 >= 1), false)
     }

@@ -7,20 +7,18 @@
 
 use std::sync::Arc;
 
-use super::abi::{DType, Device};
-use super::output::Output;
-use super::tensor::Tensor;
 use crate::device::{
     AttentionOut, Choice, DeviceArray, DeviceElements, DeviceSlice, FloatType, HalfType, KvCacheView, KvLayerView,
-    Linear, Products, Rows, Stream,
+    Linear, Loan, Products, RoundRing, Rows, Stream,
 };
 use crate::error::{Error, Result, in_range};
+use crate::py::dlpack::{Buffer, DType, Output, Place, Tensor, TensorDevice as Device};
 
 /// DLPack's device type of CUDA.
 const CUDA: i32 = 2;
 
 /// An element type of [`DeviceSlice`], and the type that tensors of it have.
-pub(in crate::py) trait DeviceElement {
+pub(super) trait DeviceElement {
     /// The type as DLPack names it.
     const DTYPE: DType;
 }
@@ -49,7 +47,7 @@ impl DeviceElement for i64 {
 impl Tensor {
     /// A contiguous tensor of integers or bytes on CUDA device `ordinal` as an array of a format: one of two dimensions is a
     /// table.
-    pub(in crate::py) fn device_array(&self, ordinal: i32) -> Result<DeviceArray> {
+    pub(super) fn device_array(&self, ordinal: i32) -> Result<DeviceArray> {
         let elements = match self.dtype {
             DType::I32 => DeviceElements::I32(self.device_slice(ordinal)?),
             DType::I64 => DeviceElements::I64(self.device_slice(ordinal)?),
@@ -71,7 +69,7 @@ impl Tensor {
     }
 
     /// A contiguous `int32` tensor of two dimensions, and the length of its rows.
-    pub(in crate::py) fn device_table(&self, ordinal: i32) -> Result<(DeviceSlice<i32>, usize)> {
+    pub(super) fn device_table(&self, ordinal: i32) -> Result<(DeviceSlice<i32>, usize)> {
         let shape: [usize; 2] = self.dims("[rows, width]")?;
         self.check(Device::cuda(ordinal), DType::I32, &shape)?;
         // SAFETY: as in `device_slice`.
@@ -89,7 +87,7 @@ impl Tensor {
     }
 
     /// Layer `layer` of a contiguous KV cache `[layers, 2, num_slots, kv_heads, head_dim]` of `bfloat16` or `float16`.
-    pub(in crate::py) fn device_kv_layer(&self, ordinal: i32, layer: usize) -> Result<KvLayerView> {
+    pub(super) fn device_kv_layer(&self, ordinal: i32, layer: usize) -> Result<KvLayerView> {
         let shape: [usize; 5] = self.dims("[layers, 2, num_slots, kv_heads, head_dim]")?;
         let element = self.half_type()?;
         self.check(Device::cuda(ordinal), self.dtype, &shape)?;
@@ -108,7 +106,7 @@ impl Tensor {
     }
 
     /// Contiguous queries `[queries, heads, head_dim]` of the cache's element type and head_dim; and the heads.
-    pub(in crate::py) fn device_queries(&self, cache: &KvLayerView) -> Result<(DeviceSlice<u16>, usize)> {
+    pub(super) fn device_queries(&self, cache: &KvLayerView) -> Result<(DeviceSlice<u16>, usize)> {
         let [queries, heads, head_dim] = self.dims("[queries, heads, head_dim]")?;
         let dtype = match cache.element() {
             HalfType::Bf16 => DType::BF16,
@@ -124,7 +122,7 @@ impl Tensor {
     }
 
     /// The elements of a contiguous tensor of any shape on CUDA device `ordinal`.
-    pub(in crate::py) fn device_slice<T: DeviceElement>(&self, ordinal: i32) -> Result<DeviceSlice<T>> {
+    pub(super) fn device_slice<T: DeviceElement>(&self, ordinal: i32) -> Result<DeviceSlice<T>> {
         self.check(Device::cuda(ordinal), T::DTYPE, self.shape())?;
         // SAFETY: `check` saw `elements` contiguous, aligned elements on this device; the module's contract with the
         // caller keeps them there.
@@ -132,7 +130,7 @@ impl Tensor {
     }
 
     /// A contiguous float tensor [rows, columns], or a vector as one row, on CUDA device `ordinal`.
-    pub(in crate::py) fn device_rows(&self, ordinal: i32) -> Result<Rows> {
+    pub(super) fn device_rows(&self, ordinal: i32) -> Result<Rows> {
         let float = match self.dtype {
             DType::F32 => FloatType::F32,
             DType::BF16 => FloatType::Bf16,
@@ -150,7 +148,7 @@ impl Tensor {
     }
 
     /// Ordinal of the CUDA device that the tensor is on.
-    pub(in crate::py) fn cuda_ordinal(&self) -> Result<i32> {
+    pub(super) fn cuda_ordinal(&self) -> Result<i32> {
         match self.device() {
             Device { kind: CUDA, index } => Ok(index),
             other => Err(self.mismatch(format_args!("a tensor on {other}"), "a tensor on a CUDA device")),
@@ -158,7 +156,7 @@ impl Tensor {
     }
 
     /// A contiguous `int32` tensor of one dimension on CUDA device `ordinal`.
-    pub(in crate::py) fn device_i32(&self, ordinal: i32) -> Result<DeviceSlice<i32>> {
+    pub(super) fn device_i32(&self, ordinal: i32) -> Result<DeviceSlice<i32>> {
         let [len] = self.dims("one dimension")?;
         self.check(Device::cuda(ordinal), DType::I32, &[len])?;
         // SAFETY: `check` saw `len` contiguous, aligned elements on this device; the module's contract with the caller
@@ -168,7 +166,7 @@ impl Tensor {
 }
 
 /// A weight's product over a caller's tensors, which it keeps.
-pub(in crate::py) struct LentLinear {
+pub(super) struct LentLinear {
     linear: Linear,
     /// The weight and the bias: held for their memory.
     _tensors: (Tensor, Option<Tensor>),
@@ -176,7 +174,7 @@ pub(in crate::py) struct LentLinear {
 
 impl LentLinear {
     /// The product with `weight`; `None` for a bias where the choice has none.
-    pub(in crate::py) fn new(
+    pub(super) fn new(
         products: &Arc<Products>,
         choice: &Arc<Choice>,
         weight: Tensor,
@@ -192,14 +190,14 @@ impl LentLinear {
     }
 
     /// The product.
-    pub(in crate::py) fn linear(&self) -> &Linear {
+    pub(super) fn linear(&self) -> &Linear {
         &self.linear
     }
 }
 
 impl Output {
     /// A contiguous, writable tensor of the shape and type of `q`, or of `float32`.
-    pub(in crate::py) fn device_attention_out(&self, ordinal: i32, q: &Tensor) -> Result<AttentionOut> {
+    pub(super) fn device_attention_out(&self, ordinal: i32, q: &Tensor) -> Result<AttentionOut> {
         let dtype = if self.dtype == DType::F32 { DType::F32 } else { q.dtype() };
         self.check(Device::cuda(ordinal), dtype, q.shape())?;
         self.writable()?;
@@ -215,7 +213,7 @@ impl Output {
     }
 
     /// Contiguous, writable bytes.
-    pub(in crate::py) fn device_bytes(&self, ordinal: i32) -> Result<DeviceSlice<u8>> {
+    pub(super) fn device_bytes(&self, ordinal: i32) -> Result<DeviceSlice<u8>> {
         let [len] = self.dims("one dimension")?;
         self.check(Device::cuda(ordinal), DType::U8, &[len])?;
         self.writable()?;
@@ -225,7 +223,7 @@ impl Output {
 
     /// A contiguous, writable KV cache `[layers, 2, num_slots, kv_heads, head_dim]` of any element type on CUDA device
     /// `ordinal`.
-    pub(in crate::py) fn device_kv_cache(&self, ordinal: i32) -> Result<KvCacheView> {
+    pub(super) fn device_kv_cache(&self, ordinal: i32) -> Result<KvCacheView> {
         let shape: [usize; 5] = self.dims("[layers, 2, num_slots, kv_heads, head_dim]")?;
         self.check(Device::cuda(ordinal), self.dtype, &shape)?;
         self.writable()?;
@@ -237,15 +235,32 @@ impl Output {
 }
 
 /// [`crate::device::Device::collect_captured`] for a caller in Python.
-pub(in crate::py) fn collect_captured(device: &crate::device::Device) -> Result<u64> {
+pub(super) fn collect_captured(device: &crate::device::Device) -> Result<u64> {
     // SAFETY: the caller's promise, as the function's text in Python asks for it.
     unsafe { device.collect_captured() }
 }
 
 /// [`crate::graph::add_child`] for a caller in Python.
-pub(in crate::py) fn add_child(stream: Stream, raw: usize) -> Result<()> {
+pub(super) fn add_child(stream: Stream, raw: usize) -> Result<()> {
     // SAFETY: the caller's promise, as the function's text in Python asks for it.
     unsafe { crate::graph::add_child(stream, raw) }
+}
+
+/// The slots of a ring, which it keeps.
+pub(super) fn ring_place(ring: Arc<RoundRing>) -> Place {
+    let (data, len) = (ring.words().cast(), 4 * ring.layout().ring_words());
+    // SAFETY: the ring's words are pinned and zeroed before anybody has the ring, and stay until it drops.
+    unsafe { Place::mapped(data, len, Box::new(ring)) }
+}
+
+/// A loan of a device's memory as a tensor in C order, without a copy.
+///
+/// # Errors
+/// [`Error::Capacity`] for a loan that is too small for `shape`.
+pub(super) fn loaned(name: &'static str, loan: Loan, device: Device, dtype: DType, shape: &[usize]) -> Result<Buffer> {
+    let memory = (loan.address() as usize, loan.bytes());
+    // SAFETY: the loan keeps the region, which lies on 256 bytes of this device.
+    unsafe { Buffer::loaned(name, memory, Box::new(loan), (device, dtype), shape) }
 }
 
 /// CUDA's name of the legacy default stream (`cudaStreamLegacy`), which 0 names too.
@@ -258,7 +273,7 @@ const PER_THREAD: usize = 2;
 /// # Errors
 /// [`Error::Invalid`] for the per-thread default stream: it is as many streams as there are threads, and the end of work
 /// there is known to the thread alone that put it there, while memory may be let go of on any.
-pub(in crate::py) fn stream(handle: usize) -> Result<Stream> {
+pub(super) fn stream(handle: usize) -> Result<Stream> {
     let handle = match handle {
         LEGACY => 0,
         PER_THREAD => {

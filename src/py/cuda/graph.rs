@@ -7,12 +7,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use pyo3::prelude::*;
 use pyo3::{PyTraverseError, PyVisit};
 
-use super::arg::{Int, detached};
 use super::device::StreamArg;
-use super::dlpack::{Call, cuda};
+use super::tensors;
 use crate::device::{Device, Stream};
 use crate::error::Result;
 use crate::graph::{self, Capture, Turn};
+use crate::py::arg::{Int, detached};
+use crate::py::dlpack::Call;
 
 /// Python objects that a graph keeps. They may be let go of on any thread.
 struct Objects(Vec<Py<PyAny>>);
@@ -151,7 +152,7 @@ impl Graph {
 #[pyfunction]
 pub(super) fn _graph_child(py: Python<'_>, stream: StreamArg, raw: Int) -> PyResult<()> {
     let (stream, raw) = (stream.get()?, raw.usize("raw graph")?);
-    detached(py, move || cuda::add_child(stream, raw))
+    detached(py, move || tensors::add_child(stream, raw))
 }
 
 /// Take one from `left` (int32[1] on a CUDA device) and set the condition `handle` of a loop to whether any is left and `stop`

@@ -1,19 +1,13 @@
-//! The launch of paged attention on Python's tensors: every layer of the engine's passes on a GPU makes it. As in
-//! `device_ops`.
+//! The launch of paged attention on Python's tensors: every layer of the engine's passes on a GPU makes it.
 
 use pyo3::prelude::*;
 
-use super::arg::{Int, detached};
 use super::device::StreamArg;
-#[cfg(not(feature = "cuda"))]
-use super::device::available;
-#[cfg(feature = "cuda")]
-use super::dlpack::Call;
-#[cfg(feature = "cuda")]
 use crate::bounds::PageSize;
-#[cfg(feature = "cuda")]
 use crate::device::{AttentionBatch, AttentionCall, AttentionSize, Device};
 use crate::error::Error;
+use crate::py::arg::{Int, detached};
+use crate::py::dlpack::Call;
 
 /// Bytes of workspace with which `_device_attention` keeps CUDA device `ordinal` busy: for `requests` of up to `max_queries`
 /// queries and `max_keys` keys each, `kv_heads` heads with `group` query heads each, of `head_dim` elements.
@@ -39,14 +33,11 @@ pub(super) fn _device_attention_workspace(
         head_dim.u32("head_dim")?,
         max_keys.u32("max_keys")?,
     ];
-    #[cfg(feature = "cuda")]
-    return detached(py, move || {
+    detached(py, move || {
         let [requests, max_queries, kv_heads, group, head_dim, max_keys] = sizes;
         let size = AttentionSize { requests, max_queries, kv_heads, group, head_dim, max_keys };
         Device::get(ordinal)?.kernels().attention.workspace_bytes(&size)
-    });
-    #[cfg(not(feature = "cuda"))]
-    detached(py, move || available().map(|()| u64::from(sizes[0]) + ordinal as u64))
+    })
 }
 
 /// Launch paged attention over layer `layer` of `cache` on the raw stream `stream` of the cache's device.
@@ -81,63 +72,39 @@ pub(super) fn _device_attention(
     let (layer, page_size) = (layer.usize("layer")?, page_size.u32("page_size")?);
     let (max_queries, stream) = (max_queries.u32("max_queries")?, stream.get()?);
     let draft = draft.map(|(k, s)| Ok::<_, Error>((k.u32("draft branches")?, s.u32("draft steps")?))).transpose()?;
-    #[cfg(feature = "cuda")]
-    {
-        let py = cache.py();
-        let read = [("q", q), ("table", table), ("lens", lens), ("starts", starts), ("cache", cache)];
-        let (read, [rows, mask], [out, workspace]) =
-            Call::on_device().take(read, [("rows", rows), ("mask", mask)], [("out", out), ("workspace", workspace)])?;
-        detached(py, || {
-            let [q, table, lens, starts, cache_tensor] = &read;
-            let ordinal = cache_tensor.cuda_ordinal()?;
-            let layer = cache_tensor.device_kv_layer(ordinal, layer)?;
-            let (queries, heads) = q.device_queries(&layer)?;
-            let (table_slice, width) = table.device_table(ordinal)?;
-            let target = out.device_attention_out(ordinal, q)?;
-            let bytes = workspace.device_bytes(ordinal)?;
-            let batch = AttentionBatch::new(
-                table_slice,
-                u32::try_from(width).unwrap_or(u32::MAX),
-                PageSize::new(page_size)?,
-                rows.as_ref().map(|r| r.device_slice(ordinal)).transpose()?,
-                lens.device_slice(ordinal)?,
-                starts.device_slice(ordinal)?,
-                mask.as_ref().map(|m| m.device_slice(ordinal)).transpose()?,
-                draft,
-            )?;
-            let call = AttentionCall {
-                cache: layer,
-                batch,
-                q: queries,
-                out: target,
-                heads: u32::try_from(heads).unwrap_or(u32::MAX),
-                max_queries,
-                scale,
-                cap,
-                workspace: bytes,
-            };
-            Device::get(ordinal)?.kernels().attention.launch(stream, &call)
-        })
-    }
-    #[cfg(not(feature = "cuda"))]
-    {
-        _ = (
-            layer,
-            q,
-            out,
-            table,
-            page_size,
-            rows,
-            lens,
-            starts,
-            mask,
+    let py = cache.py();
+    let read = [("q", q), ("table", table), ("lens", lens), ("starts", starts), ("cache", cache)];
+    let (read, [rows, mask], [out, workspace]) =
+        Call::on_device().take(read, [("rows", rows), ("mask", mask)], [("out", out), ("workspace", workspace)])?;
+    detached(py, || {
+        let [q, table, lens, starts, cache_tensor] = &read;
+        let ordinal = cache_tensor.cuda_ordinal()?;
+        let layer = cache_tensor.device_kv_layer(ordinal, layer)?;
+        let (queries, heads) = q.device_queries(&layer)?;
+        let (table_slice, width) = table.device_table(ordinal)?;
+        let target = out.device_attention_out(ordinal, q)?;
+        let bytes = workspace.device_bytes(ordinal)?;
+        let batch = AttentionBatch::new(
+            table_slice,
+            u32::try_from(width).unwrap_or(u32::MAX),
+            PageSize::new(page_size)?,
+            rows.as_ref().map(|r| r.device_slice(ordinal)).transpose()?,
+            lens.device_slice(ordinal)?,
+            starts.device_slice(ordinal)?,
+            mask.as_ref().map(|m| m.device_slice(ordinal)).transpose()?,
             draft,
+        )?;
+        let call = AttentionCall {
+            cache: layer,
+            batch,
+            q: queries,
+            out: target,
+            heads: u32::try_from(heads).unwrap_or(u32::MAX),
             max_queries,
             scale,
             cap,
-            workspace,
-            stream,
-        );
-        detached(cache.py(), available)
-    }
+            workspace: bytes,
+        };
+        Device::get(ordinal)?.kernels().attention.launch(stream, &call)
+    })
 }

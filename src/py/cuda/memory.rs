@@ -6,13 +6,15 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::prelude::*;
 
-use super::arg::{Int, detached};
+use super::array::{DeviceArray, element};
 use super::device::StreamArg;
-use super::dlpack::{Call, DType, DeviceArray, cuda, element};
-use super::pool::Pool;
+use super::tensors;
 use crate::device::{Arena, ArenaPlan, Budget, Device, Guards, Region, TableMirror, TableShape};
 use crate::error::{Error, Result, listed};
 use crate::graph;
+use crate::py::arg::{Int, detached};
+use crate::py::dlpack::{Call, DType};
+use crate::py::pool::Pool;
 
 /// A name for the life of the process; the same text is kept once.
 fn named(name: &str) -> &'static str {
@@ -30,7 +32,7 @@ fn named(name: &str) -> &'static str {
 struct Declared {
     name: &'static str,
     region: Region<u8>,
-    dtype: super::dlpack::DType,
+    dtype: DType,
     shape: Vec<usize>,
 }
 
@@ -148,7 +150,7 @@ pub(super) fn _device_collect_captured(py: Python<'_>, ordinal: Int) -> PyResult
     let ordinal = ordinal.i32("CUDA device")?;
     detached(py, move || {
         graph::collect(true)?; // what dropped graphs held is dropped memory from here on
-        cuda::collect_captured(Device::get(ordinal)?)
+        tensors::collect_captured(Device::get(ordinal)?)
     })
 }
 
