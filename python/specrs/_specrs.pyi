@@ -1773,9 +1773,8 @@ def _device_verify_greedy(
     full: bool,
     stream: _Stream,
 ) -> None:
-    """Greedy verification of trees (tokens, parents, offsets) by logits [nodes, vocab]. `accepts` are the arrays
-    offsets, paths, tokens, rows, roots, new_lens and faults; `full` picks the mode that reads all rows. `scratch`
-    (int64) is 0 before the first call.
+    """Greedy verification of trees (`TreeArrays`) by logits [nodes, vocab]; writes `accepts` (`AcceptArrays`).
+    `full` picks the mode that reads all rows. `scratch` (int64) is 0 before the first call.
     """
 
 def _device_kv_commit(
@@ -1792,8 +1791,9 @@ def _device_kv_commit(
     moves: MoveArrays | None,
     stream: _Stream,
 ) -> None:
-    """Accepted paths (offsets, paths, new_lens) into the rows of the page table [rows, columns]: reordered where
-    `moves` is `None` (pages of one token), else as the moves src, dst, offsets of `_device_kv_move`.
+    """Accepted paths into the rows of the page table [rows, columns]: reordered where `moves` is `None` (pages of
+    one token), else as the moves (`MoveArrays`) of `_device_kv_move`. `offsets`, `paths` and `new_lens` are those of
+    `AcceptArrays`.
     """
 
 def _device_draft_select(
@@ -1808,9 +1808,8 @@ def _device_draft_select(
     scratch: _Tensor,
     stream: _Stream,
 ) -> None:
-    """One step of draft selection from logits [batch (* K), draft vocabulary]. `beams` are the arrays scores,
-    candidate tokens and parents, beams, their tokens and parents, ancestors (int64) and sound steps. `scratch`
-    (int64) is 0 before the first call; `_device_draft_scratch` says how long it is.
+    """One step of draft selection from logits [batch (* K), draft vocabulary]; writes `beams` (`BeamArrays`).
+    `scratch` (int64) is 0 before the first call; `_device_draft_scratch` says how long it is.
     """
 
 def _device_tree_build(
@@ -1826,9 +1825,9 @@ def _device_tree_build(
     masks: _Tensor | None,
     stream: _Stream,
 ) -> None:
-    """Trees of a round's candidates: roots, max_depths and max_nodes (int32 [batch]), min_score (float32 [1]).
-    `beams` as for `_device_draft_select`; `trees` are the arrays offsets, tokens, depths, parents, next_child,
-    next_sibling and scores; `masks` (int64) their ancestor bits.
+    """Trees of a round's candidates, which are in `beams` (`BeamArrays`): into `trees` (`BuiltTrees`) and, where
+    they are given, their ancestor bits `masks` (int64). `roots`, `max_depths` and `max_nodes` are int32 [batch],
+    `min_score` float32 [1].
     """
 
 def _device_tree_unite(
@@ -1844,10 +1843,10 @@ def _device_tree_unite(
     origins: _Tensor,
     stream: _Stream,
 ) -> None:
-    """One tree of two for each request: its root and the best nodes of `own` and of `other`, each the arrays offsets
-    (int32 [batch + 1]), tokens, parents and scores (float32) of batch * V entries. Equal paths are one node.
-    `limits` are the roots and max_nodes (int32 [batch]); `trees` and `masks` as for `_device_tree_build`; `origins`
-    (int32) says whose a node is, bit 0 of `own`, bit 1 of `other`.
+    """One tree of two for each request: its root and the best nodes of `own` and of `other`, each offsets (int32
+    [batch + 1]), tokens, parents and scores (float32) of batch * V entries (`ScoredTrees`, or `BuiltTrees`). Equal
+    paths are one node. `roots` and `max_nodes` are int32 [batch]; `trees` and `masks` as for `_device_tree_build`;
+    `origins` (int32) says whose a node is, bit 0 of `own`, bit 1 of `other`.
     """
 
 def _device_draft_scratch(
@@ -1858,8 +1857,9 @@ def _device_draft_scratch(
     """
 
 def _device_samplers(samplers: _List[Sampler]) -> dict[str, Array]:
-    """Sampling parameters and histories of a batch as the device reads them: rows (int64 [B, 6]), edit_begins and
-    edit_counts (int32 [B]), edit_tokens (int32 [E]), edit_biases (float32 [E]), edit_outputs (int32 [E]).
+    """Sampling parameters and histories of a batch as the device reads them, by the names of `SamplerArrays`: rows
+    (int64 [B, 6]), edit_begins and edit_counts (int32 [B]), edit_tokens (int32 [E]), edit_biases (float32 [E]),
+    edit_outputs (int32 [E]).
     """
 
 def _device_sample_verify(
@@ -1876,9 +1876,7 @@ def _device_sample_verify(
     full: bool,
     stream: _Stream,
 ) -> None:
-    """Sampling verification of trees (tokens, parents, offsets) by logits [nodes, vocab]. `samplers` are the arrays
-    of `_device_samplers`, `accepts`, `scratch` and `full` as for greedy verification.
-    """
+    """Sampling verification: as `_device_verify_greedy`, by what tokens are drawn by, `samplers` (`SamplerArrays`)."""
 
 def _device_plan(
     *,
@@ -1900,10 +1898,10 @@ def _device_plan(
     arrays: dict[str, Any],
     stream: _Stream,
 ) -> None:
-    """Plan a step on the device, and the arrays of `format` if one is given. `batch` are rows, versions (int64),
-    lens and live (or `None`); `step` are offsets, parents and ancestors, each a tensor or `None`; `table` is int32
-    [rows, columns]; `plan` are rows, versions, qo_indptr, prefix_lens, positions, out_slots and mask, whose sizes
-    are the bucket; `arrays` name to tensor.
+    """Plan a step on the device into `plan` (`PlanArrays`), whose sizes are the bucket, and the arrays of `format`
+    if one is given: `arrays` name to tensor. `rows`, `versions` (int64), `lens` and `live` are those of the batch,
+    `table` is int32 [rows, columns]. `offsets`, `parents` and `ancestors` are those of the step, where its phase has
+    them.
     """
 
 def _device_tail_copies(
@@ -1917,8 +1915,8 @@ def _device_tail_copies(
     moves: MoveArrays,
     stream: _Stream,
 ) -> None:
-    """Copies of each prefix's tail into the holes of the holey layout, into `moves` (src, dst, offsets). `batch` are
-    rows, lens and live (or `None`).
+    """Copies of each prefix's tail into the holes of the holey layout, into `moves` (`MoveArrays`). `rows`, `lens`
+    and `live` are those of the batch.
     """
 
 def _device_verify_scratch(nodes: SupportsIndex, batch: SupportsIndex, max_path: SupportsIndex) -> int:
@@ -2159,11 +2157,11 @@ def _device_round_end(
 ) -> None:
     """End a round, in one launch: lanes advance to what verification found or become done, and the round's slot of
     `ring` gets the lengths and depths that the round used and a copy of `found` (int32 [words]). All tensors are
-    int32. `accepts`: offsets [B + 1], tokens, new_lens, roots, faults, sound [B], live (its last element counts).
-    `limits`: the committed length at which a lane has ended, the deepest level wanted, stop tokens [B * places],
-    places used. `state`, in and out: lens, roots, depths, done [B]. `control` [4], zeros at first: rounds ended,
-    rounds left of the launch, exit bits, the kernel's own. `handle` of the conditional node whose body this is
-    captured into, or 0.
+    int32. `accepts` (`RoundFound`): offsets [B + 1], tokens, new_lens, roots, faults, sound [B], live (its last
+    element counts). `limits` (`LaneLimits`): the committed length at which a lane has ended, the deepest level
+    wanted, stop tokens [B * places], places used. `state` (`LaneState`), in and out: lens, roots, depths, done [B].
+    `control` [4], zeros at first: rounds ended, rounds left of the launch, exit bits, the kernel's own. `handle` of
+    the conditional node whose body this is captured into, or 0.
     """
 
 def _device_round_end_load(ordinal: SupportsIndex) -> None:
