@@ -21,6 +21,7 @@ from specrs.engine import FinishReason
 from specrs.grammar import GrammarError
 
 BYTES = world.vocabulary()
+LEADING = (*b'{}",:', world.END)  # to where members begin and end
 AMBIGUOUS = 'start: e\ne: e e | e e e | "a" | '
 
 
@@ -151,6 +152,24 @@ OBJECTS: list[tuple[Any, list[str], list[str]]] = [
         ['{"ab":4}', '{"ab":"x"}', '{"c":1}'],
     ),
 ]
+
+
+@pytest.mark.parametrize("schema", [schema for schema, *_ in OBJECTS], ids=range(len(OBJECTS)))
+def test_whatever_is_drawn_something_can_follow(schema: Any) -> None:
+    """No comma is allowed that no member can stand behind: a request would end in an error there."""
+    rng, grammar, ends = random.Random(1), compiled(schema), 0
+    for _ in range(30):
+        tracker, text = grammar.start([world.END]), b""
+        while len(text) < 80 and (mask := tracker.mask()) is not None:
+            allowed = mask.tokens()
+            assert allowed, text
+            token = rng.choice([t for t in allowed if t in LEADING] or allowed)
+            tracker.commit([token])
+            if token == world.END:
+                ends += 1
+                break
+            text += bytes([token])
+    assert ends > 5
 
 
 @pytest.mark.parametrize(("schema", "taken", "refused"), OBJECTS)
