@@ -18,7 +18,7 @@ from specrs.models.ops import KvMemory
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64)
 _RUNS = 7
-_ENOUGH = 0.5  # seconds of runs of one row count; a large model's passes vary less
+_ENOUGH = 0.2  # seconds of runs of one row count; a large model's passes vary less
 _CONTEXT = 256  # tokens before the rows: attention has its share in what a row costs
 
 
@@ -29,7 +29,8 @@ def calibrated(
     planner: core.Planner,
     pages: Pages,
 ) -> TreePolicy:
-    """A policy over passes of a few row counts, each measured as the median of some runs.
+    """A policy over passes of a few row counts, each measured in pairs with the target's pass of one row: a neighbour
+    that slows the machine for a while slows both, and what decides is how much longer one takes than the other.
 
     Args:
         head: with its cache; ``None``: drafts come from elsewhere, and cost no pass.
@@ -44,38 +45,41 @@ def calibrated(
     def verify(n: int, plan: core.Plan) -> None:
         host(target.forward(torch.arange(n) % target.config.vocab_size, plan, cache, True if head else None, None)[0])
 
-    pace = Pace()  # one machine
+    def seconds(run: Callable[[int, core.Plan], None], n: int) -> float:
+        plan = planner.extend([seq], [context], [n])  # a new one: a device has to be told it each time
+        started = time.perf_counter()
+        run(n, plan)
+        return time.perf_counter() - started
 
-    def measure(run: Callable[[int, core.Plan], None]) -> PassCost:
-        seconds = []
-        one = planner.extend([seq], [context], [1])
+    pace = Pace()  # one machine
+    plain: list[float] = []  # seconds of passes of one row
+
+    def measure(run: Callable[[int, core.Plan], None]) -> list[float]:
+        """How many times as long as the target's pass of one row it takes, by rows."""
+        found = []
         for n in table:
-            plan = planner.extend([seq], [context], [n])
-            run(n, plan)  # makes the buffers of this row count
-            times: list[float] = []
-            for _ in range(_RUNS):
-                if sum(times) > _ENOUGH:
-                    break
-                if run is not verify:
-                    verify(1, one)  # as in a round: it takes the head's weights out of the nearer caches
-                plan = planner.extend([seq], [context], [n])  # a new one: a device has to be told it each time
-                started = time.perf_counter()
-                run(n, plan)
-                times.append(time.perf_counter() - started)
-            # The shortest would be what a cool core can do; passes of many rows take half as long again when it is not.
-            seconds.append(statistics.median(times))
-        return PassCost(table, seconds, pace)
+            seconds(run, n)  # makes the buffers of this row count
+            ratios, took = list[float](), 0.0
+            while len(ratios) < _RUNS and took < _ENOUGH:
+                # As in a round, the target's pass takes the head's weights out of the nearer caches.
+                plain.append(seconds(verify, 1))
+                this = seconds(run, n)
+                ratios.append(this / plain[-1])
+                took += this + plain[-1]
+            # The least would be what a cool core can do; passes of many rows take half as long again when it is not.
+            found.append(statistics.median(ratios))
+        return found
 
     with pages.pool.reserve([(seq, context + most)]) as lease:
         lease.advance([context])  # passes are planned behind what is committed; which KV stands there costs the same
-        if head is None:
-            policy = TreePolicy(Costs(measure(verify), PassCost([1], [0.0], pace), PassCost([1], [0.0], pace)))
-        else:
-            costs = Costs(measure(verify), *(measure(run) for run in _of_head(target, *head, most)))
-            steps = planner.geometry.shape.steps
-            policy = TreePolicy(costs, [Kind.of(expected, steps) for expected in head[0].acceptance])
+        ratios = [measure(run) for run in (verify, *(() if head is None else _of_head(target, *head, most)))]
     pages.pool.release([seq])
-    return policy
+    alone = statistics.median(plain)
+    costs = [PassCost(table, [alone * ratio for ratio in some], pace) for some in ratios]
+    if head is None:
+        return TreePolicy(Costs(costs[0], PassCost([1], [0.0], pace), PassCost([1], [0.0], pace)))
+    steps = planner.geometry.shape.steps
+    return TreePolicy(Costs(costs[0], costs[1], costs[2]), [Kind.of(one, steps) for one in head[0].acceptance])
 
 
 def _of_head(

@@ -1,0 +1,54 @@
+"""What passes cost, measured beside a neighbour that takes the machine in spells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import specrs.engine.calibration as calibration
+from modelzoo import Pair
+from specrs import LLM
+from specrs.engine.drafting.speculation import AdaptiveTree
+from specrs.models.eagle3 import Eagle3Head
+from specrs.models.llama import LlamaModel
+
+PRICES: dict[str, Callable[[int], float]] = {
+    "target": lambda rows: 1.0 + 0.1 * rows,
+    "step": lambda rows: 0.2 + 0.01 * rows,
+    "extend": lambda rows: 0.25 + 0.02 * rows,
+}
+
+
+@pytest.mark.parametrize("spell", [7, 40, 1000])
+def test_a_slow_spell_changes_no_ratio(bytes_pair: Pair, spell: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For so many passes everything takes five times as long, then for as many it does not."""
+    clock, passes = SimpleNamespace(now=0.0), count()
+    monkeypatch.setattr(calibration, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+
+    def priced(owner: Any, name: str, price: Callable[[int], float]) -> None:
+        run = getattr(owner, name)
+
+        def timed(self: Any, tokens: Any, *args: Any) -> Any:
+            clock.now += price(len(tokens)) * (5.0 if next(passes) // spell % 2 else 1.0)
+            return run(self, tokens, *args)
+
+        monkeypatch.setattr(owner, name, timed)
+
+    monkeypatch.setattr(calibration, "_ENOUGH", 1e9)
+    priced(LlamaModel, "forward", PRICES["target"])
+    priced(Eagle3Head, "step", PRICES["step"])
+    priced(Eagle3Head, "extend", PRICES["extend"])
+    with LLM(bytes_pair.target, bytes_pair.draft, max_batch=2) as llm:
+        speculation = llm._runner.speculation
+        assert isinstance(speculation, AdaptiveTree)
+        costs = speculation.policy.costs
+        one = costs.target.at(1) / PRICES["target"](1)
+        assert 0.99 < one < 5.01
+        for rows in (1, 2, 4, 8):
+            assert costs.target.at(rows) / one == pytest.approx(PRICES["target"](rows), rel=0.01)
+            assert costs.draft_step.at(rows) / one == pytest.approx(PRICES["step"](rows), rel=0.01)
+            assert costs.draft_extend.at(rows) / one == pytest.approx(PRICES["extend"](rows), rel=0.01)
