@@ -149,7 +149,7 @@ def test_a_table_of_another_page_is_the_first_divergent_write(
 def test_a_length_that_is_off_by_one(capsule: Capsule, monkeypatch: pytest.MonkeyPatch) -> None:
     def longer(self: Any, args: Any, operands: Any) -> Any:
         if args[0] == "verify":
-            operands[0][2][2] += 1
+            operands["lens"][2] += 1
         return operands
 
     plant(monkeypatch, "_operands", longer)
@@ -160,7 +160,7 @@ def test_a_length_that_is_off_by_one(capsule: Capsule, monkeypatch: pytest.Monke
 
 def test_what_a_kernel_skips_ends_the_run(capsule: Capsule, monkeypatch: pytest.MonkeyPatch) -> None:
     def outside(self: Any, args: Any, operands: Any) -> Any:
-        operands[0][2][0] = 10_000
+        operands["lens"][0] = 10_000
         return operands
 
     plant(monkeypatch, "_operands", outside)
