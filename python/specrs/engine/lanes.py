@@ -365,7 +365,10 @@ class Lanes:
         )  # fmt: skip
         if "own offsets" in a:
             names = ("offsets", "tokens", "depths", "parents", "next_child", "next_sibling", "scores")
-            self._own_trees = BuiltTrees(**{name: a[f"own {name}"] for name in names})
+            self._own_trees = own = BuiltTrees(**{name: a[f"own {name}"] for name in names})
+            self._own_drafts = ScoredTrees(
+                offsets=own.offsets, tokens=own.tokens, parents=own.parents, scores=own.scores
+            )  # fmt: skip
             host = self._trees_in
             self._others_trees = ScoredTrees(
                 offsets=host["tree_offsets"], tokens=host["tree_tokens"], parents=host["tree_parents"],
@@ -694,7 +697,7 @@ class Lanes:
         """Make one tree of what the head has drafted and of the host's, for each lane."""
         given = self._in
         core._device_tree_unite(
-            shape=self._shape, own=self._own_trees, other=self._others_trees, roots=given["roots"],
+            shape=self._shape, own=self._own_drafts, other=self._others_trees, roots=given["roots"],
             max_nodes=given["nodes"], live=given["live"], trees=self._trees, masks=None,
             origins=self._out["tree_origins"], stream=self._m.dense.stream,
         )  # fmt: skip
