@@ -104,7 +104,8 @@ cases() {
 # loop on the device, of which a sanitizer makes errors of its own or a context that works no more.
 whole() {
     case $1 in
-    test_gpu_engine* | test_gpu_flight | test_gpu_graph | test_gpu_driver_calls | test_gpu_products | test_gpu_replay | test_gpu_load) true ;;
+    test_gpu_engine* | test_gpu_flight | test_gpu_graph | test_gpu_driver_calls | test_gpu_products | test_gpu_replay) true ;;
+    test_gpu_load | test_gpu_overlap) true ;;
     *) false ;;
     esac
 }
