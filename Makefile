@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NVCC_ENV := .venv-nvcc
 EXTRAS := dev,serve
-PROMPT ?= class TestReadFile(unittest.TestCase):
+PROMPT ?= class Stack:
 NVCC = $$(echo $(CURDIR)/$(NVCC_ENV)/lib/python3*/site-packages/nvidia/cu13/bin/nvcc)
 # Processes of pytest in `make test`, a thread each: the models of most tests are too small to gain from more.
 JOBS ?= 2
