@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 STAKE, SHARE = 3.0, 0.05  # plain rounds that a request may lose at first, and of a short one's tokens at most
 BANK = 8.0  # that the requests of a new engine may lose together, and that the prompt of one may take the head
-CAP = 16.0  # of either: twice what a request needs to go on through a paragraph that it drafts badly
+CAP = 16.0  # of either, so that what was won long ago is not lost at once
 RATE = 0.0075  # for each plain round: 2% of 256 tokens, with `STAKE`; under 1% of an engine's time, with `BANK`
 
 
