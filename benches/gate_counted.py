@@ -15,7 +15,7 @@ from typing import Any
 
 import specrs.engine.drafting.gathering as gathering_module
 import specrs.engine.drafting.speculation as speculation_module
-import specrs.engine.runner as runner_module
+import specrs.engine.rounds.runner as runner_module
 from gate_texts import CODE, KINDS
 from specrs import LLM, SamplingParams
 from specrs.engine.drafting.costs import PLAIN, SPECULATIVE, Costs, PassCost

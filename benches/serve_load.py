@@ -42,7 +42,7 @@ from serve_cases import CHAT_TEMPLATE, FATES, MODEL, Case, case
 from serve_client import percentile
 from serve_drive import lag
 from specrs import LLM, AsyncLLM, RequestOutput, SamplingParams, assets
-from specrs.engine.worker import Step
+from specrs.engine.loops.worker import Step
 
 HERE = Path(__file__).parent
 LAG_GOAL, SLOWED_GOAL = 5e-3, 0.03

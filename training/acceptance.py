@@ -18,7 +18,7 @@ from typing import Any
 from torch.utils.dlpack import from_dlpack
 
 from specrs import LLM, SamplingParams, assets
-from specrs.engine.observer import Watching
+from specrs.engine.rounds.observer import Watching
 from specrs.models.acceptance import FILE, HEATS
 
 CHAIN, BUSH = (1, 7, 8), (4, 6, 32)

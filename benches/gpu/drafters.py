@@ -23,7 +23,7 @@ import torch
 from timing import driver
 
 from specrs import LLM, SamplingParams
-from specrs.engine.lanes import Lanes, Variant
+from specrs.engine.devices.lanes import Lanes, Variant
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import commit, versions

@@ -46,7 +46,7 @@ from common import commit, versions
 from driver_calls import driver_calls
 from specrs import LLM, SamplingParams, device, models
 from specrs import _specrs as core
-from specrs.engine.lanes import Lanes
+from specrs.engine.devices.lanes import Lanes
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32,

@@ -10,7 +10,7 @@ import pytest
 
 from specrs import LLM, NonFiniteError, SamplingParams
 from specrs.engine import RequestOutput
-from specrs.engine.draws import Draws
+from specrs.engine.request.draws import Draws
 
 
 def told(error: NonFiniteError | None) -> Any:

@@ -23,11 +23,11 @@ from reference_unite import Scored, unite
 from specrs import LLM
 from specrs import _specrs as core
 from specrs.engine import llm as engine
-from specrs.engine.batch import Batch
+from specrs.engine.devices.host import HostDrafts, HostExecutor, Root, likeliest
 from specrs.engine.drafting.ahead import AheadTree, most_nodes, united_levels, unites
 from specrs.engine.drafting.chooser import Kind, TreePolicy
-from specrs.engine.host import HostDrafts, HostExecutor, Root, likeliest
-from specrs.engine.request import Request
+from specrs.engine.request.batch import Batch
+from specrs.engine.request.request import Request
 from specrs.models.acceptance import HEATS, UNKNOWN
 from specrs.models.features import FeatureRows, Features, gather
 

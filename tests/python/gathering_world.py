@@ -12,12 +12,12 @@ import pytest
 
 import specrs.engine.drafting.gathering as gathering_module
 from specrs.drafters import DraftRequest, Proposal
-from specrs.engine.batch import Batch, Passed
 from specrs.engine.drafting.budget import Account, Purse
 from specrs.engine.drafting.chooser import TreePolicy
 from specrs.engine.drafting.costs import PLAIN, SPECULATIVE, Costs, PassCost
 from specrs.engine.drafting.gathering import Gathering
 from specrs.engine.drafting.sources import Source, Sources
+from specrs.engine.request.batch import Batch, Passed
 
 VOCAB = 1000
 

@@ -157,7 +157,7 @@ def _devices(report: Report) -> None:
     import torch
 
     from specrs import device
-    from specrs.engine.budget import free_bytes
+    from specrs.engine.devices.memory_plan import free_bytes
     from specrs.models.cuda import unavailable
 
     why = unavailable()
@@ -288,8 +288,8 @@ def _configuration(
     whole: bool,
     head: tuple[Path, HeadConfig] | None,
 ) -> None:
+    from specrs.engine.devices.placing import Wanted
     from specrs.engine.drafting.sources import Source
-    from specrs.engine.placing import Wanted
     from specrs.models import cache_bytes, has_recurrent_state
     from specrs.models.host_memory import head_bytes, target_bytes
 

@@ -77,10 +77,10 @@ def _fault(fault: int, output: Any, color: bool) -> int:
 
 
 def _trees(args: argparse.Namespace, shape: TreeShape, output: Any, color: bool) -> int:
+    from specrs.cli.tracing import trace_rounds
     from specrs.drawing import figure
     from specrs.drawing.terminal import draw_tree
     from specrs.engine import LLM
-    from specrs.engine.trace import trace_rounds
 
     llm = LLM(args.model, args.draft, max_batch=1, tree=shape)
     trees = trace_rounds(llm, args.prompt, args.rounds)

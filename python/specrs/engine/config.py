@@ -12,14 +12,12 @@ from specrs import backends, drafters
 from specrs._specrs import ConfigError, Geometry, TreeShape
 from specrs.backends.base import DraftAttention, KvDtype
 from specrs.drafters import CorpusDrafter, Drafter
-from specrs.engine.drafting.sources import Source
+from specrs.engine.drafting.sources import GRAMMAR, HEAD, Source
 from specrs.engine_options import DTYPES, OptionFields, attributes
 from specrs.models.placement import Placement
 
 AUTO_GPU_TREE = TreeShape(4, 6, 32)  # on a GPU, where up to some 64 rows cost little more than one
 AUTO_TREE = TreeShape(1, 8, 9)  # what the cost model picks from: chains of up to 8 tokens
-HEAD = "head"  # among `drafters`
-GRAMMAR = "grammar"  # what a request's grammar forces, beside all of them
 _LEAST_DEPTH = 16  # of trees that the host's sources make, where the cost model picks: room for branches too
 _MOST_DEPTH = 32
 _MOST_SOURCES = 16

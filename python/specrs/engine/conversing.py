@@ -10,7 +10,7 @@ from specrs._specrs import ConfigError
 from specrs.chat import ChatTemplates, Messages
 from specrs.engine.errors import EngineClosedError
 from specrs.engine.prompts import Chats, Given, Prompt, check_text
-from specrs.engine.request import RequestOutput, TokenizedPrompt
+from specrs.engine.request.request import RequestOutput, TokenizedPrompt
 from specrs.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from specrs._specrs import SpecrsError
 
 if TYPE_CHECKING:
-    from specrs.engine.request import RequestOutput
+    from specrs.engine.request.request import RequestOutput
 
 
 class EngineBusyError(SpecrsError):

@@ -21,19 +21,19 @@ from specrs.capsule.file import save
 from specrs.capsule.recorder import RoundRecorder
 from specrs.engine.config import EngineConfig
 from specrs.engine.conversing import Conversing
-from specrs.engine.cuda import CudaExecutor
-from specrs.engine.decoding import TokenDecoder
+from specrs.engine.devices.cuda import CudaExecutor
+from specrs.engine.devices.host import HostExecutor
+from specrs.engine.devices.placing import Wanted
 from specrs.engine.errors import EngineBusyError, EngineClosedError
-from specrs.engine.grammars import Grammars
-from specrs.engine.host import HostExecutor
-from specrs.engine.observer import RoundObserver, Watching
-from specrs.engine.placing import Wanted
 from specrs.engine.prompts import Chats, Given, Prompt, load_eos, load_tokenizer, spellings, truncated
-from specrs.engine.request import Request, RequestOutput, StreamEvent
-from specrs.engine.runner import Runner
-from specrs.engine.scheduler import Scheduler
-from specrs.engine.stats import EngineStats
-from specrs.engine.token_bytes import TokenTable
+from specrs.engine.request.decoding import TokenDecoder
+from specrs.engine.request.grammars import Grammars
+from specrs.engine.request.request import Request, RequestOutput, StreamEvent
+from specrs.engine.request.token_bytes import TokenTable
+from specrs.engine.rounds.observer import RoundObserver, Watching
+from specrs.engine.rounds.runner import Runner
+from specrs.engine.rounds.scheduler import Scheduler
+from specrs.engine.rounds.stats import EngineStats
 from specrs.engine_options import EngineOptions
 from specrs.models import (
     LiveModel,

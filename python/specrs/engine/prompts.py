@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from specrs._specrs import ConfigError
 from specrs.chat import TOKENIZER_CONFIG, ChatTemplates, Messages, conversations
 from specrs.chat.files import read_json, tokenizer_config
-from specrs.engine.added_tokens import add_tokens, eos_of
-from specrs.engine.request import TokenizedPrompt
+from specrs.engine.request.added_tokens import add_tokens, eos_of
+from specrs.engine.request.request import TokenizedPrompt
 from specrs.models import LiveModel
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from specrs.engine import EngineOverloadedError
 
 if TYPE_CHECKING:
     from specrs.engine import AsyncLLM, RequestOutput
-    from specrs.engine.stats import RequestTimes
-    from specrs.engine.worker import Step
+    from specrs.engine.loops.worker import Step
+    from specrs.engine.rounds.stats import RequestTimes
     from specrs.serve.record import Record
 
 #: Paths that have a label of their own: others are a stranger's to choose.

@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specrs.engine import RequestOutput
-    from specrs.engine.stats import RequestTimes
+    from specrs.engine.rounds.stats import RequestTimes
     from specrs.serve.errors import RequestError
 
 _ID = re.compile(rb"[\w.:+/=-]{1,128}", re.ASCII)

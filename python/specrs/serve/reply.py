@@ -12,7 +12,7 @@ from specrs.serve.writing import dumps
 
 if TYPE_CHECKING:
     from specrs.engine import LLM, RequestOutput, Round, StreamEvent
-    from specrs.engine.process import RemoteLLM
+    from specrs.engine.loops.process import RemoteLLM
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from specrs.serve.voices import Plain
 
 if TYPE_CHECKING:
     from specrs.engine import RequestOutput, StreamEvent, TokenizedPrompt
-    from specrs.engine.logprobs import TokenLogprobs
+    from specrs.engine.request.logprobs import TokenLogprobs
     from specrs.serve.config import ServeConfig
     from specrs.serve.service import Flow, Service
 

@@ -10,7 +10,7 @@ from specrs.serve.writing import Items
 
 if TYPE_CHECKING:
     from specrs.engine import Logprob
-    from specrs.engine.logprobs import TokenLogprobs
+    from specrs.engine.request.logprobs import TokenLogprobs
 
 
 Spell = Callable[[int], "bytes | None"]

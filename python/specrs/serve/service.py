@@ -22,7 +22,7 @@ from specrs._specrs import ConfigError, GrammarFailedError, SpecrsError
 from specrs.chat import ChatTemplateError
 from specrs.engine import AsyncLLM, RequestOutput, StreamEvent, TokenizedPrompt
 from specrs.engine.errors import EngineClosedError, EngineOverloadedError
-from specrs.engine.token_bytes import TokenTable
+from specrs.engine.request.token_bytes import TokenTable
 from specrs.grammar import GrammarError
 from specrs.sampling_params import SamplingParams
 from specrs.serve.config import ServeConfig
@@ -37,7 +37,7 @@ from specrs.serve.sampling import Wish, renamed
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from specrs.engine.aio import RequestStream
+    from specrs.engine.loops.aio import RequestStream
 
 _T = TypeVar("_T")
 _CHARS_PER_TOKEN = 64  # of the longest prompt that may fit: runs of spaces make long tokens

@@ -19,7 +19,7 @@ from modelzoo import Pair, write_eagle3, write_target
 from specrs import LLM, SamplingParams, assets
 from specrs import _specrs as core
 from specrs.backends import BACKENDS, Combination, FlashInfer, UnsupportedCombinationError, resolve
-from specrs.engine.scheduler import Scheduler
+from specrs.engine.rounds.scheduler import Scheduler
 from specrs.models import LlamaModel, ops_for
 
 VOCAB = 10

@@ -34,9 +34,9 @@ from specrs import (
     StepFailedError,
     StreamEvent,
 )
-from specrs.engine import desk
-from specrs.engine.stats import RequestTimes
-from specrs.engine.worker import News, Worker
+from specrs.engine.loops import desk
+from specrs.engine.loops.worker import News, Worker
+from specrs.engine.rounds.stats import RequestTimes
 
 
 @pytest.fixture(scope="module")

@@ -34,9 +34,9 @@ from specrs import (
     StreamEvent,
 )
 from specrs.drafters import CorpusDrafter, SuffixDrafter
-from specrs.engine import aio, wire
-from specrs.engine.stats import RequestTimes
-from specrs.engine.worker import News
+from specrs.engine.loops import aio, wire
+from specrs.engine.loops.worker import News
+from specrs.engine.rounds.stats import RequestTimes
 from specrs.grammar import GrammarError, StructuredOutputs
 from specrs.models import ModelFileError
 
@@ -267,7 +267,7 @@ def inject(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
 
 BROKEN = """
 from specrs import LedgerError
-from specrs.engine.scheduler import Scheduler
+from specrs.engine.rounds.scheduler import Scheduler
 step = Scheduler.step
 def broken(self):
     seeds = {r.params.seed for r in self.running + self.waiting}

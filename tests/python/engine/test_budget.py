@@ -11,8 +11,8 @@ import torch
 
 from specrs import ConfigError, DeviceMemoryError
 from specrs.backends import NativeCuda
-from specrs.engine.budget import Engine, Head, planned
 from specrs.engine.config import EngineConfig
+from specrs.engine.devices.memory_plan import Engine, Head, planned
 from specrs.models import Eagle3Config, ModelConfig, Placement
 
 GIB = 1 << 30

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import specrs.engine.calibration as calibration
+import specrs.engine.devices.calibration as calibration
 from modelzoo import Pair
 from specrs import LLM
 from specrs.engine.drafting.speculation import AdaptiveTree

@@ -13,7 +13,7 @@ import specrs
 from chat_corpus import CHATS, TEMPLATES, TOOLS
 from modelzoo import Pair, write_json
 from specrs import LLM, ChatTemplateError, ConfigError, EngineClosedError, SamplingParams
-from specrs.engine.request import TokenizedPrompt
+from specrs.engine.request.request import TokenizedPrompt
 
 CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
 TEMPLATE = "{{ bos_token }}" + TEMPLATES["chatml"]

@@ -18,9 +18,9 @@ from flight_world import Level, Told, flying
 from modelzoo import Pair, write_target
 from specrs import LLM, ConfigError, NonFiniteError, Sampler, SamplingParams
 from specrs.capsule.replay import replay
-from specrs.engine.draws import Draws
-from specrs.engine.seeds import philox4x32_10, split
-from specrs.engine.token_bytes import TokenTable
+from specrs.engine.request.draws import Draws
+from specrs.engine.request.seeds import philox4x32_10, split
+from specrs.engine.request.token_bytes import TokenTable
 
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.1, "frequency_penalty": 0.1}
 WORDS = [[0, 0, 1], [1, 1, 2], [2, 0, 2], [2, 2, 2, 2], [1, 0, 1], [0, 2, 0]]

@@ -15,7 +15,7 @@ from modelzoo import Pair, read_weights, write_eagle3
 from specrs import LLM, SamplingParams
 from specrs import _specrs as core
 from specrs.engine import llm as engine
-from specrs.engine.host import HostExecutor, Root
+from specrs.engine.devices.host import HostExecutor, Root
 from specrs.models import HOST
 
 BAD = 7

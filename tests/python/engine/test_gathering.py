@@ -13,10 +13,10 @@ import pytest
 from gathering_world import VOCAB, Clock, Foretells, Text, text, world
 from specrs import LLM
 from specrs.drafters import DraftRequest, Proposal
-from specrs.engine.batch import Batch
 from specrs.engine.drafting.chooser import TreePolicy
 from specrs.engine.drafting.costs import Costs, PassCost
 from specrs.engine.drafting.speculation import AdaptiveTree
+from specrs.engine.request.batch import Batch
 
 FLAT = {1: 1.0, 2: 1.25, 4: 1.3, 8: 1.4, 16: 1.6}
 STEEP = {1: 1.0, 2: 1.44, 4: 2.06, 8: 3.1, 16: 5.3}

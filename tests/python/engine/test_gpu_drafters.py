@@ -23,7 +23,7 @@ if not torch.cuda.is_available():
 if not device.cuda_available():
     pytest.skip(f"no CUDA kernels: {device.cuda_unavailable_reason()}", allow_module_level=True)
 
-from specrs.engine.lanes import Lanes, Variant
+from specrs.engine.devices.lanes import Lanes, Variant
 
 VOCAB, REQUESTS = 16, 14
 MIXES: dict[str, Callable[[], list[Any]]] = {

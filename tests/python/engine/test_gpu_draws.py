@@ -13,7 +13,7 @@ from draws_world import cuts_of, naive, prompts_of, seen, words_of
 from modelzoo import Pair, agree, write_eagle3, write_target
 from specrs import LLM, SamplingParams, device
 from specrs.engine import RequestOutput
-from specrs.engine.seeds import split
+from specrs.engine.request.seeds import split
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA GPU in this machine", allow_module_level=True)

@@ -17,7 +17,7 @@ import torch
 from modelzoo import Pair, write_eagle3, write_target
 from specrs import LLM, OutOfBoundsError, SamplingParams, SpecrsError, device
 from specrs import _specrs as core
-from specrs.engine.lanes import Lanes
+from specrs.engine.devices.lanes import Lanes
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA GPU in this machine", allow_module_level=True)

@@ -19,7 +19,7 @@ from driver_calls import driver_calls
 from modelzoo import Pair, agree, write_eagle3, write_target
 from specrs import LLM, SamplingParams, device
 from specrs import _specrs as core
-from specrs.engine.lanes import Lanes
+from specrs.engine.devices.lanes import Lanes
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA GPU in this machine", allow_module_level=True)

@@ -1,4 +1,4 @@
-"""Numbers of the kernels' memory that `specrs.engine.lanes` has by heart."""
+"""Numbers of the kernels' memory that `specrs.engine.devices.lanes` has by heart."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from specrs import _specrs as core
-from specrs.engine import lanes
+from specrs.engine.devices import lanes
 from specrs.operands import LaneLimits, LaneState, RoundFound
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models
 
-from specrs.engine import decoding
-from specrs.engine.decoding import Detokenizer, TokenDecoder
-from specrs.engine.text import OutputText, StopMatcher
-from specrs.engine.token_bytes import TokenTable
+from specrs.engine.request.decoding import Detokenizer, TokenDecoder
+from specrs.engine.request.request import decoding
+from specrs.engine.request.text import OutputText, StopMatcher
+from specrs.engine.request.token_bytes import TokenTable
 
 MARK = "\u2581"
 WORDS = [

@@ -19,7 +19,7 @@ import pytest
 from modelzoo import write_eagle3, write_target
 from specrs import LLM, PoolExhaustedError, SamplingParams
 from specrs.engine import RequestOutput
-from specrs.engine.request import Request
+from specrs.engine.request.request import Request
 
 VOCAB, CONTEXT = 4, 80
 SIZES: dict[str, Any] = {

@@ -11,9 +11,9 @@ import pytest
 from flight_world import scored
 from reference_unite import OTHER, OWN, Scored, paths, random_tree, unite
 from specrs._specrs import DraftProposal, TreeBatch, merge_drafts
-from specrs.engine.config import HEAD
+from specrs.engine.drafting.sources import HEAD
 from specrs.engine.drafting.trees import shares, traced
-from specrs.engine.rounds import DraftTree
+from specrs.engine.request.traces import DraftTree
 
 VOCAB, ROOT = 6, 1
 NAMES = ("ngrams", "suffix", HEAD)

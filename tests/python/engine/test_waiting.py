@@ -12,7 +12,7 @@ import pytest
 from aio_world import OPTIONS
 from modelzoo import Pair
 from specrs import LLM, SamplingParams
-from specrs.engine.waiting import WaitingQueue
+from specrs.engine.rounds.waiting import WaitingQueue
 
 
 def counted(work: Any) -> int:

@@ -22,6 +22,16 @@ FLOORS = [  # a module imports from its own floor and those before it
     {"serve"},
     {"cli", "hf"},
 ]
+ENGINE = [  # its folders and the files at its top, likewise
+    {"request"},
+    {"drafting"},
+    {"config"},
+    {"rounds"},
+    {"devices"},
+    {"errors", "prompts", "conversing"},
+    {"llm"},
+    {"loops"},
+]
 
 
 def modules() -> dict[str, Path]:
@@ -70,6 +80,15 @@ def test_imports_run_from_floor_to_floor() -> None:
                 assert floor[other.split(".")[1]] <= own, f"{name} imports {other}"
 
 
+def test_imports_within_the_engine_run_from_floor_to_floor() -> None:
+    found = {name: path for name, path in modules().items() if name.startswith("specrs.engine.")}
+    floor = {name: i for i, names in enumerate(ENGINE) for name in names}
+    assert {name.split(".")[2] for name in found} == set(floor)
+    for name, path in found.items():
+        for other in imports(name, path, set(found)):
+            assert floor[other.split(".")[2]] <= floor[name.split(".")[2]], f"{name} imports {other}"
+
+
 def test_contributing_has_the_order_of_the_floors() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     order = re.search(r"^Python: (.*?)^```", text, re.M | re.S)
@@ -82,9 +101,10 @@ def test_contributing_names_every_folder_of_the_package_and_every_file_of_the_en
     rows = "\n".join(line for line in text.splitlines() if line.startswith("| "))
     for name in set().union(*FLOORS) - {"_specrs", "sampling_params"}:
         assert f"`{name}/`" in rows or f"specrs/{name}/`" in rows or f"specrs/{name}.py`" in rows, name
-    engine = rows[rows.index("| `python/specrs/engine/` |") : rows.index("| `python/specrs/capsule/` |")]
-    for path in sorted((PACKAGE / "engine").glob("*.py")):
-        assert path.stem in ("__init__", "errors") or f"`{path.stem}`" in engine, path.name
+    for path in sorted((PACKAGE / "engine").rglob("*.py")):
+        place = path.parent.relative_to(PACKAGE.parent).as_posix()
+        row = next((line for line in rows.splitlines() if line.startswith(f"| `python/{place}/` |")), "")
+        assert path.stem in ("__init__", "errors") or f"`{path.stem}`" in row, path
 
 
 def test_files_that_contributing_names_exist() -> None:

@@ -16,7 +16,7 @@ from modelrun import Driver, random_tokens
 from modelzoo import Pair
 from specrs import LLM, ConfigError, SamplingParams
 from specrs.backends import BACKENDS, Native, PlanAttention
-from specrs.engine import placing
+from specrs.engine.devices import placing
 from specrs.models import (
     HOST,
     Dense,

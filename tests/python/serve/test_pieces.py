@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from serve_world import Running, worst_pause
-from specrs.engine.logprobs import Logprob
+from specrs.engine.request.logprobs import Logprob
 from specrs.serve import exchange
 from specrs.serve.scores import Names, all_objects, objects
 from specrs.serve.writing import Items, dumps, dumps_in_pieces

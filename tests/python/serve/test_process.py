@@ -30,7 +30,7 @@ from specrs.serve.service import LAST_WORDS
 DEAD = """
 import sys
 from specrs import LedgerError
-from specrs.engine.scheduler import Scheduler
+from specrs.engine.rounds.scheduler import Scheduler
 step = Scheduler.step
 def broken(self):
     if any(r.params.seed == 666 for r in self.running + self.waiting):

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
 from specrs._specrs import TreeBatch, TreeShape
-from specrs.engine.batch import Batch, Passed
 from specrs.engine.drafting.budget import RATE
 from specrs.engine.drafting.chooser import TreePolicy
 from specrs.engine.drafting.costs import FOLLOWED, HOSTED, PLAIN, SPECULATIVE
 from specrs.engine.drafting.speculation import AdaptiveTree, Outlook, PassKind, Share
+from specrs.engine.request.batch import Batch, Passed
 
 _LEARN = 0.05
 _MOST_UNITED, _LONGEST_BRANCH = 64, 8  # of `cuda/tree_unite.cu`, and `off_spine` of `MergeLimits`

@@ -19,18 +19,16 @@ from dataclasses import dataclass, field, replace
 from torch.utils.dlpack import from_dlpack
 
 from specrs._specrs import DraftCalibration, DraftNodes, DraftProposal, MergedDrafts, TreeBatch, merge_drafts
-from specrs.engine.batch import Batch, Passed
-from specrs.engine.config import GRAMMAR, HEAD
 from specrs.engine.drafting.budget import RATE, Account
 from specrs.engine.drafting.chooser import Kind, TreePolicy
 from specrs.engine.drafting.costs import HOSTED, SPECULATIVE, Costs
-from specrs.engine.drafting.sources import Part, Sources
+from specrs.engine.drafting.sources import GRAMMAR, HEAD, Part, Sources
 from specrs.engine.drafting.speculation import Share
-from specrs.engine.drafting.trees import Deferral
+from specrs.engine.drafting.trees import Deferral, VerifiedTrees
 from specrs.engine.drafting.worth import Asking, Worth
-from specrs.engine.executor import Verified
-from specrs.engine.grammars import Grammars
-from specrs.engine.request import Request
+from specrs.engine.request.batch import Batch, Passed
+from specrs.engine.request.grammars import Grammars
+from specrs.engine.request.request import Request
 
 LIKELIEST = 8
 """Next tokens of a verified node that sources which observe are told."""
@@ -497,7 +495,7 @@ class Gathering:
             scores.append(math.log(prob) + (scores[parent] if parent >= 0 else 0.0))
         return Share(sorted(scores, reverse=True), self.grade(head, passed.tokens))
 
-    def watch(self, batch: Batch, verified: Verified) -> None:
+    def watch(self, batch: Batch, verified: VerifiedTrees) -> None:
         """Tell sources that learn from verified trees what the target made of these, of requests that go on."""
         if not self._hearing:
             return

@@ -18,7 +18,10 @@ from itertools import islice
 
 from specrs._specrs import DraftProposal
 from specrs.drafters import Drafter, Drafting, DraftRequest, Drafts, Holding, Observing
-from specrs.engine.request import Request
+from specrs.engine.request.request import Request
+
+HEAD = "head"  # among `drafters`
+GRAMMAR = "grammar"  # what a request's grammar forces, beside all of them
 
 _BUCKETS = 64  # of calibration, of a source
 _LEAST = 1e-30  # the core's probabilities have 32 bits: one below these would be 0

@@ -15,11 +15,11 @@ from typing import Literal, ParamSpec, Protocol, TypeVar
 from torch.utils.dlpack import from_dlpack
 
 from specrs._specrs import DraftBeams, TreeBatch
-from specrs.engine.batch import Batch, Passed
 from specrs.engine.drafting.budget import RATE, Account
 from specrs.engine.drafting.chooser import Kind, TreePolicy, nodes_of
 from specrs.engine.drafting.costs import PLAIN, SPECULATIVE, Costs, PassCost
-from specrs.engine.request import Request
+from specrs.engine.request.batch import Batch, Passed
+from specrs.engine.request.request import Request
 
 PassKind = Literal["target", "draft_step", "draft_extend"]
 

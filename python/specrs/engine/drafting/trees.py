@@ -8,20 +8,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch.utils.dlpack import from_dlpack
 
-from specrs._specrs import DraftNodes, MergedDrafts
-from specrs.engine.batch import Passed
-from specrs.engine.config import HEAD
+from specrs._specrs import Accepts, DraftNodes, MergedDrafts, TreeBatch
 from specrs.engine.drafting.chooser import TreeChoice, TreePolicy
+from specrs.engine.drafting.sources import HEAD
 from specrs.engine.drafting.speculation import Share
-from specrs.engine.executor import Verified
-from specrs.engine.rounds import DraftTree
+from specrs.engine.request.batch import Passed
+from specrs.engine.request.traces import DraftTree
 
 _HEADS, _HOSTS = 1, 2  # bits of an origin
 _SAME, _LEARN = 0.8, 0.3  # part of a chance that counts as the same; weight of a time, of which two failures are enough
 _TRUSTED = 0.5  # word from which on drafts may wait
+
+
+class VerifiedTrees(Protocol):
+    """Trees after verification."""
+
+    @property
+    def trees(self) -> TreeBatch:
+        """The trees that were verified."""
+
+    @property
+    def origins(self) -> Sequence[Sequence[int]] | None:
+        """Whose each node is of each request's tree, root first, where the device has united two
+        (`DraftExecutor.beside`): bit 0 the head's, bit 1 the other one's. ``None`` else."""
+
+    @property
+    def accepts(self) -> Accepts:
+        """The accepted paths and tokens."""
+
+    def likeliest(self, requests: Sequence[int], count: int) -> Sequence[tuple[list[int], list[list[int]]]] | None:
+        """Of some requests, in ascending order, the tokens of their trees' nodes, and after each the target's likeliest
+        next tokens, so many, the likeliest first. ``None`` where the device no longer has the scores."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +62,7 @@ class _Tree:
 
 
 def shares(
-    verified: Verified, passed: Sequence[Passed], drafts: Sequence[MergedDrafts]
+    verified: VerifiedTrees, passed: Sequence[Passed], drafts: Sequence[MergedDrafts]
 ) -> tuple[list[Share], list[Share]]:
     """The head's part of what the round gave each request, and the host's.
 
@@ -63,7 +84,7 @@ def shares(
 
 
 def traced(
-    verified: Verified, drafts: Sequence[MergedDrafts], wanted: Sequence[int], paths: Sequence[Sequence[int]],
+    verified: VerifiedTrees, drafts: Sequence[MergedDrafts], wanted: Sequence[int], paths: Sequence[Sequence[int]],
     names: Sequence[str],
 ) -> list[DraftTree]:  # fmt: skip
     """The trees of some requests of a landing. drafts: of each request, the host's tree. paths: accepted ones, with
@@ -78,7 +99,7 @@ def traced(
     return found
 
 
-def _trees(verified: Verified, drafts: Sequence[MergedDrafts]) -> list[_Tree]:
+def _trees(verified: VerifiedTrees, drafts: Sequence[MergedDrafts]) -> list[_Tree]:
     """The tree of each request, and which of its nodes are which of the host's."""
     origins, trees = verified.origins, verified.trees
     assert origins is not None

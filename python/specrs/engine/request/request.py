@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from specrs._specrs import Grammar, GrammarFailedError, NonFiniteError, Sampler
-from specrs.engine.decoding import Detokenizer, TokenDecoder
-from specrs.engine.draws import Draws
-from specrs.engine.logprobs import TokenLogprobs
-from specrs.engine.rounds import DraftTree, Round
-from specrs.engine.seeds import split
-from specrs.engine.text import OutputText
+from specrs.engine.request.decoding import Detokenizer, TokenDecoder
+from specrs.engine.request.draws import Draws
+from specrs.engine.request.logprobs import TokenLogprobs
+from specrs.engine.request.seeds import split
+from specrs.engine.request.text import OutputText
+from specrs.engine.request.traces import DraftTree, Round
 
 if TYPE_CHECKING:
     from specrs._specrs import Sequence as KvSequence

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from specrs.engine.token_bytes import BYTE_LEVEL, byte_of, decoder_parts
+from specrs.engine.request.token_bytes import BYTE_LEVEL, byte_of, decoder_parts
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -14,21 +14,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from specrs import _specrs as core
-from specrs.engine.batch import Batch, Passed
-from specrs.engine.config import HEAD, EngineConfig
-from specrs.engine.drafter import Drafter
+from specrs.engine.config import EngineConfig
 from specrs.engine.drafting import trees as united
 from specrs.engine.drafting.ahead import tiers
 from specrs.engine.drafting.gathering import Gathered, Gathering, Planted
-from specrs.engine.drafting.sources import Sources
+from specrs.engine.drafting.sources import HEAD, Sources
 from specrs.engine.drafting.speculation import GivenTree
-from specrs.engine.executor import Drafted, Executor, Pass, Verified
-from specrs.engine.flight import Flight
-from specrs.engine.logprobs import TokenBytes, TokenLogprobs, of_draws, of_rows
-from specrs.engine.observer import RoundObserver
-from specrs.engine.pages import Pages
-from specrs.engine.request import FinishReason, Request
-from specrs.engine.rounds import DraftTree, trees_of
+from specrs.engine.request.batch import Batch, Passed
+from specrs.engine.request.logprobs import TokenBytes, TokenLogprobs, of_draws, of_rows
+from specrs.engine.request.request import FinishReason, Request
+from specrs.engine.request.traces import DraftTree, trees_of
+from specrs.engine.rounds.executor import Drafted, Executor, Pass, Verified
+from specrs.engine.rounds.flight import Flight
+from specrs.engine.rounds.head import Drafter
+from specrs.engine.rounds.observer import RoundObserver
+from specrs.engine.rounds.pages import Pages
 from specrs.sampling_params import PROCESSED
 
 _LEAST_SCORED, _MOST_SCORED = 16, 128

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from specrs._specrs import Grammar, GrammarTracker, GrammarVocabulary
 from specrs.drafters import Proposal
-from specrs.engine.token_bytes import TokenTable
+from specrs.engine.request.token_bytes import TokenTable
 from specrs.grammar import StructuredOutputs, refuse
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from specrs._specrs import Lease
-from specrs.engine.batch import Batch
 from specrs.engine.drafting.gathering import Planted
-from specrs.engine.executor import Verified
-from specrs.engine.request import Request
+from specrs.engine.request.batch import Batch
+from specrs.engine.request.request import Request
+from specrs.engine.rounds.executor import Verified
 
 
 @dataclass(eq=False)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from specrs import device
 from specrs._specrs import LedgerError
 from specrs.engine.errors import EngineBusyError, EngineClosedError, EngineFailedError, StepFailedError
-from specrs.engine.request import FinishReason, Request, StreamEvent
-from specrs.engine.stats import EngineStats, RequestTimes
+from specrs.engine.request.request import FinishReason, Request, StreamEvent
+from specrs.engine.rounds.stats import EngineStats, RequestTimes
 
 if TYPE_CHECKING:
     from specrs.engine.llm import LLM

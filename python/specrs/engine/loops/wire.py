@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from specrs._specrs import SpecrsError
 from specrs.backends import BACKENDS, Capabilities
-from specrs.engine.request import StreamEvent, TokenizedPrompt
-from specrs.engine.worker import Add, News, Step
+from specrs.engine.loops.worker import Add, News, Step
+from specrs.engine.request.request import StreamEvent, TokenizedPrompt
 
 if TYPE_CHECKING:
-    from specrs.engine.budget import Budget
     from specrs.engine.config import EngineConfig
+    from specrs.engine.devices.memory_plan import Budget
     from specrs.engine.llm import LLM
-    from specrs.engine.stats import EngineStats
+    from specrs.engine.rounds.stats import EngineStats
     from specrs.sampling_params import ResolvedSampling, SamplingParams
 
 _KNOWN = ("specrs", "builtins", "torch")  # packages whose errors both processes have

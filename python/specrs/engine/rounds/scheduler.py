@@ -18,11 +18,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from specrs._specrs import PoolExhaustedError
-from specrs.engine.batch import Passed
-from specrs.engine.request import Request, StreamEvent
-from specrs.engine.runner import Runner
-from specrs.engine.stats import EngineStats
-from specrs.engine.waiting import WaitingQueue
+from specrs.engine.request.batch import Passed
+from specrs.engine.request.request import Request, StreamEvent
+from specrs.engine.rounds.runner import Runner
+from specrs.engine.rounds.stats import EngineStats
+from specrs.engine.rounds.waiting import WaitingQueue
 
 
 class Scheduler:

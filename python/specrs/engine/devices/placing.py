@@ -17,8 +17,8 @@ import torch
 from specrs import _specrs as core
 from specrs import backends
 from specrs._specrs import ConfigError, DeviceMemoryError, Geometry, SpecrsError
-from specrs.engine.budget import Budget, Engine, Head, free_bytes, planned
 from specrs.engine.config import EngineConfig
+from specrs.engine.devices.memory_plan import Budget, Engine, Head, free_bytes, planned
 from specrs.models import (
     Eagle3Head,
     LiveModel,

@@ -20,8 +20,8 @@ import torch
 from specrs._specrs import ConfigError, set_num_threads
 from specrs.engine.errors import EngineClosedError
 from specrs.engine.llm import LLM
-from specrs.engine.wire import Facts, Ready, Refused, Sealed, Start, Told, Turn, dumps, loads, packed
-from specrs.engine.worker import Abort, Add, Audit, News, Shutdown, Step, Worker
+from specrs.engine.loops.wire import Facts, Ready, Refused, Sealed, Start, Told, Turn, dumps, loads, packed
+from specrs.engine.loops.worker import Abort, Add, Audit, News, Shutdown, Step, Worker
 from specrs.grammar import StructuredOutputs
 from specrs.sampling_params import SamplingParams
 

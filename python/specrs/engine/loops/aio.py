@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from specrs._specrs import ConfigError
 from specrs.chat import ChatTemplates, Messages
-from specrs.engine.desk import Desk, Engine, Slot
 from specrs.engine.errors import EngineClosedError
 from specrs.engine.llm import LLM
-from specrs.engine.process import EngineProcess, RemoteLLM
+from specrs.engine.loops.desk import Desk, Engine, Slot
+from specrs.engine.loops.process import EngineProcess, RemoteLLM
+from specrs.engine.loops.worker import Shutdown, StepWatch, Worker
 from specrs.engine.prompts import Prompt
-from specrs.engine.request import RequestOutput, StreamEvent, TokenizedPrompt
-from specrs.engine.stats import RequestTimes, ServingStats
-from specrs.engine.worker import Shutdown, StepWatch, Worker
+from specrs.engine.request.request import RequestOutput, StreamEvent, TokenizedPrompt
+from specrs.engine.rounds.stats import RequestTimes, ServingStats
 from specrs.engine_options import LLMOptions
 from specrs.models import LiveModel
 from specrs.sampling_params import SamplingParams

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 from itertools import count
 
-from specrs.engine.request import Request
+from specrs.engine.request.request import Request
 
 _Entry = tuple[int, int, int, Request]
 _SPARE = 16  # stale entries that are not worth a clean-up

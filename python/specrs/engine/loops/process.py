@@ -21,13 +21,13 @@ import torch
 from specrs._specrs import ConfigError, num_threads
 from specrs.engine.conversing import Tokenizing
 from specrs.engine.errors import EngineProcessError
+from specrs.engine.loops.wire import Facts, Ready, Refused, Sealed, Start, Turn, dumps, loads, unpacked
+from specrs.engine.loops.worker import Abort, Add, Audit, News, Shutdown, StepWatch
 from specrs.engine.prompts import Chats, load_tokenizer
-from specrs.engine.wire import Facts, Ready, Refused, Sealed, Start, Turn, dumps, loads, unpacked
-from specrs.engine.worker import Abort, Add, Audit, News, Shutdown, StepWatch
 from specrs.models import follow_torch
 
 if TYPE_CHECKING:
-    from specrs.engine.stats import EngineStats
+    from specrs.engine.rounds.stats import EngineStats
 
 _BOOT = """
 import sys
@@ -35,7 +35,7 @@ sys.path[:] = {path!r}
 import signal
 for one in (signal.SIGINT, signal.SIGTERM):
     signal.signal(one, signal.SIG_IGN)
-from specrs.engine.child import main
+from specrs.engine.loops.child import main
 main({handle})
 """
 _ENDS = 60.0  # seconds for a process whose engine is closed to be gone; then it is killed

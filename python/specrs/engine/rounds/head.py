@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import cast
 
 from specrs._specrs import DraftBeams, NonFiniteError
-from specrs.engine.batch import Batch
 from specrs.engine.drafting.speculation import GivenTree
-from specrs.engine.executor import Drafted, DraftExecutor, Entries, Pass, Watched
-from specrs.engine.observer import RoundObserver
-from specrs.engine.request import Request
+from specrs.engine.request.batch import Batch
+from specrs.engine.request.request import Request
+from specrs.engine.rounds.executor import Drafted, DraftExecutor, Entries, Pass, Watched
+from specrs.engine.rounds.observer import RoundObserver
 
 _MAX_LAG = 256  # features that a request may hold before its draft KV is brought up to date
 

@@ -11,7 +11,7 @@ import torch
 from specrs import _specrs as core
 from specrs.engine.drafting.chooser import Kind, TreePolicy
 from specrs.engine.drafting.costs import Costs, Pace, PassCost
-from specrs.engine.pages import Pages
+from specrs.engine.rounds.pages import Pages
 from specrs.models.eagle3 import Eagle3Head
 from specrs.models.llama import LlamaModel
 from specrs.models.ops import KvMemory

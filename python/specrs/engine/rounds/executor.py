@@ -19,12 +19,13 @@ from typing import ParamSpec, Protocol, TypeVar
 
 import torch
 
-from specrs._specrs import Accepts, DraftBeams, GrammarFailedError, Lease, Moves, NonFiniteError, Planner, TreeBatch
+from specrs._specrs import DraftBeams, GrammarFailedError, Lease, Moves, NonFiniteError, Planner, TreeBatch
 from specrs._specrs import Sequence as KvSequence
-from specrs.engine.batch import Batch
 from specrs.engine.drafting.speculation import AdaptiveTree, PassKind
-from specrs.engine.pages import Pages
-from specrs.engine.request import Request
+from specrs.engine.drafting.trees import VerifiedTrees
+from specrs.engine.request.batch import Batch
+from specrs.engine.request.request import Request
+from specrs.engine.rounds.pages import Pages
 from specrs.models import Placement
 from specrs.models.features import Features
 
@@ -76,29 +77,12 @@ class Prefilled(Pass, Protocol):
         """For each request that was to draw: its token, or why there is none."""
 
 
-class Verified(Pass, Protocol):
-    """Trees after verification; rows of the pass are nodes."""
-
-    @property
-    def trees(self) -> TreeBatch:
-        """The trees that were verified."""
-
-    @property
-    def origins(self) -> Sequence[Sequence[int]] | None:
-        """Whose each node is of each request's tree, root first, where the device has united two
-        (`DraftExecutor.beside`): bit 0 the head's, bit 1 the other one's. ``None`` else."""
-
-    @property
-    def accepts(self) -> Accepts:
-        """The accepted paths and tokens."""
+class Verified(Pass, VerifiedTrees, Protocol):
+    """What a round's pass of the target found; its rows are the trees' nodes."""
 
     @property
     def faults(self) -> Sequence[tuple[NonFiniteError, int]]:
         """Those of the drafts (`Watched.faults`)."""
-
-    def likeliest(self, requests: Sequence[int], count: int) -> Sequence[tuple[list[int], list[list[int]]]] | None:
-        """Of some requests, in ascending order, the tokens of their trees' nodes, and after each the target's likeliest
-        next tokens, so many, the likeliest first. ``None`` where the device no longer has the scores."""
 
     @property
     def lost(self) -> Sequence[int]:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 from specrs import _specrs as core
-from specrs.engine.batch import Batch
 from specrs.engine.config import EngineConfig
-from specrs.engine.request import Request
+from specrs.engine.request.batch import Batch
+from specrs.engine.request.request import Request
 
 
 class Pages:

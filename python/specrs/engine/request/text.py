@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 
-from specrs.engine.decoding import Detokenizer
+from specrs.engine.request.decoding import Detokenizer
 
 
 class OutputText:

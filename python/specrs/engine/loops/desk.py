@@ -14,11 +14,11 @@ from typing import Any
 
 from specrs._specrs import ConfigError
 from specrs.engine.errors import EngineClosedError, EngineFailedError, EngineOverloadedError, StepFailedError
-from specrs.engine.process import EngineProcess
+from specrs.engine.loops.process import EngineProcess
+from specrs.engine.loops.worker import Abort, Add, Audit, News, Shutdown, Worker
 from specrs.engine.prompts import Prompt
-from specrs.engine.request import RequestOutput, StreamEvent, TokenizedPrompt
-from specrs.engine.stats import RequestTimes
-from specrs.engine.worker import Abort, Add, Audit, News, Shutdown, Worker
+from specrs.engine.request.request import RequestOutput, StreamEvent, TokenizedPrompt
+from specrs.engine.rounds.stats import RequestTimes
 from specrs.sampling_params import SamplingParams
 
 Engine = Worker | EngineProcess

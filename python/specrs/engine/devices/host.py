@@ -18,13 +18,13 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from specrs import _specrs as core
-from specrs.engine.batch import Batch
-from specrs.engine.calibration import calibrated
 from specrs.engine.config import EngineConfig
+from specrs.engine.devices.calibration import calibrated
 from specrs.engine.drafting.speculation import AdaptiveTree
-from specrs.engine.executor import Clock, Deepen, Drafted, Entries, Verified, Watched
-from specrs.engine.pages import Pages
-from specrs.engine.request import Request
+from specrs.engine.request.batch import Batch
+from specrs.engine.request.request import Request
+from specrs.engine.rounds.executor import Clock, Deepen, Drafted, Entries, Verified, Watched
+from specrs.engine.rounds.pages import Pages
 from specrs.models.eagle3 import Eagle3Head
 from specrs.models.features import FeatureRows, Features, gather
 from specrs.models.llama import LlamaModel

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from specrs._specrs import Sequence as KvSequence
-from specrs.engine.request import Committed, Request
+from specrs.engine.request.request import Committed, Request
 
 
 class Batch:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from specrs._specrs import Accepts, DraftBeams, TreeBatch
 from specrs._specrs import Sequence as KvSequence
-from specrs.engine.request import Request
+from specrs.engine.request.request import Request
 
 
 class RoundObserver(Protocol):

@@ -22,9 +22,10 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from specrs import _specrs as core
-from specrs.engine.batch import Batch
-from specrs.engine.budget import attention_passes
 from specrs.engine.config import EngineConfig
+from specrs.engine.devices.host import HostDrafted, HostDrafts, HostExecutor, Root, likeliest, non_finite
+from specrs.engine.devices.lanes import MOST_AHEAD, Activations, Lanes, Models, Roots, Variant, buckets, longest_path
+from specrs.engine.devices.memory_plan import attention_passes
 from specrs.engine.drafting.ahead import (
     AheadTree,
     drafted_levels,
@@ -37,11 +38,10 @@ from specrs.engine.drafting.ahead import (
 from specrs.engine.drafting.chooser import Kind, TreePolicy
 from specrs.engine.drafting.costs import Costs, Overheads, Pace, PassCost
 from specrs.engine.drafting.speculation import AdaptiveTree
-from specrs.engine.executor import Clock, Deepen, Drafted, Verified, Watched
-from specrs.engine.host import HostDrafted, HostDrafts, HostExecutor, Root, likeliest, non_finite
-from specrs.engine.lanes import MOST_AHEAD, Activations, Lanes, Models, Roots, Variant, buckets, longest_path
-from specrs.engine.pages import Pages
-from specrs.engine.request import Request
+from specrs.engine.request.batch import Batch
+from specrs.engine.request.request import Request
+from specrs.engine.rounds.executor import Clock, Deepen, Drafted, Verified, Watched
+from specrs.engine.rounds.pages import Pages
 from specrs.models.acceptance import HEATS, UNKNOWN
 from specrs.models.cuda import CudaDense
 from specrs.models.eagle3 import Eagle3Head

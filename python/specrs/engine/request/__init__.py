@@ -1,0 +1,1 @@
+"""One request: its tokens and state, what its tokens are drawn by, and what comes out of it."""

@@ -1,0 +1,1 @@
+"""The logic of rounds: who runs, in which pages, and a round from its drafts to its commit."""
