@@ -409,7 +409,10 @@ class DevicePlan:
 
     @classmethod
     def of(cls, dense: CudaDense, plan: Plan, page_size: int) -> DevicePlan:
-        """A plan of the host, its arrays copied at once. Raises ConfigError for a mask of more than a word."""
+        """A plan of the host, its arrays copied at once. Raises ConfigError for a mask of more than a word, and for one
+        that attends only a part of its requests."""
+        if not plan.whole:
+            raise ConfigError("plan that attends from a later position (attending_from): attention on a GPU reads all")
         starts, mask = from_dlpack(plan.qo_indptr), from_dlpack(plan.mask)
         table, lens = from_dlpack(plan.page_table()), from_dlpack(plan.prefix_lens)
         if mask.shape[1] > 1:

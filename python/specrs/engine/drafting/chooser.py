@@ -108,14 +108,18 @@ class TreePolicy:
         # A short answer's purse may hold no round: then its draft KV would be for nothing.
         return stake <= account.purse.left and price <= account.bank.left * batch and price < remaining / 2
 
-    def wait(self, account: Account, batch: int, produced: int, lag: int | None) -> float:
+    def wait(self, account: Account, batch: int, produced: int, resuming: float, grows: bool) -> float:
         """Plain rounds until a request can pay for the way to a round with drafts, and for its share of that: 0 for
-        now, infinite where what it has to catch up with grows faster than what it may lose."""
-        own = self.resuming(lag, batch) + self.stake(batch, batch)
-        short = own - account.room(produced, batch)
+        now, infinite where what it has to catch up with grows faster than what it may lose.
+
+        Args:
+            account: of the request, which has produced so many tokens.
+            resuming: what the way takes now, and whether it grows by each token.
+        """
+        short = resuming + self.stake(batch, batch) - account.room(produced, batch)
         if short <= 0.0:
             return 0.0
-        each = RATE - self.waiting(1, batch) - self.following(batch)
+        each = RATE - (self.waiting(1, batch) if grows else 0.0) - self.following(batch)
         return short / each if each > 0.0 else math.inf
 
     def resuming(self, lag: int | None, batch: int) -> float:

@@ -55,7 +55,7 @@ class Runner:
         self.spell: TokenBytes | None = None
         self.speculation: GivenTree = GivenTree()
         drafts = executor.drafts
-        self.drafter = None if drafts is None else Drafter(drafts, self.observers)
+        self.drafter = None if drafts is None else Drafter(drafts, self.observers, config.page_size)
         self.gathering: Gathering | None = None
         if config.sources or (drafts is not None and executor.placement.is_host):  # beside a head, what grammars force
             named = Sources(config.sources, vocab_size)
@@ -84,8 +84,8 @@ class Runner:
         """Give the request a row of the page table, and decide whether the head follows it.
 
         The head can run only where the target's features are, which no cache has. Where the prefix cache has target
-        KV without draft KV, the head's following costs the target's pass over those positions, into pages of the
-        request's own, which are cached in place of the others.
+        KV without draft KV, a head that may begin anywhere begins behind them. Another one's following costs the
+        target's pass over those positions, into pages of the request's own, which are cached in place of the others.
         """
         self.pages.admit(request)
         if self.drafter is None:
@@ -95,6 +95,9 @@ class Runner:
         if not self.speculation.follows(request):
             request.give_up_drafts(request.draft_shared)
         elif request.draft_shared < request.committed:
+            if self.speculation.tail is not None:
+                request.draft_from = request.committed  # whole pages
+                return
             most = request.draft_shared
             self.pages.release(request)
             self.pages.admit(request, most)
@@ -118,7 +121,7 @@ class Runner:
         page, drafter = self.config.page_size, self.drafter
         if drafter is None or not self.config.prefix_cache or not r.followed or r.error is not None:
             return
-        if r.committed // page > r.draft_valid // page and self.speculation.completes(r):
+        if r.committed // page > r.draft_valid // page and not r.draft_from and self.speculation.completes(r):
             drafter.write([r], 0)
 
     def prefill(self, chunks: Sequence[tuple[Request, int]]) -> list[Passed]:
@@ -149,7 +152,7 @@ class Runner:
             try:
                 with self._abandoning():
                     self.drafter.remember(batch, prefilled, [range(n) for n in counts])
-                    self.drafter.write([r for r in batch if r.finish_reason is None])
+                    self.drafter.begin([r for r in batch if r.finish_reason is None], self.speculation)
             except BaseException:
                 self._landed += passed  # the requests have their tokens
                 raise
@@ -327,8 +330,7 @@ class Runner:
         device makes that tree."""
         speculation, gathering, drafts = self.speculation, self.gathering, self.executor.drafts
         followed = [r for r, d in zip(batch, drafting, strict=True) if d]
-        drafter.write(followed)
-        drafter.extend(followed, speculation)
+        drafter.resume(followed, speculation)
         if gathering is None or gathered is None or not gathered.nodes:
             return drafter.draft(batch, drafting, speculation), None
         if drafts is not None and drafts.unites and speculation.given and not self.observers:
