@@ -514,7 +514,7 @@ class DeviceDrafts(HostDrafts):
     def unites(self) -> bool:  # type: ignore[override]
         return self._device.drafts_ahead and unites(self._geometry.shape)
 
-    def beside(self, drafted: Any, trees: core.TreeBatch) -> Any:
+    def unite(self, drafted: Any, trees: core.TreeBatch) -> Any:
         self._device.might("beside")
         return replace(drafted, given=trees) if isinstance(drafted, Asked) and max(drafted.depths) else None
 

@@ -520,7 +520,7 @@ class CudaDrafts(HostDrafts):
         levels = min(n for n in drafted_levels(self._geometry.shape) if n >= deepest) if deepest else 0
         return AskedRound(batch, able, levels)
 
-    def beside(self, drafted: Drafted, trees: core.TreeBatch) -> Drafted | None:
+    def unite(self, drafted: Drafted, trees: core.TreeBatch) -> Drafted | None:
         if not isinstance(drafted, AskedRound) or not drafted.levels or not self.unites:
             return None
         return replace(drafted, trees=trees)

@@ -291,7 +291,7 @@ class HostDrafts:
 
     unites = False  # here the host has seen the head's drafts, and merges by what sources claim
 
-    def beside(self, drafted: Drafted, trees: core.TreeBatch) -> Drafted | None:
+    def unite(self, drafted: Drafted, trees: core.TreeBatch) -> Drafted | None:
         return None
 
     def cut(self, drafted: Watched, least: float) -> Watched:

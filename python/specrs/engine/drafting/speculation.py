@@ -54,7 +54,7 @@ class GivenTree:
     Attributes:
         given: whether depth and size of trees are known before a round, so that nobody asks during it.
         merges: whether the host drafts step by step where other sources draft too, and makes one tree of all; else a
-            round has either, or a device makes one tree of both (`joined`).
+            round has either, or a device makes one tree of both (`unites`).
         costs: of passes, by which nodes of a merged tree are chosen; ``None``: all are verified.
         tail: positions before its first draft that the head reads, of any request at any time, so that it may begin
             anywhere; ``None``: it reads a request from its beginning, or not at all.
@@ -103,11 +103,11 @@ class GivenTree:
         """Tokens a second that a round with the head's drafts is expected to yield."""
         return math.inf
 
-    def alone(self, batch: Batch, drafting: Sequence[bool], others: Outlook) -> bool:
+    def prefers_others(self, batch: Batch, drafting: Sequence[bool], others: Outlook) -> bool:
         """Whether tokens come faster by the drafts of other sources without the head's passes."""
         return others.pays and others.rate > self.rate(batch, drafting)
 
-    def joined(self, batch: Batch, drafting: Sequence[bool], others: Outlook) -> bool:
+    def unites(self, batch: Batch, drafting: Sequence[bool], others: Outlook) -> bool:
         """Whether they come faster by the head's drafts with those of other sources than by the head's alone, in rounds
         whose trees the device makes."""
         return True

@@ -319,7 +319,7 @@ class Request:
         return self.draws.sampler
 
     @property
-    def alone(self) -> bool:
+    def needs_sync(self) -> bool:
         """Whether its next round can begin only once what this one gave has been looked at."""
         return self.logprobs is not None or self.draws.varies
 

@@ -19,7 +19,7 @@ from specrs.engine.rounds.observer import RoundObserver
 _MAX_LAG = 256  # features that a request may hold before its draft KV is brought up to date
 
 
-class Drafter:
+class Head:
     """Brings requests' drafts up to date, and drafts from there.
 
     Args:
