@@ -20,7 +20,8 @@ from torch.utils.dlpack import from_dlpack
 from specrs import _specrs as core
 from specrs.engine.config import EngineConfig
 from specrs.engine.devices.calibration import calibrated
-from specrs.engine.drafting.speculation import TAIL, AdaptiveTree
+from specrs.engine.drafting.chooser import TAIL
+from specrs.engine.drafting.speculation import AdaptiveTree
 from specrs.engine.request.batch import Batch
 from specrs.engine.request.request import Request
 from specrs.engine.rounds.executor import Clock, Deepen, Drafted, Entries, Verified, Watched
@@ -128,9 +129,9 @@ class HostExecutor:
     def speculation(self, pages: Pages) -> AdaptiveTree:
         head = None if self.drafts is None else (self.drafts.head, self.drafts.cache)
         policy = calibrated(self.target, self.cache, head, self.planner, pages)
-        # Attention of other formats reads all of a request's KV.
-        tail = TAIL if self.target.ops.attention.capabilities.format == "native" else None
-        return AdaptiveTree(policy, self.planner.geometry.shape.topk, tail)
+        if self.planner.format == "native":  # attention of other formats reads all of a request's KV
+            policy.tail = TAIL
+        return AdaptiveTree(policy, self.planner.geometry.shape.topk)
 
     def copy(self, moves: core.Moves) -> None:
         move = self.target.ops.dense.kv_move

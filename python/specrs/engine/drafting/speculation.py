@@ -23,10 +23,6 @@ from specrs.engine.request.request import Request
 
 PassKind = Literal["target", "draft_step", "draft_extend"]
 
-TAIL = 64
-"""Positions before its first draft that a head reads, where it may begin anywhere. On the package's model it drafts as
-well from 64 as from all: 5.5 tokens a round on Python against 5.8, 6.0 on C against 6.0, 4.5 on JSON against 4.3; from
-32 it is 5.3, 6.1 and 3.1, from 16 4.2, 6.0 and 2.7 (temperature 0, chains of 7, 256 tokens)."""
 _OBSERVED = 4  # of so many plain rounds, one is timed;
 _SETTLED, _SELDOM = 32, 16  # of so many, once there have been this many without drafts between them
 
@@ -56,8 +52,7 @@ class GivenTree:
         merges: whether the host drafts step by step where other sources draft too, and makes one tree of all; else a
             round has either, or a device makes one tree of both (`unites`).
         costs: of passes, by which nodes of a merged tree are chosen; ``None``: all are verified.
-        tail: positions before its first draft that the head reads, of any request at any time, so that it may begin
-            anywhere; ``None``: it reads a request from its beginning, or not at all.
+        tail: as `TreePolicy.tail`.
     """
 
     tail: int | None = None
@@ -178,8 +173,8 @@ class AdaptiveTree(GivenTree):
 
     given = False
 
-    def __init__(self, policy: TreePolicy, topk: int, tail: int | None = None) -> None:
-        self.policy, self.costs, self.tail = policy, policy.costs, tail
+    def __init__(self, policy: TreePolicy, topk: int) -> None:
+        self.policy, self.costs, self.tail = policy, policy.costs, policy.tail
         self._topk = topk
         self._accounts: dict[int, Account] = {}  # by request, from its first admission to its end
         self._again: dict[int, int] = {}  # by request, positions of its prefill that only the head needs
@@ -195,8 +190,6 @@ class AdaptiveTree(GivenTree):
         self._wakes.pop(request.request_id, None)
         again = request.committed - request.draft_shared
         entries = request.prefill_target - request.draft_shared
-        if self.tail is not None:
-            again, entries = 0, min(entries, self.tail)
         follows = self.policy.follows(account, self._batch, request.remaining, entries, again)
         if follows:
             self._again[request.request_id] = again
@@ -235,29 +228,16 @@ class AdaptiveTree(GivenTree):
         self._caught_up = 0.0
         for r, drafts in zip(batch, drafting, strict=True):
             if drafts and r.root is None:
-                lag, account = self._lag(r), self.account(r)
-                price = policy.resuming(lag, size)
-                if account.drew or self.tail is None:
-                    account.pay(price, size)
-                else:  # for all that may come
-                    account.bank.pay(price / size)
-                account.drew = True
-                self._caught_up += policy.costs.plain(1) * policy.resuming(lag, 1)
+                policy.enter(self.account(r), r.lag, size)
+                self._caught_up += policy.costs.plain(1) * policy.resuming(r.lag, 1)
         return drafting
-
-    def _lag(self, r: Request) -> int | None:
-        """Features that the head has to run over before the request can draft; ``None`` where it has."""
-        if r.root is not None:
-            return None
-        return r.lag if self.tail is None else min(r.lag, self.tail)
 
     def _room(self, r: Request, batch: int) -> float:
         """What a request may lose to a round with drafts; one that will not pay for any again gives them up."""
-        account, lag = self.account(r), self._lag(r)
-        grows = self.tail is None  # what it has to catch up with
-        resuming = self.policy.resuming(lag, batch) if account.drew or grows else 0.0
-        wait = self.policy.wait(account, batch, r.produced, resuming, grows)
+        account, lag = self.account(r), None if r.root is not None else r.lag
+        wait = self.policy.wait(account, batch, r.produced, lag)
         if wait == 0.0:
+            resuming = self.policy.entry(account, lag, batch)
             return account.room(r.produced, batch, resuming + self.policy.stake(batch, batch)) - resuming
         if wait >= r.remaining / 2 or self.policy.following(batch) > RATE:
             r.give_up_drafts(r.draft_valid)
