@@ -239,10 +239,10 @@ class CudaDense:
         self.settle()
         core._device_gather_rows(x, self.upload(rows), shift, None, out, self.stream)
 
-    def beside(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    def concat(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         self.settle()
         rows, wide = parts[0].shape[0], sum(p.shape[1] for p in parts)
-        return torch.cat(tuple(parts), 1, out=self.memory("beside", rows, wide, parts[0].dtype))
+        return torch.cat(tuple(parts), 1, out=self.memory("concat", rows, wide, parts[0].dtype))
 
     def rope(self, cos: torch.Tensor, sin: torch.Tensor) -> Any:
         cuda = self.placement.device

@@ -205,7 +205,7 @@ class Eagle3Head:
         got = [tuple(a.shape) for a in aux]
         if got != want:
             raise ConfigError(f"aux = {got}: must be {want}, features of each query of the plan for each aux layer")
-        return self.dense.beside(aux)
+        return self.dense.concat(aux)
 
     def _predict(
         self, residual: torch.Tensor, attended: torch.Tensor, w: dict[str, torch.Tensor], logits: torch.Tensor

@@ -19,7 +19,7 @@ from driver_calls import driver_calls
 from modelzoo import Pair, agree, write_eagle3, write_target
 from specrs import LLM, SamplingParams, device
 from specrs import _specrs as core
-from specrs.engine.devices.lanes import Lanes
+from specrs.engine.devices.launches import Launches
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA GPU in this machine", allow_module_level=True)
@@ -157,7 +157,7 @@ def test_poisoned_memory_changes_nothing(
 def test_a_region_that_no_kernel_writes_is_seen_when_it_is_poisoned(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The plan of dead lanes is left out: then what they attend to is what was there before."""
+    """The plan of empty seats is left out: then what they attend to is what was there before."""
     monkeypatch.setenv("SPECRS_POISON", "1")
     plan = core._device_plan
 
@@ -178,8 +178,8 @@ def test_a_write_beyond_a_region_is_seen_at_the_next_landing(pair: Pair, monkeyp
     with engine(pair, "plain", graphs="round", max_batch=2) as llm:
         params = SamplingParams(max_tokens=8, ignore_eos=True)
         want = llm.generate([[1, 2, 3]], params)[0].token_ids
-        lanes = next(iter(llm._runner.executor._lanes.values()))  # type: ignore[attr-defined]
-        positions = lanes._a["decode positions"]
+        bucket = next(iter(llm._runner.executor._buckets.values()))  # type: ignore[attr-defined]
+        positions = bucket.memory.arrays["decode positions"]
         beyond, fill = positions.data_ptr() + positions.nbytes, ctypes.CDLL("libcuda.so.1").cuMemsetD32_v2
         torch.cuda.synchronize()
         assert fill(ctypes.c_uint64(beyond), ctypes.c_uint(7), ctypes.c_size_t(1)) == 0
@@ -347,9 +347,9 @@ def test_engines_dropped_with_rounds_in_flight(pair: Pair) -> None:
 
 
 def test_a_variant_that_cannot_be_captured_runs_without_a_graph(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    end = Lanes._end
+    end = Launches._end
 
-    def waits(self: Lanes, handle: int) -> None:
+    def waits(self: Launches, handle: int) -> None:
         if torch.cuda.is_current_stream_capturing():
             torch.cuda.current_stream().synchronize()  # no stream under capture can be waited for
         end(self, handle)
@@ -357,7 +357,7 @@ def test_a_variant_that_cannot_be_captured_runs_without_a_graph(pair: Pair, monk
     params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
     with engine(pair, "plain", max_batch=1) as llm:
         want = llm.generate([[1, 2, 3]], params)[0].token_ids
-    monkeypatch.setattr(Lanes, "_end", waits)
+    monkeypatch.setattr(Launches, "_end", waits)
     with engine(pair, "plain", max_batch=1) as llm, pytest.warns(RuntimeWarning, match="runs without a CUDA graph"):
         assert llm.generate([[1, 2, 3]], params)[0].token_ids == want
 

@@ -23,8 +23,10 @@ from torch.utils.dlpack import from_dlpack
 
 from specrs import _specrs as core
 from specrs.engine.config import EngineConfig
+from specrs.engine.devices.graphs import MOST_AHEAD, Bucket
 from specrs.engine.devices.host import HostDrafted, HostDrafts, HostExecutor, Root, likeliest, non_finite
-from specrs.engine.devices.lanes import MOST_AHEAD, Activations, Lanes, Models, Roots, Variant, buckets, longest_path
+from specrs.engine.devices.launches import Variant
+from specrs.engine.devices.memory import Activations, Arrays, Models, Roots, buckets, longest_path
 from specrs.engine.devices.memory_plan import attention_passes
 from specrs.engine.drafting.ahead import (
     AheadTree,
@@ -95,57 +97,58 @@ class LaunchedRound:
 
     Attributes:
         batch: requests that are asked about, as they are once all rounds before have landed.
-        lanes, number: where it runs, and which of the rounds there it is.
+        bucket, number: where it runs, and which of the rounds there it is.
         variant: what was launched.
-        places: the lane of each request.
-        given: trees that the host made; ``None`` where the device drafted them, or some of their nodes.
+        seats: of each request.
+        host_drafted: trees that the host made; ``None`` where the device drafted them, or some of their nodes.
     """
 
     batch: Batch
-    lanes: Lanes
+    bucket: Bucket
     number: int
     variant: Variant
-    places: Sequence[int]
-    given: Watched | None = None
+    seats: Sequence[int]
+    host_drafted: Watched | None = None
 
     @cached_property
-    def _found(self) -> dict[str, torch.Tensor]:
-        found, places = self.lanes.landed(self.number), self.places
+    def _found(self) -> Arrays:
+        found, seats = self.bucket.collect(self.number), self.seats
         began = found["lens"].tolist()
-        if any(began[place] != n for place, n in zip(places, self.batch.lens, strict=True)):
-            starts = [began[place] for place in places]
+        if any(began[seat] != n for seat, n in zip(seats, self.batch.lens, strict=True)):
+            starts = [began[seat] for seat in seats]
             raise RuntimeError(f"round {self.number} began at positions {starts}, its requests at {self.batch.lens}")
         return found
 
-    def _held(self, what: str, held: bool) -> Lanes:
-        """The lanes, whose device memory still has what this round left. Raises StaleOutputError."""
-        lanes = self.lanes
+    def _held(self, what: str, held: bool) -> Bucket:
+        """The bucket, whose device memory still has what this round left. Raises StaleOutputError."""
+        bucket = self.bucket
         if not held:
-            what, current = f"{what} of round {self.number} of the lanes of {lanes.batch} requests", lanes.rounds - 1
+            what = f"{what} of round {self.number} of the bucket of {bucket.batch} requests"
+            current = bucket.rounds - 1
             error = core.StaleOutputError(f"{what}: round {current}, or a pass behind it, has overwritten it")
             error.what, error.held, error.current = what, self.number, current
             raise error
-        return lanes
+        return bucket
 
     @cached_property
     def starts(self) -> list[int]:
-        """Each request's first row of the pass, and behind the last lane's."""
+        """Each request's first row of the pass, and behind the last seat's."""
         if not self.variant.levels:
-            return [*self.places, self.lanes.live]
-        if self.given is not None:
-            return list(accumulate(self.given.trees.sizes, initial=0))
+            return [*self.seats, self.bucket.given.live]
+        if self.host_drafted is not None:
+            return list(accumulate(self.host_drafted.trees.sizes, initial=0))
         offsets: list[int] = self._found["tree_offsets"].tolist()
-        return [*(offsets[place] for place in self.places), offsets[self.lanes.live]]
+        return [*(offsets[seat] for seat in self.seats), offsets[self.bucket.given.live]]
 
     @cached_property
     def trees(self) -> core.TreeBatch:
-        if self.given is not None:
-            return self.given.trees
-        found, places = self._found, self.places
+        if self.host_drafted is not None:
+            return self.host_drafted.trees
+        found = self._found
         if not self.variant.levels:
-            return core.TreeBatch.from_parents([[-1]] * len(places), [[r.tokens[-1]] for r in self.batch])
+            return core.TreeBatch.from_parents([[-1]] * len(self.seats), [[r.tokens[-1]] for r in self.batch])
         scores = found["tree_scores"].view(torch.float32)
-        offsets, arrays = self._of_places(found["tree_offsets"], (found["tree_tokens"], found["tree_parents"], scores))
+        offsets, arrays = self._of_seats(found["tree_offsets"], (found["tree_tokens"], found["tree_parents"], scores))
         return core.TreeBatch.from_arrays(offsets, *arrays)
 
     @cached_property
@@ -154,7 +157,7 @@ class LaunchedRound:
         if not self.variant.drafts:
             return None
         offsets, origins = found["tree_offsets"].tolist(), found["tree_origins"]
-        return [origins[offsets[place] : offsets[place + 1]].tolist() for place in self.places]
+        return [origins[offsets[seat] : offsets[seat + 1]].tolist() for seat in self.seats]
 
     @cached_property
     def accepts(self) -> core.Accepts:
@@ -165,7 +168,7 @@ class LaunchedRound:
             each = zip(self.starts, trees.sizes, strict=False)
             logits = self._logits([row for first, size in each for row in range(first, first + size)])
             return core.verify(trees, logits, [r.sampler for r in self.batch], self.batch.lens)
-        offsets, arrays = self._of_places(found["offsets"], (found["paths"], found["tokens"]))
+        offsets, arrays = self._of_seats(found["offsets"], (found["paths"], found["tokens"]))
         return core.Accepts.from_arrays(offsets, *arrays)
 
     def logits(self, request: int, rows: Sequence[int]) -> torch.Tensor:
@@ -174,42 +177,42 @@ class LaunchedRound:
 
     def _logits(self, rows: list[int]) -> torch.Tensor:
         """Of rows of the pass, on the host."""
-        lanes = self._held("logits", self.lanes.holds_logits(self.number))
-        return lanes.logits[rows].to("cpu", torch.float32)
+        bucket = self._held("logits", self.bucket.holds_logits(self.number))
+        return bucket.logits[rows].to("cpu", torch.float32)
 
-    def _of_places(
+    def _of_seats(
         self, offsets: torch.Tensor, arrays: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Of arrays with a part for each lane, those of the requests' lanes."""
-        places = self.places
-        if isinstance(places, range):  # of every request since the launch
-            return offsets[: len(places) + 1], arrays
+        """Of arrays with a part for each seat, those of the requests' seats."""
+        seats = self.seats
+        if isinstance(seats, range):  # of every request since the launch
+            return offsets[: len(seats) + 1], arrays
         ends: list[int] = offsets.tolist()
-        index = torch.tensor([i for place in places for i in range(ends[place], ends[place + 1])], dtype=torch.int64)
-        counts = [ends[place + 1] - ends[place] for place in places]
+        index = torch.tensor([i for seat in seats for i in range(ends[seat], ends[seat + 1])], dtype=torch.int64)
+        counts = [ends[seat + 1] - ends[seat] for seat in seats]
         return torch.tensor([0, *accumulate(counts)], dtype=torch.int32), tuple(a[index] for a in arrays)
 
     @cached_property
     def _faulty(self) -> list[bool]:
         """Of each request, whether the target's scores were not finite."""
         faults: list[int] = self._found["faults"].tolist()
-        return [faults[place] != 0 for place in self.places]
+        return [faults[seat] != 0 for seat in self.seats]
 
     @property
     def lost(self) -> list[int]:
-        return [] if self.lanes.holds_logits(self.number) else [i for i, faulty in enumerate(self._faulty) if faulty]
+        return [] if self.bucket.holds_logits(self.number) else [i for i, faulty in enumerate(self._faulty) if faulty]
 
     @cached_property
     def faults(self) -> list[tuple[core.NonFiniteError, int]]:
         """Requests whose root's draft scores give no distribution."""
-        if self.given is not None:
-            return list(self.given.faults)
+        if self.host_drafted is not None:
+            return list(self.host_drafted.faults)
         if not self.variant.levels:
             return []
         sound: list[int] = self._found["sound"].tolist()
-        bad = [i for i, place in enumerate(self.places) if self.drafted(i) and sound[place] == 0]
-        kept = self.lanes.holds(self.number)
-        scores = [self.lanes.root_logits[self.places[i]].cpu() if kept else None for i in bad]
+        bad = [i for i, seat in enumerate(self.seats) if self.drafted(i) and sound[seat] == 0]
+        kept = self.bucket.holds(self.number)
+        scores = [self.bucket.launches.root_logits[self.seats[i]].cpu() if kept else None for i in bad]
         return [(_bad_root(i, row), self._sound_until(i)) for i, row in zip(bad, scores, strict=True)]
 
     def _sound_until(self, request: int) -> int:
@@ -217,7 +220,7 @@ class LaunchedRound:
         return root.start if isinstance(root, DeviceRoot) else self.batch.lens[request]
 
     def features(self, request: int, rows: Sequence[int]) -> Features:
-        memory = self._held("features", self.lanes.holds(self.number)).features
+        memory = self._held("features", self.bucket.holds(self.number)).launches.features
         assert memory is not None and not self.drafted(request)
         # The next round overwrites them. Without drafts there is one row, the root's.
         first = self.starts[request]
@@ -229,19 +232,19 @@ class LaunchedRound:
         return Features(FeatureRows(memory.aux_layers, kept), range(len(rows)))
 
     def likeliest(self, requests: Sequence[int], count: int) -> list[tuple[list[int], list[list[int]]]] | None:
-        if not self.lanes.holds_logits(self.number):
+        if not self.bucket.holds_logits(self.number):
             return None  # and nobody waits for a round that runs
-        return likeliest(self.trees, self.starts, self.lanes.logits, requests, count)
+        return likeliest(self.trees, self.starts, self.bucket.logits, requests, count)
 
     @cached_property
     def _depths(self) -> list[int]:
-        """How deep each lane drafted."""
+        """How deep each seat drafted."""
         depths: list[int] = self._found["depths"].tolist()
         return depths
 
     def drafted(self, request: int) -> bool:
         """Whether the request had drafts, and the head has run over what was accepted of them."""
-        return self.variant.levels > 0 and self._depths[self.places[request]] > 0
+        return self.variant.levels > 0 and self._depths[self.seats[request]] > 0
 
     def root(self, request: int) -> DeviceRoot | None:
         if not self.drafted(request):
@@ -271,8 +274,8 @@ class CudaExecutor(HostExecutor):
         self._stream = torch.cuda.Stream(cuda)  # type: ignore[no-untyped-call]
         self.steps, self._level, self._graphs = geometry.shape.steps, config.graphs, config.graphs != "off"
         self._roots: Roots | None = None
-        self._running: Lanes | None = None  # of the last round that was launched
-        self._alone = True  # nothing can be launched behind it
+        self._running: Bucket | None = None  # of the last round that was launched
+        self._needs_sync = True  # the host has to read that round before the next one is launched
         with self.entered():
             super().__init__(target, head, config, geometry, pool)
             self._table = core._DeviceTable(pool, cuda.index, dense.stream)
@@ -280,7 +283,7 @@ class CudaExecutor(HostExecutor):
             to_target = None
             if head is not None and head.d2t is not None:
                 to_target = head.target_ids.to(cuda, torch.int32)
-            self._buckets = buckets(config.max_batch)
+            self._sizes = buckets(config.max_batch)
             trees = head is not None or bool(config.sources)
             most = config.max_batch * (geometry.shape.draft_tokens if trees else 1)
             target.reserve(max(most, config.prefill_chunk), most)
@@ -304,7 +307,7 @@ class CudaExecutor(HostExecutor):
                 geometry, config, pool.num_pages, from_dlpack(self._table.tensor(dense.stream)), self._stream,
                 None if head is None else Activations(target, head, config, geometry),
             )  # fmt: skip
-        self._lanes: dict[int, Lanes] = {}
+        self._buckets: dict[int, Bucket] = {}
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -320,7 +323,7 @@ class CudaExecutor(HostExecutor):
         shape = self.planner.geometry.shape
         if self.drafts is None:
             return self._speculation_of_trees(shape)
-        measured = {b: [self._seconds(b, levels) for levels in (0, 1, shape.steps)] for b in {1, self._buckets[-1]}}
+        measured = {b: [self._seconds(b, levels) for levels in (0, 1, shape.steps)] for b in {1, self._sizes[-1]}}
         plain, shallow, deep = measured[1]
         step = max(deep - shallow, 0.0) / max(shape.steps - 1, 1)
         extend = max(shallow - plain, 0.0)
@@ -335,7 +338,7 @@ class CudaExecutor(HostExecutor):
         costs = Costs(
             PassCost(rows, [target[n] for n in rows], pace),
             PassCost([1], [step], pace),
-            PassCost([1, 2 * self._buckets[-1]], [extend, extend], pace),
+            PassCost([1, 2 * self._sizes[-1]], [extend, extend], pace),
             _overheads(plain),
         )
         return self._ahead(costs, shape)
@@ -348,7 +351,7 @@ class CudaExecutor(HostExecutor):
 
     def _speculation_of_trees(self, shape: core.TreeShape) -> AdaptiveTree:
         """Of an engine whose drafts the host makes, at no cost of the device: what rounds of their trees take."""
-        sizes, pace = {1, self._buckets[-1]}, Pace()
+        sizes, pace = {1, self._sizes[-1]}, Pace()
         deep = [levels_for(shape, n) for n in tiers(shape.draft_tokens) if n >= min(8, shape.draft_tokens)]
         target = {b * most_nodes(shape, n): self._seconds(b, n) for b in sizes for n in (0, *deep)}
         rows, nothing = sorted(target), PassCost([1], [0.0], pace)
@@ -358,31 +361,31 @@ class CudaExecutor(HostExecutor):
         return self._ahead(costs, shape)
 
     def _seconds(self, size: int, levels: int) -> float:
-        """Of a round of a bucket whose lanes are all dead: its passes run over as many rows. From one to the next where
-        they are launched ahead, as rounds without trees of the host's are."""
-        lanes = self._of(size)
-        lanes.give([], [], [], [], 1)
+        """Of a round of a bucket whose seats are all empty: its passes run over as many rows. From one to the next
+        where they are launched ahead, as rounds without trees of the host's are."""
+        bucket = self._of(size)
+        bucket.given.set_requests([], [], [], [], 1)
         heads = self.drafts is not None
         variant = Variant(size, levels, heads, None, trees=levels > 0 and not heads)
         ahead = self._graphs and not variant.trees
         seconds = []
-        last = lanes.launch(variant, self._graphs)
+        last = bucket.launch(variant, self._graphs)
         for _ in range(_RUNS + 3):  # the first ones make memory, and a graph
             started = time.perf_counter()
             if ahead:
-                number, last = last, lanes.again(variant, self._graphs)
+                number, last = last, bucket.again(variant, self._graphs)
             else:
-                number = lanes.launch(variant, self._graphs)
-            lanes.landed(number)
+                number = bucket.launch(variant, self._graphs)
+            bucket.collect(number)
             seconds.append(time.perf_counter() - started)
-        lanes.landed(last if ahead else number)
+        bucket.collect(last if ahead else number)
         return statistics.median(seconds[3:])
 
-    def _of(self, size: int) -> Lanes:
-        lanes = self._lanes.get(size)
-        if lanes is None:
-            lanes = self._lanes[size] = Lanes(self._models, size)
-        return lanes
+    def _of(self, size: int) -> Bucket:
+        bucket = self._buckets.get(size)
+        if bucket is None:
+            bucket = self._buckets[size] = Bucket(self._models, size)
+        return bucket
 
     def _logits(
         self, tokens: torch.Tensor, plan: core.Plan, aux: FeatureRows | None, rows: torch.Tensor | None
@@ -397,11 +400,11 @@ class CudaExecutor(HostExecutor):
     def verify(self, batch: Batch, drafted: Drafted, follow: bool, clock: Clock) -> Verified:
         if isinstance(drafted, AskedRound):
             return self._launched(drafted, follow)
-        given, shape = cast(Watched, drafted), self.planner.geometry.shape
+        made, shape = cast(Watched, drafted), self.planner.geometry.shape
         # Where the head is up to date it runs over what is accepted, as if the device had drafted.
-        levels = shape.steps if isinstance(drafted, HostDrafted) else levels_for(shape, max(given.trees.sizes))
+        levels = shape.steps if isinstance(drafted, HostDrafted) else levels_for(shape, max(made.trees.sizes))
         depths = [levels if r.followed and r.root is not None else 0 for r in batch]
-        return self._launched(AskedRound(batch, depths, levels), follow, given)
+        return self._launched(AskedRound(batch, depths, levels), follow, made)
 
     def commit(self, batch: Batch, lease: core.Lease, verified: Verified) -> None:
         if isinstance(verified, LaunchedRound):
@@ -410,46 +413,48 @@ class CudaExecutor(HostExecutor):
         else:
             super().commit(batch, lease, verified)
 
-    def _launched(self, asked: AskedRound, follow: bool, given: Watched | None = None) -> LaunchedRound:
-        """Launch a round, of drafts that the device makes or, ``given``, the host has made; or of both."""
+    def _launched(self, asked: AskedRound, follow: bool, host_drafted: Watched | None = None) -> LaunchedRound:
+        """Launch a round, of drafts that the device makes, or that the host has made; or of both."""
         batch, levels, shape = asked.batch, asked.levels, self.planner.geometry.shape
-        trees, drafts = None if given is None else given.trees, 0
+        trees, drafts = None if host_drafted is None else host_drafted.trees, 0
         if asked.trees is not None:
             trees, drafts = asked.trees, levels
             levels = united_levels(shape, levels, max(trees.sizes))
-        lanes = self._running = self._of(next(b for b in self._buckets if b >= len(batch)))
-        nodes = most_nodes(shape, levels)
+        bucket = self._running = self._of(next(b for b in self._sizes if b >= len(batch)))
+        given, nodes = bucket.given, most_nodes(shape, levels)
         # A request ends with the position before its last token's, whose KV nobody needs.
         limits, stops = [r.ending.max_total - 1 for r in batch], [r.ending.eos_ids | r.ending.stop_ids for r in batch]
         tokens = [r.tokens[-1] for r in batch]
-        lanes.give([q.row for q in batch.seqs], batch.lens, tokens, asked.depths, nodes, levels, limits, stops)
-        edits = lanes.sample_by([r.sampler for r in batch], any(r.draws.grammar is not None for r in batch))
+        rows = [q.row for q in batch.seqs]
+        given.set_requests(rows, batch.lens, tokens, asked.depths, nodes, levels, limits, stops)
+        moving = any(r.draws.grammar is not None for r in batch)
+        edits = given.set_samplers([r.sampler for r in batch], moving)
         self._table.upload(self._dense.stream)
         if trees is not None:
-            lanes.give_trees(trees)
-        variant = Variant(lanes.batch, levels, follow, edits, trees=trees is not None, drafts=drafts)
-        number = lanes.launch(variant, self._graphs)
+            given.set_trees(trees)
+        variant = Variant(bucket.batch, levels, follow, edits, trees=trees is not None, drafts=drafts)
+        number = bucket.launch(variant, self._graphs)
         # What the head is asked for behind this round, a root or features, the host has to see to.
         waits = follow and not all(depth > 0 or not r.followed for r, depth in zip(batch, asked.depths, strict=True))
-        self._alone = waits or lanes.changing or trees is not None or self._level == "off"
-        return LaunchedRound(batch, lanes, number, variant, range(len(batch)), given)
+        self._needs_sync = waits or given.changing or trees is not None or self._level == "off"
+        return LaunchedRound(batch, bucket, number, variant, range(len(batch)), host_drafted)
 
     @property
     def waited(self) -> float:
-        return sum(lanes.waited for lanes in self._lanes.values())
+        return sum(bucket.waited for bucket in self._buckets.values())
 
     def following(self, verified: Verified) -> Verified | None:
         if not isinstance(verified, LaunchedRound):
             return None
-        number = verified.lanes.followed_by(verified.number)
+        number = verified.bucket.followed_by(verified.number)
         return None if number is None else replace(verified, number=number)
 
     def ahead(self, verified: Verified) -> int:
-        if not isinstance(verified, LaunchedRound) or self._alone or self._running is not verified.lanes:
+        if not isinstance(verified, LaunchedRound) or self._needs_sync or self._running is not verified.bucket:
             return 0
         if not verified.variant.loop:
-            return MOST_AHEAD if self._level == "loop" and verified.lanes.loops(verified.variant) else 1
-        return 0 if verified.lanes.ended(verified.number) else MOST_AHEAD
+            return MOST_AHEAD if self._level == "loop" and verified.bucket.loops(verified.variant) else 1
+        return 0 if verified.bucket.ended(verified.number) else MOST_AHEAD
 
     def launch(self, verified: Verified, rounds: int) -> Verified | None:
         assert isinstance(verified, LaunchedRound)
@@ -457,38 +462,38 @@ class CudaExecutor(HostExecutor):
         rows = [q.row for q in verified.batch.seqs] if remaps else []
         if self._table.upload(self._dense.stream, rows)[3]:
             return None  # whole rows are to be stored, which the rounds in flight change
-        lanes, variant = verified.lanes, verified.variant
-        variant = replace(variant, loop=self._level == "loop" and lanes.loops(replace(variant, loop=False)))
-        number = lanes.again(variant, self._graphs, rounds)
-        return LaunchedRound(verified.batch, lanes, number, variant, verified.places)
+        bucket, variant = verified.bucket, verified.variant
+        variant = replace(variant, loop=self._level == "loop" and bucket.loops(replace(variant, loop=False)))
+        number = bucket.again(variant, self._graphs, rounds)
+        return LaunchedRound(verified.batch, bucket, number, variant, verified.seats)
 
     def hasten(self) -> None:
         if self._running is not None:
-            self._running.hasten()
+            self._running.request_stop()
 
     def landing(self, verified: Verified, batch: Batch, rows: Sequence[int]) -> Verified:
         assert isinstance(verified, LaunchedRound)
-        places = verified.places
-        if len(rows) < len(places):
-            places = [places[row] for row in rows]
-        return LaunchedRound(batch, verified.lanes, verified.number, verified.variant, places)
+        seats = verified.seats
+        if len(rows) < len(seats):
+            seats = [seats[row] for row in rows]
+        return LaunchedRound(batch, verified.bucket, verified.number, verified.variant, seats)
 
     def abandon(self, requests: Sequence[Request]) -> None:
-        lanes = self._running
-        if lanes is None:
+        bucket = self._running
+        if bucket is None:
             return
         for r in requests:
             # The head may have run over what was accepted, and the requests are as they were.
             if isinstance(r.root, DeviceRoot):
                 r.root = None
         self._table.forget()  # rounds may have remapped rows
-        lanes.settle()
+        bucket.settle()
         self._running = None
 
     def close(self) -> None:
         # A graph keeps what it points at, the weights too, until it is collected.
         self._running = None
-        self._lanes.clear()
+        self._buckets.clear()
         core._graph_collect(True)
 
 
@@ -516,7 +521,7 @@ class CudaDrafts(HostDrafts):
             for r, depth in zip(batch, depths, strict=True)
         ]
         deepest = max(able, default=0)
-        # Of the levels that graphs are made for; each lane knows how deep it drafts itself.
+        # Of the levels that graphs are made for; each seat knows how deep it drafts itself.
         levels = min(n for n in drafted_levels(self._geometry.shape) if n >= deepest) if deepest else 0
         return AskedRound(batch, able, levels)
 
@@ -537,7 +542,7 @@ class CudaDrafts(HostDrafts):
 
 
 def _overheads(plain: float) -> Overheads:
-    """What rounds take beside their passes, where a plain pass takes so long."""
+    """What rounds take over and above their passes, where a plain pass takes so long."""
     host = max(_HOST - plain, 0.0)
     return Overheads([host, 0.0, _HOSTED, host + _FOLLOWED])
 

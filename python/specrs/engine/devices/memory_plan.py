@@ -15,7 +15,7 @@ import torch
 from specrs import _specrs as core
 from specrs._specrs import ConfigError, DeviceMemoryError, Geometry
 from specrs.engine.config import EngineConfig
-from specrs.engine.devices.lanes import buckets
+from specrs.engine.devices.memory import buckets
 from specrs.engine.drafting.ahead import drafted_levels, levels_for, tiers, unites
 from specrs.models.config import HeadConfig, LayerConfig, ModelConfig
 from specrs.models.layer import LayerTail, WholeNormQkv
