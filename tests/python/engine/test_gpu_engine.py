@@ -20,7 +20,7 @@ import torch
 from modelzoo import Pair, agree, write_eagle1, write_eagle3, write_target
 from specrs import LLM, SamplingParams, SpecrsError, assets, device
 from specrs import _specrs as core
-from specrs.engine.devices.cuda import LaunchedRound
+from specrs.engine.devices.launched import LaunchedRound
 from specrs.engine.request.batch import Batch
 from specrs.models import Placement, load_target, torch_ops
 

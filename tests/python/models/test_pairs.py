@@ -254,7 +254,7 @@ def test_models_and_engine_name_no_device_and_no_dtype() -> None:
         if re.search(r"torch\.(float|bfloat)\d+|[\"'](cpu|cuda)[\"':]|\.(cpu|cuda)\(", path.read_text())
     }
     # cuda.py: what a GPU is; config.py: the option by which a user names one; placing.py: which is taken if none does;
-    # given.py, launches.py: what the words of a kernel are.
+    # given.py, launched.py, launches.py: what the words of a kernel are.
     assert named == {
         "placement.py",
         "weight_files.py",
@@ -265,5 +265,6 @@ def test_models_and_engine_name_no_device_and_no_dtype() -> None:
         "config.py",
         "placing.py",
         "given.py",
+        "launched.py",
         "launches.py",
     }

@@ -13,8 +13,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from itertools import accumulate
 from typing import cast
 
@@ -24,9 +23,10 @@ from torch.utils.dlpack import from_dlpack
 from specrs import _specrs as core
 from specrs.engine.config import EngineConfig
 from specrs.engine.devices.graphs import MOST_AHEAD, Bucket
-from specrs.engine.devices.host import HostDrafted, HostDrafts, HostExecutor, Root, likeliest, non_finite
+from specrs.engine.devices.host import HostDrafted, HostDrafts, HostExecutor, Root
+from specrs.engine.devices.launched import AskedRound, DeviceRoot, LaunchedRound
 from specrs.engine.devices.launches import Variant
-from specrs.engine.devices.memory import Activations, Arrays, Models, Roots, buckets, longest_path
+from specrs.engine.devices.memory import Activations, Models, Roots, buckets, longest_path
 from specrs.engine.devices.memory_plan import attention_passes
 from specrs.engine.drafting.ahead import (
     AheadTree,
@@ -42,12 +42,13 @@ from specrs.engine.drafting.costs import Costs, Overheads, Pace, PassCost
 from specrs.engine.drafting.speculation import AdaptiveTree
 from specrs.engine.request.batch import Batch
 from specrs.engine.request.request import Request
-from specrs.engine.rounds.executor import Clock, Deepen, Drafted, Verified, Watched
+from specrs.engine.rounds.executor import Clock, Deepen, Drafted, Entries, Verified, Watched
 from specrs.engine.rounds.pages import Pages
 from specrs.models.acceptance import HEATS, UNKNOWN
-from specrs.models.cuda import CudaDense
+from specrs.models.config import LayerConfig
+from specrs.models.cuda import CudaDense, CudaLinear
 from specrs.models.eagle3 import Eagle3Head
-from specrs.models.features import FeatureRows, Features
+from specrs.models.features import FeatureRows
 from specrs.models.llama import LlamaModel
 from specrs.models.ops import KvMemory
 
@@ -55,201 +56,6 @@ _RUNS = 5  # of a round that is measured
 # Seconds, before any was seen: the host's part of a plain round, which bounds those of small models; and what it does
 # while the device waits for it, in a round with trees of the host's, and in a plain one that the head follows.
 _HOST, _HOSTED, _FOLLOWED = 4e-4, 2e-4, 4e-4
-
-
-@dataclass(frozen=True)
-class DeviceRoot:
-    """A request's root lies in `Roots`, in the row of its sequence, until the next round that drafts for that row.
-
-    Attributes:
-        row: of the page table.
-        start: of the head's KV, the first entry that the pass which gave the root wrote.
-    """
-
-    row: int
-    start: int
-
-
-@dataclass(eq=False)
-class AskedRound:
-    """Drafts that `CudaExecutor.verify` launches together with their verification.
-
-    Attributes:
-        depths: how deep each request drafts, 0 for not at all.
-        levels: of drafts that are run, 0 without any.
-        trees: of the host, with which the drafts are united.
-    """
-
-    batch: Batch
-    depths: list[int]
-    levels: int
-    trees: core.TreeBatch | None = None
-
-    @property
-    def steps(self) -> int:
-        return max(self.levels - 1, 0)
-
-
-@dataclass(eq=False)
-class LaunchedRound:
-    """A round that runs or has run. What it found is waited for when it is asked for, and is there until many rounds
-    later; what it left in device memory (features, logits), until the next one.
-
-    Attributes:
-        batch: requests that are asked about, as they are once all rounds before have landed.
-        bucket, number: where it runs, and which of the rounds there it is.
-        variant: what was launched.
-        seats: of each request.
-        host_drafted: trees that the host made; ``None`` where the device drafted them, or some of their nodes.
-    """
-
-    batch: Batch
-    bucket: Bucket
-    number: int
-    variant: Variant
-    seats: Sequence[int]
-    host_drafted: Watched | None = None
-
-    @cached_property
-    def _found(self) -> Arrays:
-        found, seats = self.bucket.collect(self.number), self.seats
-        began = found["lens"].tolist()
-        if any(began[seat] != n for seat, n in zip(seats, self.batch.lens, strict=True)):
-            starts = [began[seat] for seat in seats]
-            raise RuntimeError(f"round {self.number} began at positions {starts}, its requests at {self.batch.lens}")
-        return found
-
-    def _held(self, what: str, held: bool) -> Bucket:
-        """The bucket, whose device memory still has what this round left. Raises StaleOutputError."""
-        bucket = self.bucket
-        if not held:
-            what = f"{what} of round {self.number} of the bucket of {bucket.batch} requests"
-            current = bucket.rounds - 1
-            error = core.StaleOutputError(f"{what}: round {current}, or a pass behind it, has overwritten it")
-            error.what, error.held, error.current = what, self.number, current
-            raise error
-        return bucket
-
-    @cached_property
-    def starts(self) -> list[int]:
-        """Each request's first row of the pass, and behind the last seat's."""
-        if not self.variant.levels:
-            return [*self.seats, self.bucket.given.live]
-        if self.host_drafted is not None:
-            return list(accumulate(self.host_drafted.trees.sizes, initial=0))
-        offsets: list[int] = self._found["tree_offsets"].tolist()
-        return [*(offsets[seat] for seat in self.seats), offsets[self.bucket.given.live]]
-
-    @cached_property
-    def trees(self) -> core.TreeBatch:
-        if self.host_drafted is not None:
-            return self.host_drafted.trees
-        found = self._found
-        if not self.variant.levels:
-            return core.TreeBatch.from_parents([[-1]] * len(self.seats), [[r.tokens[-1]] for r in self.batch])
-        scores = found["tree_scores"].view(torch.float32)
-        offsets, arrays = self._of_seats(found["tree_offsets"], (found["tree_tokens"], found["tree_parents"], scores))
-        return core.TreeBatch.from_arrays(offsets, *arrays)
-
-    @cached_property
-    def origins(self) -> list[list[int]] | None:
-        found = self._found
-        if not self.variant.drafts:
-            return None
-        offsets, origins = found["tree_offsets"].tolist(), found["tree_origins"]
-        return [origins[offsets[seat] : offsets[seat + 1]].tolist() for seat in self.seats]
-
-    @cached_property
-    def accepts(self) -> core.Accepts:
-        found = self._found
-        if any(self._faulty):
-            # Rare: the host looks at the rows, and says of each request what was wrong.
-            trees = self.trees
-            each = zip(self.starts, trees.sizes, strict=False)
-            logits = self._logits([row for first, size in each for row in range(first, first + size)])
-            return core.verify(trees, logits, [r.sampler for r in self.batch], self.batch.lens)
-        offsets, arrays = self._of_seats(found["offsets"], (found["paths"], found["tokens"]))
-        return core.Accepts.from_arrays(offsets, *arrays)
-
-    def logits(self, request: int, rows: Sequence[int]) -> torch.Tensor:
-        first = self.starts[request]
-        return self._logits([first + row for row in rows])
-
-    def _logits(self, rows: list[int]) -> torch.Tensor:
-        """Of rows of the pass, on the host."""
-        bucket = self._held("logits", self.bucket.holds_logits(self.number))
-        return bucket.logits[rows].to("cpu", torch.float32)
-
-    def _of_seats(
-        self, offsets: torch.Tensor, arrays: tuple[torch.Tensor, ...]
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Of arrays with a part for each seat, those of the requests' seats."""
-        seats = self.seats
-        if isinstance(seats, range):  # of every request since the launch
-            return offsets[: len(seats) + 1], arrays
-        ends: list[int] = offsets.tolist()
-        index = torch.tensor([i for seat in seats for i in range(ends[seat], ends[seat + 1])], dtype=torch.int64)
-        counts = [ends[seat + 1] - ends[seat] for seat in seats]
-        return torch.tensor([0, *accumulate(counts)], dtype=torch.int32), tuple(a[index] for a in arrays)
-
-    @cached_property
-    def _faulty(self) -> list[bool]:
-        """Of each request, whether the target's scores were not finite."""
-        faults: list[int] = self._found["faults"].tolist()
-        return [faults[seat] != 0 for seat in self.seats]
-
-    @property
-    def lost(self) -> list[int]:
-        return [] if self.bucket.holds_logits(self.number) else [i for i, faulty in enumerate(self._faulty) if faulty]
-
-    @cached_property
-    def faults(self) -> list[tuple[core.NonFiniteError, int]]:
-        """Requests whose root's draft scores give no distribution."""
-        if self.host_drafted is not None:
-            return list(self.host_drafted.faults)
-        if not self.variant.levels:
-            return []
-        sound: list[int] = self._found["sound"].tolist()
-        bad = [i for i, seat in enumerate(self.seats) if self.drafted(i) and sound[seat] == 0]
-        kept = self.bucket.holds(self.number)
-        scores = [self.bucket.launches.root_logits[self.seats[i]].cpu() if kept else None for i in bad]
-        return [(_bad_root(i, row), self._sound_until(i)) for i, row in zip(bad, scores, strict=True)]
-
-    def _sound_until(self, request: int) -> int:
-        root = self.batch.requests[request].root
-        return root.start if isinstance(root, DeviceRoot) else self.batch.lens[request]
-
-    def features(self, request: int, rows: Sequence[int]) -> Features:
-        memory = self._held("features", self.bucket.holds(self.number)).launches.features
-        assert memory is not None and not self.drafted(request)
-        # The next round overwrites them. Without drafts there is one row, the root's.
-        first = self.starts[request]
-        if list(rows) == [0]:
-            kept = memory.stacked.narrow(1, first, 1).clone()
-        else:
-            index = torch.tensor([first + row for row in rows], device=memory.stacked.device)
-            kept = memory.stacked.index_select(1, index)
-        return Features(FeatureRows(memory.aux_layers, kept), range(len(rows)))
-
-    def likeliest(self, requests: Sequence[int], count: int) -> list[tuple[list[int], list[list[int]]]] | None:
-        if not self.bucket.holds_logits(self.number):
-            return None  # and nobody waits for a round that runs
-        return likeliest(self.trees, self.starts, self.bucket.logits, requests, count)
-
-    @cached_property
-    def _depths(self) -> list[int]:
-        """How deep each seat drafted."""
-        depths: list[int] = self._found["depths"].tolist()
-        return depths
-
-    def drafted(self, request: int) -> bool:
-        """Whether the request had drafts, and the head has run over what was accepted of them."""
-        return self.variant.levels > 0 and self._depths[self.seats[request]] > 0
-
-    def root(self, request: int) -> DeviceRoot | None:
-        if not self.drafted(request):
-            return None
-        return DeviceRoot(self.batch.seqs[request].row, self.batch.lens[request])
 
 
 class CudaExecutor(HostExecutor):
@@ -286,12 +92,17 @@ class CudaExecutor(HostExecutor):
             self._sizes = buckets(config.max_batch)
             trees = head is not None or bool(config.sources)
             most = config.max_batch * (geometry.shape.draft_tokens if trees else 1)
-            target.reserve(max(most, config.prefill_chunk), most)
+            rows, batch = max(most, config.prefill_chunk), config.max_batch
+            target.reserve(rows, most)
             if head is not None:
-                path = longest_path(config, geometry, trees=True)
-                head.reserve(max(config.max_batch * path, config.prefill_chunk), config.max_batch)
+                rows = max(rows, batch * longest_path(config, geometry, trees=True))
+                head.reserve(rows, batch, batch * geometry.shape.topk)
+            layers: list[LayerConfig] = [target.config] if head is None else [target.config, head.config]
+            products = [*target.products(), *(() if head is None else head.products())]
+            wide = 0 if head is None else head.config.aux_size
+            dense.reserve(rows, layers, (cast(CudaLinear, product) for _, product in products), wide)
             keys = geometry.row_pages * config.page_size
-            for layer in [target.config] if head is None else [target.config, head.config]:
+            for layer in layers:
                 group = layer.num_heads // layer.num_kv_heads
                 dense.attention_space(
                     max(
@@ -324,6 +135,7 @@ class CudaExecutor(HostExecutor):
         if self.drafts is None:
             return self._speculation_of_trees(shape)
         measured = {b: [self._seconds(b, levels) for levels in (0, 1, shape.steps)] for b in {1, self._sizes[-1]}}
+        self._warm(sorted(drafted_levels(shape)))
         plain, shallow, deep = measured[1]
         step = max(deep - shallow, 0.0) / max(shape.steps - 1, 1)
         extend = max(shallow - plain, 0.0)
@@ -354,6 +166,7 @@ class CudaExecutor(HostExecutor):
         sizes, pace = {1, self._sizes[-1]}, Pace()
         deep = [levels_for(shape, n) for n in tiers(shape.draft_tokens) if n >= min(8, shape.draft_tokens)]
         target = {b * most_nodes(shape, n): self._seconds(b, n) for b in sizes for n in (0, *deep)}
+        self._warm(deep)
         rows, nothing = sorted(target), PassCost([1], [0.0], pace)
         costs = Costs(
             PassCost(rows, [target[n] for n in rows], pace), nothing, PassCost([1], [0.0], pace), _overheads(target[1])
@@ -381,6 +194,21 @@ class CudaExecutor(HostExecutor):
         bucket.collect(last if ahead else number)
         return statistics.median(seconds[3:])
 
+    def _warm(self, levels: Sequence[int]) -> None:
+        """Make the graphs of rounds that a request by itself may begin with, and a full batch: drafts of so many levels
+        and none, greedy and sampled. Else a first answer would wait for them, and take twice as long."""
+        heads = self.drafts is not None
+        for size in {1, self._sizes[-1]} if self._graphs else ():
+            bucket = self._of(size)
+            bucket.given.set_requests([], [], [], [], 1)
+            for edits in (None, bucket.given.least_room()):
+                plain = Variant(size, 0, False, edits)
+                followed = [replace(plain, follow=True)] if heads else []
+                drafting = [Variant(size, n, heads, edits, trees=not heads) for n in levels]
+                for variant in (plain, *followed, *drafting):
+                    while variant not in bucket.graphs and bucket.runs[variant] >= 0:
+                        bucket.collect(bucket.launch(variant, self._graphs))
+
     def _of(self, size: int) -> Bucket:
         bucket = self._buckets.get(size)
         if bucket is None:
@@ -392,7 +220,9 @@ class CudaExecutor(HostExecutor):
     ) -> torch.Tensor:
         if self._running is not None:
             self._running.overtaken = True
-        return super()._logits(tokens, plan, aux, rows)
+        kept = tokens[:0] if rows is None else rows
+        there = self._dense.upload(torch.cat((tokens, kept)))  # one copy, where each costs as much as a launch
+        return super()._logits(there[: len(tokens)], plan, aux, None if rows is None else there[len(tokens) :])
 
     def decode(self, batch: Batch, follow: bool, clock: Clock) -> Verified:
         return self._launched(AskedRound(batch, [0] * len(batch), 0), follow)
@@ -498,7 +328,8 @@ class CudaExecutor(HostExecutor):
 
 
 class CudaDrafts(HostDrafts):
-    """The head's passes on a GPU; roots stay there."""
+    """The head's passes on a GPU. Roots stay there, and nothing is waited for: where the head gives NaN, so do its
+    scores for every root behind, and the round that drafts by them tells it (`Drafted.faults`)."""
 
     def __init__(
         self,
@@ -512,6 +343,23 @@ class CudaDrafts(HostDrafts):
         super().__init__(head, cache, planner, config, vocab_size)
         self._roots, self._steps = roots, planner.geometry.shape.steps
         self.unites = unites(planner.geometry.shape)
+
+    def write(self, entries: Entries) -> list[core.NonFiniteError | None]:
+        tokens, features, plan = self._inputs(entries)
+        self.head.write(cast(CudaDense, self.head.dense).upload(tokens), features, plan, self.cache)
+        return [None] * len(entries.counts)
+
+    def extend(self, entries: Entries, clock: Clock) -> Sequence[object]:
+        dense, roots = cast(CudaDense, self.head.dense), self._roots
+        tokens, features, plan = self._inputs(entries)
+        found = [DeviceRoot(r.seq.row, r.draft_valid) for r in entries.requests]
+        last = [end - 1 for end in accumulate(entries.counts)]
+        there = dense.upload(torch.cat((tokens, torch.tensor([*last, *(root.row for root in found)]))))
+        tokens, ends, rows = torch.split(there, [len(tokens), len(last), len(last)])
+        logits, hidden = self.head.extend(tokens, features, plan, self.cache, ends)
+        for made, kept in ((logits, roots.logits), (hidden, roots.hidden)):
+            core._device_copy_rows(made, None, kept, rows, None, dense.stream)
+        return found
 
     def draft(self, batch: Batch, depths: Sequence[int], deepen: Deepen | None, clock: Clock) -> Drafted:
         if deepen is not None:
@@ -530,10 +378,6 @@ class CudaDrafts(HostDrafts):
             return None
         return replace(drafted, trees=trees)
 
-    def _lend(self, request: Request, logits: torch.Tensor, hidden: torch.Tensor) -> DeviceRoot:
-        self._roots.put(request.seq.row, logits, hidden)
-        return DeviceRoot(request.seq.row, request.draft_valid)
-
     def _root(self, request: Request) -> Root:
         root = request.root
         if not isinstance(root, DeviceRoot):
@@ -545,14 +389,3 @@ def _overheads(plain: float) -> Overheads:
     """What rounds take over and above their passes, where a plain pass takes so long."""
     host = max(_HOST - plain, 0.0)
     return Overheads([host, 0.0, _HOSTED, host + _FOLLOWED])
-
-
-def _bad_root(request: int, logits: torch.Tensor | None) -> core.NonFiniteError:
-    """Why nothing can be drafted from a root's logits; ``None`` where a later round has overwritten them."""
-    error = None if logits is None or bool(logits.isneginf().all()) else non_finite("draft logits", logits)
-    if error is None:
-        value, index = ("all -inf", 0) if logits is not None else ("not finite", -1)
-        error = core.NonFiniteError(f"draft logits: {value} at index {index}")
-        error.kind, error.what, error.value, error.index = "NonFinite", "draft logits", value, index
-    error.request = request
-    return error

@@ -133,6 +133,12 @@ class Given:
         self._drawn_by = ([] if penalised or moving else list(samplers)), room
         return room
 
+    def least_room(self) -> int:
+        """The ``edits`` of a variant that samples with few, whose memory is there from now on."""
+        if _LEAST_EDITS not in self.edits:
+            self._make_room(_LEAST_EDITS)
+        return _LEAST_EDITS
+
     def _make_room(self, room: int) -> None:
         """For so many edits."""
         given = self._memory.given

@@ -46,11 +46,6 @@ class Roots:
         self.logits = at.for_logits().empty(rows + 1, head.vocab_size).zero_()
         self.hidden = at.empty(rows + 1, head.config.hidden_size).zero_()
 
-    def put(self, row: int, logits: torch.Tensor, hidden: torch.Tensor) -> None:
-        """Keep a root's logits and hidden state."""
-        self.logits[row].copy_(logits)
-        self.hidden[row].copy_(hidden)
-
 
 class Activations:
     """What passes from one model to the other in a round of the largest batch; every bucket uses its first rows.
