@@ -288,7 +288,7 @@ class CudaDense:
     def rope_write(
         self, kv: KvMemory, layer: int, plan: Plan, qkv: torch.Tensor, rope: Any, heads: Heads
     ) -> torch.Tensor:
-        return self.rotated(kv, layer, DevicePlan.of(self, plan, kv.page_size), qkv, rope, heads)
+        return self.rotated(kv, layer, DevicePlan.of(self, plan, kv.page_size)[0], qkv, rope, heads)
 
     def rotated(
         self, kv: KvMemory, layer: int, plan: DevicePlan, qkv: torch.Tensor, rope: Any, heads: Heads
@@ -449,22 +449,27 @@ class DevicePlan:
     page_size: int
 
     @classmethod
-    def of(cls, dense: CudaDense, plan: Plan, page_size: int) -> DevicePlan:
-        """A plan of the host, its arrays copied at once. Raises ConfigError for a mask of more than a word."""
+    def of(
+        cls, dense: CudaDense, plan: Plan, page_size: int, *more: torch.Tensor
+    ) -> tuple[DevicePlan, list[torch.Tensor]]:
+        """A plan of the host on the device, and more integers of the pass as int32 there: copied at once, since a copy
+        costs as much as some launches. Raises ConfigError for a mask of more than a word."""
         starts, mask = from_dlpack(plan.qo_indptr), from_dlpack(plan.mask)
         table, lens = from_dlpack(plan.page_table()), from_dlpack(plan.prefix_lens)
         if mask.shape[1] > 1:
             raise ConfigError(f"mask of {mask.shape[1]} words: attention on a GPU takes one, 64 nodes or draft slots")
         arrays = [from_dlpack(plan.positions), from_dlpack(plan.out_slots), lens, starts, table.reshape(-1)]
         words = mask.reshape(-1).view(torch.int32)  # first: their 8 bytes are aligned there
+        arrays += [a.to(torch.int32) for a in more]
         buffer = dense.upload(torch.cat((words, *arrays)))
-        parts = list(torch.split(buffer, [words.numel(), *(a.numel() for a in arrays)]))
+        parts = torch.split(buffer, [words.numel(), *(a.numel() for a in arrays)])
         masks = parts[0].view(torch.int64) if words.numel() else None
         positions, out_slots, lens_there, starts_there = parts[1:5]
         ends = starts.tolist()
         most = max((end - first for first, end in pairwise(ends)), default=0)
         there = parts[5].view(table.shape)
-        return cls(plan.phase, positions, out_slots, lens_there, starts_there, there, masks, None, most, page_size)
+        at = cls(plan.phase, positions, out_slots, lens_there, starts_there, there, masks, None, most, page_size)
+        return at, list(parts[6:])
 
     @property
     def queries(self) -> int:
@@ -552,5 +557,5 @@ class CudaAttention:
         if isinstance(plan, DevicePlan):
             return plan
         if self._plan is None or self._plan[0] is not plan:
-            self._plan = plan, DevicePlan.of(self._dense, plan, page_size)
+            self._plan = plan, DevicePlan.of(self._dense, plan, page_size)[0]
         return self._plan[1]

@@ -46,13 +46,14 @@ from specrs.engine.rounds.executor import Clock, Deepen, Drafted, Entries, Verif
 from specrs.engine.rounds.pages import Pages
 from specrs.models.acceptance import HEATS, UNKNOWN
 from specrs.models.config import LayerConfig
-from specrs.models.cuda import CudaDense, CudaLinear
+from specrs.models.cuda import CudaDense, CudaLinear, DevicePlan
 from specrs.models.eagle3 import Eagle3Head
 from specrs.models.features import FeatureRows
 from specrs.models.llama import LlamaModel
 from specrs.models.ops import KvMemory
 
 _RUNS = 5  # of a round that is measured
+_PROMPT = 64  # tokens of the first one
 # Seconds, before any was seen: the host's part of a plain round, which bounds those of small models; and what it does
 # while the device waits for it, in a round with trees of the host's, and in a plain one that the head follows.
 _HOST, _HOSTED, _FOLLOWED = 4e-4, 2e-4, 4e-4
@@ -133,9 +134,9 @@ class CudaExecutor(HostExecutor):
     def speculation(self, pages: Pages) -> AdaptiveTree:
         shape = self.planner.geometry.shape
         if self.drafts is None:
-            return self._speculation_of_trees(shape)
+            return self._speculation_of_trees(shape, pages)
         measured = {b: [self._seconds(b, levels) for levels in (0, 1, shape.steps)] for b in {1, self._sizes[-1]}}
-        self._warm(sorted(drafted_levels(shape)))
+        self._warm(sorted(drafted_levels(shape)), pages)
         plain, shallow, deep = measured[1]
         step = max(deep - shallow, 0.0) / max(shape.steps - 1, 1)
         extend = max(shallow - plain, 0.0)
@@ -161,12 +162,12 @@ class CudaExecutor(HostExecutor):
         policy = TreePolicy(costs, [Kind.of(one, shape.steps) for one in expected])
         return AheadTree(policy, shape, lambda: self._running is not None and self._running.cold)
 
-    def _speculation_of_trees(self, shape: core.TreeShape) -> AdaptiveTree:
+    def _speculation_of_trees(self, shape: core.TreeShape, pages: Pages) -> AdaptiveTree:
         """Of an engine whose drafts the host makes, at no cost of the device: what rounds of their trees take."""
         sizes, pace = {1, self._sizes[-1]}, Pace()
         deep = [levels_for(shape, n) for n in tiers(shape.draft_tokens) if n >= min(8, shape.draft_tokens)]
         target = {b * most_nodes(shape, n): self._seconds(b, n) for b in sizes for n in (0, *deep)}
-        self._warm(deep)
+        self._warm(deep, pages)
         rows, nothing = sorted(target), PassCost([1], [0.0], pace)
         costs = Costs(
             PassCost(rows, [target[n] for n in rows], pace), nothing, PassCost([1], [0.0], pace), _overheads(target[1])
@@ -194,9 +195,11 @@ class CudaExecutor(HostExecutor):
         bucket.collect(last if ahead else number)
         return statistics.median(seconds[3:])
 
-    def _warm(self, levels: Sequence[int]) -> None:
-        """Make the graphs of rounds that a request by itself may begin with, and a full batch: drafts of so many levels
-        and none, greedy and sampled. Else a first answer would wait for them, and take twice as long."""
+    def _warm(self, levels: Sequence[int], pages: Pages) -> None:
+        """Do what a first answer would wait for otherwise, and take twice as long: run over a prompt, and make the
+        graphs of rounds of a request by itself, and of a full batch, with drafts of so many levels and without,
+        greedy and sampled."""
+        self._prompt(pages)
         heads = self.drafts is not None
         for size in {1, self._sizes[-1]} if self._graphs else ():
             bucket = self._of(size)
@@ -208,6 +211,19 @@ class CudaExecutor(HostExecutor):
                 for variant in (plain, *followed, *drafting):
                     while variant not in bucket.graphs and bucket.runs[variant] >= 0:
                         bucket.collect(bucket.launch(variant, self._graphs))
+
+    def _prompt(self, pages: Pages) -> None:
+        """Run both models over a prompt of nobody's."""
+        n = min(_PROMPT, pages.most_tokens, self._models.config.prefill_chunk)
+        tokens, aux = torch.zeros(n, dtype=torch.int64), self._features(self.drafts is not None, n)
+        seq = pages.pool.create()
+        with pages.pool.reserve([(seq, n)]):
+            plan = self.planner.extend([seq], [0], [n])
+            self._logits(tokens, plan, aux, tokens[:1])
+            if self.drafts is not None and aux is not None:
+                self.drafts.head.write(tokens, aux.layers, plan, self.drafts.cache)
+                self.drafts.head.extend(tokens, aux.layers, plan, self.drafts.cache, tokens[:1])
+        pages.pool.release([seq])
 
     def _of(self, size: int) -> Bucket:
         bucket = self._buckets.get(size)
@@ -221,8 +237,8 @@ class CudaExecutor(HostExecutor):
         if self._running is not None:
             self._running.overtaken = True
         kept = tokens[:0] if rows is None else rows
-        there = self._dense.upload(torch.cat((tokens, kept)))  # one copy, where each costs as much as a launch
-        return super()._logits(there[: len(tokens)], plan, aux, None if rows is None else there[len(tokens) :])
+        at, (tokens, kept) = DevicePlan.of(self._dense, plan, self.cache.page_size, tokens, kept)
+        return super()._logits(tokens, cast(core.Plan, at), aux, None if rows is None else kept)
 
     def decode(self, batch: Batch, follow: bool, clock: Clock) -> Verified:
         return self._launched(AskedRound(batch, [0] * len(batch), 0), follow)
@@ -346,17 +362,18 @@ class CudaDrafts(HostDrafts):
 
     def write(self, entries: Entries) -> list[core.NonFiniteError | None]:
         tokens, features, plan = self._inputs(entries)
-        self.head.write(cast(CudaDense, self.head.dense).upload(tokens), features, plan, self.cache)
+        at, (tokens,) = DevicePlan.of(cast(CudaDense, self.head.dense), plan, self.cache.page_size, tokens)
+        self.head.write(tokens, features, cast(core.Plan, at), self.cache)
         return [None] * len(entries.counts)
 
     def extend(self, entries: Entries, clock: Clock) -> Sequence[object]:
         dense, roots = cast(CudaDense, self.head.dense), self._roots
         tokens, features, plan = self._inputs(entries)
         found = [DeviceRoot(r.seq.row, r.draft_valid) for r in entries.requests]
-        last = [end - 1 for end in accumulate(entries.counts)]
-        there = dense.upload(torch.cat((tokens, torch.tensor([*last, *(root.row for root in found)]))))
-        tokens, ends, rows = torch.split(there, [len(tokens), len(last), len(last)])
-        logits, hidden = self.head.extend(tokens, features, plan, self.cache, ends)
+        last = torch.tensor([end - 1 for end in accumulate(entries.counts)])
+        kept_in = torch.tensor([root.row for root in found])
+        at, (tokens, last, rows) = DevicePlan.of(dense, plan, self.cache.page_size, tokens, last, kept_in)
+        logits, hidden = self.head.extend(tokens, features, cast(core.Plan, at), self.cache, last)
         for made, kept in ((logits, roots.logits), (hidden, roots.hidden)):
             core._device_copy_rows(made, None, kept, rows, None, dense.stream)
         return found
