@@ -168,7 +168,7 @@ class RoundFound:
     Attributes:
         offsets, tokens, new_lens, roots, faults: of `AcceptArrays`.
         sound: of `BeamArrays`.
-        live: its last element counts the live lanes.
+        live: its last element counts the live seats.
     """
 
     offsets: torch.Tensor
@@ -181,13 +181,13 @@ class RoundFound:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class LaneLimits:
-    """How far lanes go.
+class SeatLimits:
+    """How far seats go.
 
     Attributes:
-        limits: [B], the committed length at which a lane has ended.
+        limits: [B], the committed length at which a seat has ended.
         caps: [B], the deepest level that is wanted.
-        stops: [B * places], tokens that end a lane.
+        stops: [B * places], tokens that end a seat.
         stop_counts: [B], how many of its places are used.
     """
 
@@ -198,14 +198,14 @@ class LaneLimits:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class LaneState:
-    """Where lanes are, which the end of a round changes.
+class SeatState:
+    """Where seats are, which the end of a round changes.
 
     Attributes:
         lens: [B], committed lengths.
         roots: [B], the token that the next tree begins with.
-        depths: [B], how deep the lane drafts.
-        done: [B], 1 once the lane has ended.
+        depths: [B], how deep the seat drafts.
+        done: [B], 1 once the seat has ended.
     """
 
     lens: torch.Tensor
