@@ -231,6 +231,10 @@ class CudaExecutor(HostExecutor):
             bucket = self._buckets[size] = Bucket(self._models, size)
         return bucket
 
+    def _features(self, follow: bool, rows: int) -> FeatureRows | None:
+        # Rounds have memory of their own, and prompts differ in length.
+        return self.target.features.once(rows) if follow and self.target.features is not None else None
+
     def _logits(
         self, tokens: torch.Tensor, plan: core.Plan, aux: FeatureRows | None, rows: torch.Tensor | None
     ) -> torch.Tensor:
