@@ -319,7 +319,7 @@ class CudaDense:
     def host(self, scores: torch.Tensor) -> torch.Tensor:
         self.settle()
         scores = scores.to("cpu", torch.float32)  # waits for all that was launched
-        # Scores that are no numbers the host sees itself, and names; those of a round in flight, its landing does.
+        # Scores that are no numbers the host sees itself, and names; those of a round in flight, collecting it does.
         with suppress(core.NonFiniteError):
             self.faults.check()
         return scores

@@ -98,10 +98,10 @@ class Device:
     def launch(self, verified: Any, rounds: int) -> None:
         raise AssertionError("nothing can be launched ahead")
 
-    def hasten(self) -> None:
-        self.host.hasten()
+    def request_stop(self) -> None:
+        self.host.request_stop()
 
-    def landing(self, verified: Any, batch: Any, rows: Any) -> Any:
+    def collect(self, verified: Any, batch: Any, rows: Any) -> Any:
         return verified
 
     def abandon(self, requests: Any) -> None:

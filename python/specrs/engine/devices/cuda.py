@@ -317,11 +317,11 @@ class CudaExecutor(HostExecutor):
         number = bucket.again(variant, self._graphs, rounds)
         return LaunchedRound(verified.batch, bucket, number, variant, verified.seats)
 
-    def hasten(self) -> None:
+    def request_stop(self) -> None:
         if self._running is not None:
             self._running.request_stop()
 
-    def landing(self, verified: Verified, batch: Batch, rows: Sequence[int]) -> Verified:
+    def collect(self, verified: Verified, batch: Batch, rows: Sequence[int]) -> Verified:
         assert isinstance(verified, LaunchedRound)
         seats = verified.seats
         if len(rows) < len(seats):
