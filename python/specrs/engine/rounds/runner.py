@@ -410,10 +410,10 @@ class Runner:
         observers: Sequence[RoundObserver],
     ) -> list[Passed]:
         """Give each request what a round accepted. Nothing changes a request before all of that is read."""
-        accepts, faults, lease = verified.accepts, verified.faults, flight.lease
-        paths, drawn, errors, lens = accepts.paths, accepts.tokens, accepts.errors, list(flight.lens)
-        cuts = [False] * len(batch)
+        accepts, lease, lens = verified.accepts, flight.lease, list(flight.lens)
+        paths, drawn, errors = accepts.paths, accepts.tokens, accepts.errors
         trees = self._traced(flight, batch, rows, verified, paths)  # before a path is cut
+        cuts = [False] * len(batch)
         for i, r in enumerate(batch):
             stand = r.draws.standing(drawn[i], len(paths[i]))
             if stand < len(paths[i]):
@@ -426,15 +426,14 @@ class Runner:
         # Whole paths, or what stands of them: where a request keeps less, it has ended, and gives its pages back.
         for row, n, path in zip(rows, batch.lens, paths, strict=True):
             lens[row] = n + len(path)
-        overtaken = bool(flight.rounds)
-        if overtaken:
+        if flight.rounds:
             lease.advance(lens)
         else:
             lease.commit(lens)
             self._flight = None
         flight.lens, flight.collected = lens, flight.collected + 1
         # Nothing fails from here on; up to here, no request has changed.
-        for error, sound in faults:
+        for error, sound in verified.faults:
             flight.last = True  # the next one is begun without drafts of this request
             if batch.requests[error.request].followed:  # a round in flight tells it again
                 batch.requests[error.request].give_up_drafts(sound, error)
@@ -452,17 +451,31 @@ class Runner:
         if self.drafting.gathering is not None:
             self.drafting.gathering.watch(batch, verified)
         if self.head is not None and self._keeps_features(batch):  # else: most rounds of requests that gave it up
-            self.head.remember(batch, verified, [p[:n] for p, n in zip(paths, kept, strict=True)], overtaken)
-            for r, cut in zip(batch, cuts, strict=True):
-                if cut:
-                    r.root = None  # a device's head has run beyond what stands
-            if flight.plan.head is not None and not overtaken:
-                drafting = [flight.plan.head[row] for row in rows]
-                drew = [r for r, drafts in zip(batch, drafting, strict=True) if drafts and r.finish_reason is None]
-                self.head.extend(drew, self.drafting.speculation)
-            if not overtaken:
-                self.head.catch_up(batch, self.drafting.speculation)
+            kept_rows = [path[:n] for path, n in zip(paths, kept, strict=True)]
+            self._tell_head(self.head, flight, batch, rows, verified, kept_rows, cuts)
         return passed
+
+    def _tell_head(
+        self, head: Head, flight: Flight, batch: Batch, rows: Sequence[int], verified: Verified,
+        kept: Sequence[Sequence[int]], cuts: Sequence[bool],
+    ) -> None:  # fmt: skip
+        """Give the head the features of what each request kept, and where no later round runs, have it go on.
+
+        Args:
+            kept: rows of the pass, of each request.
+            cuts: of each request, whether the head may have run beyond them.
+        """
+        overtaken = bool(flight.rounds)
+        head.remember(batch, verified, kept, overtaken)
+        for r, cut in zip(batch, cuts, strict=True):
+            if cut:
+                r.root = None
+        if overtaken:
+            return
+        if flight.plan.head is not None:
+            drew = [r for r, row in zip(batch, rows, strict=True) if flight.plan.head[row] and r.finish_reason is None]
+            head.extend(drew, self.drafting.speculation)
+        head.catch_up(batch, self.drafting.speculation)
 
     def _traced(
         self, flight: Flight, batch: Batch, rows: Sequence[int], verified: Verified, paths: Sequence[Sequence[int]]
