@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -117,6 +117,7 @@ class DeviceDrafts:
 
     host: Any
     log: list[str]
+    unites: ClassVar[bool] = False
 
     @property
     def vocabulary(self) -> frozenset[int]:
