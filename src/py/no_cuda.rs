@@ -1,59 +1,18 @@
 //! What a build without the feature `cuda` has in the place of `cuda`: the same names, so that the package imports the same
 //! everywhere. Each of them raises `CudaError`.
 
-use std::ffi::CStr;
+use std::ffi::CString;
 
 use pyo3::prelude::*;
 use pyo3::types::{PyCFunction, PyDict, PyTuple};
 
 use crate::error::{Error, Result};
 
-/// The functions and classes of `cuda`.
-const NAMES: &[&CStr] = &[
-    c"_DeviceArena",
-    c"_DeviceArray",
-    c"_DeviceFaults",
-    c"_DeviceLinear",
-    c"_DeviceProducts",
-    c"_DeviceStream",
-    c"_DeviceTable",
-    c"_Graph",
-    c"_RoundRing",
-    c"_device_add_rms_norm",
-    c"_device_attention",
-    c"_device_attention_workspace",
-    c"_device_budget",
-    c"_device_check",
-    c"_device_collect",
-    c"_device_collect_captured",
-    c"_device_copy_rows",
-    c"_device_draft_scratch",
-    c"_device_draft_select",
-    c"_device_embed",
-    c"_device_fill",
-    c"_device_fingerprint",
-    c"_device_gated_up",
-    c"_device_gather_rows",
-    c"_device_init",
-    c"_device_kv_commit",
-    c"_device_kv_move",
-    c"_device_memory",
-    c"_device_plan",
-    c"_device_rope_kv",
-    c"_device_round_end",
-    c"_device_round_end_load",
-    c"_device_sample_verify",
-    c"_device_samplers",
-    c"_device_table_update",
-    c"_device_tail_copies",
-    c"_device_tree_build",
-    c"_device_tree_unite",
-    c"_device_verify_greedy",
-    c"_device_verify_scratch",
-    c"_graph_child",
-    c"_graph_collect",
-    c"_graph_loop_count",
-];
+/// The stub of the Python module, which has every name of it.
+const STUB: &str = include_str!("../../python/specrs/_specrs.pyi");
+
+/// How the functions and classes of `cuda` begin, and nothing else of the module does.
+const BEGINNINGS: [&str; 5] = ["_Device", "_Graph", "_RoundRing", "_device_", "_graph_"];
 
 /// Why kernels cannot run.
 pub(super) fn available() -> Result<()> {
@@ -67,9 +26,13 @@ pub(super) fn attention_rule() -> Option<i32> {
 
 /// Add the names to the Python module.
 pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    for name in NAMES {
+    let defined = STUB.lines().filter_map(|line| line.strip_prefix("def ").or_else(|| line.strip_prefix("class ")));
+    let names = defined.filter_map(|rest| rest.split(['(', ':']).next());
+    for name in names.filter(|name| BEGINNINGS.iter().any(|begin| name.starts_with(begin))) {
         let absent = |_: &Bound<'_, PyTuple>, _: Option<&Bound<'_, PyDict>>| -> PyResult<()> { Ok(available()?) };
-        module.add(&*name.to_string_lossy(), PyCFunction::new_closure(module.py(), Some(name), None, absent)?)?;
+        // A function of Python's needs its name for as long as the process; the module is made once in one.
+        let lasting = Box::leak(CString::new(name)?.into_boxed_c_str());
+        module.add(name, PyCFunction::new_closure(module.py(), Some(lasting), None, absent)?)?;
     }
     Ok(())
 }

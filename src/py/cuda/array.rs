@@ -11,6 +11,8 @@ use crate::error::Error;
 use crate::py::arg::detached;
 use crate::py::dlpack::{DType, TensorDevice as Device};
 
+register! { class DeviceArray; }
+
 /// A region of device memory of specrs. `torch.from_dlpack(a)` shares it: torch's current stream waits for what the
 /// region's own stream has then, and the memory stays until the work on that stream, as it is when torch drops the tensor,
 /// has finished. Nothing waits on the host.

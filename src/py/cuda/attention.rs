@@ -9,12 +9,14 @@ use crate::error::Error;
 use crate::py::arg::{Int, detached};
 use crate::py::dlpack::Call;
 
+register! { fn _device_attention, _device_attention_workspace; }
+
 /// Bytes of workspace with which `_device_attention` keeps CUDA device `ordinal` busy: for `requests` of up to `max_queries`
 /// queries and `max_keys` keys each, `kv_heads` heads with `group` query heads each, of `head_dim` elements.
 #[pyfunction]
 #[allow(clippy::too_many_arguments, reason = "sizes, passed by name")]
 #[pyo3(signature = (ordinal, *, requests, max_queries, kv_heads, group, head_dim, max_keys))]
-pub(super) fn _device_attention_workspace(
+fn _device_attention_workspace(
     py: Python<'_>,
     ordinal: Int,
     requests: Int,
@@ -51,7 +53,7 @@ pub(super) fn _device_attention_workspace(
 #[pyo3(signature = (
     cache, layer, q, out, *, table, page_size, rows, lens, starts, mask, draft, max_queries, scale, cap=None, workspace, stream
 ))]
-pub(super) fn _device_attention(
+fn _device_attention(
     cache: &Bound<'_, PyAny>,
     layer: Int,
     q: &Bound<'_, PyAny>,

@@ -8,12 +8,14 @@ use crate::error::Result;
 use crate::py::arg::{Int, detached};
 use crate::py::dlpack::Call;
 
+register! { fn _device_check, _device_init, _device_kv_move; class DeviceFaults, DeviceStream; }
+
 type Recorded = &'static Faults;
 
 /// Set up CUDA device `ordinal`: retain torch's context, load the kernels, allocate the fault record. Returns its
 /// compute capability, major * 10 + minor.
 #[pyfunction]
-pub(super) fn _device_init(py: Python<'_>, ordinal: Int) -> PyResult<i32> {
+fn _device_init(py: Python<'_>, ordinal: Int) -> PyResult<i32> {
     let ordinal = ordinal.i32("CUDA device")?;
     detached(py, move || Ok(Device::get(ordinal)?.capability()))
 }
@@ -21,7 +23,7 @@ pub(super) fn _device_init(py: Python<'_>, ordinal: Int) -> PyResult<i32> {
 /// Raise `OutOfBoundsError` for what a kernel of device `ordinal` skipped since the last call, or `NonFiniteError` for
 /// scores that it could choose nothing from.
 #[pyfunction]
-pub(super) fn _device_check(py: Python<'_>, ordinal: Int) -> PyResult<()> {
+fn _device_check(py: Python<'_>, ordinal: Int) -> PyResult<()> {
     let ordinal = ordinal.i32("CUDA device")?;
     detached(py, move || Device::get(ordinal)?.check())
 }
@@ -86,7 +88,7 @@ impl StreamArg {
 /// Launch the KV move on the raw stream `stream` of the cache's device.
 #[pyfunction]
 #[pyo3(signature = (cache, src, dst, offsets, stream))]
-pub(super) fn _device_kv_move(
+fn _device_kv_move(
     cache: &Bound<'_, PyAny>,
     src: &Bound<'_, PyAny>,
     dst: &Bound<'_, PyAny>,

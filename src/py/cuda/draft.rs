@@ -10,12 +10,14 @@ use crate::device::{Device, DraftSelectOperands, TreeBuildOperands, TreeUniteOpe
 use crate::py::arg::{Int, detached};
 use crate::py::geometry::TreeShape;
 
+register! { fn _device_draft_scratch, _device_draft_select, _device_tree_build, _device_tree_unite; }
+
 /// One step of draft selection from logits [batch (* K), draft vocabulary]; writes `beams` (`BeamArrays`). `scratch` (int64)
 /// is 0 before the first call; `_device_draft_scratch` says how long it is.
 #[pyfunction]
 #[pyo3(signature = (*, step, logits, to_target, vocab, live, shape, beams, scratch, stream))]
 #[allow(clippy::too_many_arguments, reason = "operands, passed by name")]
-pub(super) fn _device_draft_select<'py>(
+fn _device_draft_select<'py>(
     py: Python<'py>,
     step: Int,
     logits: Arg<'_, 'py>,
@@ -53,7 +55,7 @@ pub(super) fn _device_draft_select<'py>(
 /// 64-bit words of scratch that `_device_draft_select` needs on CUDA device `ordinal` for rounds of up to `batch` requests.
 #[pyfunction]
 #[pyo3(signature = (shape, batch, draft_vocab, ordinal))]
-pub(super) fn _device_draft_scratch(
+fn _device_draft_scratch(
     py: Python<'_>,
     shape: &Bound<'_, TreeShape>,
     batch: Int,
@@ -73,7 +75,7 @@ pub(super) fn _device_draft_scratch(
 #[pyfunction]
 #[pyo3(signature = (*, shape, beams, roots, max_depths, max_nodes, min_score, live, trees, masks, stream))]
 #[allow(clippy::too_many_arguments, reason = "operands, passed by name")]
-pub(super) fn _device_tree_build<'py>(
+fn _device_tree_build<'py>(
     py: Python<'py>,
     shape: &Bound<'_, TreeShape>,
     beams: BeamArrays<'py>,
@@ -117,7 +119,7 @@ pub(super) fn _device_tree_build<'py>(
 #[pyfunction]
 #[pyo3(signature = (*, shape, own, other, roots, max_nodes, live, trees, masks, origins, stream))]
 #[allow(clippy::too_many_arguments, reason = "operands, passed by name")]
-pub(super) fn _device_tree_unite<'py>(
+fn _device_tree_unite<'py>(
     py: Python<'py>,
     shape: &Bound<'_, TreeShape>,
     own: ScoredTrees<'py>,

@@ -15,6 +15,8 @@ use crate::graph::{self, Capture, Turn};
 use crate::py::arg::{Int, detached};
 use crate::py::dlpack::Call;
 
+register! { fn _graph_child, _graph_collect, _graph_loop_count; class Graph; }
+
 /// Python objects that a graph keeps. They may be let go of on any thread.
 struct Objects(Vec<Py<PyAny>>);
 
@@ -150,7 +152,7 @@ impl Graph {
 /// through the call, and has what its work touches in `keep`. Raises `GraphCaptureError` where the stream is not being
 /// captured, and for a node that no child graph may hold.
 #[pyfunction]
-pub(super) fn _graph_child(py: Python<'_>, stream: StreamArg, raw: Int) -> PyResult<()> {
+fn _graph_child(py: Python<'_>, stream: StreamArg, raw: Int) -> PyResult<()> {
     let (stream, raw) = (stream.get()?, raw.usize("raw graph")?);
     detached(py, move || tensors::add_child(stream, raw))
 }
@@ -159,7 +161,7 @@ pub(super) fn _graph_child(py: Python<'_>, stream: StreamArg, raw: Int) -> PyRes
 /// (int32[1], or `None`) is 0: the last launch of the work that `_Graph.loop` captures, on the raw stream `stream`.
 #[pyfunction]
 #[pyo3(signature = (handle, left, stop, stream))]
-pub(super) fn _graph_loop_count(
+fn _graph_loop_count(
     handle: Int,
     left: &Bound<'_, PyAny>,
     stop: Option<&Bound<'_, PyAny>>,
@@ -181,6 +183,6 @@ pub(super) fn _graph_loop_count(
 /// Returns how many were destroyed and how many are left.
 #[pyfunction]
 #[pyo3(signature = (wait=false))]
-pub(super) fn _graph_collect(py: Python<'_>, wait: bool) -> PyResult<(usize, usize)> {
+fn _graph_collect(py: Python<'_>, wait: bool) -> PyResult<(usize, usize)> {
     detached(py, move || Ok((graph::collect(wait)?, graph::waiting())))
 }

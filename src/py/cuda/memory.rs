@@ -16,6 +16,11 @@ use crate::py::arg::{Int, detached};
 use crate::py::dlpack::{Call, DType};
 use crate::py::pool::Pool;
 
+register! {
+    fn _device_budget, _device_collect, _device_collect_captured, _device_memory, _device_table_update;
+    class DeviceArena, DeviceTable;
+}
+
 /// A name for the life of the process; the same text is kept once.
 fn named(name: &str) -> &'static str {
     static NAMES: Mutex<Vec<&'static str>> = Mutex::new(Vec::new());
@@ -127,7 +132,7 @@ impl DeviceArena {
 /// Free and total bytes of device `ordinal`; of specrs's own buffers the bytes that were dropped and wait for work in
 /// flight, and all.
 #[pyfunction]
-pub(super) fn _device_memory(py: Python<'_>, ordinal: Int) -> PyResult<(u64, u64, u64, u64)> {
+fn _device_memory(py: Python<'_>, ordinal: Int) -> PyResult<(u64, u64, u64, u64)> {
     let ordinal = ordinal.i32("CUDA device")?;
     detached(py, move || {
         let device = Device::get(ordinal)?;
@@ -138,7 +143,7 @@ pub(super) fn _device_memory(py: Python<'_>, ordinal: Int) -> PyResult<(u64, u64
 
 /// Free memory of device `ordinal` that was dropped and is no longer in use; returns the bytes.
 #[pyfunction]
-pub(super) fn _device_collect(py: Python<'_>, ordinal: Int) -> PyResult<u64> {
+fn _device_collect(py: Python<'_>, ordinal: Int) -> PyResult<u64> {
     let ordinal = ordinal.i32("CUDA device")?;
     detached(py, move || Device::get(ordinal)?.collect())
 }
@@ -146,7 +151,7 @@ pub(super) fn _device_collect(py: Python<'_>, ordinal: Int) -> PyResult<u64> {
 /// Free memory of device `ordinal` that was dropped and that captured graphs use; returns the bytes. The caller says by it
 /// that no launch of such a graph is in flight or follows.
 #[pyfunction]
-pub(super) fn _device_collect_captured(py: Python<'_>, ordinal: Int) -> PyResult<u64> {
+fn _device_collect_captured(py: Python<'_>, ordinal: Int) -> PyResult<u64> {
     let ordinal = ordinal.i32("CUDA device")?;
     detached(py, move || {
         graph::collect(true)?; // what dropped graphs held is dropped memory from here on
@@ -158,7 +163,7 @@ pub(super) fn _device_collect_captured(py: Python<'_>, ordinal: Int) -> PyResult
 /// made smaller down to `least` units. Raises `DeviceMemoryError` where it does not fit into `have` bytes of device `ordinal`.
 #[pyfunction]
 #[pyo3(signature = (lines, scaled=None, *, have=None, ordinal=Int::ZERO))]
-pub(super) fn _device_budget(
+fn _device_budget(
     py: Python<'_>,
     lines: Vec<(String, Int)>,
     scaled: Option<(String, String, Int, Int, Int)>,
@@ -261,7 +266,7 @@ impl DeviceTable {
 /// stream `stream`.
 #[pyfunction]
 #[pyo3(signature = (table, rows, width, num_pages, staged, changes, stream))]
-pub(super) fn _device_table_update(
+fn _device_table_update(
     table: &Bound<'_, PyAny>,
     rows: Int,
     width: Int,

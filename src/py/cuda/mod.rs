@@ -11,12 +11,24 @@
 //! | `array`, `memory` | memory that torch shares: budgets, arenas, the page table's mirror |
 //! | `graph` | CUDA graphs that keep Python's objects |
 //!
-//! Every name here is listed in `no_cuda.rs` too, for a build without the feature; with it, but without kernels, driver or
+//! A file registers its own names, and `no_cuda` has the same ones without the feature; with it, but without kernels, driver or
 //! GPU, calls raise `CudaError` with the reason. Outputs of a launch are tensors that the call writes in full, apart from
 //! every other operand. `live`, where it is given, is an int32 tensor whose last element counts what is live of a static
 //! batch. `stream` is a raw stream of the tensors' device, or a `_DeviceStream`. The engine's passes and rounds
 //! (`python/specrs/models/cuda.py`, `engine/devices/launches.py`) and the replay of recorded rounds (`capsule/on_device.py`) are made
 //! of these calls.
+
+/// `register`, which adds a file's functions and classes to the Python module.
+macro_rules! register {
+    ($(fn $($function:ident),+;)? $(class $($class:ident),+;)?) => {
+        /// Add what Python gets of this file to the module.
+        pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+            $($(module.add_function(wrap_pyfunction!($function, module)?)?;)+)?
+            $($(module.add_class::<$class>()?;)+)?
+            Ok(())
+        }
+    };
+}
 
 mod array;
 mod attention;
@@ -46,33 +58,20 @@ pub(super) fn attention_rule() -> Option<i32> {
     Some(crate::device::params::attention::ATTENTION_NUMERICS_ID)
 }
 
-/// Add functions to a module.
-macro_rules! functions {
-    ($module:ident: $($function:path),+ $(,)?) => { $($module.add_function(wrap_pyfunction!($function, $module)?)?;)+ };
-}
-
-/// Add classes to a module.
-macro_rules! classes {
-    ($module:ident: $($class:path),+ $(,)?) => { $($module.add_class::<$class>()?;)+ };
-}
-
 /// Add all of this to the Python module.
 pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    classes!(module: array::DeviceArray, device::DeviceFaults, device::DeviceStream, graph::Graph, memory::DeviceArena);
-    classes!(module: memory::DeviceTable, products::DeviceLinear, products::DeviceProducts, round::RoundRing);
-    functions!(module: attention::_device_attention, attention::_device_attention_workspace);
-    functions!(module: device::_device_check, device::_device_init, device::_device_kv_move);
-    functions!(module: draft::_device_draft_scratch, draft::_device_draft_select);
-    functions!(module: draft::_device_tree_build, draft::_device_tree_unite);
-    functions!(module: graph::_graph_child, graph::_graph_collect, graph::_graph_loop_count);
-    functions!(module: memory::_device_budget, memory::_device_collect, memory::_device_collect_captured);
-    functions!(module: memory::_device_memory, memory::_device_table_update);
-    functions!(module: plan::_device_plan, plan::_device_tail_copies);
-    functions!(module: products::_device_fill, products::_device_fingerprint);
-    functions!(module: round::_device_round_end, round::_device_round_end_load);
-    functions!(module: rows::_device_add_rms_norm, rows::_device_copy_rows, rows::_device_embed);
-    functions!(module: rows::_device_gated_up, rows::_device_gather_rows, rows::_device_rope_kv);
-    functions!(module: verify::_device_kv_commit, verify::_device_sample_verify, verify::_device_samplers);
-    functions!(module: verify::_device_verify_greedy, verify::_device_verify_scratch);
-    Ok(())
+    let all = [
+        array::register,
+        attention::register,
+        device::register,
+        draft::register,
+        graph::register,
+        memory::register,
+        plan::register,
+        products::register,
+        round::register,
+        rows::register,
+        verify::register,
+    ];
+    all.into_iter().try_for_each(|register| register(module))
 }

@@ -12,6 +12,8 @@ use crate::plan::{AnyFormat, Format, Phase};
 use crate::py::arg::Int;
 use crate::py::geometry::Geometry;
 
+register! { fn _device_plan, _device_tail_copies; }
+
 /// A planner, and the page table `at`.
 fn planner(
     o: &Imported,
@@ -46,7 +48,7 @@ fn arrays_of<'py>(format: &AnyFormat, given: &Bound<'py, PyDict>) -> PyResult<Ve
     plan, format, masks, arrays, stream
 ))]
 #[allow(clippy::too_many_arguments, reason = "operands, passed by name")]
-pub(super) fn _device_plan<'py>(
+fn _device_plan<'py>(
     py: Python<'py>,
     geometry: &Bound<'_, Geometry>,
     phase: &str,
@@ -113,7 +115,7 @@ pub(super) fn _device_plan<'py>(
 #[pyfunction]
 #[pyo3(signature = (*, geometry, table, num_pages, rows, lens, live, moves, stream))]
 #[allow(clippy::too_many_arguments, reason = "operands, passed by name")]
-pub(super) fn _device_tail_copies<'py>(
+fn _device_tail_copies<'py>(
     py: Python<'py>,
     geometry: &Bound<'_, Geometry>,
     table: Arg<'_, 'py>,

@@ -11,6 +11,8 @@ use crate::device::{Device, FloatType, LinearShape, Mirror, Products};
 use crate::py::arg::{Int, detached};
 use crate::py::dlpack::{Call, Output};
 
+register! { fn _device_fill, _device_fingerprint; class DeviceLinear, DeviceProducts; }
+
 /// cublasLt on CUDA device `ordinal`. The library is looked for in the process, in `folders`, then by the loader.
 /// Choices are kept in the file `cache`; `None` keeps none, and `""` means the user's cache folder (`SPECRS_CACHE`,
 /// `XDG_CACHE_HOME`, `~/.cache`).
@@ -147,13 +149,7 @@ impl DeviceLinear {
 /// 2^`exponent`. `mirror`: 0 for rows as they come, 1 for rows that read the same from both ends, 2 for rows whose second
 /// half is the first from its end, negated.
 #[pyfunction]
-pub(super) fn _device_fill(
-    out: &Bound<'_, PyAny>,
-    seed: Int,
-    exponent: Int,
-    mirror: Int,
-    stream: StreamArg,
-) -> PyResult<()> {
+fn _device_fill(out: &Bound<'_, PyAny>, seed: Int, exponent: Int, mirror: Int, stream: StreamArg) -> PyResult<()> {
     let (seed, stream, exponent) = (seed.u32("seed")?, stream.get()?, exponent.i32("exponent")?);
     let mirror = mirror.within("mirror", 0, 2)?;
     let out_tensor = Output::import(out, "out", Some(-1))?;
@@ -168,7 +164,7 @@ pub(super) fn _device_fill(
 
 /// Write the fingerprints of the first `rows` rows of `matrix` to `out` (int64), on the raw stream `stream`.
 #[pyfunction]
-pub(super) fn _device_fingerprint(
+fn _device_fingerprint(
     matrix: &Bound<'_, PyAny>,
     rows: Int,
     out: &Bound<'_, PyAny>,

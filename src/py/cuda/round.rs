@@ -14,6 +14,8 @@ use crate::py::dlpack::{Array, Buffer, DType, View};
 use crate::py::round_end::{FoundArrays, LimitArrays, StateArrays};
 use crate::round::round_end::{CONTINUES_AT, EXIT_AT, LIVE_AT, ROUND_AT, RingLayout, TIME_AT};
 
+register! { fn _device_round_end, _device_round_end_load; class RoundRing; }
+
 /// How long a wait stays without the GIL before it lets Python handle signals.
 const UNINTERRUPTED: Duration = Duration::from_millis(250);
 
@@ -168,7 +170,7 @@ impl RoundRing {
 #[pyfunction]
 #[pyo3(signature = (ring, *, accepts, limits, state, control, found, handle, stream))]
 #[allow(clippy::too_many_arguments, reason = "operands, passed by name")]
-pub(super) fn _device_round_end<'py>(
+fn _device_round_end<'py>(
     py: Python<'py>,
     ring: &Bound<'_, RoundRing>,
     accepts: FoundArrays<'py>,
@@ -220,7 +222,7 @@ pub(super) fn _device_round_end<'py>(
 
 /// Load the kernel that `_device_round_end` launches with a handle on CUDA device `ordinal`: the driver compiles it.
 #[pyfunction]
-pub(super) fn _device_round_end_load(py: Python<'_>, ordinal: Int) -> PyResult<()> {
+fn _device_round_end_load(py: Python<'_>, ordinal: Int) -> PyResult<()> {
     let ordinal = ordinal.i32("CUDA device")?;
     detached(py, move || Device::get(ordinal)?.kernels().round_end.prepare_loop())
 }

@@ -8,11 +8,16 @@ use super::operands::{Arg, Operands};
 use crate::device::{Activation, AddRmsNorm, RopeKvOperands};
 use crate::py::arg::Int;
 
+register! {
+    fn _device_add_rms_norm, _device_copy_rows, _device_embed, _device_gated_up, _device_gather_rows,
+    _device_rope_kv;
+}
+
 /// out [rows, hidden] = table[tokens], int32 tokens; zeros for a token of -1, and behind the live rows.
 #[pyfunction]
 #[pyo3(signature = (table, tokens, live, out, stream))]
 #[allow(clippy::too_many_arguments)]
-pub(super) fn _device_embed<'py>(
+fn _device_embed<'py>(
     py: Python<'py>,
     table: Arg<'_, 'py>,
     tokens: Arg<'_, 'py>,
@@ -32,7 +37,7 @@ pub(super) fn _device_embed<'py>(
 #[pyfunction]
 #[pyo3(signature = (source, indices, shift, live, out, stream))]
 #[allow(clippy::too_many_arguments)]
-pub(super) fn _device_gather_rows<'py>(
+fn _device_gather_rows<'py>(
     py: Python<'py>,
     source: Arg<'_, 'py>,
     indices: Arg<'_, 'py>,
@@ -57,7 +62,7 @@ pub(super) fn _device_gather_rows<'py>(
 #[pyfunction]
 #[pyo3(signature = (residual, x, weight, eps, copy, column, live, out, stream))]
 #[allow(clippy::too_many_arguments)]
-pub(super) fn _device_add_rms_norm<'py>(
+fn _device_add_rms_norm<'py>(
     py: Python<'py>,
     residual: Arg<'_, 'py>,
     x: Option<Arg<'_, 'py>>,
@@ -97,7 +102,7 @@ pub(super) fn _device_add_rms_norm<'py>(
 #[pyfunction]
 #[pyo3(signature = (gate_up, activation, interleaved, live, out, stream))]
 #[allow(clippy::too_many_arguments)]
-pub(super) fn _device_gated_up<'py>(
+fn _device_gated_up<'py>(
     py: Python<'py>,
     gate_up: Arg<'_, 'py>,
     activation: &str,
@@ -121,7 +126,7 @@ pub(super) fn _device_gated_up<'py>(
 #[pyfunction]
 #[pyo3(signature = (qkv, heads, kv_heads, bias, q_norm, k_norm, eps, table, positions, slots, q, cache, layer, stream))]
 #[allow(clippy::too_many_arguments)]
-pub(super) fn _device_rope_kv<'py>(
+fn _device_rope_kv<'py>(
     py: Python<'py>,
     qkv: Arg<'_, 'py>,
     heads: Int,
@@ -175,7 +180,7 @@ pub(super) fn _device_rope_kv<'py>(
 /// is nothing, and so are rows behind the live ones; rows of dst that no index names stay as they are. None is named twice.
 #[pyfunction]
 #[pyo3(signature = (src, src_rows, dst, dst_rows, live, stream))]
-pub(super) fn _device_copy_rows<'py>(
+fn _device_copy_rows<'py>(
     py: Python<'py>,
     src: Arg<'_, 'py>,
     src_rows: Option<Arg<'_, 'py>>,

@@ -13,6 +13,10 @@ use crate::py::arg::{Int, detached};
 use crate::py::dlpack::Array;
 use crate::py::sampling::{Sampler, with_samplers};
 
+register! {
+    fn _device_kv_commit, _device_sample_verify, _device_samplers, _device_verify_greedy, _device_verify_scratch;
+}
+
 /// Most edits of a batch, 12 bytes each: a sampler may stand in the list again and again, so that nothing else bounds them.
 const MAX_EDITS: i128 = 1 << 27;
 
@@ -21,7 +25,7 @@ const MAX_EDITS: i128 = 1 << 27;
 #[pyfunction]
 #[pyo3(signature = (*, logits, trees, lens, live, max_nodes, max_path, accepts, scratch, full, stream))]
 #[allow(clippy::too_many_arguments, reason = "operands, passed by name")]
-pub(super) fn _device_verify_greedy<'py>(
+fn _device_verify_greedy<'py>(
     py: Python<'py>,
     logits: Arg<'_, 'py>,
     trees: TreeArrays<'py>,
@@ -66,10 +70,7 @@ pub(super) fn _device_verify_greedy<'py>(
 /// [E]).
 #[pyfunction]
 #[pyo3(signature = (samplers))]
-pub(super) fn _device_samplers<'py>(
-    py: Python<'py>,
-    samplers: Vec<Bound<'py, Sampler>>,
-) -> PyResult<Bound<'py, PyDict>> {
+fn _device_samplers<'py>(py: Python<'py>, samplers: Vec<Bound<'py, Sampler>>) -> PyResult<Bound<'py, PyDict>> {
     let batch = samplers.len();
     in_range("samplers", batch as u64, 0, MAX_BATCH.into())?;
     let (mut rows, mut begins, mut counts) = (Vec::<i64>::new(), Vec::new(), Vec::new());
@@ -104,7 +105,7 @@ pub(super) fn _device_samplers<'py>(
 #[pyfunction]
 #[pyo3(signature = (*, logits, trees, lens, live, max_nodes, max_path, samplers, accepts, scratch, full, stream))]
 #[allow(clippy::too_many_arguments, reason = "operands, passed by name")]
-pub(super) fn _device_sample_verify<'py>(
+fn _device_sample_verify<'py>(
     py: Python<'py>,
     logits: Arg<'_, 'py>,
     trees: TreeArrays<'py>,
@@ -149,7 +150,7 @@ pub(super) fn _device_sample_verify<'py>(
 /// 64-bit words of scratch that `_device_verify_greedy` needs.
 #[pyfunction]
 #[pyo3(signature = (nodes, batch, max_path))]
-pub(super) fn _device_verify_scratch(py: Python<'_>, nodes: Int, batch: Int, max_path: Int) -> PyResult<usize> {
+fn _device_verify_scratch(py: Python<'_>, nodes: Int, batch: Int, max_path: Int) -> PyResult<usize> {
     let within = |what, n: Int| n.within(what, 0, i32::MAX.into()).map(|n| n as usize);
     let (nodes, batch, path) = (within("nodes", nodes)?, within("batch", batch)?, within("max_path", max_path)?);
     detached(py, move || Ok(verify_scratch(nodes, batch, path)))
@@ -160,7 +161,7 @@ pub(super) fn _device_verify_scratch(py: Python<'_>, nodes: Int, batch: Int, max
 #[pyfunction]
 #[pyo3(signature = (*, offsets, paths, new_lens, table, rows, live, num_pages, page_size, max_nodes, moves, stream))]
 #[allow(clippy::too_many_arguments, reason = "operands, passed by name")]
-pub(super) fn _device_kv_commit<'py>(
+fn _device_kv_commit<'py>(
     py: Python<'py>,
     offsets: Arg<'_, 'py>,
     paths: Arg<'_, 'py>,
