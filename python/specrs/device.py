@@ -99,11 +99,11 @@ def kv_move(
         cache: ``[layers, 2, num_slots, kv_heads, head_dim]``, contiguous, on a CUDA device, of any type of 1, 2, 4 or
             8 bytes.
         src: ``int32[capacity]``, contiguous, same device.
-        dst: as ``src``, of the same length. Slot 0 is the sink: a move whose destination it is is padding and does
-            nothing.
+        dst: destination slots, of the same type and length as ``src``. Slot 0 is the sink: a move to it is padding and
+            does nothing.
         offsets: ``int32[requests + 1]``; equal neighbours are a request without moves. Entries of ``src`` and ``dst``
             outside every request are not read.
-        stream: where to launch; torch's current stream of the cache's device if ``None``.
+        stream: the stream of the launch; torch's current stream of the cache's device if ``None``.
 
     A slot outside ``[0, num_slots)`` skips its move, offsets outside ``[0, capacity]`` or decreasing skip their
     request; see :func:`check`. Raises ``ConfigError`` for operands that do not fit, and for a cache that requires grad,
@@ -159,7 +159,7 @@ def products(device: torch.device | int | None = None, *, cache: str | None = ""
 
 @functools.cache
 def _opened(ordinal: int) -> _DeviceProducts:
-    """One for the process, which keeps nothing itself."""
+    """Return the products of a device for the process, kept in no file."""
     return _DeviceProducts(ordinal, cublaslt_folders())
 
 

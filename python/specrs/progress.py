@@ -17,7 +17,7 @@ _read: ContextVar[Callable[[int], None] | None] = ContextVar("specrs.progress.re
 
 
 def wanted(progress: bool | None) -> bool:
-    """Whether to show a bar.
+    """Return whether to show a bar.
 
     Raises:
         ConfigError: neither a bool nor None.
@@ -50,7 +50,7 @@ def loading(total: int, progress: bool | None) -> Iterator[None]:
 
 
 def read(count: int) -> None:
-    """So many bytes of weights have been read."""
+    """Tell the bar that so many bytes of weights have been read."""
     update = _read.get()
     if update is not None:
         update(count)

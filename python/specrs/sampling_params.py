@@ -14,7 +14,7 @@ from specrs._specrs import ConfigError
 from specrs.grammar import StructuredOutputs
 
 RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
-"""Of `SamplingParams.logprobs_mode`."""
+"""Values of `SamplingParams.logprobs_mode`."""
 
 _MAX_SEED = 2**64 - 1
 _MAX_TOP_K = 2**63 - 1
@@ -138,9 +138,9 @@ class SamplingParams:
             shares, with each other alone: nobody can tell by timing what a request of a salt that he does not know was
             told. ``None``: prefixes are shared with all requests without one.
         skip_special_tokens: leave special tokens out of the text.
-        keep_special_tokens: those whose text stays nonetheless: marks of tool calls, say.
-        structured_outputs: what the text must look like, as `StructuredOutputs` or a mapping of its fields; tokens that
-            would break it have no probability, and the output ends where it is complete. ``None``: anything.
+        keep_special_tokens: special tokens whose text stays nonetheless: marks of tool calls, say.
+        structured_outputs: form that the text must have, as `StructuredOutputs` or a mapping of its fields; tokens that
+            would break the form have no probability, and the output ends where it is complete. ``None``: anything.
         trace: tell in `StreamEvent.rounds` what each round drafted and what came of it; it changes no token.
 
     Raises:
@@ -266,7 +266,8 @@ class ResolvedSampling(SamplingParams):
     trace: bool = False
 
     def __str__(self) -> str:
-        """How tokens are picked, as an option of each field that is not neutral: ``temperature 0.6, top_p 0.9``."""
+        """Return how tokens are picked, as an option for each field that is not neutral: ``temperature 0.6, top_p
+        0.9``."""
         picking = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
                    "frequency_penalty")  # fmt: skip
         told = [f"{name} {getattr(self, name):g}" for name in picking if getattr(self, name) != _NEUTRAL.get(name, 0.0)]

@@ -45,7 +45,7 @@ def groups(
     causal: bool = False,
     mask: torch.Tensor | None = None,
 ) -> list[Group]:
-    """What `attend` runs over, cut so that padding stays bounded.
+    """The groups of queries that `attend` runs over, cut so that padding stays bounded.
 
     Args:
         first, count: int64 [S], the rows of q that belong to each sequence.

@@ -28,19 +28,19 @@ _MAX_NAMED = 3  # alternatives on the same backend in a message; the error carri
 
 @dataclass(frozen=True, kw_only=True)
 class Combination:
-    """What is asked of a backend.
+    """A combination of features that is asked of a backend.
 
     Attributes:
         topk: K of the tree; ``None`` where no tree is asked for, which leaves the engine free to draft chains.
         page_size: P, tokens per page.
-        layout: of the draft region; ``None`` for the backend's first that can do the rest.
-        draft_attention: what a branch attends to; ``None`` for the layout's first.
-        recurrent_state: whether the model has recurrent (Mamba-like) state.
+        layout: layout of the draft region; ``None`` for the backend's first that can do the rest.
+        draft_attention: the tokens that a branch attends to; ``None`` for the layout's first kind.
+        recurrent_state: true if the model has recurrent (Mamba-like) state.
         kv_dtype: element type of the KV pool.
-        device: where the model computes.
-        graphs: how much of a round is one launch; ``None`` for the device's default.
-        gpu_only: whether rounds must (or must not) run on lengths that the device alone knows; ``None`` for what there
-            is.
+        device: the device where the model computes.
+        graphs: the part of a round that is one launch; ``None`` for the device's default.
+        gpu_only: true if rounds must run on lengths that the device alone knows, false if they must not; ``None`` for
+            what there is.
     """
 
     topk: int | None = None
@@ -55,7 +55,7 @@ class Combination:
 
     @property
     def holes(self) -> bool:
-        """Whether the layouts differ: K > 1 and P > 1."""
+        """True if the layouts differ: K > 1 and P > 1."""
         return (self.topk or 1) > 1 and self.page_size > 1
 
     def __str__(self) -> str:
@@ -68,13 +68,13 @@ class Resolved:
     """A combination that a backend can run, every choice made.
 
     Attributes:
-        capabilities: of the backend.
-        speculate: whether the model may be drafted for; ``False`` where recurrent state routes it to plain decoding.
+        capabilities: declarations of the backend.
+        speculate: true if the model may be drafted for; ``False`` where recurrent state routes it to plain decoding.
         layout: in force: ``"holey"`` only where it differs from ``"dense"``.
         draft_attention: in force.
-        needs_cpu_seq_lens: whether passes need the lengths on the host.
+        needs_cpu_seq_lens: true if passes need the lengths on the host.
         graphs: level in force.
-        gpu_only: whether rounds may run on lengths that the device alone knows, ahead of the host.
+        gpu_only: true if rounds may run on lengths that the device alone knows, ahead of the host.
     """
 
     capabilities: Capabilities
@@ -88,7 +88,7 @@ class Resolved:
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """What would work in place of a refused combination: a backend's name, a combination, and what changed."""
+    """A replacement for a refused combination: a backend's name, a combination that works, and what changed."""
 
     backend: str
     combination: Combination
@@ -115,7 +115,7 @@ class UnsupportedCombinationError(ConfigError):
 
 
 def check(capabilities: Capabilities, asked: Combination) -> str | None:
-    """Why a backend cannot run a combination; ``None`` where it can."""
+    """Return the reason why a backend cannot run a combination, or ``None`` where it can."""
     name, tree = capabilities.name, (asked.topk or 1) > 1
     row = row_of(capabilities, asked.device)
     if row is None:
@@ -151,7 +151,7 @@ def resolve(
 
     Args:
         backend: an `AttentionBackend`, or an object with its methods; specrs's own stands for itself on either device.
-        asked: what is asked of it.
+        asked: the combination that is wanted.
         others: backends that a refusal may recommend instead.
         slots: the engine's further backends, such as the draft's own; ``None`` is an empty slot.
 
@@ -195,7 +195,7 @@ def resolve(
 
 
 def needs_cpu_seq_lens(backends: Iterable[object | None]) -> bool:
-    """Whether any backend of an engine's slots needs the lengths on the host.
+    """Return whether any backend of an engine's slots needs the lengths on the host.
 
     A slot may be empty, as that of a draft backend before there is a draft; it needs nothing. A backend that does not
     say gets the lengths: what it would do without them is unknown (sglang PR 26738, where both were dereferenced).

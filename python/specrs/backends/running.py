@@ -20,7 +20,7 @@ class PlanAttention:
         attention(cache, 0, plan, q, out, scale)
 
     Args:
-        backend: whose format the plan is made in.
+        backend: the backend whose format the plan is made in.
     """
 
     def __init__(self, backend: AttentionBackend) -> None:

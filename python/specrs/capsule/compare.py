@@ -15,7 +15,7 @@ from specrs.capsule.schema import Capsule
 
 
 class Options(TypedDict, total=False):
-    """What all comparisons take: a format, draft layout and draft attention other than the recorded ones."""
+    """Options of all comparisons: a format, draft layout and draft attention other than the recorded ones."""
 
     format: Format | None
     layout: Layout | None
@@ -29,7 +29,7 @@ class Result:
     Attributes:
         runs: the two.
         found: the comparison.
-        across: whether they are of two formats, so that only what formats share was compared.
+        across: true if the runs are of two formats, so that only the arrays that both formats share were compared.
     """
 
     runs: tuple[Run, Run]
@@ -38,7 +38,7 @@ class Result:
 
     @property
     def equal(self) -> bool:
-        """Whether the runs agree, to the end."""
+        """True if the runs agree, to the end."""
         return self.found.first is None and all(run.guard is None for run in self.runs)
 
     def to_json(self) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def replay_device(capsule: Capsule, name: str, **options: Any) -> Result:
         name: ``cuda`` or ``cuda:N``.
 
     Raises:
-        CudaError: there is no such GPU, or no kernels for it, and why.
+        CudaError: no such GPU, or no kernels for it; the message says why.
     """
     from specrs.capsule.on_device import find, replay_on
 

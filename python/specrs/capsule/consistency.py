@@ -76,7 +76,7 @@ def _check_sharing(c: Fields) -> None:
                 continue
             other, at = holders[page]
             q = c.rows[other]
-            # By induction a page that is shared stands behind pages that are.
+            # By induction, the pages before a shared page are shared too.
             leading = at == col and r.pages[max(col - 1, 0)] == q.pages[max(col - 1, 0)]
             if not leading or (col + 1) * p > min(r.committed, q.committed):
                 why = f"rows[{other}].pages[{at}] is it too; only equal beginnings of full committed pages are shared"

@@ -20,7 +20,7 @@ def loads(data: bytes) -> Capsule:
     """The capsule in the bytes of a file.
 
     Raises:
-        CapsuleError: what is wrong, and where.
+        CapsuleError: the data is no valid capsule; the message says what is wrong, and where.
     """
     return Capsule.from_json(unpack(data))
 
@@ -49,7 +49,7 @@ def load(path: str | os.PathLike[str]) -> Capsule:
     """Read a file.
 
     Raises:
-        CapsuleError: what is wrong, and where, with the path.
+        CapsuleError: the file is no valid capsule; the message says what is wrong, and where, with the path.
         OSError: the file cannot be opened.
     """
     with open(path, "rb") as f:

@@ -1,4 +1,4 @@
-"""Whose an element of an array is: requests, branches, steps, positions, and the owners of pages."""
+"""Names of the owners of elements of arrays: requests, branches, steps, positions, and the owners of pages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Names:
 
     Args:
         capsule: the round.
-        pages: of each request under the lease.
+        pages: pages of each request under the lease.
     """
 
     def __init__(self, capsule: Capsule, pages: Sequence[Sequence[int]]) -> None:

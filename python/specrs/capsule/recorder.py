@@ -18,7 +18,7 @@ from specrs.capsule.schema import Capsule
 
 
 class Recorded(Protocol):
-    """What a recorder reads of a request of the engine."""
+    """The fields of an engine's request that a recorder reads."""
 
     @property
     def seq(self) -> PoolSequence: ...

@@ -63,11 +63,11 @@ def replay(
     mode: DraftAttention | None = None,
     reference: bool = False,
 ) -> Run:
-    """What one replay writes.
+    """Replay a capsule on the host, and return all that it writes.
 
     Args:
         capsule: the round.
-        format: of the metadata; None: the recorded one.
+        format: format of the metadata; None: the recorded one.
         reverts: ids of historical faults to put back; a guard that fires ends the run and is in it.
         layout, mode: another draft layout or draft attention than the recorded one. Where the recorded pool has too
             few free pages for the layout, it gets more.
@@ -82,15 +82,15 @@ def replay(
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a pass is planned from.
+    """Inputs that a pass is planned from.
 
     Attributes:
-        step: of a draft.
-        requests: of the capsule, in the order of the pass.
+        step: the step of a draft.
+        requests: requests of the capsule, in the order of the pass.
         starts: positions before the pass's own, of each.
         counts: queries of each.
-        parents: of verify, all trees' behind one another.
-        beams: of a draft step, ancestor bits int64 [requests * K, words]; None where it attends to lanes.
+        parents: parents of the nodes in verify, all trees' behind one another.
+        beams: ancestor bits of a draft step, int64 [requests * K, words]; None where beams attend to lanes.
         pad: requests and queries that the plan is padded to.
     """
 
@@ -284,7 +284,7 @@ class Replay:
         self._log_trees([(list(t.tokens), list(t.parents), list(t.scores)) for t in self.c.trees])
 
     def _accept(self, trees: core.TreeBatch, logits: torch.Tensor) -> core.Accepts:
-        """What greedy verification accepts by `logits`, which lead along the recorded paths."""
+        """Return what greedy verification accepts by `logits`, which lead along the recorded paths."""
         accepts = core.verify(trees, logits, [core.Sampler(logits.shape[1], [0]) for _ in self.c.rows], self.lens)
         self._log_accepted(accepts.paths, accepts.tokens)
         return accepts
@@ -320,7 +320,7 @@ class Replay:
         self._attend(plan, cache, queries, numbers)
 
     def _sizes(self, phase: Phase, step: int | None) -> None:
-        """As on the path where lengths live on the device only, which has no host lengths to read."""
+        """Log the sizes that the planner gives where lengths live on the device only, without a length on the host."""
         at_most = max(self.lens)
         sizes = self.planner.sizes(phase, DeviceLens(len(self.lens), at_most), step)
         rows = list(sizes)

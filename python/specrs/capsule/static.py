@@ -40,8 +40,8 @@ class Memory:
     """Arrays of given sizes, each between guards.
 
     Args:
-        sizes: of each, its ``shape``, ``dtype`` and ``bytes``, as `Planner.capacities` has them.
-        device: where.
+        sizes: ``shape``, ``dtype`` and ``bytes`` of each array, as `Planner.capacities` has them.
+        device: the device that holds the memory.
     """
 
     def __init__(self, sizes: Mapping[str, Mapping[str, Any]], device: torch.device | None = None) -> None:
@@ -76,7 +76,7 @@ class Memory:
         return {name: view.cpu().numpy().reshape(-1).copy() for name, view in self.views.items()}
 
     def images(self, copies: list[dict[str, npt.NDArray[Any]]]) -> dict[str, Image]:
-        """What both writes made of each array, cut behind the last element written."""
+        """Return the image of each array that both writes left, cut behind the last element written."""
         out = {}
         for name, view in self.views.items():
             first, second = (c[name] for c in copies)

@@ -65,7 +65,7 @@ class Tokens:
         return kv[:, 0].contiguous(), kv[:, 1].contiguous()
 
     def name(self, row: Floats) -> str:
-        """Whose token this is: keys and values of a slot as one row."""
+        """Return the name of the token whose keys and values are in the row of a slot."""
         if np.isnan(row).all():
             return _NOBODY
         return self._names.get(row.tobytes(), "a mixture of tokens")

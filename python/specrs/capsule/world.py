@@ -17,10 +17,10 @@ class World:
     """A pool whose batch is under a lease.
 
     Attributes:
-        pool: of the capsule's sizes (the row of a geometry with other reserves is longer or shorter).
-        seqs: of the batch, in rows of the table as recorded.
-        lease: of the batch.
-        pages: what each request has under the lease.
+        pool: a pool of the capsule's sizes (the row of a geometry with other reserves is longer or shorter).
+        seqs: sequences of the batch, in rows of the table as recorded.
+        lease: lease of the batch.
+        pages: pages that each request has under the lease.
         recorded: columns of these that are as recorded.
         columns: columns in all.
     """

@@ -37,15 +37,15 @@ def apart(
     where: str = "messages",
     **options: Any,
 ) -> str:
-    """As `ChatTemplates.render`, of a template that nobody vouches for.
+    """Render a conversation as `ChatTemplates.render` does, by a template that nobody vouches for.
 
     Args:
-        templates: of the model, for its special tokens.
+        templates: templates of the model, for its special tokens.
         chat_template: a source; never one of the model's by name.
         options: the others of `ChatTemplates.render`, of plain values alone.
 
     Raises:
-        ChatTemplateError, ChatLimitError: as `ChatTemplates.render`.
+        ChatTemplateError, ChatLimitError: the same errors as of `ChatTemplates.render`.
     """
     limits = limits or RenderLimits()
     if not isinstance(chat_template, str):

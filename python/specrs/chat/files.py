@@ -16,7 +16,8 @@ _EXTRA, _ADDITIONAL = "extra_special_tokens", "additional_special_tokens"  # the
 
 
 def tokenizer_config(directory: Path) -> dict[str, Any]:
-    """What the files of a directory say of its tokenizer, as transformers puts them together; ``{}`` without files.
+    """Return the tokenizer's configuration from the files of a directory, put together as transformers does; ``{}``
+    without files.
 
     ``special_tokens_map.json`` counts where ``tokenizer_config.json`` has no ``added_tokens_decoder``, and then before
     its other keys. Special tokens without a name are under ``extra_special_tokens``, whatever the file calls them.

@@ -95,8 +95,8 @@ class OpenEnd:
     Attributes:
         mark: a word that stands nowhere else in the conversation; the space behind it in the message tells whether the
             template trims.
-        text: of the message before the mark.
-        where: what errors call the conversation.
+        text: text of the message before the mark.
+        where: name of the conversation in errors.
     """
 
     mark: str

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     """Talk.
 
     Raises:
-        ConfigError: as `specrs.LLM`; a template that cannot be read.
+        ConfigError: the same errors as of `specrs.LLM`; a template that cannot be read.
         ChatTemplateError: the model has no chat template, and none was given.
     """
     from specrs.engine import LLM
@@ -97,9 +97,9 @@ class Chat:
     """One conversation.
 
     Attributes:
-        llm: who answers.
-        params: of each answer.
-        template: of the conversation; ``None``: the model's.
+        llm: the engine that answers.
+        params: sampling parameters of each answer.
+        template: template of the conversation; ``None``: the model's.
         marks: around accepted drafts.
         messages: said so far, answers included.
     """
@@ -123,7 +123,7 @@ class Chat:
 
         Raises:
             ConfigError: the template refuses the conversation, or it fills the context.
-            NonFiniteError, GrammarFailedError: as the output's ``error``.
+            NonFiniteError, GrammarFailedError: the error of the output, as its ``error`` has it.
         """
         before = list(self.messages)
         self.messages.append({"role": "user", "content": text})
@@ -200,7 +200,7 @@ class Lines:
         """The next message, of one line or several; ``None`` at the end.
 
         Raises:
-            ConfigError: what comes is not UTF-8.
+            ConfigError: the input is not UTF-8.
         """
         try:
             line = self._line("> ")

@@ -41,13 +41,13 @@ class Asked:
     id: Any = None
 
     def told(self) -> dict[str, Any]:
-        """What its outputs begin with."""
+        """Return the fields that the outputs of the line begin with."""
         return {"line": self.line, **({} if self.id is None else {"id": self.id})}
 
 
 @dataclass
 class Totals:
-    """What all lines came to."""
+    """Totals over all lines."""
 
     ended: int = 0
     failed: int = 0
@@ -119,7 +119,7 @@ class _Work:
 
     @property
     def ended(self) -> bool:
-        """Whether all is written."""
+        """True if every output is written."""
         return not self._order
 
     def step(self) -> tuple[int, int]:
