@@ -14,7 +14,8 @@ from specrs.drafters.protocol import DraftRequest
 
 
 class CorpusDrafter:
-    """What followed a request's last tokens in a corpus: documents, code, or answers that are often quoted.
+    """A source of drafts from a corpus of documents, code, or answers that are often quoted: it proposes what followed
+    the request's last tokens there.
 
     The corpus is a file, written once by `CorpusDrafter.build` and mapped into memory: processes that open it share its
     pages. Nothing of a request enters it. While it is open the file must not be changed in place; building another one
@@ -90,7 +91,7 @@ class CorpusDrafting:
         self._live().extend(tokens)
 
     def propose(self, nodes: int, depth: int, after: Sequence[int] = ()) -> DraftProposal:
-        """What may follow the text, or the path ``after`` behind it."""
+        """Return a proposal of what may follow the text, or the path ``after`` behind it."""
         return self._live().propose(nodes, depth, after)
 
     def bytes(self) -> int:

@@ -22,15 +22,15 @@ from specrs._specrs import DraftProposal
 
 @dataclass(frozen=True)
 class DraftRequest:
-    """What a source may know of a request as it begins.
+    """Facts of a request that a source may know as it begins.
 
     Attributes:
         request_id: the engine's, unique while the engine lives.
-        prompt: its tokens.
-        vocab_size: of the target; every token proposed must be below.
+        prompt: tokens of the prompt.
+        vocab_size: vocabulary size of the target; every token proposed must be below.
         prediction: tokens that the user expects in the output, in order; it need not follow the prompt.
-        cache_salt: what the operator keys shared state by; requests of different salts may share nothing. ``None``: the
-            request shares nothing with any other.
+        cache_salt: name by which the operator separates shared state; requests of different salts may share nothing.
+            ``None``: the request shares nothing with any other.
     """
 
     request_id: int
@@ -46,8 +46,8 @@ class Proposal:
 
     Attributes:
         parents: index of each node's parent in this proposal; -1 for a child of the request's last token.
-        tokens: of each node; siblings have different ones.
-        probs: that the node is accepted, given that its parent is; in (0, 1].
+        tokens: token of each node; siblings have different ones.
+        probs: probability of each node that it is accepted, given that its parent is; in (0, 1].
         buckets: class of each node, in 0..63, for calibration: a source's nodes of one bucket are corrected alike (a
             length of match, a rank); ``None``: all are of class 0.
     """
@@ -62,7 +62,7 @@ class Proposal:
 
 
 Drafts: TypeAlias = "Proposal | DraftProposal"
-"""What a source of one's own proposes, or one of the package: the same four lists."""
+"""A proposal of a source, a user's own or one of the package: both hold the same four lists."""
 
 
 class Drafting(Protocol):

@@ -18,7 +18,7 @@ class RecyclingDrafter:
     Args:
         limit: bytes of a table at most; a token that was seen takes about 50.
         depth: levels below the last token that it proposes at most.
-        shared: whether requests of equal ``cache_salt`` share a table.
+        shared: true if requests of equal ``cache_salt`` share a table.
         tables: shared tables that are kept at most; the one whose last request began longest ago goes first.
 
     Raises:

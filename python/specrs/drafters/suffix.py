@@ -9,7 +9,8 @@ from specrs.drafters.protocol import DraftRequest
 
 
 class SuffixDrafter:
-    """What followed a request's last tokens when they stood in its text before; nothing is shared between requests.
+    """A source of drafts from the request's own text: it proposes what followed the last tokens where they stood
+    before. Requests share nothing.
 
     Args:
         limit: bytes of a request at most. A token takes about 50, so the default follows over a million; of a
@@ -49,7 +50,8 @@ class SuffixDrafting:
         self._live().extend(tokens)
 
     def propose(self, nodes: int, depth: int, after: Sequence[int] = ()) -> DraftProposal:
-        """What may follow the text, or the path ``after`` behind it (such as a leaf of another source's tree)."""
+        """Return a proposal of what may follow the text, or the path ``after`` behind it (such as a leaf of another
+        source's tree)."""
         return self._live().propose(nodes, depth, after)
 
     def bytes(self) -> int:

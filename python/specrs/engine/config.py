@@ -32,7 +32,8 @@ _FORMER = ("topk", "steps", "draft_tokens")  # of `tree`
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(OptionFields):
-    """How the engine runs: `specrs.LLM` makes one of its options, and has it as ``config`` with everything settled.
+    """Configuration of an engine: `specrs.LLM` makes one of its options, and has it as ``config`` with everything
+    settled.
 
     Raises:
         ConfigError: a value that is not of its option's type.
@@ -90,20 +91,20 @@ class EngineConfig(OptionFields):
 
     @property
     def adaptive(self) -> bool:
-        """Whether the tree is picked by the cost model."""
+        """True if the cost model picks the tree."""
         return self.tree is None
 
     @property
     def head_shape(self) -> TreeShape:
-        """What the head drafts: the tree, or the largest that the cost model picks."""
+        """Shape of the head's drafts: the tree, or the largest that the cost model picks."""
         if isinstance(self.tree, TreeShape):
             return self.tree
         return AUTO_TREE if self._on_host else AUTO_GPU_TREE
 
     @property
     def shape(self) -> TreeShape:
-        """What is verified, of which every size follows: the head's tree, or where the cost model picks and other
-        sources reach deeper, one with room for those."""
+        """Shape of the verified tree, from which every size follows: the head's tree, or where the cost model picks and
+        other sources reach deeper, one with room for those."""
         tree, sources = self.head_shape, self.sources
         if not self.adaptive or not sources:
             return tree
@@ -126,7 +127,7 @@ class EngineConfig(OptionFields):
 
     @property
     def drafts_by_head(self) -> bool:
-        """Whether the head is a source, of a configuration that `drafting` gave."""
+        """True if the head is a source, in a configuration that `drafting` gave."""
         return HEAD in (self.drafters or ())
 
     @property
@@ -137,7 +138,7 @@ class EngineConfig(OptionFields):
         """The configuration with sources of drafts that are there, in place of names.
 
         Args:
-            head: whether there is a draft head.
+            head: true if there is a draft head.
 
         Raises:
             ConfigError: the head is named, and there is none.
@@ -172,7 +173,7 @@ class EngineConfig(OptionFields):
 
     @property
     def branches_attend(self) -> DraftAttention:
-        """What a draft branch attends to, of a configuration that `route` gave."""
+        """The tokens that a draft branch attends to, in a configuration that `route` gave."""
         return self.draft_attention or "ancestors"
 
     def on(self, place: Placement) -> EngineConfig:
@@ -202,14 +203,14 @@ class EngineConfig(OptionFields):
         """Fill what depends on the attention backend, before a model is read.
 
         Args:
-            recurrent_state: whether the model declares recurrent layers.
+            recurrent_state: true if the model declares recurrent layers.
 
         Returns:
             The configuration with its backend, layout, draft attention and graph level; whether the model may be
             drafted for.
 
         Raises:
-            UnsupportedCombinationError: what the backend cannot do, and what would work instead.
+            UnsupportedCombinationError: the backend cannot do what is asked; the message says what would work instead.
             ConfigError: a backend, layout or draft attention that there is not.
         """
         backend = self.backend
@@ -300,7 +301,7 @@ def tree_shape(tree: object) -> TreeShape | None:
     """A tree as users give it: a `TreeShape`, or K, S and V.
 
     Raises:
-        ConfigError: not three integers, or a tree that there cannot be.
+        ConfigError: the tree is not three integers, or has a shape that no tree can have.
     """
     if tree is None or isinstance(tree, TreeShape):
         return tree

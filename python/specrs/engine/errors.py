@@ -28,7 +28,7 @@ class EngineClosedError(SpecrsError):
 
 
 class EngineOverloadedError(SpecrsError):
-    """As much waits for an `AsyncLLM` as may wait. The request was not queued; a later try may find room.
+    """An `AsyncLLM` has as many waiting requests as it may have. The request was not queued; a later try may find room.
 
     Attributes: `what` waits, how much of it there would be (`got`), `limit`.
     """

@@ -120,7 +120,7 @@ class LLM(Conversing):
         config = config.drafting(draft is not None) if speculative else replace(config, drafters=())
         if not config.drafts_by_head:
             draft = None
-        # What cannot run is refused before weights are read: options and sizes first, then files.
+        # Options and sizes that cannot run are refused before weights are read; files are checked after them.
         recurrent = has_recurrent_state(model)
         if recurrent:
             config.route(speculative)  # what its options cannot have, before what no options help
@@ -128,9 +128,10 @@ class LLM(Conversing):
         context = config.max_context_len or shapes.max_context_len
         shapes.check_context(context)
         config.check_vocabulary(shapes.vocab_size)
-        #: What requests get where their own parameters are unset: of the model's generation_config.json, else greedy.
+        #: Parameters for requests that leave their own unset: from the model's generation_config.json, else greedy.
         self.default_sampling = default_sampling(model).resolved()
-        #: What that file states itself, for servers, whose API has other defaults; fields that it leaves out are unset.
+        #: Parameters that this file states itself, for servers, whose API has other defaults; fields that the file
+        #: leaves out are unset.
         self.stated_sampling = stated_sampling(model)
         wanted = Wanted(config, model, shapes, draft, speculative and recurrent)
         site = wanted.site()
@@ -167,9 +168,9 @@ class LLM(Conversing):
             "attention": Capabilities.of(self.config.backend).name,
             "draft": None if head is None else numerics(ops.dense, head.products())["weights"],
         }
-        #: Where it runs: ``cuda:0 (NVIDIA H200)``, or the CPU and why, as ``cpu (the driver sees no GPU)``.
+        #: Device of the engine: ``cuda:0 (NVIDIA H200)``, or the CPU and why, as ``cpu (the driver sees no GPU)``.
         self.device = site.name
-        #: What the engine takes of the GPU's memory, line by line; ``None`` on the CPU.
+        #: Memory of the GPU that the engine takes, line by line; ``None`` on the CPU.
         self.budget = site.budget
         self._name = f"model={str(model)!r}, draft={draft!r}, device={str(site.place.device)!r}"
         self._lock = threading.Lock()  # held by whoever works; nobody waits for it
@@ -192,7 +193,7 @@ class LLM(Conversing):
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """True if `close` was called."""
         return self._parts is None
 
     def close(self) -> None:
@@ -235,7 +236,7 @@ class LLM(Conversing):
 
     @property
     def lent(self) -> bool:
-        """Whether an `AsyncLLM` has it, whose thread alone may call `add`, `step` and `abort`."""
+        """True if an `AsyncLLM` has the engine; the thread of that alone may then call `add`, `step` and `abort`."""
         return self._owner is not None and self._owner.is_alive()
 
     def _check_owner(self) -> None:
@@ -283,10 +284,11 @@ class LLM(Conversing):
         Args:
             prompts: texts, sequences of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; an empty list
                 gives an empty list. A text or a mapping by itself is a list of one.
-            params: one for all, or one for each; a field that is unset takes the model's value (`default_sampling`).
-            on_error: what a request that could not go on does once all have ended. ``"raise"``: the first such error,
-                in the order of the prompts, with every output as its ``outputs``. ``"return"``: nothing; look at
-                ``finish_reason``.
+            params: one for all prompts, or one for each; a field that is unset takes the model's value
+                (`default_sampling`).
+            on_error: effect of a request that could not go on, once all have ended. ``"raise"``: the first such error
+                is raised, in the order of the prompts, with every output as its ``outputs``. ``"return"``: nothing is
+                raised; look at ``finish_reason``.
             progress: a bar on stderr; ``None``: on a terminal, of several prompts.
 
         Raises:
@@ -325,7 +327,8 @@ class LLM(Conversing):
         prompts: Sequence[Prompt] | str | Mapping[str, Any],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Generator[StreamEvent]:
-        """As ``generate``, but yield each request's progress; ``request_id`` counts up in the order of the prompts.
+        """Generate as ``generate`` does, but yield each request's progress; ``request_id`` counts up in the order of
+        the prompts.
 
         A request that cannot go on raises nothing: its last event's ``output`` has the ``error``. Of a prompt with
         ``n`` outputs, all events have one ``request_id``, and ``index`` says whose they are.
@@ -456,7 +459,7 @@ class LLM(Conversing):
         return self._scheduler.unfinished + sum(e.output is not None for e in self._unclaimed)
 
     def stats(self) -> EngineStats:
-        """How much runs, waits, and lies in the pool, between two steps."""
+        """Return how many requests run and wait, and how full the pool is, between two steps."""
         return self._stats(None)
 
     def _stats(self, draft_bytes: int | None) -> EngineStats:
@@ -468,7 +471,7 @@ class LLM(Conversing):
 
     @property
     def numerics(self) -> dict[str, Any]:
-        """What the bits of tokens and logits depend on, beside model, input and seed; plain values for JSON.
+        """Facts on which the bits of tokens and logits depend, beside model, input and seed; plain values for JSON.
 
         Two engines with equal values give equal bits, whatever their batches, trees, pages, chunks and threads. On a
         GPU: its name and compute capability, the driver's CUDA, cublasLt's version and path, the number of the rule
@@ -480,7 +483,7 @@ class LLM(Conversing):
 
     @property
     def speculative(self) -> bool:
-        """Whether drafts are in use: a head's, or those of other sources."""
+        """True if drafts are in use: a head's, or those of other sources."""
         return self._runner.drafter is not None or self._runner.gathering is not None
 
     @property
@@ -547,7 +550,7 @@ class LLM(Conversing):
             raise
 
     def _grammar(self, params: SamplingParams) -> Grammar | None:
-        """What the output must look like; any thread may ask."""
+        """Return the grammar that the output must follow; any thread may call this."""
         return None if params.structured_outputs is None else self._grammars.compile(params.structured_outputs)
 
     def _spellings(self, params: SamplingParams) -> list[tuple[int, ...]]:

@@ -60,7 +60,7 @@ def check_text(text: str, where: str) -> None:
     """Refuse a text that no tokenizer takes: half of a surrogate pair stands for no character.
 
     Raises:
-        ConfigError: by ``where``, with the place.
+        ConfigError: the text cannot be encoded as UTF-8; the message names the place by ``where``.
     """
     try:
         text.encode()
@@ -115,10 +115,10 @@ class Chats:
 
     @property
     def directory(self) -> Path:
-        """Of the model's files.
+        """Directory of the model's files.
 
         Raises:
-            ConfigError: it has none, since it is in memory.
+            ConfigError: the model has no directory, since it is in memory.
         """
         if isinstance(self._model, LiveModel):
             raise ConfigError(f"model = {self._model.name!r}: is in this process's memory, which another one lacks")
@@ -150,7 +150,8 @@ class Chats:
 
 
 def load_tokenizer(model: Path | LiveModel) -> Tokenizer | None:
-    """Of a model, with the tokens that only files beside ``tokenizer.json`` have; ``None`` where it has none.
+    """Load the tokenizer of a model, with the tokens that only files beside ``tokenizer.json`` have; ``None`` where the
+    model has none.
 
     Prompts are never cut or filled up, whatever the file says: the tokenizer is shared by threads, and such settings
     would be changed under them.
@@ -182,7 +183,7 @@ def load_eos(model: Path | LiveModel, tokenizer: Tokenizer | None) -> int | None
     ``None`` where they name none. It may be one that the model lacks.
 
     Raises:
-        ConfigError: as `load_tokenizer`.
+        ConfigError: the same errors as of `load_tokenizer`.
     """
     if tokenizer is None:
         return None

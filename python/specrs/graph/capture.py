@@ -19,7 +19,8 @@ from specrs._specrs import ConfigError
 
 @functools.cache
 def shared_stream(ordinal: int) -> torch.cuda.Stream:
-    """What all runtimes of a device capture on: torch keeps 32 MiB of workspace for each stream that saw a product."""
+    """Return the stream that all runtimes of a device capture on: torch keeps 32 MiB of workspace for each stream that
+    saw a product."""
     return torch.cuda.Stream(ordinal)  # type: ignore[no-untyped-call]
 
 
@@ -47,7 +48,8 @@ def capture(
         work: called once, with `stream` as torch's current one. It waits for nothing on the device, and takes no random
             numbers of torch's generators, whose states only torch's own replay moves. Run it once before, so that what
             is loaded at a first use is there.
-        keep: what its launches read and write beside torch's allocations within `work`: tensors, arenas, modules.
+        keep: objects that the graph's launches read and write beside torch's allocations within `work`: tensors,
+            arenas, modules.
         stream: to capture on; another one by default. Graphs captured on one stream share the workspace that torch's
             cuBLAS has there: those with products never run at once.
         pool: a handle of torch's (``torch.cuda.graph_pool_handle()``) that graphs share which never run at once.
@@ -76,8 +78,8 @@ def loop(
     """A graph whose launch runs `work` again and again, on the device alone.
 
     Args:
-        work, keep, stream: as for :func:`capture`. The body of a loop holds kernels, copies and memsets: anything else
-            raises GraphCaptureError with the node's type and path.
+        work, keep, stream: the same as in :func:`capture`. The body of a loop holds kernels, copies and memsets:
+            anything else raises GraphCaptureError with the node's type and path.
         left: int32[1], CUDA: iterations left. Each takes one; the last is the one that leaves 0. At least one runs.
         stop: int32[1], CUDA: an iteration that leaves anything but 0 in it is the last.
     """

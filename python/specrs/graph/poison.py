@@ -29,11 +29,11 @@ class LaneError(SpecrsError):
     """A replay left a lane that nobody wrote, or wrote one that is not its own.
 
     Attributes:
-        region: its name.
+        region: name of the region.
         lane: number from 0; the bucket's size and more for memory behind it.
         bucket: lanes of the graph, or of the eager run.
         batch: live lanes.
-        why: what was found.
+        why: description of what was found.
     """
 
     def __init__(self, region: str, lane: int, bucket: int, batch: int, why: str) -> None:
@@ -49,7 +49,8 @@ def poison(memory: torch.Tensor) -> None:
 
 
 def _poisoned(memory: torch.Tensor, region: Region) -> torch.Tensor:
-    """Of each row [rows, ...]: whether an element of it holds the pattern; of bytes, whether all of the row do."""
+    """Return for each row [rows, ...] whether an element of it holds the pattern; for bytes, whether all elements of
+    the row do."""
     bits, pattern = _PATTERNS[memory.dtype]
     same = (memory.view(bits) == pattern).view(memory.shape[0], -1)
     if memory.dtype != torch.uint8:
@@ -64,7 +65,7 @@ def check_output(memory: torch.Tensor, region: Region, bucket: int, batch: int) 
     """Raise LaneError for the first lane that nobody wrote, and for a dead one that lacks its declared value.
 
     Args:
-        memory: of the bucket, rows behind the lanes included.
+        memory: memory of the bucket, rows behind the lanes included.
     """
     row = _first(_poisoned(memory, region)) if memory.numel() else None
     if row is not None:
@@ -93,7 +94,7 @@ def check_outside(memory: torch.Tensor, region: Region, bucket: int, batch: int)
     """Raise LaneError for the first row behind the bucket's that is written.
 
     Args:
-        memory: of the largest bucket.
+        memory: memory of the largest bucket.
     """
     bits, pattern = _PATTERNS[memory.dtype]
     begin = region.rows(bucket) + region.more

@@ -97,7 +97,8 @@ def _options(source: LiveModel, options: Mapping[str, Any], tokens: int) -> dict
 
 @dataclass(eq=False)
 class _Weights:
-    """What tells whether weights are those that an engine was made of: where they lie, and sums of their bytes.
+    """Fingerprint that tells whether weights are those that an engine was made of: where they lie, and sums of their
+    bytes.
 
     torch counts writes to a tensor, but neither those through `.data` and numpy nor those to inference tensors. So all
     bytes are read, which costs about as much as a token does.
@@ -118,7 +119,7 @@ class _Weights:
         return cls(places, list(sums.values()))
 
     def same(self, other: _Weights) -> bool:
-        """Whether nothing has changed."""
+        """Return whether nothing has changed."""
         return self.places == other.places and all(map(torch.equal, self.sums, other.sums))
 
 

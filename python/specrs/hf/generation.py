@@ -49,7 +49,7 @@ def generate(
             `return_dict_in_generate`; what else would change the output is refused.
         streamer: gets tokens as they come, of one row. transformers (5.24 too) does not hand it on to a
             `custom_generate`, so there give it as `token_streamer`, which gets the prompt too.
-        engine_options: of `LLM`, such as ``{"draft": head, "max_batch": 4}``.
+        engine_options: options of `LLM`, such as ``{"draft": head, "max_batch": 4}``.
 
     Returns:
         int64 [rows, n + new] on the device of `input_ids`, rows that ended earlier padded with `pad_token_id`; or
@@ -93,7 +93,7 @@ def generate(
 
 
 def _params(asked: Asked, rows: int, llm: LLM, sample: bool) -> list[SamplingParams]:
-    """Of each row; a seed each where they sample."""
+    """Return the parameters of each row; each row has its own seed where the rows sample."""
     seeds: list[int | None] = [None] * rows
     if sample:
         seeds = list(torch.randint(2**63 - 1, (rows,)).tolist())

@@ -32,7 +32,7 @@ def app(config: ServeConfig | Mapping[str, Any] | None = None, engine: AsyncLLM 
     Args:
         config: ``None``: of the environment (`ServeConfig.from_env`), so that servers that make applications by
             themselves need no code: ``uvicorn --factory specrs.serve:app``.
-        engine: one that the caller made, and closes; ``None``: made of the config when the server starts.
+        engine: an engine that the caller made, and closes; ``None``: the server makes one of the config when it starts.
 
     ``app.state.service`` has what the requests share while the application lives, ``app.state.engine`` the engine.
 
@@ -124,7 +124,7 @@ class Posted:
         self._work, self._generates = work, generates
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI calls it."""
+        """Serve a connection, as ASGI calls it."""
         service: Service = scope["app"].state.service
         config = service.config
         exchange = Exchange(scope, receive, send, scope["specrs.record"])
@@ -154,7 +154,7 @@ class Asked:
         self._say = say
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI calls it."""
+        """Serve a connection, as ASGI calls it."""
         service: Service = scope["app"].state.service
         try:
             if self._say is None:
@@ -168,10 +168,10 @@ class Asked:
 
 
 class Unstored:
-    """What would be asked of a response that is stored."""
+    """Refuses requests about a stored response: none is stored here."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI calls it."""
+        """Serve a connection, as ASGI calls it."""
         await refuse(scope, receive, send, RequestError(404, NOT_STORED, code="not_found"))
 
 
@@ -179,7 +179,7 @@ class Measured:
     """``GET /metrics``."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI calls it."""
+        """Serve a connection, as ASGI calls it."""
         service: Service = scope["app"].state.service
         body, kind = service.metrics.text()
         await Exchange(scope, receive, send, scope["specrs.record"]).whole(200, body, kind)
@@ -189,7 +189,7 @@ class Shown:
     """``GET /``: the playground."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI calls it."""
+        """Serve a connection, as ASGI calls it."""
         body, headers = page()
         await Exchange(scope, receive, send, scope["specrs.record"]).whole(
             200, body, b"text/html; charset=utf-8", headers
@@ -206,7 +206,7 @@ async def _not_found(request: Any, error: Any) -> Any:
 
 
 async def _fault(request: Any, error: Exception) -> Any:
-    """What nobody foresaw, in OpenAI's form."""
+    """Answer an error that nobody foresaw, in OpenAI's form."""
     from starlette.responses import JSONResponse
 
     told = errors.of(error, 1.0) if isinstance(error, SpecrsError) else errors.of(RuntimeError(), 1.0)

@@ -47,8 +47,8 @@ def prepared(service: Service, fields: Mapping[str, Any], asked: Wish) -> tuple[
     """The prompt, how answers to it are read, and what the engine is asked for. In the pool's threads.
 
     Raises:
-        ChatTemplateError: as `chat_prompt`.
-        RequestError: as `manner`.
+        ChatTemplateError: the same errors as of `chat_prompt`.
+        RequestError: the same errors as of `manner`.
     """
     prompt = chat_prompt(service, fields, asked)
     return prompt, manner(service, fields, prompt.text, service.prepared(asked))
@@ -58,8 +58,8 @@ def chat_prompt(service: Service, fields: Mapping[str, Any], wanted: Wish | None
     """The prompt that a conversation makes, in the pool's threads.
 
     Raises:
-        ChatTemplateError: as `specrs.chat.ChatTemplates.render`.
-        RequestError: as `with_known_roles`.
+        ChatTemplateError: the same errors as of `specrs.chat.ChatTemplates.render`.
+        RequestError: the same errors as of `with_known_roles`.
     """
     config, templates = service.config, service.engine.chat_templates
     limits = RenderLimits(config.max_template_seconds, config.max_template_chars)
@@ -110,7 +110,7 @@ class Call:
     manner: Manner
 
     def voice(self) -> Voice:
-        """How a choice's text becomes deltas."""
+        """Return the voice that turns a choice's text into deltas."""
         return self.manner.voice() or Plain()
 
     def opening(self) -> str:
@@ -224,7 +224,8 @@ class Stream:
         return found
 
     def pieces(self, event: StreamEvent) -> list[dict[str, Any]]:
-        """What an event adds: a piece for each delta, the first with the event's tokens, the last with the end."""
+        """Return the pieces that an event adds: one for each delta, the first with the event's tokens, the last with
+        the end."""
         output = event.output
         deltas = self._voice.feed(event.text)
         if output is not None:

@@ -204,7 +204,7 @@ class Voice:
         self._shown = call.service.shown if call.fields.get("return_spec_stats") == ROUNDS else None
 
     def piece(self, event: StreamEvent) -> dict[str, Any] | None:
-        """What an event adds; ``None``: nothing that anybody asked for."""
+        """Return the piece that an event adds; ``None``: nothing that anybody asked for."""
         text, output = event.text, event.output
         if self._echo and self._fresh:
             text = self._prompt.text + text

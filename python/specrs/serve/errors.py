@@ -21,8 +21,8 @@ class RequestError(Exception):
     """A request that is answered with an error.
 
     Attributes:
-        status: of HTTP.
-        message, type, param, code: of OpenAI's body.
+        status: status of HTTP.
+        message, type, param, code: fields of OpenAI's body of the same names.
         retry_after: seconds, where trying again may help.
     """
 
@@ -75,12 +75,12 @@ def shortened(text: str, most: int = _MOST) -> str:
 
 
 def of(error: BaseException, retry_after: float, param: str | None = None) -> RequestError:
-    """What an error of the engine is for whoever asked.
+    """Return an error of the engine in the form for the client that asked.
 
     Args:
         error: any; what is not foreseen is told as a fault of the server, without its text.
         retry_after: seconds, where trying again may help.
-        param: of the request, where the error does not say.
+        param: name of the request's field, where the error does not say.
     """
     if isinstance(error, RequestError):
         return error

@@ -41,8 +41,8 @@ class Exchange:
     """A request of HTTP that is being answered.
 
     Attributes:
-        scope: of ASGI.
-        record: what the log line says of it.
+        scope: scope of the request, as ASGI has it.
+        record: the record that the log line is made of.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, record: Record) -> None:
@@ -116,7 +116,7 @@ class Exchange:
         """Do the work, unless the client goes first. To be called once the body is read.
 
         Raises:
-            Gone: it went, or does not read. The work was cancelled, and has ended.
+            Gone: the client went, or does not read. The work was cancelled, and has ended.
         """
         self._work = task = asyncio.ensure_future(work)
         listener = asyncio.ensure_future(self._listen())
@@ -247,7 +247,7 @@ class Watch:
         self._exchanges.add(exchange)
 
     def discard(self, exchange: Exchange) -> None:
-        """It is over."""
+        """Forget an exchange that is over."""
         self._exchanges.discard(exchange)
 
     async def run(self) -> None:
@@ -295,7 +295,7 @@ def no_constant(name: str) -> Any:
 
 
 def shallow(value: Any, levels: int) -> bool:
-    """Whether a value is no deeper than so many levels; without recursion."""
+    """Return whether a value is no deeper than so many levels; without recursion."""
     layer = [value]
     for _ in range(levels):
         layer = [

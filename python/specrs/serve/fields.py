@@ -25,7 +25,7 @@ Check = Callable[[str, Any, ServeConfig], Any]
 
 
 class Kind(enum.Enum):
-    """What becomes of a field."""
+    """Treatment of a field."""
 
     HONOURED = "honoured"
     IGNORED = "ignored"
@@ -38,11 +38,11 @@ class Field:
 
     Attributes:
         name: in the body.
-        kind: what becomes of it.
-        check: its value, checked, as the server uses it; raises RequestError.
+        kind: treatment of the field.
+        check: a function that returns the field's value, checked, as the server uses it; raises RequestError.
         note: for the documentation.
-        endpoints: that have it.
-        origin: whose it is: ``OpenAI``, ``vLLM`` or ``specrs``.
+        endpoints: endpoints that have the field.
+        origin: origin of the field: ``OpenAI``, ``vLLM`` or ``specrs``.
     """
 
     name: str
@@ -62,7 +62,7 @@ def wrong(name: str, value: object, why: str) -> RequestError:
 
 
 def as_it_is(name: str, value: Any, config: ServeConfig) -> Any:
-    """What `specrs.SamplingParams` checks."""
+    """Pass a value on unchanged; `specrs.SamplingParams` checks it."""
     return value
 
 
@@ -270,7 +270,7 @@ def only(*neutral: Any, why: str) -> Check:
 
 
 def anything(name: str, value: Any, config: ServeConfig) -> None:
-    """What changes nothing, whatever it is."""
+    """Accept any value: the field changes nothing."""
 
 
 # -- the table ----------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from specrs.serve.writing import dumps
 
 MOST_HEAD_BYTES = 64 << 10  # as h11 has it
 MOST_AHEAD_BYTES = 256 << 10
-"""Of requests that come before the one before them is answered, and wait for their turn."""
+"""Limit of the bytes that a client may send of later requests while an earlier one waits for its answer."""
 
 
 def protocol() -> type[Any]:

@@ -16,7 +16,7 @@ _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 
 @dataclass(frozen=True)
 class Keys:
-    """Who may ask.
+    """Keys of those who may ask.
 
     Attributes:
         digests: SHA-256 of each key.
@@ -26,7 +26,7 @@ class Keys:
 
     @classmethod
     def of(cls, keys: Iterable[str]) -> Keys:
-        """Of keys, or of digests of them as ``sha256:<64 hexadecimal digits>``.
+        """Take keys, or digests of them as ``sha256:<64 hexadecimal digits>``.
 
         Raises:
             ConfigError: a key that is empty, has spaces or other than ASCII, or a digest that is none. It is not shown.
@@ -63,7 +63,8 @@ class Keys:
         return bool(self.digests)
 
     def accept(self, key: bytes) -> bool:
-        """Whether a key is one of them. The time that it takes does not depend on which, nor on what is wrong."""
+        """Return whether a key is one of them. The time of the check depends neither on which key it is, nor on what is
+        wrong with it."""
         asked = hashlib.sha256(key).digest()
         found = False
         for digest in self.digests:

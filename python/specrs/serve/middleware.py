@@ -22,7 +22,7 @@ class Recorded:
         self._app, self._state = app, state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI calls it."""
+        """Serve a connection, as ASGI calls it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -56,7 +56,7 @@ class Hosts:
         self._app, self._hosts = app, frozenset(map(host_name, hosts))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI calls it."""
+        """Serve a connection, as ASGI calls it."""
         if scope["type"] == "http":
             told = self._refused(scope)
             if told is not None:
@@ -90,7 +90,7 @@ class Guarded:
         self._app, self._keys = app, keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI calls it."""
+        """Serve a connection, as ASGI calls it."""
         guarded = scope["type"] == "http" and scope["method"] != "OPTIONS" and _GUARDED.match(routed(scope))
         if guarded and not self._keys.accept(_presented(scope)):
             told = RequestError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")

@@ -52,7 +52,8 @@ class _GivingWay:
             self._servers += 1
 
     def settle(self) -> None:
-        """What is there now stays: modules and the model, hundreds of thousands of objects, 0.1 s for the collector."""
+        """Freeze all present objects, so that the collector skips them: modules and the model, hundreds of thousands of
+        objects, 0.1 s a collection."""
         with self._lock:
             if not gc.get_freeze_count():  # else the program around it has frozen what it wants
                 self._frozen = True
@@ -82,10 +83,11 @@ def server(config: ServeConfig, engine: AsyncLLM | None = None) -> uvicorn.Serve
     or a second signal came.
 
     Args:
-        engine: as `app` takes it.
+        engine: an engine as `app` takes it.
 
     Raises:
-        ConfigError: as `app`; uvicorn is missing; an address that other machines reach, without a key.
+        ConfigError: the same errors as of `app`; uvicorn is missing; an address that other machines reach, without a
+            key.
     """
     try:
         import uvicorn
@@ -138,7 +140,7 @@ def server(config: ServeConfig, engine: AsyncLLM | None = None) -> uvicorn.Serve
                     signal.signal(one, handler)
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            """Of signals, and of whoever wants the server to end as it does by one."""
+            """End the server on a signal, or for a caller that wants the server to end as it does on one."""
             if not self.started:
                 self.should_exit = True
             elif application.state.service.draining:
@@ -197,7 +199,7 @@ def run(config: ServeConfig) -> int:
     """Serve until a signal comes; the status for the process.
 
     Raises:
-        ConfigError and others: as `server`, and as `specrs.LLM`.
+        ConfigError and others: the same errors as of `server` and `specrs.LLM`.
         OSError: the address cannot be listened at.
     """
     config.check_address()
@@ -268,7 +270,7 @@ def _unlink(config: ServeConfig) -> None:
 
 
 def _is_left(path: str) -> bool:
-    """Whether a path is a socket's that nobody listens at any more."""
+    """Return whether a path is a socket's that nobody listens at any more."""
     if not os.path.exists(path) or not stat.S_ISSOCK(os.stat(path).st_mode):
         return False
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:

@@ -25,7 +25,7 @@ class Events:
         self._numbers = count()
 
     def write(self, events: Iterable[Event]) -> bytes:
-        """As they go over the wire."""
+        """Return events as they go over the wire."""
         return b"".join(map(self._written, events))
 
     def _written(self, event: Event) -> bytes:
@@ -37,7 +37,7 @@ class Output:
     """The items of one response.
 
     Attributes:
-        items: those that are complete.
+        items: items that are complete.
     """
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class Output:
 
 
 class _Item(ABC):
-    """One that grows. index: its place in the output."""
+    """An item that grows. index: its place in the output."""
 
     prefix = ""
     changed = ""  # events that tell of its text: this and `.delta`, this and `.done`
@@ -111,7 +111,7 @@ class _Item(ABC):
 
     @abstractmethod
     def item(self, status: str, text: str | None) -> dict[str, Any]:
-        """As it stands. text: ``None``: it has only begun."""
+        """Return the item as it stands. text: ``None``: the item has only begun."""
 
     def opened(self) -> list[Event]:
         """The events of its beginning."""
@@ -174,7 +174,7 @@ class _Message(_Parted):
         self.scores: list[dict[str, Any]] = []
 
     def scored(self, text: str, scores: list[dict[str, Any]]) -> Event:
-        """As `grown`, with the scores of the text's tokens."""
+        """Return the event of `grown`, with the scores of the text's tokens."""
         self.scores += scores
         return {**self.grown(text), "logprobs": scores}
 

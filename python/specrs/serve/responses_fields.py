@@ -11,7 +11,7 @@ from specrs.serve.config import ServeConfig
 from specrs.serve.errors import bad, shown
 
 LOGPROBS = "message.output_text.logprobs"
-#: What a response may include beside what it has anyway. All but one are of tools and images, which there are not, or
+#: Parts that a response may include beside its usual ones. All but one are of tools and images, which there are not, or
 #: of reasoning that a client may not see: here it is told in the clear.
 _INCLUDED = (
     LOGPROBS, "reasoning.encrypted_content", "code_interpreter_call.outputs", "computer_call_output.output.image_url",

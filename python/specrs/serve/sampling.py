@@ -16,7 +16,7 @@ from specrs.serve import forms
 from specrs.serve.errors import RequestError, bad
 from specrs.serve.fields import CHAT, COMPLETIONS, ROUNDS
 
-#: What OpenAI's servers do, and where they know no such field, nothing.
+#: Values that OpenAI's servers use, or, where they know no such field, values without effect.
 _NEUTRAL: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 _COMPLETION_TOKENS = 16
 #: Fields that `SamplingParams` has too, and what it calls them.
@@ -35,7 +35,7 @@ _CALLED = {ours: theirs for theirs, ours in _SAME.items()}
 
 @dataclass(frozen=True)
 class Wish:
-    """What a request wants generated.
+    """The generation that a request wants.
 
     Attributes:
         params: for the engine, whose ``max_tokens`` are at least 1, and end with the context.
@@ -59,7 +59,7 @@ class Wish:
         return 1 if self.asked == 0 else 0
 
     def kept(self, ids: list[int]) -> list[int]:
-        """Of a prompt's tokens, those that are kept."""
+        """Return the tokens of a prompt that are kept."""
         return ids if self.keep is None or len(ids) <= self.keep else ids[-self.keep :]
 
     def checked(self, prompt_tokens: int, context: int) -> None:
@@ -82,7 +82,7 @@ class Wish:
 
 
 def wish(endpoint: str, fields: Mapping[str, Any], defaults: SamplingParams, context: int) -> Wish:
-    """What a request wants, by its fields and what the model's authors state.
+    """Return what a request wants, by its fields and what the model's authors state.
 
     Raises:
         RequestError: 400, by field.
@@ -131,7 +131,7 @@ def _scores(endpoint: str, fields: Mapping[str, Any], options: dict[str, Any]) -
 
 
 def _traced(fields: Mapping[str, Any]) -> bool:
-    """Whether the request wants to see its rounds: in a stream, whose client reads them as they come."""
+    """Return whether the request wants to see its rounds: in a stream, whose client reads them as they come."""
     wanted = bool(fields.get("return_spec_stats") == ROUNDS)
     if wanted and not fields.get("stream"):
         raise bad(f'return_spec_stats = "{ROUNDS}": needs stream = true', "return_spec_stats")

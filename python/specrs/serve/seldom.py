@@ -27,7 +27,7 @@ class Seldom(logging.Filter):
         self._told: dict[tuple[object, object], tuple[float, int]] = {}  # of a kind: when; how many were dropped since
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether it goes through."""
+        """Return whether a record goes through."""
         kind = (record.msg, record.exc_info and record.exc_info[0])
         now = self._clock()
         last, dropped = self._told.get(kind, (None, 0))

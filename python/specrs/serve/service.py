@@ -51,7 +51,7 @@ _logger = logging.getLogger("specrs.serve")
 
 
 class Service:
-    """Of one app, while it lives."""
+    """State that the requests of one app share while it lives."""
 
     def __init__(self, config: ServeConfig, engine: AsyncLLM, owned: bool = True) -> None:
         self.config, self.engine = config, engine
@@ -112,7 +112,7 @@ class Service:
 
     @cached_property
     def chats(self) -> bool:
-        """Whether there is a template of conversations."""
+        """True if there is a template of conversations."""
         try:
             self.engine.chat_templates.source(self.template)
         except ChatTemplateError:
@@ -130,7 +130,7 @@ class Service:
 
     @property
     def special_names(self) -> dict[str, int]:
-        """Of `special_ids` the texts."""
+        """Texts of `special_ids`."""
         if self._names is None:
             tokenizer = self.engine.llm.tokenizer
             added = {} if tokenizer is None else tokenizer.get_added_tokens_decoder()
@@ -158,7 +158,8 @@ class Service:
         if len(text) > most:
             message = f"{param} has {len(text)} characters: at most max_prompt_chars = {most}"
             raise bad(message, param, "context_length_exceeded")
-        # As a batch of one: `encode` keeps the interpreter's lock, and with it the event loop and the engine's thread.
+        # Encode a batch of one: `encode` keeps the interpreter's lock, and with it the event loop and the engine's
+        # thread.
         return list(self.tokenizer.encode_batch([text], add_special_tokens=special)[0].ids)
 
     def prepared(self, wish: Wish) -> Wish:
@@ -185,18 +186,19 @@ class Service:
         return str(self.tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special)[0])
 
     async def pooled(self, work: Callable[[], _T]) -> _T:
-        """What a function gives, run in the pool."""
+        """Return the result of a function, run in the pool."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     async def written(self, work: Callable[[], _T]) -> _T:
-        """What a function gives that writes a long response: in a thread that no prompt waits for."""
+        """Return the result of a function that writes a long response, run in a thread that no prompt waits for."""
         return await asyncio.get_running_loop().run_in_executor(self._writer, work)
 
     async def apart(self, work: Callable[[], _T]) -> _T:
-        """What a function gives that renders a request's own template: in threads that nothing else waits for.
+        """Return the result of a function that renders a request's own template, run in threads that nothing else waits
+        for.
 
         Raises:
-            EngineOverloadedError: as many wait as may.
+            EngineOverloadedError: as many renderings wait as may.
         """
         if self._rendering >= _STRANGERS * _QUEUE:
             raise EngineOverloadedError("templates", self._rendering + 1, _STRANGERS * _QUEUE)
@@ -261,7 +263,8 @@ class Service:
 
         Raises:
             RequestError: 400, what the engine refuses.
-            EngineOverloadedError, EngineFailedError, EngineClosedError: as `AsyncLLM.submit`; then none goes on.
+            EngineOverloadedError, EngineFailedError, EngineClosedError: the same errors as of `AsyncLLM.submit`; then
+                no prompt goes on.
         """
         tokens = sum(len(one.token_ids) for one in prompts)
         if len(prompts) > 1 and tokens > self.config.max_waiting_tokens:
@@ -315,7 +318,7 @@ class Service:
     # -- its end ------------------------------------------------------------------------------------------------
 
     def healthy(self) -> str | None:
-        """Why the server cannot serve; ``None``: it can."""
+        """Return the reason why the server cannot serve, or ``None`` where it can."""
         stats = self.engine.stats()
         if self.failed or not stats.healthy:
             return "the engine cannot go on"
@@ -402,17 +405,17 @@ class Service:
             _logger.critical("at the end, with no request open, the pool has %s", held)
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """Shut the thread pools down and close the log."""
         for pool in (self._pool, self._writer, self._strangers):
             pool.shutdown(wait=False, cancel_futures=True)
         self.log.close()
 
 
 class Flow:
-    """What comes of one request's prompts.
+    """The outputs of one request's prompts, as they come.
 
     Attributes:
-        streams: one for each prompt.
+        streams: one stream for each prompt.
     """
 
     def __init__(self, streams: Sequence[RequestStream]) -> None:
@@ -420,15 +423,15 @@ class Flow:
 
     @property
     def outputs(self) -> list[RequestOutput]:
-        """Those of all prompts that have ended."""
+        """Outputs of all prompts that have ended."""
         return [one for stream in self.streams for one in stream.outputs]
 
     async def whole(self) -> list[RequestOutput]:
-        """Of each prompt its output, whose ``outputs`` are all of them.
+        """Return the output of each prompt, whose ``outputs`` are all of them.
 
         Raises:
-            NonFiniteError: of a request that could not go on.
-            StepFailedError, EngineFailedError: as `RequestStream`.
+            NonFiniteError: the error of a request that could not go on.
+            StepFailedError, EngineFailedError: the same errors as of `RequestStream`.
         """
         found: list[dict[int, RequestOutput]] = [{} for _ in self.streams]
         async for i, event in self.events():
@@ -437,7 +440,7 @@ class Flow:
         return [_grouped(one) for one in found]
 
     async def events(self) -> AsyncIterator[tuple[int, StreamEvent]]:
-        """Of all prompts, by their index, as they come. Raises as `whole`."""
+        """Yield the events of all prompts, with the prompt's index, as they come. Raises as `whole`."""
         source = self._one() if len(self.streams) == 1 else self._many()
         async for i, event in source:
             if event.output is not None and event.output.error is not None:
@@ -477,6 +480,7 @@ def _grouped(outputs: dict[int, RequestOutput]) -> RequestOutput:
 
 
 def fingerprint(numerics: dict[str, Any]) -> str:
-    """Of what the bits of tokens depend on beside model, input and seed (`specrs.LLM.numerics`)."""
+    """Return a fingerprint of what the bits of tokens depend on beside model, input and seed
+    (`specrs.LLM.numerics`)."""
     told = json.dumps(numerics, sort_keys=True, default=str)
     return f"fp_{hashlib.sha256(told.encode()).hexdigest()[:16]}"

@@ -98,11 +98,11 @@ def _check(where: str, function: Tool, param: str) -> None:
 
 @dataclass(frozen=True)
 class Choice:
-    """What ``tool_choice`` says.
+    """Meaning of ``tool_choice``.
 
     Attributes:
         mode: ``"none"``, ``"auto"``, ``"required"``, or ``"named"``: one call, of the only tool.
-        names: of tools that may be called; ``None``: all of them.
+        names: names of the tools that may be called; ``None``: all of them.
     """
 
     mode: str

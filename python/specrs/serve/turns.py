@@ -1,4 +1,5 @@
-"""What a template sees of a request's messages: roles that it knows, and tool calls whose arguments it can write."""
+"""Changes a request's messages into those that its template can write: roles that the template knows, and tool calls
+with readable arguments."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def with_known_roles(messages: Sequence[Message], source: str) -> list[Message]:
 
     Args:
         messages: checked by `specrs.serve.fields`.
-        source: of the template.
+        source: source of the template.
 
     Raises:
         RequestError: 400, a role that is none of these.
@@ -43,7 +44,7 @@ def with_known_roles(messages: Sequence[Message], source: str) -> list[Message]:
 
 
 def _names(source: str, role: str) -> bool:
-    """Whether a template has a text that is the role."""
+    """Return whether a template has a text that is the role."""
     return f"'{role}'" in source or f'"{role}"' in source
 
 
@@ -67,7 +68,7 @@ def rendered(render: Callable[[list[Message]], str], messages: list[Message]) ->
     gets an object with the text as ``arguments``.
 
     Raises:
-        ChatTemplateError: as ``render``.
+        ChatTemplateError: the same errors as of ``render``.
     """
     try:
         return render(messages)

@@ -23,7 +23,7 @@ class Items:
     interpreter look through all of them again and again, under its lock.
 
     Attributes:
-        count: of items.
+        count: number of items.
         of: some of them, by the first and the end.
     """
 

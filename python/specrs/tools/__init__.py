@@ -33,7 +33,7 @@ def tool_parser(
 
     Args:
         name: ``"hermes"``, ``"llama3"`` or ``"mistral"``.
-        tools, ids, parallel, certain: as `ToolParser` takes them.
+        tools, ids, parallel, certain: options as `ToolParser` takes them.
 
     Raises:
         ConfigError: no such dialect.

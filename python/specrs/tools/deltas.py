@@ -18,9 +18,9 @@ class ToolCallStart:
     """A call begins.
 
     Attributes:
-        index: of the call in its message, from 0.
-        id: of the call, which nobody else has.
-        name: of the tool.
+        index: index of the call in its message, from 0.
+        id: id of the call, which nobody else has.
+        name: name of the tool.
     """
 
     index: int
@@ -33,8 +33,8 @@ class ArgumentsDelta:
     """A piece of a call's arguments.
 
     Attributes:
-        index: of the call.
-        json_text: which goes on what came before.
+        index: index of the call.
+        json_text: text that continues the arguments so far.
     """
 
     index: int

@@ -1,4 +1,4 @@
-"""Which dialect a model's template speaks, and the marks by which it does."""
+"""Finds the dialect that a model's template speaks, and the marks by which it does."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ REASONING = {"think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]"
 
 @dataclass(frozen=True)
 class Dialect:
-    """What a server needs to know of a model's manner.
+    """Facts of a model's manner that a server needs.
 
     Attributes:
         tools: the name of the tool calls' form (`specrs.tools.PARSERS`); ``None``: it has none.
-        newer: of Mistral's two forms, ``name[ARGS]{...}``.
+        newer: true for the newer of Mistral's two forms, ``name[ARGS]{...}``.
         reasoning: marks around what the model thinks; ``None``: it has none.
     """
 
@@ -34,7 +34,7 @@ class Dialect:
 
     @classmethod
     def of(cls, template: str, tools: str = "auto", reasoning: str = "auto") -> Dialect:
-        """Of a template's source.
+        """Find the dialect from a template's source.
 
         Args:
             template: read where a name is ``"auto"``.

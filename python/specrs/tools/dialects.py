@@ -55,7 +55,7 @@ class Mistral(ToolParser):
 
     @staticmethod
     def new_id() -> str:
-        """Of a call."""
+        """Return a new id for a call."""
         return "".join(secrets.choice(_LETTERS) for _ in range(9))
 
     def _block(self, c: str) -> Read:
@@ -104,4 +104,4 @@ class Mistral(ToolParser):
 
 
 PARSERS: dict[str, type[ToolParser]] = {"hermes": Hermes, "llama3": Llama3, "mistral": Mistral}
-"""By name of the dialect."""
+"""Parsers by the name of the dialect."""

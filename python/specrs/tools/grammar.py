@@ -24,7 +24,7 @@ _VALUES = ("enum", "const", "required", "x-guidance")
 
 @dataclass(frozen=True)
 class Thinking:
-    """That an answer may begin with reasoning, which no grammar binds.
+    """Reasoning that an answer may begin with; no grammar binds it.
 
     Attributes:
         start, end: marks around it.
@@ -46,17 +46,18 @@ def structured_outputs_for(
     thinking: Thinking | None = None,
     content: StructuredOutputs | None = None,
 ) -> StructuredOutputs | None:
-    """What an answer must look like.
+    """Return the form that an answer must have.
 
     Args:
-        tools: as OpenAI's requests have them: ``{"type": "function", "function": {"name", "parameters", "strict"}}``.
+        tools: tools as OpenAI's requests have them: ``{"type": "function", "function": {"name", "parameters",
+            "strict"}}``.
         tool_choice: ``"required"``: one call at least; ``{"type": "function", "function": {"name": ...}}``: one call of
             that tool; ``"auto"``: text with calls in it, where that needs a grammar, which it does with ``content``, or
             a tool that is ``strict``; ``"none"``: nothing is asked of an answer.
         dialect: or the name of its form.
-        parallel: whether there may be several calls.
+        parallel: true if there may be several calls.
         special: ids of special tokens by text; a mark that is one is that token.
-        thinking: what may stand before all else.
+        thinking: text that may stand before all else.
         content: the form of an answer that has no call, where the choice is ``"auto"``: of JSON.
 
     Returns:
@@ -212,12 +213,13 @@ def _bare(schema: Any) -> Any:
 
 
 def _escaped(text: str) -> str:
-    """Of a regular expression in Lark."""
+    """Return a text escaped for a regular expression in Lark."""
     return "".join(c if c.isalnum() or c in "_<>" else f"\\{c}" for c in text)
 
 
 def _schemas(lark: _Lark, functions: Sequence[Mapping[str, Any]], auto: bool) -> list[tuple[str, str]]:
-    """Of each tool its name and the rule of its arguments; where the model may choose, those of strict tools alone."""
+    """Return the name of each tool and the rule of its arguments; where the model may choose, those of strict tools
+    alone."""
     found = []
     for i, function in enumerate(functions):
         free = auto and not function.get("strict")

@@ -28,12 +28,12 @@ from specrs.tools.deltas import ArgumentsDelta, ContentDelta, Delta, ToolCallSta
 from specrs.tools.scanner import SPACES, Broken, Read, Run, nobody, spaces, string, value, word
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-"""Of a tool, as a whole."""
+"""Pattern of a tool's whole name."""
 _ARGUMENTS = ("arguments", "parameters")
 
 
 class ToolParser(ABC):
-    """Of one message. The deltas, neighbours merged, are the same whatever the pieces of the text.
+    """Parser of one message. The deltas, neighbours merged, are the same whatever the pieces of the text.
 
     Args:
         tools: names that calls may have.
@@ -46,9 +46,9 @@ class ToolParser(ABC):
     opening: tuple[str, ...] = ()
     #: The text that ends a call.
     closing = ""
-    #: What may stand between two calls, beside white space.
+    #: Characters that may stand between two calls, beside white space.
     separators = ""
-    #: Whether a call needs no mark at the beginning, and behind another call.
+    #: True if a call needs no mark at the beginning, and behind another call.
     bare = False
 
     def __init__(
@@ -79,11 +79,11 @@ class ToolParser(ABC):
 
     @staticmethod
     def new_id() -> str:
-        """Of a call."""
+        """Return a new id for a call."""
         return f"call_{secrets.token_hex(12)}"
 
     def feed(self, text: str) -> list[Delta]:
-        """What the next piece of the text says.
+        """Return the deltas of the next piece of the text.
 
         Raises:
             ValueError: the text has ended.
@@ -99,7 +99,7 @@ class ToolParser(ABC):
         return self._taken()
 
     def finish(self) -> list[Delta]:
-        """What is known at the end of the text."""
+        """Return the deltas that are known only at the end of the text."""
         if not self._done:
             self._done = True
             with contextlib.suppress(StopIteration):
@@ -128,13 +128,13 @@ class ToolParser(ABC):
         self._held.clear()
 
     def _release(self) -> None:
-        """What is held is content, but for the last character, which is looked at again."""
+        """Give the held text out as content, but for the last character, which is looked at again."""
         del self._held[-1]
         self._tell_all()
         self._held.append(self._last)
 
     def _drop(self) -> None:
-        """What is held is part of a call, but for the last character."""
+        """Drop the held text as part of a call, but for the last character."""
         self._held = [self._last]
 
     def _begin(self, name: str) -> None:
@@ -172,7 +172,7 @@ class ToolParser(ABC):
                     self._release()
 
     def _is_rest(self) -> bool:
-        """Whether nothing is held but what may stand behind a call."""
+        """Return whether all held text may stand behind a call."""
         return not "".join(self._held).strip(f" \t\n\r{self.separators}{self._listed}")
 
     def _content(self, c: str) -> Generator[Any, str, tuple[bool, str]]:
@@ -211,7 +211,7 @@ class ToolParser(ABC):
         return self.closing.startswith(held)
 
     def _mark(self, marks: list[str]) -> Generator[Any, str, tuple[str, str]]:
-        """Which mark it is, ``""`` for none, and the character behind."""
+        """Return the mark that comes, ``""`` for none, and the character behind it."""
         at = 1
         while True:
             c = yield

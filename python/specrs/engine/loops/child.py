@@ -34,7 +34,7 @@ class Child:
 
     Args:
         wire: to the process that started this one.
-        llm: whose requests come from there.
+        llm: the engine that runs the requests from there.
     """
 
     def __init__(self, wire: Connection, llm: LLM) -> None:
@@ -48,7 +48,7 @@ class Child:
         self.worker.watchers.append(self._made.append)
 
     def take(self, message: Sealed | Abort | Audit | Shutdown) -> None:
-        """What came: for the worker, once the grammar of a request is there; no step waits for that."""
+        """Pass a message to the worker, a request once its grammar is there; no step waits for that."""
         if isinstance(message, Sealed):
             try:
                 add = message.opened()
@@ -93,7 +93,7 @@ class Child:
         self._send([News(message.key, error=error or EngineClosedError())], [])
 
     def tell(self, news: list[News]) -> None:
-        """As `Worker` calls it."""
+        """Send news to the other process; `Worker` calls this."""
         if self._held:
             with self._lock:
                 for one in news:

@@ -27,15 +27,15 @@ _SLICE = 16  # readers that a loop wakes in one turn: with 0.1 ms of work each, 
 
 @dataclass(eq=False)
 class Slot:
-    """What one request has for its reader. Its loop alone touches what is not said to be the desk's.
+    """State of one request for its reader. Only the reader's loop touches fields that are not said to be the desk's.
 
     Attributes:
-        loop: of the reader.
-        times: of the request, as last told.
-        key, tokens, waits, sent: of the desk: number, tokens of the prompt, whether it counts as waiting, whether the
-            engine knows of it.
+        loop: event loop of the reader.
+        times: times of the request, as last told.
+        key, tokens, waits, sent: fields of the desk: the request's number, the tokens of its prompt, whether it counts
+            as waiting, whether the engine knows of it.
         held: a grammar, until the engine has the request.
-        outputs: those that ended, by index.
+        outputs: outputs that ended, by index.
         over: set at the end.
     """
 
@@ -57,7 +57,8 @@ class Slot:
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
 
     def put(self, news: News) -> None:
-        """What the worker tells. Events that wait are joined, so that there are few: each at least twice the next."""
+        """Take news from the worker. Events that wait are joined, so that there are few: each at least twice the
+        next."""
         if self._ended:
             return  # nobody reads
         self._told, self.held = True, None
@@ -79,7 +80,7 @@ class Slot:
         self._wake.set()
 
     def end(self) -> None:
-        """Nobody reads any more."""
+        """Drop everything: nobody reads any more."""
         self._events.clear()
         self._error = None
         self._end()
@@ -102,7 +103,7 @@ class Slot:
         return self._answer
 
     async def next(self) -> StreamEvent | None:
-        """What came since the last event; ``None`` behind the end."""
+        """Return what came since the last event; ``None`` behind the end."""
         if asyncio.get_running_loop() is not self.loop:
             raise ConfigError("this stream belongs to another event loop: read it in the one that submitted it")
         while True:
@@ -175,7 +176,7 @@ class Desk:
 
     @property
     def forked(self) -> bool:
-        """Whether this is not the process that made the engine, but a fork, which lacks the engine's thread."""
+        """True if this is not the process that made the engine, but a fork, which lacks the engine's thread."""
         return os.getpid() != self._process
 
     def _check_process(self) -> None:
@@ -201,7 +202,7 @@ class Desk:
             self.inbox.put(Abort(slot.key))
 
     def leave(self, slot: Slot) -> None:
-        """Nobody reads a request any more: it is nobody's, and ends."""
+        """End a request that nobody reads any more."""
         with self._lock:
             known = self._slots.pop(slot.key, None) is not None
             if known:
@@ -210,7 +211,7 @@ class Desk:
             self.inbox.put(Abort(slot.key))
 
     def _enters(self, slot: Slot) -> None:
-        """It waits no more."""
+        """Count a request as no longer waiting."""
         if slot.waits:
             slot.waits = False
             self.waiting -= 1

@@ -47,7 +47,7 @@ class EngineProcess:
     """A process with an engine; to an `AsyncLLM` what a `Worker` is.
 
     Args:
-        options: as `LLM` takes them, ``model`` and ``draft`` among them.
+        options: options as `LLM` takes them, ``model`` and ``draft`` among them.
         tell: called by a thread with what is new, as a `Worker` calls it.
         lost: called by that thread at the end, with why the process is gone; ``None``: it was told to end.
 
@@ -90,12 +90,12 @@ class EngineProcess:
         self.facts: Facts = told.facts
         self.stats: EngineStats = told.stats
         self.steps, self.last_step = 0, 0.0
-        #: As `Worker.fatal`.
+        #: The error that the engine cannot go on from, as `Worker.fatal`.
         self.fatal: BaseException | None = None
         self.watchers: list[StepWatch] = []
         self._owed: set[int] = set()  # keys of requests and questions that the engine has not ended
         self._told_at = 0.0  # when it last told something, or was first asked for something, on the monotonic clock
-        #: Whether the process is there no more.
+        #: True once the process is there no more.
         self.gone = False
         self._closing = False
         self.inbox = _Outbox(self)
@@ -109,7 +109,7 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Id of the process."""
         return self._process.pid
 
     def _listen(self) -> None:
@@ -172,7 +172,8 @@ class EngineProcess:
 
 
 class _Outbox:
-    """What goes to the engine, by a thread that may wait for the socket. ``put`` may be called from anywhere."""
+    """Messages on their way to the engine, sent by a thread that may wait for the socket. Any thread may call
+    ``put``."""
 
     def __init__(self, engine: EngineProcess) -> None:
         self._engine = engine
@@ -182,7 +183,7 @@ class _Outbox:
         """Send it, after all before it.
 
         Raises:
-            ConfigError: of a request, what cannot go to another process.
+            ConfigError: a part of a request cannot go to another process.
         """
         data = _travels("prompt, params", message)
         self._engine.sent(message)
@@ -228,12 +229,12 @@ def _forked(engine: EngineProcess | None) -> None:
 
 
 class RemoteLLM(Tokenizing):
-    """What there is here of an engine in another process: what never changes of it, its tokenizer and its templates.
+    """The part of an engine in another process that is here: its unchanging facts, its tokenizer and its templates.
 
     Attributes:
         config, vocab_size, default_sampling, stated_sampling, numerics, device, budget, speculative,
-        max_tokens_per_round: as `LLM` has them.
-        pid: of the process.
+        max_tokens_per_round: the same as in `LLM`.
+        pid: id of the process.
     """
 
     def __init__(self, engine: EngineProcess) -> None:
@@ -249,7 +250,7 @@ class RemoteLLM(Tokenizing):
 
     @property
     def closed(self) -> bool:
-        """Whether the process is gone."""
+        """True if the process is gone."""
         return self._engine.gone
 
     def __repr__(self) -> str:

@@ -30,13 +30,13 @@ _DRAFT_BYTES = 64  # steps between two times of asking every drafting for its me
 
 @dataclass(frozen=True)
 class Step:
-    """What one step did.
+    """Figures of one step.
 
     Attributes:
         began: on the performance counter.
-        seconds: that it took.
-        tokens: of prompts that it read and outputs that it wrote.
-        gaps: of each output that went on, the seconds since it last did.
+        seconds: duration of the step.
+        tokens: number of tokens that the step read of prompts and wrote of outputs.
+        gaps: for each output that went on, the seconds since it last did.
     """
 
     began: float
@@ -81,13 +81,13 @@ class Shutdown:
 
 @dataclass(slots=True)
 class News:
-    """Of one request, or the answer to one question. There is one for each output of a step: it is made quickly.
+    """News of one request, or the answer to one question. Each output of a step makes one, so that making it is cheap.
 
     Attributes:
         key: the sender's.
-        times: of the request so far, a copy; ``None``: as they were.
-        event: its progress; the last one has its output.
-        error: it ended with, or the question did; nothing follows.
+        times: times of the request so far, a copy; ``None``: unchanged.
+        event: progress of the request; the last event has its output.
+        error: error that ended the request or the question; nothing follows.
         answer: to a question.
         done: all of its outputs are there.
     """
@@ -101,13 +101,14 @@ class News:
 
     @property
     def last(self) -> bool:
-        """Whether nothing follows for this key."""
+        """True if nothing follows for this key."""
         return self.done or self.error is not None or self.answer is not None
 
 
 @dataclass
 class _Live:
-    """What was added: the requests of its outputs, which have one id; and which of them have not ended."""
+    """An entry that was added: the requests of its outputs, which share one id, and those of them that have not
+    ended."""
 
     requests: list[Request]
     times: RequestTimes
@@ -116,7 +117,7 @@ class _Live:
 
     @property
     def request_id(self) -> int:
-        """As events name them."""
+        """Id of the request in events."""
         return self.requests[0].request_id
 
     def admit(self) -> bool:
@@ -132,7 +133,7 @@ class Worker:
         llm: from now on used by the thread alone.
         tell: called once a step, by the thread, with everything that is new, which may be nothing; it must not wait,
             nor raise.
-        close: whether the engine is closed at the end.
+        close: true if the engine is closed at the end.
     """
 
     def __init__(self, llm: LLM, tell: Callable[[list[News]], None], close: bool) -> None:
@@ -142,7 +143,7 @@ class Worker:
         self._keys: dict[int, int] = {}  # by request id
         self._news: list[News] = []
         self._until: float | None = None  # once it shuts down
-        #: What the engine cannot go on from; ``None`` while it can.
+        #: The error that the engine cannot go on from; ``None`` while it can.
         self.fatal: BaseException | None = None
         self.stats: EngineStats = llm.stats()
         self.steps, self.last_step = 0, 0.0
@@ -329,7 +330,7 @@ class Worker:
             events = self._ended(request_id)
             if self.fatal is not None:
                 return
-            # One that had ended by itself, in an earlier pass of the step, has its end.
+            # A request that had ended by itself, in an earlier pass of the step, has its end.
             sound = [e for e in events if e.output is not None and e.output.finish_reason is not FinishReason.ABORT]
             broken = [e for e in events if e not in sound] or [StreamEvent(request_id, [], [])][len(events) :]
             now = time.perf_counter()
@@ -339,7 +340,8 @@ class Worker:
                 self._event(event, now, StepFailedError(error, event.output))
 
     def _fault(self, error: Exception) -> BaseException | None:
-        """What the engine cannot go on from: pages that do not add up, a CUDA context that nothing runs in any more."""
+        """Return an error that the engine cannot go on from: pages that do not add up, or a CUDA context in which
+        nothing runs any more."""
         if isinstance(error, LedgerError):
             return error
         return device.broken(self._llm.config.device)
@@ -362,7 +364,8 @@ class Worker:
 
 
 def _when_free(call: Callable[[], _T]) -> _T:
-    """What a call gives, once nobody else is at the engine: an audit of its owner's, say, which is short."""
+    """Return the result of a call that runs once nobody else is at the engine, such as an audit that its owner asks
+    for."""
     while True:
         try:
             return call()

@@ -35,8 +35,8 @@ def add_tokens(tokenizer: Tokenizer, config: Mapping[str, Any], added: Mapping[s
     """Give a tokenizer the tokens that only files beside its own have, and their flags.
 
     Args:
-        tokenizer: of ``tokenizer.json``.
-        config: of `specrs.chat.files.tokenizer_config`.
+        tokenizer: the tokenizer of ``tokenizer.json``.
+        config: the result of `specrs.chat.files.tokenizer_config`.
         added: ids by token, of ``added_tokens.json``.
 
     Raises:

@@ -159,7 +159,7 @@ class ByteFallback(Step):
 
     Attributes:
         run: characters of a run that is UTF-8 so far. One byte more may make U+FFFD of all.
-        grown: whether the latest part has completed one.
+        grown: true if the latest part has completed a character.
     """
 
     def __init__(self) -> None:
@@ -226,7 +226,7 @@ _OF_BYTES: dict[str, Callable[[], Step]] = {"ByteLevel": ByteLevel, "ByteFallbac
 
 
 class TokenDecoder:
-    """What text tokens stand for, by a tokenizer.
+    """Text of tokens, by a tokenizer.
 
     Attributes:
         special: tokens that texts leave out unless they are asked for.
@@ -243,7 +243,8 @@ class TokenDecoder:
         return [make() for make in self._makers]
 
     def name(self, token: int) -> str | None:
-        """As the tokenizer writes a token; ``None`` where it lacks it (a model may have more rows than that)."""
+        """Return a token as the tokenizer writes it; ``None`` where the tokenizer lacks it (a model may have more rows
+        than that)."""
         if token not in self._names:
             self._names[token] = self._tokenizer.id_to_token(token)
         return self._names[token]
@@ -292,11 +293,11 @@ class Detokenizer:
     """Text of an output's tokens, piece by piece; none is ever taken back.
 
     Args:
-        decoder: of the tokens.
+        decoder: decoder of the tokens.
         prompt: tokens before them. They decide whether the output begins a text; bytes of theirs that are no whole
             character stay theirs.
-        skip_special_tokens: leave special tokens out of the text,
-        keep: but for these.
+        skip_special_tokens: leave special tokens out of the text.
+        keep: special tokens that stay in the text nonetheless.
     """
 
     def __init__(
@@ -316,7 +317,7 @@ class Detokenizer:
             _through(self._steps[i + 1 :], step.cut())
 
     def _end_of(self, prompt: Sequence[int]) -> list[int]:
-        """Of a prompt the last tokens that have text."""
+        """Return the last tokens of a prompt that have text."""
         found: list[int] = []
         for token in reversed(prompt):
             if token not in self._dropped and self._decoder.name(token) is not None:
@@ -341,7 +342,7 @@ class Detokenizer:
 
     @property
     def grown(self) -> bool:
-        """Whether the latest token completed a character of `run`."""
+        """True if the latest token completed a character of `run`."""
         return self._run is not None and self._run.grown
 
     def ahead(self) -> str:

@@ -29,7 +29,7 @@ _Key = tuple[str, tuple[str, ...], str | None, str | tuple[int, ...] | None]
 
 
 class Grammars:
-    """Those of one engine. Any thread may call it at any time.
+    """Compiled grammars of one engine. Any thread may call it at any time.
 
     Args:
         tokenizer: ``None``: every grammar is refused.
@@ -56,13 +56,13 @@ class Grammars:
         waits for that thread.
 
         Raises:
-            GrammarError: it is malformed or too large, or there is no tokenizer.
+            GrammarError: the grammar is malformed or too large, or there is no tokenizer.
         """
         return self.held(wanted).result()
 
     def held(self, wanted: StructuredOutputs) -> Future[Grammar]:
-        """As `compile`. As long as somebody has what this returns, the grammar is not compiled again, however many
-        others are asked for meanwhile."""
+        """Compile as `compile` does, and keep the result: as long as somebody has what this returns, the grammar is not
+        compiled again, however many others are asked for meanwhile."""
         if self._tokenizer is None:
             raise refuse(wanted.kind, getattr(wanted, wanted.kind), "the model directory has no tokenizer.json")
         key = self._key(wanted)

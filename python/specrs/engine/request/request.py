@@ -29,7 +29,7 @@ class TokenizedPrompt:
 
     Attributes:
         text: for whoever reads the output; nothing is made of it.
-        token_ids: what the model continues.
+        token_ids: tokens that the model continues.
     """
 
     text: str
@@ -37,7 +37,7 @@ class TokenizedPrompt:
 
 
 class FinishReason(str, enum.Enum):
-    """Why a request ended."""
+    """Reason why a request ended."""
 
     STOP = "stop"  # EOS, a stop token or a stop string
     LENGTH = "length"  # max_tokens or the context limit
@@ -64,18 +64,18 @@ class Usage:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """What a finished request gives back.
+    """Result of a finished request.
 
     Attributes:
-        request_id: as ``LLM.add`` returned it.
+        request_id: id that ``LLM.add`` returned.
         prompt: the prompt's text, where it was given as text.
-        prompt_token_ids: its tokens, those that ``truncate_prompt_tokens`` kept.
+        prompt_token_ids: tokens of the prompt that ``truncate_prompt_tokens`` kept.
         token_ids: generated tokens; ends with EOS or the stop token where one ended it.
         text: generated text, without special tokens, cut at a stop string.
         finish_reason: see `FinishReason`.
         stop_reason: the stop string or token id that ended it, else ``None``.
         usage: token counts.
-        params: what the request ran with: its own fields, and the model's where it left them unset.
+        params: parameters that the request ran with: its own fields, and the model's where it left them unset.
         seed: the seed that sampling used.
         rounds: decoding rounds (target passes after the prompt's).
         accepted_lengths: ``accepted_lengths[n]`` rounds yielded n tokens, bonus token included.
@@ -86,19 +86,19 @@ class RequestOutput:
             is the request's id, ``position`` the absolute position of the token that could not be drawn, ``index`` the
             token id of the first bad logit; or a `GrammarFailedError`, with ``request``, ``position`` and ``why``.
             Tokens and text are those before it, else ``None``.
-        draft_error: why the draft head was given up for this request, whose tokens do not depend on it; ``None`` where
-            it was not. Fields as in ``error``.
-        index: which of the prompt's ``n`` outputs this is.
+        draft_error: reason why the draft head was given up for this request, whose tokens do not depend on it; ``None``
+            where the head was not given up. Fields as in ``error``.
+        index: number of this output among the prompt's ``n`` outputs.
         logprobs: per token of ``token_ids``, by token id: of the token itself first, then of the most probable ones;
             ``None`` where they were not asked for.
         prompt_logprobs: the same per token of the prompt, ``None`` for its first; shorter where the request ended
             before its prompt was read.
-        drafting_rounds: of ``rounds``, those that verified drafts.
+        drafting_rounds: number of ``rounds`` that verified drafts.
         proposed: draft tokens that they verified, whatever became of them.
         accepted_drafts: ``accepted_drafts[n]`` rounds kept n draft tokens; where a stop ends a round among them, those
             up to it.
         cumulative_logprob: sum of the log-probabilities of ``token_ids``; ``None`` without ``logprobs``.
-        others: of a prompt's output 0 from ``LLM.generate``, those behind it.
+        others: outputs behind output 0 of the prompt, in that output alone, from ``LLM.generate``.
     """
 
     request_id: int
@@ -176,7 +176,7 @@ class StreamEvent:
 
 @dataclass(frozen=True)
 class Committed:
-    """What one commit kept: output, usage and metrics all read this."""
+    """Tokens and text that one commit kept: output, usage and metrics all read this."""
 
     kept: int  # of the tokens offered
     pieces: list[tuple[str, bool]]
@@ -309,17 +309,17 @@ class Request:
 
     @property
     def held(self) -> bool:
-        """Whether it waits for its prompt's first request to be prefilled."""
+        """True if the request waits for its prompt's first request to be prefilled."""
         return self.leader is not None and self.leader.produced == 0 and self.leader.finish_reason is None
 
     @property
     def sampler(self) -> Sampler:
-        """By which the next round draws."""
+        """The sampler by which the next round draws."""
         return self.draws.sampler
 
     @property
     def alone(self) -> bool:
-        """Whether its next round can begin only once what this one gave has been looked at."""
+        """True if the request's next round can begin only once the result of this round has been looked at."""
         return self.logprobs is not None or self.draws.varies
 
     @property
@@ -336,7 +336,7 @@ class Request:
 
     @property
     def ready(self) -> bool:
-        """Whether everything before the root is prefilled, so that the request decodes."""
+        """True if everything before the root is prefilled, so that the request decodes."""
         return self.committed >= self.prefill_target
 
     @property
@@ -368,7 +368,8 @@ class Request:
         return self.prompt_len - 1 if known is None else len(known) - 1
 
     def scored_rows(self, count: int) -> range:
-        """Of the next ``count`` positions of prefill, those whose logits say log-probabilities of the prompt."""
+        """Return which of the next ``count`` positions of prefill have logits that give log-probabilities of the
+        prompt."""
         return range(max(self.unscored - self.committed, 0), min(count, self.prompt_len - 1 - self.committed))
 
     def commit(
@@ -434,7 +435,7 @@ class Request:
     def _traced(
         self, tree: DraftTree | None, kept: Sequence[int], drafts: int, pieces: Sequence[tuple[str, bool]]
     ) -> tuple[Round, ...]:
-        """What a commit that kept these tokens, of so many drafts, tells of its round; nothing of a prefill."""
+        """Return the trace of a round whose commit kept these tokens, of so many drafts; nothing for a prefill."""
         last, self._last = self._last, time.perf_counter()
         if tree is None:
             return ()
@@ -444,7 +445,7 @@ class Request:
         return (Round(tree.tokens, tree.parents, accepted, own, seconds, *told),)
 
     def event(self, tokens: Sequence[int], committed: Committed) -> StreamEvent:
-        """What a commit tells the user."""
+        """Return the event that tells the user of a commit."""
         output = self.output() if committed.finished else None
         scored, rounds = committed.logprobs, committed.rounds
         return StreamEvent(self.asked_id, list(tokens), committed.pieces, output, self.index, scored, rounds)
@@ -470,7 +471,7 @@ class Request:
         self.root = None
 
     def oldest(self, count: int) -> list[Features]:
-        """Of the features that wait, those of the first ``count`` positions."""
+        """Return the waiting features of the first ``count`` positions."""
         some: list[Features] = []
         for features in self.pending:
             if count <= 0:
@@ -504,7 +505,7 @@ class Request:
         self.forget_features()
 
     def _stuck(self, error: GrammarFailedError) -> GrammarFailedError:
-        """As `_named`."""
+        """Return the error for a request whose grammar is stuck, named as `_named` does."""
         position = len(self.tokens)
         named = GrammarFailedError(f"request {self.asked_id}: grammar: {error.why} at position {position}")
         named.kind, named.why = error.kind, error.why
@@ -538,7 +539,7 @@ class Request:
         return [(rest, False)] if rest else []
 
     def output(self) -> RequestOutput:
-        """What the user gets."""
+        """Return the output for the user."""
         assert self.finish_reason is not None
         generated = self.tokens[self.prompt_len :]
         scored, prompt = self.logprobs, self.prompt_logprobs
