@@ -130,7 +130,7 @@ def broken(name: str | None) -> Exception | None:
 
     try:
         torch.cuda.synchronize(torch.device(name))
-    except Exception as error:  # of torch's own kinds
+    except Exception as error:  # errors of torch's own kinds
         return error
     return None
 

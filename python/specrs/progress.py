@@ -28,7 +28,7 @@ def wanted(progress: bool | None) -> bool:
         return progress and sys.stderr is not None  # a process without one has nowhere to draw
     try:
         return sys.stderr is not None and bool(sys.stderr.isatty())
-    except (AttributeError, ValueError, OSError):  # what somebody put in its place; a closed file
+    except (AttributeError, ValueError, OSError):  # a stream that somebody put in its place; a closed file
         return False
 
 

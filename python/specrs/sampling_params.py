@@ -32,7 +32,7 @@ _DECIMAL = re.compile("[0-9]{1,19}")
 
 def _refuse(name: str, value: object, why: str) -> ConfigError:
     error = ConfigError(f"SamplingParams.{name} = {value!r}: {why}")
-    error.what, error.got, error.why = name, value, why  # as the core's errors have
+    error.what, error.got, error.why = name, value, why  # named as the core's errors name them
     return error
 
 
@@ -213,7 +213,7 @@ class SamplingParams:
                 raise _refuse("logit_bias", bias, "names a token twice")
             options["logit_bias"] = numbers
         expected = options.get("prediction")
-        if isinstance(expected, Mapping) and isinstance(expected.get("content"), str):  # as OpenAI's requests have it
+        if isinstance(expected, Mapping) and isinstance(expected.get("content"), str):  # form of OpenAI's requests
             options["prediction"] = expected["content"]
         return cls(**options)
 

@@ -158,7 +158,7 @@ class Capabilities:
 
         if not isinstance(name, str):
             raise ConfigError(f"attention backend: name = {name!r}: must be a string")
-        native = getattr(backend, "format", None) == "native"  # its kernels take plans themselves
+        native = getattr(backend, "format", None) == "native"  # the kernels of "native" take plans themselves
         for method in ("prepare", "attend"):
             call = getattr(backend, method, None)
             missing = not native and getattr(call, "__func__", None) is getattr(AttentionBackend, method)

@@ -32,7 +32,7 @@ class FlashInfer(AttentionBackend):
     page_size_above_1 = True
     draft_attention = MappingProxyType({"dense": ("ancestors", "lane"), "holey": ("ancestors", "lane")})
     kv_dtypes = ("float32", "bfloat16")
-    needs_cpu_seq_lens = True  # its plan() schedules on the host
+    needs_cpu_seq_lens = True  # FlashInfer's plan() schedules on the host
 
     def __init__(self, mask: Literal["bool", "packed"] = "packed") -> None:
         if mask not in ("bool", "packed"):

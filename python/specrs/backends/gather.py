@@ -125,7 +125,7 @@ def _mix(weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     if bool(mixed.isfinite().all()):
         return mixed
     sound = v.isfinite()
-    met = (weights != 0.0).double() @ (~sound).double()  # how many bad values each result has weighed
+    met = (weights != 0.0).double() @ (~sound).double()  # number of bad values that each result has weighed
     return (weights @ v.masked_fill(~sound, 0.0)).masked_fill_(met > 0.0, torch.nan)
 
 

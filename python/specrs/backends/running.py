@@ -26,7 +26,7 @@ class PlanAttention:
     def __init__(self, backend: AttentionBackend) -> None:
         self.backend = backend
         self.capabilities = Capabilities.of(backend)  # some of which a backend that is no `AttentionBackend` may lack
-        self._prepared: tuple[Plan, Any] | None = None  # of the pass at hand, for all of its layers
+        self._prepared: tuple[Plan, Any] | None = None  # pass at hand, for all of its layers
 
     def __call__(
         self,

@@ -92,7 +92,7 @@ class OnDevice(Replay):
         self.cuda = cuda
         self.log.name = f"{self.log.name} on {cuda}"
         self.left_out: tuple[str, ...] = ()
-        self._faults = device.faults(cuda)  # its own: an engine on this device keeps what it has
+        self._faults = device.faults(cuda)  # this replay's own record: an engine on this device keeps its own
         self._stream = self._faults.on(torch.cuda.current_stream(cuda).cuda_stream)
         self._mirror: core._DeviceTable | None = None
 

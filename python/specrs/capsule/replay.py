@@ -106,7 +106,7 @@ class Inputs:
 class Replay:
     """One replay on the host; `on_device` takes plans, trees and accepted paths from a GPU instead.
 
-    Args: as `replay`.
+    Args: the same as in `replay`.
     """
 
     def __init__(

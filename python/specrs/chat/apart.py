@@ -25,7 +25,7 @@ from specrs.chat.templates import ChatTemplates, Messages
 
 _START = "import sys; sys.path[:] = {path!r}; from specrs.chat.apart import child; child()"
 _STARTS = 60.0  # seconds for Python to begin, on a busy machine
-_KEPT = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")  # of the environment: what Python starts with
+_KEPT = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")  # the environment that Python starts with
 
 
 def apart(
@@ -83,7 +83,7 @@ def child() -> None:
     """Render what stands on stdin, as `apart` asks, and print what came of it."""
     asked = json.load(sys.stdin)
     limits = RenderLimits(*asked["limits"])
-    environment()  # what it imports is no cost of the template
+    environment()  # the template does not pay for imports
     with contextlib.suppress(ImportError):
         import jinja2.debug  # noqa: F401  # of errors
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])

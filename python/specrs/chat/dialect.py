@@ -34,7 +34,7 @@ def rendered(source: str, variables: Mapping[str, Any], limits: RenderLimits) ->
         raise
     except _Late:
         raise ChatLimitError(f"chat template: not done after {limits.seconds} seconds") from None
-    except Exception as e:  # of the template, which may do anything that the sandbox allows
+    except Exception as e:  # the template may raise anything that the sandbox allows
         line = getattr(e, "lineno", None)
         said = str(e) or type(e).__name__
         raise ChatTemplateError(f"chat template{'' if line is None else f', line {line}'}: {said}") from e

@@ -84,7 +84,7 @@ def schema(tool: Any, where: str) -> Any:
         ) from None
     try:
         return get_json_schema(tool)
-    except Exception as e:  # of type hints and docstrings, in types of its own
+    except Exception as e:  # errors about type hints and docstrings have types of their own
         raise ChatTemplateError(f"{where}: no schema can be made of it: {e}") from e
 
 
@@ -140,4 +140,4 @@ class OpenEnd:
                 f"{self.where}: the template drops the end of the last message: it cannot be continued"
             )
         kept = text[:at] if text.startswith(f"{self.mark} ", at) else text[:at].rstrip()
-        return kept.replace(f"{self.mark} ", "").replace(self.mark, "")  # of a template that writes the message twice
+        return kept.replace(f"{self.mark} ", "").replace(self.mark, "")  # a template may write the message twice

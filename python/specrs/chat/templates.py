@@ -15,7 +15,8 @@ from specrs.chat.messages import OpenEnd, conversation, plain_value, schema
 Messages = Sequence[Mapping[str, Any]]
 """A conversation, oldest message first: mappings with ``role``, ``content`` and whatever else the template reads."""
 
-_OWN = ("messages", "tools", "add_generation_prompt", "chat_template", "continue_final_message")  # not for kwargs
+# Names that kwargs may not have.
+_OWN = ("messages", "tools", "add_generation_prompt", "chat_template", "continue_final_message")
 _LOAD = "give one as chat_template=, or put chat_template.jinja into the model directory"
 
 

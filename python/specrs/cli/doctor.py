@@ -321,7 +321,7 @@ def _configuration(
         return
     kv = cache_bytes(sizes, sizes.num_layers, c.num_pages + 1, c.page_size, c.kv_dtype)
     if not whole:
-        return  # there is nothing to count
+        return  # nothing to count
     weights = target_bytes(sizes, model, site.place)
     report.add("memory", "weights of the target", weights)
     report.add("memory", "KV pool of the target", kv)

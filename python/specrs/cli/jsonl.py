@@ -113,8 +113,8 @@ class _Work:
         self.totals = Totals()
         self._llm, self._out = llm, out
         self._todo, self._order = deque(asked), deque(one.line for one in asked)
-        self._running: dict[int, Asked] = {}  # by request
-        self._parts: dict[int, list[str]] = {}  # by request: outputs, of which more are to come
+        self._running: dict[int, Asked] = {}  # keyed by request
+        self._parts: dict[int, list[str]] = {}  # by request: outputs so far, of which more are to come
         self._done: dict[int, list[str]] = {}  # by line: outputs, none of which is missing
 
     @property

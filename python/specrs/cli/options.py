@@ -9,7 +9,7 @@ from specrs._specrs import ConfigError, TreeShape, set_num_threads
 from specrs.engine_options import OPTIONS, EngineOptions, default_of, flags_of, value_of
 from specrs.sampling_params import SamplingParams
 
-_FORMER = ("--topk", "--steps", "--draft-tokens")  # of --tree
+_FORMER = ("--topk", "--steps", "--draft-tokens")  # former options, now parts of --tree
 _MODEL = "Hugging Face directory, org/name or org/name@revision (default: the small model in the package)"
 
 

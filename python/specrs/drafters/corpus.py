@@ -50,7 +50,7 @@ class CorpusDrafter:
             ConfigError: a document that is no sequence of tokens, or empty, or none at all; a token outside the
                 vocabulary; a file that cannot be written. Nothing is left behind.
         """
-        import torch  # only to hand the tokens over without a copy
+        import torch  # needed only to hand the tokens over without a copy
 
         tokens, ends = array("i"), list[int]()
         for i, document in enumerate(documents):

@@ -17,7 +17,7 @@ class Kind(enum.Enum):
     DRAFT = "draft"
     FREE = "free"
     NUMBER = "number"  # an entry of an array
-    WRONG = "wrong"  # what a fault writes where it must not, or leaves
+    WRONG = "wrong"  # an element that a fault writes where it must not, or leaves
 
 
 @dataclass(frozen=True)

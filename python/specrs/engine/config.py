@@ -17,17 +17,17 @@ from specrs.engine_options import DTYPES, OptionFields, attributes
 from specrs.models.placement import Placement
 
 AUTO_GPU_TREE = TreeShape(4, 6, 32)  # on a GPU, where up to some 64 rows cost little more than one
-AUTO_TREE = TreeShape(1, 8, 9)  # what the cost model picks from: chains of up to 8 tokens
-_LEAST_DEPTH = 16  # of trees that the host's sources make, where the cost model picks: room for branches too
+AUTO_TREE = TreeShape(1, 8, 9)  # the cost model picks from chains of up to 8 tokens
+_LEAST_DEPTH = 16  # steps of trees that the host's sources make, where the cost model picks: room for branches too
 _MOST_DEPTH = 32
 _MOST_SOURCES = 16
-_NAMED = {"suffix": "SuffixDrafter", "recycling": "RecyclingDrafter"}  # by name, the class of `specrs.drafters`
+_NAMED = {"suffix": "SuffixDrafter", "recycling": "RecyclingDrafter"}  # classes of `specrs.drafters` by name
 NAMES = (*_NAMED, HEAD)
 _MOST_GPU_DEPTH = 31  # 32 tokens: a request takes as many rows of a round, whatever its tree
 _INTEGERS = ("max_batch", "max_context_len", "page_size", "num_pages", "prefill_chunk")
 _MOST_PAGES = 2**31 - 2  # beside the sink; a page's id is an int32
-_MOST_REQUESTS = 1024  # of a pass on a GPU
-_FORMER = ("topk", "steps", "draft_tokens")  # of `tree`
+_MOST_REQUESTS = 1024  # limit of a pass on a GPU
+_FORMER = ("topk", "steps", "draft_tokens")  # former names of `tree`'s parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class EngineConfig(OptionFields):
             levels = ", ".join(map(repr, backends.GRAPH_LEVELS))
             raise ConfigError(f"graphs = {self.graphs!r}: must be one of {levels}, or None for the device's default")
         if self.kv_dtype is not None and (not isinstance(self.kv_dtype, str) or not self.kv_dtype):
-            why = "must be the name of a type, or None for the default"  # which there are, the backend says
+            why = "must be the name of a type, or None for the default"  # the backend says which types there are
             raise ConfigError(f"kv_dtype = {self.kv_dtype!r}: {why}")
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype = {self.dtype!r}: must be one of {', '.join(map(repr, DTYPES))}")
@@ -251,7 +251,7 @@ class EngineConfig(OptionFields):
         return replace(self, max_context_len=context, num_pages=pages), geometry
 
 
-if EngineConfig.__doc__:  # not under `python -OO`
+if EngineConfig.__doc__:  # absent under `python -OO`
     EngineConfig.__doc__ += f"\n    {attributes()}\n    "
 
 

@@ -123,7 +123,7 @@ class LLM(Conversing):
         # Options and sizes that cannot run are refused before weights are read; files are checked after them.
         recurrent = has_recurrent_state(model)
         if recurrent:
-            config.route(speculative)  # what its options cannot have, before what no options help
+            config.route(speculative)  # refuses impossible options, before errors that no options help
         shapes = ModelConfig.from_directory(model)
         context = config.max_context_len or shapes.max_context_len
         shapes.check_context(context)
@@ -175,11 +175,12 @@ class LLM(Conversing):
         self._name = f"model={str(model)!r}, draft={draft!r}, device={str(site.place.device)!r}"
         self._lock = threading.Lock()  # held by whoever works; nobody waits for it
         self._left: deque[Request] = deque()  # requests of streams that were closed, still to be aborted
-        self._owner: threading.Thread | None = None  # of an AsyncLLM
+        self._owner: threading.Thread | None = None  # thread of an AsyncLLM
         self._next_id = 0
-        self._inboxes: dict[int, deque[StreamEvent]] = {}  # of requests that a stream waits for
-        self._bad_words: tuple[tuple[str, ...], list[tuple[int, ...]]] = ((), [])  # of the last request that had some
-        self._unclaimed: list[StreamEvent] = []  # of requests added by `add`, seen while a stream stepped
+        self._inboxes: dict[int, deque[StreamEvent]] = {}  # events of requests that a stream waits for
+        # Tokens for the words of the last request that had some.
+        self._bad_words: tuple[tuple[str, ...], list[tuple[int, ...]]] = ((), [])
+        self._unclaimed: list[StreamEvent] = []  # events of requests added by `add`, seen while a stream stepped
         with executor.entered():
             runner.calibrate()
 

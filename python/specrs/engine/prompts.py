@@ -198,7 +198,7 @@ def _token_ids(prompt: object, where: str) -> list[int]:
         if isinstance(prompt, (str, bytes, Mapping, Set)):
             raise TypeError
         tokens = iter(prompt)  # type: ignore[call-overload]
-    except TypeError:  # of an array without an axis too, which has the method
+    except TypeError:  # an array without an axis has the method too, and raises this
         why = "must be a text or a sequence of token ids"
         raise ConfigError(f"{where} is a {type(prompt).__name__}: {why}") from None
     ids = []

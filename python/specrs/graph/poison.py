@@ -22,7 +22,7 @@ _PATTERNS = {
     torch.int64: (torch.int64, -0x2A5A5A5A2A5A5A5B),
     torch.uint8: (torch.uint8, 0xD5),
 }
-_TELLING_BYTES = 8  # of single bytes, so many in a row are taken for the pattern
+_TELLING_BYTES = 8  # so many single bytes in a row are taken for the pattern
 
 
 class LaneError(SpecrsError):

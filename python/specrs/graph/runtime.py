@@ -294,7 +294,7 @@ class GraphRuntime:
                 stacklevel=3,
             )
         stream = torch.cuda.current_stream()
-        stream.wait_event(self._order.end)  # it may write what replays do: memory of the caller's
+        stream.wait_event(self._order.end)  # work may write what replays do: memory of the caller's
         try:
             tensors = self._run_eagerly(batch, given)
         finally:

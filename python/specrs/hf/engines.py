@@ -34,7 +34,7 @@ class _Held:
 
 _ENGINES: weakref.WeakKeyDictionary[torch.nn.Module, _Held] = weakref.WeakKeyDictionary()
 _TURNS: weakref.WeakKeyDictionary[torch.nn.Module, threading.Lock] = weakref.WeakKeyDictionary()
-_GUARD = threading.Lock()  # of both tables
+_GUARD = threading.Lock()  # lock of both tables
 
 
 @contextmanager
@@ -61,7 +61,7 @@ def engine_of(model: Any, options: Mapping[str, Any], tokens: int) -> LLM:
     Raises as `from_model` does, and UnsupportedGenerationError for more tokens than the model serves exactly.
     """
     source = live_model(model)
-    device_of(source)  # of which there must be one
+    device_of(source)  # raises unless there is exactly one device
     weights = _Weights.of(source)
     with _GUARD:
         held = _ENGINES.get(model)
@@ -72,7 +72,7 @@ def engine_of(model: Any, options: Mapping[str, Any], tokens: int) -> LLM:
             return held.llm
         with _GUARD:
             del _ENGINES[model]
-        held.end()  # which closes it
+        held.end()  # closes the engine
     llm = LLM(source, **_options(source, options, tokens))
     end = weakref.finalize(model, llm.close)
     end.atexit = False
@@ -105,7 +105,7 @@ class _Weights:
     """
 
     places: list[tuple[str, int, torch.dtype, torch.Size]]
-    sums: list[torch.Tensor]  # of each device
+    sums: list[torch.Tensor]  # one for each device
 
     @classmethod
     def of(cls, source: LiveModel) -> _Weights:

@@ -112,7 +112,7 @@ def _run(
         while live:
             for event in llm.step():
                 if event.request_id not in live:
-                    continue  # it has ended at a stop string
+                    continue  # the row has ended at a stop string
                 i = live[event.request_id]
                 ended = _extend(new[i], event.token_ids, asked, given[i], out)
                 if ended and event.output is None:

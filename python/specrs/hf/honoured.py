@@ -235,7 +235,7 @@ def check_arguments(kwargs: dict[str, Any], lengths: Sequence[int]) -> None:
 def _check_cache(name: str, cache: Any) -> None:
     """transformers hands over an empty one of its own; a caller's may hold a text, or change what it would hold."""
     kind, layers = type(cache).__name__, getattr(cache, "layers", None)
-    if name not in _CACHE_NAMES or layers is None:  # one of an encoder and a decoder has two caches, and no layers
+    if name not in _CACHE_NAMES or layers is None:  # a cache of an encoder and a decoder has two caches, and no layers
         raise UnsupportedGenerationError(name, kind, "not implemented; no cache, or an empty DynamicCache, works")
     made = getattr(cache, "layer_class_to_replicate", None)
     for part in (type(cache), *map(type, layers), made if isinstance(made, type) else type(cache)):
@@ -245,7 +245,7 @@ def _check_cache(name: str, cache: Any) -> None:
             raise UnsupportedGenerationError(name, part.__name__, "would round keys and values; a DynamicCache works")
     try:
         kept = int(cache.get_seq_length())
-    except ValueError as error:  # of layers that keep no positions
+    except ValueError as error:  # layers may keep no positions
         raise UnsupportedGenerationError(name, kind, str(error)) from None
     if kept:
         why = "a cache that holds tokens is not read; give the whole text as input_ids"

@@ -34,12 +34,12 @@ _EAGLE3_ARCHITECTURES = (
 # of weights says whether there are any.
 _HEAD_LAYERS = ("llama", "mistral", "qwen2", "qwen3")
 
-# Of later variants (the speculators library, NVIDIA's gpt-oss heads): of features before `fc`, of each of them, and of
-# what a draft step passes to the next.
+# Norms of later variants (the speculators library, NVIDIA's gpt-oss heads): of features before `fc`, of each of them,
+# and of what a draft step passes to the next.
 _HEAD_NORMS = ("norm_before_fc", "fc_norm", "norm_output")
 
-# How published models declare layers with a state that is overwritten token by token: by their own keys, by their name,
-# or in a list with the kind of each layer.
+# Keys by which published models declare layers with a state that is overwritten token by token: their own keys, their
+# name, or a list with the kind of each layer.
 _RECURRENT_KEYS = (
     "ssm_cfg",
     "mamba_d_state",
@@ -60,7 +60,7 @@ _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_int
 
 GENERATION = "generation_config.json"
 
-# As of the core.
+# The core has the same limit.
 _MAX_CONTEXT = 1 << 24
 # Keys that change what attention reads, with the one value that the models here have.
 _FIXED = {
@@ -118,12 +118,12 @@ class ModelConfig(LayerConfig):
     """Attention window in tokens of at least one layer; contexts up to it are ordinary causal attention."""
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    """Of config.json and generation_config.json together, ascending, without duplicates. `LLM.eos_ids` has the
-    tokenizer's own, too."""
+    """End tokens of config.json and generation_config.json together, ascending, without duplicates. `LLM.eos_ids` has
+    the tokenizer's own, too."""
     block: Block = LLAMA
-    """What else the forward pass does differently from Llama's."""
+    """Other differences of the forward pass from Llama's."""
     layer_ropes: tuple[RopeConfig | None, ...] = ()
-    """Of each layer, its rotary embedding, ``None`` for none; empty where all have `rope`."""
+    """Rotary embedding of each layer, ``None`` for none; empty where all layers have `rope`."""
 
     @classmethod
     def from_directory(cls, directory: ModelSource) -> ModelConfig:
@@ -215,7 +215,7 @@ class Eagle3Config(LayerConfig):
     """An EAGLE-3 head (https://arxiv.org/abs/2503.01840): one decoder layer over the target's features."""
 
     vocab_size: int
-    """Of the target."""
+    """Vocabulary of the target."""
     draft_vocab_size: int
     target_hidden_size: int
     aux_layers: tuple[int, ...] | None
@@ -307,7 +307,7 @@ class Eagle1Config(LayerConfig):
     the trees that are drafted with them: one decoder layer over the embedding and the target's last hidden state."""
 
     vocab_size: int
-    """Of the target, and of the head's logits."""
+    """Vocabulary of the target, and of the head's logits."""
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], path: Path | None = None) -> Eagle1Config:
@@ -321,7 +321,7 @@ class Eagle1Config(LayerConfig):
 
     @staticmethod
     def describes(raw: Mapping[str, Any], has_fc: bool) -> bool:
-        """Whether a `config.json`, beside a file with or without `fc.weight`, is that of such a head."""
+        """Return whether a `config.json`, beside a file with or without `fc.weight`, is that of such a head."""
         names = raw.get("architectures")
         name = names[0] if isinstance(names, list) and len(names) == 1 else None
         return name in _EAGLE1_ARCHITECTURES and (has_fc or name not in FAMILIES)
@@ -352,7 +352,7 @@ class Eagle1Config(LayerConfig):
 
 
 HeadConfig = Eagle1Config | Eagle3Config
-"""Of a draft head of any kind."""
+"""Configuration of a draft head of any kind."""
 
 
 def recurrent_layers(raw: Mapping[str, Any]) -> tuple[str, Any] | None:
@@ -379,7 +379,8 @@ def recurrent_layers(raw: Mapping[str, Any]) -> tuple[str, Any] | None:
 
 
 def has_recurrent_state(directory: ModelSource) -> bool:
-    """Whether the model of a Hugging Face directory declares recurrent layers. ModelFileError: no readable config."""
+    """Return whether the model of a Hugging Face directory declares recurrent layers. ModelFileError: no readable
+    config."""
     return recurrent_layers(model_json(directory, "config.json")[0]) is not None
 
 
@@ -481,7 +482,7 @@ def _flat(raw: Mapping[str, Any], path: Path | None) -> Reader:
 
 
 def _head_family(get: Reader, architecture: str) -> Family:
-    """Whose layer a head has: how its configuration is read, where that leaves something out."""
+    """Return the family whose layer a head has: it says how to read a configuration that leaves something out."""
     nested = get.raw.get("transformer_layer_config")
     kind = nested.get("model_type") if isinstance(nested, dict) else None
     if kind not in (None, *_HEAD_LAYERS):

@@ -38,21 +38,21 @@ from specrs.models.loader import Checkpoint
 from specrs.models.ops import Embedding, Heads, KvMemory, Linear
 from specrs.models.placement import HOST, Placement
 
-_MOST_ROWS = 2048  # of one launch of a product; longer passes take several
+_MOST_ROWS = 2048  # limit of one launch of a product; longer passes take several
 HEAD_DIMS = (64, 96, 128, 256)
-_CAPPED = (128, 256)  # of those, where scores are capped
-_CAPS = 1e-4, 1e4  # of scores: `CAPS` of src/device/kernels/attention.rs
+_CAPPED = (128, 256)  # head sizes for which scores are capped
+_CAPS = 1e-4, 1e4  # bounds of score caps: `CAPS` of src/device/kernels/attention.rs
 _SMALL_HEADS = 128  # elements of a head that every GPU has shared memory for
 _MOST_GROUP = 64
 _MASK_BITS = 64
 _LARGE = 1 << 25  # bytes of a block that is made no larger than it has to be
-_MOST_BRANCHES = 32  # of a draft step: a list of the best lies in the lanes of a warp
-_MOST_VOCABULARY = 1 << 18  # of logits that are sampled from: a bit for each token lies in shared memory
-_MOST_STEPS = 7  # of a branch: as many keys as a row takes one by one, in logical order, beside its own
+_MOST_BRANCHES = 32  # limit of a draft step: a list of the best lies in the lanes of a warp
+_MOST_VOCABULARY = 1 << 18  # limit of logits that are sampled from: a bit for each token lies in shared memory
+_MOST_STEPS = 7  # limit of a branch: as many keys as a row takes one by one, in logical order, beside its own
 
 
 def unavailable() -> str | None:
-    """Why no GPU can be used in this process; ``None`` where one can."""
+    """Return the reason why no GPU can be used in this process, or ``None`` where one can."""
     if (why := cuda_unavailable_reason()) is not None:
         return why
     if not torch.cuda.is_available():
@@ -63,15 +63,15 @@ def unavailable() -> str | None:
 def placed(
     asked: str, model: ModelSource, sizes: ModelConfig, head: HeadConfig | None = None, dtype: Dtype = "auto"
 ) -> Placement:
-    """Where a model computes.
+    """Return the placement of a model: where it computes, and in which types.
 
     Args:
         asked: ``"cpu"``, ``"cuda"`` or ``"cuda:1"``.
-        model: its directory, or in memory. Its embedding says in which type a GPU computes: bf16 and f16 checkpoints
-            in their own, f32 ones in bf16.
-        sizes: of the model.
+        model: directory of the model, or a model in memory. The type of its embedding gives the type in which a GPU
+            computes: bf16 and f16 checkpoints in their own, f32 ones in bf16.
+        sizes: sizes of the model.
         head: sizes of its draft head.
-        dtype: what it computes in; ``"auto"``: what the device takes for this model.
+        dtype: type in which the model computes; ``"auto"``: the type that the device takes for this model.
 
     Raises:
         ConfigError: no such device, a dtype that it does not compute in, or a model or head that a GPU does not run.
@@ -104,7 +104,7 @@ def placed(
 
 
 def why_not(sizes: ModelConfig | HeadConfig) -> str | None:
-    """Why a GPU does not run a model, or a head; ``None`` where it does."""
+    """Return the reason why a GPU does not run a model, or a head, or ``None`` where it does."""
     cap = sizes.block.score_cap if isinstance(sizes, ModelConfig) else None
     capped = cap is not None
     if cap is not None and not _CAPS[0] <= cap <= _CAPS[1]:
@@ -123,7 +123,7 @@ def why_not(sizes: ModelConfig | HeadConfig) -> str | None:
 
 
 def _too_large(cuda: torch.device, sizes: ModelConfig | HeadConfig) -> str | None:
-    """Why this GPU has no room for a block of attention over such heads; ``None`` where it has."""
+    """Return the reason why this GPU has no room for a block of attention over such heads, or ``None`` where it has."""
     if sizes.head_dim <= _SMALL_HEADS:
         return None  # known without the device
     group = sizes.num_heads // sizes.num_kv_heads
@@ -146,7 +146,8 @@ class _Memory:
     """Scratch tensors by name, grown as needed and kept.
 
     Attributes:
-        moves: how often a block gave way to a larger one: what was captured with the smaller one must not run again.
+        moves: number of times that a block gave way to a larger one: graphs captured with the smaller one must not run
+            again.
     """
 
     def __init__(self, cuda: torch.device) -> None:
@@ -185,7 +186,7 @@ class CudaDense:
 
     @property
     def stream(self) -> core._DeviceStream:
-        """Where operations are launched, and report to `faults`."""
+        """The stream on which operations are launched; they report to `faults`."""
         return self.faults.on(torch.cuda.current_stream(self.placement.device).cuda_stream)
 
     def linear(
@@ -202,7 +203,7 @@ class CudaDense:
         self._owed = total, residual
 
     def forget(self) -> None:
-        """Of a pass that broke off, no sum is owed."""
+        """Drop the sum that is owed, after a pass that broke off."""
         self._owed = None
 
     def settle(self) -> None:
@@ -256,7 +257,7 @@ class CudaDense:
     def rotated(
         self, kv: KvMemory, layer: int, plan: DevicePlan, qkv: torch.Tensor, rope: Any, heads: Heads
     ) -> torch.Tensor:
-        """As `rope_write`, of a plan that is on the device."""
+        """Write as `rope_write` does, for a plan that is on the device."""
         self.settle()
         kv_heads, head_dim = kv.tensor.shape[3:]
         rows = qkv.shape[0]
@@ -346,7 +347,7 @@ class CudaLinear:
 
     @property
     def product(self) -> core._DeviceLinear:
-        """Its algorithms, all of one class of bits."""
+        """Algorithms of the product, all of one class of bits."""
         return self._product
 
     def forward(
@@ -386,13 +387,13 @@ class DevicePlan:
     """A plan's arrays on the device.
 
     Attributes:
-        phase: of a round, as a `Plan` names it.
+        phase: phase of a round, as a `Plan` names it.
         positions, out_slots: int32 [Q].
         lens, starts: positions before a request's queries and its first query, int32 [B] and [B + 1].
         table: pages of each request, int32 [rows, columns].
         mask: int64 [Q], or ``None`` of a causal plan.
         rows: each request's row of the table, int32 [B]; ``None`` where they are in its order.
-        most_queries: of one request.
+        most_queries: most queries of one request.
         page_size: tokens of a page.
     """
 
@@ -472,7 +473,7 @@ class CudaAttention:
         if why:
             raise ConfigError(f"tree = ({tree.topk}, {tree.steps}, {tree.draft_tokens}): {why}")
         self._dense, self._draft = dense, (tree.topk, tree.steps)
-        self._plan: tuple[Plan, DevicePlan] | None = None  # of the pass at hand, for all of its layers
+        self._plan: tuple[Plan, DevicePlan] | None = None  # plan of the pass at hand, for all of its layers
 
     def rope(self, cos: torch.Tensor, sin: torch.Tensor) -> Any:
         return self._dense.rope(cos, sin)

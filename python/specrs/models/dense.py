@@ -28,7 +28,7 @@ _KEPT: dict[torch.dtype, Literal["bf16", "f16", "f32"]] = {
 
 
 def kept_dtype(placement: Placement, stored: torch.dtype) -> torch.dtype:
-    """What the host's products keep a matrix in that is stored in a dtype."""
+    """Return the dtype in which the host's products keep a matrix that is stored in a dtype."""
     wanted = placement.weights or stored
     return wanted if wanted in _KEPT else HOST.activations
 

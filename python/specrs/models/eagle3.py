@@ -54,7 +54,7 @@ class Eagle3Head:
         self.embedding = dense.embedding(weights.load("embed_tokens.weight")) if own else target.embedding
         self._inputs: HeadInputs
         self._norm: torch.Tensor | None = None
-        self._lends: LlamaModel | None = target  # whose last product the head uses
+        self._lends: LlamaModel | None = target  # the model whose last product the head uses
         self.lm_head: Linear = target.lm_head
         if isinstance(config, Eagle1Config):
             self._inputs = Eagle1Inputs(config, weights, ops, self.embedding)
@@ -96,7 +96,8 @@ class Eagle3Head:
 
     @staticmethod
     def check_vocabulary(directory: str | Path, target: ModelConfig) -> int:
-        """How many of the target's tokens the head can draft, by its vocabulary map; of a head that `check` passed.
+        """Return how many of the target's tokens the head can draft, by its vocabulary map; the head has passed
+        `check`.
 
         Raises DraftMismatchError.
         """
@@ -121,7 +122,7 @@ class Eagle3Head:
 
     @property
     def moves(self) -> int:
-        """How often the memory of `extend` and `step` moved."""
+        """Number of times that the memory of `extend` and `step` moved."""
         memory = (self._extend_work, self._extend_tail, self._extend_logits, self._step_work, self._step_logits)
         return sum(m.moves for m in memory)
 

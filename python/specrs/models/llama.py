@@ -132,7 +132,7 @@ class LlamaModel:
 
     @property
     def moves(self) -> int:
-        """How often the memory of passes moved whose logits are all wanted."""
+        """Number of times that the memory moved of passes whose logits are all wanted."""
         return self._work.moves + self._qkv_work.moves + self._logits.moves
 
     def new_cache(self, num_pages: int, page_size: int, dtype: torch.dtype | None = None) -> KvMemory:

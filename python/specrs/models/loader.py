@@ -37,7 +37,7 @@ _DERIVED = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$|.*\.se
 
 # Bytes read from a file before it is opened anew: what was read through one mapping counts as this process's memory.
 _RENEW = 256 << 20
-_ROWS = 4096  # of two tensors that are compared, at a time
+_ROWS = 4096  # rows of two tensors that are compared at a time
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Checkpoint:
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors, as they are stored, once `check` has passed them."""
+        """Bytes of all tensors, as they are stored, once `check` has passed them."""
         return sum(math.prod(stored.shape) * _bits(stored.dtype) // 8 for stored in self._where.values())
 
     def path(self, name: str) -> Path:
@@ -159,7 +159,7 @@ class Checkpoint:
         return tensor.to(at.device).contiguous()
 
     def same(self, name: str, other: str) -> bool:
-        """Whether two matrices have the same shape, dtype and values; without memory for them."""
+        """Return whether two matrices have the same shape, dtype and values; without memory for them."""
         a, b = self._locate(name), self._locate(other)
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             return False
@@ -199,7 +199,7 @@ class Checkpoint:
 
 
 def _bits(dtype: str) -> int:
-    """How many a value has, by its type's name: F8_E4M3 has 8; BOOL, which has no number, a byte."""
+    """Return the bits of a value, by its type's name: F8_E4M3 has 8; BOOL, whose name has no number, a byte."""
     digits = re.search(r"[0-9]+", dtype)
     return int(digits[0]) if digits else 8
 

@@ -75,7 +75,7 @@ class Heads:
         scale: factor on the scores.
         cap: c in c * tanh(x / c) of a scaled score x, or ``None``.
         q_norm, k_norm: weights [D] of an RMSNorm of each head, or ``None``.
-        eps: of that norm.
+        eps: epsilon of that norm.
     """
 
     count: int
@@ -171,5 +171,5 @@ class Ops:
 
     @property
     def placement(self) -> Placement:
-        """Where its memory lies, and its dtypes."""
+        """Device of the head's memory, and its dtypes."""
         return self.dense.placement

@@ -24,7 +24,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, 
     if rope.kind == "linear":
         return plain / rope.factor, 1.0
     if rope.kind == "longrope":
-        # Its other factors begin beyond the context before scaling, which ModelConfig.check_context refuses.
+        # The other factors begin beyond the context before scaling, which ModelConfig.check_context refuses.
         factor = 1.0 if rope.attention_factor is None else rope.attention_factor
         return 1.0 / (torch.tensor(rope.short_factors) * rope.theta**exponents), factor
     if rope.kind == "llama3":

@@ -10,7 +10,7 @@ from specrs.models.families import Family
 from specrs.models.reading import Reader
 
 KINDS = ("full_attention", "sliding_attention")
-"""Of attention layers, as `layer_types` names them."""
+"""Kinds of attention layers, as `layer_types` names them."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class RopeConfig:
     """Rotary embedding: its base and how its frequencies are scaled. `specrs.models.rope` computes the tables."""
 
     kind: str
-    """One of default, linear, dynamic, llama3, yarn, longrope."""
+    """Kind of scaling: default, linear, dynamic, llama3, yarn or longrope."""
     theta: float
     factor: float = 1.0
     original_max_position: int = 0
@@ -33,9 +33,9 @@ class RopeConfig:
     mscale_all_dim: float | None = None
     truncate: bool = True
     share: float = 1.0
-    """Of a head's elements, those that are rotated: the first ones."""
+    """Share of a head's elements that are rotated: the first ones."""
     short_factors: tuple[float, ...] = ()
-    """Of longrope: what each period is multiplied by, within `original_max_position` tokens."""
+    """Factor of each period within `original_max_position` tokens, for longrope."""
 
 
 def read_rope(get: Reader, family: Family, max_position: int, head_dim: int) -> RopeConfig:
@@ -69,7 +69,7 @@ def _rope_object(get: Reader) -> tuple[str, dict[str, Any]]:
 
 
 def _spelt(get: Reader, rope: dict[str, Any]) -> dict[str, Any]:
-    """What both spellings have in common."""
+    """Return the keys that both spellings have in common."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     theta = rope.get("rope_theta", get.raw.get("rope_theta"))
     return {**{k: v for k, v in rope.items() if k != "type"}, "rope_type": kind, "rope_theta": theta}

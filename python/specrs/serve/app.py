@@ -102,7 +102,7 @@ def _lifespan(config: ServeConfig, given: AsyncLLM | None) -> Any:
             await asyncio.gather(*tasks, return_exceptions=True)
             await service.audit()
             if given is None:
-                with suppress(TimeoutError):  # of a thread, which ends with its step
+                with suppress(TimeoutError):  # the thread ends with its step
                     await engine.aclose(drain=False, grace=0.0 if service.failed else LAST_WORDS)
             service.close()
 

@@ -186,7 +186,7 @@ class Call:
             pieces = [frame.event(choice, **more) for choice in voices[event.index].pieces(event)]
             if pieces:
                 await exchange.event(b"".join(pieces))
-        if usage and self.manner.thinking is not None:  # whose tokens are counted one by one
+        if usage and self.manner.thinking is not None:  # usage counts the tokens of reasoning one by one
             last = await self.service.written(lambda: self._last(flow, frame, usage))
         else:
             last = self._last(flow, frame, usage)

@@ -302,4 +302,4 @@ _MAY_BE_0 = ("port", "max_prompt_chars")
 _CHECKS: dict[Any, Callable[[str, object], Any]] = {
     bool: _flag, int: _count, float: _seconds, str: _text, str | None: _path, Sequence[str]: _texts,
 }  # fmt: skip
-assert isinstance(str | None, types.UnionType)  # which compares by its members, as the table needs
+assert isinstance(str | None, types.UnionType)  # a union compares by its members, as the table needs

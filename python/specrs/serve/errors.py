@@ -13,7 +13,7 @@ from specrs._specrs import ConfigError, GrammarFailedError, NonFiniteError, Pool
 from specrs.chat import ChatLimitError, ChatTemplateError
 from specrs.engine import EngineClosedError, EngineFailedError, EngineOverloadedError, StepFailedError
 
-_EDITED = "after logit_bias and penalties"  # as the core calls logits that the model gave sound
+_EDITED = "after logit_bias and penalties"  # the core's name for logits that were sound as the model gave them
 _MOST = 600  # characters of a message: the value in it may be the caller's, and long
 
 

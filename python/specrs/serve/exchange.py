@@ -275,7 +275,7 @@ def _parsed(raw: bytes) -> dict[str, Any]:
         raise bad(f"the body is not UTF-8 at byte {e.start}", code="invalid_json") from None
     except RecursionError:
         raise bad(f"the body is deeper than {_DEEPEST} levels", code="invalid_json") from None
-    except ValueError as e:  # also of integers with thousands of digits
+    except ValueError as e:  # an integer of thousands of digits raises it too
         raise bad(f"the body is not JSON: {e}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise bad("the body must be a JSON object", code="invalid_json")

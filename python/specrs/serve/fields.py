@@ -17,7 +17,7 @@ from specrs.serve.errors import RequestError, bad, shown
 from specrs.serve.turns import arguments
 
 COMPLETIONS, CHAT, RESPONSES = "completions", "chat", "responses"
-ROUNDS = "rounds"  # of `return_spec_stats`
+ROUNDS = "rounds"  # switched on by `return_spec_stats`
 _ALL = (COMPLETIONS, CHAT, RESPONSES)
 _MAX_SEED = 2**64 - 1
 

@@ -33,7 +33,7 @@ PER_REQUEST = (1, 2, 5, 10, 20)
 #: Reasons why a request ends, as vLLM calls them; all are there from the beginning, so that rates have a zero to start
 #: at.
 REASONS = ("stop", "length", "abort", "error")
-_POSITIONS = 16  # of drafts whose acceptance is told apart; deeper ones count with the last
+_POSITIONS = 16  # draft positions whose acceptance is told apart; deeper ones count with the last
 
 
 def one_two_five(most: int) -> tuple[int, ...]:

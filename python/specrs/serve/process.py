@@ -103,7 +103,7 @@ def server(config: ServeConfig, engine: AsyncLLM | None = None) -> uvicorn.Serve
 
         status = 0
         address = ""
-        closes = False  # whether who runs it closes the engine that it was given
+        closes = False  # true if the caller of the server closes the engine that it gave
         _own: socket.socket | None = None
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -145,7 +145,7 @@ def server(config: ServeConfig, engine: AsyncLLM | None = None) -> uvicorn.Serve
                 self.should_exit = True
             elif application.state.service.draining:
                 self.should_exit = True
-                with contextlib.suppress(RuntimeError):  # its loop is closed: it has ended
+                with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
                     self._loop.call_soon_threadsafe(application.state.service.force)
             else:
                 application.state.service.draining = True
@@ -170,11 +170,11 @@ def server(config: ServeConfig, engine: AsyncLLM | None = None) -> uvicorn.Serve
                 connection.shutdown()  # now, or once its response is complete
             await service.pause(lambda: not state.connections, _GRACE)
             for connection in list(state.connections):
-                connection.transport.abort()  # so that its request ends as one whose client has gone
+                connection.transport.abort()  # ends its request as one whose client has gone
             await service.pause(lambda: not state.tasks, _CUT)
             await super().shutdown([self._own] if sockets is None and self._own is not None else sockets)
             _unlink(config)
-            if self.lifespan.should_exit or service.unsound:  # it met an error at its end
+            if self.lifespan.should_exit or service.unsound:  # the app met an error at its end
                 self.status = 1
 
     return Server(
@@ -204,7 +204,7 @@ def run(config: ServeConfig) -> int:
     """
     config.check_address()
     config.check_template()
-    with listener(config) as sock:  # what fails at once fails before the model is loaded
+    with listener(config) as sock:  # an address that fails at once fails before the model is loaded
         engine = make_engine(config)
         made: Any = server(config, engine)
         made.closes = True
@@ -213,7 +213,7 @@ def run(config: ServeConfig) -> int:
         except SystemExit:  # uvicorn's way to say that the application did not start; it has told why
             made.status = 1
         finally:
-            with contextlib.suppress(TimeoutError):  # of a thread in a step: the process ends without it
+            with contextlib.suppress(TimeoutError):  # a thread may be in a step: the process ends without it
                 asyncio.run(engine.aclose(drain=False, grace=0.0 if made.status else LAST_WORDS))
             _unlink(config)
     return int(made.status)

@@ -146,7 +146,7 @@ def spec_decode_metrics(outputs: Sequence[RequestOutput], deepest: int) -> dict[
     [output] = outputs
     steps, accepted = output.drafting_rounds, sum(output.drafted)
     histogram = [*output.accepted_drafts, *[0] * (deepest + 1)][: max(deepest + 1, len(output.accepted_drafts))]
-    histogram[0] = steps - sum(histogram[1:])  # not those of rounds without drafts
+    histogram[0] = steps - sum(histogram[1:])  # leaves out rounds without drafts
     return {
         "mean_acceptance_length": 1 + accepted / steps if steps else 1.0,
         "draft_acceptance_rate": accepted / output.proposed if output.proposed else 0.0,

@@ -43,7 +43,7 @@ class Output:
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
         self._open: _Item | None = None
-        self._scores: list[dict[str, Any]] = []  # of tokens whose text a later delta brings
+        self._scores: list[dict[str, Any]] = []  # scores of tokens whose text a later delta brings
 
     def take(self, deltas: Sequence[Mapping[str, Any]], scores: Sequence[dict[str, Any]] = ()) -> list[Event]:
         """The events that the next deltas of a chat make. scores: of the tokens of content that came with them."""

@@ -95,7 +95,7 @@ def wish(endpoint: str, fields: Mapping[str, Any], defaults: SamplingParams, con
     if most is None and endpoint == COMPLETIONS:
         most = _COMPLETION_TOKENS
     options["max_tokens"] = min(max(context if most is None else most, 1), context)
-    if asked is None or asked == 0:  # what the request says of both must agree, a default gives way
+    if asked is None or asked == 0:  # if the request says both, they must agree; a default gives way
         options["min_tokens"] = min(options.get("min_tokens", 0), options["max_tokens"])
     _scores(endpoint, fields, options)
     form, options["structured_outputs"] = forms.wanted(fields)
@@ -121,7 +121,7 @@ def _scores(endpoint: str, fields: Mapping[str, Any], options: dict[str, Any]) -
                 options["logprobs"], options["logprobs_mode"] = (
                     0,
                     RAW,
-                )  # nobody sees them: the model's own are ranked by
+                )  # not shown: outputs are ranked by the model's own scores
     elif fields.get("logprobs"):
         options["logprobs"] = fields.get("top_logprobs", 0)
     elif fields.get("top_logprobs"):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 SECONDS = 10.0
-_KINDS = 256  # that are known apart
+_KINDS = 256  # kinds that are known apart
 
 
 class Seldom(logging.Filter):
@@ -24,7 +24,8 @@ class Seldom(logging.Filter):
     def __init__(self, seconds: float = SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._seconds, self._clock = seconds, clock
-        self._told: dict[tuple[object, object], tuple[float, int]] = {}  # of a kind: when; how many were dropped since
+        # For each kind, the time it was last told, and how many records were dropped since.
+        self._told: dict[tuple[object, object], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether a record goes through."""

@@ -40,13 +40,13 @@ if TYPE_CHECKING:
     from specrs.engine.loops.aio import RequestStream
 
 _T = TypeVar("_T")
-_CHARS_PER_TOKEN = 64  # of the longest prompt that may fit: runs of spaces make long tokens
+_CHARS_PER_TOKEN = 64  # characters for a token of the longest prompt that may fit: runs of spaces make long tokens
 _STRANGERS = 2  # templates of requests that are rendered at once, each in a process
 _QUEUE = 4  # times as many may wait
 _LOOKS = 0.1  # seconds between two looks at what must end
 LAST_WORDS = 5.0
 """Seconds at the end for the engine to say what became of aborted requests, and to check its pages."""
-_UNREAD = 2.0  # of those, for a client that does not read
+_UNREAD = 2.0  # seconds of `LAST_WORDS`, for a client that does not read
 _logger = logging.getLogger("specrs.serve")
 
 
@@ -70,7 +70,7 @@ class Service:
         self.metrics = Metrics(self)
         self.draining = False
         self.failed = False  # the engine is gone, or given up
-        self.forced = False  # nobody waits for anything any more
+        self.forced = False  # true once nobody waits for anything any more
         self.unsound = False  # the process ends with status 1
         self._drained: asyncio.Future[None] | None = None
         self.on_death: list[Callable[[], None]] = []

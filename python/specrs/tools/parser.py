@@ -65,12 +65,12 @@ class ToolParser(ABC):
         self._out: list[Delta] = []
         self._held: list[str] = []  # characters that nobody was told of, the last one sent among them
         self._last = ""
-        self._run: Run = None  # what the machine takes at once
+        self._run: Run = None  # pattern of characters that the machine takes at once
         self._fresh = True  # no content since the beginning, or since a call
         self._behind = False  # no content since a call that is complete
         self._open = False  # nor the mark that ends it
         self._told = False  # a call has begun and has not ended
-        self._listed = ""  # what stands between two calls of a list that is open
+        self._listed = ""  # text between two calls of a list that is open
         marks = "".join({mark[0] for mark in self.opening})
         self._plain = re.compile(rf"(?:[ \t\n\r]*[^ \t\n\r{re.escape(marks)}])+")
         self._machine = self._text()
@@ -255,7 +255,7 @@ class ToolParser(ABC):
                     raise Broken
                 argued = True
                 if c == "n":
-                    c = yield from word(c, "null")  # as if left out
+                    c = yield from word(c, "null")  # null counts as left out
                 elif c != "{":
                     raise Broken
                 elif name is None:

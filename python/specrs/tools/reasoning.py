@@ -22,7 +22,7 @@ class ReasoningParser:
         self._start, self._end = start, end
         self._inside = inside
         self._content = False  # all that comes is content
-        self._fresh = True  # nothing but white space since a mark
+        self._fresh = True  # only white space since a mark
         self._held = ""
 
     @property

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _GRACE = 30.0  # seconds for a process that was killed to be gone
-_LONGEST = TIMEOUT_MAX / 2  # of a wait for a thread, which Python bounds
+_LONGEST = TIMEOUT_MAX / 2  # longest wait for a thread, which Python bounds
 _AT_EXIT = 5.0  # seconds that the end of the process waits for the step that runs
 _RUNNING: weakref.WeakSet[Engine] = weakref.WeakSet()
 
@@ -296,13 +296,13 @@ class AsyncLLM:
             if isinstance(seconds, bool) or not isinstance(seconds, Real) or not seconds >= 0:
                 raise ConfigError(f"{name} = {seconds!r}: must be a number of seconds, at least 0")
         if self._desk.forked:
-            return  # it is not this process that has the engine
+            return  # this process does not have the engine
         wait = min(float(timeout), _LONGEST) if drain else 0.0
         self._desk.close(wait)
         thread = self._worker.thread
         await asyncio.get_running_loop().run_in_executor(None, thread.join, min(wait + grace, _LONGEST))
         if thread.is_alive() and isinstance(self._worker, EngineProcess):
-            self.kill()  # it hangs, and need not
+            self.kill()  # the process hangs, and need not
             await asyncio.get_running_loop().run_in_executor(None, thread.join, _GRACE)
         if thread.is_alive():
             raise TimeoutError(f"the engine's step went on for {grace:g} seconds after the time to drain")
@@ -402,7 +402,7 @@ class RequestStream:
         self.close()
 
     def __del__(self) -> None:
-        self._engine._desk.abort(self._slot)  # which takes no lock: the garbage collector runs anywhere
+        self._engine._desk.abort(self._slot)  # takes no lock: the garbage collector runs anywhere
 
 
 async def _taken(stream: RequestStream) -> RequestStream:

@@ -42,7 +42,7 @@ class Child:
         self._sending, self._lock = threading.Lock(), threading.Lock()
         self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="specrs-grammars")
         self._compiling: set[int] = set()  # keys of requests whose grammar is being compiled
-        self._held: dict[int, Any] = {}  # by key: compiled, for a request that the worker has not seen yet
+        self._held: dict[int, Any] = {}  # by key: compiled grammars, for requests that the worker has not seen yet
         self._made: list[Step] = []
         self.worker = Worker(llm, self.tell, close=True)
         self.worker.watchers.append(self._made.append)
@@ -74,13 +74,13 @@ class Child:
 
     def _compile(self, message: Add, form: StructuredOutputs) -> None:
         if message.key not in self._compiling:
-            return  # nobody wants it any more
+            return  # no longer wanted
         held, error = None, None
         try:
             held = self._llm._grammars.held(form)
         except Exception as refusal:
             error = refusal
-        except BaseException as panic:  # of the compiler
+        except BaseException as panic:  # a panic of the compiler
             error = RuntimeError(str(panic))
         with self._lock:
             if message.key not in self._compiling:
@@ -105,12 +105,12 @@ class Child:
     def _send(self, news: list[News], made: list[Step]) -> None:
         worker = self.worker
         try:
-            with self._sending:  # what is told later is no older
+            with self._sending:  # so that news come in order
                 fatal = None if worker.fatal is None else Told.of(worker.fatal)
                 turn = Turn(packed(news), worker.stats, worker.steps, worker.last_step, fatal, made)
                 self._wire.send_bytes(dumps(turn))
         except OSError:
-            pass  # who would read is gone, which `_listen` notices
+            pass  # the reader is gone, which `_listen` notices
 
 
 def main(handle: int) -> None:

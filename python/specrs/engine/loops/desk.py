@@ -48,11 +48,11 @@ class Slot:
     held: Any = None
     outputs: dict[int, RequestOutput] = field(default_factory=dict)
     over: asyncio.Event = field(default_factory=asyncio.Event)
-    _events: dict[int, list[StreamEvent]] = field(default_factory=dict)  # by the output's index
+    _events: dict[int, list[StreamEvent]] = field(default_factory=dict)  # keyed by the output's index
     _answer: Any = None
     _error: Exception | None = None
     _told: bool = False
-    _known: bool = False  # by the engine, as a request
+    _known: bool = False  # true once the engine knows the request
     _ended: bool = False
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -60,7 +60,7 @@ class Slot:
         """Take news from the worker. Events that wait are joined, so that there are few: each at least twice the
         next."""
         if self._ended:
-            return  # nobody reads
+            return  # no reader
         self._told, self.held = True, None
         if news.times is not None:
             self._known, self.times = True, news.times
@@ -124,7 +124,7 @@ class Slot:
 class Desk:
     """Between event loops and the worker: who waits for what. Its methods may be called from any thread."""
 
-    inbox: Any  # of the worker, or of the process
+    inbox: Any  # inbox of the worker, or of the process
 
     def __init__(self) -> None:
         self._lock = Lock()

@@ -94,7 +94,8 @@ class EngineProcess:
         self.fatal: BaseException | None = None
         self.watchers: list[StepWatch] = []
         self._owed: set[int] = set()  # keys of requests and questions that the engine has not ended
-        self._told_at = 0.0  # when it last told something, or was first asked for something, on the monotonic clock
+        # Time when the process last told something, or was first asked for something, on the monotonic clock.
+        self._told_at = 0.0
         #: True once the process is there no more.
         self.gone = False
         self._closing = False
@@ -120,7 +121,7 @@ class EngineProcess:
                 self._turn(loads(self._wire.recv_bytes()))
         except (EOFError, OSError):
             pass
-        except BaseException as error:  # nobody may wait for ever
+        except BaseException as error:  # so that no reader waits for ever
             self.fatal = self.fatal or error
             self._process.kill()
         self.inbox.stop()
@@ -209,7 +210,7 @@ def _travels(what: str, message: object) -> bytes:
     """A message as it goes to the process. Raises ConfigError, by what it is of, where it cannot."""
     try:
         return dumps(Sealed.of(message) if isinstance(message, Add) else message)
-    except Exception as error:  # of a type's own, too
+    except Exception as error:  # a type may raise errors of its own, too
         why = f"{what}: cannot go to the engine's process: {error}"
         raise ConfigError(f"{why}; process = False (engine_process = False) takes them") from None
 

@@ -139,8 +139,8 @@ class Worker:
     def __init__(self, llm: LLM, tell: Callable[[list[News]], None], close: bool) -> None:
         self._llm, self._tell, self._close = llm, tell, close
         self.inbox: queue.SimpleQueue[Add | Abort | Audit | Shutdown] = queue.SimpleQueue()
-        self._live: dict[int, _Live] = {}  # by key
-        self._keys: dict[int, int] = {}  # by request id
+        self._live: dict[int, _Live] = {}  # keyed by request key
+        self._keys: dict[int, int] = {}  # keyed by request id
         self._news: list[News] = []
         self._until: float | None = None  # once it shuts down
         #: The error that the engine cannot go on from; ``None`` while it can.
@@ -148,7 +148,7 @@ class Worker:
         self.stats: EngineStats = llm.stats()
         self.steps, self.last_step = 0, 0.0
         self.watchers: list[StepWatch] = []
-        self._gaps: list[float] = []  # of the turn
+        self._gaps: list[float] = []  # gaps of this turn
         self._stepped: float | None = None  # when the turn's step began, on the performance counter
         self.step_began: float | None = None  # on the monotonic clock, while one runs
         self.thread = threading.Thread(target=self._run, name="specrs-engine", daemon=True)

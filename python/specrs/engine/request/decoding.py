@@ -24,7 +24,7 @@ from specrs.engine.request.token_bytes import BYTE_LEVEL, byte_of, decoder_parts
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_CONTEXT_TOKENS = 8  # of the prompt: enough to tell that its text has begun, and how it ends
+_CONTEXT_TOKENS = 8  # tokens of the prompt: enough to tell that its text has begun, and how it ends
 _NO_CHARACTER = "\ufffd"
 
 _Decode = Callable[[list[str]], str]  # the decoder of a part's chain, by the library
@@ -72,7 +72,7 @@ class LastApart(Step):
 
     def __init__(self, decode: _Decode) -> None:
         self._decode = decode
-        self._within = self._last = ""  # of the latest part, what comes behind another part and at the end
+        self._within = self._last = ""  # text of the latest part, if another part comes behind it, and if it is the end
 
     def push(self, part: str) -> Iterable[str]:
         behind = self._within
@@ -116,7 +116,7 @@ class Stripped(Step):
 
     def __init__(self, content: str, start: int, stop: int) -> None:
         self._content, self._start, self._stop = content, start, stop
-        self._end = ""  # what `stop` takes if nothing comes behind it
+        self._end = ""  # text that `stop` takes if nothing comes behind it
 
     def push(self, part: str) -> Iterable[str]:
         while self._start and part:
@@ -135,7 +135,7 @@ class ByteLevel(Step):
     reads U+FFFD."""
 
     def __init__(self) -> None:
-        self._bytes = b""  # of an unfinished character
+        self._bytes = b""  # bytes of an unfinished character
 
     def push(self, part: str) -> Iterable[str]:
         try:
@@ -165,9 +165,9 @@ class ByteFallback(Step):
     def __init__(self) -> None:
         self.run: list[str] = []
         self.grown = False
-        self._bytes = b""  # of an unfinished character
+        self._bytes = b""  # bytes of an unfinished character
         self._count = 0  # bytes of the run
-        self._broken = False  # whether it is no UTF-8
+        self._broken = False  # true if the bytes are no UTF-8
 
     def push(self, part: str) -> Iterable[str]:
         byte = byte_of(part)
@@ -255,7 +255,7 @@ def _makers(tokenizer: Tokenizer) -> list[Callable[[], Step]]:
     if parts is None:
         return [Spaced]
     makers: list[Callable[[], Step]] = []
-    fused = False  # whether all tokens are one part
+    fused = False  # true if all tokens are one part
     for part in parts:
         make = _maker(part, fused)
         if make is None:

@@ -54,14 +54,14 @@ class Draws:
     ) -> None:
         self._vocab, self._prompt, self._params, self._seed = vocab, list(prompt), params, seed
         told = params.logprobs is not None and params.logprobs_mode == PROCESSED
-        self._largest_alone = params.temperature == 0 and not told  # nobody sees what the others come to
+        self._largest_alone = params.temperature == 0 and not told  # nobody sees the scores of the others
         self._endings = frozenset(token for token in endings if token < vocab)
         self.grammar = None if grammar is None else grammar.start(sorted(self._endings))
         """The grammar's state: how far the output has come in it."""
         self._by_path = by_path
         self._least = params.min_tokens if self._endings else 0  # tokens before one of them
         self._output: list[int] = []
-        self._words: dict[int, list[tuple[int, ...]]] = {}  # those of several tokens, by the last but one
+        self._words: dict[int, list[tuple[int, ...]]] = {}  # words of several tokens, keyed by the last token but one
         for word in dict.fromkeys(map(tuple, bad_words)):
             if len(word) > 1:
                 self._words.setdefault(word[-2], []).append(word)
@@ -74,7 +74,7 @@ class Draws:
         self._penalised = penalised
         self._free = self._sampler(())
         self._early = self._sampler(self._endings) if self._least else self._free
-        self._banned: frozenset[int] = frozenset()  # by the words that the output may be about to complete
+        self._banned: frozenset[int] = frozenset()  # tokens banned by words that the output may be about to complete
         self.sampler = self._early
         """The sampler of the next token, and of those behind it as far as there is `room`."""
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _KEPT = 64  # grammars, those asked for last
-_SURE = 0.95  # of a forced token, before any was seen: the text is forced, its spelling is the model's
-_LAST = 0.6  # of a text's last one, which may go on into what follows
+_SURE = 0.95  # certainty of a forced token, before any was seen: the text is forced, its spelling is the model's
+_LAST = 0.6  # certainty of a text's last token, which may go on into the text that follows
 _BUCKETS = {"token": 0, "text": 1, "last": 2}
 
 _Key = tuple[str, tuple[str, ...], str | None, str | tuple[int, ...] | None]

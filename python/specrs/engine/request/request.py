@@ -42,7 +42,7 @@ class FinishReason(str, enum.Enum):
     STOP = "stop"  # EOS, a stop token or a stop string
     LENGTH = "length"  # max_tokens or the context limit
     ABORT = "abort"  # the caller's wish
-    ERROR = "error"  # it cannot go on; its output has the error
+    ERROR = "error"  # the request cannot go on; its output has the error
 
     def __str__(self) -> str:
         return self.value
@@ -178,10 +178,10 @@ class StreamEvent:
 class Committed:
     """Tokens and text that one commit kept: output, usage and metrics all read this."""
 
-    kept: int  # of the tokens offered
+    kept: int  # number of offered tokens that were kept
     pieces: list[tuple[str, bool]]
     finished: bool
-    logprobs: list[TokenLogprobs] | None = None  # of what was kept
+    logprobs: list[TokenLogprobs] | None = None  # scores of the kept tokens
     rounds: tuple[Round, ...] = ()  # the one that it was, where the request is traced
 
 
@@ -218,9 +218,9 @@ class Request:
     leader: Request | None = None  # the first one of a prompt's requests, where this is another
     index: int = 0  # among them
     arrival: int = 0  # among the scheduler's requests
-    started: float | None = None  # when it was admitted first, on the performance counter
+    started: float | None = None  # time when it was admitted first, on the performance counter
 
-    row: KvSequence | None = None  # of the page table, while admitted
+    row: KvSequence | None = None  # row of the page table, while admitted
     committed: int = 0  # target KV valid on [0, committed)
     cached_tokens: int = 0
     draft_shared: int = 0  # positions of draft KV that the prefix cache had at its admission
@@ -234,18 +234,19 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: NonFiniteError | GrammarFailedError | None = None
-    logprobs: list[TokenLogprobs] | None = None  # of the output, where they are wanted
-    prompt_logprobs: list[TokenLogprobs | None] | None = None  # of the prompt's tokens so far, where they are wanted
+    logprobs: list[TokenLogprobs] | None = None  # scores of the output, where they are wanted
+    # Scores of the prompt's tokens so far, where they are wanted.
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
     _last: float = 0.0  # when its last tokens came, where it is traced
 
     # Draft state: the target's features of positions whose draft KV is not written yet, and what the last
     # draft_extend gave for the root, of which the executor alone knows what it is.
     pending: list[Features] = field(default_factory=list)
-    lag: int = 0  # their positions
+    lag: int = 0  # number of their positions
     root: object | None = None
-    followed: bool = True  # by the draft head; once false, the head drafts for the request no more
-    draft_error: NonFiniteError | None = None  # why it is not, where that is a fault
-    _draft_kept: int = 0  # where it is not: positions whose draft KV is sound
+    followed: bool = True  # true while the head drafts for the request; once false, it stays false
+    draft_error: NonFiniteError | None = None  # the fault that ended drafting by the head, if a fault did
+    _draft_kept: int = 0  # positions whose draft KV is sound, once the head no longer drafts
 
     @classmethod
     def create(

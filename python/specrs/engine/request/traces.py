@@ -46,7 +46,7 @@ class DraftTree:
         elif len(sources) < 2:
             proposed = ()
         some = [i for i in range(len(sources)) if not proposed or any(bits >> i & 1 for bits in proposed)]
-        if proposed and len(some) < len(sources):  # those that drafted nothing here have no bit
+        if proposed and len(some) < len(sources):  # sources that drafted nothing here have no bit
             proposed = [sum(1 << j for j, i in enumerate(some) if bits >> i & 1) for bits in proposed]
             proposed = proposed if len(some) > 1 else ()
         names = tuple(sources[i] for i in some)
