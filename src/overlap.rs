@@ -33,7 +33,7 @@ impl Span {
 
 /// An operand whose memory is known; one that is left out has none.
 pub trait Operand {
-    /// Its memory.
+    /// Span of the operand's memory.
     fn span(&self) -> Span;
 }
 

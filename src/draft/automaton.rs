@@ -37,10 +37,10 @@ const WALK: usize = 32;
 const PAY: usize = 32;
 const ROOT: u32 = 0;
 
-/// What the automaton holds of a state.
+/// Data that the automaton holds of a state.
 #[derive(Debug, Clone, Copy)]
 struct Node {
-    /// Of a prefix the token that follows, [`NONE`] at the text's end; of a clone its length.
+    /// For a prefix, the token that follows it ([`NONE`] at the text's end); for a clone, its length.
     own: u32,
     link: u32,
     count: u32,
@@ -104,7 +104,7 @@ impl Automaton {
         self.prefixes.len() - 1
     }
 
-    /// Whether nothing was appended.
+    /// True if nothing was appended.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -201,7 +201,7 @@ impl Automaton {
         self.bytes_with(0, 0, 0)
     }
 
-    /// Whether the automaton is sure to hold at most `limit` bytes once `token` has been appended.
+    /// True if the automaton is sure to hold at most `limit` bytes once `token` has been appended.
     pub fn fits(&self, token: u32, limit: usize) -> bool {
         // No append adds more edges than there are states and edges: each state of a path one, a clone a copy of each.
         let most = self.edges.len() + self.prefixes.len() + self.clones.len();
@@ -229,7 +229,8 @@ impl Automaton {
                     return (0, edges);
                 }
                 self.each_edge(state, usize::MAX, &mut |_, _| edges += 1);
-                // What is copied may have got an edge by this append: the text's end, or a state on the way from there.
+                // This append may have given an edge to the copied state: if that is the text's end, or a state on the
+                // way from there.
                 let on_the_way = |&s: &u32| s != at;
                 let above = |&s: &u32| Some(self.node(s).link);
                 let copied = std::iter::successors(Some(last), above).take_while(on_the_way).any(|s| s == state);
@@ -265,7 +266,7 @@ impl Automaton {
             tail = self.copy_edge(clone, tail, token, target);
             edge = next;
         }
-        // Such edges are explicit: those that are not lead to a state that is longer by one.
+        // Such edges are explicit: implicit ones lead to a state that is longer by one.
         while at != NONE {
             match self.edges.find(at, token) {
                 Some(edge) if self.edges.get(edge).target == state => self.edges.set_target(edge, clone),
@@ -357,7 +358,7 @@ impl Automaton {
         if state & CLONE == 0 { state } else { self.clones[(state & !CLONE) as usize].own }
     }
 
-    /// Where an edge leads.
+    /// The state where an edge leads.
     #[inline]
     fn target(&self, state: u32, token: u32) -> Option<u32> {
         if state & CLONE == 0 && self.prefixes[state as usize].own == token {

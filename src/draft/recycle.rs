@@ -31,7 +31,7 @@ const FLOOR: f32 = 1.0 / 256.0;
 /// No token.
 const NONE: u32 = u32::MAX;
 
-/// What follows a token, the likeliest first; [`NONE`] behind the last.
+/// Followers of a token, the likeliest first; [`NONE`] behind the last.
 type Row = [u32; RANKS];
 
 /// Rows by token: open addressing in arrays of a fixed size.
@@ -181,7 +181,7 @@ impl RecycledTokens {
         self.recent.taken + self.older.as_ref().map_or(0, |o| o.taken)
     }
 
-    /// Whether nothing was kept.
+    /// True if nothing was kept.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }

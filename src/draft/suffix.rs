@@ -161,7 +161,7 @@ impl SuffixDrafts {
         self.recent.len() + self.older.as_ref().map_or(0, |(old, _)| old.len())
     }
 
-    /// Whether nothing was appended.
+    /// True if nothing was appended.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }

@@ -1,4 +1,4 @@
-//! From what users ask for to a grammar.
+//! Makes grammars of the forms that users ask for.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
@@ -23,9 +23,9 @@ pub const MAX_NESTING: usize = 128;
 const MAX_DEPTH: usize = 40_000;
 /// Tokens of a mark at most.
 const MAX_MARK: usize = 256;
-/// Of the thread that compiles; memory that is not touched is not taken.
+/// Stack of the thread that compiles; memory that is not touched is not taken.
 const STACK: usize = 256 << 20;
-/// What compiling may take.
+/// Time limit of compiling.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Grammars that are compiled at once, those that nobody waits for any more among them.
 const MAX_COMPILING: usize = 8;
@@ -38,7 +38,7 @@ const AMBIGUOUS: u64 = 256;
 /// The name of the form's grammar, where another one leads to it.
 const BODY: &str = "specrs_body";
 
-/// What a text must look like.
+/// Form that a text must have.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Form {
     /// JSON of this schema; its tokens may be apart by what the regular expression `whitespace` matches: `None` for a
@@ -51,9 +51,9 @@ pub enum Form {
     },
     /// A text that this regular expression matches as a whole.
     Regex(String),
-    /// One of these texts.
+    /// The text is one of these.
     Choice(Vec<String>),
-    /// What the rule `start` of this grammar derives, in Lark's syntax.
+    /// The text is derived by the rule `start` of this grammar, in Lark's syntax.
     Lark(String),
 }
 
@@ -147,7 +147,7 @@ fn in_time(
 }
 
 impl Form {
-    /// As errors name it.
+    /// Name of the form in errors.
     fn name(&self) -> &'static str {
         match self {
             Self::Json { .. } => "json",
@@ -178,8 +178,8 @@ impl Form {
         }
     }
 
-    /// As grammars of llguidance, behind the mark where there is one; and how many items a row of their parser has where it
-    /// is not ambiguous, at most.
+    /// Grammars of llguidance for the form, behind the mark where there is one; and the most items that a row of their
+    /// parser has where the grammar is not ambiguous.
     fn grammar(&self, mark: Option<&Before>) -> std::result::Result<(TopLevelGrammar, u64), String> {
         let mut free = WIDEST;
         let mut grammars = match self {
@@ -217,7 +217,7 @@ impl Form {
     }
 }
 
-/// What stands before a form: any text up to a text, or to special tokens.
+/// Text before a form: any text up to a given text, or up to special tokens.
 enum Before {
     Text(String),
     Tokens(Vec<u32>),

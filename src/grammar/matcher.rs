@@ -62,7 +62,7 @@ impl Matcher {
         })
     }
 
-    /// Whether a token may come here; then it has come.
+    /// Consume a token if it may come here, and tell whether it did.
     pub(super) fn consume(&mut self, token: u32) -> anyhow::Result<bool> {
         self.step(|parser| {
             if !parser.validate_token(token)? {
@@ -88,7 +88,7 @@ impl Matcher {
         self.step(|parser| Ok(parser.is_accepting()))
     }
 
-    /// Whether nothing can follow.
+    /// True if nothing can follow.
     pub(super) fn finished(&self) -> bool {
         let ends = matches!(self.parser.stop_reason(), StopReason::NoExtension | StopReason::EndOfSentence);
         self.failed.is_none() && ends

@@ -72,7 +72,7 @@ impl Decimal {
         Some(if self.negative { -value } else { value })
     }
 
-    /// As a length or a count; the largest one where it is beyond all numbers.
+    /// The number as a length or a count; the largest one where it is beyond all numbers.
     pub(super) fn count(&self) -> Option<u64> {
         (!self.negative && self.is_whole()).then(|| self.whole.parse().unwrap_or(u64::MAX))
     }
@@ -127,7 +127,7 @@ impl PartialOrd for Decimal {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Bound {
     pub(super) at: Decimal,
-    /// Whether `at` itself is outside.
+    /// True if `at` itself is outside.
     pub(super) open: bool,
 }
 
@@ -145,7 +145,7 @@ impl Multiple {
         (of != 0 && of <= 1_000_000_000_000_000_000).then_some(Self { of, scale })
     }
 
-    /// What is a multiple of both.
+    /// The common multiples of both.
     pub(super) fn both(&self, other: &Self) -> Option<Self> {
         let scale = self.scale.max(other.scale);
         let wide = |m: &Self| m.of.checked_mul(10u128.pow(scale - m.scale));
@@ -163,25 +163,25 @@ impl Multiple {
     }
 }
 
-/// What a number must be.
+/// Conditions on a number.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub(super) struct Numbers {
     pub(super) whole: bool,
     pub(super) low: Option<Bound>,
     pub(super) high: Option<Bound>,
     pub(super) multiple: Option<Multiple>,
-    /// One of these, in these texts.
+    /// The values, in these texts, if the number is one of a list.
     pub(super) listed: Option<Vec<(String, Decimal)>>,
 }
 
-/// How the texts of numbers are told.
+/// Ways to tell the texts of numbers.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Told {
-    /// There is none.
+    /// There are no such numbers.
     Never,
-    /// By the lexer.
+    /// The lexer tells them.
     Term(Term),
-    /// Whole multiples of `of`, between bounds, by llguidance's lexer of remainders.
+    /// Whole multiples of `of`, between bounds, told by llguidance's lexer of remainders.
     Counted { of: u64, low: Option<i64>, high: Option<i64> },
 }
 

@@ -1,4 +1,4 @@
-//! Why a form is refused, or a request fails, as a person reads it.
+//! Reasons why a form is refused, or a request fails, as a person reads them.
 
 use serde_json::Value;
 

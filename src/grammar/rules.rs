@@ -202,7 +202,7 @@ impl Rules<'_> {
         if left == Some(0) {
             tail = self.rule(vec![Vec::new()])?;
         }
-        // Those of the schema's own that may be left out, from the last one.
+        // The schema's own items that may be left out, from the last one.
         let fixed = first.min(least.max(1) as usize);
         for i in (fixed..first).rev() {
             let item = self.value(list.item(i))?;
@@ -310,7 +310,7 @@ impl Rules<'_> {
         Ok(())
     }
 
-    /// Whether a member may have a name that is not declared, so far as its value's kinds tell.
+    /// True if a member may have a name that is not declared, as far as its value's kinds tell.
     fn schema_has_free(&mut self, object: &Object, names: &[String]) -> Result<bool, Refusal> {
         for (_, places) in object.free(names)? {
             if !self.schema.kinds(&places)?.is_empty() {

@@ -28,8 +28,8 @@ fn of_capture(error: Error) -> Error {
 }
 
 thread_local! {
-    /// Where this thread captures, and what its child graphs go to; left by a capture that another thread gave up, which
-    /// becomes no graph.
+    /// The device on which this thread captures, and the place of its child graphs; left by a capture that another
+    /// thread gave up, which becomes no graph.
     static OPEN: Cell<Option<(&'static Device, Place)>> = const { Cell::new(None) };
 }
 

@@ -13,7 +13,8 @@ use super::turn::Turn;
 use crate::device::{Alive, Device, RawEvent, Relaxed};
 use crate::error::Result;
 
-/// What a graph keeps: memory, modules, objects of another language. It is dropped by whoever collects, on any thread.
+/// An object that a graph keeps: memory, a module, an object of another language. Any thread may drop it, when it
+/// collects dropped graphs.
 pub type Held = Box<dyn Any + Send>;
 
 /// An instantiated graph, without its owner, and what tells buffers that it is there.

@@ -9,7 +9,7 @@ use super::retire::{self, Exec, Held, Retiring};
 use crate::device::{Device, RawEvent, Relaxed, Stream, named};
 use crate::error::{Error, Result};
 
-/// What changes with a launch.
+/// State that changes with a launch.
 #[derive(Debug)]
 struct State {
     /// `None` once it was let go of.
@@ -64,7 +64,7 @@ impl Graph {
         };
         // SAFETY: instantiated and not destroyed; what its work touches is held until `end` is reached.
         let launched = named("cuGraphLaunch", unsafe { sys::cuGraphLaunch(exec.raw, stream.handle()).result() });
-        // Also behind a launch that was refused: it may have begun.
+        // The end is recorded behind a refused launch too: it may have begun.
         let marked = Relaxed::enter().and_then(|_relaxed| end.record(stream));
         state.endless |= marked.is_err();
         launched?;
@@ -77,12 +77,12 @@ impl Graph {
         self.state.lock().unwrap_or_else(PoisonError::into_inner).replays
     }
 
-    /// Its nodes by type.
+    /// Number of the graph's nodes of each type.
     pub fn nodes(&self) -> &NodeCounts {
         &self.nodes
     }
 
-    /// Whether no launch is under way, on the host or on the device; false where that cannot be known.
+    /// True if no launch is under way, on the host or on the device; false where that cannot be known.
     pub fn is_idle(&self) -> bool {
         let Ok(state) = self.state.try_lock() else { return false };
         let Some(end) = state.end.as_ref().filter(|_| state.replays > 0 || state.endless) else { return true };

@@ -3,7 +3,7 @@
 use crate::error::{Error, Result};
 use crate::pool::state::State;
 
-/// What an audit that found nothing wrong counted. Pages are without the sink.
+/// Counts of an audit that found nothing wrong. Pages are without the sink.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct AuditReport {
     /// Pages of the pool; always `free_pages + owned_pages`.

@@ -38,7 +38,7 @@ const NONE: u32 = u32::MAX;
 pub(super) struct Cursor {
     /// The node of the chain's last page, `NONE` before the first one.
     node: u32,
-    /// Of the whole chain.
+    /// Salt of the whole chain.
     salt: u64,
 }
 
@@ -63,13 +63,13 @@ struct Node {
     /// Next node of the same hash.
     next: u32,
     hash: u64,
-    /// Its parent's, where it has one.
+    /// Salt of the parent, where there is one.
     salt: u64,
     /// Nodes whose parent this is.
     children: u32,
-    /// Whether the page has an owner besides the cache.
+    /// True if the page has an owner besides the cache.
     pinned: bool,
-    /// Whether the page holds the draft's KV of its tokens.
+    /// True if the page holds the draft's KV of its tokens.
     drafted: bool,
     /// When the last such owner left; a larger tick is more recent. Unique among idle nodes.
     tick: u64,
@@ -194,7 +194,7 @@ impl PrefixCache {
         (at.to(n), n)
     }
 
-    /// Whether the draft's KV is valid in the page of the node at `at`, which is not the root.
+    /// True if the draft's KV is valid in the page of the node at `at`, which is not the root.
     pub(super) fn drafted(&self, at: Cursor) -> bool {
         self.nodes[at.node as usize].drafted
     }

@@ -68,7 +68,7 @@ impl Pool {
         self.config
     }
 
-    /// Whether `other` is a handle of the same pool.
+    /// True if `other` is a handle of the same pool.
     pub fn is(&self, other: &Pool) -> bool {
         Arc::ptr_eq(&self.state, &other.state)
     }

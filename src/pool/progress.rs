@@ -1,4 +1,4 @@
-//! How far the passes of the rows have come under their live leases: what planners note of a pool that they only read.
+//! Progress of the passes of the rows under their live leases, which planners note in a pool that they only read.
 //!
 //! A row has three lengths. `committed` is what a lease has committed. `settled` is what no pass may write again: the
 //! committed positions, and behind them an accepted path whose commit has been planned. `reach` is how far a next pass
@@ -14,7 +14,7 @@ use crate::pool::row::Row;
 /// Relaxed: a row is planned by one thread at a time, and whoever changes the pool does so alone.
 #[derive(Debug)]
 pub(super) struct Progress {
-    /// Where the accepted path ends whose commit has been planned; 0 without one.
+    /// End of the accepted path whose commit has been planned; 0 without one.
     planned: Vec<AtomicU32>,
     /// Newest pass that was planned: its first position in the upper half, one past its last in the lower; 0 without one.
     pass: Vec<AtomicU64>,

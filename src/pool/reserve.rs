@@ -146,7 +146,7 @@ impl State {
             r.version += 1; // the lease's plans, moves and copies must not run any more
             let mut first = new;
             if r.held != 0 && len == r.committed {
-                // Nothing was written into the copy that counts: the row keeps the shared page.
+                // No counted token was written into the copy: the row keeps the shared page.
                 self.ledger.restore_tail(r, page, line, owner)?;
                 first -= 1; // of a partial page, the last of `new`
             } else if r.held != 0 {
@@ -183,7 +183,7 @@ impl State {
         Ok(())
     }
 
-    /// What commit and rollback have in common: the accounts of the lease itself.
+    /// The part that commit and rollback have in common: the accounts of the lease itself.
     fn end(&mut self, lease: &mut Option<Box<Buffers>>) {
         self.settle();
         let Some(mut buffers) = lease.take() else { return };

@@ -23,11 +23,11 @@ pub(super) struct State {
     /// `max_seqs x row_pages` page ids, row-major. Columns from a row's `pages` on are 0, the sink.
     pub(super) table: Vec<i32>,
     pub(super) rows: Vec<Row>,
-    /// What planners note of each row.
+    /// Notes of planners on each row.
     pub(super) progress: Progress,
     /// Commits that planners noted: with `writes`, how often anything that a planner reads has changed.
     pub(super) settled: AtomicU64,
-    /// Where the table changed. Whatever writes live columns notes it.
+    /// Changes of the table. Every write of live columns is noted here.
     pub(super) changes: ChangeLog,
     /// Rows that are not live, the next one to be used last.
     pub(super) free_rows: Vec<u32>,

@@ -41,9 +41,9 @@ pub struct RowChange<'a> {
     pub row: u32,
     /// The first column.
     pub first: u32,
-    /// What the columns from `first` on hold now; 0 where no sequence uses them any more. Some may be as before.
+    /// Pages in the columns from `first` on; 0 where no sequence uses them any more. Some may be as before.
     pub pages: &'a [i32],
-    /// How they changed.
+    /// Cause of the change.
     pub kind: ChangeKind,
 }
 
@@ -102,8 +102,8 @@ impl<'a> Tables<'a> {
         Epoch { pool: self.state.id, serial: self.state.changes.look() }
     }
 
-    /// What has changed since `since`: a mirror that was the table then is the table now once it has stored all of it,
-    /// in any order. A mirror begins as zeros, with `None`, or as a copy of [`Self::table`], with [`Self::epoch`]. Any
+    /// The changes since `since`: a mirror that was the table then is the table now once it has stored all of them, in
+    /// any order. A mirror begins as zeros, with `None`, or as a copy of [`Self::table`], with [`Self::epoch`]. Any
     /// number of mirrors may look, each with the epoch of its own. Takes time in the number of rows that changed, and
     /// no memory.
     ///
@@ -204,9 +204,9 @@ impl<'a> Changes<'a> {
         self.now
     }
 
-    /// Whether rows come whole, as [`ChangeKind::Pages`]: for a mirror that begins, and where the log does not reach
-    /// back to its last look. It does where at most one other look at the pool was made since. A mirror that permutes
-    /// rows itself waits for its rounds before it stores whole rows.
+    /// True if rows come whole, as [`ChangeKind::Pages`]: for a mirror that begins, and where the log does not reach
+    /// back to its last look. The log reaches back if at most one other look at the pool was made since. A mirror that
+    /// permutes rows itself waits for its rounds before it stores whole rows.
     pub fn whole_rows(&self) -> bool {
         self.since.and_then(|s| self.state.changes.since(s)).is_none()
     }

@@ -89,12 +89,12 @@ impl SamplerConfig {
         Ok(self)
     }
 
-    /// Whether a penalty reads the history.
+    /// True if a penalty reads the history.
     pub(crate) fn penalises(&self) -> bool {
         self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
     }
 
-    /// Whether any logit is changed before temperature.
+    /// True if any logit is changed before temperature.
     pub(crate) fn edits_logits(&self) -> bool {
         self.penalises() || !self.logit_bias.is_empty() || self.allowed.is_some()
     }
