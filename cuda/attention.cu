@@ -69,7 +69,7 @@ __device__ __forceinline__ void attend(const AttentionParams &p) {
     constexpr int DIM_STEPS = HD / 16;
     constexpr int PIECES = HD / 8;       // of 16 bytes, in a row of K, V or Q
     constexpr uint32_t ENTRY = BLOCK * HD * 2;
-    // What the launcher takes for it.
+    // The launcher counts on this size.
     static_assert(sizeof(Shared<M>) <= M * 76 + BLOCK * 8 + M / 16 * 8 + 240, "shared_bytes in kernels/attention.rs");
     // Q's fragments stay in registers, and its place becomes another's; else it lies behind the ring. One of more columns
     // than a block has keys is larger than the weights, whose place it would take.
@@ -173,7 +173,7 @@ __device__ __forceinline__ void attend(const AttentionParams &p) {
     }
 
     const int32_t items = serial ? pair_items : main_items + pair_items;
-    // What the computing threads share; all of the block where nothing loads for them.
+    // A barrier of the computing threads: of the whole block where no threads only load for them.
     auto sync = [&]() {
         if (WIDE) {
             asm volatile("bar.sync 1, %0;\n" ::"n"(COMPUTING) : "memory");

@@ -1,5 +1,5 @@
-// How splits of the keys become a row of the output: one formula, in index order, whether a CTA folds them on the way or
-// `merge` does behind it.
+// Folds splits of the keys into a row of the output: one formula, in index order, whether a CTA folds them on the way
+// or `merge` does behind it.
 #pragma once
 
 #include "attention_rows.cuh"
@@ -71,14 +71,14 @@ __device__ __forceinline__ void clear_queries(const AttentionParams &p, int64_t 
     }
 }
 
-// Where the launcher lets `merge` begin before `attend` has ended (Hopper's own image): wait for its end and its writes.
+// Wait for the end and the writes of `attend`, where the launcher lets `merge` begin before them (Hopper's own image).
 __device__ __forceinline__ void wait_for_attend() {
 #if SPECRS_WARPGROUPS
     asm volatile("griddepcontrol.wait;\n" ::: "memory");
 #endif
 }
 
-// And where `attend` says that it may.
+// `attend` says by this that `merge` may begin.
 __device__ __forceinline__ void let_merge_begin() {
 #if SPECRS_WARPGROUPS
     asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
@@ -113,7 +113,7 @@ __device__ __forceinline__ void merge(const AttentionParams &p) {
         const int32_t place = head * tiles + tiles - 1 - packed / p.tile_rows;  // as `attend` numbers items
         const Row row = row_at<false>(p, r, i, j, false);
         const int32_t splits = (row.cut + SPLIT - 1) / SPLIT;
-        // What `attend` wrote is read past L1, and not before the wait: no load for constants may be used.
+        // Writes of `attend` are read past L1, and not before the wait: no load for constants may be used.
         if (!waited) {
             wait_for_attend();
             waited = true;

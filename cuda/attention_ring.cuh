@@ -34,14 +34,14 @@ __device__ __forceinline__ uint32_t swizzled(int row, int piece) {
     return static_cast<uint32_t>(row * HD * 2 + ((piece ^ key) << 4));
 }
 
-// Where piece `piece` of key `row` lies in an entry of the ring: as above, or in panels of 64 columns.
+// Place of piece `piece` of key `row` in an entry of the ring: as above, or in panels of 64 columns.
 template <int HD, bool PANELS>
 __device__ __forceinline__ uint32_t in_entry(int row, int piece) {
     return PANELS ? static_cast<uint32_t>((piece >> 3) * BLOCK * 128) + swizzled<64>(row, piece & 7)
                   : swizzled<HD>(row, piece);
 }
 
-// What a CTA keeps in shared memory beside the tiles.
+// Data that a CTA keeps in shared memory beside the tiles.
 template <int M>
 struct Shared {
     unsigned long long bits[M];
@@ -69,7 +69,7 @@ struct Shared {
     unsigned long long empty[MAX_STAGES];
 };
 
-// What an item is.
+// An item of the CTA's work.
 struct Place {
     int32_t request;
     int32_t tile;

@@ -1,4 +1,5 @@
-// What attention attends to: the requests of a batch and the keys of each of its rows, checked before anything is read.
+// The requests and keys of attention: a batch's requests and the keys of each of its rows, checked before anything is
+// read.
 #pragma once
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -102,7 +103,7 @@ __device__ __forceinline__ Request request_at(const AttentionParams &p, int32_t 
     return r;
 }
 
-// What a query attends to.
+// The keys that a query attends to.
 struct Row {
     int32_t cut;    // c: logical keys below it go by blocks
     int32_t last;   // p: logical position of its last key; -1: it attends to nothing

@@ -146,15 +146,15 @@ struct Tile {
     }
 };
 
-// What the block's warps share while they look for the best keys of its tiles.
+// State that the block's warps share while they look for the best keys of its tiles.
 struct Search {
     uint64_t room[THREADS];     // keys that may be among the K best
     uint32_t bounds[WARPS];     // upper halves of keys
     int32_t found;
 };
 
-// Where many values are as good as the K-th: the K best of each warp's tiles, one after the other, into `room`, where 0 is none.
-// By the block; out of line, since it is rare.
+// Put the K best of each warp's tiles, one after the other, into `room`, where 0 is none: for rows in which many values
+// are as good as the K-th. The block calls it; out of line, since it is rare.
 template <typename L>
 __device__ __noinline__ void crowded(const typename L::Storage *row, int32_t first, int32_t tiles, int32_t vocab, int32_t k,
                                      Search &search) {
@@ -264,7 +264,7 @@ __device__ __forceinline__ void search_tiles(const typename L::Storage *row, con
     if (own != 0 && rank < k) {
         lists[rank] = own;
     }
-    // Where there are fewer keys than K.
+    // There may be fewer keys than K.
     const int32_t keys = __syncthreads_count(own != 0);
     if (static_cast<int32_t>(threadIdx.x) >= keys && static_cast<int32_t>(threadIdx.x) < k) {
         lists[threadIdx.x] = 0;
@@ -345,7 +345,7 @@ __device__ __forceinline__ void finish_request(const DraftSelectParams &p, int32
     uint64_t *ancestors = reinterpret_cast<uint64_t *>(p.ancestors) + static_cast<uint64_t>(request) * k * words;
     const int32_t entries = k * static_cast<int32_t>(words);
     int32_t *sound = reinterpret_cast<int32_t *>(p.sound) + request;
-    // What the end needs is on its way while the warps merge lists.
+    // Values that the end needs are on their way while the warps merge lists.
     const int32_t before = p.step == 0 ? 0 : *sound;
     for (int32_t i = threadIdx.x; p.step > 0 && i < entries; i += THREADS) {
         above[i] = ancestors[i];
@@ -429,7 +429,7 @@ __device__ __forceinline__ void finish_request(const DraftSelectParams &p, int32
     }
 }
 
-// What the lanes of a request that is not there hold.
+// Write what the lanes of an absent request hold.
 __device__ __forceinline__ void dead_request(const DraftSelectParams &p, int32_t request) {
     const int32_t k = p.topk;
     const uint32_t words = static_cast<uint32_t>(k * p.steps + 63) / 64;

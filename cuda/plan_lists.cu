@@ -283,7 +283,7 @@ __device__ __forceinline__ void plan_fill(const PlanListParams &p) {
                     }
                 }
             }
-            // What each query attends to behind the prefix: few keys, by the first CTA.
+            // Write the few keys that each query attends to behind the prefix, by the first CTA.
             for (uint32_t j = blockIdx.x == 0 ? threadIdx.x / 32 : r.n; j < r.n; j += FILL_THREADS / 32) {
                 const int32_t q = r.first + static_cast<int32_t>(j), start = indptr[q], slots = indptr[q + 1] - start;
                 for (int64_t o = r.len + threadIdx.x % 32; o < slots; o += 32) {

@@ -28,7 +28,7 @@ __device__ __forceinline__ const int32_t *ints(uint64_t address) {
     return reinterpret_cast<const int32_t *>(address);
 }
 
-// Whether the numbers of a lane make sense; `reporter` records why they do not.
+// True if the numbers of a lane make sense; `reporter` records why they do not.
 __device__ __forceinline__ bool in_order(const RoundEndParams &p, int32_t lane, int32_t begin, int32_t end, int32_t len,
                                          int32_t new_len, int32_t stops, bool reporter) {
     Buffer buffer = BUFFER_PATH;

@@ -46,7 +46,7 @@ constexpr int TILE = THREADS * UNROLL;
 constexpr int BINS = 1024;
 constexpr int CANDIDATES = 1024;
 constexpr int MAX_VOCAB = 1 << 18;
-// Those of a whole row, and one for what lies before the first aligned vector.
+// Tiles of a whole row, and one for the elements before the first aligned vector.
 constexpr int TILES = MAX_VOCAB / TILE + 2;
 constexpr int ID_BITS = 18;
 constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
@@ -74,7 +74,7 @@ struct Shared {
     int32_t token;
 };
 
-// Which tokens are kept: those of the bins before `bin`, and in it those up to `rank`.
+// The kept tokens: those of the bins before `bin`, and in `bin` those up to `rank`.
 struct Cut {
     uint32_t bin;
     uint64_t rank;
@@ -89,12 +89,12 @@ struct Row {
     int32_t vocab;
     bool edits;
     bool penalises;
-    // Of the request's list, sorted by token: outputs is -1 for a token that has a bias and was never seen.
+    // Edits in the request's list, sorted by token: outputs is -1 for a token that has a bias and was never seen.
     const int32_t *tokens;
     const uint32_t *biases;
     const int32_t *outputs;
     int32_t listed;
-    // Of the walk so far.
+    // Path of the walk so far.
     const int32_t *path;
     int32_t depth;
     float repetition, presence, frequency;
@@ -372,7 +372,7 @@ __device__ __forceinline__ int gather(const Row<L> &row, Shared &shared, Keep ke
     return n;
 }
 
-// Those of the bins from `first` to that of `cut`, within both cuts.
+// Take the tokens of the bins from `first` to that of `cut`, within both cuts.
 template <typename L>
 __device__ __noinline__ int gather_bins(const Row<L> &row, Shared &shared, Softmax softmax, Cut cut, uint32_t first,
                                         Cut also) {
@@ -386,7 +386,7 @@ __device__ __noinline__ int gather_bins(const Row<L> &row, Shared &shared, Softm
     });
 }
 
-// Those of at least this logit.
+// Take the tokens of at least this logit.
 template <typename L>
 __device__ __noinline__ int gather_from(const Row<L> &row, Shared &shared, float bound) {
     return gather(row, shared, [&](int32_t, float x) { return x >= bound; });
@@ -526,7 +526,7 @@ __device__ __noinline__ int32_t draw_gathered(Shared &shared, Softmax softmax, i
         target = draw::mass(p, total);
     }
     const bool kept = i < best && weight >= floor && (!by_p || above < target);
-    // By id. Kept tokens come first in the ranking, so the rest is behind them; 41 bits hold any weight.
+    // Sort by id. Kept tokens come first in the ranking, so the rest is behind them; 41 bits hold any weight.
     const int count = __syncthreads_count(kept);
     const int size = power_of_two(count);
     if (i < size) {
@@ -544,7 +544,7 @@ __device__ __noinline__ int32_t draw_gathered(Shared &shared, Softmax softmax, i
     return shared.token;
 }
 
-// Why no token can be drawn, and where.
+// Reason why no token can be drawn, and its place.
 struct Fault {
     Probe probe;
     Buffer buffer;
@@ -609,7 +609,7 @@ __device__ int32_t draw_token(const Row<L> &row, Shared &shared, const SamplerRo
     if (top_k != 0) {
         uint64_t total;
         histogram<false>(row, shared, softmax, all, -__int_as_float(0x7f800000));
-        // Where fewer tokens than k have a weight, all of them are kept.
+        // If fewer tokens than k have a weight, all of them are kept.
         if (find_bin<false>(shared, top_k, total)) {
             const uint32_t bin = shared.found_bin, before = shared.found_before, members = shared.found_count;
             if (before + members <= CANDIDATES) {
@@ -754,8 +754,9 @@ __device__ __forceinline__ void sample_walk(const SampleParams &p) {
     }
 }
 
-// What was drawn at a node, in 64 bits: the token in the lowest 32 (NO_TOKEN: none), the probe in the next 4, in the next 4
-// whether edits made the fault (1) or the request is left out (2), above them the column. A row that no walk reaches has 0.
+// The result of a node's draw, in 64 bits: the token in the lowest 32 (NO_TOKEN: none), the probe in the next 4, in the
+// next 4 whether edits made the fault (1) or the request is left out (2), above them the column. A row that no walk
+// reaches has 0.
 constexpr uint64_t DRAWN_EDITED = 1;
 constexpr uint64_t DRAWN_LEFT_OUT = 2;
 

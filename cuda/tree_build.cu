@@ -16,8 +16,9 @@ namespace specrs {
 constexpr int MAX_CANDIDATES = 4096;
 constexpr int MAX_TREE = 1024;  // `bounds::MAX_DRAFT_TOKENS`
 
-// How many of `count` scores from `first` on come before candidate c: larger ones, and as good ones of a lower index. The
-// candidates of a warp are `c - lane` and the 31 behind it, so that most blocks of 32 need one comparison a score.
+// Count how many of `count` scores from `first` on come before candidate c: larger ones, and as good ones of a lower
+// index. The candidates of a warp are `c - lane` and the 31 behind it, so that most blocks of 32 need one comparison a
+// score.
 __device__ __forceinline__ int32_t rank_of(const float *scores, int32_t count, int32_t c) {
     const float own = scores[c];
     const int32_t own_block = c / 32 * 32;

@@ -65,8 +65,8 @@ __device__ __forceinline__ int32_t parent_of(const TreeUniteParams &p, const Tre
     return 0;
 }
 
-// Where the other tree's nodes are among all of a request: an own node's index, or behind these. A warp calls it; gives
-// how many nodes there are. `places`, where given, gets MOST entries.
+// Place the other tree's nodes among all of a request: at an own node's index, or behind these. A warp calls it;
+// returns the number of nodes. `places`, where given, gets MOST entries.
 __device__ __forceinline__ int32_t place(const TreeUniteParams &p, const Tree &own, const Tree &other, int32_t request,
                                          bool reporter, int32_t *places) {
     const int32_t lane = threadIdx.x % 32;

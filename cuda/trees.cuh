@@ -1,4 +1,4 @@
-// What the kernels that make trees of a batch share: its offsets, the nodes behind its last tree, and the links, depths
+// Parts of the kernels that make trees of a batch: its offsets, the nodes behind its last tree, and the links, depths
 // and ancestor bits that follow from parents. `Params` names the arrays as `TreeBuildParams` does.
 #pragma once
 
@@ -26,7 +26,8 @@ __device__ __forceinline__ int32_t max_nodes_of(const Params &p, Kernel kernel, 
     return 1;
 }
 
-// Where a request's tree begins, and behind the last request's where all end. One thread of its block calls it.
+// Write the beginning of a request's tree, and behind the last request's the end of all. One thread of its block calls
+// it.
 template <class Params>
 __device__ __forceinline__ void write_offsets(const Params &p, int32_t request, int32_t begin, int32_t total) {
     int32_t *offsets = reinterpret_cast<int32_t *>(p.offsets);
@@ -54,7 +55,7 @@ __device__ __forceinline__ void write_dead_nodes(const Params &p, int32_t reques
     }
 }
 
-// What follows from the parents of a tree's `size` nodes, each below its children; the nodes lie from `begin` on.
+// Write what follows from the parents of a tree's `size` nodes, each below its children; the nodes lie from `begin` on.
 template <class Params>
 __device__ __forceinline__ void write_links(const Params &p, const int32_t *parents, int32_t begin, int32_t size) {
     const uint32_t words = static_cast<uint32_t>(p.draft_tokens + 63) / 64;

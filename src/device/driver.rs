@@ -46,7 +46,7 @@ impl Stream {
         self.handle as usize
     }
 
-    /// Where launches report to; the device's own record for `None`.
+    /// The record that launches report to; the device's own record for `None`.
     pub(super) fn faults(self) -> Option<&'static Faults> {
         self.faults
     }

@@ -56,7 +56,8 @@ impl Faults {
         access.or(probe).map_or(Ok(()), |record| Err(to_error(&record)))
     }
 
-    /// What is in one of the two records, if it is complete, and open its next epoch. The caller holds `reader`.
+    /// Take the content of one of the two records, if it is complete, and open its next epoch. The caller holds
+    /// `reader`.
     fn take(&self, which: usize) -> Option<FaultRecord> {
         debug_assert!(which < 2);
         // SAFETY: within the two records.

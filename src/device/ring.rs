@@ -16,11 +16,11 @@ use super::memory::PinnedBuffer;
 use crate::error::{Error, Result};
 use crate::round::round_end::{RingLayout, SEQUENCE_AT, SlotState};
 
-/// How long a wait looks without a pause: what is about to end is seen at once.
+/// Time for which a wait looks without a pause: work that is about to end is seen at once.
 const SPIN: Duration = Duration::from_micros(50);
 /// Pause between two looks.
 const PAUSE: Duration = Duration::from_micros(20);
-/// How often a wait asks whether there is still anything to wait for.
+/// Interval at which a wait asks whether there is still anything to wait for.
 const ASK: Duration = Duration::from_millis(100);
 
 /// Slots in mapped memory, and the word by which the host asks the rounds to end.
@@ -42,7 +42,7 @@ impl RoundRing {
         Ok(Self { memory, layout, device })
     }
 
-    /// Where a slot has what.
+    /// Layout of a slot.
     pub fn layout(&self) -> &RingLayout {
         &self.layout
     }
@@ -63,11 +63,11 @@ impl RoundRing {
         let stop = slots + 4 * self.layout.ring_words() as u64;
         let ring = RingMemory { slots, stop, layout: self.layout };
         let launched = self.device.kernels().round_end.launch(stream, &ring, operands, handle);
-        // Also behind a launch that was refused: it may have begun.
+        // The use is told behind a refused launch, too: the launch may have begun.
         self.memory.used_on(stream).and(launched)
     }
 
-    /// Whether all of `round` is in its slot.
+    /// True if all of `round` is in its slot.
     ///
     /// # Errors
     /// [`Error::StaleOutput`] once a later round has begun to write it.

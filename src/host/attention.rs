@@ -20,8 +20,8 @@ use crate::error::{Error, Result};
 use crate::simd;
 use pulp::{Simd, WithSimd};
 
-/// What a batch reads and writes, as plain arrays: the kernels' own entry point. Everything in it is checked before
-/// it is used.
+/// Plain arrays that a batch reads and writes: the kernels' own entry point. Everything in it is checked before it is
+/// used.
 #[derive(Debug, Clone, Copy)]
 pub struct AttnView<'a> {
     /// First query of each request, and the end [B + 1]. Queries past the end are dead: their output is 0.
@@ -359,7 +359,7 @@ impl WithSimd for RunJob<'_, '_> {
             }
             return;
         }
-        // Whole blocks of the prefix are common; from there on each query has keys of its own.
+        // All queries share whole blocks of the prefix; from there on each query has keys of its own.
         let common = prefix / BLOCK;
         for block in done..common {
             slots.clear();

@@ -88,7 +88,7 @@ impl RopeTable {
     }
 }
 
-/// What the rows of q, k and v go through before attention.
+/// Norms and rotation of the rows of q, k and v before attention.
 #[derive(Debug, Clone, Copy)]
 pub struct Rotary<'a> {
     /// Rotation by position.

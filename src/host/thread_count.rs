@@ -1,4 +1,4 @@
-//! How many threads the kernels use.
+//! The number of threads of the kernels.
 //!
 //! The first of these that says something:
 //!
@@ -45,7 +45,7 @@ pub(super) fn follow_torch(torch: usize, machine_cpus: usize) {
 #[derive(Debug, Clone, Copy)]
 struct Start {
     number: usize,
-    /// Whether `OMP_NUM_THREADS` says so: then torch started with the same number.
+    /// True if `OMP_NUM_THREADS` gives the number: then torch started with the same.
     from_openmp: bool,
 }
 

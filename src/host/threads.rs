@@ -88,9 +88,9 @@ struct Team {
     /// Process that started the workers: a forked child has the pool's memory but not its threads.
     process: u32,
     watch: Arc<Watch>,
-    /// Whether a caller is in a region.
+    /// True if a caller is in a region.
     taken: AtomicBool,
-    /// Whether a region had help since the workers were called last.
+    /// True if a region had help since the workers were called last.
     helped: AtomicBool,
     /// Regions that the caller still runs alone, since workers had no core or were called in vain.
     alone: AtomicUsize,
@@ -129,8 +129,8 @@ impl Watch {
         self.clock.elapsed().as_nanos() as u64
     }
 
-    /// How long a worker polls in vain, in nanoseconds. Whoever waits for as long as the alternative costs is never
-    /// more than twice off the best choice (the ski-rental argument; Karlin et al. 1990, for spinning on locks).
+    /// Time for which a worker polls in vain, in nanoseconds. A wait as long as the alternative costs is never more
+    /// than twice off the best choice (the ski-rental argument; Karlin et al. 1990, for spinning on locks).
     fn patience(&self) -> u64 {
         self.waking.load(Ordering::Relaxed).clamp(*PATIENCE_NS.start(), *PATIENCE_NS.end())
     }
@@ -199,7 +199,7 @@ impl Team {
         Ok(team)
     }
 
-    /// Whether the caller should run this region alone.
+    /// True if the caller should run this region alone.
     fn avoid(&self) -> bool {
         let alone = self.alone.load(Ordering::Relaxed);
         if alone > 0 {
@@ -364,7 +364,7 @@ mod tests {
         while team.muster(1, small) != (1, false) {
             assert!(Instant::now() < deadline, "no workers came");
         }
-        // Nothing calls them: they leave together, without being told.
+        // Nobody calls the workers: they leave together, without being told.
         while team.watch.called.load(Ordering::Acquire) != 0 {
             assert!(Instant::now() < deadline, "still polling");
             std::thread::yield_now();

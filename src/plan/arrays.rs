@@ -53,7 +53,7 @@ pub struct Spec {
     pub name: &'static str,
     /// Element type.
     pub dtype: DType,
-    /// Whether a caller may leave it out; it is then not written.
+    /// True if a caller may leave it out; it is then not written.
     pub optional: bool,
 }
 
@@ -107,7 +107,7 @@ pub trait Memory: Send + Sync + fmt::Debug {
     fn bytes(&self) -> &[u8];
     /// The bytes, to write.
     fn bytes_mut(&mut self) -> &mut [u8];
-    /// Whether every byte is known to be 0, so that clearing them again would only touch memory.
+    /// True if every byte is known to be 0, so that clearing them again would only touch memory.
     fn is_zeroed(&self) -> bool {
         false
     }
@@ -116,13 +116,13 @@ pub trait Memory: Send + Sync + fmt::Debug {
 /// An array of fixed capacity for [`Arrays::fixed`].
 #[derive(Debug)]
 pub struct Given {
-    /// Its memory, of `extent.elements()` elements, aligned to the element type.
+    /// Memory of the array, of `extent.elements()` elements, aligned to the element type.
     pub memory: Box<dyn Memory>,
-    /// Its capacity. For a table the columns are the distance of two rows.
+    /// Capacity of the array. For a table the columns are the distance of two rows.
     pub extent: Extent,
 }
 
-/// What a lowering needs of one array.
+/// Memory that a lowering needs of one array.
 #[derive(Debug, Clone, Copy)]
 pub struct Need {
     /// Index of the array in [`Format::arrays`](crate::plan::Format::arrays).
@@ -137,7 +137,7 @@ pub struct Need {
 pub trait Element: bytemuck::Pod + Poison {
     #[doc(hidden)]
     fn of(store: &mut Store) -> Option<&mut Vec<Self>>;
-    /// Whether it is an element of arrays of `dtype`.
+    /// True if it is an element of arrays of `dtype`.
     fn is(dtype: DType) -> bool;
 }
 
@@ -174,7 +174,7 @@ element!(u8, U8, Bool | U8);
 struct Column {
     spec: &'static Spec,
     store: Option<Store>,
-    /// What the last lowering wrote; `None` if the phase has no such array.
+    /// Extent that the last lowering wrote; `None` if the phase has no such array.
     used: Option<Extent>,
     /// Distance of two rows of a table, in elements.
     width: u64,
@@ -199,7 +199,7 @@ pub struct ArrayRef<'a> {
     pub spec: &'static Spec,
     /// All bytes from the first used element to the last one.
     pub bytes: &'a [u8],
-    /// What is used.
+    /// Extent that is used.
     pub extent: Extent,
     /// Distance of two rows of a table, in elements; 1 for a line.
     pub width: u64,
@@ -211,7 +211,7 @@ pub struct View<'a> {
     spec: &'static Spec,
     store: Option<&'a mut Store>,
     elements: usize,
-    /// By reference, as a flag among words is moved in pieces, for which the next reader waits.
+    /// Held by reference: a flag among words is moved in pieces, for which the next reader waits.
     poison: &'a bool,
     /// Distance of two rows of a table, in elements; 1 for a line.
     pub width: usize,
@@ -230,7 +230,7 @@ impl<'a> View<'a> {
         Self { spec: &ABSENT, store: None, elements: 0, poison: &false, width: 1, marks: &mut [] }
     }
 
-    /// Whether the array is there (an optional one may have been left out by the caller).
+    /// True if the array is there (an optional one may have been left out by the caller).
     pub fn is_present(&self) -> bool {
         self.store.is_some()
     }
@@ -312,12 +312,12 @@ impl Arrays {
         Ok(Self { columns, generation: 0, poison: false })
     }
 
-    /// What arrays there are, whatever the phase.
+    /// The arrays that there are, whatever the phase.
     pub fn specs(&self) -> impl Iterator<Item = &'static Spec> {
         self.columns.iter().map(|column| column.spec)
     }
 
-    /// Whether there are no arrays at all.
+    /// True if there are no arrays at all.
     pub fn is_empty(&self) -> bool {
         self.columns.is_empty()
     }
@@ -363,7 +363,7 @@ impl Arrays {
         Ok(views)
     }
 
-    /// Whether memory of fixed size takes the arrays.
+    /// True if memory of fixed size takes the arrays.
     pub(crate) fn is_fixed(&self) -> bool {
         self.columns.iter().any(|c| matches!(c.store, Some(Store::Given(_))))
     }

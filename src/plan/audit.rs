@@ -122,7 +122,7 @@ fn lengths(plan: &Plan, tables: &Tables<'_>, r: &AuditedRequest<'_>, row: u32) -
     Err(Error::Invalid { what: "prefix length", got, why })
 }
 
-/// What may be settled at most when a plan runs, request by request; of a plan that [`check`] takes.
+/// The most that may be settled when a plan runs, request by request; for a plan that [`check`] takes.
 pub(super) fn settled(plan: &Plan, tables: &Tables<'_>) -> Vec<u32> {
     let rows = plan.rows().iter().zip(plan.prefix_lens()).take(plan.live_batch);
     rows.map(|(&row, &prefix)| tables.settled(row as u32).unwrap_or(0).max(prefix as u32)).collect()
@@ -135,7 +135,7 @@ fn query(plan: &Plan, tables: &Tables<'_>, geometry: &Geometry, r: &AuditedReque
     let mask = &plan.mask()[q * w..(q + 1) * w];
     let bits = set_bits(mask);
     if plan.out_slots()[q] == 0 {
-        // Only a draft step behind the context wall has dead queries in a live request, and then all of them.
+        // In a live request only a draft step behind the context wall has dead queries, and then all of them.
         return match plan.phase {
             Phase::Draft { .. } if r.prefix == 0 => dead(plan, q, r.index, "a query that writes to the sink"),
             _ => Err(outside(r, "queries that write to the sink", q as i64, q as i64)),
@@ -239,7 +239,7 @@ fn dead(plan: &Plan, q: usize, request: usize, which: &str) -> Result<()> {
 /// another request's by now (sglang pull request 23037).
 pub(super) fn check_padding<F: Format>(format: &F, plan: &Plan, geometry: &Geometry, arrays: &Arrays) -> Result<()> {
     let mut slots = Vec::new();
-    // Where a kernel finds queries by request, none may be left behind the last live one either.
+    // In phases whose kernels find queries by request, no query may be left behind the last live one either.
     let behind = usize::from(matches!(plan.phase, Phase::Extend | Phase::Verify));
     for q in plan.live_queries()..plan.queries() + behind {
         let found = match format.reads(plan, geometry, arrays, q, &mut slots) {

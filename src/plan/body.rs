@@ -29,7 +29,7 @@ pub struct PlanParts {
     pub mask_words: u32,
 }
 
-/// What one step of a batch writes and attends to. See the [module](crate::plan) for the attention form.
+/// The writes of one step of a batch, and what it attends to. See the [module](crate::plan) for the attention form.
 ///
 /// A plan by itself launches nothing; kernels take an [`AuditedPlan`](crate::plan::AuditedPlan).
 #[derive(Debug, Clone)]
@@ -138,7 +138,7 @@ impl Plan {
         self.qo_indptr.get().get(self.live_batch).map_or(0, |&q| q as usize)
     }
 
-    /// Whether it has dead requests or queries behind the live ones.
+    /// True if the plan has dead requests or queries behind the live ones.
     pub fn is_padded(&self) -> bool {
         self.batch() > self.live_batch || self.queries() > self.live_queries()
     }

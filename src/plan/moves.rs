@@ -27,7 +27,7 @@ pub struct Moves {
     ran: Ran,
 }
 
-/// What moves were planned for.
+/// State of a row for which moves were planned.
 #[derive(Debug, Clone, Copy)]
 struct MovedRow {
     row: i32,
@@ -112,7 +112,7 @@ impl Moves {
         self.src.len()
     }
 
-    /// Whether nothing is to be moved.
+    /// True if nothing is to be moved.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -190,7 +190,7 @@ impl Order<'_> {
         for i in 0..n {
             self.chain(i, move_into);
         }
-        // What is left are rings: every destination is still to be read, by exactly one move.
+        // Only rings are left: every destination is still to be read, by exactly one move.
         for i in 0..n {
             if self.done[i] {
                 continue;

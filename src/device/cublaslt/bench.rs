@@ -48,7 +48,7 @@ pub(super) struct Bench<'a> {
     stream: OwnStream,
 }
 
-/// What became of one run.
+/// Outcome of one run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Ran {
     /// Every row had the bits of its class, which is this one.
@@ -190,7 +190,7 @@ impl<'a> Bench<'a> {
         Ok(if same { Ran::Class(class) } else { Ran::Differs })
     }
 
-    /// Whether the algorithm gives the class's bits at every one of `samples`, at each of several places.
+    /// True if the algorithm gives the class's bits at every one of `samples`, at each of several places.
     pub(super) fn holds(&mut self, algo: &Algo, class: u64, samples: &[u32]) -> Result<bool> {
         for rows in samples {
             let last = self.shape.max_rows + MORE - rows;
@@ -265,7 +265,7 @@ impl<'a> Bench<'a> {
 
 impl Drop for Bench<'_> {
     fn drop(&mut self) {
-        // What is in flight, after an error, ends before the memory goes on the list of what nobody uses.
+        // Work in flight, after an error, ends before the memory goes on the list of memory that nobody uses.
         if let Ok(_current) = self.context.enter() {
             let _ = self.stream.wait();
         }

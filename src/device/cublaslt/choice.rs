@@ -17,10 +17,11 @@ pub(super) struct Bucket {
     pub(super) workspace: usize,
 }
 
-/// Which algorithms the buckets of a weight may take.
+/// Algorithms that the buckets of a weight may take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Classes {
-    /// Those of one class of bits, the same in every bucket: a row's bits do not depend on how many rows there are.
+    /// Algorithms of one class of bits, the same in every bucket: a row's bits do not depend on how many rows there
+    /// are.
     #[default]
     One,
     /// Any, in each bucket the fastest: a row's bits change with the number of rows. For measurements of what [`One`]
@@ -30,11 +31,11 @@ pub enum Classes {
     Any,
 }
 
-/// What was chosen for a shape: one class of bits, and the fastest algorithm of it in every bucket.
+/// The choice for a shape: one class of bits, and the fastest algorithm of it in every bucket.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Choice {
     pub(super) shape: LinearShape,
-    /// Whether the buckets are of one class.
+    /// Algorithms that the buckets may take.
     pub(super) classes: Classes,
     /// Fingerprint of the first row of the product of the reproducible operands: it names the class. 0 where there is no
     /// one class.
@@ -44,7 +45,7 @@ pub struct Choice {
     pub(super) candidates: usize,
     /// Runs whose rows differed from others of their class; their algorithms were not taken there.
     pub(super) dropped: usize,
-    /// Whether it was measured in this process, or before and checked in this one.
+    /// True if it was measured in this process; false if measured before, and checked in this one.
     pub(super) measured: bool,
 }
 

@@ -58,7 +58,7 @@ impl Products {
         Self::with_file(device, folders, cache::path().as_deref())
     }
 
-    /// As [`Self::open`], with choices kept in `file`, or nowhere.
+    /// Open as [`Self::open`] does, with choices kept in `file`, or nowhere.
     pub fn with_file(device: &'static Device, folders: &[PathBuf], file: Option<&Path>) -> Result<Self> {
         let library = Library::load(folders)?;
         let _current = device.context().enter()?;
@@ -132,9 +132,9 @@ impl Products {
         Ok(choice)
     }
 
-    /// What the bits of products depend on, as JSON: device, driver, library and, for each shape that was chosen, the
-    /// split of K, the fingerprint of the class, and the algorithm of each bucket with its time. `contract` is false
-    /// [without it](Self::without_contract).
+    /// Facts on which the bits of products depend, as JSON: device, driver, library and, for each shape that was
+    /// chosen, the split of K, the fingerprint of the class, and the algorithm of each bucket with its time. `contract`
+    /// is false [without it](Self::without_contract).
     pub fn numerics(&self) -> String {
         let Opened { handle, device, chosen } = &*self.opened;
         let chosen = chosen.lock().unwrap_or_else(PoisonError::into_inner);
@@ -237,7 +237,7 @@ pub struct Linear {
 }
 
 impl Linear {
-    /// What was chosen for it.
+    /// The choice for the product's shape.
     pub fn choice(&self) -> &Arc<Choice> {
         &self.choice
     }

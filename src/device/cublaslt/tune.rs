@@ -72,7 +72,7 @@ fn key(handle: &Handle, device: &Device, shape: &LinearShape, split: Option<u32>
     format!("{} | {shape}{by}", place(handle, device))
 }
 
-/// What a choice holds for: device, driver, library.
+/// Key of the place for which a choice holds: device, driver, library.
 pub(super) fn place(handle: &Handle, device: &Device) -> String {
     let (name, capability) = (device.name(), device.capability());
     let multiprocessors = device.context().multiprocessors();
@@ -230,8 +230,8 @@ fn measure(
     Ok(Choice { shape, classes: allowed, fingerprint, buckets, candidates, dropped, measured: true })
 }
 
-/// What the library proposes at the ends and in the middle of every bucket: each algorithm once, and by their indices
-/// those of each bucket.
+/// The library's proposals at the ends and in the middle of every bucket: each algorithm once, and for each bucket the
+/// indices of its own.
 #[allow(clippy::type_complexity, reason = "two lists that belong together, taken apart at once")]
 fn candidates(
     handle: &Handle,

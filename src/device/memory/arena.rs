@@ -33,12 +33,12 @@ use crate::error::{Error, Result};
 pub const REGION_ALIGN: usize = 256;
 /// Bytes of a guard gap.
 const GAP: usize = 256;
-/// What a guard gap holds.
+/// Byte that fills a guard gap.
 const CANARY: u8 = 0xA5;
-/// What a poisoned region holds: NaN in every float type, -1 in every integer.
+/// Byte that fills a poisoned region: NaN in every float type, -1 in every integer.
 const POISON: u8 = 0xFF;
 
-/// Whether an arena keeps gaps of known bytes around its regions.
+/// Guards of an arena: gaps of known bytes around its regions, or none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Guards {
     /// Regions follow each other.
@@ -75,7 +75,7 @@ impl<T> Region<T> {
         Region { plan: self.plan, index: self.index, len: self.len * size_of::<T>(), element: PhantomData }
     }
 
-    /// Whether there are no elements.
+    /// True if there are no elements.
     pub fn is_empty(self) -> bool {
         self.len == 0
     }

@@ -89,7 +89,7 @@ impl Block {
         Ok(())
     }
 
-    /// Whether every use that was told is over.
+    /// True if every use that was told is over.
     fn idle(&self) -> Result<bool> {
         let _current = self.context.enter()?;
         let uses = self.uses();
@@ -225,7 +225,7 @@ impl DeviceBuffer {
         let _current = self.0.context.enter()?;
         // SAFETY: within the allocation, which `used_on` keeps until the fill has finished.
         let filled = unsafe { raw::fill(self.0.address + offset as u64, byte, bytes, stream) };
-        // Also behind a call that was refused: it may have begun.
+        // The use is told behind a refused call, too: the call may have begun.
         self.used_on(stream).and(filled)
     }
 

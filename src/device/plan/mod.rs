@@ -84,7 +84,7 @@ pub struct DeviceBatch<'a> {
     pub live: Option<&'a DeviceSlice<i32>>,
 }
 
-/// Which step of a round is planned, with its operands in device memory.
+/// The step of a round that is planned, with its operands in device memory.
 #[derive(Debug, Clone, Copy)]
 pub enum DeviceStep<'a> {
     /// Tokens behind a prefix, attended causally: prefill, and the draft model's pass over accepted tokens.
@@ -187,7 +187,7 @@ impl DevicePlan {
         self.phase
     }
 
-    /// What it is padded to.
+    /// Bucket that the plan is padded to.
     pub fn bucket(&self) -> Bucket {
         Bucket { batch: self.memory.rows.len() as u32, queries: self.memory.positions.len() as u32 }
     }

@@ -51,7 +51,7 @@ pub struct Sampler {
     config: SamplerConfig,
     /// Empty where no penalty reads it.
     history: History,
-    /// What the text must look like; other samplers of the request may have the same.
+    /// Grammar that the text must follow; other samplers of the request may have the same.
     grammar: Option<Tracker>,
 }
 
@@ -125,7 +125,7 @@ impl Sampler {
         mask.map_or_else(|| self.edits(), |mask| self.edits().masked(&mask))
     }
 
-    /// Whether tokens are drawn under masks.
+    /// True if tokens are drawn under masks.
     pub fn masked(&self) -> bool {
         self.grammar.is_some() || self.config.allowed.is_some()
     }
@@ -169,8 +169,9 @@ impl Sampler {
         self.edited(scratch, logits, path, |row, pick| draw::token(&self.config, row, position, pick)).map(|t| t as i32) // < vocab, which fits i32
     }
 
-    /// What [`Sampler::draw`] draws from: each logit, after masks, bias and penalties, less the largest of them; over the
-    /// temperature where that is not 0; -inf for tokens that are banned, or that top-k, top-p and min-p leave out.
+    /// The distribution from which [`Sampler::draw`] draws: each logit, after masks, bias and penalties, less the
+    /// largest of them; over the temperature where that is not 0; -inf for tokens that are banned, or that top-k, top-p
+    /// and min-p leave out.
     ///
     /// Its softmax is the distribution of the draw up to the rounding of f32; that of a greedy draw is what the model
     /// says after the edits. Overwrites `out`.
@@ -223,12 +224,12 @@ impl Sampler {
     }
 }
 
-/// Why no token can be drawn: the fault, and the operand that has it.
+/// Reason why no token can be drawn: the fault, and the operand that has it.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum DrawFault {
-    /// Of an operand.
+    /// The fault of an operand.
     Row(&'static str, RowFault),
-    /// Of the grammar: the reason.
+    /// The fault of the grammar: the reason.
     Grammar(String),
 }
 

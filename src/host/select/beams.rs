@@ -357,8 +357,8 @@ impl DraftBeams {
         self.steps
     }
 
-    /// Why requests of this round stopped drafting: [`Error::NonFinite`] (`draft logits`) with the request and the row of
-    /// its first bad logits. One a request at most; empty in a sound round.
+    /// Reasons why requests of this round stopped drafting: [`Error::NonFinite`] (`draft logits`) with the request and
+    /// the row of its first bad logits. One a request at most; empty in a sound round.
     pub fn faults(&self) -> &[Error] {
         &self.faults
     }

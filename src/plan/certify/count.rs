@@ -11,7 +11,7 @@ use crate::plan::{Extent, Format, Lens, Load, Phase, phases};
 pub(super) fn full_batches(proof: &mut Proof, format: &impl Format, g: &Geometry) {
     let context = g.limits().max_context_len;
     let mut all: Vec<u32> = (0..g.page().get()).flat_map(|residue| lengths(g, residue)).collect();
-    // Where the steps of a draft and the nodes of a tree reach the wall.
+    // Lengths at which the steps of a draft and the nodes of a tree reach the wall.
     all.extend((0..=g.shape().steps().max(g.shape().draft_tokens())).filter_map(|n| context.checked_sub(n)));
     all.sort_unstable();
     all.dedup();

@@ -40,7 +40,7 @@ pub struct LayoutSizes {
     pub row_width: u32,
 }
 
-/// What [`certify`] found.
+/// Findings of [`certify`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Certificate {
     /// The limits.
@@ -55,7 +55,7 @@ pub struct Certificate {
     pub buffers: Vec<Buffer>,
     /// The per-branch formats' `kv_indices`, for comparison; not needed by the native format.
     pub per_branch: Buffer,
-    /// Whether one step's per-branch `kv_indices` fit `int32` indexing.
+    /// True if one step's per-branch `kv_indices` fit `int32` indexing.
     pub per_branch_fits: bool,
     /// Residues checked: all P of them.
     pub residues: u32,
@@ -72,7 +72,7 @@ pub struct Certificate {
 }
 
 impl Certificate {
-    /// Whether everything held: placements, rounds, and each format in each layout that it can do.
+    /// True if everything held: placements, rounds, and each format in each layout that it can do.
     pub fn holds(&self) -> bool {
         self.failed == 0 && self.formats.iter().all(FormatCertificate::holds)
     }

@@ -18,7 +18,7 @@ const RESIDUES: u32 = 64;
 /// Entries of one array that a proof writes, at most: rows of longer contexts than that allows are shortened.
 const ENTRIES: u64 = 1 << 22;
 
-/// What was written.
+/// Figures of the written arrays.
 #[derive(Debug, Default)]
 pub(super) struct Written {
     /// Slots read back.
@@ -70,7 +70,7 @@ fn longest(g: &Geometry) -> u32 {
 struct Rows<'a> {
     proof: &'a mut Proof,
     format: AnyFormat,
-    /// Of two requests.
+    /// Geometry of two requests.
     g: Geometry,
     pool: Pool,
     planner: Planner<AnyFormat>,

@@ -15,7 +15,7 @@ pub(in crate::plan) const EXPAND_CACHE_SEQLENS: usize = 3;
 pub(in crate::plan) const EXPAND_PAGE_TABLE: usize = 4;
 pub(in crate::plan) const EXPAND_CU_SEQLENS_Q: usize = 5;
 
-/// Of the prefix pass (or the only one), then of the expand pass.
+/// Arrays of the prefix pass (or the only one), then of the expand pass.
 pub(in crate::plan) static SPECS: [Spec; 6] = [
     Spec::new("cache_seqlens", DType::I32),
     Spec::new("page_table", DType::I32),

@@ -46,7 +46,7 @@ impl Lower for FlashAttention {
     }
 }
 
-/// What is lowered, from where.
+/// Inputs and outputs of a lowering.
 struct Lowering<'a> {
     plan: &'a Plan,
     tables: &'a Tables<'a>,
@@ -64,14 +64,14 @@ struct Expand<'a> {
 #[derive(Clone, Copy)]
 struct LiveRequest<'a> {
     index: usize,
-    /// Its queries.
+    /// First of the request's queries.
     first: usize,
     end: usize,
     /// L.
     prefix: u32,
     /// Slots that its queries write.
     nodes: &'a [i32],
-    /// Its row of the pool's table.
+    /// The request's row of the pool's table.
     line: &'a [i32],
 }
 
@@ -238,7 +238,7 @@ impl<'a> Lowering<'a> {
         Ok(())
     }
 
-    /// Whose row it is, and what configuration asks for it.
+    /// Owner of a row, and the configuration that asks for it.
     #[cold]
     fn whose(&self, request: usize, query: Option<usize>) -> String {
         let query = query.map_or(String::new(), |j| format!(", query {j}"));

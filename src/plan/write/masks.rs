@@ -13,8 +13,8 @@ fn shape_of(plan: &Plan, i: usize) -> (usize, usize, usize) {
     (first, end - first, plan.prefix_lens()[i] as usize)
 }
 
-/// Where each request's mask starts, `unit` elements counting as one (8 to a byte of the packed mask, each request
-/// rounded up); the callers have compared the last one with the type's range.
+/// Write where each request's mask starts, `unit` elements counting as one (8 to a byte of the packed mask, each
+/// request rounded up); the callers have compared the last one with the type's range.
 pub(super) fn starts<I: Index>(plan: &Plan, unit: u64, out: &mut [I]) {
     let mut sum = 0;
     let mut starts = Starts::new(out);

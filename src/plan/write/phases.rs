@@ -270,7 +270,7 @@ fn tree_w(parents: &[i32], root: i32, pos: &mut [i32], bits: &mut [u64], w: usiz
     None
 }
 
-/// What a draft step's masks are made of. Ancestors: `pattern` is each branch's own bit, `allowed` the slots of the
+/// Prepare the parts of a draft step's masks. Ancestors: `pattern` is each branch's own bit, `allowed` the slots of the
 /// earlier steps. Lanes: `pattern` is each branch's mask.
 fn draft_patterns(scratch: &mut Scratch, s: Step, mask: DraftMask<'_>) {
     let words = form::mask_words(s);

@@ -34,7 +34,7 @@ pub(super) struct Rows {
     epoch: u32,
 }
 
-/// What of the table is a request's.
+/// Part of the table that is a request's.
 #[derive(Debug, Clone, Copy, Default)]
 struct RowSpan {
     /// Index of the row's first column in the whole table.

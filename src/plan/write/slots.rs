@@ -246,7 +246,7 @@ fn ancestors<I: Index>(row: &ListRow<'_>, region: &DraftRegion, steps: u32, mask
     Ok(())
 }
 
-/// What of a request its list names.
+/// Tokens of a request that its list names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum RequestList {
     /// The prefix.
