@@ -345,7 +345,7 @@ fn compile(nvcc: &Path, name: &str, arch: &str, out: &Path) -> Result<String, Fa
     if fs::read_to_string(&stamp).is_ok_and(|old| old == key) && out.join(&file).is_file() {
         return Ok(entry(name, arch, &file, ptx_version(ptx)?));
     }
-    let _ = fs::remove_file(&stamp); // nothing there is whole until the new one stands
+    let _ = fs::remove_file(&stamp); // without it, no file there counts as whole
     // Relative source path: what the compiler writes about its input does not depend on where the checkout lies.
     let output = Command::new(nvcc)
         .current_dir(&root)

@@ -64,10 +64,10 @@ __device__ __forceinline__ void attend(const AttentionParams &p) {
                   "a warpgroup's product has 64 rows, a panel 64 columns, and a thread 255 registers");
     static_assert(WARPGROUP || !WIDE, "mma.sync keeps all rows of a tile in each warp");
     constexpr int ROW_TILES = WARPGROUP ? 1 : M / 16;
-    constexpr int KEY_TILES = WARPGROUP ? BLOCK / 8 : 4;         // of 8 keys, which a warp scores
-    constexpr int COLUMN_TILES = WARPGROUP ? HD / 8 : HD / 32;  // of 8 columns, which a warp owns
+    constexpr int KEY_TILES = WARPGROUP ? BLOCK / 8 : 4;         // tiles of 8 keys, which a warp scores
+    constexpr int COLUMN_TILES = WARPGROUP ? HD / 8 : HD / 32;  // tiles of 8 columns, which a warp owns
     constexpr int DIM_STEPS = HD / 16;
-    constexpr int PIECES = HD / 8;       // of 16 bytes, in a row of K, V or Q
+    constexpr int PIECES = HD / 8;       // pieces of 16 bytes in a row of K, V or Q
     constexpr uint32_t ENTRY = BLOCK * HD * 2;
     // The launcher counts on this size.
     static_assert(sizeof(Shared<M>) <= M * 76 + BLOCK * 8 + M / 16 * 8 + 240, "shared_bytes in kernels/attention.rs");
@@ -208,7 +208,7 @@ __device__ __forceinline__ void attend(const AttentionParams &p) {
         const int32_t tile = place.tile;
         const int32_t head = place.head;
         const int32_t split = place.split;
-        const int32_t rows = r.queries * p.group - tile * M;  // of this tile; more than M: all
+        const int32_t rows = r.queries * p.group - tile * M;  // rows of this tile; more than M: all
         const int32_t *table =
             reinterpret_cast<const int32_t *>(p.table) + static_cast<int64_t>(r.row) * p.table_width;
         const int32_t block_first = with_tail ? 0 : split * SPLIT_BLOCKS;
@@ -312,7 +312,8 @@ __device__ __forceinline__ void attend(const AttentionParams &p) {
 
         // K and V of block b are entries 2b and 2b + 1 of a stream through the ring.
         const uint64_t head_offset = static_cast<uint64_t>(head) * (HD * 2);
-        uint32_t slot = NO_SLOT;      // of this lane's key in the block under way, in pieces from the plane's first
+        // Slot of this lane's key in the block under way, in pieces from the plane's first.
+        uint32_t slot = NO_SLOT;
         int32_t ahead_position = -1;  // row position of this lane's key in the block after it, and its page
         int32_t ahead_page = 0;
         auto look_up = [&](int32_t block) {
@@ -377,7 +378,7 @@ __device__ __forceinline__ void attend(const AttentionParams &p) {
 
         float o[ROW_TILES][COLUMN_TILES][4];
         float m[ROW_TILES][2];
-        float l[2] = {0.0f, 0.0f};  // where a warp owns its rows; else in `sh`
+        float l[2] = {0.0f, 0.0f};  // sums where a warp owns its rows; else they are in `sh`
         uint32_t q[KEEP_Q ? DIM_STEPS : 1][KEEP_Q ? ROW_TILES : 1][4];
         auto start_split = [&]() {
             l[0] = 0.0f;

@@ -110,7 +110,7 @@ __device__ __forceinline__ void merge(const AttentionParams &p) {
         const int32_t head = query_head / p.group;
         const int32_t packed = j * p.group + query_head % p.group;
         const int32_t tiles = (r.queries * p.group + p.tile_rows - 1) / p.tile_rows;
-        const int32_t place = head * tiles + tiles - 1 - packed / p.tile_rows;  // as `attend` numbers items
+        const int32_t place = head * tiles + tiles - 1 - packed / p.tile_rows;  // `attend` numbers items so
         const Row row = row_at<false>(p, r, i, j, false);
         const int32_t splits = (row.cut + SPLIT - 1) / SPLIT;
         // Writes of `attend` are read past L1, and not before the wait: no load for constants may be used.
@@ -125,7 +125,7 @@ __device__ __forceinline__ void merge(const AttentionParams &p) {
         const int32_t tail = __ldcg(header + 1) + __ldcg(header + 2 + p.requests + i) + place;
         Folded f = {none(), 0.0f};
         constexpr int AHEAD = 4;
-        constexpr int VECTORS = (HD / 4 + 31) / 32;  // of a lane
+        constexpr int VECTORS = (HD / 4 + 31) / 32;  // vectors of a lane
         float4 sum[VECTORS];
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
@@ -185,7 +185,7 @@ __device__ __forceinline__ void merge(const AttentionParams &p) {
         }
     }
     if (!waited) {
-        wait_for_attend();  // what follows `merge` in the stream waits for it alone
+        wait_for_attend();  // launches behind `merge` in the stream wait for it alone
     }
 }
 

@@ -62,7 +62,7 @@ __device__ __forceinline__ void gather_rows(const GatherRowsParams &p) {
     }
 }
 
-constexpr int NORM_VECTORS = 4;  // of a thread: what keeps a row in registers
+constexpr int NORM_VECTORS = 4;  // vectors of a thread: so many keep a row in registers
 
 // Weights `at`..`at + WIDTH` of a norm, 0 behind its last column.
 template <typename T>

@@ -209,7 +209,7 @@ __device__ __forceinline__ uint64_t scan(Shared &shared, uint64_t x, uint64_t &t
         shared.warp_sums[warp] = x;
     }
     __syncthreads();
-    uint64_t sum = shared.warp_sums[lane];  // as many warps as lanes
+    uint64_t sum = shared.warp_sums[lane];  // there are as many warps as lanes
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
         const uint64_t y = __shfl_up_sync(ALL_LANES, sum, d);
@@ -777,7 +777,7 @@ __device__ __forceinline__ uint64_t draw_node(const SampleParams &p, Shared &sha
     for (int32_t i = threadIdx.x; i < live; i += THREADS) {
         const Range range = nodes_of(p, KERNEL_SAMPLE_VERIFY, i, live, false);
         if (at >= range.begin && at - range.begin < range.size) {
-            owner = i;  // of offsets that overlap either may win: such a batch has a fault of its own
+            owner = i;  // if offsets overlap, either may win: such a batch has a fault of its own
         }
     }
     __syncthreads();

@@ -41,12 +41,12 @@ __device__ __forceinline__ int32_t rank_of(const float *scores, int32_t count, i
 // The limits of a request, checked.
 struct Limits {
     int32_t within;  // candidates of its sound steps within its depth
-    int32_t count;   // of them, at most, in the tree
+    int32_t count;   // most candidates that the tree takes
 };
 
 __device__ __forceinline__ Limits limits_of(const TreeBuildParams &p, int32_t request, int32_t live, bool reporter) {
     if (request >= live) {
-        return {0, -1};  // not even a root
+        return {0, -1};  // no root either
     }
     int32_t sound = reinterpret_cast<const int32_t *>(p.sound)[request];
     if (sound < 0 || sound > p.steps) {

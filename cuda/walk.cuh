@@ -83,7 +83,7 @@ __device__ __forceinline__ bool step(const P &p, Kernel kernel, int32_t request,
         if (writer) {
             record_fault(p.record, p.claim, kernel, BUFFER_PATH, request, child, walk.length, p.max_path);
         }
-        return false;  // what is emitted is right; there is only less of it
+        return false;  // the emitted tokens are right; there are only fewer of them
     }
     walk.node = child;
     return true;

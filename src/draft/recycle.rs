@@ -208,7 +208,7 @@ impl RecycledTokens {
                 let held = small.tokens.iter().zip(&small.rows).filter(|(t, _)| **t != NONE);
                 held.for_each(|(&t, &r)| self.recent.set(t, r, self.factor));
             } else {
-                self.older = None; // it goes before its successor comes
+                self.older = None; // the older text goes before its successor comes
                 self.older = Some(std::mem::replace(&mut self.recent, Rows::new(16)));
             }
         }

@@ -79,7 +79,7 @@ impl SuffixDrafts {
             self.copy = copy;
             return Err(refused);
         }
-        self.habits = habits; // those of the output count
+        self.habits = habits; // the output's habits count
         if self.older.is_none() && self.copy.is_none_or(|c| c.astray() > 0) {
             self.copy = copy.or(self.copy);
         }

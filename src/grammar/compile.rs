@@ -133,12 +133,12 @@ fn in_time(
     let spawned = compiling.spawn(move || {
         let made = make();
         drop(turn);
-        _ = tell.send(made); // nobody waits any more, perhaps
+        _ = tell.send(made); // perhaps no longer awaited
     });
     let thread = spawned.map_err(|error| format!("no thread to compile it in: {error}"))?;
     let made = told.recv_timeout(PATIENCE);
     if made.is_ok() {
-        _ = thread.join(); // it is at its end: its stack is free when the next one wants one
+        _ = thread.join(); // the thread is at its end: its stack is free when the next one wants one
     }
     made.map_err(|error| match error {
         mpsc::RecvTimeoutError::Timeout => format!("takes longer than {} seconds to compile", PATIENCE.as_secs()),

@@ -480,7 +480,7 @@ impl<'a> Schema<'a> {
         let (one, other) = match (a, b) {
             (Kind::Number(x), Kind::Number(y)) => {
                 let met = x.meet(y).and_then(|met| met.told());
-                return Ok(met == Ok(Told::Never)); // what cannot be told is not told apart
+                return Ok(met == Ok(Told::Never)); // values that cannot be told count as not apart
             }
             (Kind::String(x), Kind::String(y)) => return Ok(x.meet(y).told() == Ok(None)),
             (Kind::Bool(x), Kind::Bool(y)) => return Ok(x != y),

@@ -278,7 +278,7 @@ fn translated(text: &str) -> Result<String, String> {
         match (c, class) {
             ('\\', _) => {
                 let escaped = chars.next().ok_or("ends in a backslash")?;
-                let wide = class == Some(true); // what is excluded is excluded as any engine sees it
+                let wide = class == Some(true); // a class excludes what any engine excludes
                 let narrow = match (escaped, class.is_some()) {
                     ('d' | 'w' | 's' | 'D' | 'W' | 'S', inside) => Some(shorthand(escaped, wide, inside)),
                     ('/', _) => Some(r"\x2F".into()),

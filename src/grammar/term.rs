@@ -82,7 +82,7 @@ impl Term {
     /// That takes too long to tell.
     pub(super) fn is_empty(&self) -> Result<bool, String> {
         match self {
-            Self::Rx(_) => Ok(false), // those that are made here match something
+            Self::Rx(_) => Ok(false), // expressions that are made here match something
             Self::Any(terms) => terms.iter().try_fold(true, |empty, t| Ok(empty && t.is_empty()?)),
             _ => Ok(self.compiled()?.always_empty()),
         }

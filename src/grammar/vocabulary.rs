@@ -55,7 +55,7 @@ fn limits() -> ParserLimits {
         max_lexer_states: 50_000, // 1 to 2 kB each
         max_grammar_size: 500_000,
         precompute_large_lexemes: true,
-        verbose_errors: false, // they would repeat the output
+        verbose_errors: false, // verbose errors would repeat the output
     }
 }
 

@@ -106,7 +106,7 @@ impl<'a> AttnView<'a> {
             index(kernel, "qo_indptr", row, -1, last - first, queries + 1)?;
             index(kernel, "prefix length", row, -1, i64::from(self.prefix_lens[i]), i32::MAX as usize)?;
             if self.queries(i).is_empty() {
-                continue; // nothing to read: the row may be anything
+                continue; // no key to read: the row may be anything
             }
             index(kernel, "page table rows", row, -1, i64::from(self.rows[i]), table_rows)?;
             let end = self.end(i);

@@ -105,7 +105,7 @@ mod tests {
     fn torch_is_followed_where_it_was_changed() {
         let ours = |number, from_openmp| Start { number, from_openmp };
         for (torch, cpus, start, want) in [
-            (2, 2, ours(2, false), None),     // as it starts
+            (2, 2, ours(2, false), None),     // the state at the start
             (1, 2, ours(2, false), Some(1)),  // lowered
             (3, 2, ours(2, false), Some(3)),  // raised above all CPUs
             (16, 64, ours(8, false), None),   // a part of a large machine, or its cores

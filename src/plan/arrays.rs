@@ -478,7 +478,7 @@ impl Column {
         };
         self.used = self.store.as_ref().map(|_| need.used);
         if *poison {
-            self.marks.fill(self.width as u32); // nothing holds the dead value now
+            self.marks.fill(self.width as u32); // no entry holds the dead value now
         }
         let Self { spec, store, marks, width, .. } = self;
         Ok(View { spec, store: store.as_mut(), elements, poison, width: *width as usize, marks })

@@ -111,7 +111,7 @@ fn request<'a>(plan: &Plan, tables: &Tables<'a>, i: usize) -> Result<AuditedRequ
 
 /// The prefix ends where the settled tokens do, or among those in flight; of an extend, perhaps before.
 fn lengths(plan: &Plan, tables: &Tables<'_>, r: &AuditedRequest<'_>, row: u32) -> Result<()> {
-    let Some(RowView { committed, .. }) = tables.row(row) else { return Ok(()) }; // its version was right
+    let Some(RowView { committed, .. }) = tables.row(row) else { return Ok(()) }; // the row's version was right
     let (settled, reach) = (tables.settled(row).unwrap_or(0), tables.reach(row).unwrap_or(0));
     let least = if plan.phase == Phase::Extend { 0 } else { settled };
     if (u64::from(least)..=u64::from(reach)).contains(&r.prefix) {

@@ -88,7 +88,7 @@ impl Load {
     /// Load of `plan`.
     pub fn of(plan: &Plan) -> Self {
         let mut load = Self::new(plan.phase(), plan.batch() as u64, plan.queries() as u64);
-        let mut prefixes = 0; // of each query
+        let mut prefixes = 0; // sum over the queries
         for i in 0..plan.live_batch() {
             let (first, end) = (plan.qo_indptr()[i] as usize, plan.qo_indptr()[i + 1] as usize);
             // A request behind the context wall writes to the sink.

@@ -71,7 +71,7 @@ impl Moves {
         let mut order = Order { src, dst, num_slots, readers, done, out };
         for (i, (s, d)) in src.iter().zip(dst).enumerate() {
             if s == d {
-                order.done[i] = true; // nothing to do
+                order.done[i] = true; // the move has no effect
             } else {
                 *order.readers.entry(*s).or_default() += 1;
             }

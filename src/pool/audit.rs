@@ -143,7 +143,7 @@ impl State {
                 _ => return Err(self.fault(page, format!("page {page} is wrongly or twice on the free list"))),
             }
         }
-        let mut in_use = 0; // by someone besides the cache
+        let mut in_use = 0; // pages with an owner besides the cache
         for (page, (rec, &counted)) in self.ledger.recs.iter().zip(refs).enumerate() {
             let page = page as u32;
             if u64::from(rec.refs) != counted {

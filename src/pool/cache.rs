@@ -189,7 +189,7 @@ impl PrefixCache {
         if let Some(parent) = self.nodes.get_mut(at.node as usize) {
             parent.children += 1;
             let key = (parent.tick, at.node);
-            self.victims.remove(&key); // it has a child now
+            self.victims.remove(&key); // the node has a child now
         }
         (at.to(n), n)
     }

@@ -128,7 +128,7 @@ impl State {
             }
             (r.committed, r.base_pages) = (len, self.config.page.pages_for(len));
         }
-        buffers.clear_copies(); // they were launched before the round that this commits
+        buffers.clear_copies(); // the copies were launched before the round that this commits
         self.settle();
         Ok(())
     }
@@ -148,7 +148,7 @@ impl State {
             if r.held != 0 && len == r.committed {
                 // No counted token was written into the copy: the row keeps the shared page.
                 self.ledger.restore_tail(r, page, line, owner)?;
-                first -= 1; // of a partial page, the last of `new`
+                first -= 1; // for the partial page, the last of `new`
             } else if r.held != 0 {
                 self.ledger.drop_ref(std::mem::take(&mut r.held), owner)?;
             }

@@ -1,4 +1,4 @@
-"""What tests of `AsyncLLM` share: an engine's options, requests, and a loop in which nothing may hang."""
+"""Parts that tests of `AsyncLLM` share: an engine's options, requests, and a loop in which nothing may hang."""
 
 from __future__ import annotations
 

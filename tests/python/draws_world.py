@@ -1,4 +1,4 @@
-"""What tests of sampling's bans and of log-probabilities share, on the host and on a GPU."""
+"""Parts that tests of sampling's bans and of log-probabilities share, on the host and on a GPU."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from specrs.engine.request.draws import Draws
 
 
 def told(error: NonFiniteError | None) -> Any:
-    """What an error says, but whose it is."""
+    """Return the content of an error without its request."""
     return None if error is None else (error.what, error.value, error.position, error.index)
 
 
 def seen(outputs: list[RequestOutput]) -> list[Any]:
-    """What must not depend on how tokens were found: tokens, and every log-probability to the bit."""
+    """Return what must not depend on how tokens were found: tokens, and every log-probability to the bit."""
     return [
         (o.index, o.token_ids, o.text, o.finish_reason, told(o.error), o.logprobs, o.prompt_logprobs,
          o.cumulative_logprob)

@@ -24,7 +24,7 @@ DRIVER, RUNTIME = 1, 2  # CUPTI_CB_DOMAIN_DRIVER_API, CUPTI_CB_DOMAIN_RUNTIME_AP
 ENTER, EXIT = 0, 1  # CUPTI_API_ENTER, CUPTI_API_EXIT
 NAMES = ("libcupti.so.13", "libcupti.so.12", "libcupti.so")
 
-# What lets the host wait for the device: every copy that is not asynchronous, and memory that is given back.
+# Calls that let the host wait for the device: every copy that is not asynchronous, and memory that is given back.
 WAITS = re.compile(
     r"cu(Stream|Ctx|Event)Synchronize|cuMemcpy(?!.*Async).*|cuMemFree(Host)?"
     r"|cuda(Stream|Device|Event|Thread)Synchronize|cudaMemcpy(?!.*Async).*|cudaFree(Host)?"
@@ -44,9 +44,10 @@ class DriverCalls:
     """Calls by their names without version, such as ``cuMemcpyDtoH``.
 
     Attributes:
-        calls: of the driver.
-        runtime: of the runtime.
-        synchronisations: those of both that let the host wait; of one in another the inner one, which is the driver's.
+        calls: calls of the driver.
+        runtime: calls of the runtime.
+        synchronisations: calls of both that let the host wait; if one is made within another, the inner one, which is
+            the driver's.
     """
 
     calls: Counter[str] = field(default_factory=Counter)

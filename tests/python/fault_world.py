@@ -28,7 +28,7 @@ class Process:
     """``specrs serve`` as a user starts it.
 
     Attributes:
-        port: that it listens at.
+        port: port at which the server listens.
         url: without a path.
     """
 
@@ -54,7 +54,7 @@ class Process:
         self.url = f"http://127.0.0.1:{self.port}"
 
     def errors(self) -> str:
-        """What it wrote on stderr so far."""
+        """Return what the server wrote on stderr so far."""
         return self.stderr.read_text(errors="replace")
 
     def memory(self) -> int:
@@ -105,8 +105,8 @@ async def hosted(llm: LLM, limits: dict[str, Any] | None = None, **config: Any) 
 
     Args:
         llm: the test's again afterwards.
-        limits: of `AsyncLLM`.
-        config: of `ServeConfig`.
+        limits: options of `AsyncLLM`.
+        config: fields of `ServeConfig`.
     """
     from specrs.serve import ServeConfig, server
     from specrs.serve.process import listener

@@ -86,7 +86,7 @@ class Lane:
 
 @dataclass(eq=False)
 class Found:
-    """What a round tells the host; ``logits`` and ``features`` are device memory."""
+    """Results of a round for the host; ``logits`` and ``features`` are device memory."""
 
     lens: list[int]
     depths: list[int]
@@ -108,9 +108,9 @@ class Run:
     """The device's state of a flight.
 
     Attributes:
-        levels: of drafts, for all of its rounds.
-        follow: whether features are kept.
-        alone: whether nothing can be launched behind its first round.
+        levels: levels of drafts, for all of its rounds.
+        follow: true if features are kept.
+        alone: true if nothing can be launched behind its first round.
         given: trees of the host, which its only round unites with its drafts.
     """
 
@@ -221,7 +221,7 @@ class Round:
 
 @dataclass
 class Told:
-    """What the device is told to do, and what it did."""
+    """Records what the device is told to do, and what it did."""
 
     level: Level = "round"
     fails: Callable[[str], None] = lambda _: None
@@ -268,7 +268,7 @@ class Device(HostExecutor):
         return self._slots[number % SLOTS]
 
     def holds(self, number: int) -> bool:
-        """Whether the features of a round are still there."""
+        """Return whether the features of a round are still there."""
         return number == self._next - 1
 
     def holds_logits(self, number: int) -> bool:
@@ -330,7 +330,7 @@ class Device(HostExecutor):
             return 0
         if self.told.level == "round":
             return 1
-        # How a loop ended is known; a round alone has not been waited for.
+        # The end of a loop is known; a round alone has not been waited for.
         return 0 if verified.loop and self.slot(verified.number).ended else LOOP
 
     def launch(self, verified: Any, rounds: int) -> Any:

@@ -42,7 +42,7 @@ class Tree:
 
 @dataclass(frozen=True)
 class Round:
-    """What a round must have come to."""
+    """The expected results of a round."""
 
     tree: Tree
     path: list[int]  # accepted nodes, the root first
@@ -51,7 +51,7 @@ class Round:
 
 
 class Layers:
-    """What target and head have in common: norms, rotary attention, feed-forward."""
+    """The parts that target and head have in common: norms, rotary attention, feed-forward."""
 
     def __init__(self, directory: Path, kv_dtype: torch.dtype | None) -> None:
         self.config: dict[str, Any] = json.loads((directory / "config.json").read_text())
@@ -66,7 +66,7 @@ class Layers:
         return functional.rms_norm(x, x.shape[-1:], self.w[f"{name}.weight"], self.config["rms_norm_eps"])
 
     def stored(self, x: torch.Tensor) -> torch.Tensor:
-        """As the KV cache holds it."""
+        """Return values as the KV cache holds them."""
         return x if self.kv_dtype is None else x.float().to(self.kv_dtype).double()
 
     def attend(self, name: str, x: torch.Tensor, positions: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:

@@ -81,7 +81,7 @@ def vocabulary() -> GrammarVocabulary:
 
 
 def accepts(grammar: Grammar, text: str) -> bool:
-    """Whether a whole text is one of the grammar's."""
+    """Return whether a whole text is one of the grammar's."""
     try:
         grammar.start([END]).commit([*text.encode(), END])
     except GrammarFailedError:
@@ -421,7 +421,7 @@ _VALIDATORS = [_validator(re.ASCII), _validator(0)]
 
 
 def takes(schema: Any, value: Any) -> bool:
-    """Whether a schema takes a value, whichever way its patterns are read."""
+    """Return whether a schema takes a value, by either reading of its patterns."""
     return all(v(schema).is_valid(value) for v in _VALIDATORS)
 
 

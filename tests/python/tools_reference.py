@@ -1,4 +1,4 @@
-"""What the parsers of tool calls must say of a whole text, written without them: by `json`, by searches.
+"""Results that the parsers of tool calls must give for a whole text, found without them: by `json`, by searches.
 
 A text begins like JSON where something behind it makes JSON of it; that is tried, not parsed.
 """
@@ -25,7 +25,7 @@ _TAILS = ("", "0", '"', '""', '"":0', '":0', ":0", '0"', '00"', '000"', '0000"',
 
 
 def begins(text: str) -> bool:
-    """Whether an object may begin so."""
+    """Return whether an object may begin so."""
     bare = re.sub(r'"(?:[^"\\]|\\.)*(?:"|\\?$)', "", text, flags=re.S)  # without strings
     closers = ""
     for c in bare:
@@ -301,7 +301,7 @@ def _named(text: str, at: int, tools: Sequence[str]) -> tuple[Call, int]:
 
 
 def _common(rest: str) -> int:
-    """How far a text goes on like what may stand behind a name."""
+    """Return how far a text goes on like what may stand behind a name."""
     best = 0
     for n in range(1, len(rest) + 1):
         head = rest[:n]

@@ -180,7 +180,7 @@ impl<'a> Bench<'a> {
         let all = (self.shape.max_rows + MORE) as usize;
         let known = self.known.entry(class).or_insert_with(|| {
             let mut rows = vec![None; all];
-            rows[0] = Some(class); // by what a class is called
+            rows[0] = Some(class); // a class is called by it
             rows
         });
         let mut same = true;

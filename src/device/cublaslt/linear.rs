@@ -126,7 +126,7 @@ impl Products {
             Classes::One => tune::choose(handle, device, shape, split, self.file.as_deref()),
             Classes::Any => tune::fastest_of_any(handle, device, shape),
         };
-        let _ = device.collect()?; // what was tried with
+        let _ = device.collect()?; // takes back the memory that trials used
         let choice = Arc::new(made?);
         chosen.push(Chosen { split, choice: choice.clone(), files: self.file.iter().cloned().collect() });
         Ok(choice)

@@ -62,7 +62,7 @@ pub(super) fn fastest_of_any(handle: &Handle, device: &'static Device, shape: Li
 pub(super) fn keep(handle: &Handle, device: &Device, choice: &Choice, split: Option<u32>, file: &Path) {
     let key = key(handle, device, choice.shape(), split);
     if cache::load(file, &key).is_none() {
-        let _ = cache::store(file, &key, choice); // as above
+        let _ = cache::store(file, &key, choice); // a failure is ignored, as above
     }
 }
 

@@ -316,7 +316,7 @@ impl PinnedBuffer {
     pub(in crate::device) fn host(&self) -> *mut u8 {
         match &self.0.memory {
             Some(RawMemory::Pinned(host)) => host.as_ptr(),
-            _ => std::ptr::NonNull::dangling().as_ptr(), // not before it is dropped
+            _ => std::ptr::NonNull::dangling().as_ptr(), // reached only once it is dropped
         }
     }
 

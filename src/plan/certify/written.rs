@@ -178,7 +178,7 @@ impl Rows<'_> {
         let mut arrays = fixed(&format, &g, step.phase())?;
         let Self { pool, planner, reads, .. } = self;
         let done = pool.with_tables(|t| {
-            planner.set_debug(false); // as in production: nothing poisons what the last write left
+            planner.set_debug(false); // off as in production: nothing poisons what the last write left
             let full = plan(planner, &t, &Batch::new(seqs, Lens::Host(lens)), step)?;
             planner.lower(&t, &full, &mut arrays)?;
             let bucket = Bucket { batch: full.batch() as u32, queries: full.queries() as u32 };

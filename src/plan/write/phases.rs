@@ -120,7 +120,7 @@ impl<F: Lower> Planner<F> {
             let slots = &mut plan.out_slots.get_mut()[..queries];
             scratch.draft_slots.write(step, limit, &mut plan.prefix_lens.get_mut()[..b], positions, slots);
             if scratch.draft_slots.dead(step, limit).next().is_some() {
-                scratch.rows.write_settled(lens, &mut plan.settled)?; // their prefixes are stated as 0
+                scratch.rows.write_settled(lens, &mut plan.settled)?; // the prefixes of such rows are stated as 0
             }
             let bits = &mut plan.mask.get_mut()[..b * n];
             draft_patterns(scratch, Step::new(geometry, Phase::Draft { step }), mask);

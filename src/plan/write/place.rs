@@ -68,7 +68,7 @@ impl Rows {
         if self.stamp == Some(stamp) && self.seqs == seqs {
             return Ok(());
         }
-        self.stamp = None; // until all rows are known
+        self.stamp = None; // none until all rows are known
         self.begin(tables.max_seqs() as usize);
         self.seqs.clear();
         self.seqs.extend_from_slice(seqs);

@@ -94,7 +94,7 @@ def generate(pair: Pair, prompts: list[list[int]], most: list[int], sampled: boo
 
 
 def margin(pair: Pair, prefix: list[int]) -> float:
-    """By how much the target prefers its next token to the second best."""
+    """Return by how much the target prefers its next token to the second best."""
     logits, _ = Driver(LlamaModel.load(pair.target, ops_for())).decode_all(prefix)
     best, second = logits[-1].topk(2).values.tolist()
     return float(best - second)

@@ -1,4 +1,4 @@
-"""What backends may be asked for: the whole small domain, and that what is said of it is so."""
+"""Combinations that may be asked of backends: the whole small domain, and the truth of what is said of it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Bare:
 
 
 class Pages(FlashAttention):
-    """One that reads whole pages in the holey layout alone, bfloat16 alone."""
+    """A backend that reads whole pages in the holey layout alone, bfloat16 alone."""
 
     name = "pages"
     draft_attention = {"holey": ("lane",)}  # noqa: RUF012
@@ -119,7 +119,8 @@ def test_what_is_accepted_runs_and_what_is_refused_has_an_alternative_that_does(
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_an_engine_is_made_of_what_is_accepted_and_of_nothing_else(tiny: Pair, name: str) -> None:
-    """Also that the core refuses what is refused here, where it is a matter of the format."""
+    """An engine refuses a combination if and only if routing does; the core refuses it too, where it is a matter of the
+    format."""
     made: set[Any] = set()
     for asked, found in answers(name).items():
         if asked.recurrent_state or asked.kv_dtype != "float32":

@@ -139,7 +139,8 @@ def test_a_tensor_beyond_its_storage_is_no_cache() -> None:
 
 
 def test_a_storage_that_shrank_where_it_was_is_seen() -> None:
-    """What DLPack cannot tell: pointer and shape are those of before, and the memory behind them is another's."""
+    """DLPack cannot tell such a storage: pointer and shape are those of before, and the memory behind them is
+    another's."""
 
     class Storage:
         """65536 bytes at an array's address, until somebody says less."""

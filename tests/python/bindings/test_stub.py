@@ -18,7 +18,7 @@ NODES: dict[str, Documented] = {n.name: n for n in members(TREE.body) if n.name 
 CLASSES = {name: node for name, node in NODES.items() if isinstance(node, ast.ClassDef)}
 FUNCTIONS = {name: node for name, node in NODES.items() if isinstance(node, ast.FunctionDef)}
 NO_CUDA = Path(__file__).parents[3] / "src" / "py" / "no_cuda.rs"
-# How names begin that a build without CUDA has in that list alone.
+# Beginnings of names that a build without CUDA has in that list alone.
 ON_A_DEVICE = ("_device_", "_Device", "_Graph", "_graph_", "_RoundRing")
 # Made by the interpreter or by pyo3 for every class, and not worth a line of a stub.
 IMPLICIT = {"__doc__", "__module__", "__weakref__", "__repr__", "__lt__", "__le__", "__gt__", "__ge__", "__ne__"}

@@ -36,7 +36,7 @@ def packed(raw: bytes) -> bytes:
 
 
 def filled(piece: bytes, before: bytes = b"[", behind: bytes = b"1]") -> bytes:
-    """As many pieces as a body may be long."""
+    """Return as many pieces as a body may be long."""
     room = container.MAX_RAW - len(before) - len(behind)
     return before + piece * (room // len(piece)) + behind
 

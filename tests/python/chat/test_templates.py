@@ -239,7 +239,7 @@ def test_messages_are_plain_values(plain: tuple[ChatTemplates, Any]) -> None:
 @pytest.mark.parametrize("value", ["5", None, True, -1, float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["seconds", "characters", "memory"])
 def test_limits_are_numbers(name: str, value: Any) -> None:
-    """One that is none would bound nothing."""
+    """A limit that is no number would bound nothing."""
     with pytest.raises(ConfigError, match=rf"RenderLimits\.{name} = {value!r}: must be an? "):
         RenderLimits(**{name: value})
 

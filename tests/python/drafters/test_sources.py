@@ -171,7 +171,7 @@ def test_a_corpus_refuses_what_it_cannot_serve(corpus: Path, tmp_path: Path) -> 
 
 
 def test_corpora_that_are_built_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
-    """Of one path, the last one stands whole; of names that differ in their endings, each its own."""
+    """If they have one path, the last one stands whole; if their names differ in their endings, each has its own."""
     whole = {name: [[i] * 3000 for _ in range(4)] for i, name in enumerate(("x.a", "x.b", "x"), 1)}
 
     def build(name: str) -> None:

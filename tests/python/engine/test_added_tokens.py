@@ -54,7 +54,7 @@ def tokens_of(tokenizer: Tokenizer) -> dict[int, tuple[Any, ...]]:
 
 
 def check_same(directory: Path) -> Tokenizer:
-    """That a directory's tokenizer is transformers' in ids, texts, flags and EOS."""
+    """Check that a directory's tokenizer is transformers' in ids, texts, flags and EOS."""
     theirs = AutoTokenizer.from_pretrained(directory)
     ours = load_tokenizer(directory)
     assert ours is not None

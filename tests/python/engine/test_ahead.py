@@ -277,7 +277,7 @@ def test_a_cold_round_is_charged_as_its_model_says(clock: list[float]) -> None:
 
 
 def others(rate: float, most: int = 8, pays: bool = True) -> Any:
-    """What other sources propose, in tokens for each plain round's time."""
+    """Stand in for other sources, whose proposals are given in tokens for each plain round's time."""
     return SimpleNamespace(rate=rate / PLAIN_SECONDS, most=most, pays=pays)
 
 
@@ -298,7 +298,7 @@ def test_others_draft_alone_where_the_heads_passes_add_little() -> None:
     speculation.drafting(batch)  # type: ignore[arg-type]
     assert speculation.alone(batch, [True], others(30.0, most=32)), "a sure chain of 32"
     assert not speculation.alone(batch, [True], others(30.0, most=32, pays=False))
-    # As good as the head's alone, but both together are better.
+    # The others are as good as the head alone, but both together are better.
     kind = speculation.kind(r)
     kind.gain, kind.levels[:] = 2.0, [0.8] * SHAPE.steps
     assert not speculation.alone(batch, [True], others(2.05))
@@ -325,7 +325,7 @@ def test_what_others_add_is_learnt_from_rounds_of_both(clock: list[float]) -> No
 
 
 def test_what_others_add_is_tried_again_and_seldom(clock: list[float]) -> None:
-    """Where the head had everything that the others had, other texts may come."""
+    """The head had everything that the others had; later texts may be other ones."""
 
     def rounds(speculation: AheadTree, r: Any, count: int, added: int) -> list[bool]:
         joins = []
@@ -350,7 +350,8 @@ def test_what_others_add_is_tried_again_and_seldom(clock: list[float]) -> None:
 
 @pytest.mark.parametrize("real", [0.85, 1.6], ids=["overlapped", "the host is slower"])
 def test_plain_rounds_are_what_they_take_behind_each_other(real: float, clock: list[float]) -> None:
-    """Not what one by itself took: drafts that lose against them are known to lose."""
+    """A plain round's time is not that of a round by itself: drafts that lose against rounds in a row are known to
+    lose."""
     speculation, rng = tree(), random.Random(6)
     for i in range(8):
         r, begun, drawn = request(i), clock[0], 0

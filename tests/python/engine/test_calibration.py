@@ -1,4 +1,4 @@
-"""What passes cost, measured beside a neighbour that takes the machine in spells."""
+"""Costs of passes, measured beside a neighbour that takes the machine in spells."""
 
 from __future__ import annotations
 

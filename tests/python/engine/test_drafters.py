@@ -268,7 +268,7 @@ def test_an_error_of_a_drafter_is_no_error_of_the_request(tiny: Pair, method: st
 @pytest.mark.parametrize("head", [False, True], ids=["alone", "beside a head"])
 @pytest.mark.parametrize("method", ["begin", "extend", "propose", "observe", "close"])
 def test_a_warning_that_is_an_error_comes_between_passes(tiny: Pair, method: str, head: bool) -> None:
-    """As with ``python -W error``: a step raises it, no event is lost, and the next step goes on."""
+    """A step raises the warning, as with ``python -W error``; no event is lost, and the next step goes on."""
     prompts, params = requests(6, seed=5)
     want = plain(tiny, prompts, params)
     drafters = [Fails(method, name="mine"), Ngrams(), *(["head"] if head else [])]

@@ -558,7 +558,7 @@ def test_special_tokens_are_text_where_they_are_wanted(bytes_pair: Pair) -> None
 
 
 def test_a_bad_word_is_found_where_tokenizers_begin_texts_with_a_space(tmp_path: Path) -> None:
-    """There the word alone is spelled as behind a space, and within a text by other tokens."""
+    """Such tokenizers spell the word alone as behind a space, and within a text by other tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
     from specrs.engine.prompts import spellings

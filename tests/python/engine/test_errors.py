@@ -57,7 +57,7 @@ def poisoned(tiny: Pair, tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 def told(output: RequestOutput) -> tuple[Any, ...]:
-    """What must not depend on speculation, batch or backend."""
+    """Return what must not depend on speculation, batch or backend."""
     e = output.error
     error = None if e is None else (e.what, e.value, e.position, e.index, e.row, e.kind)
     assert e is None or e.request == output.request_id
@@ -65,7 +65,7 @@ def told(output: RequestOutput) -> tuple[Any, ...]:
 
 
 def is_empty(llm: LLM) -> None:
-    """Nothing is left behind but the prefix cache."""
+    """Check that nothing is left behind but the prefix cache."""
     counts = llm.audit()
     assert llm.unfinished == 0
     assert counts["sequences"] == 0

@@ -1,4 +1,4 @@
-"""Which sources are asked, and what of their drafts is verified: worth of each, by a simulated clock."""
+"""The choice of sources to ask and of drafts to verify: worth of each, by a simulated clock."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_beginning_is_not_the_price_of_asking(beginning: float, monkeypatch: pyt
 
     w = world(monkeypatch, clock, [Foretells(clock, [one], says, beginning, 0.002)], FLAT)
     w.run([one])
-    # What it cost must be earned first, a round of plain decoding at a time.
+    # The cost of the first tries must be earned first, a round of plain decoding at a time.
     assert w.rounds < 60 + 5 * beginning / 0.011 / 10, w.rounds
 
 
@@ -82,7 +82,7 @@ def test_a_source_that_is_always_wrong_costs_little(
     source = Foretells(clock, texts, says, asking=asking)
     w = world(monkeypatch, clock, [source], STEEP)
     took = sum(w.run([one]) for one in texts)
-    # Of its first two times nobody knows what they will cost.
+    # Nobody knows beforehand what the first two times will cost.
     assert took - 2 * asking < 3600 * 1.02, (took, len(source.asked), w.drafted)
 
 
@@ -110,8 +110,8 @@ def test_requests_are_looked_at_only_where_something_is_asked_or_judged(
     for one in texts:
         w.run([one])
     asked = len(source.asked) + len(other.asked)
-    # What was said is held against the token behind it. An account is looked at once in 33 rounds, at the least, and a
-    # request once at its end.
+    # Each proposal is compared with the token that follows. An account is looked at once in 33 rounds, at the least,
+    # and a request once at its end.
     assert looks <= asked * (1 if says == "nothing" else 2) + len(texts) * (600 / 33 + 2), (looks, asked)
 
 

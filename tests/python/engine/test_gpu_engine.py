@@ -135,7 +135,8 @@ def recorded(
         return passed
 
     def launched(before: LaunchedRound, rounds: int) -> Any:
-        """Of a round behind one that has not landed, before the next one overwrites its logits: 1, also in a loop."""
+        """Launch one round, also in a loop, behind one that has not landed, and keep its logits before the next one
+        overwrites them."""
         done = launch(before, 1)
         if done is not None:
             ahead.append(done)
@@ -162,18 +163,19 @@ def recorded(
         assert any(done.variant.loop for done in ahead) == (llm.config.graphs == "loop")
     llm.audit()
     ends = {i: len(p) + len(o.token_ids) - 1 for i, (p, o) in enumerate(zip(prompts, outputs, strict=True))}
-    # Of an accepted path that runs past the end of its request, the rest decided nothing.
+    # If an accepted path runs past the end of its request, the tokens behind the end decided nothing.
     return [o.token_ids for o in outputs], {k: v for k, v in seen.items() if k[1] < ends[k[0]]}, paths
 
 
 def executor_runs_ahead(llm: LLM, params: list[SamplingParams]) -> bool:
-    """Whether nothing keeps a GPU from launching rounds ahead: no penalties, no cost model, requests that last."""
+    """Return whether nothing keeps a GPU from launching rounds ahead: no penalties, no cost model, requests that
+    last."""
     free = not any(p.repetition_penalty for p in params) and max(p.max_tokens or 0 for p in params) > 20
     return free and llm.config.graphs != "off" and not llm.config.adaptive and llm.device.startswith("cuda")
 
 
 def plain(pair: Pair, prompts: list[list[int]], params: list[SamplingParams], **options: Any) -> tuple[Any, Bits]:
-    """One by one, without draft, prefix cache or chunks."""
+    """Run the requests one by one, without draft, prefix cache or chunks."""
     tokens, bits = [], {}
     with LLM(
         pair.target, speculative=False, device="cuda", max_batch=1, prefix_cache=False, prefill_chunk=8192, **options
@@ -212,7 +214,7 @@ def test_every_tree_page_and_chunk_gives_the_bits_of_plain_decoding(pair: Pair, 
 
 
 def test_rounds_are_captured(pair: Pair) -> None:
-    """Nothing that a family does between kernels allocates memory, moves it, or waits for the device."""
+    """No family allocates memory, moves it, or waits for the device between kernels."""
     params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
     with LLM(pair.target, pair.draft, device="cuda", tree=(2, 3, 8), max_batch=1) as llm:
         llm.generate([[1, 2, 3]], params)

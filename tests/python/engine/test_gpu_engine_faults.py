@@ -112,7 +112,7 @@ PLANTS = [
 
 
 def counts(llm: LLM) -> dict[str, int]:
-    """What the pool has; not how often it was asked."""
+    """Return the pool's counts, without how often it was asked."""
     return {name: n for name, n in llm.audit().items() if name != "events"}
 
 
@@ -170,11 +170,11 @@ def test_a_bad_index_is_raised_and_every_request_goes_on(
     assert (error.kernel, error.buffer, error.index) == (kernel, buffer, index)
     assert tokens == want
     llm.audit()
-    # And the engine is as good as new.
+    # The engine is as good as new.
     assert [o.token_ids for o in llm.generate(PROMPTS, PARAMS)] == want
 
 
-# what a round is given, and what is put there; kernel and buffer of the record
+# operands of a round, and the bad value that is put there; kernel and buffer of the record
 GIVEN = [
     pytest.param("roots", 1000, "embed", "embedding table", id="a token"),
     pytest.param("lens", 10**6, "plan", "committed lengths", id="a length"),

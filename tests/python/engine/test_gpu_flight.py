@@ -298,7 +298,7 @@ def test_rounds_take_no_memory(pair: Pair) -> None:
             executor: Any = llm._runner.executor
             for size in executor._buckets:  # each has memory of its own, made when it is wanted first
                 executor._of(size)
-            # So do features of passes of each size, and what a round's graph replaces changes who joins when.
+            # Features of passes of each size do so too; graphs that a round's graph replaces change who joins when.
             for seed in (0, 1, 0, 1, 0, 1):
                 served(llm, work(1, 24), random.Random(seed))
             before = used()
@@ -308,7 +308,7 @@ def test_rounds_take_no_memory(pair: Pair) -> None:
 
 
 def test_closing_gives_weights_and_caches_back_at_once(pair: Pair) -> None:
-    """Also what graphs point at, which they keep as long as they are there."""
+    """Memory that graphs point at is given back too, which they keep as long as they are there."""
 
     def used() -> int:
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Whose turn it is, and the end of an engine: threads, callbacks, close, with, repr."""
+"""Turns and the end of an engine: threads, callbacks, close, with, repr."""
 
 from __future__ import annotations
 

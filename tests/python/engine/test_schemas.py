@@ -1,5 +1,5 @@
-"""What JSON schemas take: by the core's grammars as by other validators, exactly or refused by name; and what no
-grammar of a request may do to the process or to its neighbours."""
+"""Values that JSON schemas take: the core's grammars agree with other validators, or refuse by name; and no grammar of
+a request harms the process or its neighbours."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def test_behind_a_prompt_the_pieces_are_what_the_whole_text_adds(name: str) -> N
 
 @pytest.mark.parametrize("name", ["byte level", "gemma", "bytes alone"])
 def test_bytes_of_a_prompt_take_nothing_from_an_output(name: str) -> None:
-    """Whatever the prompt ends with, the text is that of the output's own tokens."""
+    """With any end of the prompt, the text is that of the output's own tokens."""
     rng = random.Random(name)
     tokenizer = tokenizer_with(DECODERS[name]())
     decoder = TokenDecoder(tokenizer)
@@ -138,7 +138,8 @@ def test_characters_come_whole_and_as_soon_as_they_are() -> None:
     "name", ["byte level", "llama", "gemma", "metaspace", "metaspace, never", "word piece as it is", "bytes, metaspace"]
 )
 def test_the_bytes_of_tokens_are_the_text_too(name: str) -> None:
-    """Of added tokens as well; but for the space that a decoder drops at the beginning, and for bytes that are none."""
+    """This holds for added tokens as well; but for the space that a decoder drops at the beginning, and for bytes that
+    are none."""
     rng = random.Random(name)
     tokenizer = tokenizer_with(DECODERS[name]())
     table = TokenTable(tokenizer)
@@ -227,7 +228,7 @@ def test_text_that_cannot_begin_a_stop_string_is_not_held() -> None:
 
 
 def completed(tokenizer: Tokenizer, ids: list[int], stops: list[str], skip: bool) -> bool:
-    """Whether the text of these tokens has a stop string, one of whole characters."""
+    """Return whether the text of these tokens has a stop string of whole characters."""
     text = tokenizer.decode(ids, skip_special_tokens=skip)
     return any(s in text for s in stops if "\ufffd" not in s)
 
@@ -269,7 +270,7 @@ def test_a_stop_string_of_bytes_ends_a_text_at_its_last_byte() -> None:
             released, hit = text.push(tokens.pop(0))
             out += released
         assert (out, hit, len(tokens)) == (want, stop, {"\n": 4, "c\n\n": 3, "\u65e5": 0}[stop])
-    # One that came before anything might stop ends nothing later.
+    # A stop string that came before anything might stop ends nothing later.
     text = OutputText(Detokenizer(decoder), ["\n"], False)
     assert text.push(IDS["c"], False) == ("c", None)
     assert text.push(IDS["<0x0A>"], False) == ("", None)

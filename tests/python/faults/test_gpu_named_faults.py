@@ -36,7 +36,7 @@ class Captured:
 
     Attributes:
         rows, lens, live: inputs, in device memory.
-        plan, arrays: what the graph writes, between guards.
+        plan, arrays: memory that the graph writes, between guards.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Captured:
         self.arrays.fill(POISON, tables=True)
 
     def audit(self) -> core.Plan:
-        """What lies in the arrays, looked at as a plan that was made elsewhere."""
+        """Look at the arrays' content as at a plan that was made elsewhere."""
         plan: Any = tuple(self.plan.views[name].cpu() for name in PLAN)
         return self.planner.audit("draft", plan, 0)
 
@@ -232,7 +232,7 @@ def test_26972_a_position_behind_the_reserve_is_named_by_the_kernel() -> None:
     c.launch(BUCKET)
     e = fault()
     assert (e.kernel, e.buffer, e.request, e.index, e.bound) == ("plan", "allocated positions", 1, 4, 4)
-    # Its queries write to the sink; the neighbours' have their places, a page apart.
+    # The request's queries write to the sink; the neighbours' have their places, a page apart.
     want = [c.pool.pages(q)[pos // 4] * 4 + pos % 4 for q in (c.seqs[0], c.seqs[2]) for pos in (6, 10)]
     slots = c.plan.views["out_slots"].tolist()
     assert (slots[:2] + slots[4:], slots[2:4]) == (want, [0, 0])

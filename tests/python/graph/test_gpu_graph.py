@@ -45,7 +45,7 @@ LONG = 1_000_000_000  # cycles, about half a second
 
 @pytest.fixture(autouse=True)
 def no_fault_no_graph_and_no_memory_is_left() -> Iterator[None]:
-    """What a test leaves behind fails that test."""
+    """Fail a test that leaves something behind."""
     device.init(ORDINAL)
     torch.cuda.synchronize()
     graphs.collect(wait=True)

@@ -420,7 +420,7 @@ def test_modules_that_do_not_fit_are_refused_by_name(tmp_path: Path, llama: Any)
 
 
 class Packed(torch.Tensor):
-    """As libraries of quantised weights have them."""
+    """A layer as libraries of quantised weights have it."""
 
 
 class Twice(torch.nn.Linear):

@@ -115,7 +115,7 @@ def test_extend_equals_teacher_forcing(tmp_path: Path, ops: str, options: dict[s
 @pytest.mark.parametrize("layers", [1, 40])
 @pytest.mark.parametrize("prefix", ["midlayer.", "layers.0.", "model.layers.0."])
 def test_a_head_named_as_a_model_is_what_its_file_says(tmp_path: Path, layers: int, prefix: str) -> None:
-    """As the paper's authors publish theirs; one of them has the number of its target's layers."""
+    """The paper's authors publish their heads so; one of them has the number of its target's layers."""
     target, want, _ = build(tmp_path, ops_for(), own_embedding=True)
     place = tmp_path / "head"
     modelzoo.edit_config(place, architectures=["LlamaForCausalLM"], num_hidden_layers=layers)

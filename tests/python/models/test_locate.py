@@ -1,4 +1,4 @@
-"""What a model or a draft head is given as: directories, hub ids, and things that are neither."""
+"""Forms in which a model or a draft head is given: directories, hub ids, and things that are neither."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_an_incomplete_snapshot_and_a_strange_revision(tiny: Pair, cache: Path) 
 
 @pytest.mark.parametrize("revision", ["", ".", "..", "../snapshots", "/"])
 def test_a_revision_is_a_name(revision: str, tiny: Pair, cache: Path) -> None:
-    """It leads nowhere but into its own folder, though a model be where it leads."""
+    """A revision leads nowhere but into its own folder, even if a model lies where it would lead."""
     snapshot = put(cache, "org/model", tiny.target)
     for place in (snapshot.parent, snapshot.parent.parent):
         shutil.copytree(tiny.target, place, dirs_exist_ok=True)

@@ -322,7 +322,7 @@ def test_every_array_of_every_phase(seed: int) -> None:
 
 
 def reads_lanes(w: World) -> bool:
-    """Whether flash_attention reads whole lanes: other masks are refused."""
+    """Return whether flash_attention reads whole lanes: other masks are refused."""
     return w.shape.topk == 1 or (w.geometry.layout == "holey" and w.geometry.page_size > 1)
 
 

@@ -1,4 +1,4 @@
-"""What a server is told, and what it says of itself: limits, keys, addresses, fields, metrics, log lines."""
+"""Options of a server, and its figures: limits, keys, addresses, fields, metrics, log lines."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def test_killed_and_started_again(pair: Pair, llm: LLM, tmp_path: Path) -> None:
 
 
 def test_an_engine_process_that_is_killed(pair: Pair, llm: LLM, tmp_path: Path) -> None:
-    """Its requests are told, streaming or not, and the server ends, for whoever starts another."""
+    """The engine's requests are told, streaming or not, and the server ends, so that another can be started."""
     with process(tmp_path, pair.target, "--draft", pair.draft, *FLAGS) as server:
         run(lambda: works(server.port))
         (engine,) = children(server.process.pid)
@@ -156,7 +156,8 @@ def test_an_engine_process_that_is_killed(pair: Pair, llm: LLM, tmp_path: Path) 
 
 @pytest.mark.parametrize("patience", [60, 1])
 def test_sigterm_under_load(pair: Pair, llm: LLM, tmp_path: Path, patience: int) -> None:
-    """It drains: what runs and waits ends, whole where there is time, else with a reason and ``[DONE]``; status 0."""
+    """The server drains: requests that run and wait end, whole where there is time, else with a reason and ``[DONE]``;
+    status 0."""
     count = 40 if patience > 1 else 1900
     want = tokens(llm, count)
     argv = [pair.target, "--draft", pair.draft, *FLAGS, "--drain-seconds", str(patience)]
@@ -212,7 +213,7 @@ def test_sigterm_under_load(pair: Pair, llm: LLM, tmp_path: Path, patience: int)
 
 
 def test_sigterm_with_clients_that_never_read(pair: Pair, tmp_path: Path) -> None:
-    """Those do not hold up the end."""
+    """Such clients do not hold up the end."""
     argv = [pair.target, *FLAGS, "--drain-seconds", "1"]
     with process(tmp_path, *argv) as server:
 
@@ -236,7 +237,7 @@ def test_sigterm_with_clients_that_never_read(pair: Pair, tmp_path: Path) -> Non
 
 
 def test_clients_that_never_read(llm: LLM) -> None:
-    """They hold nobody up, pile nothing up, and are ended after ``send_seconds``."""
+    """Such clients hold nobody up, pile nothing up, and are ended after ``send_seconds``."""
 
     async def main() -> None:
         async with hosted(llm, send_seconds=2.0) as (port, engine):
@@ -492,7 +493,8 @@ def test_prompts_that_are_too_much(llm: LLM) -> None:
 
 @pytest.mark.parametrize("where", ["round", "prefill"])
 def test_a_pass_that_fails(llm: LLM, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its requests get 500, or an error within their stream, which names no cause; others, and later ones, go on."""
+    """The pass's requests get 500, or an error within their stream, which names no cause; others, and later ones, go
+    on."""
     secret = RuntimeError("injected: /secret/path")
     plain, fails = getattr(llm._runner, where), {"left": 0}
 

@@ -44,7 +44,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 @pytest.fixture(scope="module")
 def counted() -> Iterator[dict[str, Any]]:
-    """What each kind of case came to; kept where the environment says so."""
+    """Count the outcomes of each kind of case; the counts are kept where the environment says so."""
     kinds: dict[str, Any] = {}
     yield kinds
     name = os.environ.get("SPECRS_FUZZ_RECORD")
@@ -75,7 +75,7 @@ def server(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pro
 
 
 def sound(server: Process, want: list[int]) -> None:
-    """It lives, says so, gives the right tokens, and has met no fault of its own."""
+    """Check that the server lives, says so, gives the right tokens, and has met no fault of its own."""
 
     async def asked() -> None:
         connection = Connection("127.0.0.1", server.port)
@@ -130,7 +130,7 @@ def test_bodies(server: Process, want: list[int], counted: dict[str, Any]) -> No
 
 
 def test_requests(server: Process, want: list[int], counted: dict[str, Any]) -> None:
-    """Whatever the bytes: an answer below 500, one that says that this HTTP is not spoken, or a closed connection."""
+    """Any bytes get an answer below 500, one that says that this HTTP is not spoken, or a closed connection."""
     statuses: Counter[int] = Counter()
     began = time.perf_counter()
 
@@ -169,7 +169,7 @@ def test_requests(server: Process, want: list[int], counted: dict[str, Any]) -> 
 
 
 def test_memory_stays(server: Process, want: list[int], tmp_path: Path) -> None:
-    """What was refused is not kept."""
+    """Refused bodies are not kept."""
     sound(server, want)
     before = server.memory()
 

@@ -26,7 +26,7 @@ def web(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def check(told: dict[str, Any], text: str, tokens: list[int]) -> dict[str, int]:
-    """Of a choice, all of it: that its rounds make its text and tokens. Sums for the response's own object."""
+    """Check that the rounds of a choice make its text and tokens. Returns sums for the response's own object."""
     rounds, pieces = told["rounds"], told["pieces"]
     assert "".join(piece for piece, _, _ in pieces) == text
     found = tokens[:1]
