@@ -199,7 +199,7 @@ class SglangRounds(Batch):
         before, during, after = self.plan()
         prefix, seq = torch.tensor(before), torch.tensor(during)
         new = [d - b for d, b in zip(during, before, strict=True)]
-        # Where in what the round allocates the overshoot lies, and what stays: known before any page is.
+        # Offset of the overshoot in what the round allocates, and of what stays: known before any page is.
         starts = [sum(new[:i]) for i in range(self.batch)]
         keep = [a - b for a, b in zip(after, before, strict=True)]
         over = torch.cat([torch.arange(s + k, s + n) for s, k, n in zip(starts, keep, new, strict=True)])

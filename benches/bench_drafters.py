@@ -1,4 +1,4 @@
-"""What sources of drafts bring: tokens a round, and speed over plain decoding, by kind of work.
+"""Gains from sources of drafts: tokens a round, and speed over plain decoding, by kind of work.
 
 ``LLM(speculative=False)`` against the same model with drafts of the head, of the text itself (suffix), of both and
 recycled tokens, and of the default without a head. Whole requests, prompt included, one at a time, one kernel thread.
@@ -99,7 +99,8 @@ Took = tuple[float, float]  # seconds, and those before the first token
 
 
 def row(pairs: Sequence[tuple[Took, Took, RequestOutput]]) -> dict[str, Any]:
-    """Of one kind: seconds of plain decoding and with drafts, and the output of the latter, of each task."""
+    """Return the figures of one kind: for each task the seconds of plain decoding and with drafts, and the output of
+    the latter."""
     outputs = [out for _, _, out in pairs]
     rounds = sum(o.rounds for o in outputs)
     decoding = [(plain[0] - plain[1], took[0] - took[1]) for plain, took, _ in pairs]

@@ -1,4 +1,4 @@
-"""What the default of speculation costs and brings, counted instead of timed: real requests, priced passes.
+"""Costs and gains of speculation by default, counted instead of timed: real requests, priced passes.
 
 Each pass of the engine is priced by a table that was measured on a quiet machine, and the engine's clock shows the sum
 of the prices, so that neither a noisy neighbour nor a throttled core enters: the figures repeat to the last digit. Left
@@ -44,7 +44,7 @@ class Counter:
     """The sum of prices of the passes that an engine has run; the clock of one that drafts by default.
 
     Attributes:
-        seconds: so far.
+        seconds: sum of the seconds so far.
         first_token: seconds that the first token of the last `price` took.
     """
 
@@ -55,7 +55,7 @@ class Counter:
         overhead = Frozen([PLAIN, SPECULATIVE], [ms / 1e3 for ms in BESIDE])
         self.costs = Costs(**tables, overhead=overhead)
         self._price(runner.executor.target, "forward", lambda n: self.costs.target.at(n))
-        # What Python spends beside the passes of a round.
+        # Seconds that Python spends beside the passes of a round.
         for name, ms in (("plain_round", BESIDE[0]), ("spec_round", BESIDE[1])):
             self._charge(runner.speculation, name, ms / 1e3)
         if llm.speculative:
@@ -228,7 +228,7 @@ def _geometric(runs: Sequence[tuple[float, float, Any]]) -> float:
 
 
 def first_requests(fresh: Fresh, lengths: Sequence[int], temperatures: Sequence[float]) -> dict[str, Any]:
-    """What the first request of a new engine gains on code that drafts foretell, and its tokens a round."""
+    """Return the gain of a new engine's first request on code that drafts foretell, and its tokens a round."""
     rows: dict[str, Any] = {}
     for temperature in temperatures:
         for length in lengths:

@@ -112,7 +112,7 @@ def closed_form(name: str, inputs: Inputs) -> dict[str, np.ndarray]:
 
 
 def differences(got: dict[str, Any], want: dict[str, np.ndarray]) -> list[str]:
-    """What differs, in words; every array of either side must be on the other."""
+    """Return the differences in words; every array of either side must be on the other."""
     said = [f"{n} is on one side only" for n in sorted(set(got) ^ set(want))]
     for name in sorted(set(got) & set(want)):
         a, b = np.asarray(got[name]).reshape(-1), want[name].reshape(-1)

@@ -34,7 +34,7 @@ class Drive:
         self.lags: list[float] = []
 
     async def closed(self, cases: list[Case], streams: int) -> None:
-        """So many readers, each with its next case at once."""
+        """Run so many readers, each with its next case at once."""
         queue = iter(cases)
 
         async def reader() -> None:
@@ -171,7 +171,8 @@ def told(reply: Reply) -> dict[str, Any]:
 
 
 async def lag(seconds: list[float], every: float = 0.005) -> None:
-    """How late a timer of this loop is, again and again until cancelled; ``every``: seconds from one to the next."""
+    """Measure how late a timer of this loop is, again and again until cancelled; ``every``: seconds from one to the
+    next."""
     while True:
         due = time.perf_counter() + every  # a loop's own clock may be of whole milliseconds
         await asyncio.sleep(every)

@@ -52,7 +52,8 @@ class Model:
 
 
 def attention(plan: Plan, cache: torch.Tensor):
-    """What FlashInfer's kernels do with these arrays: write the new KV, then read each request's slots, masked."""
+    """Compute what FlashInfer's kernels do with these arrays: write the new KV, then read each request's slots,
+    masked."""
     a = {name: torch.from_dlpack(array).long() for name, array in plan.arrays().items()}
     slots, starts, masks = torch.from_dlpack(plan.out_slots).long(), a["kv_indptr"], a.get("mask_indptr")
 

@@ -1,4 +1,4 @@
-"""What sources of drafts bring on a GPU, over plain decoding, by kind of work: the model in the package.
+"""Gains from sources of drafts on a GPU, over plain decoding, by kind of work: the model in the package.
 
 The kinds of `bench_drafters`, whose answers are what the model itself says. Engines of every mix live beside each other
 and take turns; whole requests, prompt included, one at a time. A ratio is the median over repeats of plain decoding's

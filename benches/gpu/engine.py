@@ -83,7 +83,7 @@ class Random:
     """A checkpoint whose tensors are drawn when they are asked for.
 
     Attributes:
-        bytes: of all that were, of any checkpoint.
+        bytes: bytes of all tensors drawn so far, of any checkpoint.
     """
 
     bytes = 0
@@ -141,7 +141,7 @@ def add(llm: LLM, prompts: list[list[int]], count: int) -> list[int]:
 
 
 def written(llm: LLM) -> bool:
-    """Whether all prompts are, so that the next step is a round of every request."""
+    """Return whether all prompts are written, so that the next step is a round of every request."""
     scheduler = llm._scheduler
     return not scheduler._waiting and all(r.committed >= len(r.tokens) - 1 for r in scheduler._admitted)
 
@@ -184,7 +184,8 @@ def without_contract() -> Iterator[None]:
 def in_turns(
     engines: dict[str, LLM], prompts: list[list[int]], count: int
 ) -> tuple[dict[str, list[list[int]]], dict[str, float]]:
-    """By each engine: tokens of each request, and the median seconds of a round; the engines take turns."""
+    """Run the engines in turns, and return for each of them the tokens of each request and the median seconds of a
+    round."""
     ids: dict[str, list[int]] = {}
     tokens: dict[str, dict[int, list[int]]] = {name: {} for name in engines}
     for name, llm in engines.items():
@@ -230,10 +231,10 @@ def exactness(models_: tuple[Path, Path], batch: int, context: int, count: int, 
 
 @dataclasses.dataclass
 class Watch:
-    """What the host did while rounds ran on: seconds that it waited for them, and when each ended on the device.
+    """Record of the host while rounds ran on: seconds that it waited for them, and when each ended on the device.
 
     Attributes:
-        waited: by step.
+        waited: seconds by step.
         ends: nanoseconds of the device's clock, by round.
     """
 
@@ -357,7 +358,8 @@ def under_way(llm: LLM, prompts: list[list[int]], count: int) -> Iterator[None]:
 
 
 def synchronisations(llm: LLM, prompts: list[list[int]], count: int, steps: int = 8) -> dict[str, Any]:
-    """What steady steps call of CUDA: every call that lets the host wait, and all calls by name, summed over steps."""
+    """Count the CUDA calls of steady steps: every call that lets the host wait, and all calls by name, summed over
+    steps."""
     try:
         with under_way(llm, [p[:64] for p in prompts], count):
             with driver_calls() as seen:
@@ -377,7 +379,7 @@ def synchronisations(llm: LLM, prompts: list[list[int]], count: int, steps: int 
 
 
 def traced(run: Any) -> list[tuple[str, float, float]]:
-    """What the GPU did meanwhile: name, start and microseconds of every kernel and copy, in order."""
+    """Return the GPU's work meanwhile: name, start and microseconds of every kernel and copy, in order."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         torch.cuda.synchronize()
@@ -582,7 +584,7 @@ def main() -> None:
                     row[f"{name}_grown_bytes"] = torch.cuda.memory_reserved() - before
                     row[f"{name}_beside_bytes"] = beside(llm)
                 outputs.append(tokens)
-            # What the round would yield with drafts that are accepted so far.
+            # Yield of the round with drafts that are accepted so far.
             row["tokens_per_second_at_4"] = round(batch * 4e3 / row["speculative_ms"], 1)
             row |= {"same_tokens": outputs[0] == outputs[1], "ratio": round(row["speculative_ms"] / row["plain_ms"], 2)}
             keep(cases, row)

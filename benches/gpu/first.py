@@ -1,4 +1,4 @@
-"""What drafts by default bring and cost on a GPU from an engine's first request on: the model in the package.
+"""Gains and costs of drafts by default on a GPU from an engine's first request on: the model in the package.
 
 "first": new engines, one request of Python code each, over plain decoding of the same request by a warm plain engine;
 what a new engine takes to make its graphs is in it. "mix": one engine and all kinds of text, in orders that differ; a

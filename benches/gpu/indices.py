@@ -66,7 +66,7 @@ class World:
 
 
 class Steps:
-    """What the device planner writes for all draft steps in one format, each step's arrays apart."""
+    """The device planner's work for all draft steps in one format, each step's arrays apart."""
 
     def __init__(self, world: World, format: Format) -> None:
         self.world, self.format = world, format

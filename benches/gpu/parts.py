@@ -1,4 +1,4 @@
-"""What a round launches beside the model, and what exactness costs its products: goals 3 to 6, 9 and 13.
+"""Launches of a round beside the model, and the cost of exactness in the model's products: goals 3 to 6, 9 and 13.
 
 Each part is a CUDA graph of many launches, timed by events; the figure is the median over replays of the time of one.
 Where torch has the same work (argmax, topk over softmax, a linear with whatever algorithm cuBLAS likes best), it takes

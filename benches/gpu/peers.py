@@ -306,7 +306,7 @@ class Worker:
         self._lines.put(None)
 
     def wait(self, name: str, until: float) -> bool:
-        """Whether it said `name` in time; else ``said["left_out"]`` has the reason."""
+        """Return whether the worker said `name` in time; else ``said["left_out"]`` has the reason."""
         while name not in self.said and "left_out" not in self.said:
             try:
                 line = self._lines.get(timeout=max(0.01, until - time.perf_counter()))
@@ -346,7 +346,7 @@ class Worker:
 
 @contextlib.contextmanager
 def workers(contexts: list[int], layers: int) -> Iterator[dict[int, Worker]]:
-    """One for each context; gone behind the block, whatever happens."""
+    """Start a worker for each context; all are gone behind the block, whatever happens."""
     made: dict[int, Worker] = {}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         try:
@@ -457,7 +457,7 @@ def main() -> None:
 
 
 def equal(row: dict[str, Any]) -> bool:
-    """Whether a case ran, and all of specrs's engines gave the same tokens."""
+    """Return whether a case ran, and all of specrs's engines gave the same tokens."""
     return bool(row.get("specrs_tokens_equal"))
 
 

@@ -14,7 +14,7 @@ from common import BASE_URL, MODEL, same
 
 
 class Colour(str, Enum):
-    """One of three."""
+    """A colour, one of three."""
 
     RED = "red"
     GREEN = "green"
@@ -45,7 +45,7 @@ def points(mode: instructor.Mode) -> None:
 
 
 def main() -> None:
-    """By a schema, and by a tool call."""
+    """Ask by a schema, and by a tool call."""
     print(f"instructor {version('instructor')}")
     points(instructor.Mode.JSON_SCHEMA)
     points(instructor.Mode.TOOLS)

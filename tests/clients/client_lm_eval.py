@@ -70,7 +70,7 @@ class Engine(TemplateLM):
 
 
 def scores(model: Any, **arguments: Any) -> dict[str, dict[str, float]]:
-    """Of every task, by metric."""
+    """Return the scores of every task, by metric."""
     os.chdir(HERE / "tasks")  # where the tasks' data lies
     manager = TaskManager(include_path=str(HERE / "tasks"), include_defaults=False)
     done = lm_eval.simple_evaluate(

@@ -10,7 +10,7 @@ import openai
 from common import BASE_URL, EXPECT, MODEL, raised, same
 
 client = openai.OpenAI(base_url=BASE_URL, max_retries=0, timeout=120)
-# What is not OpenAI's own travels in `extra_body`, as with other servers.
+# Fields that are not OpenAI's own travel in `extra_body`, as with other servers.
 EXTRA = {"return_token_ids": True}
 
 
@@ -151,7 +151,7 @@ def errors() -> None:
 
 
 def models() -> None:
-    """Those that there are."""
+    """Ask for the models that there are."""
     same([m.id for m in client.models.list()], [MODEL], "models")
     same(client.models.retrieve(MODEL).id, MODEL, "model")
 

@@ -304,7 +304,8 @@ fn a_bad_draft_ends_its_own_tree_alone() {
             assert_eq!(sound.tokens()[sound.range(i)], cut.tokens()[cut.range(i)], "step {bad_step}");
             assert_eq!(sound.parents()[sound.range(i)], cut.parents()[cut.range(i)], "step {bad_step}");
         }
-        // As many levels as were sound, with all that they have; the root alone after a fault at the start.
+        // The tree has as many levels as were sound, with all that they have; the root alone after a fault at the
+        // start.
         let depth = cut.depths()[cut.range(1)].iter().max().copied();
         assert!(depth <= Some(bad_step as i32) && cut.range(1).len() == 1 + [0, 3, 12, 15][bad_step], "{depth:?}");
     }
