@@ -115,7 +115,7 @@ def row(pairs: Sequence[tuple[Took, Took, RequestOutput]]) -> dict[str, Any]:
 def counted(length: int, temperature: float, kind: str, mix: str) -> dict[str, Any]:
     """A row by priced passes."""
     pairs = []
-    with engine(None) as plain, engine(MIXES[mix]) as llm:  # which has learnt nothing of other kinds
+    with engine(None) as plain, engine(MIXES[mix]) as llm:  # new engines have learnt nothing of other kinds
         alone, other, counter, told = Counter(plain), Told(plain), Counter(llm), Told(llm)
         for seed, task in enumerate(TASKS[kind]):
             prompt = ids(llm, task)
@@ -129,7 +129,7 @@ def counted(length: int, temperature: float, kind: str, mix: str) -> dict[str, A
     return row(pairs)
 
 
-InStep = list[tuple[float, float, RequestOutput]]  # of both engines, the one with drafts first
+InStep = list[tuple[float, float, RequestOutput]]  # figures of both engines, the one with drafts first
 
 
 def by_the_clock(
@@ -165,7 +165,7 @@ def timed(length: int, engines: int, repeats: int, temperature: float, kind: str
 def of_pairs(each: Sequence[list[list[InStep]]]) -> dict[str, Any]:
     """A row by the runs of several pairs of engines."""
     pairs = []
-    for runs in zip(*each, strict=True):  # of a task
+    for runs in zip(*each, strict=True):  # runs of one task
         both = [run for some in runs for run in some]
         # A pass over a prompt takes once and a half as long in one second as in the next, so each run is its own peer.
         whole = statistics.median(alone[0] / drafted[0] for drafted, alone in both)

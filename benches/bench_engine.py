@@ -122,7 +122,8 @@ def main() -> None:
     llm, plain = LLM(max_batch=1, prefix_cache=False), LLM(max_batch=1, prefix_cache=False, speculative=False)
     hf = AutoModelForCausalLM.from_pretrained(assets.model_dir(), dtype=torch.float32)
     hf.generation_config.pad_token_id = 0
-    hf.generation_config.eos_token_id = None  # as ignore_eos: min_new_tokens would forbid EOS, and change the text
+    # Has the effect of ignore_eos: min_new_tokens would forbid EOS, and change the text.
+    hf.generation_config.eos_token_id = None
     results: dict[str, Any] = {}
     for name, prompts in prompt_sets(llm, args.prompts).items():
         engines = {

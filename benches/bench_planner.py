@@ -60,7 +60,7 @@ def functions() -> SimpleNamespace:
     names: dict[str, Any] = {
         "torch": torch,
         "_is_cpu": True,
-        "get_compiler_backend": lambda: "inductor",  # what sglang's answers on a CPU
+        "get_compiler_backend": lambda: "inductor",  # sglang's answer on a CPU
         "CaptureHiddenMode": hidden,
         "ForwardBatch": SimpleNamespace(init_new=lambda *_, **__: None),
     }

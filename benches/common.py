@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("SPECRS_DEVICE", "cpu")  # what benches/gpu measures names the GPU
+os.environ.setdefault("SPECRS_DEVICE", "cpu")  # scripts of benches/gpu name the GPU themselves
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benches" / "results"

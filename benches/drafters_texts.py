@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from gate_texts import PROSE
 
-VOCAB = 8192  # of the model in the package
+VOCAB = 8192  # vocabulary of the model in the package
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ def _round(
     gain = (batch + sum(drawn.values())) / batch / (seconds / plain)
     wins: list[float] = []
     for r in live:
-        accepted = min(drawn.get(id(r), 0), r.ends - r.produced - 1)  # what came after the end won nothing
+        accepted = min(drawn.get(id(r), 0), r.ends - r.produced - 1)  # tokens after the end won nothing
         r.produced += accepted + 1
         done.tokens += accepted + 1
         if id(r) in drawn:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-VOCAB = 8192  # of the model in the package
+VOCAB = 8192  # vocabulary of the model in the package
 MODEL = "load"  # the name that the server gives the model
 HELDOUT = Path(__file__).parent.parent / "python/specrs/assets/heldout_prompts.json"
 

@@ -79,7 +79,7 @@ class Drive:
         began = time.perf_counter()
         try:
             async with contextlib.AsyncExitStack() as stack:
-                if one.fate == "slow":  # of its own: a small window is agreed on when it opens
+                if one.fate == "slow":  # a client of its own: a small window is agreed on when it opens
                     connection = Connection(self.host, self.port, receive_buffer=SLOW_BUFFER)
                     stack.callback(connection.drop)
                 await asyncio.wait_for(self._run(one, connection, record), self.limit)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from specrs import LLM, FinishReason, RequestOutput, SamplingParams
 
-ARRIVALS = {0: "def quicksort(items):", 2: "import os\n", 3: "class Stack:"}  # by step: as from a queue of your server
+# Prompts by step, as from a queue of your server.
+ARRIVALS = {0: "def quicksort(items):", 2: "import os\n", 3: "class Stack:"}
 ABORTED_AT = 6  # the step at which the client of the second request hangs up
 
 

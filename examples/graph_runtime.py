@@ -99,7 +99,7 @@ def main() -> None:
             order = sorted(live)
             seqs, lens = [live[i][0] for i in order], [live[i][1] for i in order]
             with pool.reserve([(seq, n + 1) for seq, n in zip(seqs, lens)]) as lease:
-                plan = planner.decode(seqs, lens)  # where each token goes, audited before anything is launched
+                plan = planner.decode(seqs, lens)  # says where each token goes, audited before anything is launched
                 table = torch.zeros(len(order), geometry.row_pages, dtype=torch.int32)
                 pages = torch.from_dlpack(plan.page_table())
                 table[:, : pages.shape[1]] = pages

@@ -76,7 +76,7 @@ NOT_MODEL = {
 }
 # One kernel embeds tokens (model), and gathers features and copies rows between tables (not the model).
 GATHERS = {"row gathers": r"^gather_rows"}
-TREES = {1: (8, 6, 64), 4: (4, 5, 24), 16: (2, 4, 8), 64: (1, 2, 3)}  # by batch: some 64 to 192 rows to verify
+TREES = {1: (8, 6, 64), 4: (4, 5, 24), 16: (2, 4, 8), 64: (1, 2, 3)}  # trees by batch: some 64 to 192 rows to verify
 
 
 class Random:
@@ -224,7 +224,7 @@ def exactness(models_: tuple[Path, Path], batch: int, context: int, count: int, 
             }
         row[f"{kind}_ms"] = {name: round(s * 1e3, 3) for name, s in seconds.items()}
         row[f"{kind}_ratio"] = round(seconds["contract"] / seconds["fastest"], 4)
-        row["splits_of_the_last_layer_and_lm_head"] = splits  # of the fastest: for one row
+        row["splits_of_the_last_layer_and_lm_head"] = splits  # splits of the fastest: for one row
     row["same_tokens_plain_and_tree"] = {name: outputs["plain"][name] == outputs["tree"][name] for name in seconds}
     return row
 
@@ -424,7 +424,7 @@ def profiled(llm: LLM, prompts: list[list[int]], count: int) -> dict[str, Any]:
         return {"rounds": 0, "error": f"the profiler saw {len(events)} kernels and copies, and no end of a round"}
     spent: dict[str, float] = {}
     launches: dict[str, int] = {}
-    busy, until = 0.0, 0.0  # of kernels that overlap, the time counts once
+    busy, until = 0.0, 0.0  # kernels that overlap count their time once
     for name, start, us in events:
         spent[name] = spent.get(name, 0.0) + us / ran
         launches[name] = launches.get(name, 0) + 1

@@ -140,7 +140,7 @@ def measure(batch: int, repeats: int) -> dict[str, Any]:
     torch.cuda.synchronize()
     device.check()
     for steps in made.values():
-        steps.check()  # what the replays left
+        steps.check()  # finds faults of the replays
     return {
         "batch": batch,
         "us": us,

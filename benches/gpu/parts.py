@@ -114,7 +114,7 @@ class Round:
         """Draft a tree; the logits of its steps."""
         rows = [self.batch, *[self.batch * SHAPE.topk] * (SHAPE.steps - 1)]
         logits = [torch.randn(n, vocab, device=CUDA) * 3 for n in rows]
-        self.ancestors = []  # of the beams after each step
+        self.ancestors = []  # bits of the beams after each step
         for step, scores in enumerate(logits):
             self.select(step, scores)
             self.ancestors.append(self.beams.ancestors.clone())

@@ -191,7 +191,8 @@ def package(args: argparse.Namespace, until: float, keep: Callable[[], None], ou
 
         hf = AutoModelForCausalLM.from_pretrained(assets.model_dir(), dtype=torch.bfloat16).to("cuda").eval()
         hf.generation_config.pad_token_id = 0
-        hf.generation_config.eos_token_id = None  # as ignore_eos: min_new_tokens would forbid EOS, and change the text
+        # Has the effect of ignore_eos: min_new_tokens would forbid EOS, and change the text.
+        hf.generation_config.eos_token_id = None
         out["transformers_attention"] = hf.config._attn_implementation
     except Exception as error:
         out["transformers_left_out"] = engine.reason(error)

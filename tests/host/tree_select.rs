@@ -280,7 +280,7 @@ fn a_bad_draft_ends_its_own_tree_alone() {
                 if spoil && step == bad_step {
                     logits[(rows + bad_row) * vocab + 7] = f32::NAN;
                 } else if spoil && step > bad_step {
-                    logits[rows * vocab..][..vocab].fill(f32::NEG_INFINITY); // of a request that is out already
+                    logits[rows * vocab..][..vocab].fill(f32::NEG_INFINITY); // a request that is out already
                 }
                 if step == 0 {
                     beams.start(&logits).unwrap()

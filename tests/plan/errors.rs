@@ -333,7 +333,7 @@ fn what_is_shared_again_is_not_written() {
     pool.release(&[fork]).unwrap();
     let lease = reserved(a);
     assert_eq!((lease.copies().len(), write(a, 2), write(a, 7)), (0, Ok(()), Ok(())));
-    let b = pool.create().unwrap(); // one that nobody has forked
+    let b = pool.create().unwrap(); // a sequence that nobody has forked
     pool.reserve(&[(b, 7)]).unwrap().commit(&[7]).unwrap();
     assert_eq!((write(b, 2), pool.cache_insert(b, &[1, 2, 3, 4], 0, 0).unwrap()), (Ok(()), 1));
     assert!(write(b, 2).unwrap_err().contains("with 2 owners"));

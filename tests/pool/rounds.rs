@@ -31,7 +31,7 @@ fn a_round_in_flight_has_its_pages_wherever_the_last_one_ended() {
         let p = pool(g.pages_for_full_load().unwrap(), page_size, 1, g.row_pages());
         let s = p.create().unwrap();
         let mut lease = p.reserve(&[(s, g.alloc_target(0, 0).unwrap())]).unwrap();
-        let mut device = 0; // where the round in flight begins
+        let mut device = 0; // end of the mirror as the round in flight begins
         for round in 0..30 {
             // The host has reserved for the length before.
             assert!(device + g.alloc_len_per_decode() <= p.allocated(s).unwrap(), "round {round}");

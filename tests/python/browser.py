@@ -52,7 +52,7 @@ class Browser:
         for one in (theirs_in, theirs_out, *high):
             os.close(one)
         self._rest, self._number = b"", 0
-        self.events: list[dict[str, Any]] = []  # of all pages
+        self.events: list[dict[str, Any]] = []  # events of all pages
 
     def send(self, method: str, session: str | None = None, seconds: float = 60.0, **params: Any) -> dict[str, Any]:
         """A command's result."""

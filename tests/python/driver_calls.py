@@ -56,8 +56,8 @@ class DriverCalls:
 
     def add(self, events: Iterable[Event]) -> None:
         """Count what was seen, in the order of each thread."""
-        waits: Counter[int] = Counter()  # of the driver, by thread
-        within: dict[int, list[int]] = {}  # by thread, of each runtime call under way the waits before it
+        waits: Counter[int] = Counter()  # waits of the driver, by thread
+        within: dict[int, list[int]] = {}  # by thread, the waits before each runtime call under way
         for thread, domain, site, function in events:
             name = VARIANT.sub("", function)
             wait = WAITS.fullmatch(name) is not None
@@ -87,7 +87,7 @@ _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint3
 
 
 def _places() -> Iterator[str]:
-    yield from NAMES  # what the process has, or the loader finds
+    yield from NAMES  # names that the process has, or the loader finds
     roots = [Path(p) / "nvidia" for p in sys.path if p]
     folders = [f for root in roots for f in (root / "cu13" / "lib", root / "cuda_cupti" / "lib")]
     folders += [Path("/usr/local/cuda") / f for f in ("extras/CUPTI/lib64", "lib64")]

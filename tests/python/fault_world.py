@@ -21,7 +21,7 @@ TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}a: {% endif %}"
 )
-NAME = "tiny"  # of the model, for requests
+NAME = "tiny"  # name of the model, for requests
 
 
 class Process:
@@ -47,7 +47,7 @@ class Process:
         began = time.monotonic()
         while not (found := re.search(r"^listening on http://127\.0\.0\.1:(\d+)$", self.errors(), re.M)):
             if self.process.poll() is not None or time.monotonic() - began > limit:
-                self.process.send_signal(signal.SIGABRT)  # it says what it was at
+                self.process.send_signal(signal.SIGABRT)  # makes it say where it was
                 raise AssertionError(f"no server ({self.process.wait()}):\n{self.errors()}")
             time.sleep(0.02)
         self.port = int(found[1])

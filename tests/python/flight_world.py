@@ -226,8 +226,8 @@ class Told:
     level: Level = "round"
     fails: Callable[[str], None] = lambda _: None
     refuses: Callable[[], bool] = lambda: False
-    rounds: int = 0  # that ran
-    ahead: int = 0  # of these, before the one before had landed
+    rounds: int = 0  # number of rounds that ran
+    ahead: int = 0  # number of these before the one before had landed
     lost: int = 0  # times that scores could not be looked at any more
     abandoned: int = 0
     unsound: int = 0  # lanes whose root gave no drafts
@@ -240,7 +240,7 @@ class Device(HostExecutor):
     told = Told()
 
     def __init__(self, target: Any, head: Any, config: Any, geometry: core.Geometry, pool: core.Pool) -> None:
-        self.roots: dict[int, Root] = {}  # by row
+        self.roots: dict[int, Root] = {}  # keyed by row
         self._pool = pool
         # Pages of one token are permuted in the host's table when a round lands: a GPU has a table of its own.
         self.drafts_ahead = geometry.shape.topk == 1 or geometry.page_size > 1
@@ -482,7 +482,7 @@ class Device(HostExecutor):
             if lane.drafts:
                 self.roots[lane.seq.row] = Root(logits[i].clone(), hidden[i].clone())
         for lane, path, new in zip(lanes, paths, drawn, strict=True):
-            if lane.drafts and len(new) < len(path):  # what the head makes of a lane with NaN
+            if lane.drafts and len(new) < len(path):  # the head makes this of a lane with NaN
                 nothing = drafts._no_root
                 self.roots[lane.seq.row] = Root(nothing.logits * torch.nan, nothing.hidden * torch.nan)
 

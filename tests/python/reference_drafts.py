@@ -199,7 +199,7 @@ class Reference:
         for position, token in (following or {}).items():
             inputs[position] = token
         positions = list(range(length))
-        sees: dict[int, set[int]] = {length - 1: set()}  # of the last row and the draft rows: what draft rows they see
+        sees: dict[int, set[int]] = {length - 1: set()}  # draft rows that the last row and the draft rows see
         gaps = [float("inf")]
 
         def states() -> tuple[torch.Tensor, torch.Tensor]:
@@ -215,7 +215,7 @@ class Reference:
         logprobs, hidden = states()
         candidates = children(logprobs[-1], -1, 1, 0.0)
         beams = list(range(topk))
-        row_of: dict[int, int] = {-1: length - 1}  # of a candidate that was expanded
+        row_of: dict[int, int] = {-1: length - 1}  # row of a candidate that was expanded
         lanes: list[list[int]] = [[] for _ in range(topk)]
         for level in range(2, levels + 1):
             own = [len(inputs) + b for b in range(topk)]

@@ -177,7 +177,7 @@ def _array(rng: random.Random, depth: int) -> dict[str, Any]:
 
 def _joined(rng: random.Random, depth: int) -> dict[str, Any]:
     keyword = rng.choice(["anyOf", "allOf", "allOf", "oneOf"])
-    if keyword == "allOf":  # of one kind, so that something is left
+    if keyword == "allOf":  # schemas of one kind, so that something is left
         made = rng.choice([_number, _string, _object, _array])
         return {
             "allOf": [

@@ -94,7 +94,7 @@ def envelope(text: str, start: int, tools: Sequence[str]) -> tuple[Call, int]:
         raise Broken(start)
     far = start + longest(text[start:])
     name: str | None = None
-    args: tuple[int, int] | None = None  # where they stand; (0, 0) for null
+    args: tuple[int, int] | None = None  # place of the arguments; (0, 0) for null
     at = skip(text, start + 1)
 
     def told(end: int) -> Call | None:
@@ -154,9 +154,9 @@ class Whole:
     def __init__(self, text: str, tools: Sequence[str]) -> None:
         self.text, self.tools = text, tools
         self.content, self.calls = "", list[Call]()
-        self.since = 0  # where content goes on
+        self.since = 0  # place where content goes on
         self.solid = 0  # up to where it is content, white space too
-        self.behind = False  # nothing but what is dropped stands between `since` and a complete call
+        self.behind = False  # true if only dropped text stands between `since` and a complete call
 
     def called(self, call: Call, mark: int, end: int) -> None:
         """A call whose mark stands there."""

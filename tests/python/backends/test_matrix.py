@@ -28,7 +28,7 @@ from specrs.backends import (
 )
 from specrs.engine.config import EngineConfig
 
-DTYPES: dict[str, Any] = {"cpu": "float32", "cuda": "float16"}  # that the device has
+DTYPES: dict[str, Any] = {"cpu": "float32", "cuda": "float16"}  # a type that the device has
 # Written out, apart from what the classes declare: (layout, mode) of trees with K > 1 and P > 1.
 TREES = {
     "native": {("dense", "ancestors"), ("dense", "lane")},

@@ -95,7 +95,7 @@ def test_holey_rounds_agree(tiny: Pair, page: int) -> None:
     assert (c.format, c.shape.layout, c.draft_attention) == ("flash_attention", "holey", "lane")
     result = replay_formats(c)
     assert result.equal, "\n".join(result.lines())
-    assert result.found.skipped == ("page table", "plan.out_slots", "draft KV")  # those of the drafts lie elsewhere
+    assert result.found.skipped == ("page table", "plan.out_slots", "draft KV")  # drafts lie elsewhere there
     assert segment(result.runs[1], "tail copies", "draft KV").writes == sum(2 * (r.committed % page) for r in c.rows)
     # A dense round in the holey layout: the committed pages are the recorded ones, the branches get more.
     dense = record(tiny, draft_attention="lane", **tree)

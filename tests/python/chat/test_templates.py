@@ -102,7 +102,7 @@ def test_the_last_message_is_continued_where_transformers_cuts_it(
                 "chat_template": source, "add_generation_prompt": False, "continue_final_message": field,
             }  # fmt: skip
             want = theirs(tokenizer, messages, **options)
-            if want is not None:  # of a message that is written twice, transformers leaves its first mark
+            if want is not None:  # transformers leaves the first mark of a message that is written twice
                 want = want.replace("CONTINUE_FINAL_MESSAGE_TAG ", "").replace("CONTINUE_FINAL_MESSAGE_TAG", "")
             assert ours(templates, messages, **options) == want, (source, messages)
     source = "{% for m in messages %}{{ m.content }}{% endfor %}|end"

@@ -115,7 +115,7 @@ def unavailable(lines: list[str]) -> str:
     for line in errors:
         assert line.startswith("CudaUnavailable ") and reason in line
     if reason.startswith("no CUDA kernels in this build"):
-        pytest.skip(reason)  # nothing is loaded then
+        pytest.skip(reason)  # the driver loads nothing then
     return reason
 
 

@@ -153,7 +153,8 @@ def test_any_files_give_the_tokens_of_transformers(tmp_path: Path) -> None:
         if rng.random() < 0.3:
             files["added_tokens"] = {text: 259 + i for i, text in enumerate([*have, "<c>"])}
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # of ids, which may differ from those of the files here
+            # Warnings of ids, which may differ from those of the files here.
+            warnings.simplefilter("ignore", RuntimeWarning)
             check_same(written(tmp_path / str(case), tokenizer, config, **files))
 
 

@@ -220,7 +220,7 @@ def test_batches_gain_where_the_head_wins_and_lose_little_where_it_does_not(size
     # At the end of the last third, batches are not full.
     assert min(crowd(size, [0.8] * 120, clock)) > (1.8 if size < 16 else 1.3)
     assert crowd(size, [0.1] * 120, clock)[1] > 0.93
-    if size < 16:  # where one of many can try alone, it finds out for all that other texts have come
+    if size < 16:  # if one of many can try alone, it finds out for all that other texts have come
         assert crowd(size, [*[0.1] * 160, *[0.8] * 320], clock)[2] > 1.2
 
 
@@ -378,7 +378,7 @@ def test_a_round_that_stalled_makes_no_other_dear() -> None:
         beside.observe(SPECULATIVE, 3e-4)
     beside.observe(SPECULATIVE, 1.0)
     assert beside.at(SPECULATIVE) < 3.2e-4
-    for _ in range(400):  # but what lasts is believed
+    for _ in range(400):  # a lasting change is believed
         beside.observe(SPECULATIVE, 2e-3)
     assert beside.at(SPECULATIVE) == pytest.approx(2e-3, rel=0.05) and beside.at(PLAIN) == 1e-4
 

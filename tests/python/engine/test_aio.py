@@ -238,7 +238,7 @@ def test_each_loop_is_called_once_a_step(llm: LLM) -> None:
             await asyncio.gather(*(engine.complete([i % VOCAB], each) for i in range(6)))
             steps = engine.stats().steps - before
             loop.call_soon_threadsafe = plain  # type: ignore[method-assign]
-        assert len(called) <= steps + 2 and max(called) >= 6  # one for what came before the first step
+        assert len(called) <= steps + 2 and max(called) >= 6  # one call for news before the first step
 
     run(main)
 

@@ -163,7 +163,7 @@ def test_a_source_that_does_not_pay_is_neither_asked_nor_told(tiny: Pair, slow: 
     def called(what: str) -> None:
         calls[what] += 1
         if what == slow:
-            time.sleep(0.005)  # as long as several plain rounds
+            time.sleep(0.005)  # takes as long as several plain rounds
 
     params = SamplingParams(max_tokens=120, logit_bias={VOCAB - 1: -100.0}, ignore_eos=True)
     out = engine(tiny, [Dear()]).generate([[1, 2, 3]], params)[0]
@@ -189,7 +189,7 @@ def test_a_source_that_begins_slowly_is_asked_again(tiny: Pair, slow: str) -> No
         def once(self, what: str) -> None:
             if what == slow and not self.slept:
                 self.slept = True
-                time.sleep(0.2)  # as long as hundreds of rounds
+                time.sleep(0.2)  # takes as long as hundreds of rounds
 
     llm = LLM(tiny.target, drafters=[Cold({tuple(prompt): tokens}, right=8, wrong=0)], tree=(1, 8, 9))
     out = llm.generate([prompt], params)[0]

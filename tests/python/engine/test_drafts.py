@@ -150,7 +150,7 @@ def test_what_a_finished_request_has_left_is_whole(pair: Pair, shape: tuple[int,
     """The head has not run over the last round's tokens when a request ends: pages that hold them are not shared.
     What a stop token cut off its round was never committed, and is not missing."""
     run, cut = watched(pair, shape, page_size=page_size, max_batch=1), 0
-    computed: dict[int, int] = {}  # by the head, of what a later request begins with
+    computed: dict[int, int] = {}  # tokens at a later request's beginning that the head computed
     for i in range(5):
         first = run.add(prompt(i, 5 + i), 6 + i, stop_token_ids=[5] if i in (1, 2) else [])
         run.finish()

@@ -118,8 +118,8 @@ class Ran:
     outputs: dict[int, RequestOutput] = field(default_factory=dict)
     tokens: dict[int, list[int]] = field(default_factory=dict)
     text: dict[int, str] = field(default_factory=dict)
-    raised: list[BaseException] = field(default_factory=list)  # and what their tracebacks keep
-    most_events: int = 0  # of one request in one step
+    raised: list[BaseException] = field(default_factory=list)  # errors, with what their tracebacks keep
+    most_events: int = 0  # most events of one request in one step
 
     def take(self, events: Sequence[StreamEvent], place: dict[int, int]) -> None:
         seen: dict[int, int] = {}
@@ -458,7 +458,7 @@ def test_a_head_with_nan_costs_drafts_alone(
         for o in ran.outputs.values():
             if o.draft_error is not None:
                 assert o.draft_error.request == o.request_id
-                gave_up.append(o.draft_error.what)  # of what prefill met, draft KV
+                gave_up.append(o.draft_error.what)  # fault of what prefill met, draft KV
     assert gave_up.count("draft logits") > 1 and device.ahead > 20
     assert device.unsound <= 2 * gave_up.count("draft logits"), "rounds go on to ask a head that cannot draft"
 

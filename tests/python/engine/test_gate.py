@@ -116,7 +116,7 @@ def test_a_head_given_up_midway_shares_all_that_the_target_computed(
     assert (shared, drafted) == (48, 8)
     pool.release([row])
     _, cached = run.turn([*PROMPT, *answer, 2, 2], 8)
-    assert cached == 8  # it is followed again: the head needs the target's features behind its own KV
+    assert cached == 8  # the request is followed again: the head needs the target's features behind its own KV
     decide(monkeypatch, llm, False)
     _, cached = run.turn([*PROMPT, *answer, 2, 2, 1], 8)
     assert cached == 52
@@ -198,7 +198,7 @@ def test_plain_rounds_of_requests_that_wait_ask_nothing(pair: Pair, monkeypatch:
     llm = LLM(pair.target, pair.draft, page_size=4, max_batch=2, max_context_len=256)
     policy = policy_of(llm)
     monkeypatch.setattr(policy, "follows", lambda *_: True)
-    monkeypatch.setattr(policy, "waiting", lambda *_: 0.0)  # what they have lost, they can save again
+    monkeypatch.setattr(policy, "waiting", lambda *_: 0.0)  # lost time can be saved again
     for bank in policy.banks:
         bank.left = -0.5
     asked: list[int] = []

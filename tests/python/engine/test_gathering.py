@@ -142,7 +142,7 @@ def test_what_costs_nothing_is_spent_once(size: int, monkeypatch: pytest.MonkeyP
         nonlocal late
         began = clock.now
         gathered = ask(batch, spare=0.5)
-        late += max(clock.now - began - 0.5, 0.0)  # what the device waited for
+        late += max(clock.now - began - 0.5, 0.0)  # time that the device waited for
         clock.now = began
         return gathered
 
@@ -181,7 +181,7 @@ def test_a_source_hears_of_no_later_round_where_a_device_has_moved_on(
     batch = Batch([one])  # type: ignore[list-item]
     w.gathering.ask(batch)
     live = w.gathering._live[0]
-    live.sources[0].rest = 9  # it is told of the round that it was asked for, and of no other
+    live.sources[0].rest = 9  # the source is told of the round that it was asked for, and of no other
     one.tokens.append(one.all[len(one.tokens)])
     rows = None if moved_on else [([1], [[1]])]
     w.gathering.watch(batch, SimpleNamespace(likeliest=lambda requests, count: rows))  # type: ignore[arg-type]
@@ -215,7 +215,7 @@ def test_a_source_that_said_nothing_hears_of_the_round_that_it_was_asked_for(mon
     clock, one, heard = Clock(), text(400), list[int]()
 
     def observe(tokens: Sequence[int], top: Sequence[Sequence[int]]) -> None:
-        clock.now += 0.05  # more than a source that is not asked may take
+        clock.now += 0.05  # takes more than a source that is not asked may take
         heard.append(one.produced)
 
     source = Foretells(clock, [one], lambda coming, room: Proposal(), asking=0.05)

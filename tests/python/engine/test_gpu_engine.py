@@ -60,7 +60,7 @@ TREES = [(1, 1, 2), (1, 6, 7), (2, 3, 8), (3, 6, 33), (4, 2, 16), (8, 6, 64), (8
 SAMPLED: dict[str, Any] = {
     "temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.1,
 }  # fmt: skip
-DRAWN: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9}  # by nothing that the host has to say again each round
+DRAWN: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9}  # needs nothing that the host has to say again each round
 PARAMS = {"greedy": {"temperature": 0.0}, "sampled": SAMPLED, "drawn": DRAWN}
 Bits = dict[tuple[int, int], bytes]
 
@@ -228,7 +228,7 @@ def test_long_contexts_give_the_bits_of_plain_decoding(pair: Pair) -> None:
     """Over the borders of blocks and splits."""
     prompts, params = requests(2, "greedy", long=1100)
     prompts = [[*p, *prompts[-1]] * 3 for p in prompts[:3]]
-    params = [*params[:2], replace(params[2], max_tokens=60, ignore_eos=True)]  # who joins last runs on alone
+    params = [*params[:2], replace(params[2], max_tokens=60, ignore_eos=True)]  # the last request to join runs on alone
     want = plain(pair, prompts, params)
     for tree, page, chunk in (((8, 6, 64), 16, 100), ((2, 5, 12), 1, 512), ((1, 6, 7), 64, 1000)):
         with LLM(pair.target, pair.draft, device="cuda", tree=tree, page_size=page, max_batch=3,

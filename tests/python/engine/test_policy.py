@@ -355,7 +355,7 @@ def test_a_request_waits_until_it_can_pay_and_no_longer() -> None:
     rng, waited = random.Random(5), 0
     for _ in range(400):
         p = policy(step=rng.choice((0.05, 0.2, 0.6)), growth=rng.choice((0.01, 0.05)))
-        p.costs.draft_extend._shape[:] = [p.costs.draft_extend.at(1)] * 3  # what waits costs nothing
+        p.costs.draft_extend._shape[:] = [p.costs.draft_extend.at(1)] * 3  # features that wait cost nothing
         p.costs.draft_extend._known.clear()
         batch, produced = rng.choice((1, 4)), rng.randrange(60)
         account = p.account(0.0, 0, batch, 600)

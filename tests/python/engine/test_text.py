@@ -20,7 +20,8 @@ WORDS = [
     "</w>z</w>", "y", "\u65e5\u672c", "|", "  ", " do not", "\ufffd", "<0x+5>", "<0xe9>", "",
 ]  # fmt: skip
 BYTES = [f"<0x{b:02X}>" for b in range(256)]
-LETTERS = [chr(c) for c in (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x144))]  # of the byte-level alphabet
+# Letters of the byte-level alphabet.
+LETTERS = [chr(c) for c in (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x144))]
 IDS = {token: i for i, token in enumerate(dict.fromkeys(["<unk>", "<s>", "</s>", *WORDS, *BYTES, *LETTERS]))}
 NOBODY = 10**6  # a row of a model that the tokenizer lacks
 
@@ -49,7 +50,7 @@ DECODERS: dict[str, Callable[[], Any]] = {
     "a pattern of the whole": lambda: sequence([fuse(), replace(Regex(f"{MARK}+"), " ")]),
     "none": lambda: None,
 }  # fmt: skip
-AT_ONCE = ("a string of the whole", "a pattern of the whole")  # whose text comes at the end
+AT_ONCE = ("a string of the whole", "a pattern of the whole")  # tokenizers whose text comes at the end
 
 
 def tokenizer_with(decoder: Any) -> Tokenizer:
@@ -255,7 +256,7 @@ def test_stop_strings_are_found_wherever_the_text_has_them(name: str, include: b
             out += released
         assert (out, hit) == reference(tokenizer.decode(ids[:used], skip_special_tokens=skip), stops, include), ids
         found += hit is not None
-        if name not in (*AT_ONCE, "bpe", "bytes, word piece"):  # which tell later what a token adds
+        if name not in (*AT_ONCE, "bpe", "bytes, word piece"):  # the others tell later what a token adds
             assert not any(completed(tokenizer, ids[:n], stops, skip) for n in range(1, used)), (ids, stops)
     assert found > 200
 

@@ -149,7 +149,7 @@ def run(world: World, seed: int, watch: Watch) -> None:
     watch.attach(llm)
     arrivals = [rng.choice([0, 0, 1, 3, rng.randrange(40)]) for _ in prompts]
     aborts = {rng.randrange(60): rng.randrange(len(prompts)) for _ in range(rng.choice([0, 0, 1, 2]))}
-    ids: dict[int, int] = {}  # of the engine to ours
+    ids: dict[int, int] = {}  # ids of the engine, mapped to ours
     aborted: dict[int, RequestOutput] = {}
 
     def each(step: int) -> None:
@@ -167,7 +167,7 @@ def run(world: World, seed: int, watch: Watch) -> None:
     chunks = len(prompts) * -(-config["max_context_len"] // config["prefill_chunk"])
     bound = 60 + (chunks + sum(s.max_tokens for s in params)) * (1 + len(prompts))
     outputs = drain(llm, watch, bound, each)
-    while len(ids) < len(prompts):  # who would have arrived after the others had ended
+    while len(ids) < len(prompts):  # requests that would have arrived after the others had ended
         late = next(i for i in range(len(prompts)) if i not in ids.values())
         ids[llm.add(prompts[late], params[late])] = late
         outputs |= drain(llm, watch, bound)

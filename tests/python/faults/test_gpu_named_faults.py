@@ -262,7 +262,7 @@ def two_of_three(format: str) -> Captured:
     c.pool.release([c.seqs[2]])
     c.reserve(c.seqs[:2], [5, 4])
     c.hand_over([5, 4])
-    assert int(c.rows[2]) >= 0 and int(c.lens[2]) == 3  # what the larger batch left
+    assert int(c.rows[2]) >= 0 and int(c.lens[2]) == 3  # the larger batch left these
     return c
 
 
@@ -310,7 +310,7 @@ def test_23037_stale_lanes_are_refused_by_the_audit(format: str) -> None:
     c.plan.views["rows"][2] = -1
     c.plan.views["versions"][2] = 0
     with pytest.raises(specrs.ConfigError, match=r"dead (request|query) = request 2"):
-        c.audit()  # its prefix, or its queries
+        c.audit()  # refuses its prefix, or its queries
     # Poisoned before each write, a lane that nobody wrote is no number that anything accepts.
     c.poison()
     c.launch(2)
@@ -365,7 +365,7 @@ def test_26738_lengths_that_only_the_device_knows(format: str) -> None:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        c.lens.copy_(longer)  # as a kernel of the round before would
+        c.lens.copy_(longer)  # writes as a kernel of the round before would
         c.versions.copy_(versions)
         c.graph.replay()
     finally:
@@ -377,7 +377,7 @@ def test_26738_lengths_that_only_the_device_knows(format: str) -> None:
 
 @pytest.mark.parametrize("format", ["flashinfer", "flash_attention", "triton"])
 def test_26738_put_back_is_refused_before_anything_is_allocated(format: str) -> None:
-    gc.collect()  # what earlier tests left
+    gc.collect()  # collects garbage of earlier tests
     before = torch.cuda.memory_allocated()
     with pytest.raises(specrs.ConfigError, match="sizing on the host reads lengths") as e:
         Captured(format, reverts=[26738])

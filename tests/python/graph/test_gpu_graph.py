@@ -54,7 +54,7 @@ def no_fault_no_graph_and_no_memory_is_left() -> Iterator[None]:
     yield
     torch.cuda.synchronize()
     device.check()
-    for _ in range(2):  # what a graph kept may have kept another
+    for _ in range(2):  # a graph that was kept may have kept another
         gc.collect()
         destroyed, left = graphs.collect(wait=True)
         assert left == 0, f"{left} graphs are left, {destroyed} were destroyed"

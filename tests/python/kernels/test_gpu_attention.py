@@ -135,7 +135,7 @@ def check_tree(i, length, turn, rng, tree=None, shape=None):
                     if position >= length:
                         assert same(row, verified[path[position - length]]), ("extend", size, position, where)
                     else:
-                        earlier = seen.setdefault(position, row)  # whatever path follows
+                        earlier = seen.setdefault(position, row)  # holds whatever path follows
                         assert same(row, earlier), ("prefix", size, position, where)
 
 
@@ -393,7 +393,7 @@ def test_draft_steps_attend_to_the_slots_of_their_mask(mode):
     for k, s, length in [(8, 6, 1000), (3, 6, 7), (1, 5, 0), (4, 16, 129), (8, 8, 31), (64, 1, 1020), (1, 64, 50)]:
         shape = any_shape(rng, k)
         prefix = tokens(shape, length, k)
-        slots = tokens(shape, k * s, s)  # by branch and step
+        slots = tokens(shape, k * s, s)  # slots by branch and step
         for step in {0, s // 2, s - 1}:
             cache = Cache(shape, (length + k * s) // shape.page + 4, rng)
             pages = cache.store(prefix.then(slots))

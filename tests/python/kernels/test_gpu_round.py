@@ -456,7 +456,7 @@ def test_a_loop_runs_until_there_is_a_reason_to_leave(canaries):
     def run(budget, rounds, exit):
         """A launch of at most `budget` rounds has so many, and the last one this reason."""
         nonlocal n
-        torch.cuda.synchronize()  # what the test wrote on its own stream is there
+        torch.cuda.synchronize()  # makes the test's writes on its own stream visible
         with torch.cuda.stream(loop.side):
             world.on_control[1:2].fill_(budget)
             loop.launch()

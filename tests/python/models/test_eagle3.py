@@ -48,7 +48,7 @@ class TeacherForced:
         normed = self.norm("midlayer.hidden_norm.weight", hidden)
         x = torch.cat((self.norm("midlayer.input_layernorm.weight", self.embedding[tokens]), normed), dim=-1)
         q, k, v = ((x @ w[f"midlayer.self_attn.{p}_proj.weight"].T).view(n, -1, 32) for p in "qkv")
-        if "midlayer.self_attn.q_norm.weight" in w:  # of each head
+        if "midlayer.self_attn.q_norm.weight" in w:  # norm of each head
             q, k = (self.norm(f"midlayer.self_attn.{name}_norm.weight", t) for name, t in (("q", q), ("k", k)))
         angle = torch.arange(n)[:, None] / 10000.0 ** (torch.arange(0, 32, 2) / 32)[None]
         cos, sin = angle.cos()[:, None], angle.sin()[:, None]

@@ -208,7 +208,7 @@ def test_an_adapter_in_the_cache_is_no_snapshot_in_part(cache: Path, tmp_path: P
     put(cache, "org/adapter", tmp_path / "adapter")
     with pytest.raises(ModelFileError, match=r"an adapter .*not a whole model") as e:
         LLM("org/adapter")
-    assert not isinstance(e.value, HubError)  # there is nothing to download
+    assert not isinstance(e.value, HubError)  # the id names nothing to download
 
 
 def test_a_wrong_draft_is_said_to_be_the_draft(tiny: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

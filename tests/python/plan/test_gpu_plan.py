@@ -442,7 +442,7 @@ def test_counts_that_no_tree_has(sizes: list[int], bad: str) -> None:
     call = DeviceCall(w, s, (3, host.queries), False)
     call.offsets = i32(sizes)
     e = faulty(call)
-    if e.request == 2:  # which begins where no tree does, or behind the bucket: whoever comes first is told
+    if e.request == 2:  # its offset begins where no tree does, or behind the bucket: the first to come is told
         assert e.buffer in ("queries", "tree parents", "nodes of all trees"), bad
     else:
         assert (e.buffer, e.request, e.index, e.bound) == ("nodes of a tree", 1, sizes[2] - sizes[1], 7), bad

@@ -215,7 +215,7 @@ def test_what_does_not_fit_the_context(web: Running) -> None:
         assert error["code"] == "context_length_exceeded"
         assert f" {most}" in error["message"] or "max_prompt_chars" in error["message"]
     web.complete(prompt=[1] * (most - 3), max_tokens=3)
-    [choice] = web.complete(prompt=[1] * (most - 3))["choices"]  # nobody asked for 16
+    [choice] = web.complete(prompt=[1] * (most - 3))["choices"]  # no request asked for 16
     assert choice["finish_reason"] in ("length", "stop")
 
 

@@ -30,7 +30,7 @@ OPTIONS: dict[str, Any] = {"tree": (3, 3, 9), "max_batch": 4, "page_size": 4, "p
 FLAGS = ["--max-batch", "4", "--log", "none", "--served-model-name", NAME]
 GREEDY = {"temperature": 0, "ignore_eos": True}
 SENSE: list[int] = []  # tokens of a request that must always work
-CUT = (BadAnswer, OSError, EOFError)  # what a client sees of a connection that ends
+CUT = (BadAnswer, OSError, EOFError)  # errors that a client sees when a connection ends
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def test_killed_and_started_again(pair: Pair, llm: LLM, tmp_path: Path) -> None:
                     async for _ in follow(connection, answer, replies[i], time.perf_counter()):
                         pass
 
-            tasks = [asyncio.ensure_future(read(i)) for i in range(4)]  # as many as run at once
+            tasks = [asyncio.ensure_future(read(i)) for i in range(4)]  # so many run at once
             while not all(r.outputs for r in replies[:4]):
                 await asyncio.sleep(0.01)
             tasks += [asyncio.ensure_future(read(i)) for i in (4, 5)]
@@ -164,7 +164,7 @@ def test_sigterm_under_load(pair: Pair, llm: LLM, tmp_path: Path, patience: int)
     with process(tmp_path, *argv) as server:
 
         async def load() -> None:
-            replies = [Reply() for _ in range(16)]  # of which 4 run
+            replies = [Reply() for _ in range(16)]  # 4 of them run
 
             async def read(i: int) -> Answer:
                 connection = Connection("127.0.0.1", server.port)
@@ -189,7 +189,7 @@ def test_sigterm_under_load(pair: Pair, llm: LLM, tmp_path: Path, patience: int)
             server.process.send_signal(signal.SIGTERM)
             began = time.monotonic()
             late = None
-            while late is None and time.monotonic() - began < 5:  # until it has noticed
+            while late is None and time.monotonic() - began < 5:  # waits until the server has noticed
                 try:
                     late = await idle_connection.ask("POST", "/v1/completions", body(1, stream=False))
                 except CUT:
@@ -363,7 +363,7 @@ def test_who_hangs_up_leaves_nothing(llm: LLM, when: str, n: int, stream: bool) 
             while (s := engine.stats()).engine.running + s.engine.waiting > busy["busy"] or s.submitted > busy["busy"]:
                 assert time.monotonic() - began < 5, s
                 await asyncio.sleep(0.001)
-            assert s.engine.running == busy["busy"]  # nobody else was hit
+            assert s.engine.running == busy["busy"]  # no other request was hit
             for other in others:
                 other.cancel()
             await asyncio.gather(*others, return_exceptions=True)

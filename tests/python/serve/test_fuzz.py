@@ -29,7 +29,7 @@ from specrs import LLM, SamplingParams
 pytest.importorskip("uvicorn", reason="the extra specrs[serve] is not installed")
 
 LONG = bool(os.environ.get("SPECRS_TEST_LONG"))
-CASES = int(os.environ.get("SPECRS_FUZZ", "100000" if LONG else "2000")) // 2  # of each kind
+CASES = int(os.environ.get("SPECRS_FUZZ", "100000" if LONG else "2000")) // 2  # cases of each kind
 SEED = int(os.environ.get("SPECRS_FUZZ_SEED", "1"))
 READERS = 8
 SENSE = {"model": NAME, "prompt": "ab", "max_tokens": 12, "temperature": 0, "return_token_ids": True, "stream": True}
@@ -48,7 +48,7 @@ def counted() -> Iterator[dict[str, Any]]:
     kinds: dict[str, Any] = {}
     yield kinds
     name = os.environ.get("SPECRS_FUZZ_RECORD")
-    if name and kinds.keys() >= {"bodies", "requests"}:  # not of a run that was stopped
+    if name and kinds.keys() >= {"bodies", "requests"}:  # a run that was stopped is not recorded
         packages = versions("starlette", "uvicorn", "httptools", "uvloop")
         write_result(name, {"versions": packages, "seeds": [SEED], "cases": 2 * CASES, "fuzz": kinds})
 
@@ -141,7 +141,7 @@ def test_requests(server: Process, want: list[int], counted: dict[str, Any]) -> 
         try:
             writer.write(raw)
             await writer.drain()
-            writer.write_eof()  # nothing more comes, so nobody waits for more
+            writer.write_eof()  # nothing more comes, so no answer waits for more
             answer_line = await asyncio.wait_for(reader.readline(), 20)
             if answer_line:
                 assert answer_line.startswith(b"HTTP/1."), (i, raw[:500], answer_line)

@@ -149,7 +149,7 @@ def test_one_that_goes_with_requests_behind(
     wait(lambda: web.engine.stats().engine.running and web.engine.stats().engine.generated > answered + 4)
     reset(sock) if how == "reset" else sock.close()
     web.idle()
-    assert web.engine.stats().engine.generated < answered + 400  # it was not gone through to its end
+    assert web.engine.stats().engine.generated < answered + 400  # the request was not gone through to its end
     assert capfd.readouterr().err == ""
 
 

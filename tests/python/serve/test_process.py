@@ -86,7 +86,7 @@ def test_sigterm_drains_and_ends_well(tmp_path: Path) -> None:
 
 def test_threads_give_way_sooner_while_a_server_runs(engine: AsyncLLM, tmp_path: Path) -> None:
     before = sys.getswitchinterval()
-    held = gc.get_freeze_count() > 0  # by a server of other tests
+    held = gc.get_freeze_count() > 0  # true if a server of other tests has frozen them
     seen = []
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -164,7 +164,7 @@ def test_a_second_signal_ends_a_server_whose_engine_hangs(busy: bool) -> None:
         os.kill(engine, signal.SIGSTOP)
         process.send_signal(signal.SIGTERM)
         time.sleep(1)
-        assert process.poll() is None  # it waits for the engine
+        assert process.poll() is None  # the process waits for the engine
         began = time.monotonic()
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=60)

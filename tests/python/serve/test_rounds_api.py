@@ -162,7 +162,7 @@ def test_pieces_belong_to_rounds_whatever_stands_before_and_behind() -> None:
             told = traced([first, second], pieces, str)
             assert [at for _, _, at in told["pieces"]] == [-1] * len(before) + [0, 0, 1] + [-1] * len(behind)
     assert traced([], [("p", False)], str) == {"rounds": [], "pieces": [["p", False, -1]]}
-    held = round_of()  # whose text a later one released
+    held = round_of()  # a round whose text a later one released
     assert [at for _, _, at in traced([held, second], [("c", False)], str)["pieces"]] == [1]
 
 

@@ -26,7 +26,7 @@ DRAFTS: dict[str, Any] = {
     "tree": (2, 3, 8),
     "max_batch": 2,
     "max_context_len": 256,
-}  # whatever a busy machine makes of it
+}  # fixed, so that a busy machine changes nothing
 
 
 @pytest.fixture(scope="module")
