@@ -72,7 +72,7 @@ def check(device: torch.device | int | None = None) -> None:
 
 
 def faults(device: torch.device | int | None = None) -> _DeviceFaults:
-    """A fault record of its own on a CUDA device (torch's current one if ``None``), for an engine beside others.
+    """Return a fault record on a CUDA device (torch's current one if ``None``) for an engine that runs beside others.
 
     Kernels that are launched on ``faults.on(stream)`` leave what they skip there alone, and ``faults.check()`` raises
     it as :func:`check` does. It stays for the life of the process, since a graph may report to it at any later time.
@@ -120,7 +120,8 @@ def kv_move(
 
 
 def broken(name: str | None) -> Exception | None:
-    """The error that sticks to a CUDA context in which nothing runs any more; ``None`` of a sound one, and of the CPU.
+    """Return the error that sticks to a CUDA context in which nothing runs any more; ``None`` for a sound context, and
+    for the CPU.
 
     Waits for the device. name: ``"cuda:0"``, or ``"cpu"``.
     """
@@ -146,7 +147,7 @@ def products(device: torch.device | int | None = None, *, cache: str | None = ""
     """cublasLt on a CUDA device (torch's current one if ``None``): products whose rows' bits depend on the row alone.
 
     Args:
-        cache: file that keeps what was measured; ``""`` is ``cublaslt.json`` in the user's cache folder
+        cache: file that keeps the measurements; ``""`` is ``cublaslt.json`` in the user's cache folder
             (``SPECRS_CACHE``, or ``specrs`` in ``XDG_CACHE_HOME`` or ``~/.cache``), ``None`` keeps nothing.
 
     What is chosen for a shape holds for the process, whatever files keep it: two engines give the same bits. A file is

@@ -49,7 +49,8 @@ class EngineOptions(TypedDict, total=False):
 
 
 class LLMOptions(EngineOptions, total=False):
-    """`EngineOptions`, and what `specrs.LLM` itself takes by name; for whoever makes one on a caller's behalf."""
+    """`EngineOptions`, and the other options that `specrs.LLM` takes by name; for code that makes one on a caller's
+    behalf."""
 
     speculative: bool
     progress: bool | None

@@ -20,7 +20,7 @@ def wanted(progress: bool | None) -> bool:
     """Return whether to show a bar.
 
     Raises:
-        ConfigError: neither a bool nor None.
+        ConfigError: the value is neither a bool nor None.
     """
     if progress is not None and not isinstance(progress, bool):
         raise ConfigError(f"progress = {progress!r}: must be True, False, or None for a bar on a terminal alone")

@@ -1,4 +1,4 @@
-"""An attention backend states what it can do as class attributes, and has the two calls that do it.
+"""Attention backends: each states what it can do in class attributes, and has the two calls that do it.
 
 A backend names a metadata format of the planner; the planner then writes that format's arrays, and the backend computes
 attention from the arrays and the KV pool alone. Its capabilities decide, before a model is read, which trees, pages and
@@ -98,13 +98,14 @@ class AttentionBackend:
     """Form of the verify mask that it reads, in a format that has both forms."""
 
     def prepare(self, step: Step) -> Any:
-        """Once a pass: whatever `attend` needs of the metadata. Nothing else of the pass is told later."""
+        """Prepare a pass: return whatever `attend` needs of the metadata. Called once a pass; nothing else of the pass
+        is told later."""
         raise NotImplementedError(f"{type(self).__name__}.prepare")
 
     def attend(
         self, prepared: Any, keys: torch.Tensor, values: torch.Tensor, q: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """Once a layer: softmax attention of rotated queries over a layer of the pool.
+        """Compute softmax attention of rotated queries over a layer of the pool. Called once a layer.
 
         Args:
             prepared: the value that `prepare` returned for this pass.
@@ -138,7 +139,8 @@ class Capabilities:
         """Read a backend, which need not be an `AttentionBackend`: a flag that it lacks has the base class's value.
 
         Raises:
-            ConfigError: no known format, or a flag of another type, with its value and what it may be.
+            ConfigError: the format is unknown, or a flag has a wrong type; the message has its value and the values
+                that are allowed.
         """
         name = getattr(backend, "name", None) or type(backend).__name__
 

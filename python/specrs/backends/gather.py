@@ -167,7 +167,7 @@ def cells(starts: torch.Tensor, count: torch.Tensor, lens: torch.Tensor) -> torc
 
 
 def take(flat: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """``flat[at]``; zeros where flat is empty, and so nothing that is taken is live."""
+    """Return ``flat[at]``, or zeros if flat is empty, where nothing that is taken is live."""
     return flat[at] if flat.numel() else flat.new_zeros(at.shape)
 
 

@@ -32,7 +32,7 @@ GraphLevel = Literal["off", "round", "loop"]
 
 DEVICES: tuple[Device, ...] = get_args(Device)
 GRAPH_LEVELS: tuple[GraphLevel, ...] = get_args(GraphLevel)
-"""From the least to the most in one launch."""
+"""Graph levels, from the least to the most in one launch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +80,11 @@ def row_of(capabilities: Capabilities, device: Device) -> Row | None:
 
 
 def on_device(backend: object, device: Device) -> AttentionBackend | None:
-    """The backend as it is on a device: specrs's own has kernels of its own for each. ``None``: it does not run there.
+    """Return the backend as it is on a device (specrs's own has kernels of its own for each), or ``None`` where it does
+    not run there.
 
     Raises:
-        ConfigError: the backend declares a flag that means nothing.
+        ConfigError: the backend declares a flag that has no meaning.
     """
     row = row_of(Capabilities.of(backend), device)
     if row is None:

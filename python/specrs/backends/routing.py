@@ -70,8 +70,8 @@ class Resolved:
     Attributes:
         capabilities: declarations of the backend.
         speculate: true if the model may be drafted for; ``False`` where recurrent state routes it to plain decoding.
-        layout: in force: ``"holey"`` only where it differs from ``"dense"``.
-        draft_attention: in force.
+        layout: layout in force: ``"holey"`` only where it differs from ``"dense"``.
+        draft_attention: draft attention in force.
         needs_cpu_seq_lens: true if passes need the lengths on the host.
         graphs: level in force.
         gpu_only: true if rounds may run on lengths that the device alone knows, ahead of the host.
@@ -96,7 +96,7 @@ class Alternative:
 
 
 class UnsupportedCombinationError(ConfigError):
-    """A backend is asked for what it cannot do.
+    """A backend was asked for something that it cannot do.
 
     Attributes: `backend` (its name), `combination`, `why`, `alternatives` (each accepted by `resolve`; nearest first).
     """
@@ -156,8 +156,8 @@ def resolve(
         slots: the engine's further backends, such as the draft's own; ``None`` is an empty slot.
 
     Raises:
-        UnsupportedCombinationError: with the combination, the reason and what would work.
-        ConfigError: the backend declares a flag that means nothing, or a value asked for is none that there is.
+        UnsupportedCombinationError: the message has the combination, the reason, and a combination that would work.
+        ConfigError: the backend declares a flag that has no meaning, or a wanted value does not exist.
     """
     _check_values(asked)
     needed = needs_cpu_seq_lens(slots)
@@ -204,8 +204,8 @@ def needs_cpu_seq_lens(backends: Iterable[object | None]) -> bool:
 
 
 def _layouts(capabilities: Capabilities, asked: Combination) -> dict[Layout, tuple[DraftAttention, ...]]:
-    """The layouts that come into question, each with its modes. Where they coincide, slots and pages do too, and what
-    a backend can do in either, it can do."""
+    """Return the layouts that can be considered, each with its modes. Where layouts coincide, slots and pages do too,
+    so a backend can do in one what it can do in the other."""
     layouts = dict(capabilities.draft_attention)
     if not asked.holes:
         modes = dict.fromkeys(mode for modes in layouts.values() for mode in modes)
@@ -234,7 +234,8 @@ def _check_values(asked: Combination) -> None:
 def _alternatives(
     capabilities: Capabilities, asked: Combination, others: Iterable[Capabilities]
 ) -> Iterator[Alternative]:
-    """Accepted combinations near a refused one: fewest changes first, then other backends as it is."""
+    """Yield accepted combinations near a refused one: first those with the fewest changes, then other backends for the
+    same combination."""
     at = GRAPH_LEVELS.index(asked.graphs or "off")
     nowhere = row_of(capabilities, asked.device) is None
     changes: dict[str, list[Any]] = {

@@ -78,7 +78,7 @@ class PlanAttention:
 
 
 def _kind(value: Any) -> str:
-    """A tensor in all that `attend` must give, or what is none."""
+    """Return the kind of a value for a message: shape, dtype and device of a tensor, else its type."""
     import torch
 
     if not isinstance(value, torch.Tensor):

@@ -115,7 +115,7 @@ def replay_reverted(capsule: Capsule, reverts: Sequence[int], **options: Any) ->
 
 
 def replay_device(capsule: Capsule, name: str, **options: Any) -> Result:
-    """The host's run, and the run in which a GPU decides (`specrs.capsule.on_device`).
+    """Compare the host's run with the run in which a GPU decides (`specrs.capsule.on_device`).
 
     Args:
         name: ``cuda`` or ``cuda:N``.
@@ -142,7 +142,7 @@ def replay_against(capsule: Capsule, other: Capsule, **options: Any) -> Result:
 
 
 def replay_formats(capsule: Capsule, **options: Any) -> Result:
-    """Native against another format; of native, the kernels against their plain references.
+    """Compare native with another format; if the capsule is native, compare the kernels with their plain references.
 
     Native has the dense layout alone; a holey round is compared with native's dense one, where the drafts' slots
     differ and what is attended to does not.

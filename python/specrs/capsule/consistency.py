@@ -65,7 +65,8 @@ def _check_tables(c: Fields) -> None:
 
 
 def _check_sharing(c: Fields) -> None:
-    """Requests of the batch share leading full pages alone; whatever else owns a page owns a full committed one."""
+    """Check that requests of the batch share only leading full pages, and that any other owner of a page owns a full
+    committed one."""
     p = c.shape.page_size
     batch = {r.owner for r in c.rows}
     holders: dict[int, tuple[int, int]] = {}  # page -> (request, column)

@@ -131,7 +131,7 @@ def _first_line(data: bytes) -> tuple[int, int]:
 
 
 def _decompress(body: memoryview, raw_len: int) -> str:
-    """The text of a body; no more of it than what is allowed is ever in memory."""
+    """Return the text of a body, without ever holding more of it in memory than is allowed."""
     stream, count, raw = zlib.decompressobj(), _Count(), bytearray()
     try:
         for at in range(0, len(body), _PIECE):

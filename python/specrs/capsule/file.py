@@ -26,10 +26,11 @@ def loads(data: bytes) -> Capsule:
 
 
 def save(capsule: Capsule, path: str | os.PathLike[str]) -> None:
-    """Write a file, whole or not at all; into what is no regular file (a pipe, a device) as it comes.
+    """Write a file, whole or not at all; a path that is no regular file (a pipe, a device) is written as the data
+    comes.
 
     Raises:
-        OSError: the file cannot be written; nothing is left of it.
+        OSError: the file cannot be written; no part of it is left.
     """
     data = dumps(capsule)
     target = Path(os.path.realpath(path))  # behind links, which stay what they are

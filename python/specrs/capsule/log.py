@@ -31,7 +31,7 @@ class Segment:
         values: the elements, flat.
         written: the elements that were written.
         owner: an element's flat index -> whose it is.
-        show: a value -> text, with what is known of it.
+        show: a function from a value to text, with what is known of the value.
         across: true if runs in different formats have this array alike.
         tolerance: largest difference that counts as equal across formats; within one, bits are compared.
     """
@@ -65,7 +65,7 @@ class Segment:
         return (at // columns, *(int(i) for i in rest))
 
     def widened(self, columns: int) -> Segment:
-        """The same table with rows of `columns` columns, those that it lacks not written."""
+        """Return the same table with rows of `columns` columns; added columns count as not written."""
         own = self.shape[1]
         rows = -(-len(self.values) // own)
 

@@ -81,11 +81,11 @@ def replay_on(
 
 
 class _Stopped(Exception):
-    """A guard ended the run; it is in the log."""
+    """A guard ended the run; the log has it."""
 
 
 class OnDevice(Replay):
-    """One replay on a GPU, after `on`."""
+    """Replays a round on a GPU, once `on` has named it."""
 
     def on(self, cuda: torch.device) -> None:
         """Decide on this device."""
@@ -302,7 +302,7 @@ class OnDevice(Replay):
     # -- what they share ------------------------------------------------------------------------------------------
 
     def _i32(self, values: Sequence[int], size: int, fill: int) -> torch.Tensor:
-        """On the device, padded."""
+        """Return an int32 tensor on the device, padded."""
         padded = [*values, *[fill] * (size - len(values))]
         return torch.tensor(padded, dtype=torch.int32).to(self.cuda)
 

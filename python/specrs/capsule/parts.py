@@ -25,7 +25,8 @@ class Shape:
     layout: Layout
 
     def geometry(self, layout: Layout | None = None, reverts: Sequence[int] = ()) -> Geometry:
-        """The geometry, in another draft layout or with faults put back; the environment has no say in it."""
+        """Return the geometry, perhaps in another draft layout or with faults put back; the environment does not change
+        it."""
         tree = TreeShape(self.topk, self.steps, self.draft_tokens)
         limits = self.max_batch, self.max_context_len, self.page_size
         return Geometry(*limits, tree, layout or self.layout, reverts=list(reverts))
@@ -71,7 +72,7 @@ class DraftStep:
 
     Attributes:
         tokens: ids in the target's vocabulary.
-        parents: row of the step before that a beam continues; of step 0 the request.
+        parents: row of the step before that a beam continues; in step 0 the request.
         scores: cumulative log-probabilities, float32 exactly.
         ancestors: bit ``b * S + s`` is beam b of step s: the beam's true ancestors and itself.
     """

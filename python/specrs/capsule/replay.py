@@ -69,7 +69,7 @@ def replay(
         capsule: the round.
         format: format of the metadata; None: the recorded one.
         reverts: ids of historical faults to put back; a guard that fires ends the run and is in it.
-        layout, mode: another draft layout or draft attention than the recorded one. Where the recorded pool has too
+        layout, mode: a draft layout or draft attention in place of the recorded one. Where the recorded pool has too
             few free pages for the layout, it gets more.
         reference: native attention by the plain reference kernel.
 
@@ -87,7 +87,7 @@ class Inputs:
     Attributes:
         step: the step of a draft.
         requests: requests of the capsule, in the order of the pass.
-        starts: positions before the pass's own, of each.
+        starts: positions before the pass's own, for each request.
         counts: queries of each.
         parents: parents of the nodes in verify, all trees' behind one another.
         beams: ancestor bits of a draft step, int64 [requests * K, words]; None where beams attend to lanes.
@@ -344,7 +344,7 @@ class Replay:
             except SpecrsError as e:
                 refused = e
             copies.append(static.bytes(byte))
-        # Arrays of a refused plan, too: they were written until then.
+        # The arrays of a refused plan are logged too: they were written until then.
         self._log_arrays(static.images(copies), plans[-1] if plans else None, who)
         if refused is not None:
             raise refused
@@ -441,7 +441,7 @@ class Replay:
         self._log("lengths", lengths, self.names.of_requests(range(len(lengths))), across=True)
 
     def _each(self, counts: Sequence[int], what: str) -> Owner:
-        """Owners of lists of so many entries, one a request."""
+        """Return the owners of lists of so many entries, one a request."""
         rows = [self.names.request(i) for i in range(len(counts))]
         return self.names.of_lists([0, *accumulate(counts)], rows, lambda _, entry: f"{what} {entry}")
 
@@ -486,7 +486,7 @@ class Replay:
 
 
 class _KvWrites:
-    """Logs the slots of a KV pool that change within the context; the sink's are nobody's."""
+    """Logs the slots of a KV pool that change within the context; nobody owns the sink's."""
 
     def __init__(self, replay: Replay, cache: int, across: bool) -> None:
         self._replay, self._cache, self._across = replay, cache, across
@@ -532,8 +532,8 @@ def _numbers(queries: Sequence[Query]) -> tuple[np.ndarray[Any, Any], np.ndarray
 
 
 def _verified(c: Capsule) -> tuple[core.TreeBatch, torch.Tensor]:
-    """The recorded trees, and logits by which greedy verification accepts the recorded paths; tokens are node numbers,
-    which is all that placement needs."""
+    """Return the recorded trees, and logits by which greedy verification accepts the recorded paths. Tokens are node
+    numbers: placement needs no more."""
     most = max(len(t.parents) for t in c.trees)
     trees = core.TreeBatch.from_parents(
         [list(t.parents) for t in c.trees], [list(range(len(t.parents))) for t in c.trees]

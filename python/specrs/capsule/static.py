@@ -54,8 +54,8 @@ class Memory:
             self.views[name] = view.view(list(size["shape"]))
 
     def fill(self, byte: int, tables: bool = False) -> None:
-        """Overwrite what a plan must write. A table is left as it is but for `tables`: behind the plan's own shape
-        nothing is written that was 0 before. Its cells count as written where they are not 0."""
+        """Overwrite what a plan must write. A table keeps its content except for `tables`: behind the plan's own shape,
+        nothing that was 0 before is written. Cells of a table count as written if they are not 0."""
         for name, backing in self._backing.items():
             if tables or self.views[name].dim() == 1:
                 backing.fill_(byte)

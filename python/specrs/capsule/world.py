@@ -87,7 +87,7 @@ def _wants(c: Capsule, geometry: Geometry) -> list[int]:
 
 
 def _shared_columns(c: Capsule) -> list[int]:
-    """Leading columns of each request up to the last page that somebody outside of the batch owns too."""
+    """Return the leading columns of each request up to the last page that has an owner outside of the batch too."""
     others = {page for page, _ in c.others}
     return [max((col + 1 for col, page in enumerate(r.pages) if page in others), default=0) for r in c.rows]
 

@@ -9,7 +9,7 @@ from specrs._specrs import ConfigError
 
 
 class ChatTemplateError(ConfigError):
-    """A conversation that a template cannot render, a template that is none, or no template at all."""
+    """A conversation that a template cannot render, a malformed template, or a missing one."""
 
 
 class ChatLimitError(ChatTemplateError):

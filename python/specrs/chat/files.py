@@ -38,8 +38,8 @@ def tokenizer_config(directory: Path) -> dict[str, Any]:
 
 
 def _under_extra(config: dict[str, Any], fill: bool) -> dict[str, Any]:
-    """With ``additional_special_tokens`` renamed, unless the newer name is there too; an empty list under that gives
-    way where it is to ``fill``."""
+    """Return the configuration with ``additional_special_tokens`` under its newer name, unless that is there too; with
+    ``fill``, an empty list under the newer name gives way."""
     free = not config.get(_EXTRA) if fill else _EXTRA not in config
     if free and _ADDITIONAL in config:
         config[_EXTRA] = config.pop(_ADDITIONAL)

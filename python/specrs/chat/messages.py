@@ -13,10 +13,10 @@ _DEEPEST = 64  # levels of lists and mappings in a message: beyond what an API's
 
 
 def conversations(messages: Any) -> tuple[list[Any], list[str]]:
-    """One conversation, or a list of them, as a list; and what errors call each.
+    """Return one conversation, or a list of conversations, as a list, with the name of each in errors.
 
     Raises:
-        ChatTemplateError: neither.
+        ChatTemplateError: the value is neither.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise ChatTemplateError(f"messages is a {type(messages).__name__}: give a list of messages, or of such lists")
@@ -108,7 +108,7 @@ class OpenEnd:
         """Mark the end of a field of the last message, in place.
 
         Raises:
-            ChatTemplateError: no text there.
+            ChatTemplateError: the field has no text.
         """
         message, mark = chat[-1], "SPECRS_CONTINUES_HERE"
         while mark in repr(chat):

@@ -13,7 +13,7 @@ from specrs.chat.files import TOKENIZER_CONFIG, read_text, tokenizer_config
 from specrs.chat.messages import OpenEnd, conversation, plain_value, schema
 
 Messages = Sequence[Mapping[str, Any]]
-"""A conversation, oldest message first: mappings with ``role``, ``content`` and whatever else the template reads."""
+"""A conversation, oldest message first: mappings with ``role``, ``content`` and other keys that the template reads."""
 
 # Names that kwargs may not have.
 _OWN = ("messages", "tools", "add_generation_prompt", "chat_template", "continue_final_message")
@@ -22,7 +22,7 @@ _LOAD = "give one as chat_template=, or put chat_template.jinja into the model d
 
 @dataclass(frozen=True)
 class ChatTemplates:
-    """The templates of a model, and what they read of its tokenizer.
+    """The templates of a model, and the facts of its tokenizer that they read.
 
     Attributes:
         directory: directory of the model; named in errors.
@@ -57,12 +57,12 @@ class ChatTemplates:
         """Take the templates from the content of ``tokenizer_config.json``.
 
         Args:
-            directory: for errors.
+            directory: directory that errors name.
             config: configuration of the tokenizer.
             found: templates by name that come before its own.
 
         Raises:
-            ChatTemplateError: a template that is none.
+            ChatTemplateError: a template is malformed.
         """
         found = dict(found or {})
         if not found and (listed := config.get("chat_template")) is not None:
@@ -129,8 +129,8 @@ class ChatTemplates:
             where: name of ``messages`` in errors.
 
         Raises:
-            ChatTemplateError: no template, a malformed one, or one that refuses the conversation (roles that do not
-                alternate, say); messages or options that are not as above.
+            ChatTemplateError: there is no template, or it is malformed, or it refuses the conversation (such as roles
+                that do not alternate); messages or options are not as above.
             ChatLimitError: rendering reached one of `limits`.
         """
         if tools is not None and (isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Iterable)):

@@ -153,7 +153,8 @@ class Chat:
             raise
 
     def _answer(self) -> str:
-        """Stream an answer to stdout, and a line about it to stderr. Control-C ends it, and what has come stays."""
+        """Stream an answer to stdout, and a line about it to stderr. Control-C ends the answer; its text so far
+        stays."""
         prompt = self.llm.chat_prompt(self.messages, chat_template=self.template)
         context = self.llm.config.max_context_len or 0
         params = self.params
@@ -260,7 +261,7 @@ def _done(chat: Chat, message: str) -> bool:
     """Do what a message or a command asks for; whether to go on.
 
     Raises:
-        ConfigError: no such command; and as `Chat.say`.
+        ConfigError: no such command; and the errors of `Chat.say`.
     """
     if not message.strip():
         return True

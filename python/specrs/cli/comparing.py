@@ -47,7 +47,7 @@ class Comparison:
         return [p / s for p, s in zip(self.plain, self.speculative, strict=True)] if self.drafting_runs else []
 
     def line(self) -> str:
-        """For people."""
+        """Return the comparison in a line for people."""
         same = f"tokens {'identical' if self.identical else 'DIFFERENT'}"
         plain = f"plain decoding: {self.tokens / statistics.median(self.plain):.0f} tokens/s"
         runs = len(self.outputs)
@@ -67,7 +67,7 @@ class Comparison:
         )
 
     def record(self) -> dict[str, Any]:
-        """For programs."""
+        """Return the comparison as values for programs."""
         ratios = self.ratios
         return {
             "pairs": len(self.outputs), "drafting_runs": self.drafting_runs,

@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Finding:
-    """One line.
+    """One line of the report.
 
     Attributes:
         section, name: the part of the report that the finding belongs to, and the thing that was looked at.
@@ -75,7 +75,7 @@ class Report:
     findings: list[Finding] = field(default_factory=list)
 
     def add(self, section: str, name: str, value: Any, note: str | None = None) -> None:
-        """Something that does."""
+        """Add a finding without a problem."""
         self.findings.append(Finding(section, name, value, note=note))
 
     def check(self, section: str, name: str, work: Callable[[], _T], remedy: str) -> _T | None:
@@ -154,7 +154,7 @@ def _machine(report: Report) -> None:
 
 
 def _devices(report: Report) -> None:
-    """GPUs; that there is none is a problem of a configuration that wants one."""
+    """Report the GPUs; a missing one is a problem for a configuration that wants a GPU."""
     import torch
 
     from specrs import device

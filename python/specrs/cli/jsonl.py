@@ -68,7 +68,7 @@ def read(name: str, args: argparse.Namespace) -> list[Asked]:
     """Every line of a file, or of stdin for ``"-"``; empty lines are left out.
 
     Raises:
-        ConfigError: a line that is none of the above, by its number; a file without prompts.
+        ConfigError: a line that is no prompt, by its number; a file without prompts.
     """
     try:
         text = read_stdin() if name == "-" else Path(name).read_text(encoding="utf-8")
@@ -107,7 +107,7 @@ def _asked(number: int, line: str, args: argparse.Namespace) -> Asked:
 
 
 class _Work:
-    """The lines of a file on an engine, and their outputs, which wait for those of earlier lines."""
+    """Runs the lines of a file on an engine; outputs wait for those of earlier lines."""
 
     def __init__(self, llm: LLM, asked: Sequence[Asked], out: TextIO) -> None:
         self.totals = Totals()
@@ -123,7 +123,8 @@ class _Work:
         return not self._order
 
     def step(self) -> tuple[int, int]:
-        """Begin what there is room for, step the engine, write what has ended. Tokens that came, lines that ended."""
+        """Begin as many lines as there is room for, step the engine, write what has ended. Returns the numbers of
+        tokens that came, and of lines that ended."""
         before, tokens = len(self._order), 0
         while self._todo and len(self._running) < _WAITING * self._llm.config.max_batch:
             self._begin(self._todo.popleft())

@@ -150,7 +150,7 @@ def tree_of(text: str, nodes: bool = True) -> TreeShape:
         nodes: true if V must be given; else a V that is not given is 1 + K * S, as far as the tree goes.
 
     Raises:
-        ConfigError: no such numbers, or a tree that there cannot be.
+        ConfigError: the text has no such numbers, or a shape that no tree can have.
     """
     try:
         numbers = [int(part) for part in text.split(",")]

@@ -24,11 +24,11 @@ class CorpusDrafter:
     Args:
         path: the file.
         depth: levels below the last token that it proposes at most.
-        verify: read the whole file first, and refuse what was damaged.
-        name: in warnings and counts; two corpora of an engine have different ones.
+        verify: read the whole file first, and refuse a damaged one.
+        name: name of the source in warnings and counts; two corpora of an engine have different names.
 
     Raises:
-        ConfigError: a file that cannot be read, or is no corpus; the path, and what is wrong.
+        ConfigError: the file cannot be read, or is no corpus; the message has the path, and what is wrong.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class CorpusDrafter:
         and, while it is sorted, 12 in memory. A file that is there is replaced at once, when all is written.
 
         Raises:
-            ConfigError: a document that is no sequence of tokens, or empty, or none at all; a token outside the
-                vocabulary; a file that cannot be written. Nothing is left behind.
+            ConfigError: a document is no sequence of tokens, or empty, or there is none; a token is outside the
+                vocabulary; the file cannot be written. No part of it is left.
         """
         import torch  # needed only to hand the tokens over without a copy
 
@@ -87,7 +87,7 @@ class CorpusDrafting:
         return self._live().matched
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """These tokens were committed."""
+        """Take tokens that were committed."""
         self._live().extend(tokens)
 
     def propose(self, nodes: int, depth: int, after: Sequence[int] = ()) -> DraftProposal:

@@ -28,7 +28,7 @@ class DraftRequest:
         request_id: the engine's, unique while the engine lives.
         prompt: tokens of the prompt.
         vocab_size: vocabulary size of the target; every token proposed must be below.
-        prediction: tokens that the user expects in the output, in order; it need not follow the prompt.
+        prediction: tokens that the user expects in the output, in order; they need not follow the prompt.
         cache_salt: name by which the operator separates shared state; requests of different salts may share nothing.
             ``None``: the request shares nothing with any other.
     """
@@ -69,10 +69,10 @@ class Drafting(Protocol):
     """One request's drafts from one source."""
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """These tokens were committed behind the prompt and what was told before, in order."""
+        """Take tokens that were committed, in order, behind the prompt and the tokens told before."""
 
     def propose(self, nodes: int, depth: int) -> Drafts:
-        """At most so many nodes, none deeper than so many levels below the last token; perhaps none."""
+        """Return at most so many nodes, none deeper than so many levels below the last token; perhaps none."""
 
     def bytes(self) -> int:
         """Memory that it holds."""
@@ -86,13 +86,13 @@ class Observing(Protocol):
     """A `Drafting` that learns from what the target made of a verified tree, accepted or not (token recycling)."""
 
     def observe(self, tokens: Sequence[int], top: Sequence[Sequence[int]]) -> None:
-        """After each of these tokens, nodes of a verified tree, the target's likeliest next tokens were ``top``, the
-        likeliest first, at most 8."""
+        """Learn the target's likeliest next tokens, ``top``, after each of ``tokens``, which are nodes of a verified
+        tree; the likeliest first, at most 8."""
 
 
 @runtime_checkable
 class Holding(Protocol):
-    """A `Drafter` that holds memory of its own, beside that of its draftings: a table that requests share, say."""
+    """A `Drafter` that holds memory of its own, beside that of its draftings, such as a table that requests share."""
 
     def bytes(self) -> int:
         """Memory that it holds."""
@@ -102,8 +102,8 @@ class Drafter(Protocol):
     """A source of drafts; one serves an engine.
 
     Attributes:
-        name: in warnings, and of the sources of a traced tree; no two of an engine have the same, none is ``"head"`` or
-            ``"grammar"``.
+        name: name in warnings, and in the sources of a traced tree; the names of an engine's drafters are different,
+            and none is ``"head"`` or ``"grammar"``.
         depth: levels below a request's last token that it proposes at most, at least 1. The engine reads both once.
     """
 

@@ -13,12 +13,12 @@ class SuffixDrafter:
     before. Requests share nothing.
 
     Args:
-        limit: bytes of a request at most. A token takes about 50, so the default follows over a million; of a
-            longer text the older half is forgotten.
+        limit: most bytes of a request. A token takes about 50, so the default follows over a million tokens; the older
+            half of a longer text is forgotten.
         depth: levels below the last token that it proposes at most.
 
     Raises:
-        ConfigError: a limit that nothing fits in, or that no automaton reaches; the range.
+        ConfigError: a limit in which nothing fits, or which no automaton reaches; the message has the range.
     """
 
     name = "suffix"
@@ -28,7 +28,7 @@ class SuffixDrafter:
         self.limit, self.depth = limit, depth
 
     def begin(self, request: DraftRequest) -> SuffixDrafting:
-        """The request's text so far: its prediction, then its prompt."""
+        """Begin with the request's text so far: its prediction, then its prompt."""
         drafts = SuffixDrafts(request.vocab_size, self.limit, request.prediction)
         drafts.prompt(request.prompt)
         return SuffixDrafting(drafts)
@@ -46,7 +46,7 @@ class SuffixDrafting:
         return self._live().matched
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """These tokens were committed."""
+        """Take tokens that were committed."""
         self._live().extend(tokens)
 
     def propose(self, nodes: int, depth: int, after: Sequence[int] = ()) -> DraftProposal:

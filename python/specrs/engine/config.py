@@ -40,7 +40,7 @@ class EngineConfig(OptionFields):
     """
 
     def __post_init__(self) -> None:
-        """Refuse what is not of its field's type, before a model is read."""
+        """Refuse values of a wrong type, before a model is read."""
         for name in _INTEGERS:
             object.__setattr__(self, name, self._integer(name))
         if not isinstance(self.prefix_cache, bool):
@@ -75,7 +75,7 @@ class EngineConfig(OptionFields):
         """The configuration of named options.
 
         Raises:
-            ConfigError: a name that there is not, or a value that is not of its option's type.
+            ConfigError: an unknown name, or a value of a wrong type.
         """
         known = [field.name for field in fields(cls)]
         for name in options:
@@ -122,7 +122,7 @@ class EngineConfig(OptionFields):
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """Sources of drafts beside the head, of a configuration that `drafting` gave."""
+        """Sources of drafts beside the head, in a configuration that `drafting` gave."""
         return tuple(Source.of(d) for d in self.drafters or () if not isinstance(d, str))
 
     @property
@@ -152,7 +152,7 @@ class EngineConfig(OptionFields):
         return replace(self, drafters=made)
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Refuse a corpus whose tokens the model does not have, of a configuration that `drafting` gave.
+        """Refuse a corpus whose tokens the model does not have, in a configuration that `drafting` gave.
 
         Raises:
             ConfigError: the drafter, its corpus's vocabulary and the model's.
@@ -211,7 +211,7 @@ class EngineConfig(OptionFields):
 
         Raises:
             UnsupportedCombinationError: the backend cannot do what is asked; the message says what would work instead.
-            ConfigError: a backend, layout or draft attention that there is not.
+            ConfigError: an unknown backend, layout or draft attention.
         """
         backend = self.backend
         there = str(self.device).partition(":")[0]
@@ -234,7 +234,7 @@ class EngineConfig(OptionFields):
         return config, found.speculate
 
     def resolve(self, model_context: int) -> tuple[EngineConfig, Geometry]:
-        """Fill the defaults that depend on the model, of a configuration that `route` gave, and check everything.
+        """Fill the defaults that depend on the model, in a configuration that `route` gave, and check everything.
 
         Raises:
             ConfigError: an option out of range, with its name, value and limit.
@@ -260,7 +260,7 @@ def _drafters(asked: object) -> tuple[str | Drafter, ...] | None:
     every size follows from these.
 
     Raises:
-        ConfigError: no list; a name that there is not; an object that is no drafter; a name twice.
+        ConfigError: the value is no list; a name is unknown, or given twice; an object is no drafter.
     """
     if asked is None:
         return None

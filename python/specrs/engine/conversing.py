@@ -1,4 +1,4 @@
-"""Texts and conversations: prompts by the model's tokenizer and chat template, then as with any prompt."""
+"""Prompts from texts and conversations, by the model's tokenizer and chat template."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class EngineBusyError(SpecrsError):
-    """Another thread, or a callback of the engine itself, called an `LLM` while it works. Nothing was changed."""
+    """Another thread, or a callback of the engine itself, called an `LLM` during a call. Nothing was changed."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -62,7 +62,7 @@ class EngineFailedError(SpecrsError):
 
 
 class EngineProcessError(SpecrsError):
-    """The process of an `AsyncLLM` ended by itself: it was killed, say, where memory was short.
+    """The process of an `AsyncLLM` ended by itself: for example, it was killed where memory was short.
 
     Attributes: `status`: its exit status; negative: the signal that killed it; ``None``: not known.
     """

@@ -77,7 +77,7 @@ class LLM(Conversing):
             draft head unless ``draft`` says otherwise.
         draft: directory (or ``org/name``) of an EAGLE head for the model; ``None`` with a model given: drafts come
             from the text itself (``drafters``).
-        speculative: ``False`` decodes plainly, whatever there is to draft from.
+        speculative: ``False`` decodes plainly, whatever sources there are.
         progress: bars on stderr while files are downloaded and weights are loaded; ``None``: on a terminal alone.
         options: fields of `EngineConfig`, typed by `EngineOptions`; docs/options.md has what each one does. Without
             ``device``, the engine runs on a GPU where one is that runs the model and holds it, and else on the CPU;
@@ -86,7 +86,7 @@ class LLM(Conversing):
     Raises:
         ConfigError: an option or a file that does not fit, with the value and the limit.
         UnsupportedCombinationError: a `ConfigError`: what the attention backend cannot do, and what would work.
-        CudaError: a GPU was asked for and none can be used; what was found and what is needed.
+        CudaError: a GPU was asked for and none can be used; the message has what was found and what is needed.
         DeviceMemoryError: a GPU was asked for and has too little free memory; raised before any of it is taken, with
             `need`, `have`, and in `hint` every line and the numbers that would fit.
 
@@ -207,7 +207,7 @@ class LLM(Conversing):
         if not self._lock.acquire(blocking=False):
             raise EngineBusyError
         try:
-            # Rounds in flight end first, however they end: what they raise is nobody's any more.
+            # Rounds in flight end first. Their errors concern nobody any more.
             with suppress(Exception), self._runner.executor.entered():
                 self._runner.close()
         finally:
@@ -247,7 +247,7 @@ class LLM(Conversing):
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Work on the engine, alone; refused at once while somebody else does."""
+        """Work on the engine alone; refused at once while another call works."""
         if not self._lock.acquire(blocking=False):
             raise EngineBusyError
         try:
@@ -298,7 +298,7 @@ class LLM(Conversing):
             PoolExhaustedError: a request that the pool could not hold even alone.
             EngineBusyError: another thread uses this engine.
             EngineClosedError: the engine was closed.
-            NonFiniteError: with ``on_error="raise"``: the model's scores, or what bias and penalties made of them, held
+            NonFiniteError: with ``on_error="raise"``: the model's scores, or the scores after bias and penalties, held
                 NaN or +inf, or allowed no token. Fields: see `RequestOutput`.
             Nothing of the call stays behind after an error.
         """
@@ -413,7 +413,7 @@ class LLM(Conversing):
             return requests
 
     def step(self) -> list[StreamEvent]:
-        """One step of everything that runs: admission, a chunk of prefill, a round.
+        """Make one step of everything that runs: admission, a chunk of prefill, a round.
 
         A request that cannot go on (NaN scores) ends alone: its last event's ``output`` has ``finish_reason``
         ``"error"`` and the ``error``. What is raised concerns the whole step, and leaves every request as it was before
@@ -494,7 +494,7 @@ class LLM(Conversing):
 
     @contextmanager
     def watching(self, watch: Callable[[TreeBatch, Accepts], None]) -> Iterator[None]:
-        """Within the context, call ``watch`` with each round's verified trees and what was accepted of them."""
+        """Within the context, call ``watch`` with each round's verified trees and the accepted paths in them."""
         with self._observed_by(Watching(watch)):
             yield
 
@@ -534,7 +534,7 @@ class LLM(Conversing):
             return self._runner.pages.pool.audit()
 
     def _request_params(self, params: object, where: str) -> ResolvedSampling:
-        """Check a request's parameters against the model, and let it decide what they leave unset."""
+        """Check a request's parameters against the model, and fill unset ones from the model's."""
         if not isinstance(params, SamplingParams):
             raise ConfigError(f"{where} is a {type(params).__name__}: must be SamplingParams")
         try:

@@ -69,18 +69,18 @@ def check_text(text: str, where: str) -> None:
 
 
 def truncated(ids: list[int], keep: int | None, room: int) -> list[int]:
-    """The last ``keep`` tokens of a prompt; -1: of as many as leave ``room``, one at least. ``None`` keeps all."""
+    """Return the last ``keep`` tokens of a prompt; -1: as many as leave ``room``, at least one. ``None`` keeps all."""
     if keep is None:
         return ids
     return ids[-(max(room, 1) if keep < 0 else keep) :]
 
 
 def spellings(tokenizer: Tokenizer, words: Sequence[str], vocab: int) -> list[tuple[int, ...]]:
-    """Token ids of ``bad_words``, each as it is and behind a space, at the beginning of a text and within one; without
-    those that have a token which the model lacks, and so never come.
+    """Return the token ids of ``bad_words``, each as it is and behind a space, at the beginning of a text and within
+    one. Spellings with a token that the model lacks can never come and are left out.
 
     Raises:
-        ConfigError: a word that the tokenizer makes nothing of, or that is not encodable.
+        ConfigError: a word of which the tokenizer makes no tokens, or that is not encodable.
     """
 
     def encoded(text: str) -> tuple[int, ...]:
@@ -138,14 +138,14 @@ class Chats:
     def prompt(
         self, messages: Messages, options: Mapping[str, Any], encode: Encode, where: str = "messages"
     ) -> TokenizedPrompt:
-        """One conversation, by options of `ChatTemplates.render`."""
+        """Make a prompt of one conversation, by options of `ChatTemplates.render`."""
         text = self.templates.render(messages, where=where, **options)
         return TokenizedPrompt(text, encode(text, where))
 
     def prompts(
         self, messages: Messages | Sequence[Messages], options: Mapping[str, Any], encode: Encode
     ) -> list[TokenizedPrompt]:
-        """One conversation, or each of a list of them."""
+        """Make a prompt of one conversation, or of each of a list."""
         return [self.prompt(chat, options, encode, where) for chat, where in zip(*conversations(messages), strict=True)]
 
 
@@ -157,7 +157,7 @@ def load_tokenizer(model: Path | LiveModel) -> Tokenizer | None:
     would be changed under them.
 
     Raises:
-        ConfigError: a ``tokenizer.json`` that is none; a file beside it that is none, or has a token that is none.
+        ConfigError: ``tokenizer.json`` is malformed; or a file beside it is, or has an invalid token.
     """
     if isinstance(model, LiveModel):
         return model.tokenizer
@@ -179,8 +179,8 @@ def load_tokenizer(model: Path | LiveModel) -> Tokenizer | None:
 
 
 def load_eos(model: Path | LiveModel, tokenizer: Tokenizer | None) -> int | None:
-    """The token that ends a text by the tokenizer's own files, which name a chat model's end of turn, at times alone;
-    ``None`` where they name none. It may be one that the model lacks.
+    """Return the token that ends a text by the tokenizer's own files; for some chat models they alone name the end of a
+    turn. ``None`` where they name none. The model may lack the token.
 
     Raises:
         ConfigError: the same errors as of `load_tokenizer`.

@@ -33,7 +33,7 @@ class StructuredOutputs:
             be enforced is refused by name.
         json_object: ``True``: any JSON object.
         regex: a regular expression that the whole text matches (Rust's syntax; no look-around, no back references).
-        choice: the texts of which the output is one.
+        choice: texts, one of which the output is.
         grammar: a context-free grammar in Lark's syntax, as llguidance reads it; its rule ``start`` is the text.
         whitespace: a regular expression, for ``json`` and ``json_object``, of the text that may stand between two
             tokens of JSON; ``""`` for nothing. ``None``: a space, or a line break and up to 40 characters that indent
@@ -131,7 +131,7 @@ def _json(name: str, value: object) -> Mapping[str, Any] | str | bool:
         return text
     if not isinstance(value, Mapping):
         raise refuse(name, value, "must be a JSON schema: a mapping, or its JSON text")
-    # A copy, which nobody changes behind the request's back.
+    # A copy, so that nobody can change it behind the request's back.
     copied = json.loads(_text_of_schema(name, dict(value)))
     assert isinstance(copied, dict)
     return copied

@@ -26,7 +26,7 @@ _TELLING_BYTES = 8  # so many single bytes in a row are taken for the pattern
 
 
 class LaneError(SpecrsError):
-    """A replay left a lane that nobody wrote, or wrote one that is not its own.
+    """A replay left a lane unwritten, or wrote a lane that is not its own.
 
     Attributes:
         region: name of the region.
@@ -62,7 +62,7 @@ def _poisoned(memory: torch.Tensor, region: Region) -> torch.Tensor:
 
 
 def check_output(memory: torch.Tensor, region: Region, bucket: int, batch: int) -> None:
-    """Raise LaneError for the first lane that nobody wrote, and for a dead one that lacks its declared value.
+    """Raise LaneError for the first lane that was not written, and for a dead lane that lacks its declared value.
 
     Args:
         memory: memory of the bucket, rows behind the lanes included.

@@ -111,7 +111,7 @@ class Family:
         self.copies = index(copies)
 
     def bucket(self, batch: int) -> int | None:
-        """The smallest bucket that ``batch`` fits; ``None`` where none is so large."""
+        """Return the smallest bucket that ``batch`` fits; ``None`` where no bucket is so large."""
         if index(batch) < 1:
             raise ConfigError(f"batch = {batch}: at least 1 is wanted")
         return next((b for b in self.buckets if b >= batch), None)

@@ -78,7 +78,7 @@ class Output:
             self._at.check(self._what, self.generation, self._copy)
 
     def tensor(self) -> torch.Tensor:
-        """The lanes as they lie there, without a copy: torch reads whatever the memory holds when it gets to it.
+        """Return the lanes as they lie there, without a copy: torch reads the memory as it is when it gets to it.
 
         Reads on the replay's stream are in order. Whoever reads on another stream makes a later replay wait for it.
         """
@@ -117,7 +117,7 @@ class Replay:
         self._outputs, self._copy, self._at = outputs, copy, at
 
     def output(self, name: str, *, copy: bool = False) -> Output:
-        """A lease of an output's live lanes; with `copy`, of a copy that is never stale."""
+        """Return a lease of an output's live lanes; with `copy`, of a copy that is never stale."""
         if name not in self._outputs:
             raise ConfigError(f"output = {name!r}: the outputs are {list(self._outputs)}")
         lease = Output(f"output {name!r}", self._outputs[name], self.generation, self._copy, self._at)
@@ -149,9 +149,10 @@ class GraphRuntime:
         """Declare, allocate, run the body once for each bucket, capture it for each bucket and set of outputs.
 
         Args:
-            body: puts the work of ``at.lanes`` lanes on torch's current stream. It reads inputs and writes every row of
-                every output, dead lanes included, and waits for nothing. What it does depends on the inputs alone: it
-                runs before it is captured, over dead lanes. Random numbers of torch's generators are not for it.
+            body: function that puts the work of ``at.lanes`` lanes on torch's current stream. It reads inputs and
+                writes every row of every output, dead lanes included, and waits for nothing. Its work depends on the
+                inputs alone: it runs before it is captured, over dead lanes. It must not use random numbers of torch's
+                generators.
             buckets: lanes of each, increasing.
             regions: memory of the body's inputs and outputs.
             device: a CUDA device; torch's current one by default.
@@ -195,7 +196,7 @@ class GraphRuntime:
 
     @property
     def captured_bytes(self) -> int:
-        """Bytes that torch holds for what the bodies allocate: one pool for all graphs."""
+        """Bytes that torch holds for allocations of the bodies: one pool for all graphs."""
         segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
         own = [s for s in segments if tuple(s.get("segment_pool_id", ())) == tuple(self._pool)]
         return sum(int(s["total_size"]) for s in own)
@@ -210,7 +211,7 @@ class GraphRuntime:
         return torch.cuda.current_stream(self.device).cuda_stream
 
     def _rows(self, region: Region, copy: int, lanes: int) -> torch.Tensor:
-        """A region's memory for so many lanes, and what is behind them."""
+        """Return a region's memory for so many lanes, and the rows behind them."""
         return self._memory[self.family.place(region, copy)][: region.rows(lanes) + region.more]
 
     def _buffers(self, bucket: int, copy: int) -> Buffers:
@@ -236,7 +237,7 @@ class GraphRuntime:
     # -- replays ------------------------------------------------------------------------------------------------
 
     def replay(self, batch: int, inputs: Mapping[str, torch.Tensor]) -> Replay:
-        """Run the body for `batch` lanes, on torch's current stream; waits for nothing but in poison mode.
+        """Run the body for `batch` lanes, on torch's current stream; it waits only in poison mode.
 
         The smallest bucket that fits runs. A batch above the largest runs eagerly, over memory of its own, and says so
         once.
@@ -261,7 +262,7 @@ class GraphRuntime:
     def _replay(self, batch: int, bucket: int, given: dict[str, torch.Tensor]) -> Replay:
         stream = torch.cuda.current_stream()
         stream.wait_event(self._order.end)
-        # From here on the set's memory is written, whatever fails.
+        # From here on the set's memory counts as written, whatever fails.
         generation, copy = self._generations.begin()
         try:
             if self.poison:

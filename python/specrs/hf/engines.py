@@ -42,7 +42,7 @@ def turn(model: Any) -> Iterator[None]:
     """Work with a module's engine, alone: another call may make it anew, which frees the one in use.
 
     Raises:
-        EngineBusyError: another thread does, or the caller further up.
+        EngineBusyError: another thread has the turn, or the caller further up.
     """
     with _GUARD:
         lock = _TURNS.setdefault(model, threading.Lock())
@@ -55,8 +55,8 @@ def turn(model: Any) -> Iterator[None]:
 
 
 def engine_of(model: Any, options: Mapping[str, Any], tokens: int) -> LLM:
-    """The module's engine: that of the last call, where it has room for requests of so many tokens, its options are the
-    same, and nothing has been written to the weights since. Call it within the module's `turn`.
+    """Return the module's engine: that of the last call, if it has room for requests of so many tokens, its options are
+    the same, and nothing has been written to the weights since. Call it within the module's `turn`.
 
     Raises as `from_model` does, and UnsupportedGenerationError for more tokens than the model serves exactly.
     """

@@ -128,7 +128,7 @@ def _run(
 
 
 def _extend(row: list[int], tokens: Sequence[int], asked: Asked, given: torch.Tensor, out: Any) -> bool:
-    """Append tokens up to one that ends the row by a criterion; whether there is one."""
+    """Append tokens up to one that ends the row by a criterion; returns whether there is one."""
     for token in tokens:
         row.append(token)
         if out is not None:

@@ -1,5 +1,5 @@
-"""Arguments of transformers' `generate` as sampling parameters of each row; one that is not honoured is refused by
-name.
+"""Arguments of transformers' `generate` as sampling parameters of each row; an argument that cannot be honoured is
+refused by name.
 
 transformers has made its configuration into lists of objects by then. They are read instead of the configuration: the
 lists have a caller's additions too, and an object that nobody here knows cannot be overlooked.
@@ -16,7 +16,7 @@ import torch
 from specrs.hf.errors import UnsupportedGenerationError
 from specrs.sampling_params import SamplingParams
 
-# Values of a GenerationConfig that become no object of the lists: those that change nothing.
+# Values of a GenerationConfig that become no object of the lists, and change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_beams": (None, 1),
     "num_beam_groups": (None, 1),
@@ -32,7 +32,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 _DICT_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 _CACHE_NAMES = ("cache", "past_key_values")
 _CACHES = ("quantized",)  # implementations that round what they keep
-# Arguments of a model's forward that say how transformers would compute, not what.
+# Arguments of a model's forward that change how transformers computes, but not the result.
 _IGNORED = {"use_cache", "logits_to_keep", "cache_position", "cache_implementation", "max_cache_len", "return_dict"}
 
 StopCheck = Callable[[torch.Tensor], bool]
@@ -45,10 +45,11 @@ class Asked:
     Attributes:
         most: tokens of a row at most.
         sampling: fields of `SamplingParams` that all rows share.
-        eos: tokens that end a row; ``None``: none does, and nothing is padded.
+        eos: tokens that end a row; ``None``: no token does, and nothing is padded.
         least: tokens of a row before which none of ``eos`` may come.
-        stops: for a row's tokens so far, int64 [1, n], prompt and padding included, whether it has ended.
-        ignored: positions at the beginning of each row that a repetition penalty leaves out; ``None``: does not say.
+        stops: function that tells whether a row has ended, from its tokens so far, int64 [1, n], prompt and padding
+            included.
+        ignored: positions at the beginning of each row that a repetition penalty leaves out; ``None``: not stated.
     """
 
     most: int
@@ -214,7 +215,7 @@ def shape_of(value: Any) -> Any:
 
 
 def check_arguments(kwargs: dict[str, Any], lengths: Sequence[int]) -> None:
-    """Refuse whatever else would reach the model's forward and change what it computes. lengths: of the prompts."""
+    """Refuse any other argument that would reach the model's forward and change its result. lengths: of the prompts."""
     from transformers.cache_utils import Cache
 
     for name, value in kwargs.items():
@@ -233,7 +234,8 @@ def check_arguments(kwargs: dict[str, Any], lengths: Sequence[int]) -> None:
 
 
 def _check_cache(name: str, cache: Any) -> None:
-    """transformers hands over an empty one of its own; a caller's may hold a text, or change what it would hold."""
+    """Refuse a cache that is not an empty one as transformers hands over: a caller's cache may hold a text, or change
+    what it would hold."""
     kind, layers = type(cache).__name__, getattr(cache, "layers", None)
     if name not in _CACHE_NAMES or layers is None:  # a cache of an encoder and a decoder has two caches, and no layers
         raise UnsupportedGenerationError(name, kind, "not implemented; no cache, or an empty DynamicCache, works")

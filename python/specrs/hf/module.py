@@ -1,4 +1,4 @@
-"""From a transformers module to a `LiveModel`, and to an engine over it."""
+"""Makes a `LiveModel` from a transformers module, and an engine over it."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def from_model(
         draft, options: options as `LLM` takes them. Without ``device``, the engine runs where the module is.
 
     Raises:
-        ConfigError: no such module, or one on several devices.
+        ConfigError: the module is no such model, or lies on several devices.
         UnsupportedModelError: an architecture, a value of its configuration, or a part of the module (a class, a hook)
             that is not implemented.
-        ModelFileError: tensors that do not fit the configuration, as those of a module with adapters.
+        ModelFileError: tensors do not fit the configuration, such as those of a module with adapters.
     """
     source = live_model(model, tokenizer)
     options.setdefault("device", str(device_of(source)))
@@ -142,7 +142,8 @@ def device_of(source: LiveModel) -> torch.device:
 
 
 def backend_of(tokenizer: Any) -> Tokenizer | None:
-    """A copy of the tokenizers library's object, without the padding and truncation of whoever else uses it."""
+    """Return a copy of the tokenizers library's object, without padding and truncation that other users of it have
+    set."""
     if tokenizer is None:
         return None
     from tokenizers import Tokenizer

@@ -30,8 +30,8 @@ _QWEN3_HEADS = ("Qwen3Eagle3Model", "Eagle3Qwen3ForCausalLM")
 _EAGLE3_ARCHITECTURES = (
     "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel", *_QWEN3_HEADS,
 )  # fmt: skip
-# Layers that heads of the speculators library have: they differ in biases and in q_norm and k_norm, of which the file
-# of weights says whether there are any.
+# Layers that heads of the speculators library have: they differ in biases and in q_norm and k_norm, whose tensors the
+# file of weights has or lacks.
 _HEAD_LAYERS = ("llama", "mistral", "qwen2", "qwen3")
 
 # Norms of later variants (the speculators library, NVIDIA's gpt-oss heads): of features before `fc`, of each of them,
@@ -240,8 +240,8 @@ class Eagle3Config(LayerConfig):
     def from_dict(
         cls, raw: Mapping[str, Any], path: Path | None = None, *, named_as_model: bool = False
     ) -> Eagle3Config:
-        """The same from parsed JSON; `path` is only named in errors. named_as_model: its file is that of such a head,
-        and its name may be that of a model, as the paper's authors call theirs."""
+        """Read the same from parsed JSON; `path` is only named in errors. named_as_model: the file is that of such a
+        head, but its name may be that of a model, as the paper's authors publish theirs."""
         get = _flat(raw, path)
         architecture = _architecture(get, (*_EAGLE3_ARCHITECTURES, *(_EAGLE1_ARCHITECTURES if named_as_model else ())))
         if (layers := get.integer("num_hidden_layers", 1, maximum=4096)) != 1:
@@ -269,11 +269,12 @@ class Eagle3Config(LayerConfig):
 
     @property
     def aux_size(self) -> int:
-        """Columns of a row of features: those of all auxiliary layers side by side."""
+        """Columns of a row of features: all auxiliary layers side by side."""
         return (3 if self.aux_layers is None else len(self.aux_layers)) * self.target_hidden_size
 
     def aux_layers_for(self, target: ModelConfig) -> tuple[int, ...]:
-        """The features' layers for this target: its own choice, or the published default. Order is that of `fc`."""
+        """Return the features' layers for this target: its own choice, or the published default. They are in the order
+        of `fc`."""
         if self.aux_layers is not None:
             return self.aux_layers
         n = target.num_layers
@@ -303,15 +304,16 @@ class Eagle3Config(LayerConfig):
 
 @dataclass(frozen=True)
 class Eagle1Config(LayerConfig):
-    """An EAGLE-1 (https://arxiv.org/abs/2401.15077) or EAGLE-2 (https://arxiv.org/abs/2406.16858) head, which differ in
-    the trees that are drafted with them: one decoder layer over the embedding and the target's last hidden state."""
+    """An EAGLE-1 (https://arxiv.org/abs/2401.15077) or EAGLE-2 (https://arxiv.org/abs/2406.16858) head: one decoder
+    layer over the embedding and the target's last hidden state. The two differ only in the trees that are drafted with
+    them."""
 
     vocab_size: int
     """Vocabulary of the target, and of the head's logits."""
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], path: Path | None = None) -> Eagle1Config:
-        """From the parsed `config.json` of a head, which is that of a model of one layer; `path` is only named in
+        """Read a head from its parsed `config.json`, which is that of a model of one layer; `path` is only named in
         errors. Raises UnsupportedModelError."""
         get = Reader(raw, path)
         _architecture(get, _EAGLE1_ARCHITECTURES)
@@ -337,7 +339,7 @@ class Eagle1Config(LayerConfig):
         return self.hidden_size
 
     def aux_layers_for(self, target: ModelConfig) -> tuple[int, ...]:
-        """The features' layer: none of the target's, but what its last norm gives.
+        """Return the features' layer: none of the target's, but the output of its last norm.
 
         In the code that the paper publishes (SafeAILab/EAGLE: `ea_model.py`, `ge_data/`) a feature is the model's
         `last_hidden_state`, behind the norm, and the target's `lm_head` is applied to what the head predicts as it is.
@@ -443,7 +445,7 @@ def _layer(get: Reader, family: Family = _LLAMA) -> LayerConfig:
 
 
 def _sliding_window(get: Reader, family: Family, num_layers: int) -> int | None:
-    """The window where at least one layer uses it. Qwen models name one that they switch off."""
+    """Return the window if at least one layer uses it. Qwen models name a window that they switch off."""
     kinds = get.raw.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or any(kind not in KINDS for kind in kinds)):
         get.refuse("layer_types", kinds, "only full_attention and sliding_attention are implemented")
@@ -464,7 +466,7 @@ def _sliding_window(get: Reader, family: Family, num_layers: int) -> int | None:
 
 
 def _token_ids(get: Reader, key: str, vocab_size: int) -> tuple[int, ...]:
-    """One id or a list of them; -1, which files write for no token, is none."""
+    """Return one id or a list of ids; files write -1 for no token, so it counts as none."""
     value = get.raw.get(key)
     if value is None:
         return ()

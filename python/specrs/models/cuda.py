@@ -74,7 +74,7 @@ def placed(
         dtype: type in which the model computes; ``"auto"``: the type that the device takes for this model.
 
     Raises:
-        ConfigError: no such device, a dtype that it does not compute in, or a model or head that a GPU does not run.
+        ConfigError: no such device, a dtype in which it does not compute, or a model or head that a GPU does not run.
         CudaError: a GPU is asked for, and there are no kernels in this build, no driver, no GPU, or torch has no CUDA.
     """
     if asked == "cpu":
@@ -198,7 +198,8 @@ class CudaDense:
         return _CudaTable(self, self.placement.vector(table))
 
     def owe(self, total: torch.Tensor, residual: torch.Tensor) -> None:
-        """``total`` += ``residual``, by the norm that reads it next, or else before whatever comes next."""
+        """Owe ``total`` += ``residual``: the next norm that reads it makes the sum, or else the next operation does
+        before it begins."""
         self.settle()
         self._owed = total, residual
 
@@ -283,7 +284,8 @@ class CudaDense:
     def host(self, scores: torch.Tensor) -> torch.Tensor:
         self.settle()
         scores = scores.to("cpu", torch.float32)  # waits for all that was launched
-        # Scores that are no numbers the host sees itself, and names; those of a round in flight, its landing does.
+        # The host itself sees scores that are no numbers, and names them; those of a round in flight are named when it
+        # lands.
         with suppress(core.NonFiniteError):
             self.faults.check()
         return scores
@@ -291,7 +293,7 @@ class CudaDense:
     def kv_move(self, kv: KvMemory, moves: Moves) -> None:
         if len(moves):
             moves.claim(kv.tensor.data_ptr(), kv.tensor.nbytes)
-            # One request: a move may depend on the one before.
+            # One request at a time: a move may depend on the one before.
             pairs = self.upload(
                 torch.cat((from_dlpack(moves.src), from_dlpack(moves.dst), torch.tensor([0, len(moves)])))
             )
@@ -392,7 +394,7 @@ class DevicePlan:
         lens, starts: positions before a request's queries and its first query, int32 [B] and [B + 1].
         table: pages of each request, int32 [rows, columns].
         mask: int64 [Q], or ``None`` of a causal plan.
-        rows: each request's row of the table, int32 [B]; ``None`` where they are in its order.
+        rows: each request's row of the table, int32 [B]; ``None`` where rows are in the order of requests.
         most_queries: most queries of one request.
         page_size: tokens of a page.
     """

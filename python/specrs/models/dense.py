@@ -86,8 +86,8 @@ class TorchDense:
 
 
 class HostDense:
-    """The Rust kernels: packed weights, and what surrounds a product fused into it. torch where there is nothing to
-    compute: it copies rows, and rotates for attentions that do not.
+    """The Rust kernels: packed weights, with the operations around a product fused into it. torch does what needs no
+    arithmetic: it copies rows, and rotates for attentions that do not.
 
     placement: of the host, in f32. Weights are kept as the checkpoint has them, in bf16, f16 or f32, unless it says
     which: bf16 rounds f32 and f16 weights, for half the memory of f32 and nearly twice the speed of decoding. Products

@@ -64,7 +64,7 @@ class FeatureMemory:
         self._ready: dict[int, Iterator[FeatureRows]] = {}  # keyed by the number of rows
 
     def rows(self, count: int) -> FeatureRows:
-        """Memory for ``count`` rows that nothing else refers to."""
+        """Return memory for ``count`` rows that nothing else refers to."""
         ready = next(self._ready.get(count, iter(())), None)
         return ready if ready is not None else self._block(count)
 

@@ -36,7 +36,7 @@ class Workspace:
         self._capacity = self.moves = 0
 
     def rows(self, count: int) -> dict[str, torch.Tensor]:
-        """Views [count, width], contiguous; the contents are whatever the last use left."""
+        """Return views [count, width], contiguous; they hold what the last use left."""
         views = self._views.get(count)
         if views is None:
             if count > self._capacity:
@@ -291,7 +291,7 @@ class LayerTail:
 
 
 def stacked(dense: Dense, weights: Checkpoint, names: list[str], bias: bool, gated: bool = False) -> Linear:
-    """One linear of several projections of the same input, their rows stacked in the order of `names`."""
+    """Return one linear of several projections of the same input, their rows stacked in the order of `names`."""
     weight = _stack([weights.load(f"{name}.weight") for name in names])
     return dense.linear(weight, _stack([weights.load(f"{name}.bias") for name in names]) if bias else None, gated)
 

@@ -41,7 +41,7 @@ class LiveModel:
 
 
 ModelSource = str | Path | LiveModel
-"""A model: its directory, or what is in memory."""
+"""A model: its directory, or a model in memory."""
 
 
 def model_json(model: ModelSource, file: str, *, optional: bool = False) -> tuple[dict[str, Any], Path]:

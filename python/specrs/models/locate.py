@@ -72,7 +72,7 @@ def locate(given: str | os.PathLike[str], role: str, *, download: bool = True, p
 
     Raises:
         ModelFileError: nothing there can be loaded; the message says what there is and what would work.
-        HubError: a `ModelFileError`: it is not in the hub cache, and could not be downloaded; ``why`` says why.
+        HubError: a `ModelFileError`: the model is not in the hub cache, and could not be downloaded; ``why`` says why.
     """
     name = os.fspath(given)
     path = Path(given)

@@ -143,7 +143,7 @@ class Dense(Protocol):
 
 
 class Attention(Protocol):
-    """Attention over paged KV, and the writing of what it reads."""
+    """Attention over paged KV; it writes the keys and values that it reads."""
 
     @property
     def capabilities(self) -> Capabilities:

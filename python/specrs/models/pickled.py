@@ -35,7 +35,8 @@ _KINDS = {
 }  # fmt: skip
 _REBUILD = ("torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_tensor")
 _PARAMETER = ("torch._utils _rebuild_parameter", "torch._utils _rebuild_parameter_with_state")
-# torch asks for a buffer that could be written to; nobody writes, so no memory is set aside for copies of its pages.
+# torch asks for a buffer that could be written to; nobody writes to it, so no memory is set aside for copies of its
+# pages.
 _PRIVATE = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)  # named since Python 3.11
 _MAGIC = 0x1950A86A20F9469CFC6C
 _ZIP = b"PK\x03\x04"  # mark before each record of an archive
@@ -51,7 +52,7 @@ _MOST = 2_000_000  # operations, of which a tensor takes 25
 
 
 class _Refused(Exception):
-    """A file that is whole, and holds what is not read."""
+    """A file is whole, but holds something that is not read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +64,8 @@ class _Name:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Key:
-    """A key of a dictionary that is no text, by what it is. What stands beside tensors may have any, and hashing a
-    stranger's value may not end."""
+    """A key of a dictionary that is no text, described by its kind. Values beside tensors may have any key, and hashing
+    a stranger's value may not end."""
 
     what: str
 
@@ -104,7 +105,7 @@ class PickledSlice:
 
 
 class PickledFile:
-    """A file of tensors by name, open; what is read of it is mapped.
+    """A file of tensors by name, open; the parts that are read are mapped.
 
     Raises:
         ModelFileError: the file is not whole, or has anything but tensors by name whose values it holds.
@@ -252,7 +253,8 @@ def _wrong(tensor: _Tensor, records: dict[str, tuple[int, int]]) -> str | None:
 
 
 def _described(file: Any, most: int, storages: dict[str, _Storage] | None = None) -> Any:
-    """The value of a pickle of plain values, dictionaries and tensors; what it leaves of the file is the next's.
+    """Return the value of a pickle of plain values, dictionaries and tensors; the rest of the file is the next
+    pickle's.
 
     storages: gets those that it names.
 

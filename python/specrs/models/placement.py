@@ -43,7 +43,7 @@ class Placement:
         return replace(self, activations=self.logits_dtype)
 
     def empty(self, *shape: int) -> torch.Tensor:
-        """Memory for activations; the contents are whatever was there."""
+        """Return memory for activations, with any contents."""
         return torch.empty(shape, dtype=self.activations, device=self.device)
 
     def vector(self, weight: torch.Tensor) -> torch.Tensor:

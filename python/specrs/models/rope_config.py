@@ -39,8 +39,8 @@ class RopeConfig:
 
 
 def read_rope(get: Reader, family: Family, max_position: int, head_dim: int) -> RopeConfig:
-    """Both spellings: `rope_scaling` beside `rope_theta`, and transformers 5's `rope_parameters` with all in one. Of a
-    family with an embedding for each kind of layer, that of layers without a window."""
+    """Read both spellings: `rope_scaling` beside `rope_theta`, and transformers 5's `rope_parameters` with all in one.
+    If the family has an embedding for each kind of layer, read that of layers without a window."""
     if family.ropes == "typed":
         return _rope_from(get, family, *_rope_of_kind(get, "full_attention"), max_position, head_dim)
     key, rope = _rope_object(get)
@@ -52,7 +52,7 @@ def read_rope(get: Reader, family: Family, max_position: int, head_dim: int) -> 
 
 
 def _rope_object(get: Reader) -> tuple[str, dict[str, Any]]:
-    """The key of what is said about rotary embeddings, and its object."""
+    """Return the key that describes rotary embeddings, and its object."""
     key, rope = "rope_scaling", dict[str, Any]()
     for other in ("rope_scaling", "rope_parameters"):
         given = get.raw.get(other) or {}
@@ -88,7 +88,7 @@ def _rope_of_kind(get: Reader, kind: str) -> tuple[str, dict[str, Any]]:
 def layer_ropes(
     get: Reader, family: Family, shared: RopeConfig, num_layers: int, max_position: int, head_dim: int
 ) -> tuple[RopeConfig | None, ...]:
-    """Each layer's rotary embedding; empty where all have the one that is shared."""
+    """Return each layer's rotary embedding; empty where all layers have the shared one."""
     if family.ropes == "some":
         every = get.integer("no_rope_layer_interval", 4, maximum=4096)
         flags = get.raw.get("no_rope_layers")
@@ -185,7 +185,8 @@ def _longrope(
 
 
 def layer_kinds(get: Reader, family: Family, num_layers: int) -> list[str]:
-    """The kind of attention of each layer, of a family whose configuration names kinds or has a pattern of them."""
+    """Return the kind of attention of each layer, for a family whose configuration names kinds or has a pattern of
+    them."""
     kinds = get.raw.get("layer_types")
     if kinds is None:
         every = get.integer("sliding_window_pattern", family.pattern, maximum=4096)

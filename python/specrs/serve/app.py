@@ -37,7 +37,7 @@ def app(config: ServeConfig | Mapping[str, Any] | None = None, engine: AsyncLLM 
     ``app.state.service`` has what the requests share while the application lives, ``app.state.engine`` the engine.
 
     Raises:
-        ConfigError: a config that is none, a ``chat_template`` that cannot be read, or Starlette is missing.
+        ConfigError: an invalid config, a ``chat_template`` that cannot be read, or Starlette is missing.
     """
     try:
         from starlette.applications import Starlette
@@ -118,7 +118,7 @@ def make_engine(config: ServeConfig) -> AsyncLLM:
 
 
 class Posted:
-    """An endpoint that takes a body. generates: whether the engine must have room for what it asks."""
+    """An endpoint that takes a body. generates: true if the engine must have room for the request."""
 
     def __init__(self, work: Work, generates: bool) -> None:
         self._work, self._generates = work, generates
@@ -148,7 +148,7 @@ class Posted:
 
 
 class Asked:
-    """An endpoint that says something as JSON. say: ``None``: the model that the path names."""
+    """An endpoint that answers with JSON. say: ``None``: the model that the path names."""
 
     def __init__(self, say: Say | None) -> None:
         self._say = say
@@ -197,7 +197,7 @@ class Shown:
 
 
 async def _not_found(request: Any, error: Any) -> Any:
-    """Paths and methods that there are not, in OpenAI's form."""
+    """Answer a path or method that does not exist, in OpenAI's form."""
     from starlette.responses import JSONResponse
 
     messages = {404: "no such path", 405: "this path has no such method"}

@@ -147,7 +147,8 @@ _T = TypeVar("_T")
 
 
 class Behind(Generic[_T]):
-    """Tells the tokens behind the reasoning from those of it, the token that ends its second mark included.
+    """Separates the tokens behind the reasoning from those of the reasoning, which include the token that ends its
+    second mark.
 
     Args:
         thinking: marks of reasoning; ``None``: there is none.
@@ -198,7 +199,7 @@ class Speaking:
         self._called = self._said = False
 
     def feed(self, text: str) -> list[dict[str, Any]]:
-        """Reasoning, then content and calls."""
+        """Return deltas of reasoning, then of content and calls."""
         thought, said = ("", text) if self._thought is None else self._thought.feed(text)
         return self._reasoned(thought) + self._spoken(said)
 

@@ -194,7 +194,7 @@ class Call:
         await exchange.end()
 
     def _last(self, flow: Flow, frame: Frame, usage: bool) -> list[bytes]:
-        """Events behind those of choices."""
+        """Return the events behind those of choices."""
         more: dict[str, Any] = {}
         if usage:
             more["usage"] = self._usage(flow)
@@ -216,7 +216,7 @@ class Stream:
     def head(self) -> dict[str, Any]:
         """The piece that says who speaks."""
         opening = self._call.opening()
-        # An answer of calls alone has no content, which nobody knows yet.
+        # An answer of calls alone has no content, and nothing tells yet whether this is one.
         content = opening if opening or isinstance(self._voice, Plain) else None
         found = self._piece({"role": "assistant", "content": content})
         if self._ids:

@@ -45,7 +45,8 @@ class ServeConfig:
         host, port: to listen at; port 0 takes a free one.
         uds: a Unix domain socket to listen at instead, by its path: programs of this machine that may write to it need
             no key.
-        root_path: the path below which a proxy serves this server, and that it takes away: ``/llm``, say.
+        root_path: the path below which a proxy serves this server, and which the proxy removes from requests, such as
+            ``/llm``.
         keys: API keys; none: everybody may ask.
         allow_public_without_key: listen at an address that other machines reach, with no key.
         allowed_hosts: names that a request's ``Host`` may have; empty: any. The command line allows the names of this
@@ -76,11 +77,11 @@ class ServeConfig:
         body_seconds: time in which a body must come; 408 beyond.
         send_seconds: time for which a client may leave a response unread; then the response is aborted.
         keep_alive_seconds: time for which a connection may stay open between two requests.
-        comment_seconds: between comments on a stream on which nothing else goes.
+        comment_seconds: pause between comments on a stream on which nothing else is sent.
         drain_seconds: time for which requests may go on after SIGTERM; those that still run then end with ``"abort"``.
-        stall_seconds: after which a step that goes on makes ``/health`` say 503.
+        stall_seconds: time after which a step that still runs makes ``/health`` say 503.
         retry_after_seconds: time that clients are asked to wait after 429 and 503.
-        log: a line on stdout for each request (``"requests"``), for those that fail (``"errors"``), for none.
+        log: requests that get a line on stdout: each (``"requests"``), those that fail (``"errors"``), or none.
 
     Raises:
         ConfigError: a value of another type or out of range, by name.
@@ -153,7 +154,7 @@ class ServeConfig:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> ServeConfig:
-        """From a mapping; a name that there is not is refused."""
+        """Make a configuration from a mapping; an unknown name is refused."""
         known = {one.name for one in fields(cls)}
         for name in options:
             if name not in known:
@@ -162,8 +163,8 @@ class ServeConfig:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> ServeConfig:
-        """From variables ``SPECRS_SERVE_<NAME>``: numbers and flags as JSON, sequences with commas between, ``ENGINE``
-        a JSON object; and ``SPECRS_API_KEY`` or ``SPECRS_API_KEY_FILE``."""
+        """Make a configuration from variables ``SPECRS_SERVE_<NAME>``: numbers and flags as JSON, sequences with commas
+        between, ``ENGINE`` a JSON object; and ``SPECRS_API_KEY`` or ``SPECRS_API_KEY_FILE``."""
         environ = os.environ if environ is None else environ
         kinds = typing.get_type_hints(cls)
         options: dict[str, Any] = {}
@@ -177,7 +178,7 @@ class ServeConfig:
         return cls(keys=Keys.from_env(environ), **options)
 
     def check_address(self) -> None:
-        """Refuse an address that other machines reach, where nobody needs a key.
+        """Refuse an address that other machines reach, if requests need no key.
 
         Raises:
             ConfigError: the address is refused; the message says what to do.
@@ -197,7 +198,7 @@ class ServeConfig:
         """Refuse a ``chat_template`` that cannot be read.
 
         Raises:
-            ConfigError: no such file, no text, or no template in Jinja; with the line.
+            ConfigError: the file is missing, no text, or no template in Jinja; the message has the line.
         """
         if self.template is None:
             return

@@ -70,7 +70,7 @@ class Exchange:
 
         Raises:
             RequestError: 415, 413, 408 or 400.
-            Gone: before it was there.
+            Gone: the client went before the body was there.
         """
         kind = self.header(b"content-type").split(b";")[0].strip().lower()
         if kind != b"application/json":
@@ -105,8 +105,8 @@ class Exchange:
         return RequestError(413, f"the body is larger than max_body_bytes = {most}", code="body_too_large")
 
     async def _linger(self) -> None:
-        """Read on what is not wanted, for a moment: a connection that is closed on a client who still sends is reset,
-        and the answer with it."""
+        """Read on for a moment, though nothing more is wanted: a connection that is closed on a client that still sends
+        is reset, and the answer is lost with it."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
@@ -203,7 +203,7 @@ class Exchange:
         self.streams = True
 
     async def event(self, event: bytes) -> None:
-        """One event, or several, each as it goes over the wire. Waits while the client is slow."""
+        """Send one event, or several, each as it goes over the wire. Waits while the client is slow."""
         await self._put(event, more=True)
 
     async def _commented(self) -> None:
@@ -251,7 +251,7 @@ class Watch:
         self._exchanges.discard(exchange)
 
     async def run(self) -> None:
-        """For as long as the server lives."""
+        """Look at the exchanges again and again, as long as the server lives."""
         pause = max(min(self._keep_alive, self._patience, 4.0) / 4, 0.05)
         while True:
             await asyncio.sleep(pause)

@@ -29,7 +29,8 @@ class Keys:
         """Take keys, or digests of them as ``sha256:<64 hexadecimal digits>``.
 
         Raises:
-            ConfigError: a key that is empty, has spaces or other than ASCII, or a digest that is none. It is not shown.
+            ConfigError: a key is empty, has spaces or characters outside ASCII, or a digest is malformed. The message
+                does not show it.
         """
         digests = []
         for i, key in enumerate([keys] if isinstance(keys, str) else keys):
@@ -54,7 +55,7 @@ class Keys:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Keys:
-        """``SPECRS_API_KEY``, several with commas between, and those of the file ``SPECRS_API_KEY_FILE``."""
+        """Read the keys of ``SPECRS_API_KEY``, several with commas between, and of the file ``SPECRS_API_KEY_FILE``."""
         keys = cls.of([key for key in environ.get("SPECRS_API_KEY", "").split(",") if key])
         path = environ.get("SPECRS_API_KEY_FILE")
         return keys if not path else cls(keys.digests + cls.from_file(path).digests)

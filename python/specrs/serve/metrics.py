@@ -145,7 +145,7 @@ class Metrics:
             self._gaps.observe(gap)
 
     def ended(self, outputs: Sequence[RequestOutput], times: RequestTimes) -> None:
-        """A request came to its end, with so many outputs: none of one that the engine refused."""
+        """Count a request that came to its end, with so many outputs: none if the engine refused it."""
         for output in outputs:
             self._output(output)
         if outputs:
@@ -200,7 +200,7 @@ class Tally:
         self._counts, self._sum = [0] * (len(edges) + 1), 0.0
 
     def observe(self, value: float) -> None:
-        """One more."""
+        """Count one more value."""
         self._counts[bisect_left(self._edges, value)] += 1
         self._sum += value
 

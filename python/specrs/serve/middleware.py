@@ -46,7 +46,7 @@ class Recorded:
 
 class Hosts:
     """Refuses requests that another name led here: a web page can make a name of its own lead to this machine. It also
-    refuses those whose name nobody can tell, since they have two.
+    refuses requests with two names, since nobody can tell which one counts.
 
     Args:
         hosts: names and addresses that are allowed; none: any.
@@ -84,7 +84,7 @@ def host_name(host: str) -> str:
 
 
 class Guarded:
-    """Asks for an API key, where what is asked for costs something."""
+    """Asks for an API key, where the request costs something."""
 
     def __init__(self, app: Any, keys: Keys) -> None:
         self._app, self._keys = app, keys

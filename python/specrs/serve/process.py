@@ -37,8 +37,8 @@ _LOCAL = ("localhost", "127.0.0.1", "[::1]")
 
 
 class _GivingWay:
-    """While servers run, threads of this process give way to each other sooner, and the garbage collector, which stops
-    all of them, does not go through what there was before."""
+    """Makes threads of this process give way to each other sooner, while servers run, and keeps the garbage collector,
+    which stops all of them, from going through earlier objects."""
 
     def __init__(self) -> None:
         self._lock, self._servers, self._before = threading.Lock(), 0, 0.0

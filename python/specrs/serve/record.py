@@ -84,7 +84,7 @@ class Record:
         self.first_token = min(first, default=None)
 
     def line(self) -> dict[str, Any]:
-        """For JSON; what is not known is left out."""
+        """Return the record for JSON, without the fields that are not known."""
         found: dict[str, Any] = {
             "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
             "request_id": self.request_id, "method": self.method, "path": self.path, "status": self.status,
@@ -111,7 +111,7 @@ def routed(scope: Any) -> str:
 
 
 class Log:
-    """Writes lines from a thread of its own, so that whoever reads them slowly stops no request.
+    """Writes lines from a thread of its own, so that a slow reader of them stops no request.
 
     Args:
         which: the setting of `specrs.serve.ServeConfig.log`.

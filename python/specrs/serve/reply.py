@@ -62,7 +62,8 @@ class Frame:
     tail: bytes
 
     def event(self, choice: Mapping[str, Any] | None, **more: Any) -> bytes:
-        """One event; ``more`` are fields beside ``choices``, and ``usage`` among them takes the place of its own."""
+        """Return one event; ``more`` are fields beside ``choices``, and ``usage`` among them takes the place of its
+        own."""
         inner = b"" if choice is None else dumps(choice)
         if not more:
             return self.head + inner + self.tail
@@ -191,7 +192,7 @@ def traced(rounds: Sequence[Round], pieces: Sequence[tuple[str, bool]], spell: C
     """Return a choice's trace of its rounds.
 
     Args:
-        rounds: in order.
+        rounds: rounds, in order.
         pieces: pieces of the choice's text, including those of its rounds. Each is told with whether a draft gave it,
             and with the round of this choice that it belongs to; -1 for the prompt's pass, and for text that an early
             end released.

@@ -79,7 +79,7 @@ async def input_tokens(service: Service, exchange: Exchange, body: Mapping[str, 
 
 @contextmanager
 def _called() -> Iterator[None]:
-    """Errors of a chat's fields name those of the response that they are made of."""
+    """Rename fields in errors of a chat to those of the response that they were made of."""
     try:
         yield
     except (RequestError, ChatTemplateError, PoolExhaustedError) as error:
@@ -294,7 +294,7 @@ class Answer:
         return self.output.take(self._voice.feed(text), scores)
 
     def end(self, output: RequestOutput) -> list[Event]:
-        """No more comes."""
+        """Return the last events: no more text comes."""
         scores = self._objects(self._behind.take([])) if self._scored else []
         return self.output.take(self._voice.finish(), scores) + self.output.end(str(output.finish_reason) != "stop")
 

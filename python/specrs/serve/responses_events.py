@@ -62,12 +62,13 @@ class Output:
         return events
 
     def end(self, cut: bool) -> list[Event]:
-        """No more comes. cut: the last item would have gone on. An answer of nothing is a message without text."""
+        """Return the last events: no more text comes. cut: the last item would have gone on. An empty answer is a
+        message without text."""
         events = [] if self.items or self._open else self._begin(_Message(0))
         return events + self._close("incomplete" if cut else "completed")
 
     def broken(self) -> list[Event]:
-        """No more can come."""
+        """Return the last events of an answer that broke off."""
         return self._close("incomplete")
 
     @property
@@ -142,7 +143,7 @@ class _Parted(_Item):
 
     @abstractmethod
     def part(self, text: str) -> dict[str, Any]:
-        """With so much text."""
+        """Return a part with so much text."""
 
     def opened(self) -> list[Event]:
         return [*super().opened(), self._event("response.content_part.added", part=self.part(""))]

@@ -48,7 +48,7 @@ class _Conversation:
         self._reasoning = ""
 
     def add(self, where: str, item: Any) -> None:
-        """One more."""
+        """Add one more item."""
         if not isinstance(item, dict):
             raise self._wrong(where, item, "must be an object")
         kind = item.get("type", "message" if "role" in item else None)

@@ -1,4 +1,4 @@
-"""From a request's fields to `specrs.SamplingParams`.
+"""Makes `specrs.SamplingParams` from a request's fields.
 
 A field that a request leaves out has the value of the model's ``generation_config.json``, and where that has none,
 OpenAI's: temperature 1, top_p 1; 16 tokens of a completion, the rest of the context in a chat.
@@ -19,7 +19,7 @@ from specrs.serve.fields import CHAT, COMPLETIONS, ROUNDS
 #: Values that OpenAI's servers use, or, where they know no such field, values without effect.
 _NEUTRAL: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 _COMPLETION_TOKENS = 16
-#: Fields that `SamplingParams` has too, and what it calls them.
+#: Fields that `SamplingParams` has too, with their names there.
 _SAME: dict[str, str] = {
     "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
     "repetition_penalty": "repetition_penalty", "seed": "seed", "stop": "stop", "n": "n",
@@ -38,8 +38,8 @@ class Wish:
     """The generation that a request wants.
 
     Attributes:
-        params: for the engine, whose ``max_tokens`` are at least 1, and end with the context.
-        asked: ``max_tokens`` as the request has it; ``None``: it does not say.
+        params: parameters for the engine, whose ``max_tokens`` are at least 1, and end with the context.
+        asked: ``max_tokens`` as the request has it; ``None``: not stated.
         keep: last tokens of a prompt that are kept; ``None``: all.
         what: the field that has the prompt.
         form: the field that says what the output looks like; ``None``: none does.
@@ -55,7 +55,7 @@ class Wish:
 
     @property
     def dropped(self) -> int:
-        """Tokens that the engine generates and nobody asked for: it gives one at least."""
+        """Number of tokens that the engine generates and nobody asked for: it gives at least one."""
         return 1 if self.asked == 0 else 0
 
     def kept(self, ids: list[int]) -> list[int]:
@@ -66,7 +66,7 @@ class Wish:
         """Refuse what does not fit the context, where the request itself says how much it wants.
 
         Raises:
-            RequestError: with both numbers.
+            RequestError: the prompt is too long; the message has both numbers.
         """
         if prompt_tokens >= context:
             raise bad(

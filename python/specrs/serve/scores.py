@@ -73,7 +73,8 @@ class Columns:
             self._at += len(self._decoder.decode(b"", final=True))
 
     def _top(self, scored: TokenLogprobs) -> dict[str, float]:
-        """The most probable ones, and the token itself; of tokens that are written alike, the more probable one."""
+        """Return the scores of the most probable tokens, and of the token itself; of tokens that are written alike, the
+        more probable one."""
         found: dict[str, float] = {}
         own = next(iter(scored))
         for token, one in sorted(scored.items(), key=lambda pair: pair[1].rank):
@@ -123,5 +124,5 @@ def _ranked(scores: Sequence[TokenLogprobs | None], names: Names) -> list[dict[s
 
 
 def finite(logprob: float) -> float:
-    """For JSON, which has no infinity: OpenAI's least is -9999."""
+    """Return a log-probability for JSON, which has no infinity: OpenAI's least is -9999."""
     return max(logprob, -9999.0)

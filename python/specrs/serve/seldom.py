@@ -1,4 +1,4 @@
-"""A bound on what strangers can make a server write to stderr: one line of each kind in a while."""
+"""Bounds what strangers can make a server write to stderr: one line of each kind in a while."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Seldom(logging.Filter):
     A kind is a message before its arguments, and the type of its exception.
 
     Args:
-        seconds: between two records of a kind.
+        seconds: seconds between two records of a kind.
         clock: seconds, which only grow.
     """
 
@@ -45,7 +45,7 @@ class Seldom(logging.Filter):
 
 @contextmanager
 def seldom(*names: str) -> Iterator[None]:
-    """Within the context, loggers of these names write seldom."""
+    """Within the context, make loggers of these names write seldom."""
     limits = [(logging.getLogger(name), Seldom()) for name in names]
     for logger, limit in limits:
         logger.addFilter(limit)

@@ -45,7 +45,7 @@ _STRANGERS = 2  # templates of requests that are rendered at once, each in a pro
 _QUEUE = 4  # times as many may wait
 _LOOKS = 0.1  # seconds between two looks at what must end
 LAST_WORDS = 5.0
-"""Seconds at the end for the engine to say what became of aborted requests, and to check its pages."""
+"""Seconds at the end for the engine to tell the outcome of aborted requests, and to check its pages."""
 _UNREAD = 2.0  # seconds of `LAST_WORDS`, for a client that does not read
 _logger = logging.getLogger("specrs.serve")
 
@@ -144,7 +144,8 @@ class Service:
         return None if self._table is None else self._table(token)
 
     def shown(self, token: int) -> str:
-        """A token by itself as text, U+FFFD for bytes that are none alone; its number where nothing spells it."""
+        """Return a token by itself as text, with U+FFFD for bytes that are no text alone; its number where no text
+        spells it."""
         spelled = self.spell(token)
         return str(token) if not spelled else spelled.decode("utf-8", "replace")
 
@@ -171,7 +172,7 @@ class Service:
         return replace(wish, params=replace(wish.params, prediction=ids))
 
     def check_tokens(self, ids: Sequence[int], param: str) -> None:
-        """Refuse what is no token of the model.
+        """Refuse ids that are no token of the model.
 
         Raises:
             RequestError: 400, with its place.
@@ -235,7 +236,7 @@ class Service:
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
-        """One request, from its body to the end of its response. Raises as `check_room`."""
+        """Admit one request, from its body to the end of its response. Raises as `check_room`."""
         self.check_room()
         self._open += 1
         try:
@@ -245,7 +246,7 @@ class Service:
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        """A request whose prompt is being made counts as one that waits."""
+        """Count a request whose prompt is being made as one that waits."""
         self._preparing += 1
         try:
             yield
@@ -304,7 +305,8 @@ class Service:
             raise renamed(error) if getattr(error, "what", None) else error from None
 
     async def _leave(self, streams: Sequence[RequestStream]) -> None:
-        """End what still runs of some requests, and wait for what it came to: the engine says so between two steps."""
+        """End the outputs of some requests that still run, and wait for their outcome: the engine tells it between two
+        steps."""
         try:
             for stream in streams:
                 stream.abort()
@@ -327,7 +329,7 @@ class Service:
         return None
 
     async def guard(self) -> None:
-        """Notice that the engine has died, and tell whoever ends the process."""
+        """Notice that the engine has died, and tell the code that ends the process."""
         while self.engine.stats().healthy:
             await asyncio.sleep(_LOOKS)
         if not self.draining:
@@ -337,8 +339,8 @@ class Service:
                 tell()
 
     async def drain(self) -> None:
-        """Take no requests; let those that run end, for ``drain_seconds``; then abort them, and let them say so. An
-        engine that does not say so either is given up. Calling again waits for the same end."""
+        """Take no requests; let running ones end, for ``drain_seconds``; then abort them, and let them say so. If the
+        engine does not say so either, give it up. A second call waits for the same end."""
         self.draining = True
         if self._drained is None:
             self._drained = asyncio.ensure_future(self._drain())
@@ -365,13 +367,13 @@ class Service:
         return done
 
     def give_up(self, why: str) -> None:
-        """Wait for the engine no more: it ends, and whoever waits for it hears so."""
+        """Wait for the engine no more: it ends, and everybody who waits for it gets the error."""
         if not self.failed:
             _logger.critical("%s: it is given up", why)
             self._let_go()
 
     def force(self) -> None:
-        """End at once: nobody waits for a request, nor for the engine."""
+        """End at once: wait neither for requests nor for the engine."""
         self.forced = self.unsound = True
         if not self.failed:
             self._let_go()
@@ -384,7 +386,7 @@ class Service:
             stream.close()
 
     async def audit(self) -> None:
-        """Check the engine's page ledger at the end, where it still can; what is wrong is told, and makes the server
+        """Check the engine's page ledger at the end, if it still can; a fault is told, and makes the server
         `unsound`."""
         if self.failed:
             return
@@ -458,7 +460,7 @@ class Flow:
             yield 0, event
 
     async def _many(self) -> AsyncIterator[tuple[int, StreamEvent]]:
-        """One read is pending of each stream, so that what nobody has asked for stays joined in its slot."""
+        """Keep one read pending for each stream, so that events that nobody has asked for stay joined in their slot."""
         reads = {asyncio.ensure_future(anext(stream, None)): i for i, stream in enumerate(self.streams)}
         try:
             while reads:

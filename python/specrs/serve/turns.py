@@ -19,7 +19,7 @@ _DEEPEST = 48  # levels of a call's arguments as an object: a template gets them
 
 
 def with_known_roles(messages: Sequence[Message], source: str) -> list[Message]:
-    """Messages in the roles of a template, which would drop what is in another one in silence.
+    """Return messages in the roles of a template, which would silently drop a message in another role.
 
     ``developer`` is OpenAI's newer name of ``system``, and becomes that where the template's text does not name it. Of
     other roles than OpenAI's a request may have those that the text names, as Llama's names ``ipython``.
@@ -29,7 +29,7 @@ def with_known_roles(messages: Sequence[Message], source: str) -> list[Message]:
         source: source of the template.
 
     Raises:
-        RequestError: 400, a role that is none of these.
+        RequestError: 400, a role that is not one of these.
     """
     found = []
     for i, message in enumerate(messages):
@@ -49,8 +49,8 @@ def _names(source: str, role: str) -> bool:
 
 
 def arguments(text: str) -> dict[str, Any] | str:
-    """A call's arguments as templates get them: an object, which they write as JSON or go through; a text that is no
-    object in JSON, such as one that ``max_tokens`` cut, stays as it is."""
+    """Return a call's arguments in the form for templates: an object, which they write as JSON or go through; a text
+    that is no object in JSON, such as one that ``max_tokens`` cut, stays as it is."""
     if not text.strip():
         return {}
     try:
@@ -64,8 +64,8 @@ def arguments(text: str) -> dict[str, Any] | str:
 
 
 def rendered(render: Callable[[list[Message]], str], messages: list[Message]) -> str:
-    """A conversation's text. Where a template goes through the arguments of calls, and so takes no text for them, it
-    gets an object with the text as ``arguments``.
+    """Return a conversation's text. If a template goes through the arguments of calls, and so takes no text for them,
+    it gets an object with the text as ``arguments``.
 
     Raises:
         ChatTemplateError: the same errors as of ``render``.

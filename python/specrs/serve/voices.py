@@ -1,4 +1,4 @@
-"""From an answer's text to the deltas of a chat: the plain one, where all of it is content."""
+"""Turns an answer's text into the deltas of a chat; the plain voice takes all of it as content."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Voice(Protocol):
         ...
 
     def finish(self) -> list[dict[str, Any]]:
-        """Deltas of what was held back."""
+        """Return the deltas of the held text."""
         ...
 
     def reason(self, reason: str) -> str:

@@ -36,7 +36,7 @@ def tool_parser(
         tools, ids, parallel, certain: options as `ToolParser` takes them.
 
     Raises:
-        ConfigError: no such dialect.
+        ConfigError: there is no such dialect.
     """
     if name not in PARSERS:
         raise ConfigError(f"tool_parser: {name!r}: must be one of {', '.join(PARSERS)}")

@@ -45,7 +45,8 @@ Delta = ContentDelta | ToolCallStart | ArgumentsDelta
 
 
 def merged(deltas: Iterable[Delta]) -> list[Delta]:
-    """The same deltas, neighbours of one kind as one: of a whole text the same whatever the pieces it came in."""
+    """Merge neighbouring deltas of one kind: for a whole text the result is the same whatever pieces the text came
+    in."""
     found: list[Delta] = []
     for delta in deltas:
         last = found[-1] if found else None

@@ -45,7 +45,7 @@ class Llama3(ToolParser):
 
 class Mistral(ToolParser):
     """Mistral: behind ``[TOOL_CALLS]`` a list of objects ``[{"name": ..., "arguments": {...}}, ...]``, or one object;
-    of newer models, ``name[ARGS]{...}``, with ``[CALL_ID]`` and an id behind the name perhaps.
+    in newer models ``name[ARGS]{...}``, perhaps with ``[CALL_ID]`` and an id behind the name.
 
     Templates of these models take ids of 9 letters and digits alone, so that is what calls get; the model's own are
     dropped.

@@ -1,4 +1,4 @@
-"""From an answer's text, in any pieces, to content and tool calls.
+"""Makes content and tool calls of an answer's text, which comes in any pieces.
 
 **What is a call.** A text of the dialect's form, whose object names a tool that the request has, and whose arguments
 are an object, or left out. It is told as soon as its name and the first character of its arguments are known; from
@@ -39,7 +39,7 @@ class ToolParser(ABC):
         tools: names that calls may have.
         ids: gives each call its id; ``None``: ``call_`` and 24 hexadecimal digits.
         parallel: tell all calls; else those behind the first are dropped.
-        certain: a grammar vouches for calls: what is left of one at the end of the text is no content, but dropped.
+        certain: a grammar vouches for calls: an unfinished call at the end of the text is dropped, and is no content.
     """
 
     #: Texts behind which a call may stand.
@@ -176,7 +176,7 @@ class ToolParser(ABC):
         return not "".join(self._held).strip(f" \t\n\r{self.separators}{self._listed}")
 
     def _content(self, c: str) -> Generator[Any, str, tuple[bool, str]]:
-        """Up to where a call may begin, if one may: white space and a mark are held."""
+        """Read up to where a call may begin; white space and a mark are held."""
         while c != "":
             if c in SPACES or (self._behind and c in self.separators):
                 c = yield
@@ -224,7 +224,7 @@ class ToolParser(ABC):
 
     @abstractmethod
     def _block(self, c: str) -> Read:
-        """One call, or several, behind a mark."""
+        """Read one call, or several, behind a mark."""
 
     def _call(self, c: str) -> Read:
         """An object that names a tool and has its arguments."""

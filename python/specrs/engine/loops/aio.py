@@ -120,7 +120,7 @@ class AsyncLLM:
         self._pool = ThreadPoolExecutor(pool_threads, thread_name_prefix="specrs-prompts")
         desk.inbox = worker.inbox
         worker.thread.start()
-        # An engine that nobody closes ends with the last who knows it, or with the process.
+        # An engine that nobody closes ends with the last object that refers to it, or with the process.
         _RUNNING.add(worker)
         self._finalizer = weakref.finalize(self, _abandon, worker)
         self._finalizer.atexit = False
@@ -250,8 +250,8 @@ class AsyncLLM:
 
     @contextmanager
     def watching_steps(self, watch: StepWatch) -> Iterator[None]:
-        """Within the context, call ``watch`` with each `Step` that read or wrote tokens: in a thread which it must not
-        keep waiting, nor raise."""
+        """Within the context, call ``watch`` with each `Step` that read or wrote tokens, in a thread; ``watch`` must
+        neither make it wait nor raise."""
         self._worker.watchers.append(watch)
         try:
             yield
@@ -271,15 +271,15 @@ class AsyncLLM:
 
     @property
     def llm(self) -> LLM | RemoteLLM:
-        """The engine itself, for what never changes: `LLM.device`, `LLM.numerics`, `LLM.default_sampling`. Whatever
-        steps, adds or aborts is the thread's alone; where the engine has a process, it is not there."""
+        """The engine itself, for values that never change: `LLM.device`, `LLM.numerics`, `LLM.default_sampling`. Only
+        the thread may step, add or abort; an engine in a process of its own lacks these calls here."""
         return self._llm
 
     def __repr__(self) -> str:
         return f"AsyncLLM({self._llm!r}, {'closed' if self._desk.closing else f'{self._desk.waiting} waiting'})"
 
     async def aclose(self, *, drain: bool = True, timeout: float = 30.0, grace: float = 30.0) -> None:
-        """Refuse new requests, finish those that there are, free the engine.
+        """Refuse new requests, finish the present ones, free the engine.
 
         Args:
             drain: let requests run to their ends; else abort them.
@@ -288,7 +288,7 @@ class AsyncLLM:
             grace: seconds beyond that for the step that runs, at least 0.
 
         Raises:
-            ConfigError: a timeout or a grace that is none; nothing was closed.
+            ConfigError: an invalid timeout or grace; nothing was closed.
             TimeoutError: the step went on beyond the grace; the thread ends by itself once it is over. An engine's
                 process is killed instead.
         """
@@ -310,7 +310,7 @@ class AsyncLLM:
         self._pool.shutdown(wait=False)
 
     def kill(self) -> None:
-        """Give the engine up at once, whatever it is at: its requests get EngineFailedError.
+        """Give the engine up at once, whatever it does: its requests get EngineFailedError.
 
         Its process ends. A thread cannot be ended from outside: it ends once its step is over.
         """
@@ -339,7 +339,7 @@ class RequestStream:
 
     @property
     def times(self) -> RequestTimes:
-        """When the request came, left the queue, had its first token, ended; as far as it did."""
+        """Times at which the request came, left the queue, had its first token, ended; as far as it did."""
         return self._slot.times
 
     @property

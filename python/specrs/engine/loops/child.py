@@ -30,7 +30,7 @@ _COMPILERS = 2  # threads
 
 
 class Child:
-    """Between the socket and the worker.
+    """Passes messages between the socket and the worker.
 
     Args:
         wire: to the process that started this one.
@@ -114,7 +114,7 @@ class Child:
 
 
 def main(handle: int) -> None:
-    """Be the engine at the other end of a socket, until the end."""
+    """Run the engine at the other end of a socket, until the end."""
     os.set_inheritable(handle, False)
     wire = Connection(handle)
     made: Future[Child] = Future()
@@ -147,7 +147,7 @@ def main(handle: int) -> None:
 
 
 def _listen(wire: Connection, made: Future[Child]) -> None:
-    """Take what comes, until nobody is there to send it. The process does not outlive this thread."""
+    """Take messages until the sender is gone. The process does not outlive this thread."""
     try:
         while True:
             data = wire.recv_bytes()

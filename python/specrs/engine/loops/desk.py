@@ -1,4 +1,5 @@
-"""Between the event loops of an `AsyncLLM` and its engine: who waits for what, and how news gets to its reader."""
+"""Stands between the event loops of an `AsyncLLM` and its engine: which requests wait, and how news reaches their
+readers."""
 
 from __future__ import annotations
 
@@ -91,7 +92,8 @@ class Slot:
         self.over.set()
 
     async def taken(self) -> None:
-        """Wait until the engine has the request; raise why it has not. What it met later is for who reads."""
+        """Wait until the engine has the request; raise the reason if it has not. Later errors of the request are raised
+        to its reader."""
         while not self._told:
             await self._wake.wait()
         if not self._known:
@@ -122,7 +124,8 @@ class Slot:
 
 
 class Desk:
-    """Between event loops and the worker: who waits for what. Its methods may be called from any thread."""
+    """Stands between event loops and the worker, and knows which requests wait. Its methods may be called from any
+    thread."""
 
     inbox: Any  # inbox of the worker, or of the process
 
@@ -169,7 +172,8 @@ class Desk:
             return slot
 
     def lose(self, error: BaseException | None) -> None:
-        """The engine is gone, for this reason or as it was told: whoever still waits for something hears so."""
+        """Note that the engine is gone, for this reason or the one that was told; everybody who still waits gets the
+        error."""
         with self._lock:
             keys = list(self._slots)
         self.tell([News(k, error=EngineClosedError() if error is None else EngineFailedError(error)) for k in keys])
@@ -197,7 +201,7 @@ class Desk:
         return slot
 
     def abort(self, slot: Slot) -> None:
-        """End a request; what comes of it is told."""
+        """End a request; its outcome is told."""
         if slot.key in self._slots:
             self.inbox.put(Abort(slot.key))
 
@@ -224,7 +228,7 @@ class Desk:
             self.inbox.put(Shutdown(time.monotonic() + wait))
 
     def tell(self, news: list[News]) -> None:
-        """Hand every loop what is new of its requests, in one call each. For the worker's thread."""
+        """Hand every loop the news of its requests, in one call each. For the worker's thread."""
         hands: dict[asyncio.AbstractEventLoop, list[tuple[Slot, News]]] = defaultdict(list)
         with self._lock:
             for one in news:
@@ -245,7 +249,7 @@ class Desk:
 
 
 class _Hand:
-    """Hands one loop what is new, a slice in each of its turns.
+    """Hands one loop its news, a slice in each of its turns.
 
     Every hand wakes a reader, whose work a loop does before it looks at timers and sockets again: a step of hundreds of
     requests, handed over at once, would hold all else up for as long as all their readers take.
@@ -256,7 +260,7 @@ class _Hand:
         self._handing = False
 
     def take(self, some: Iterable[tuple[Slot, News]]) -> None:
-        """For the loop: what is new."""
+        """Take news, on the loop."""
         self._news.extend(some)
         if not self._handing:
             self._handing = True

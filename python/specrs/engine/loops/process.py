@@ -1,6 +1,5 @@
-"""An engine in a process of its own, as its starter has it: it stands for a `Worker`, and for the `LLM` where values
-never change.
-"""
+"""An engine in a process of its own, as its starter sees it: it stands for a `Worker`, and for the `LLM` where values
+never change."""
 
 from __future__ import annotations
 
@@ -48,8 +47,8 @@ class EngineProcess:
 
     Args:
         options: options as `LLM` takes them, ``model`` and ``draft`` among them.
-        tell: called by a thread with what is new, as a `Worker` calls it.
-        lost: called by that thread at the end, with why the process is gone; ``None``: it was told to end.
+        tell: called by a thread with news, as a `Worker` calls it.
+        lost: called by that thread at the end, with the reason why the process is gone; ``None``: it was told to end.
 
     Raises:
         What `LLM` raises.
@@ -105,7 +104,7 @@ class EngineProcess:
 
     @property
     def step_began(self) -> float | None:
-        """Since when the engine has something to do and has told nothing, on the monotonic clock."""
+        """Time, on the monotonic clock, since when the engine has something to do and has told nothing."""
         return self._told_at if self._owed else None
 
     @property
@@ -146,8 +145,8 @@ class EngineProcess:
         self._tell(news)
 
     def kill(self) -> None:
-        """End the process at once, whatever it is at. Waits for nothing where there is a reader, who sees its end: the
-        handler of a signal may have interrupted somebody who waits."""
+        """End the process at once, whatever it does. Waits for nothing where there is a reader, which sees the process
+        end: the handler of a signal may have interrupted a caller that waits."""
         self._process.kill()
         if self.thread.ident is None:
             self._process.wait()
@@ -207,7 +206,8 @@ class _Outbox:
 
 
 def _travels(what: str, message: object) -> bytes:
-    """A message as it goes to the process. Raises ConfigError, by what it is of, where it cannot."""
+    """Return a message in the form that goes to the process. Raises ConfigError, with the name of the operand, if it
+    cannot."""
     try:
         return dumps(Sealed.of(message) if isinstance(message, Add) else message)
     except Exception as error:  # a type may raise errors of its own, too
@@ -224,7 +224,7 @@ def _started(handle: int) -> subprocess.Popen[bytes]:
 
 
 def _forked(engine: EngineProcess | None) -> None:
-    """In a fork of this process, which must not keep the engine alive."""
+    """Let go of the engine in a fork of this process, which must not keep it alive."""
     if engine is not None and not engine.gone:
         engine._wire.close()
 

@@ -152,7 +152,7 @@ def _unadorned(prompt: Any) -> Any:
 
 @dataclass(frozen=True)
 class Told:
-    """An error as it travels: its type, made without its constructor, whose arguments nobody knows."""
+    """An error as it travels: its type, made without the constructor, whose arguments are unknown."""
 
     kind: type[BaseException]
     args: tuple[Any, ...]

@@ -1,4 +1,4 @@
-"""The thread that owns an `LLM`: it drains an inbox between steps, and tells once a step what came of everything.
+"""The thread that owns an `LLM`: it drains an inbox between steps, and once a step tells all news.
 
 It knows nothing of event loops, nor of processes. It takes and gives plain values, which `process` carries to another
 process and back.
@@ -33,7 +33,7 @@ class Step:
     """Figures of one step.
 
     Attributes:
-        began: on the performance counter.
+        began: start of the step, on the performance counter.
         seconds: duration of the step.
         tokens: number of tokens that the step read of prompts and wrote of outputs.
         gaps: for each output that went on, the seconds since it last did.
@@ -60,7 +60,7 @@ class Add:
 
 @dataclass(frozen=True)
 class Abort:
-    """End a request, whose last event tells so; nothing where it has ended."""
+    """Ends a request, whose last event says so; does nothing if the request has ended."""
 
     key: int
 
@@ -74,7 +74,8 @@ class Audit:
 
 @dataclass(frozen=True)
 class Shutdown:
-    """Finish what was added before, until a time on the monotonic clock; then end the rest, and the thread."""
+    """Finishes requests that were added before, until a time on the monotonic clock; then ends the rest, and the
+    thread."""
 
     until: float
 
@@ -130,9 +131,8 @@ class Worker:
     """An engine and its thread.
 
     Args:
-        llm: from now on used by the thread alone.
-        tell: called once a step, by the thread, with everything that is new, which may be nothing; it must not wait,
-            nor raise.
+        llm: the engine, which from now on only the thread uses.
+        tell: called once a step, by the thread, with all news, perhaps none; it must not wait, nor raise.
         close: true if the engine is closed at the end.
     """
 
@@ -173,7 +173,7 @@ class Worker:
                     self.fatal = self.fatal or error
 
     def _turn(self) -> bool:
-        """Take what came, make a step, tell what is new. Whether there is more to do."""
+        """Take messages, make a step, tell the news. Returns whether there is more to do."""
         self._listen()
         if self._until is not None and self._live and time.monotonic() >= self._until:
             for key in list(self._live):
@@ -194,7 +194,7 @@ class Worker:
         return len(self._live)
 
     def _count(self, before: EngineStats, now: EngineStats) -> None:
-        """Tell whoever looks on what the turn's step read and wrote."""
+        """Tell watchers what the turn's step read and wrote."""
         tokens = now.prefilled + now.generated - before.prefilled - before.generated
         gaps, self._gaps = self._gaps, []
         if tokens > 0 and self._stepped is not None:
@@ -203,7 +203,7 @@ class Worker:
                 watch(step)
 
     def _listen(self) -> None:
-        """Everything in the inbox; waits for it where nothing runs."""
+        """Take everything in the inbox; wait for a message if nothing runs."""
         wait = not self._live and self._until is None
         while True:
             try:
@@ -262,7 +262,7 @@ class Worker:
                 self._news.append(News(key, replace(live.times)))
 
     def _event(self, event: StreamEvent, now: float, error: Exception | None = None) -> int | None:
-        """Tell a request's progress; the key that it has, unless nobody knows the request."""
+        """Tell a request's progress, and return its key; ``None`` if nobody knows the request."""
         key = self._keys.get(event.request_id)
         if key is None:
             return None
@@ -289,7 +289,7 @@ class Worker:
         return key
 
     def _abort(self, key: int) -> None:
-        """End a request. What comes of a round in flight may fail first; then once more."""
+        """End a request. The result of a round in flight may fail first; then try once more."""
         if key not in self._live or self.fatal is not None:
             return
         now = time.perf_counter()
@@ -318,7 +318,7 @@ class Worker:
             self._fail_all(fault)
             return
         scheduler = self._llm._scheduler
-        # No pass failed: what did is common to all that run, or that would enter.
+        # No pass failed: the fault is common to all requests that run, or that would enter.
         for group in (scheduler.passing, scheduler.running, scheduler.waiting[:1]):
             ended = list(dict.fromkeys(r.asked_id for r in group if r.asked_id in self._keys))
             if ended:

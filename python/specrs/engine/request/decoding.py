@@ -42,7 +42,7 @@ class Step:
         return ()
 
     def cut(self) -> Iterable[str]:
-        """Settle the bytes that wait for others: those that come belong to another text."""
+        """Settle the bytes that wait for others: the next ones belong to another text."""
         return ()
 
 
@@ -101,7 +101,7 @@ class Unrepeated(Step):
 
 
 class Spaced(Step):
-    """No decoder: spaces between tokens."""
+    """No decoder, but spaces between tokens."""
 
     def __init__(self) -> None:
         self._first = True
@@ -112,7 +112,8 @@ class Spaced(Step):
 
 
 class Stripped(Step):
-    """Strip behind a step that makes one text of all parts: it takes up to so many characters off both ends of that."""
+    """A step that strips, behind a step that makes one text of all parts: it takes up to so many characters off both
+    ends of that text."""
 
     def __init__(self, content: str, start: int, stop: int) -> None:
         self._content, self._start, self._stop = content, start, stop
@@ -131,8 +132,8 @@ class Stripped(Step):
 
 
 class ByteLevel(Step):
-    """Bytes written in the byte-level alphabet; a part with any other character stands for itself. UTF-8 that is none
-    reads U+FFFD."""
+    """Bytes written in the byte-level alphabet; a part with any other character stands for itself. Invalid UTF-8 reads
+    U+FFFD."""
 
     def __init__(self) -> None:
         self._bytes = b""  # bytes of an unfinished character
@@ -272,7 +273,7 @@ def _maker(part: dict[str, Any], fused: bool) -> Callable[[], Step] | None:
     if fused:
         if kind == "Strip":
             return partial(Stripped, part["content"], part["start"], part["stop"])
-        # One character for another: no part's border lies within it.
+        # The step replaces one character by another: no part's border lies within it.
         single = kind == "Replace" and len(part["pattern"].get("String", "")) == 1
         return partial(Each, _library(part)) if single else None
     if kind in _OF_BYTES:
@@ -281,7 +282,7 @@ def _maker(part: dict[str, Any], fused: bool) -> Callable[[], Step] | None:
 
 
 def _library(part: dict[str, Any]) -> _Decode:
-    """One decoder of a chain, as the library has it."""
+    """Return one decoder of a chain, as the library makes it."""
     from tokenizers import Tokenizer, models
 
     state = json.loads(Tokenizer(models.BPE()).to_str())
@@ -290,12 +291,12 @@ def _library(part: dict[str, Any]) -> _Decode:
 
 
 class Detokenizer:
-    """Text of an output's tokens, piece by piece; none is ever taken back.
+    """Text of an output's tokens, piece by piece; no piece is ever taken back.
 
     Args:
         decoder: decoder of the tokens.
-        prompt: tokens before them. They decide whether the output begins a text; bytes of theirs that are no whole
-            character stay theirs.
+        prompt: tokens before the output. They decide whether the output begins a text; their last bytes that are no
+            whole character stay theirs.
         skip_special_tokens: leave special tokens out of the text.
         keep: special tokens that stay in the text nonetheless.
     """
@@ -346,7 +347,7 @@ class Detokenizer:
         return self._run is not None and self._run.grown
 
     def ahead(self) -> str:
-        """The text of `run`; it is not settled by this."""
+        """Return the text of `run`, without settling it."""
         if self._run is None:
             return ""
         behind = self._steps[self._steps.index(self._run) + 1 :]

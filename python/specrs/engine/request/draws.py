@@ -35,7 +35,7 @@ class Draws:
         params: parameters of the request.
         seed: seed of the request's random numbers.
         endings: tokens that would end the output.
-        bad_words: token ids of each bad word, one at least.
+        bad_words: token ids of each bad word, at least one.
         grammar: grammar that the output must follow.
         by_path: true if each draw of a round goes by the mask of its own path; otherwise the only mask is that of the
             first draw.
@@ -117,7 +117,7 @@ class Draws:
         return self.grammar is not None and not self._endings and self.grammar.complete
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """These tokens are the output's next ones."""
+        """Add the output's next tokens."""
         self._output += tokens
         if self.grammar is not None:
             with suppress(GrammarFailedError):  # the next draw says so

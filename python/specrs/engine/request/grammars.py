@@ -1,4 +1,5 @@
-"""Grammars of an engine: compiled once, kept for the requests that ask for them again, and what they force, as drafts.
+"""Grammars of an engine: compiled once, kept for later requests, and the source of drafts where a grammar forces
+tokens.
 
 Compiling belongs to no step: `LLM.add` does it before it queues a request, `AsyncLLM.submit` in its pool.
 """
@@ -52,8 +53,8 @@ class Grammars:
         self._held: weakref.WeakValueDictionary[_Key, Future[Grammar]] = weakref.WeakValueDictionary()
 
     def compile(self, wanted: StructuredOutputs) -> Grammar:
-        """The grammar, compiled where nobody has asked for it lately. Who asks for one that another thread compiles
-        waits for that thread.
+        """Return the grammar, compiled if it is not among the latest ones. A caller waits for a thread that compiles
+        the same grammar.
 
         Raises:
             GrammarError: the grammar is malformed or too large, or there is no tokenizer.

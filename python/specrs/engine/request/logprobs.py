@@ -54,7 +54,7 @@ def of_rows(
 def of_draws(
     logits: torch.Tensor, tokens: Sequence[int], most: int, sampler: Sampler, spell: TokenBytes | None = None
 ) -> list[TokenLogprobs]:
-    """The same of the distributions that ``sampler`` draws these tokens from, one behind the other. Tokens without a
+    """Score the tokens by the distributions that ``sampler`` draws them from, one behind the other. Tokens without a
     probability are left out."""
     found, row = [], torch.empty(logits.shape[1])
     for i, (model, token) in enumerate(zip(logits, tokens, strict=True)):

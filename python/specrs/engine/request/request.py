@@ -28,7 +28,7 @@ class TokenizedPrompt:
     """A prompt whose tokens are settled, with the text that they stand for.
 
     Attributes:
-        text: for whoever reads the output; nothing is made of it.
+        text: text of the prompt for readers of the output; the engine does not use it.
         token_ids: tokens that the model continues.
     """
 
@@ -82,21 +82,21 @@ class RequestOutput:
         drafted: per token of ``token_ids``, whether it was an accepted draft token.
         seconds: wall time from the request's admission (the first, where it was preempted) to its end; 0 for one that
             was aborted while it waited.
-        error: with ``finish_reason`` ``"error"``, why the request could not go on: a `NonFiniteError` whose ``request``
-            is the request's id, ``position`` the absolute position of the token that could not be drawn, ``index`` the
-            token id of the first bad logit; or a `GrammarFailedError`, with ``request``, ``position`` and ``why``.
-            Tokens and text are those before it, else ``None``.
+        error: with ``finish_reason`` ``"error"``, the reason why the request could not go on: a `NonFiniteError` whose
+            ``request`` is the request's id, ``position`` the absolute position of the token that could not be drawn,
+            ``index`` the token id of the first bad logit; or a `GrammarFailedError`, with ``request``, ``position`` and
+            ``why``. Tokens and text are those before that. Else ``None``.
         draft_error: reason why the draft head was given up for this request, whose tokens do not depend on it; ``None``
             where the head was not given up. Fields as in ``error``.
         index: number of this output among the prompt's ``n`` outputs.
-        logprobs: per token of ``token_ids``, by token id: of the token itself first, then of the most probable ones;
-            ``None`` where they were not asked for.
+        logprobs: scores by token id for each token of ``token_ids``: first the token itself, then the most probable
+            ones; ``None`` where they were not asked for.
         prompt_logprobs: the same per token of the prompt, ``None`` for its first; shorter where the request ended
             before its prompt was read.
         drafting_rounds: number of ``rounds`` that verified drafts.
-        proposed: draft tokens that they verified, whatever became of them.
-        accepted_drafts: ``accepted_drafts[n]`` rounds kept n draft tokens; where a stop ends a round among them, those
-            up to it.
+        proposed: draft tokens that those rounds verified, accepted or not.
+        accepted_drafts: ``accepted_drafts[n]`` rounds kept n draft tokens; if a stop ends a round among its drafts,
+            those up to the stop.
         cumulative_logprob: sum of the log-probabilities of ``token_ids``; ``None`` without ``logprobs``.
         others: outputs behind output 0 of the prompt, in that output alone, from ``LLM.generate``.
     """
@@ -164,7 +164,7 @@ class StreamEvent:
 
     @classmethod
     def joined(cls, events: Sequence[StreamEvent]) -> StreamEvent | None:
-        """One event in place of successive ones of a request's output; ``None`` in place of none."""
+        """Join successive events of a request's output into one; ``None`` for no events."""
         if len(events) < 2:
             return events[0] if events else None
         tokens, pieces = [t for e in events for t in e.token_ids], [p for e in events for p in e.pieces]
@@ -239,8 +239,8 @@ class Request:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     _last: float = 0.0  # when its last tokens came, where it is traced
 
-    # Draft state: the target's features of positions whose draft KV is not written yet, and what the last
-    # draft_extend gave for the root, of which the executor alone knows what it is.
+    # Draft state: the target's features of positions whose draft KV is not written yet, and the last result of
+    # draft_extend for the root, whose form only the executor knows.
     pending: list[Features] = field(default_factory=list)
     lag: int = 0  # number of their positions
     root: object | None = None
@@ -452,7 +452,7 @@ class Request:
         return StreamEvent(self.asked_id, list(tokens), committed.pieces, output, self.index, scored, rounds)
 
     def abort(self) -> list[tuple[str, bool]]:
-        """End the request as the caller wishes; what was held back is released."""
+        """End the request as the caller wishes; held text is released."""
         self._finish(FinishReason.ABORT, None)
         pieces = self._flush(may_stop=False)
         self.text.extend(text for text, _ in pieces)
@@ -495,12 +495,12 @@ class Request:
         self.lag = 0
 
     def forget_features(self) -> None:
-        """Drop what the draft head was to run over, and what it last gave."""
+        """Drop the features that the draft head was to run over, and its last result."""
         self.drop_pending()
         self.root = None
 
     def give_up_drafts(self, valid: int, error: NonFiniteError | None = None) -> None:
-        """No drafts of the head from now on; ``valid`` positions of draft KV are sound."""
+        """End drafts by the head; ``valid`` positions of draft KV are sound."""
         self.followed, self._draft_kept = False, valid
         self.draft_error = None if error is None else self._named(error)
         self.forget_features()
@@ -530,7 +530,7 @@ class Request:
         return self.produced >= self.params.min_tokens
 
     def _flush(self, may_stop: bool) -> list[tuple[str, bool]]:
-        """Text still held back. A stop string that ends in it ends the request, whatever else would have."""
+        """Release the held text. A stop string that ends in it ends the request, whatever else would have ended it."""
         if self.spoken is None:
             return []
         rest, hit = self.spoken.finish(may_stop)
@@ -576,6 +576,6 @@ class Request:
 
 
 def _count(histogram: list[int], value: int) -> None:
-    """One more of a value."""
+    """Count one more of a value."""
     histogram.extend([0] * (value + 1 - len(histogram)))
     histogram[value] += 1

@@ -1,4 +1,4 @@
-"""From tokens to an output's text, a token at a time, up to the first stop string."""
+"""Makes an output's text from its tokens, a token at a time, up to the first stop string."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class StopMatcher:
         return window[:released], None
 
     def skip(self, more: int) -> None:
-        """No stop string ends within what has come so far, nor within as many characters more."""
+        """Note that no stop string ends within the text so far, nor within as many characters more."""
         self._skipped = len(self._held) + more
 
     def ends(self, text: Sequence[str]) -> bool:

@@ -25,7 +25,7 @@ class DraftTree:
         tokens: token of each node; node 0, the root, is the request's last token of before.
         parents: parent of each node, -1 for the root; parents stand before their children.
         path: nodes of the accepted path behind the root, in order.
-        sources: names of those that drafted.
+        sources: names of the sources that drafted.
         proposed: sources that proposed each node: a bit each, the first name's is 1; empty where there is one name.
     """
 
@@ -60,12 +60,13 @@ class Round:
     Attributes:
         tokens, parents: token and parent of each node of the tree that was verified, root first; a root alone where
             nothing was drafted.
-        accepted: nodes of the path whose tokens became output, in order, without the root; those behind a stop do not
+        accepted: nodes of the path whose tokens became output, in order, without the root; nodes behind a stop do not
             count, as in `RequestOutput.drafted`.
         own: the token behind them that the target drew itself; ``None`` where the output ended before it, or where it
             is to be drawn again (``bad_words``).
-        seconds: since the request's tokens before these came; whatever else the engine did meanwhile is in it.
-        sources: names of those that drafted, as `LLM` has them (``drafters``); ``"grammar"`` for what one forces.
+        seconds: time since the request's tokens before these came, other work of the engine included.
+        sources: names of the sources that drafted, as `LLM` has them (``drafters``); ``"grammar"`` for tokens that a
+            grammar forces.
         proposed: sources that proposed each node: a bit each, the first name's is 1; empty where there is one name.
         pieces: the text that it released, as `StreamEvent.pieces`.
     """
