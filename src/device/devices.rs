@@ -82,7 +82,8 @@ impl Device {
     }
 
     fn set_up(ordinal: i32) -> Result<Device> {
-        // Guards before what is made under them: on an error, values are dropped while the context is still current.
+        // The guards come before values that are made under them: on an error, values are dropped while the context is
+        // still current.
         let relaxed = Relaxed::enter()?;
         let primary = Primary::retain(ordinal)?;
         let current = primary.enter()?;

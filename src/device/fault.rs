@@ -12,8 +12,8 @@ use super::params::{BUFFERS, FaultRecord, KERNELS, PROBES};
 use super::words::{DeviceWords, Mapped};
 use crate::error::{Error, Result};
 
-/// Two records and their claim words, of skipped accesses and of what probes of scores found: neither hides the other.
-/// Each device has such a pair; whoever shares a device has one of its own by
+/// Two records with their claim words, one for skipped accesses and one for findings of probes of scores: neither hides
+/// the other. Each device has such a pair; a caller that shares a device gets one of its own by
 /// [`Device::faults`](super::Device::faults), and launches on streams that report there ([`Stream::reporting_to`]).
 ///
 /// [`Stream::reporting_to`]: super::Stream::reporting_to

@@ -1,4 +1,4 @@
-//! The ring by which the host learns what rounds found: pinned memory that the device writes and the host polls.
+//! The ring by which the host learns the results of rounds: pinned memory that the device writes and the host polls.
 //!
 //! No call of the driver stands between the end of a round and the host: the last store of a round is its slot's
 //! sequence word, and a reader that has read that by an acquire sees the rest of the slot (`round::round_end` says
@@ -83,7 +83,7 @@ impl RoundRing {
         }
     }
 
-    /// Behind a reader: check that what it read of `round` is that round's.
+    /// Check, behind a reader, that the values which it read of `round` are that round's.
     ///
     /// # Errors
     /// [`Error::StaleOutput`] where a later round has begun to write the slot; [`Error::Invalid`] for a round that has not

@@ -24,7 +24,7 @@ pub(crate) fn capture_into(graph: Option<&Alive>) {
     CAPTURING.set(graph.map_or_else(Weak::new, Arc::downgrade));
 }
 
-/// The graph that this thread captures into; `None` where somebody else's is being made.
+/// The graph that this thread captures into; `None` if the capture makes another owner's graph.
 pub(super) fn capturing_into() -> Option<Weak<()>> {
     CAPTURING.with_borrow(|graph| (graph.strong_count() > 0).then(|| graph.clone()))
 }
@@ -190,7 +190,8 @@ impl Drop for OwnGraph {
     }
 }
 
-/// Work that was captured on an [`OwnStream`]. Whoever holds it keeps what it points at until its last launch is done.
+/// Work that was captured on an [`OwnStream`]. Its owner keeps the memory that it points at until its last launch is
+/// done.
 #[derive(Debug)]
 pub(super) struct Recording(sys::CUgraphExec);
 

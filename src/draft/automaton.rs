@@ -27,7 +27,7 @@ use super::mix::Contexts;
 
 /// Marks a clone.
 const CLONE: u32 = 1 << 31;
-/// In the place of a token: a boundary between sequences follows.
+/// Stands in the place of a token: a boundary between sequences follows.
 const BOUNDARY: u32 = u32::MAX - 1;
 /// Smallest number that is no token.
 pub(super) const NO_TOKEN: u32 = BOUNDARY;
@@ -115,7 +115,7 @@ impl Automaton {
         if link == NONE { Match::EMPTY } else { Match { state: link, length: self.length_of(link) } }
     }
 
-    /// Occurrences of a string; of the empty one, 0. It may be too small by what is owed.
+    /// Number of a string's occurrences; of the empty one, 0. It may be too small by the debts not yet paid.
     pub fn count(&self, of: Match) -> u32 {
         self.node(of.state).count
     }
@@ -212,7 +212,7 @@ impl Automaton {
         self.edges.len() + edges <= MAX_EDGES && self.bytes_with(1, clones, edges) <= limit
     }
 
-    /// Count what is owed; takes a step for each state above a debt.
+    /// Pay all debts of counts; takes a step for each state above a debt.
     pub fn settle(&mut self) {
         while !self.owed.is_empty() {
             self.pay();
@@ -295,7 +295,7 @@ impl Automaton {
         self.node_mut(state).head = edge;
     }
 
-    /// One more occurrence of `state` and all above it.
+    /// Count one more occurrence of `state` and all above it.
     fn count_path(&mut self, mut state: u32) {
         for _ in 0..WALK {
             if state == ROOT {
@@ -321,7 +321,7 @@ impl Automaton {
         self.owed.push(debt);
     }
 
-    /// At most [`PAY`] steps of what is owed.
+    /// Pay at most [`PAY`] steps of the debts.
     fn pay(&mut self) {
         for _ in 0..PAY {
             let Some(Debt { state, mut occurrences, .. }) = self.owed.pop() else { break };
@@ -417,7 +417,7 @@ impl Contexts for Automaton {
     }
 }
 
-/// Room for debts, of which there are so many.
+/// Room for so many debts.
 fn owed_room(debts: usize) -> usize {
     debts + debts / 2 + 16
 }

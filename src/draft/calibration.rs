@@ -95,8 +95,8 @@ impl Calibration {
         account.accepted += u64::from(accepted);
     }
 
-    /// Hold a source's proposal against the tokens that the target drew: every node whose parent these reached had its
-    /// outcome, verified or not. How many of the tokens the proposal has, one below the other.
+    /// Compare a source's proposal with the tokens that the target drew: every node whose parent these reached had its
+    /// outcome, verified or not. Returns how many of the tokens the proposal has, one below the other.
     ///
     /// # Panics
     /// As [`Calibration::corrected`].

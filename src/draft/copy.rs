@@ -1,4 +1,4 @@
-//! A text that repeats another one with edits: where it is, and what it has been changing.
+//! A text that repeats another one with edits: the place that it repeats, and its edits so far.
 //!
 //! The output that edits a file repeats the file, departs from it, and comes back to it. A [`Copy`] follows it: it
 //! agrees with the source token by token; where it departs it gathers what comes instead; and where the source's next
@@ -17,7 +17,7 @@ const EDITS: usize = 8;
 const SETTLED: u32 = 2;
 /// Agreement that a copy starts with, where its first token agrees or a departure seems to end.
 const FOUND: u32 = 4;
-/// Trust in the first token of a source that nobody has tried: a prediction of the user's.
+/// Trust in the first token of a source that has not been tried: a prediction of the user's.
 const UNTRIED: f32 = 0.6;
 
 /// A few tokens, inline.
@@ -118,7 +118,7 @@ impl Habits {
         }
     }
 
-    /// The likeliest edit of what stands at `position`, of those that begin with `new`.
+    /// The likeliest edit of the tokens at `position`, among edits that begin with `new`.
     fn expected(&self, source: impl Fn(usize) -> Option<u32>, position: usize, new: &[u32]) -> Option<&Habit> {
         let fits =
             |h: &&Habit| h.made > 0 && h.edit.new.get().starts_with(new) && stands(h.edit.old.get(), &source, position);

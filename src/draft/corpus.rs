@@ -96,8 +96,8 @@ impl Corpus {
         string.enumerate().fold(self.all(), |at, (i, t)| if at.from < at.to { self.narrow(at, i, t) } else { at })
     }
 
-    /// The longest suffix of a string that occurs. That of length l occurs where any longer one does: searched by
-    /// bisection.
+    /// The longest suffix of a string that occurs. A suffix of length l occurs wherever a longer one does, so bisection
+    /// finds it.
     fn longest(&self, string: &[u32]) -> Interval {
         let (mut least, mut most, mut best) = (0, string.len().min(LONGEST), self.all());
         while least < most {

@@ -219,8 +219,8 @@ impl MergedDrafts {
         Ok(self.chosen(limits))
     }
 
-    /// The same within closer limits, without the nodes that `keep` refuses and all that stands below them. It is asked
-    /// with the tokens from below the root down to a node's parent and the node's own, of each node whose parent is kept.
+    /// The same tree within closer limits, without the nodes that `keep` refuses and all nodes below them. `keep` gets
+    /// the tokens from below the root down to a node's parent, and the node's own, for each node whose parent is kept.
     ///
     /// # Errors
     /// [`Error::OutOfRange`] for a limit.
@@ -312,7 +312,7 @@ impl MergedDrafts {
         order
     }
 
-    /// The deepest path of some nodes, best first; of equally deep ones that whose end scores higher.
+    /// The deepest path of some nodes, best first; among equally deep ones, the path whose end scores higher.
     fn spine_of(&self, order: &[u32]) -> Vec<u32> {
         let mut depth = vec![0u32; self.len()];
         let mut end = 0;

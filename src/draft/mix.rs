@@ -130,7 +130,7 @@ struct Place {
 }
 
 /// The likeliest tree below a text that ends in `contexts`, of one or more sources of one kind, where `copied` is
-/// expected whatever they say.
+/// expected in any case.
 pub(super) fn propose<C: Contexts>(contexts: &[(&C, C::State)], copied: &[Expected], bounds: Bounds) -> Proposal {
     let mut proposal = Proposal::default();
     if bounds.nodes == 0 || bounds.depth == 0 {

@@ -108,7 +108,7 @@ impl RecycledTokens {
         Ok(Self { vocab, most, recent: Rows::new(16), older: None, factor })
     }
 
-    /// After each of `tokens` the target's best next tokens were `best`, the likeliest first; those beyond [`RANKS`]
+    /// Note the target's best next tokens, `best`, after each of `tokens`, the likeliest first; those beyond [`RANKS`]
     /// are ignored.
     ///
     /// # Errors
@@ -126,7 +126,7 @@ impl RecycledTokens {
         Ok(())
     }
 
-    /// Each token of the text but the first came behind the one before it: it is the first choice there now.
+    /// Note that each token of the text but the first came behind the one before it: it is the first choice there now.
     ///
     /// # Errors
     /// [`crate::Error::OutOfRange`] for a token outside the vocabulary; nothing is kept then.

@@ -27,7 +27,7 @@ const MAX_MARK: usize = 256;
 const STACK: usize = 256 << 20;
 /// Time limit of compiling.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Grammars that are compiled at once, those that nobody waits for any more among them.
+/// Grammars that are compiled at once, including those that no request waits for any more.
 const MAX_COMPILING: usize = 8;
 /// Bytes that may follow without a choice. Looking for them takes a microsecond each, at every step.
 pub(super) const LONGEST_FORCED: usize = 1 << 16;
@@ -41,12 +41,12 @@ const BODY: &str = "specrs_body";
 /// Form that a text must have.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Form {
-    /// JSON of this schema; its tokens may be apart by what the regular expression `whitespace` matches: `None` for a
-    /// space, or a line break and what it is indented by; "" for nothing.
+    /// JSON of this schema. Its tokens may be apart by text that the regular expression `whitespace` matches: `None`
+    /// for a space, or a line break and indentation; "" for nothing.
     Json {
         /// The schema's own text.
         schema: String,
-        /// Between two tokens of JSON.
+        /// Text that may stand between two tokens of JSON.
         whitespace: Option<String>,
     },
     /// A text that this regular expression matches as a whole.
@@ -57,7 +57,7 @@ pub enum Form {
     Lark(String),
 }
 
-/// Behind what a form begins: before it stands any text.
+/// Text or tokens behind which a form begins: before them stands any text.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Mark {
     /// A text, which may end within a token.
@@ -112,8 +112,9 @@ impl Grammar {
     }
 }
 
-/// A matcher, made in a thread of its own, since whoever reads grammars recurses: its stack has room for as deep as the
-/// limits of this module let that be. One that takes too long is left alone: what bounds its work ends it.
+/// A matcher, made in a thread of its own, since the reader of grammars recurses: the thread's stack has room for the
+/// depth that the limits of this module allow. A thread that takes too long is left alone: the bounds of its work end
+/// it.
 fn in_time(
     make: impl FnOnce() -> std::result::Result<Matcher, String> + Send + 'static,
 ) -> std::result::Result<Matcher, String> {
@@ -267,7 +268,7 @@ fn text_of(vocabulary: &Vocabulary, mark: &Mark) -> Result<Before> {
     }
 }
 
-/// Brackets that are open at once, wherever they stand: those of texts count, which need them no less seldom.
+/// Most brackets that are open at once, wherever they stand: brackets within texts count too.
 fn nesting(text: &str) -> usize {
     let (mut open, mut most) = (0usize, 0usize);
     for byte in text.bytes() {

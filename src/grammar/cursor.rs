@@ -108,7 +108,7 @@ impl Cursor {
         }
     }
 
-    /// These tokens are part of the output.
+    /// Add tokens to the output.
     pub(super) fn commit(&mut self, tokens: &[i32], endings: &[u32]) -> Result<(), Stuck> {
         self.seek(tokens, endings)?;
         self.ended = self.ended();

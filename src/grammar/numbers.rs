@@ -20,12 +20,12 @@ pub(super) struct Decimal {
     negative: bool,
     /// Without leading zeros; "0" alone for none.
     whole: String,
-    /// Behind the point, without trailing zeros.
+    /// Digits behind the point, without trailing zeros.
     part: String,
 }
 
 impl Decimal {
-    /// From JSON's text of a number; `None` where it has too many digits.
+    /// Read JSON's text of a number; `None` where it has too many digits.
     pub(super) fn parse(text: &str) -> Option<Self> {
         let (negative, text) = text.strip_prefix('-').map_or((false, text), |t| (true, t));
         let (mantissa, exponent) = text.split_once(['e', 'E']).unwrap_or((text, "0"));
@@ -332,7 +332,7 @@ fn by_digits(m: &Multiple) -> Option<String> {
     for i in 0..10u128.pow(power) / m.of {
         let last = if digits == 0 { String::new() } else { format!("{:0>digits$}", i * m.of) };
         if digits <= scale {
-            // Within the fraction: free digits, and these, of which trailing zeros may be left out.
+            // Within the fraction: free digits, then these, whose trailing zeros may be left out.
             let free = scale - digits;
             let kept = last.trim_end_matches('0');
             for end in kept.len()..=last.len() {
@@ -358,7 +358,7 @@ fn by_digits(m: &Multiple) -> Option<String> {
     Some(found.join("|"))
 }
 
-/// Texts of what is at least a bound, a sign in front where there is one.
+/// Texts of numbers that are at least a bound, with a sign in front where there is one.
 fn at_least(bound: &Bound) -> String {
     let size = Decimal::new(false, &bound.at.whole, &bound.at.part);
     if bound.at.negative {
@@ -469,7 +469,7 @@ fn trimmed(digits: &str) -> String {
     if found.is_empty() { "0".into() } else { found.into() }
 }
 
-/// One more.
+/// The number above.
 fn up(whole: &str) -> String {
     let kept = whole.trim_end_matches('9');
     let zeros = "0".repeat(whole.len() - kept.len());
@@ -479,7 +479,7 @@ fn up(whole: &str) -> String {
     }
 }
 
-/// One less, of what is above zero.
+/// The number below, of a number above zero.
 fn down(whole: &str) -> String {
     let kept = whole.trim_end_matches('0');
     let nines = "9".repeat(whole.len() - kept.len());

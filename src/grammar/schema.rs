@@ -17,7 +17,7 @@ use super::term::Term;
 
 /// Reason why a schema is refused.
 pub(super) type Refusal = String;
-/// All of these hold; of none, anything does.
+/// Places that all hold for a value; without places, any value does.
 pub(super) type Places = BTreeSet<usize>;
 
 /// Alternatives that are looked at for one schema, at most.
@@ -31,7 +31,7 @@ const MAX_APART: usize = 8;
 
 static NOTHING: Value = Value::Bool(false);
 
-/// Keywords that say what is not enforced.
+/// Keywords that are not enforced and refused.
 const REFUSED: [&str; 17] = [
     "not",
     "if",
@@ -106,7 +106,7 @@ struct Fields {
 }
 
 impl Object {
-    /// Names that the schema has, in its order; behind them those that it requires only.
+    /// Names that the schema has, in its order; behind them those that are only required.
     pub(super) fn names(&self) -> Vec<String> {
         let mut seen = std::collections::HashSet::new();
         let named = self.layers.iter().flat_map(|l| l.named.iter().map(|(name, _)| name)).chain(&self.required);
@@ -188,7 +188,7 @@ struct Place<'a> {
     path: String,
 }
 
-/// A schema, and what was found out about it.
+/// A schema, and the findings about it.
 pub(super) struct Schema<'a> {
     root: &'a Value,
     places: Vec<Place<'a>>,
@@ -622,7 +622,7 @@ fn of_strings(fields: &Map<String, Value>, path: &str) -> Result<Strings, Refusa
     Ok(Strings { shortest, longest, patterns, listed: None })
 }
 
-/// A length or a count; one beyond all numbers is the largest.
+/// A length or a count; a number beyond all others is the largest one.
 fn count(fields: &Map<String, Value>, keyword: &str, path: &str) -> Result<Option<u64>, Refusal> {
     let Some(value) = fields.get(keyword) else { return Ok(None) };
     let refused = || format!("{path}/{keyword} = {}: must be a whole number, at least 0", shown(value));

@@ -165,7 +165,7 @@ fn apart(parts: Vec<Hir>, found: &mut Vec<Vec<Hir>>) -> Result<(), String> {
     Ok(())
 }
 
-/// An expression without anchors, over JSON's text of what it matches.
+/// Write an expression without anchors, over JSON's text of the strings that it matches.
 fn written(hir: &Hir, out: &mut String) -> Result<(), String> {
     match hir.kind() {
         HirKind::Empty => out.push_str("(?:)"),

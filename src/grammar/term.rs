@@ -33,7 +33,7 @@ impl Term {
         Self::Not(Box::new(term))
     }
 
-    /// In Lark's syntax.
+    /// Write the term in Lark's syntax.
     pub(super) fn lark(&self, out: &mut String) {
         let joined = |terms: &[Term], sign: &str, out: &mut String| {
             out.push('(');

@@ -101,7 +101,7 @@ impl Tracker {
         Ok(mask)
     }
 
-    /// These tokens are the output's next ones.
+    /// Add the output's next tokens.
     ///
     /// # Errors
     /// [`Error::GrammarFailed`] where one of them is not allowed, or a limit is met: then every mask from here on is

@@ -39,7 +39,7 @@ impl TokenizerEnv for Tokens {
         self.0.greedy_tokenize(s)
     }
 
-    /// With a canonical tokenizer llguidance forces its tokens; here every spelling of a text is allowed.
+    /// With a canonical tokenizer, llguidance would force its tokens; here every spelling of a text is allowed.
     fn tokenize_is_canonical(&self) -> bool {
         false
     }

@@ -14,9 +14,9 @@ use crate::error::{Error, Result};
 struct State {
     /// `None` once it was let go of.
     exec: Option<Exec>,
-    /// Behind the last launch; `None` with `exec`.
+    /// Event behind the last launch; `None` with `exec`.
     end: Option<RawEvent>,
-    /// The last launch may be under way and `end` does not say so.
+    /// True if the last launch may be under way and `end` does not say so.
     endless: bool,
     replays: u64,
 }
@@ -99,7 +99,7 @@ impl Graph {
         self.held.try_lock().ok().and_then(|held| held.as_ref().map(f))
     }
 
-    /// Let go of the graph and of what it holds, as dropping it does: later launches are refused.
+    /// Let go of the graph and of the objects that it holds, as dropping it does: later launches are refused.
     pub fn release(&self) {
         let (exec, end, endless) = {
             let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);

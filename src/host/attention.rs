@@ -150,7 +150,7 @@ impl<'a> AttnView<'a> {
 /// Rows of a tile that the caches like.
 const TILE_ROWS: usize = 64;
 
-/// From the product of a query and a key to the score that the softmax sees.
+/// The rule that makes the score which the softmax sees of the product of a query and a key.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Scores {
     /// Factor.
@@ -224,7 +224,7 @@ pub fn attention(
         }
     }
 
-    // Too few tiles for the threads: whole spans of the prefix first, in parallel, then what is left of each tile.
+    // With too few tiles for the threads, whole spans of the prefix run first, in parallel, then the rest of each tile.
     if jobs.len() < threads {
         let mut parts = Vec::new();
         for job in &mut jobs {

@@ -35,13 +35,13 @@ pub fn num_threads() -> usize {
     [&SET, &TORCH].iter().map(|n| n.load(Ordering::Relaxed)).find(|&n| n > 0).unwrap_or_else(|| start().number)
 }
 
-/// Take over torch's number of threads where somebody must have changed it: torch starts with what `OMP_NUM_THREADS`
-/// says, or else with the CPUs or cores of a machine that has `machine_cpus`.
+/// Take over torch's number of threads if a caller must have changed it: torch starts with what `OMP_NUM_THREADS` says,
+/// or else with the CPUs or cores of a machine that has `machine_cpus`.
 pub(super) fn follow_torch(torch: usize, machine_cpus: usize) {
     TORCH.store(changed(torch, machine_cpus, start()).unwrap_or(0), Ordering::Relaxed);
 }
 
-/// The number that holds while nobody changes it.
+/// The number that holds as long as no caller changes it.
 #[derive(Debug, Clone, Copy)]
 struct Start {
     number: usize,

@@ -205,7 +205,7 @@ pub struct ArrayRef<'a> {
     pub width: u64,
 }
 
-/// An opened array: exactly as long as what is to be written, or all rows of a table in fixed memory.
+/// An opened array: exactly as long as the write needs, or all rows of a table in fixed memory.
 #[derive(Debug)]
 pub struct View<'a> {
     spec: &'static Spec,
@@ -217,8 +217,8 @@ pub struct View<'a> {
     pub width: usize,
     /// `marks[row]` of a table in fixed memory, for each row of its capacity: how many leading columns an earlier write
     /// may have left non-zero. The writer clears those that it does not overwrite, in the rows behind those in use too,
-    /// and updates the marks. They say nothing of what others have written: what a plan states is written in full. Empty
-    /// for memory that is written in full.
+    /// and updates the marks. Marks do not count writes of others: everything that a plan states is written in full.
+    /// Empty for memory that is written in full.
     pub marks: &'a mut [u32],
 }
 
@@ -248,7 +248,7 @@ impl<'a> View<'a> {
         };
         let data: &mut [T] = match store {
             None => &mut [],
-            // A caller's bytes do not say what they are.
+            // A caller's bytes do not tell their type.
             Some(_) if !T::is(spec.dtype) => return Err(mismatch(format!("an array of {}", spec.dtype.name()))),
             Some(Store::Given(given)) => bytemuck::try_cast_slice_mut(given.memory.bytes_mut())
                 .map_err(|e| mismatch(format!("memory that does not fit: {e}")))?,
@@ -327,7 +327,7 @@ impl Arrays {
         self.generation
     }
 
-    /// Debug mode: fill what is opened with poison before it is written.
+    /// Debug mode: fill opened arrays with poison before they are written.
     pub fn set_poison(&mut self, on: bool) {
         self.poison = on;
     }
@@ -368,7 +368,7 @@ impl Arrays {
         self.columns.iter().any(|c| matches!(c.store, Some(Store::Given(_))))
     }
 
-    /// Say that fixed memory holds `needs`, whatever stands in it: what an old engine did with the padding of its
+    /// Say that fixed memory holds `needs`, whatever it really holds: an old engine did so with the padding of its
     /// static buffers ([`Fault::StalePadding`](crate::revert::Fault)).
     ///
     /// # Errors
@@ -447,7 +447,7 @@ impl Arrays {
     }
 }
 
-/// Elements from the first to the last of what is used.
+/// Elements from the first to the last used one.
 fn span(extent: Extent, width: u64) -> u64 {
     match extent {
         Extent::Line(n) => n,

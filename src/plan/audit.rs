@@ -109,7 +109,8 @@ fn request<'a>(plan: &Plan, tables: &Tables<'a>, i: usize) -> Result<AuditedRequ
     Ok(request)
 }
 
-/// The prefix ends where the settled tokens do, or among those in flight; of an extend, perhaps before.
+/// Check that the prefix ends where the settled tokens do, or among those in flight; the prefix of an extend may end
+/// before.
 fn lengths(plan: &Plan, tables: &Tables<'_>, r: &AuditedRequest<'_>, row: u32) -> Result<()> {
     let Some(RowView { committed, .. }) = tables.row(row) else { return Ok(()) }; // the row's version was right
     let (settled, reach) = (tables.settled(row).unwrap_or(0), tables.reach(row).unwrap_or(0));
@@ -128,7 +129,7 @@ pub(super) fn settled(plan: &Plan, tables: &Tables<'_>) -> Vec<u32> {
     rows.map(|(&row, &prefix)| tables.settled(row as u32).unwrap_or(0).max(prefix as u32)).collect()
 }
 
-/// Query `q`: where it writes, what it attends to, where it stands.
+/// Check query `q`: where it writes, what it attends to, and its position.
 fn query(plan: &Plan, tables: &Tables<'_>, geometry: &Geometry, r: &AuditedRequest<'_>, q: usize) -> Result<()> {
     let (shape, j) = (geometry.shape(), (q - r.first) as u32);
     let w = plan.mask_words as usize;

@@ -167,11 +167,12 @@ impl Plan {
         self.versions.get()
     }
 
-    /// Committed length that each live request was planned for, in its order: the plan is refused once more is committed,
-    /// or the commit of more is planned. It is L; of an extend that starts below what was committed, that length.
+    /// Committed length that each live request was planned for, in its order: the plan is refused once more is
+    /// committed, or the commit of more is planned. The length is L; for an extend that starts below the committed
+    /// length, that length.
     pub fn committed(&self) -> impl Iterator<Item = u32> {
-        // Noted where an extend starts below what was settled, and where a draft step behind the context wall has no
-        // prefix; elsewhere it is the prefix.
+        // Noted for an extend that starts below the settled length, and for a draft step behind the context wall, which
+        // has no prefix; elsewhere it is the prefix.
         let noted = self.settled.get();
         let prefixes = self.prefix_lens().iter().take(self.live_batch).enumerate();
         prefixes.map(|(i, &prefix)| noted.get(i).copied().unwrap_or(prefix as u32))

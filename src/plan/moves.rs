@@ -224,7 +224,7 @@ impl Order<'_> {
         Ok(())
     }
 
-    /// Do move `i` if nobody is still to read its destination, then the one that this lets go, and so on.
+    /// Do move `i` if no other move is still to read its destination, then the move that this frees, and so on.
     fn chain(&mut self, mut i: usize, move_into: &HashMap<i32, usize>) {
         while !self.done[i] && self.readers.get(&self.dst[i]).is_none_or(|&r| r == 0) {
             self.done[i] = true;

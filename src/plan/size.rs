@@ -144,7 +144,7 @@ impl Count {
 }
 
 impl Columns {
-    /// Columns that `load` has in use. Longer prefixes have more tokens to read, whatever the pass reads of them.
+    /// Columns that `load` uses. Longer prefixes have more tokens to read, whatever part of them the pass reads.
     #[inline(always)]
     fn of(self, geometry: &Geometry, load: &Load) -> u64 {
         match (self, load.phase) {

@@ -94,7 +94,7 @@ impl State {
             let lengths = if r.lease == 0 {
                 r.pages == needed && r.base_pages == needed && (r.held, r.limit) == (0, 0)
             } else {
-                // Up to the end of its pages, or not at all.
+                // The lease's limit is the end of the row's pages, or nothing beyond the committed length.
                 let limits = [r.committed, r.pages * page.get()];
                 r.base_pages == needed && r.pages >= needed && limits.contains(&r.limit) && r.lease <= self.leases
             };
@@ -167,7 +167,7 @@ impl State {
         Ok(())
     }
 
-    /// No page behind the shared columns of a sequence, which are committed ones, has a second owner.
+    /// Check that no page behind the shared columns of a sequence, which are committed ones, has a second owner.
     fn audit_exclusive(&self) -> Result<()> {
         let width = self.config.row_pages as usize;
         for (row, r) in self.rows.iter().enumerate().filter(|(_, r)| r.live) {

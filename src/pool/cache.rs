@@ -43,12 +43,12 @@ pub(super) struct Cursor {
 }
 
 impl Cursor {
-    /// Before the first page of chains with this salt.
+    /// The place before the first page of chains with this salt.
     pub(super) const fn root(salt: u64) -> Self {
         Self { node: NONE, salt }
     }
 
-    /// Behind node `node` of the same chain.
+    /// The place behind node `node` of the same chain.
     const fn to(self, node: u32) -> Self {
         Self { node, ..self }
     }
@@ -71,7 +71,7 @@ struct Node {
     pinned: bool,
     /// True if the page holds the draft's KV of its tokens.
     drafted: bool,
-    /// When the last such owner left; a larger tick is more recent. Unique among idle nodes.
+    /// Time when the last such owner left; a larger tick is more recent. Unique among idle nodes.
     tick: u64,
 }
 
@@ -439,8 +439,8 @@ mod tests {
         assert!(c.check(|_| true).unwrap_err().contains("another salt than its parent 0"));
     }
 
-    /// Idle nodes from which pinned ones hang (two sequences computed the same prefix) go last, from the bottom, and
-    /// what hangs from one that goes is forgotten.
+    /// Idle nodes above pinned ones (two sequences computed the same prefix) go last, from the bottom, and nodes below
+    /// one that goes are forgotten.
     #[test]
     fn an_idle_page_can_be_had_whatever_hangs_from_it() {
         let mut c = PrefixCache::new(1);

@@ -38,7 +38,7 @@ impl ColumnSpan {
         *self = ColumnSpan { first: self.first.min(first as u32), end: self.end.max(end as u32) };
     }
 
-    /// `None` where nothing changed.
+    /// The range of changes; `None` where nothing changed.
     pub(super) fn range(self) -> Option<Range<usize>> {
         (self.first < self.end).then_some(self.first as usize..self.end as usize)
     }

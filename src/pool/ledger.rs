@@ -321,7 +321,7 @@ impl Ledger {
         self.drop_refs(rest.iter_mut().rev().map(|col| std::mem::take(col) as u32), owner)
     }
 
-    /// Drop one reference to a page; it goes to the free list with its last owner.
+    /// Drop one reference to a page, which goes to the free list with its last owner.
     pub(super) fn drop_ref(&mut self, page: u32, owner: Owner) -> Result<()> {
         self.drop_refs(std::iter::once(page), owner)
     }
@@ -358,7 +358,7 @@ impl Ledger {
         wrong.map_or(Ok(()), |page| Err(self.double_free(page, 0, 1)))
     }
 
-    /// One more owner of a page that has one already.
+    /// Add one owner to a page that has one already.
     #[inline]
     pub(super) fn add_ref(&mut self, page: u32, kind: EventKind, owner: Owner) -> Result<()> {
         let refs = self.recs.get(page as usize).map_or(0, |r| r.refs);

@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 
 use crate::pool::row::Row;
 
-/// The notes of all rows: of a row without a lease, nothing. An array for each note, since a planner writes the one in
-/// each pass and reads the other once a round.
+/// Notes on all rows: for a row without a lease, nothing. There is an array for each note, since a planner writes the
+/// one in each pass and reads the other once a round.
 ///
 /// Relaxed: a row is planned by one thread at a time, and whoever changes the pool does so alone.
 #[derive(Debug)]
@@ -42,7 +42,8 @@ impl Progress {
         if start >= settled { end.max(settled) } else { settled }
     }
 
-    /// A pass that writes `start..end` has been planned. It ends behind what is settled, so its row has a lease.
+    /// Note that a pass that writes `start..end` has been planned. It ends behind the settled tokens, so its row has a
+    /// lease.
     #[inline]
     pub(super) fn note_pass(&self, index: usize, start: u32, end: u32) {
         if let Some(pass) = self.pass.get(index) {

@@ -34,7 +34,7 @@ impl State {
         Ok((self.leases, buffers))
     }
 
-    /// More pages for the sequences of a live lease, which keep those that they have.
+    /// Give more pages to the sequences of a live lease, which keep those that they have.
     pub(super) fn renew(&mut self, id: u64, buffers: &mut Buffers, positions: &[u32]) -> Result<()> {
         same_length("positions to reserve", positions.len(), buffers.seqs.len())?;
         let mut need = 0;

@@ -69,7 +69,7 @@ impl Ran {
         Ok(())
     }
 
-    /// None any more; those of clones stay.
+    /// Forget all caches; those of clones stay.
     pub(crate) fn clear(&mut self) {
         match Arc::get_mut(&mut self.0) {
             Some(ran) => ran.get_mut().unwrap_or_else(PoisonError::into_inner).clear(),

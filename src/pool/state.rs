@@ -121,7 +121,8 @@ impl State {
         if self.ledger.pinned.is_empty() && self.ledger.unpinned.is_empty() {
             return;
         }
-        // One operation either adds owners or drops them, so the order between the two lists does not matter.
+        // One operation either adds owners or drops them, never both, so the order between the two lists does not
+        // matter.
         for n in self.ledger.pinned.drain(..) {
             self.cache.pin(n);
         }

@@ -56,7 +56,7 @@ pub struct Changes<'a> {
 }
 
 impl<'a> Tables<'a> {
-    /// Identity of the pool: that of no other pool of the process.
+    /// Identity of the pool, which no other pool of the process has.
     pub fn pool(&self) -> u32 {
         self.state.id
     }
@@ -140,13 +140,13 @@ impl<'a> Tables<'a> {
         self.state.rows.get(row as usize).map(|r| self.state.progress.settled(row as usize, r))
     }
 
-    /// The longest prefix that a pass of a row may be planned behind: what is settled, or the end of the newest pass in
-    /// flight. `None` outside the table.
+    /// The longest prefix that a pass of a row may be planned behind: the settled tokens, or the end of the newest pass
+    /// in flight. `None` outside the table.
     pub fn reach(&self, row: u32) -> Option<u32> {
         self.state.rows.get(row as usize).map(|r| self.state.progress.reach(row as usize, r))
     }
 
-    /// A pass that writes row positions `start..end`, beyond those that are settled, has been planned.
+    /// Note that a pass that writes row positions `start..end`, beyond the settled ones, has been planned.
     #[inline]
     pub(crate) fn note_pass(&self, row: u32, start: u32, end: u32) {
         self.state.progress.note_pass(row as usize, start, end);
@@ -199,7 +199,7 @@ impl<'a> Tables<'a> {
 }
 
 impl<'a> Changes<'a> {
-    /// The moment that a mirror has reached once it has stored these changes: what it looks from the next time.
+    /// The moment that a mirror has reached once it has stored these changes: its next look starts there.
     pub fn epoch(&self) -> Epoch {
         self.now
     }

@@ -176,7 +176,8 @@ impl RingLayout {
             0 => SlotState::Whole,
             ..0 => SlotState::Ahead,
             _ => {
-                // The word of a slot that is being written is that round's number, of a whole one the number and 1.
+                // The word of a slot that is being written is that round's number; of a complete slot it is the number
+                // and 1.
                 let past = 1 + behind as u64;
                 SlotState::Overwritten(round + past - past % self.slots as u64)
             }

@@ -156,8 +156,8 @@ impl<'a> Bench<'a> {
         Ok(need.filter(|bytes| *bytes <= self.workspace.bytes()))
     }
 
-    /// Run `rows` rows from row `first` of x on, and compare all of them with what earlier runs of the class gave. The
-    /// class is `class`, or what row 0 says where none is given and the run begins there.
+    /// Run `rows` rows from row `first` of x on, and compare all of them with the rows that earlier runs of the class
+    /// gave. The class is `class`; if none is given and the run begins at row 0, that row names it.
     pub(super) fn run(&mut self, algo: &Algo, rows: u32, first: u32, class: Option<u64>) -> Result<Ran> {
         let current = self.context.enter()?;
         if self.workspace(algo, rows)?.is_none() {
@@ -208,7 +208,7 @@ impl<'a> Bench<'a> {
         Ok(true)
     }
 
-    /// Microseconds of one launch of `rows` rows, once and roughly: for choosing what is worth [`Self::time`].
+    /// Microseconds of one launch of `rows` rows, once and roughly: to choose candidates for [`Self::time`].
     pub(super) fn glance(&self, algo: &Algo, rows: u32) -> Result<f32> {
         let _current = self.context.enter()?;
         let (stream, launches) = (self.stream.stream(), self.launches(rows));

@@ -24,8 +24,8 @@ pub enum Classes {
     /// are.
     #[default]
     One,
-    /// Any, in each bucket the fastest: a row's bits change with the number of rows. For measurements of what [`One`]
-    /// costs, and for nothing else.
+    /// Algorithms of any class, in each bucket the fastest: a row's bits change with the number of rows. For
+    /// measurements of the cost of [`One`], and for nothing else.
     ///
     /// [`One`]: Classes::One
     Any,
@@ -55,7 +55,7 @@ impl Choice {
         &self.shape
     }
 
-    /// Parts that K is split into; of any class, those of the fewest rows.
+    /// Parts that K is split into; for [`Classes::Any`], those of the fewest rows.
     pub fn split(&self) -> u32 {
         self.buckets.first().map_or(1, |b| b.config.split.max(1) as u32)
     }
@@ -92,8 +92,8 @@ pub(super) struct Class {
 /// model should not.
 const GAIN: f32 = 1.03;
 
-/// The class for a weight: of those that cover every bucket the one with the least time against each bucket's best, decoding's
-/// buckets counting most. `None` where no class (of split `only`) covers them.
+/// The class for a weight: among those that cover every bucket, the one with the least time against each bucket's best,
+/// decoding's buckets counting most. `None` where no class (of split `only`) covers them.
 pub(super) fn pick(buckets: &[u32], classes: &[Class], only: Option<u32>) -> Option<usize> {
     let weight = |rows: u32| match rows {
         0..=256 => 1.0,

@@ -22,7 +22,7 @@ use crate::overlap::{Operand, Span, disjoint};
 /// Bytes that the workspace's address is a multiple of.
 const WORKSPACE_ALIGN: u64 = 256;
 
-/// cublasLt on one device, what was chosen for the shapes that were asked for, and the file that keeps it.
+/// cublasLt on one device, the choices for the shapes that were asked for, and the file that keeps them.
 #[derive(Debug)]
 pub struct Products {
     opened: Arc<Opened>,
@@ -78,9 +78,9 @@ impl Products {
         Self { opened: self.opened.clone(), file, classes: self.classes }
     }
 
-    /// The same library without what this module promises: each bucket of rows gets the fastest algorithm of any class
-    /// ([`Classes::Any`]), so that the same row may have other bits among other numbers of rows. Measured in each process,
-    /// kept in no file. For the bench that says what the promise costs (`benches/gpu/engine.py`), and for nothing else.
+    /// The same library without the promise of this module: each bucket of rows gets the fastest algorithm of any class
+    /// ([`Classes::Any`]), so that the same row may have other bits among other numbers of rows. Measured in each
+    /// process, kept in no file. For the bench of the promise's cost (`benches/gpu/engine.py`), and for nothing else.
     pub fn without_contract(&self) -> Self {
         Self { opened: self.opened.clone(), file: None, classes: Classes::Any }
     }

@@ -1,4 +1,4 @@
-//! From a shape to a choice: by measurement, or from the file and checked.
+//! Makes the choice for a shape: by measurement, or from the file and checked.
 
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
@@ -14,8 +14,8 @@ use crate::error::Result;
 
 /// Proposals asked for at each number of rows.
 const PROPOSALS: usize = 12;
-/// Up to so many rows, those of decoding and verification, every algorithm is tried, wherever it was proposed: of a down
-/// projection on an H200 the fastest for 64 rows, by a sixth, is proposed for other numbers alone.
+/// Up to so many rows, those of decoding and verification, every algorithm is tried, wherever it was proposed: for a
+/// down projection on an H200, the fastest for 64 rows, by a sixth, is proposed only for other numbers.
 const TRY_ALL: u32 = 256;
 /// Fastest algorithms of a bucket that are timed again.
 const FINALISTS: usize = 6;
@@ -31,8 +31,8 @@ struct Trial {
     us: f32,
 }
 
-/// The choice for `shape`: that of the file, where it is there and holds on this device, else a new one. `split` asks for
-/// one split of K instead of the fastest.
+/// The choice for `shape`: the file's, if it is there and holds on this device, else a new one. `split` asks for one
+/// split of K instead of the fastest.
 pub(super) fn choose(
     handle: &Handle,
     device: &'static Device,
@@ -53,7 +53,7 @@ pub(super) fn choose(
     Ok(choice)
 }
 
-/// The fastest algorithm of each bucket, of whatever class. No file has such a choice: nothing but a measurement takes it.
+/// The fastest algorithm of each bucket, of any class. No file has such a choice: only a measurement takes it.
 pub(super) fn fastest_of_any(handle: &Handle, device: &'static Device, shape: LinearShape) -> Result<Choice> {
     measure(handle, device, shape, None, Classes::Any)
 }
@@ -149,8 +149,8 @@ fn measure(
     let mut bench = Bench::new(handle, device, shape, true, MAX_WORKSPACE)?;
     let (candidates, proposed) = candidates(handle, device, &bench, &shape, &borders)?;
     let (mut trials, mut tried, mut dropped) = (Vec::new(), HashSet::new(), 0);
-    // Up, and down again: what is fast in a bucket, of each split, is tried in both its neighbours, so that no class has
-    // a hole where the library would rather have another class.
+    // Go up, and down again: the fast algorithms of a bucket, of each split, are tried in both its neighbours, so that
+    // no class has a hole where the library would rather have another class.
     let up = 0..borders.len();
     for bucket in up.clone().chain(up.rev()) {
         let mut wanted: Vec<usize> = Vec::new();
@@ -197,7 +197,7 @@ fn measure(
         Classes::Any => None,
     };
     let mut buckets: Vec<Bucket> = Vec::new();
-    // From the largest down: what serves more rows must be beaten by what serves fewer.
+    // Go from the largest down: an algorithm for more rows must be beaten by one for fewer.
     let mut larger = None;
     for (i, rows) in borders.iter().enumerate().rev() {
         let mut of: Vec<&Trial> =

@@ -138,7 +138,7 @@ impl ArenaPlan {
         self.end as u64
     }
 
-    /// A line of `budget` for each region; what alignment and guards add is a line of its own.
+    /// Add a line to `budget` for each region, and one for the bytes of alignment and guards.
     pub fn add_to(&self, budget: &mut Budget) {
         for p in &self.placed {
             budget.fixed(p.name, p.bytes as u64);
@@ -229,7 +229,7 @@ impl Arena {
     }
 
     /// Check, once the work on `stream` has finished, that nothing was written outside the regions. The host waits, so
-    /// this is for tests and for looking for a fault. Without guards, only what alignment left over is not looked at.
+    /// this is for tests and for looking for a fault. Without guards, bytes that alignment left over are not checked.
     ///
     /// # Errors
     /// [`Error::OutOfBounds`] with the region before the first byte that differs, the byte's index from its start, and the

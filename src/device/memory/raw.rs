@@ -59,7 +59,7 @@ impl RawMemory {
 
     /// Give it back. The driver may wait for work in flight.
     pub(super) fn free(self) {
-        // An error at this point has nobody to act on it.
+        // Nobody can act on an error at this point.
         match self {
             Self::Device(address) => {
                 // SAFETY: allocated once by `device`; taken by value, so freed once.

@@ -55,8 +55,8 @@ pub struct Sampler {
     grammar: Option<Tracker>,
 }
 
-/// The `count` largest logits of a row, the largest first, of equal ones the lower token first; as many as there are.
-/// Nothing where the row has NaN or no finite value.
+/// The `count` largest logits of a row, the largest first, and among equal ones the lower token first; as many as there
+/// are. Empty where the row has NaN or no finite value.
 pub fn likeliest(scratch: &mut Scratch, row: &[f32], count: usize) -> Vec<u32> {
     scratch.likeliest(row, count.min(row.len()))
 }
@@ -208,7 +208,7 @@ impl Sampler {
         let edited = if self.config.edits_logits() || mask.is_some() {
             row.clear();
             row.extend_from_slice(logits);
-            // Before penalties: one that overflows, of a token that is banned, is no fault.
+            // Masks come before penalties: an overflow of a penalty on a banned token is no fault.
             let masks = || self.config.allowed.iter().chain(&mask);
             masks().for_each(|m| m.ban(row));
             let logit = |token: i32| {

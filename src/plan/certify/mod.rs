@@ -142,7 +142,7 @@ pub fn certify_with(limits: Limits, shape: TreeShape, formats: &[AnyFormat], rev
 }
 
 /// Committed lengths of a residue that are checked: the smallest, the one a page later, and the largest from which a
-/// round can start. Placement depends on the residue and adds the base, so that these stand for all.
+/// round can start. Placement depends on the residue and adds the base, so that these stand for all lengths.
 fn lengths(geometry: &Geometry, residue: u32) -> Vec<u32> {
     let (p, last) = (geometry.page().get(), geometry.limits().max_context_len - 1);
     let mut all = vec![residue, residue + p];

@@ -156,7 +156,7 @@ impl Pass<'_> {
         let [lens, table, cu] = self.names.map(|i| SPECS[i].name);
         let cu: &[i32] = self.arrays.line(cu);
         let row = cu.partition_point(|&first| first as usize <= q);
-        // Query q is of row `row - 1`; a padded query behind the last row is of none and reads nothing.
+        // Query q belongs to row `row - 1`; a padded query behind the last row belongs to none and reads nothing.
         let (Some(row), Some(&end)) = (row.checked_sub(1), cu.get(row)) else { return Ok(()) };
         let outside = |buffer: &'static str, index: usize, bound: usize| Error::OutOfBounds {
             kernel: "flash_attention",

@@ -218,7 +218,7 @@ impl<'a> Lowering<'a> {
         out.dead(q..self.plan.queries())
     }
 
-    /// Refuse a draft mask that is not the lanes': there is no array that could say so.
+    /// Refuse a draft mask that is not the lanes': no array of the format could express it.
     fn check_lanes(&self, r: &LiveRequest<'_>, step: u32) -> Result<()> {
         let (s, w) = (self.geometry.shape().steps() as usize, self.plan.mask_words() as usize);
         for q in r.first..r.end {

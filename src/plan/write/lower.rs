@@ -22,7 +22,7 @@ impl Lower for Native {}
 
 impl Lower for WritesOnly {}
 
-/// The arrays to open for `plan`: the sizes that its load has, and those of the largest batch as their limits.
+/// The arrays to open for `plan`: the sizes that its load needs, and those of the largest batch as their limits.
 pub(super) fn needs<const N: usize>(
     plan: &Plan,
     geometry: &Geometry,

@@ -61,8 +61,8 @@ fn spread(byte: u8) -> u64 {
     ((own + 0x7F * LOW) >> 7) & LOW
 }
 
-/// The same mask in bits, the first element in the lowest bit of a byte; each request starts at a byte, and what is left
-/// of its last one is 0.
+/// Write the same mask in bits, the first element in the lowest bit of a byte; each request starts at a byte, and the
+/// rest of its last byte is 0.
 #[inline(always)]
 pub(super) fn in_bits(plan: &Plan, out: &mut [u8]) -> Result<()> {
     const WHAT: &str = "packed_custom_mask";

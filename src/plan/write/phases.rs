@@ -49,7 +49,7 @@ impl<F: Lower> Planner<F> {
     ) -> Result<AuditedPlan<F>> {
         let who = phase.name();
         let limit = self.geometry.limits().max_context_len;
-        // Before anything is sized by the counts, which may be anything.
+        // Checked before anything is sized by the counts, which may be any numbers.
         for (request, (&start, &count)) in starts.iter().zip(counts).enumerate() {
             let end = start as u64 + count as u64;
             if end > limit as u64 {
@@ -229,7 +229,7 @@ fn tree_1(parents: &[i32], root: i32, pos: &mut [i32], bits: &mut [u64]) -> Opti
         }
         p < j
     };
-    // In blocks, which the compiler unrolls: the loop's own instructions would be a third of it.
+    // Works in blocks, which the compiler unrolls: the loop's own instructions would be a third of it.
     let mut j = 1;
     while j + BLOCK <= n {
         let own = 1 << j;

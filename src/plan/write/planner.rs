@@ -312,7 +312,7 @@ fn shape(
     Ok(())
 }
 
-/// An element that nobody wrote (debug mode).
+/// Refuse a plan with an element that nobody wrote (debug mode).
 fn check_poison(plan: &Plan) -> Result<()> {
     match plan.first_poison() {
         None => Ok(()),
