@@ -62,7 +62,7 @@ def engine(drafters: Sequence[str] | None) -> LLM:
 
 
 class Told:
-    """A target that goes on with a given text, at whatever it costs to run the real one."""
+    """A target that goes on with a given text, at the cost of running the real one."""
 
     def __init__(self, llm: LLM) -> None:
         target: Any = llm._runner.executor.target
@@ -135,7 +135,7 @@ InStep = list[tuple[float, float, RequestOutput]]  # figures of both engines, th
 def by_the_clock(
     drafters: Sequence[str] | None, tasks: Sequence[Task], length: int, temperature: float, repeats: int
 ) -> list[list[InStep]]:
-    """A pair of engines over the same weights: of each task, ``repeats`` requests behind one that warms up."""
+    """Time a pair of engines over the same weights: for each task, ``repeats`` requests behind one that warms up."""
     found: list[list[InStep]] = []
     with engine(None) as plain, engine(drafters) as llm:
         plain._runner.executor.target = llm._runner.executor.target  # type: ignore[attr-defined]
@@ -184,7 +184,7 @@ def worst(rows: dict[str, Any]) -> dict[str, Any]:
 
 
 def one_thread() -> None:
-    """One thread, whoever measures."""
+    """Let the process use one thread."""
     core.set_num_threads(1)
     torch.set_num_threads(1)
 
@@ -196,7 +196,7 @@ def apart(cores: Any) -> None:
 
 
 def physical() -> list[int]:
-    """Processors that this process may use, one of each core."""
+    """Return the processors that this process may use, one of each core."""
     found: dict[str, int] = {}
     for cpu in sorted(os.sched_getaffinity(0)):
         siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")

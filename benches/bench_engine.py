@@ -37,7 +37,7 @@ ENGLISH = [
 
 
 def prompt_sets(llm: LLM, count: int) -> dict[str, list[list[int]]]:
-    """From the end of the held-out prompts, since the tree policy was tuned on the first 16.
+    """Return sets of prompts, from the end of the held-out ones, since the tree policy was tuned on the first 16.
 
     What the draft head knows, what it has not seen, and what nobody can predict.
     """
@@ -144,7 +144,8 @@ def main() -> None:
 def beside_transformers(
     hf: Any, engines: dict[str, Decode], prompts: list[list[int]], args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Apart from the engines' own comparison: torch's threads spin on for a while and would slow whoever is next."""
+    """Compare with transformers, apart from the engines' own comparison: torch's threads spin on for a while and would
+    slow the next one."""
     engines = {
         **engines,
         "transformers eager": transformers_decoder(hf, args.max_tokens),

@@ -130,7 +130,7 @@ class Peer:
             )
 
     def check(self) -> None:
-        """The draft's slots are those of the holey layout: ``base + b*n*P + r + s``."""
+        """Check that the draft's slots are those of the holey layout: ``base + b*n*P + r + s``."""
         got = self.prepare().view(self.batch, K, S)
         for i, n in enumerate(self.lens.tolist()):
             rest = n % self.page

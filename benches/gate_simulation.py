@@ -180,7 +180,7 @@ def together(p: TreePolicy, requests: Sequence[Simulated], rng: random.Random) -
 
 
 def request(p: TreePolicy, tokens: int, chance: float, rng: random.Random, ends: int | None = None) -> Decoded:
-    """One request by itself."""
+    """Decode one request by itself."""
     return together(p, [begin(p, tokens, chance, ends=ends)], rng)
 
 

@@ -1,4 +1,4 @@
-"""Engines timed on one request in step: whoever has produced least goes next.
+"""Engines timed on one request in step: the one that has produced least goes next.
 
 A neighbour on a shared machine slows for seconds. Requests that run one after the other meet different neighbours;
 engines that take turns within a request meet the same. Steps alternate in who is first, so what one leaves in the

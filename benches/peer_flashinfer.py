@@ -23,7 +23,7 @@ HEADS, KV_HEADS, DIM = 32, 8, 128
 
 
 class _Torch:
-    """torch, but ``torch.cuda.device`` selects nothing."""
+    """A stand-in for torch whose ``torch.cuda.device`` selects nothing."""
 
     cuda = SimpleNamespace(device=lambda _: contextlib.nullcontext())
 

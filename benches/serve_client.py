@@ -292,7 +292,7 @@ async def complete(
 async def start(
     connection: Connection, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
 ) -> Answer:
-    """Send a streaming request and read the head of its answer; of an error, the body too."""
+    """Send a streaming request and read the head of its answer; read an error's body, too."""
     try:
         sent = {"Content-Type": "application/json", **(headers or {})}
         await connection.send("POST", path, json.dumps(body).encode(), sent)

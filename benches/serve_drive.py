@@ -67,7 +67,8 @@ class Drive:
             connection.drop()
 
     async def _beside(self, work: Any) -> None:
-        """With a clock beside it that tells how late this process itself is: its figures are no better than that."""
+        """Run with a clock beside it that tells how late this process itself is: its figures are no better than
+        that."""
         clock = asyncio.ensure_future(lag(self.lags))
         try:
             await work
@@ -124,7 +125,7 @@ class Drive:
         record |= told(reply)
 
     async def _paced(self, one: Case, connection: Connection, chunks: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        """Chunks at the reader's pace; one that leaves hangs up in the midst."""
+        """Yield chunks at the reader's pace; a reader that leaves hangs up in the midst."""
         count = 0
         async for chunk in chunks:
             yield chunk

@@ -63,7 +63,7 @@ class Steps:
         self.add(step.began, step.seconds, step.tokens, len(step.gaps))
 
     def add(self, began: float, seconds: float, tokens: int, running: int) -> None:
-        """One more."""
+        """Add one step."""
         for kept, value in zip((self.began, self.seconds, self.tokens, self.running),
                                (began, seconds, tokens, running), strict=True):  # fmt: skip
             kept.append(value)
@@ -293,7 +293,7 @@ def phase(make: Make, args: argparse.Namespace, first: int, count: int, rate: fl
 
 
 def run(work: Any) -> Any:
-    """In a fresh event loop, of the kind that `specrs serve` runs in."""
+    """Run in a fresh event loop, of the kind that `specrs serve` runs in."""
     from specrs.serve import new_event_loop
 
     loop = new_event_loop()

@@ -13,7 +13,7 @@ ABORTED_AT = 6  # the step at which the client of the second request hangs up
 
 
 def serve(llm: LLM) -> dict[int, RequestOutput]:
-    """Run until nothing is left; outputs by request."""
+    """Run until nothing is left, and return outputs by request."""
     outputs: dict[int, RequestOutput] = {}
     arrivals = dict(ARRIVALS)
     ids: list[int] = []

@@ -20,7 +20,7 @@ SHAPE = TreeShape(3, 4, 13)  # up to 3 branches of 4 drafts each; 13 nodes with 
 
 
 class Model:
-    """Random weights; attention is left to whoever calls."""
+    """A model of random weights; the caller computes attention."""
 
     def __init__(self, seed: int) -> None:
         make = torch.Generator().manual_seed(seed)

@@ -25,8 +25,8 @@ BUCKETS = [1, 2, 4, 8]
 
 
 class Step(torch.nn.Module):
-    """One token a request: scores [batch, VOCAB] from tokens, positions, slots and pages. In float64, so that nothing
-    but a mistake changes a token."""
+    """One step of a model: scores [batch, VOCAB] from tokens, positions, slots and pages, a token a request. In
+    float64, so that only a mistake changes a token."""
 
     def __init__(self, num_slots: int) -> None:
         super().__init__()

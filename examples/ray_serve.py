@@ -23,7 +23,7 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 def build() -> Any:
-    """The ASGI application of one replica, made in its process; its responses say which replica gave them."""
+    """Return the ASGI application of one replica, made in its process; its responses say which replica gave them."""
     from specrs.serve import ServeConfig, app
 
     inner = app(ServeConfig.from_env())

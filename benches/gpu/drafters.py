@@ -40,7 +40,7 @@ MIXES: dict[str, dict[str, Any]] = {
 
 
 def watch() -> Counter[int]:
-    """From now on counts rounds whose trees a device unites, by lanes."""
+    """Count, from now on, rounds whose trees a device unites, by lanes."""
     united: Counter[int] = Counter()
     again = Lanes.again
 
@@ -53,7 +53,7 @@ def watch() -> Counter[int]:
 
 
 def run(llm: LLM, tasks: list[Task], length: int, temperature: float) -> tuple[float, list[Any]]:
-    """Seconds of all tasks, one after the other, and their outputs."""
+    """Return seconds of all tasks, one after the other, and their outputs."""
     outputs, seconds = [], 0.0
     for seed, task in enumerate(tasks):
         prompt = llm.encode(task.prompt) if isinstance(task.prompt, str) else task.prompt

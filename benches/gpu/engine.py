@@ -261,7 +261,7 @@ class Watch:
 
 
 def steady(llm: LLM, prompts: list[list[int]], count: int) -> tuple[list[list[int]], dict[str, float]]:
-    """Tokens of each request, and milliseconds of its steady rounds; nothing waits for the device but the engine.
+    """Return tokens of each request, and milliseconds of its steady rounds; only the engine waits for the device.
 
     ``step_ms``: from step to step. ``host_ms``: the host's part of a step, without its wait. ``period_ms``: from the
     end of a round to the end of the next one, by the device's clock.
@@ -295,7 +295,7 @@ def steady(llm: LLM, prompts: list[list[int]], count: int) -> tuple[list[list[in
 
 
 def draw_weights() -> None:
-    """From here on, models of this process have random weights."""
+    """Give models of this process random weights from here on."""
     llama.Checkpoint = eagle3.Checkpoint = models.cuda.Checkpoint = Random  # type: ignore[misc, assignment]
 
 

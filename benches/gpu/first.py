@@ -79,7 +79,7 @@ class Pair:
         policy.kinds[:] = [Kind.of(one, steps) for one in read_acceptance(assets.draft_dir())]
 
     def both(self, asked: list[tuple[str, int, float, int]]) -> tuple[float, float, list[Any]]:
-        """Seconds of plain decoding, the least of two; of the new engine; its outputs."""
+        """Return seconds of plain decoding, the least of two; of the new engine; and its outputs."""
         assert self.default is not None
         took, outputs = run(self.default, asked)
         (first, want), (second, _) = run(self.plain, asked), run(self.plain, asked)

@@ -89,7 +89,7 @@ def once(call: Any) -> tuple[float, float]:
 
 
 def measure(driver: Driver, name: str, round_: Round, turns: int) -> dict[str, Any]:
-    """One row: the candidates take turns."""
+    """Measure one row: the candidates take turns."""
     batch, page, peer = round_.batch, round_.page, round_.peer
     ours = Specrs(driver, batch, page, name)
     ours()

@@ -111,7 +111,7 @@ def in_turns(
 
 
 def package_case(hf: Any, requests: int, args: argparse.Namespace, until: float) -> dict[str, Any]:
-    """One request at a time (over a few prompts), or so many at once."""
+    """Measure one request at a time (over a few prompts), or so many at once."""
     together = requests > 1
     with contextlib.ExitStack() as stack:
         llms: dict[str, LLM] = {}

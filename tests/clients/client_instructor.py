@@ -22,7 +22,7 @@ class Colour(str, Enum):
 
 
 class Point(BaseModel):
-    """Small enough that any model ends it: it may have no further properties."""
+    """A point, small enough that any model ends it: it may have no further properties."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -157,7 +157,7 @@ def models() -> None:
 
 
 async def at_once() -> None:
-    """Many at once, some of which are cancelled; the rest get their own tokens."""
+    """Run many at once, and cancel some; the rest get their own tokens."""
     case = EXPECT["completions"][0]
     async with openai.AsyncOpenAI(base_url=BASE_URL, max_retries=5, timeout=120) as busy:
 

@@ -50,7 +50,8 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def run(block: Block, python: Path | str, directory: Path, env: Mapping[str, str]) -> tuple[int, str, str]:
-    """A block's exit status, stdout and stderr; whatever it leaves behind, a server say, is ended."""
+    """Run a block, and return its exit status, stdout and stderr; processes that it leaves behind, such as a server,
+    are ended."""
     argv = ["sh", "-eux", "-c", block.code] if block.language == "sh" else [str(python), "-c", block.code]
     pipe = subprocess.PIPE
     with subprocess.Popen(
@@ -68,7 +69,8 @@ def run(block: Block, python: Path | str, directory: Path, env: Mapping[str, str
 
 
 def shims(directory: Path) -> dict[str, str]:
-    """This process's environment, where ``specrs`` and ``python`` are of this interpreter and what it imports."""
+    """Return this process's environment, in which ``specrs`` and ``python`` are of this interpreter and its
+    packages."""
     (directory / "bin").mkdir()
     for name, runs in {"specrs": f'"{sys.executable}" -m specrs', "python": f'"{sys.executable}"'}.items():
         command = directory / "bin" / name

@@ -146,7 +146,7 @@ class Page:
         self.send("Emulation.setDeviceMetricsOverride", **size)
 
     def type(self, selector: str, text: str) -> None:
-        """Put text into a field in place of what it has, as a person types it."""
+        """Type text into a field, in place of its content, as a person does."""
         found = f"document.querySelector({json.dumps(selector)})"
         self(f"(() => {{ const field = {found}; field.focus(); field.select(); }})()")
         self.send("Input.insertText", text=text)

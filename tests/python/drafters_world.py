@@ -132,7 +132,7 @@ class Knows:
 
     Attributes:
         answers: for each prompt, the tokens that will come.
-        right, wrong: levels of what comes, and of the longer path.
+        right, wrong: levels that come, and levels of the longer path.
         vocab: tokens that there are.
     """
 
@@ -172,7 +172,7 @@ class Knows:
 
 @dataclass
 class Says:
-    """Proposes what a function says, whatever that is."""
+    """Proposes the result of a function, whatever it is."""
 
     says: Callable[[int, int], Any]
     name: str = "says"

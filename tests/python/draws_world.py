@@ -42,7 +42,7 @@ class Mute:
 
 
 def cuts_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """From now on, the walks of which a request kept less: how many draws of each stood."""
+    """Record, from now on, the walks of which a request kept less: how many draws of each stood."""
     cuts: list[int] = []
     standing = Draws.standing
 
@@ -57,7 +57,7 @@ def cuts_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def words_of(llm: LLM, monkeypatch: pytest.MonkeyPatch, words: list[list[int]]) -> None:
-    """Bad words by their tokens, of a model without a tokenizer."""
+    """Set bad words by their tokens, for a model without a tokenizer."""
     monkeypatch.setattr(llm, "tokenizer", Mute())
     monkeypatch.setattr(llm, "_spellings", lambda params: words if params.bad_words else [])
 

@@ -97,7 +97,7 @@ def _places() -> Iterator[str]:
 
 
 def load() -> ctypes.CDLL:
-    """CUPTI. Raises CuptiError with what was tried."""
+    """Load CUPTI. Raises CuptiError with what was tried."""
     tried = []
     for place in _places():
         try:

@@ -133,12 +133,12 @@ async def hosted(llm: LLM, limits: dict[str, Any] | None = None, **config: Any) 
 
 
 def run(work: Callable[[], Coroutine[Any, Any, Any]], limit: float = 240.0) -> Any:
-    """In a fresh loop; one that hangs fails."""
+    """Run in a fresh loop; work that hangs fails."""
     return asyncio.run(asyncio.wait_for(work(), limit))
 
 
 async def idle(engine: AsyncLLM, limit: float = 20.0) -> float:
-    """Wait until the engine has nothing to do; seconds that it took."""
+    """Wait until the engine has nothing to do; returns the seconds that it took."""
     began = time.monotonic()
     while (stats := engine.stats()).submitted or stats.engine.running or stats.engine.waiting:
         assert time.monotonic() - began < limit, f"still at work after {limit} s: {stats}"
@@ -147,7 +147,7 @@ async def idle(engine: AsyncLLM, limit: float = 20.0) -> float:
 
 
 async def clean(engine: AsyncLLM) -> None:
-    """No page, no sequence, no lease is anybody's."""
+    """Check that no page, no sequence and no lease has an owner."""
     audit = await engine.audit()
     assert audit["sequences"] == audit["leased_sequences"] == audit["held_pages"] == 0, audit
 

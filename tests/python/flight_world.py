@@ -367,7 +367,7 @@ class Device(HostExecutor):
     # -- the device's side: nothing of a request is read -----------------------------------------------------------
 
     def _overwrite(self, features: bool = True) -> None:
-        """Another pass runs over the memory of the last round."""
+        """Run another pass over the memory of the last round."""
         if self._next and (last := self._slots.get((self._next - 1) % SLOTS)) is not None:
             last.logits.fill_(torch.nan)
             if features and last.features is not None:
@@ -527,7 +527,7 @@ class DeviceDrafts(HostDrafts):
 
 
 def scored(trees: core.TreeBatch) -> list[Scored]:
-    """Each tree of a batch."""
+    """Return each tree of a batch with its scores."""
     arrays = [from_dlpack(a) for a in (trees.tokens, trees.parents, trees.scores)]
     each = [torch.split(a, trees.sizes) for a in arrays]
     return [Scored(t.tolist(), p.tolist(), s.tolist()) for t, p, s in zip(*each, strict=True)]

@@ -45,7 +45,7 @@ class Mine(Triton):
 
 
 class Silent:
-    """A user's own that declares nothing but its format: chains over pages of one token, lengths on the host."""
+    """A user's own backend that declares only its format: chains over pages of one token, lengths on the host."""
 
     format = "triton"
     prepare = attend = Triton().prepare

@@ -26,7 +26,7 @@ NAMES = [f"{b.name}{'-' + b.mask if b.name == 'flashinfer' else ''}-{layout}-{mo
 
 
 def lengths(rng: random.Random, page: int, batch: int) -> list[int]:
-    """Mixed, with page borders, nothing, and the end of the context among them."""
+    """Return mixed lengths, with page borders, 0, and the end of the context among them."""
     borders = [n for m in range(1, CONTEXT // page + 1) for n in (m * page - 1, m * page, m * page + 1)]
     picks = [*borders, 0, 1, CONTEXT - 1, CONTEXT - 2, CONTEXT - 3, rng.randrange(CONTEXT), rng.randrange(CONTEXT)]
     return [min(rng.choice(picks), CONTEXT - 1) for _ in range(batch)]

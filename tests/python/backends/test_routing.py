@@ -41,7 +41,7 @@ README = Path(__file__).parents[3] / "README.md"
 
 
 class Bare:
-    """A user's own backend that declares nothing but its format; not even a subclass."""
+    """A user's own backend that declares only its format, and is not even a subclass."""
 
     format = "triton"
 
@@ -339,7 +339,7 @@ def test_the_readme_says_what_the_classes_declare() -> None:
 
 
 def test_the_table_says_what_resolve_does() -> None:
-    """Each cell by way of `resolve`, so that table and routing cannot drift apart."""
+    """Each cell is looked up by way of `resolve`, so that table and routing cannot drift apart."""
     lines = table(MINE).splitlines()
     assert len(lines) == 2 + len(MINE)
     for backend, line in zip(MINE, lines[2:], strict=True):

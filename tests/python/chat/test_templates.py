@@ -307,7 +307,7 @@ def test_size_is_bounded(plain: tuple[ChatTemplates, Any]) -> None:
 
 
 def test_threads_render_at_once(plain: tuple[ChatTemplates, Any]) -> None:
-    """Each with a clock of its own."""
+    """Each thread has a clock of its own."""
     templates, found = plain[0], []
 
     def work(i: int) -> None:

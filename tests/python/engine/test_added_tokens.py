@@ -26,7 +26,7 @@ FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 
 def byte_level(added: list[Any] | None = None, special: list[Any] | None = None) -> Tokenizer:
-    """259 tokens and those that are added."""
+    """Make a tokenizer of 259 tokens and the added ones."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate(["<unk>", "<s>", "</s>", *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))

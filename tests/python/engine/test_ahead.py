@@ -236,7 +236,7 @@ def test_rounds_of_the_hosts_trees_are_no_others(clock: list[float]) -> None:
 
 
 def test_a_requests_first_round_makes_no_other_look_dear(clock: list[float]) -> None:
-    """In it the device still runs over the prompt."""
+    """In such a round the device still runs over the prompt."""
     speculation, rng = tree(), random.Random(8)
     for i in range(30):
         r = request(i)

@@ -135,7 +135,7 @@ class Ran:
 
 
 def run(llm: LLM, job: Work, bound: int = 2000, each: Callable[[int], None] = lambda _: None) -> Ran:
-    """Step until nothing is left. Whatever was raised, the engine goes on."""
+    """Step until nothing is left. The engine goes on after any error."""
     ran, place, step = Ran(), {}, 0
     while len(place) < len(job.prompts) or llm.unfinished:
         assert step < bound, f"no end after {bound} steps, {len(ran.raised)} errors"
@@ -165,7 +165,7 @@ def idle(llm: LLM) -> None:
 
 
 def check(world: World, job: Work, ran: Ran) -> None:
-    """Tokens and text are those of plain decoding, and every event came once and in order."""
+    """Check that tokens and text are those of plain decoding, and that every event came once and in order."""
     wanted = world.plain.generate(job.prompts, job.params, on_error="return")
     assert sorted(ran.outputs) == list(range(len(job.prompts)))
     for i, want in enumerate(wanted):

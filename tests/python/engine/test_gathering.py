@@ -132,7 +132,7 @@ def test_asking_costs_nothing_while_a_device_is_busy(spare: float, monkeypatch: 
 
 @pytest.mark.parametrize("size", [1, 2, 8, 16])
 def test_what_costs_nothing_is_spent_once(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device is busy for half of a round, whoever is asked meanwhile."""
+    """A device is busy for half of a round, so asking any source meanwhile is free."""
     clock, texts = Clock(), [text(400, i) for i in range(size)]
     source = Foretells(clock, texts, lambda coming, room: Proposal(), asking=0.1)
     w = world(monkeypatch, clock, [source], STEEP)

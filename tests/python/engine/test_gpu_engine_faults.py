@@ -77,7 +77,7 @@ def want(engine: Engines) -> list[list[int]]:
 
 
 def changed(tensor: torch.Tensor, at: int, value: int) -> torch.Tensor:
-    """A copy of which one element is another."""
+    """Return a copy with one element changed."""
     copy = tensor.clone()
     copy.view(-1)[at] = value
     return copy
@@ -117,7 +117,7 @@ def counts(llm: LLM) -> dict[str, int]:
 
 
 def steps(llm: LLM) -> tuple[list[list[int]], list[SpecrsError]]:
-    """Run all requests to their ends, whatever is raised on the way; tokens, and what was raised."""
+    """Run all requests to their ends, through any errors; return tokens, and the errors."""
     ids = [llm.add(p, s) for p, s in zip(PROMPTS, PARAMS, strict=True)]
     done: dict[int, list[int]] = {}
     errors: list[SpecrsError] = []

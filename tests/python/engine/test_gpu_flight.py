@@ -193,7 +193,7 @@ def test_a_write_beyond_a_region_is_seen_at_the_next_landing(pair: Pair, monkeyp
 @pytest.mark.parametrize("tree", ["plain", "tree"])
 @pytest.mark.parametrize("graphs", ["round", "loop"])
 def test_a_steady_round_makes_no_synchronisation(pair: Pair, tree: str, graphs: str) -> None:
-    """Counted on the driver's own calls, whoever makes them."""
+    """Synchronisations are counted on the driver's own calls, whoever makes them."""
     params = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
     with engine(pair, tree, graphs=graphs, max_batch=4, page_size=16, max_context_len=512) as llm:
         llm.generate([[1, 2, 3]] * 4, params)
@@ -328,7 +328,7 @@ def test_closing_gives_weights_and_caches_back_at_once(pair: Pair) -> None:
 
 
 def test_engines_dropped_with_rounds_in_flight(pair: Pair) -> None:
-    """Closed, or let go of, in the midst of a round: nothing is freed under it."""
+    """Engines are closed, or let go of, in the midst of a round: nothing is freed under it."""
     for graphs in ("round", "loop"):
         for close in (True, False):
             llm = engine(pair, "tree", graphs=graphs, max_batch=4)

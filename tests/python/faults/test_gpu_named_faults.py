@@ -130,7 +130,7 @@ class Captured:
         return self.planner.audit("draft", plan, 0)
 
     def equals(self, host: core.Plan, counted: int | None = None) -> None:
-        """Every array is the host's, dead queries included, and nothing beside one was written.
+        """Check that every array is the host's, dead queries included, and that nothing beside one was written.
 
         counted: requests whose queries have their places, where more are than are live.
         """

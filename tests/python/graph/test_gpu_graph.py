@@ -63,11 +63,11 @@ def no_fault_no_graph_and_no_memory_is_left() -> Iterator[None]:
 
 
 class Kept:
-    """Something that a weak reference sees."""
+    """An object that a weak reference sees."""
 
 
 def recorded(stream: torch.cuda.Stream, work: Callable[[], object], *keep: object) -> core._Graph:
-    """A graph of work on torch's stream, without torch's own capture: it allocates nothing."""
+    """Record a graph of work on torch's stream, without torch's own capture: it allocates nothing."""
 
     def inside() -> None:
         with torch.cuda.stream(stream):
@@ -550,7 +550,7 @@ def lanes_of(batch: int, seed: int) -> dict[str, torch.Tensor]:
 
 
 def eager(model: Model, lanes: int, batch: int, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The body over plain tensors of `lanes` lanes, those from `batch` on dead; outputs of the live ones."""
+    """Run the body over plain tensors of `lanes` lanes, those from `batch` on dead; return outputs of the live ones."""
     tensors = {r.name: torch.empty(r.shape(lanes), dtype=getattr(torch, r.dtype), device=CUDA) for r in REGIONS}
     for region in REGIONS:
         if region.role == "input":
