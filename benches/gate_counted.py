@@ -19,7 +19,7 @@ import specrs.engine.rounds.runner as runner_module
 from gate_texts import CODE, KINDS
 from specrs import LLM, SamplingParams
 from specrs.engine.drafting.costs import PLAIN, SPECULATIVE, Costs, PassCost
-from specrs.engine.drafting.sources import Told
+from specrs.engine.drafting.sources import DraftSession
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 # Milliseconds on a quiet machine of two cores, one thread, the model in the package.
@@ -57,11 +57,11 @@ class Counter:
         self._price(runner.executor.target, "forward", lambda n: self.costs.target.at(n))
         # Seconds that Python spends beside the passes of a round.
         for name, ms in (("plain_round", BESIDE[0]), ("spec_round", BESIDE[1])):
-            self._charge(runner.speculation, name, ms / 1e3)
+            self._charge(runner.drafting.speculation, name, ms / 1e3)
         if llm.speculative:
-            runner.speculation.policy.costs = runner.speculation.costs = self.costs
-        if runner.gathering is not None:
-            runner.gathering.price(self.costs, runner.speculation.account)
+            runner.drafting.speculation.policy.costs = runner.drafting.speculation.costs = self.costs
+        if runner.drafting.gathering is not None:
+            runner.drafting.gathering.price(self.costs, runner.drafting.speculation.account)
         if runner.executor.drafts is None:
             return
         head, step, extend = runner.executor.drafts.head, self.costs.draft_step, self.costs.draft_extend
@@ -95,20 +95,20 @@ class Counter:
     def clock(self) -> Iterator[None]:
         """Within the context, let engines that draft by default read this clock."""
         modules: tuple[Any, ...] = (speculation_module, runner_module, gathering_module)
-        asks: Any = Told.propose
+        asks: Any = DraftSession.propose
 
-        def charged(told: Told, *args: Any) -> Any:
+        def charged(told: DraftSession, *args: Any) -> Any:
             self.seconds += ASKED / 1e3
             return asks(told, *args)
 
         reals = [module.time for module in modules]
         for module in modules:
             module.time = self
-        Told.propose = charged  # type: ignore[method-assign]
+        DraftSession.propose = charged  # type: ignore[method-assign]
         try:
             yield
         finally:
-            Told.propose = asks
+            DraftSession.propose = asks
             for module, real in zip(modules, reals, strict=True):
                 module.time = real
 

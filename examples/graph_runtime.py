@@ -2,7 +2,7 @@
 
 The module below is a step of decoding in plain torch: it embeds a token of each request, writes its key and value into
 the slots that a plan names, and attends over the request's pages. `GraphRuntime` captures it once for each bucket of
-batch sizes. Requests join and leave, so the batch grows and shrinks across buckets; lanes without a request are dead
+batch sizes. Requests join and leave, so the batch grows and shrinks across buckets; seats without a request are dead
 and write slot 0, the pool's sink. The tokens are those of the module without graphs, pages or cache. An output that
 is held for too long is refused. SPECRS_POISON=1 checks every replay.
 
@@ -46,7 +46,7 @@ class Step(torch.nn.Module):
         x, q, k, v = self.parts(tokens, positions)
         self.cache[0].index_copy_(0, slots, k)
         self.cache[1].index_copy_(0, slots, v)
-        pages = at["pages"].long().view(at.lanes, -1)  # a lane's row of the page table
+        pages = at["pages"].long().view(at.seats, -1)  # a seat's row of the page table
         keys = (pages[:, :, None] * PAGE + torch.arange(PAGE, device=pages.device)).flatten(1)
         seen = torch.arange(keys.shape[1], device=pages.device) <= positions[:, None]
         weights = torch.einsum("bhd,bkhd->bhk", q, self.cache[0][keys]) * DIM**-0.5
@@ -78,7 +78,7 @@ def main() -> None:
     regions = [
         Region("tokens", "int32", dead=0),
         Region("positions", "int32", dead=0),
-        Region("slots", "int32", dead=0),  # the sink's first: a dead lane's key goes where nobody reads
+        Region("slots", "int32", dead=0),  # the sink's first: a dead seat's key goes where nobody reads
         Region("pages", "int32", (geometry.row_pages,), dead=0),
         Region("scores", "float32", (1, VOCAB), role="output"),
         Region("chosen", "int32", role="output"),

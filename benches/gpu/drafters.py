@@ -23,7 +23,8 @@ import torch
 from timing import driver
 
 from specrs import LLM, SamplingParams
-from specrs.engine.devices.lanes import Lanes, Variant
+from specrs.engine.devices.graphs import Bucket
+from specrs.engine.devices.launches import Variant
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import commit, versions
@@ -40,15 +41,15 @@ MIXES: dict[str, dict[str, Any]] = {
 
 
 def watch() -> Counter[int]:
-    """Count, from now on, rounds whose trees a device unites, by lanes."""
+    """From now on counts rounds whose trees a device unites, by bucket."""
     united: Counter[int] = Counter()
-    again = Lanes.again
+    again = Bucket.again
 
-    def counted(self: Lanes, variant: Variant, graphs: bool, rounds: int = 1) -> int:
+    def counted(self: Bucket, variant: Variant, graphs: bool, rounds: int = 1) -> int:
         united[id(self)] += variant.drafts > 0
         return again(self, variant, graphs, rounds)
 
-    Lanes.again = counted  # type: ignore[method-assign]
+    Bucket.again = counted  # type: ignore[method-assign]
     return united
 
 

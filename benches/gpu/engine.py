@@ -46,7 +46,7 @@ from common import commit, versions
 from driver_calls import driver_calls
 from specrs import LLM, SamplingParams, device, models
 from specrs import _specrs as core
-from specrs.engine.devices.lanes import Lanes
+from specrs.engine.devices.graphs import Bucket
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32,
@@ -243,21 +243,21 @@ class Watch:
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
-        landed = Lanes.landed
+        collect = Bucket.collect
 
-        def timed_landing(lanes: Lanes, number: int) -> dict[str, torch.Tensor]:
+        def timed(bucket: Bucket, number: int) -> dict[str, torch.Tensor]:
             started = time.perf_counter()
-            found = landed(lanes, number)
+            found = collect(bucket, number)
             self.waited += time.perf_counter() - started
-            first = lanes._ring.time_at
+            first = bucket.memory.ring.time_at
             self.ends[number] = int(found["header"][first : first + 2].view(torch.int64))
             return found
 
-        Lanes.landed = timed_landing  # type: ignore[method-assign]
+        Bucket.collect = timed  # type: ignore[method-assign]
         try:
             yield
         finally:
-            Lanes.landed = landed  # type: ignore[method-assign]
+            Bucket.collect = collect  # type: ignore[method-assign]
 
 
 def steady(llm: LLM, prompts: list[list[int]], count: int) -> tuple[list[list[int]], dict[str, float]]:

@@ -72,7 +72,7 @@ class Pair:
                 for some in KINDS.values():
                     run(self.default, [(text, 192, temperature, 9) for text in (some * 8)[: self.batch]])  # type: ignore[arg-type]
             self._warm = True
-        speculation = self.default._runner.speculation  # type: ignore[union-attr]
+        speculation = self.default._runner.drafting.speculation  # type: ignore[union-attr]
         policy = speculation.policy  # type: ignore[attr-defined]
         policy.banks[:] = [Purse(BANK) for _ in policy.banks]
         steps = len(policy.kinds[0].levels)

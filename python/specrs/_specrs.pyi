@@ -12,13 +12,13 @@ from specrs.operands import (
     AcceptArrays,
     BeamArrays,
     BuiltTrees,
-    LaneLimits,
-    LaneState,
     MoveArrays,
     PlanArrays,
     RoundFound,
     SamplerArrays,
     ScoredTrees,
+    SeatLimits,
+    SeatState,
     TreeArrays,
 )
 
@@ -565,6 +565,17 @@ class Plan:
         by other means (torch, say) corrupts the plan. Arrays in `FormatBuffers` are views: `StaleOutputError` once
         these are written again.
         """
+
+    def attending_from(self, starts: _List[SupportsIndex]) -> Plan:
+        """The same plan, of which each live request attends its positions from `starts[i]` on alone: for a draft model
+        that began in the midst of a request, whose KV before that was never written. Each start is a multiple of the
+        page size and at most the request's prefix. Positions stay what they are; of format `"native"`, and read by
+        attention on the host alone.
+        """
+
+    @property
+    def whole(self) -> bool:
+        """Whether its requests attend all of their positions (`attending_from`)."""
 
     @property
     def phase(self) -> Literal["extend", "decode", "draft", "verify"]:
@@ -2148,8 +2159,8 @@ def _device_round_end(
     ring: _RoundRing,
     *,
     accepts: RoundFound,
-    limits: LaneLimits,
-    state: LaneState,
+    limits: SeatLimits,
+    state: SeatState,
     control: _Tensor,
     found: _Tensor,
     handle: SupportsIndex,
@@ -2173,8 +2184,8 @@ def _round_end(
     ring: _Tensor,
     *,
     accepts: RoundFound,
-    limits: LaneLimits,
-    state: LaneState,
+    limits: SeatLimits,
+    state: SeatState,
     control: _Tensor,
     found: _Tensor,
     looped: bool,

@@ -167,9 +167,9 @@ class RoundFound:
     """Results of a round, by which its end decides.
 
     Attributes:
-        offsets, tokens, new_lens, roots, faults: the fields of `AcceptArrays`.
-        sound: the field of `BeamArrays`.
-        live: live lanes; the last element counts them.
+        offsets, tokens, new_lens, roots, faults: of `AcceptArrays`.
+        sound: of `BeamArrays`.
+        live: its last element counts the live seats.
     """
 
     offsets: torch.Tensor
@@ -182,13 +182,13 @@ class RoundFound:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class LaneLimits:
-    """Limits of lanes.
+class SeatLimits:
+    """How far seats go.
 
     Attributes:
-        limits: [B], the committed length at which a lane has ended.
+        limits: [B], the committed length at which a seat has ended.
         caps: [B], the deepest level that is wanted.
-        stops: [B * places], tokens that end a lane.
+        stops: [B * places], tokens that end a seat.
         stop_counts: [B], how many of its places are used.
     """
 
@@ -199,14 +199,14 @@ class LaneLimits:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class LaneState:
-    """State of lanes, which the end of a round changes.
+class SeatState:
+    """Where seats are, which the end of a round changes.
 
     Attributes:
         lens: [B], committed lengths.
         roots: [B], the token that the next tree begins with.
-        depths: [B], how deep the lane drafts.
-        done: [B], 1 once the lane has ended.
+        depths: [B], how deep the seat drafts.
+        done: [B], 1 once the seat has ended.
     """
 
     lens: torch.Tensor

@@ -26,8 +26,11 @@ use pulp::{Simd, WithSimd};
 pub struct AttnView<'a> {
     /// First query of each request, and the end [B + 1]. Queries past the end are dead: their output is 0.
     pub qo_indptr: &'a [i32],
-    /// Positions of each request that all its queries attend `[B]`.
+    /// Positions of each request that all its queries attend `[B]`, those before its first page included.
     pub prefix_lens: &'a [i32],
+    /// Page column of each request that its keys begin at `[B]`: what stands in pages before it is not attended. Empty
+    /// where all keys begin at the row's first page.
+    pub first_pages: &'a [u32],
     /// Bit b of word w of a query's row: whether it attends position `prefix + 64 w + b` [Q, mask_words].
     pub mask: &'a [u64],
     /// Words of a mask row; 0 for a causal plan.
@@ -57,10 +60,20 @@ impl<'a> AttnView<'a> {
         self.qo_indptr[i] as usize..self.qo_indptr[i + 1] as usize
     }
 
-    /// Page table row of request `i`.
+    /// Pages of request `i`, from the first one that it attends.
     fn pages(&self, i: usize) -> &'a [i32] {
-        let first = self.rows[i] as usize * self.row_pages;
-        &self.table[first..first + self.row_pages]
+        let row = self.rows[i] as usize * self.row_pages;
+        &self.table[row + self.first_page(i)..row + self.row_pages]
+    }
+
+    /// Page column that the keys of request `i` begin at.
+    fn first_page(&self, i: usize) -> usize {
+        self.first_pages.get(i).map_or(0, |&page| page as usize)
+    }
+
+    /// Keys of the prefix of request `i`.
+    fn prefix(&self, i: usize) -> usize {
+        self.prefix_lens[i] as usize - self.first_page(i) * self.page.get() as usize
     }
 
     /// Mask words of query `q`.
@@ -68,9 +81,9 @@ impl<'a> AttnView<'a> {
         &self.mask[q * self.mask_words..(q + 1) * self.mask_words]
     }
 
-    /// One past the last row position that a query of request `i` attends.
+    /// One past the last key that a query of request `i` attends, counted from its first page.
     fn end(&self, i: usize) -> i64 {
-        let (queries, prefix) = (self.queries(i), i64::from(self.prefix_lens[i]));
+        let (queries, prefix) = (self.queries(i), self.prefix(i) as i64);
         if queries.is_empty() {
             return 0;
         }
@@ -94,6 +107,9 @@ impl<'a> AttnView<'a> {
         };
         fits("plan qo_indptr", self.qo_indptr.len(), batch + 1)?;
         fits("plan rows", self.rows.len(), batch)?;
+        if !self.first_pages.is_empty() {
+            fits("plan first pages", self.first_pages.len(), batch)?;
+        }
         fits("plan positions", self.positions.len(), queries)?;
         fits("plan out_slots", self.out_slots.len(), queries)?;
         fits("plan mask", self.mask.len(), queries * self.mask_words)?;
@@ -105,6 +121,8 @@ impl<'a> AttnView<'a> {
             index(kernel, "queries", row, -1, last, queries + 1)?;
             index(kernel, "qo_indptr", row, -1, last - first, queries + 1)?;
             index(kernel, "prefix length", row, -1, i64::from(self.prefix_lens[i]), i32::MAX as usize)?;
+            let most = (self.prefix_lens[i] as usize / self.page.get() as usize).min(self.row_pages);
+            index(kernel, "first page", row, -1, self.first_page(i) as i64, most + 1)?;
             if self.queries(i).is_empty() {
                 continue; // no key to read: the row may be anything
             }
@@ -114,7 +132,7 @@ impl<'a> AttnView<'a> {
                 continue; // dead queries, which attend nothing
             }
             let last_page = i64::from(self.page.page_of(u32::try_from(end - 1).unwrap_or(u32::MAX)));
-            index(kernel, "page table row", row, -1, last_page, self.row_pages)?;
+            index(kernel, "page table row", row, -1, last_page, self.row_pages - self.first_page(i))?;
             let used = &self.pages(i)[..=last_page as usize];
             if used.iter().any(|&p| p < 0 || p as usize >= pages) {
                 let bad = used.iter().position(|&p| p < 0 || p as usize >= pages).unwrap_or(0);
@@ -124,7 +142,7 @@ impl<'a> AttnView<'a> {
         Ok(())
     }
 
-    /// Slots of positions `from..to` of request `i`, appended to `slots`.
+    /// Slots of keys `from..to` of request `i`, counted from its first page, appended to `slots`.
     fn slots(&self, i: usize, from: usize, to: usize, slots: &mut Vec<usize>) {
         let (pages, size) = (self.pages(i), self.page.get() as usize);
         let shift = size.trailing_zeros();
@@ -134,7 +152,7 @@ impl<'a> AttnView<'a> {
     /// Logical keys of query `q` of request `i` from logical key `from <= prefix` on, as slots.
     fn tail(&self, i: usize, q: usize, from: usize, slots: &mut Vec<usize>) {
         slots.clear();
-        let prefix = self.prefix_lens[i] as usize;
+        let prefix = self.prefix(i);
         self.slots(i, from, prefix, slots);
         for (w, &word) in self.mask_row(q).iter().enumerate() {
             let mut word = word;
@@ -228,7 +246,7 @@ pub fn attention(
     if jobs.len() < threads {
         let mut parts = Vec::new();
         for job in &mut jobs {
-            let spans = view.prefix_lens[job.request] as usize / (BLOCK * SPAN_BLOCKS);
+            let spans = view.prefix(job.request) / (BLOCK * SPAN_BLOCKS);
             if spans > 1 {
                 job.spans.resize_with(spans, || None);
                 let (request, head, queries) = (job.request, job.head, job.queries.clone());
@@ -338,7 +356,7 @@ impl WithSimd for RunJob<'_, '_> {
         for span in job.spans.into_iter().flatten() {
             tile.merge(&span);
         }
-        let prefix = view.prefix_lens[i] as usize;
+        let prefix = view.prefix(i);
         let mut slots = Vec::with_capacity(BLOCK);
         if view.mask_words == 0 {
             // Query n of the tile attends `first + n` keys, one for each position.
@@ -444,7 +462,7 @@ pub fn attention_reference(
     for i in 0..view.batch() {
         let queries = view.queries(i);
         for query in queries.clone() {
-            let prefix = view.prefix_lens[i] as usize;
+            let prefix = view.prefix(i);
             let mut slots = Vec::new();
             if view.mask_words == 0 {
                 view.slots(i, 0, prefix + query - queries.start + 1, &mut slots);

@@ -17,11 +17,12 @@ use crate::plan::AuditedPlan;
 use crate::pool::Tables;
 
 /// The plan as the kernels take it.
-fn view<'a>(p: &'a AuditedPlan, tables: &Tables<'a>) -> Result<AttnView<'a>> {
+fn view<'a>(p: &'a AuditedPlan, first_pages: &'a [u32], tables: &Tables<'a>) -> Result<AttnView<'a>> {
     p.check_rows(tables)?;
     Ok(AttnView {
         qo_indptr: p.qo_indptr(),
         prefix_lens: p.prefix_lens(),
+        first_pages,
         mask: p.mask(),
         mask_words: p.mask_words() as usize,
         rows: bytemuck::cast_slice(p.rows()), // a dead row, -1, becomes one that the kernel refuses
@@ -62,7 +63,7 @@ fn attend(
         let tensor = live.read();
         let out = out.slice(&shape)?;
         let kv = cache.view(&tensor)?;
-        plan.pool.with_tables(|t| run(&kv, layer, &view(&native, &t)?, qs, heads, scores, out))?
+        plan.pool.with_tables(|t| run(&kv, layer, &view(&native, &plan.first_pages, &t)?, qs, heads, scores, out))?
     })
 }
 
@@ -185,7 +186,7 @@ pub(super) fn rope_attention(
         let out = out.slice(&[queries, heads * d])?;
         let mut kv = cache.view_mut(&mut tensor)?;
         plan.pool.with_tables(|t| {
-            rope::rope_attention(&mut kv, layer, &view(&native, &t)?, rows, heads, &norms.rotary(table), scores, out)
+            rope::rope_attention(&mut kv, layer, &view(&native, &plan.first_pages, &t)?, rows, heads, &norms.rotary(table), scores, out)
         })?
     })
 }
@@ -221,7 +222,7 @@ pub(super) fn rope_write(
         let mut tensor = live.write();
         let mut cache = cache.view_mut(&mut tensor)?;
         plan.pool
-            .with_tables(|t| rope::rope_write(&mut cache, layer, &view(&native, &t)?, rows, &norms.rotary(table)))?
+            .with_tables(|t| rope::rope_write(&mut cache, layer, &view(&native, &plan.first_pages, &t)?, rows, &norms.rotary(table)))?
     })
 }
 

@@ -150,6 +150,7 @@ impl Batch {
             mask: &self.mask,
             mask_words: self.mask_words,
             rows: &self.rows,
+            first_pages: &[],
             table: &world.table,
             row_pages: world.row_pages,
             page: world.page,

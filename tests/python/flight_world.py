@@ -70,7 +70,7 @@ class Asked:
 
 
 @dataclass(eq=False)
-class Lane:
+class Seat:
     """A request as the device knows it."""
 
     seq: core.Sequence
@@ -108,16 +108,16 @@ class Run:
     """The device's state of a flight.
 
     Attributes:
-        levels: levels of drafts, for all of its rounds.
-        follow: true if features are kept.
-        alone: true if nothing can be launched behind its first round.
+        levels: of drafts, for all of its rounds.
+        follow: whether features are kept.
+        needs_sync: whether the host has to read its first round before anything is launched behind it.
         given: trees of the host, which its only round unites with its drafts.
     """
 
-    lanes: list[Lane]
+    seats: list[Seat]
     levels: int
     follow: bool
-    alone: bool
+    needs_sync: bool
     given: core.TreeBatch | None = None
 
 
@@ -230,7 +230,7 @@ class Told:
     ahead: int = 0  # number of these before the one before had landed
     lost: int = 0  # times that scores could not be looked at any more
     abandoned: int = 0
-    unsound: int = 0  # lanes whose root gave no drafts
+    unsound: int = 0  # seats whose root gave no drafts
     united: int = 0  # rounds of the host's trees and the head's drafts
 
 
@@ -297,8 +297,8 @@ class Device(HostExecutor):
 
     def _launched(self, asked: Asked, follow: bool) -> Round:
         batch, levels = asked.batch, max(asked.depths, default=0)
-        lanes = [
-            Lane(r.seq, r.sampler, r.committed, r.tokens[-1], depth, r.ending.max_total - 1,
+        seats = [
+            Seat(r.seq, r.sampler, r.committed, r.tokens[-1], depth, r.ending.max_total - 1,
                  r.ending.eos_ids | r.ending.stop_ids, depth > 0)
             for r, depth in zip(batch, asked.depths, strict=True)
         ]  # fmt: skip
@@ -308,7 +308,7 @@ class Device(HostExecutor):
             (r.params.repetition_penalty, r.params.presence_penalty, r.params.frequency_penalty) != (1, 0, 0)
             for r in batch
         )
-        self._running = Run(lanes, levels, follow, waits or changing or self.told.level == "off", asked.given)
+        self._running = Run(seats, levels, follow, waits or changing or self.told.level == "off", asked.given)
         number = self._round(self._running)
         self.might("first")
         return Round(self, self._running, number, batch, range(len(batch)))
@@ -326,7 +326,7 @@ class Device(HostExecutor):
         return replace(verified, number=verified.number + 1)
 
     def ahead(self, verified: Any) -> int:
-        if not isinstance(verified, Round) or verified.run.alone or self._running is not verified.run:
+        if not isinstance(verified, Round) or verified.run.needs_sync or self._running is not verified.run:
             return 0
         if self.told.level == "round":
             return 1
@@ -360,8 +360,8 @@ class Device(HostExecutor):
             if isinstance(r.root, DeviceRoot):
                 r.root = None
         self._overwrite()
-        for lane in self._running.lanes if self._running is not None else ():
-            self.roots.pop(lane.seq.row, None)
+        for seat in self._running.seats if self._running is not None else ():
+            self.roots.pop(seat.seq.row, None)
         self._running, self._handed = None, self._next
 
     # -- the device's side: nothing of a request is read -----------------------------------------------------------
@@ -377,35 +377,35 @@ class Device(HostExecutor):
     def _round(self, run: Run) -> int:
         """Run a round from the device's own state. Returns its number."""
         self._overwrite()
-        lanes = run.lanes
-        seqs, lens = [lane.seq for lane in lanes], [lane.length for lane in lanes]
-        depths, unsound, origins = [lane.depth for lane in lanes], {}, None
+        seats = run.seats
+        seqs, lens = [seat.seq for seat in seats], [seat.length for seat in seats]
+        depths, unsound, origins = [seat.depth for seat in seats], {}, None
         if run.levels:
             trees, unsound = self._draft(run, seqs, lens, depths)
             trees, origins = (trees, None) if run.given is None else self._united(run, trees)
             plan = self.planner.verify(seqs, lens, trees)
         else:
-            trees = core.TreeBatch.from_parents([[-1]] * len(lanes), [[lane.root] for lane in lanes])
+            trees = core.TreeBatch.from_parents([[-1]] * len(seats), [[seat.root] for seat in seats])
             plan = self.planner.decode(seqs, lens)
         tokens = from_dlpack(trees.tokens)
         features = self._features(run.follow, len(tokens))
         logits = self._logits(tokens, plan, features, None).clone()
-        accepts = core.verify(trees, logits, [lane.sampler for lane in lanes], lens)
+        accepts = core.verify(trees, logits, [seat.sampler for seat in seats], lens)
         paths, drawn, faulty = accepts.paths, accepts.tokens, [e is not None for e in accepts.errors]
         starts = list(accumulate(trees.sizes, initial=0))
         if run.levels:
-            self._move(lanes, paths)
-            self._extend(run, lanes, paths, drawn, starts, features)
-        for lane, path, found, bad in zip(lanes, paths, drawn, faulty, strict=True):
-            if lane.done:
+            self._move(seats, paths)
+            self._extend(run, seats, paths, drawn, starts, features)
+        for seat, path, found, bad in zip(seats, paths, drawn, faulty, strict=True):
+            if seat.done:
                 continue
-            end = lane.length + len(path)
-            if bad or end >= lane.limit or any(t in lane.stops for t in found):
-                lane.done, lane.depth = True, 0  # from now on it repeats its root
+            end = seat.length + len(path)
+            if bad or end >= seat.limit or any(t in seat.stops for t in found):
+                seat.done, seat.depth = True, 0  # from now on it repeats its root
             else:
-                lane.length, lane.root = end, found[-1]
-                lane.depth = max(min(run.levels if lane.drafts else 0, lane.limit - end - 1), 0)
-        ended = any(lane.done for lane in lanes) or bool(unsound)
+                seat.length, seat.root = end, found[-1]
+                seat.depth = max(min(run.levels if seat.drafts else 0, seat.limit - end - 1), 0)
+        ended = any(seat.done for seat in seats) or bool(unsound)
         number, self._next, self._overtaken = self._next, self._next + 1, False
         self._slots[number % SLOTS] = Found(
             lens, depths, trees, starts, paths, drawn, faulty, unsound, logits, features, ended=ended, origins=origins
@@ -420,7 +420,7 @@ class Device(HostExecutor):
         drafts = self.drafts
         assert drafts is not None
         beams, shape, nothing = drafts.beams, self.planner.geometry.shape, drafts._no_root
-        roots = [self.roots[lane.seq.row] if lane.depth else nothing for lane in run.lanes]
+        roots = [self.roots[seat.seq.row] if seat.depth else nothing for seat in run.seats]
         beams.start(torch.stack([root.logits for root in roots]))
         hidden = torch.stack([root.hidden for root in roots])
         unsound = {error.request: error for error in beams.faults}
@@ -431,7 +431,7 @@ class Device(HostExecutor):
             logits, hidden = drafts._step(from_dlpack(beams.tokens), inputs, plan)
             beams.advance(logits)
         able = [0 if i in unsound else depth for i, depth in enumerate(depths)]
-        return beams.finish([lane.root for lane in run.lanes], able, [shape.draft_tokens] * len(lens)), unsound
+        return beams.finish([seat.root for seat in run.seats], able, [shape.draft_tokens] * len(lens)), unsound
 
     def _united(self, run: Run, trees: core.TreeBatch) -> tuple[core.TreeBatch, list[list[int]]]:
         """The head's trees and the host's."""
@@ -446,12 +446,12 @@ class Device(HostExecutor):
         )
         return made, [t.origins for t in found]
 
-    def _move(self, lanes: list[Lane], paths: list[list[int]]) -> None:
+    def _move(self, seats: list[Seat], paths: list[list[int]]) -> None:
         """Make the KV of accepted paths the end of each prefix."""
         page, memory = self.planner.geometry.page_size, self.cache.tensor
-        for lane, path in zip(lanes, paths, strict=True):
-            pages = self._pool.pages(lane.seq)
-            slots = [pages[p // page] * page + p % page for p in range(lane.length, lane.length + max(path) + 1)]
+        for seat, path in zip(seats, paths, strict=True):
+            pages = self._pool.pages(seat.seq)
+            slots = [pages[p // page] * page + p % page for p in range(seat.length, seat.length + max(path) + 1)]
             for i, node in enumerate(path):  # ascending: a node is never behind its place
                 if node != i:
                     memory[:, :, slots[i]] = memory[:, :, slots[node]]
@@ -459,7 +459,7 @@ class Device(HostExecutor):
     def _extend(
         self,
         run: Run,
-        lanes: list[Lane],
+        seats: list[Seat],
         paths: list[list[int]],
         drawn: list[list[int]],
         starts: list[int],
@@ -468,23 +468,23 @@ class Device(HostExecutor):
         """The head's pass over accepted paths, up to the next roots."""
         drafts = self.drafts
         assert drafts is not None and features is not None
-        each = [(lane, path, new) for lane, path, new in zip(lanes, paths, drawn, strict=True) if len(new) == len(path)]
+        each = [(seat, path, new) for seat, path, new in zip(seats, paths, drawn, strict=True) if len(new) == len(path)]
         if not each:
             return
         tokens = torch.tensor([t for _, _, new in each for t in new])
-        by_lane = dict(zip(map(id, lanes), starts, strict=False))
-        pieces = [Features(features, [by_lane[id(lane)] + node for node in path]) for lane, path, _ in each]
+        by_seat = dict(zip(map(id, seats), starts, strict=False))
+        pieces = [Features(features, [by_seat[id(seat)] + node for node in path]) for seat, path, _ in each]
         counts = [len(path) for _, path, _ in each]
-        plan = self.planner.extend([lane.seq for lane, _, _ in each], [lane.length for lane, _, _ in each], counts)
+        plan = self.planner.extend([seat.seq for seat, _, _ in each], [seat.length for seat, _, _ in each], counts)
         rows = torch.tensor([end - 1 for end in accumulate(counts)])
         logits, hidden = drafts._extend(tokens, gather(pieces), plan, rows)
-        for i, (lane, _, _) in enumerate(each):
-            if lane.drafts:
-                self.roots[lane.seq.row] = Root(logits[i].clone(), hidden[i].clone())
-        for lane, path, new in zip(lanes, paths, drawn, strict=True):
-            if lane.drafts and len(new) < len(path):  # the head makes this of a lane with NaN
+        for i, (seat, _, _) in enumerate(each):
+            if seat.drafts:
+                self.roots[seat.seq.row] = Root(logits[i].clone(), hidden[i].clone())
+        for seat, path, new in zip(seats, paths, drawn, strict=True):
+            if seat.drafts and len(new) < len(path):  # what the head makes of a seat with NaN
                 nothing = drafts._no_root
-                self.roots[lane.seq.row] = Root(nothing.logits * torch.nan, nothing.hidden * torch.nan)
+                self.roots[seat.seq.row] = Root(nothing.logits * torch.nan, nothing.hidden * torch.nan)
 
 
 class DeviceDrafts(HostDrafts):
@@ -514,7 +514,7 @@ class DeviceDrafts(HostDrafts):
     def unites(self) -> bool:  # type: ignore[override]
         return self._device.drafts_ahead and unites(self._geometry.shape)
 
-    def beside(self, drafted: Any, trees: core.TreeBatch) -> Any:
+    def unite(self, drafted: Any, trees: core.TreeBatch) -> Any:
         self._device.might("beside")
         return replace(drafted, given=trees) if isinstance(drafted, Asked) and max(drafted.depths) else None
 

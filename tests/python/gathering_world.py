@@ -124,20 +124,20 @@ class World:
         began = self.clock.now
         while live := [t for t in texts if t.remaining > 0]:
             batch = Batch(live)  # type: ignore[arg-type]
-            started, gathered = self.clock.now, self.gathering.ask(batch)
+            started, proposals = self.clock.now, self.gathering.ask(batch)
             self.rounds += 1
-            if gathered is None or not gathered.pays:
+            if proposals is None or not proposals.pays:
                 self.clock.now += self.costs.plain(len(live))
                 for t in live:
                     t.tokens.append(t.all[len(t.tokens)])
             else:
                 self.drafted += 1
-                planted = self.gathering.planted(gathered)
-                rows = sum(map(len, planted.drafts))
+                hosted = self.gathering.trees_of(proposals)
+                rows = sum(map(len, hosted.drafts))
                 self.clock.now += self.costs.target.at(rows) + self.costs.overhead.at(SPECULATIVE)
-                passed = [self._walk(t, tree) for t, tree in zip(live, planted.drafts, strict=True)]
+                passed = [self._walk(t, tree) for t, tree in zip(live, hosted.drafts, strict=True)]
                 took = self.clock.now - started
-                self.gathering.landed(passed, range(len(live)), planted, took, None)
+                self.gathering.observe(passed, range(len(live)), hosted, took, None)
             for t in live:
                 if t.remaining <= 0:
                     self.gathering.forget(t)  # type: ignore[arg-type]

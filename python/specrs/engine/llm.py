@@ -157,8 +157,8 @@ class LLM(Conversing):
         executor = make(target, head, self.config, geometry, pool)
         runner = Runner(executor, pool, self.config, geometry, self.vocab_size)
         runner.spell = None if self.tokenizer is None else TokenTable(self.tokenizer)
-        if runner.gathering is not None:
-            runner.gathering.grammars = self._grammars
+        if runner.drafting.gathering is not None:
+            runner.drafting.gathering.grammars = self._grammars
         self._parts: tuple[Runner, Scheduler] | None = (runner, Scheduler(runner))  # None: closed
         draft = None if head is None else str(draft)
         self._numerics = {
@@ -484,8 +484,8 @@ class LLM(Conversing):
 
     @property
     def speculative(self) -> bool:
-        """True if drafts are in use: a head's, or those of other sources."""
-        return self._runner.drafter is not None or self._runner.gathering is not None
+        """Whether drafts are in use: a head's, or those of other sources."""
+        return self._runner.head is not None or self._runner.drafting.gathering is not None
 
     @property
     def max_tokens_per_round(self) -> int:

@@ -25,21 +25,21 @@ _PATTERNS = {
 _TELLING_BYTES = 8  # so many single bytes in a row are taken for the pattern
 
 
-class LaneError(SpecrsError):
-    """A replay left a lane unwritten, or wrote a lane that is not its own.
+class SeatError(SpecrsError):
+    """A replay left a seat that nobody wrote, or wrote one that is not its own.
 
     Attributes:
-        region: name of the region.
-        lane: number from 0; the bucket's size and more for memory behind it.
-        bucket: lanes of the graph, or of the eager run.
-        batch: live lanes.
-        why: description of what was found.
+        region: its name.
+        seat: number from 0; the bucket's size and more for memory behind it.
+        bucket: seats of the graph, or of the eager run.
+        batch: live seats.
+        why: what was found.
     """
 
-    def __init__(self, region: str, lane: int, bucket: int, batch: int, why: str) -> None:
-        kind = "live" if lane < batch else "dead" if lane < bucket else "no"
-        super().__init__(f"region {region!r}, lane {lane} ({kind} lane; {batch} of bucket {bucket} are live): {why}")
-        self.region, self.lane, self.bucket, self.batch, self.why = region, lane, bucket, batch, why
+    def __init__(self, region: str, seat: int, bucket: int, batch: int, why: str) -> None:
+        kind = "live" if seat < batch else "dead" if seat < bucket else "no"
+        super().__init__(f"region {region!r}, seat {seat} ({kind} seat; {batch} of bucket {bucket} are live): {why}")
+        self.region, self.seat, self.bucket, self.batch, self.why = region, seat, bucket, batch, why
 
 
 def poison(memory: torch.Tensor) -> None:
@@ -55,26 +55,26 @@ def _poisoned(memory: torch.Tensor, region: Region) -> torch.Tensor:
     same = (memory.view(bits) == pattern).view(memory.shape[0], -1)
     if memory.dtype != torch.uint8:
         return same.any(1)
-    if math.prod(region.lane_shape[1:]) >= _TELLING_BYTES:
+    if math.prod(region.seat_shape[1:]) >= _TELLING_BYTES:
         return same.all(1)
     # Short rows of bytes may hold it by chance: all of them do not.
     return same.all().expand(memory.shape[0])
 
 
 def check_output(memory: torch.Tensor, region: Region, bucket: int, batch: int) -> None:
-    """Raise LaneError for the first lane that was not written, and for a dead lane that lacks its declared value.
+    """Raise SeatError for the first seat that nobody wrote, and for a dead one that lacks its declared value.
 
     Args:
-        memory: memory of the bucket, rows behind the lanes included.
+        memory: of the bucket, rows behind the seats included.
     """
     row = _first(_poisoned(memory, region)) if memory.numel() else None
     if row is not None:
-        raise LaneError(region.name, row // region.rows_per_lane, bucket, batch, "nobody wrote it")
+        raise SeatError(region.name, row // region.rows_per_seat, bucket, batch, "nobody wrote it")
     check_dead(memory, region, bucket, batch, "the body left")
 
 
 def check_dead(memory: torch.Tensor, region: Region, bucket: int, batch: int, who: str) -> None:
-    """Raise LaneError for the first dead lane that does not hold the declared value."""
+    """Raise SeatError for the first dead seat that does not hold the declared value."""
     if region.dead is None:
         return
     begin, end = region.rows(batch), region.rows(bucket)
@@ -85,13 +85,13 @@ def check_dead(memory: torch.Tensor, region: Region, bucket: int, batch: int, wh
     other = (found != want) & ~(found.isnan() & want.isnan())  # two NaN are one value
     row = _first(other.view(end - begin, -1).any(1))
     if row is not None:
-        lane = batch + row // region.rows_per_lane
+        seat = batch + row // region.rows_per_seat
         value = found[row].flatten()[:4].tolist()
-        raise LaneError(region.name, lane, bucket, batch, f"{who} {value}, its dead value is {region.dead}")
+        raise SeatError(region.name, seat, bucket, batch, f"{who} {value}, its dead value is {region.dead}")
 
 
 def check_outside(memory: torch.Tensor, region: Region, bucket: int, batch: int) -> None:
-    """Raise LaneError for the first row behind the bucket's that is written.
+    """Raise SeatError for the first row behind the bucket's that is written.
 
     Args:
         memory: memory of the largest bucket.
@@ -103,8 +103,8 @@ def check_outside(memory: torch.Tensor, region: Region, bucket: int, batch: int)
         return
     row = _first((behind.view(bits) != pattern).view(behind.shape[0], -1).any(1))
     if row is not None:
-        lane = (begin + row) // region.rows_per_lane
-        raise LaneError(region.name, lane, bucket, batch, "written by a graph that has no such lane")
+        seat = (begin + row) // region.rows_per_seat
+        raise SeatError(region.name, seat, bucket, batch, "written by a graph that has no such seat")
 
 
 def _first(rows: torch.Tensor) -> int | None:

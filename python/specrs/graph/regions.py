@@ -1,4 +1,4 @@
-"""Memory of a family of buckets, as declared: the regions of each lane, and their bytes."""
+"""Memory of a family of buckets, as declared: the regions of each seat, and their bytes."""
 
 from __future__ import annotations
 
@@ -21,23 +21,22 @@ _MOST_COPIES = 16
 
 @dataclass(frozen=True)
 class Region:
-    """Memory of one name, so much of it for each lane.
+    """Memory of one name, so much of it for each seat.
 
     Attributes:
         name: name of the region in errors; distinct within a runtime.
         dtype: int32, int64, uint8, float32, float16 or bfloat16; torch's names of them and its dtypes are taken.
-        lane_shape: ``(n, ...)`` makes a tensor ``[lanes * n, ...]``; ``()`` makes ``[lanes]``.
-        dead: value that lanes behind the live ones hold. Inputs must say so: every replay writes it. For an output it
-            is the value that the body leaves there, which poison mode checks; ``None`` is any value, as long as one is
-            written.
+        seat_shape: ``(n, ...)`` makes a tensor ``[seats * n, ...]``; ``()`` makes ``[seats]``.
+        dead: what seats behind the live ones hold. Inputs must say so: every replay writes it. Of an output it is what
+            the body leaves there, which poison mode checks; ``None`` is any value, as long as one is written.
         role: ``input`` (written by each replay from its arguments), ``output`` (written whole by the body, leased to
             the caller) or ``scratch`` (of the body alone; its content does not outlive a replay).
-        more: rows behind the last lane, such as the last entry of offsets; none in inputs.
+        more: rows behind the last seat, such as the last entry of offsets; none in inputs.
     """
 
     name: str
     dtype: str
-    lane_shape: tuple[int, ...] = ()
+    seat_shape: tuple[int, ...] = ()
     dead: float | int | bool | None = None
     role: Role = "input"
     more: int = 0
@@ -52,48 +51,48 @@ class Region:
         if dtype not in _INTEGERS and dtype not in _FLOATS:
             refuse("dtype", self.dtype, f"one of {', '.join([*_INTEGERS, *_FLOATS])} is wanted")
         object.__setattr__(self, "dtype", dtype)
-        shape = tuple(index(n) for n in self.lane_shape)
-        object.__setattr__(self, "lane_shape", shape)
+        shape = tuple(index(n) for n in self.seat_shape)
+        object.__setattr__(self, "seat_shape", shape)
         if any(n < 1 for n in shape):
-            refuse("lane_shape", shape, "every dimension is at least 1")
+            refuse("seat_shape", shape, "every dimension is at least 1")
         if self.role not in ("input", "output", "scratch"):
             refuse("role", self.role, "input, output or scratch is wanted")
         if index(self.more) < 0 or (self.more and self.role == "input"):
             refuse("more", self.more, "0 or more rows in outputs and scratch, none in inputs")
         if self.dead is None:
             if self.role == "input":
-                refuse("dead", None, "an input says what dead lanes hold")
+                refuse("dead", None, "an input says what dead seats hold")
         elif self.role == "scratch":
-            refuse("dead", self.dead, "scratch has no dead lanes: the body writes what it reads")
+            refuse("dead", self.dead, "scratch has no dead seats: the body writes what it reads")
         elif dtype in _INTEGERS:
             low, high = _INTEGERS[dtype]
             if not isinstance(self.dead, int) or not low <= self.dead <= high:
                 refuse("dead", self.dead, f"an integer from {low} to {high} is wanted")
 
     @property
-    def rows_per_lane(self) -> int:
-        """The ``n`` of ``lanes * n`` rows."""
-        return self.lane_shape[0] if self.lane_shape else 1
+    def rows_per_seat(self) -> int:
+        """The ``n`` of ``seats * n`` rows."""
+        return self.seat_shape[0] if self.seat_shape else 1
 
-    def shape(self, lanes: int) -> tuple[int, ...]:
-        """The tensor's shape for so many lanes."""
-        return (lanes * self.rows_per_lane + self.more, *self.lane_shape[1:])
+    def shape(self, seats: int) -> tuple[int, ...]:
+        """The tensor's shape for so many seats."""
+        return (seats * self.rows_per_seat + self.more, *self.seat_shape[1:])
 
-    def rows(self, lanes: int) -> int:
-        """Rows of so many lanes, without those behind them."""
-        return lanes * self.rows_per_lane
+    def rows(self, seats: int) -> int:
+        """Rows of so many seats, without those behind them."""
+        return seats * self.rows_per_seat
 
-    def elements(self, lanes: int) -> int:
-        """Elements for so many lanes."""
-        return math.prod(self.shape(lanes))
+    def elements(self, seats: int) -> int:
+        """Elements for so many seats."""
+        return math.prod(self.shape(seats))
 
 
 class Family:
     """Buckets over one memory.
 
     Attributes:
-        buckets: lanes of each, increasing.
-        regions: regions by name, in the order of declaration.
+        buckets: seats of each, increasing.
+        regions: by name, in the order of declaration.
         copies: sets of outputs that are written in turn.
     """
 
@@ -126,9 +125,9 @@ class Family:
 
     def declared(self) -> list[tuple[str, str, list[int]]]:
         """The arena's regions: of the largest bucket, outputs ``copies`` times."""
-        lanes = self.buckets[-1]
+        seats = self.buckets[-1]
         return [
-            (self.place(region, copy), region.dtype, list(region.shape(lanes)))
+            (self.place(region, copy), region.dtype, list(region.shape(seats)))
             for region in self.regions.values()
             for copy in range(self.copies if region.role == "output" else 1)
         ]

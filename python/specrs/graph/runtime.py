@@ -37,14 +37,14 @@ def _order(_ordinal: int) -> Order:
 
 
 class Buffers(Mapping[str, torch.Tensor]):
-    """Tensors that a body reads and writes, of so many lanes, by the regions' names.
+    """What a body reads and writes: tensors of so many seats by the regions' names.
 
     Attributes:
-        lanes: number of the bucket's lanes, dead ones included; in an eager run the batch itself.
+        seats: of the bucket, dead ones included; of an eager run the batch itself.
     """
 
-    def __init__(self, lanes: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.lanes, self._tensors = lanes, dict(tensors)
+    def __init__(self, seats: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.seats, self._tensors = seats, dict(tensors)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._tensors[name]
@@ -57,7 +57,7 @@ class Buffers(Mapping[str, torch.Tensor]):
 
 
 class Output:
-    """A lease of a replay's output: live lanes, for as long as no later replay has written that memory.
+    """A lease of a replay's output: live seats, for as long as no later replay has written that memory.
 
     Attributes:
         generation: number of the replay that wrote the output.
@@ -78,7 +78,7 @@ class Output:
             self._at.check(self._what, self.generation, self._copy)
 
     def tensor(self) -> torch.Tensor:
-        """Return the lanes as they lie there, without a copy: torch reads the memory as it is when it gets to it.
+        """The seats as they lie there, without a copy: torch reads whatever the memory holds when it gets to it.
 
         Reads on the replay's stream are in order. Whoever reads on another stream makes a later replay wait for it.
         """
@@ -86,7 +86,7 @@ class Output:
         return self._tensor
 
     def copy(self) -> torch.Tensor:
-        """The lanes in memory of torch's, copied on its current stream: never stale."""
+        """The seats in memory of torch's, copied on its current stream: never stale."""
         self.check()
         return self._tensor.clone()
 
@@ -103,10 +103,9 @@ class Replay:
     """Outputs of one replay.
 
     Attributes:
-        batch: live lanes.
-        bucket: lanes of the graph; ``None`` for a batch that ran eagerly.
-        generation: number of the replay from 1 on; 0 for a batch that ran eagerly, whose outputs are its own and never
-            stale.
+        batch: live seats.
+        bucket: seats of the graph; ``None`` for a batch that ran eagerly.
+        generation: its number from 1 on; 0 for a batch that ran eagerly, whose outputs are its own and never stale.
     """
 
     def __init__(
@@ -117,7 +116,7 @@ class Replay:
         self._outputs, self._copy, self._at = outputs, copy, at
 
     def output(self, name: str, *, copy: bool = False) -> Output:
-        """Return a lease of an output's live lanes; with `copy`, of a copy that is never stale."""
+        """A lease of an output's live seats; with `copy`, of a copy that is never stale."""
         if name not in self._outputs:
             raise ConfigError(f"output = {name!r}: the outputs are {list(self._outputs)}")
         lease = Output(f"output {name!r}", self._outputs[name], self.generation, self._copy, self._at)
@@ -149,12 +148,11 @@ class GraphRuntime:
         """Declare, allocate, run the body once for each bucket, capture it for each bucket and set of outputs.
 
         Args:
-            body: function that puts the work of ``at.lanes`` lanes on torch's current stream. It reads inputs and
-                writes every row of every output, dead lanes included, and waits for nothing. Its work depends on the
-                inputs alone: it runs before it is captured, over dead lanes. It must not use random numbers of torch's
-                generators.
-            buckets: lanes of each, increasing.
-            regions: memory of the body's inputs and outputs.
+            body: puts the work of ``at.seats`` seats on torch's current stream. It reads inputs and writes every row of
+                every output, dead seats included, and waits for nothing. What it does depends on the inputs alone: it
+                runs before it is captured, over dead seats. Random numbers of torch's generators are not for it.
+            buckets: seats of each, increasing.
+            regions: its memory.
             device: a CUDA device; torch's current one by default.
             modules: objects that the body uses beside the regions, kept until the last replay has finished: modules,
                 tensors, pools, planners, arenas.
@@ -210,9 +208,9 @@ class GraphRuntime:
         """torch's current stream."""
         return torch.cuda.current_stream(self.device).cuda_stream
 
-    def _rows(self, region: Region, copy: int, lanes: int) -> torch.Tensor:
-        """Return a region's memory for so many lanes, and the rows behind them."""
-        return self._memory[self.family.place(region, copy)][: region.rows(lanes) + region.more]
+    def _rows(self, region: Region, copy: int, seats: int) -> torch.Tensor:
+        """A region's memory for so many seats, and what is behind them."""
+        return self._memory[self.family.place(region, copy)][: region.rows(seats) + region.more]
 
     def _buffers(self, bucket: int, copy: int) -> Buffers:
         return Buffers(bucket, {r.name: self._rows(r, copy, bucket) for r in self.family.regions.values()})
@@ -237,17 +235,17 @@ class GraphRuntime:
     # -- replays ------------------------------------------------------------------------------------------------
 
     def replay(self, batch: int, inputs: Mapping[str, torch.Tensor]) -> Replay:
-        """Run the body for `batch` lanes, on torch's current stream; it waits only in poison mode.
+        """Run the body for `batch` seats, on torch's current stream; waits for nothing but in poison mode.
 
         The smallest bucket that fits runs. A batch above the largest runs eagerly, over memory of its own, and says so
         once.
 
         Args:
-            batch: live lanes, at least 1.
-            inputs: live lanes of each input region: ``[batch * n, ...]`` of its type, on the device or the host. They
-                are copied on the stream; the caller leaves those of the host as they are until then.
+            batch: live seats, at least 1.
+            inputs: of each input region its live seats: ``[batch * n, ...]`` of its type, on the device or the host.
+                They are copied on the stream; the caller leaves those of the host as they are until then.
 
-        Raises ConfigError for inputs that do not fit, before anything is written; in poison mode LaneError, and
+        Raises ConfigError for inputs that do not fit, before anything is written; in poison mode SeatError, and
         OutOfBoundsError for a write between regions; CudaError for what the driver refuses, also for a fault of earlier
         work.
         """
@@ -279,7 +277,7 @@ class GraphRuntime:
         return Replay(batch, bucket, generation, outputs, copy, self._generations)
 
     def _write(self, region: Region, memory: torch.Tensor, batch: int, bucket: int, given: torch.Tensor) -> None:
-        """Live lanes from the caller, dead ones by the declared value."""
+        """Live seats from the caller, dead ones by the declared value."""
         live = region.rows(batch)
         memory[:live].copy_(given, non_blocking=True)
         if batch < bucket:
@@ -320,8 +318,8 @@ class GraphRuntime:
         return tensors
 
     def _check(self, batch: int, bucket: int, copy: int) -> None:
-        """Check the traces that the replay must have left."""
-        self.check_guards(f"bucket {bucket}, {batch} live lanes")
+        """What the replay must have left."""
+        self.check_guards(f"bucket {bucket}, {batch} live seats")
         for region in self.family.regions.values():
             whole, of_bucket = self._memory[self.family.place(region, copy)], self._rows(region, copy, bucket)
             poisons.check_outside(whole, region, bucket, batch)
@@ -342,7 +340,7 @@ class GraphRuntime:
             raise error from None
 
     def _fitting(self, batch: int, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The inputs, each of its region's type and of `batch` lanes."""
+        """The inputs, each of its region's type and of `batch` seats."""
         regions = self.family.of("input")
         names = [region.name for region in regions]
         if set(inputs) != set(names):
@@ -352,7 +350,7 @@ class GraphRuntime:
             if tuple(got.shape) != want or str(got.dtype) != f"torch.{region.dtype}":
                 raise ConfigError(
                     f"input {region.name!r}: got {str(got.dtype).removeprefix('torch.')} {list(got.shape)}, want "
-                    f"{region.dtype} {list(want)} for {batch} lanes"
+                    f"{region.dtype} {list(want)} for {batch} seats"
                 )
             if got.is_cuda and got.device != self.device:
                 raise ConfigError(f"input {region.name!r}: got a tensor on {got.device}, want one on {self.device}")

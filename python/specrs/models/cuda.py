@@ -11,10 +11,12 @@ If a kernel skips an access because an index is out of bounds, the host raises i
 from __future__ import annotations
 
 import functools
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -32,7 +34,7 @@ from specrs._specrs import (
 )
 from specrs.backends import Capabilities, NativeCuda
 from specrs.engine_options import Dtype
-from specrs.models.config import HeadConfig, ModelConfig
+from specrs.models.config import HeadConfig, LayerConfig, ModelConfig
 from specrs.models.live import ModelSource
 from specrs.models.loader import Checkpoint
 from specrs.models.ops import Embedding, Heads, KvMemory, Linear
@@ -46,9 +48,10 @@ _SMALL_HEADS = 128  # elements of a head that every GPU has shared memory for
 _MOST_GROUP = 64
 _MASK_BITS = 64
 _LARGE = 1 << 25  # bytes of a block that is made no larger than it has to be
-_MOST_BRANCHES = 32  # limit of a draft step: a list of the best lies in the lanes of a warp
-_MOST_VOCABULARY = 1 << 18  # limit of logits that are sampled from: a bit for each token lies in shared memory
-_MOST_STEPS = 7  # limit of a branch: as many keys as a row takes one by one, in logical order, beside its own
+_MOST_VIEWS = 1024  # of scratch memory: sizes repeat from round to round
+_MOST_BRANCHES = 32  # of a draft step: a list of the best lies in the lanes of a warp
+_MOST_VOCABULARY = 1 << 18  # of logits that are sampled from: a bit for each token lies in shared memory
+_MOST_STEPS = 7  # of a branch: as many keys as a row takes one by one, in logical order, beside its own
 
 
 def unavailable() -> str | None:
@@ -145,6 +148,8 @@ def _too_large(cuda: torch.device, sizes: ModelConfig | HeadConfig) -> str | Non
 class _Memory:
     """Scratch tensors by name, grown as needed and kept.
 
+    Views are kept too, and found by what was asked for: to make one takes as long as a launch.
+
     Attributes:
         moves: number of times that a block gave way to a larger one: graphs captured with the smaller one must not run
             again.
@@ -152,18 +157,34 @@ class _Memory:
 
     def __init__(self, cuda: torch.device) -> None:
         self._cuda = cuda
-        self._kept: dict[str, torch.Tensor] = {}
+        self._kept: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        self._views: dict[tuple[str, torch.dtype, tuple[int, ...]], torch.Tensor] = {}
         self.moves = 0
 
-    def __call__(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        key, count = f"{name} {dtype}", rows * columns
-        memory = self._kept.get(key)
+    def __call__(self, name: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        view = self._views.get((name, dtype, shape))
+        if view is None:
+            count = math.prod(shape)
+            memory = self._kept.get((name, dtype))
+            if memory is None or memory.numel() < count:
+                # A block that is let go of is too small for the next: in steps where it costs little, so that few are.
+                memory = self._grow(name, dtype, count + (count // 2 if count * dtype.itemsize < _LARGE else 0))
+            elif len(self._views) >= _MOST_VIEWS:
+                self._views.clear()
+            view = self._views[name, dtype, shape] = memory[:count].view(shape)
+        return view
+
+    def reserve(self, name: str, dtype: torch.dtype, count: int) -> None:
+        """Room for so many elements, so that no view of as many moves the block."""
+        memory = self._kept.get((name, dtype))
         if memory is None or memory.numel() < count:
-            # A block that is let go of is too small for the next: in steps where it costs little, so that few are.
-            spare = count // 2 if count * dtype.itemsize < _LARGE else 0
-            memory = self._kept[key] = torch.empty(count + spare, dtype=dtype, device=self._cuda)
-            self.moves += 1
-        return memory[:count].view(rows, columns)
+            self._grow(name, dtype, count)
+
+    def _grow(self, name: str, dtype: torch.dtype, count: int) -> torch.Tensor:
+        self._views.clear()  # they keep the block that goes
+        memory = self._kept[name, dtype] = torch.empty(count, dtype=dtype, device=self._cuda)
+        self.moves += 1
+        return memory
 
 
 class CudaDense:
@@ -182,12 +203,14 @@ class CudaDense:
         self.faults = device.faults(placement.device)  # an engine's own, whoever else is on the device
         self.products = device.products(placement.device)
         self.memory = _Memory(placement.device)
+        self._ordinal = torch.cuda.current_device() if placement.device.index is None else placement.device.index
         self._owed: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def stream(self) -> core._DeviceStream:
-        """The stream on which operations are launched; they report to `faults`."""
-        return self.faults.on(torch.cuda.current_stream(self.placement.device).cuda_stream)
+        """Where operations are launched, and report to `faults`."""
+        # `torch.cuda.current_stream` takes ten times as long, for every launch.
+        return self.faults.on(torch._C._cuda_getCurrentRawStream(self._ordinal))
 
     def linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False, scores: bool = False
@@ -235,16 +258,30 @@ class CudaDense:
 
     def attention_space(self, size: int) -> torch.Tensor:
         """Scratch of attention, of so many bytes at least."""
-        return self.memory("attention", 1, size, torch.uint8)[0]
+        return self.memory("attention", torch.uint8, size)
+
+    def reserve(self, rows: int, layers: Sequence[LayerConfig], products: Iterable[CudaLinear], features: int) -> None:
+        """Memory for passes of so many rows through these layers and products, which read features so wide: memory that
+        a graph was captured with must not move."""
+        half = self.placement.activations
+        widths = [
+            ("normed", max(layer.hidden_size for layer in layers)),
+            ("product", max(2 * layer.intermediate_size for layer in layers)),
+            ("q", max(layer.q_size for layer in layers)),
+            ("concat", features),
+        ]
+        for name, width in widths:
+            self.memory.reserve(name, half, rows * width)
+        self.memory.reserve("workspace", torch.uint8, max(product.workspace_bytes for product in products))
 
     def gather(self, x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, shift: int = 0) -> None:
         self.settle()
         core._device_gather_rows(x, self.upload(rows), shift, None, out, self.stream)
 
-    def beside(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    def concat(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         self.settle()
         rows, wide = parts[0].shape[0], sum(p.shape[1] for p in parts)
-        return torch.cat(tuple(parts), 1, out=self.memory("beside", rows, wide, parts[0].dtype))
+        return torch.cat(tuple(parts), 1, out=self.memory("concat", parts[0].dtype, rows, wide))
 
     def rope(self, cos: torch.Tensor, sin: torch.Tensor) -> Any:
         cuda = self.placement.device
@@ -253,7 +290,7 @@ class CudaDense:
     def rope_write(
         self, kv: KvMemory, layer: int, plan: Plan, qkv: torch.Tensor, rope: Any, heads: Heads
     ) -> torch.Tensor:
-        return self.rotated(kv, layer, DevicePlan.of(self, plan, kv.page_size), qkv, rope, heads)
+        return self.rotated(kv, layer, DevicePlan.of(self, plan, kv.page_size)[0], qkv, rope, heads)
 
     def rotated(
         self, kv: KvMemory, layer: int, plan: DevicePlan, qkv: torch.Tensor, rope: Any, heads: Heads
@@ -262,7 +299,7 @@ class CudaDense:
         self.settle()
         kv_heads, head_dim = kv.tensor.shape[3:]
         rows = qkv.shape[0]
-        q = self.memory("q", rows, heads.count * head_dim, qkv.dtype) if heads.count else None
+        q = self.memory("q", qkv.dtype, rows, heads.count * head_dim) if heads.count else None
         core._device_rope_kv(
             qkv,
             heads.count,
@@ -279,7 +316,7 @@ class CudaDense:
             layer,
             self.stream,
         )
-        return qkv.new_empty(rows, 0, head_dim) if q is None else q.view(rows, heads.count, head_dim)
+        return self.memory("q", qkv.dtype, rows, heads.count, head_dim)
 
     def host(self, scores: torch.Tensor) -> torch.Tensor:
         self.settle()
@@ -328,6 +365,7 @@ class CudaLinear:
 
     Attributes:
         weight: [N, K].
+        workspace_bytes: that its algorithms want.
     """
 
     def __init__(self, dense: CudaDense, weight: torch.Tensor, bias: torch.Tensor | None, scores: bool) -> None:
@@ -338,6 +376,7 @@ class CudaLinear:
         self._product = dense.products.linear(
             self.weight, _MOST_ROWS, bias=bias, f32_output=self._dtype == torch.float32
         )
+        self.workspace_bytes = max(self._product.workspace_bytes, 16)
 
     @property
     def in_features(self) -> int:
@@ -365,21 +404,23 @@ class CudaLinear:
             self._dense.owe(out, residual)
 
     def forward_swiglu(self, x: torch.Tensor, out: torch.Tensor, norm: torch.Tensor | None, eps: float) -> None:
-        y = self._dense.memory("product", x.shape[0], self.out_features, self._dtype)
+        y = self._dense.memory("product", self._dtype, x.shape[0], self.out_features)
         self._multiply(x, norm, eps, y)
         core._device_gated_up(y, "silu", False, None, out, self._dense.stream)
 
     def _multiply(self, x: torch.Tensor, norm: torch.Tensor | None, eps: float, y: torch.Tensor) -> None:
-        dense = self._dense
+        dense, (rows, columns) = self._dense, x.shape
         if norm is not None:
-            normed = dense.memory("normed", x.shape[0], x.shape[1], x.dtype)
+            normed = dense.memory("normed", x.dtype, rows, columns)
             dense.rms_norm(x, norm, eps, normed)
             x = normed
         else:
             dense.settle()
-        space = dense.memory("workspace", 1, max(self._product.workspace_bytes, 16), torch.uint8)[0]
-        stream = dense.stream
-        for first in range(0, x.shape[0], _MOST_ROWS):
+        space, stream = dense.memory("workspace", torch.uint8, self.workspace_bytes), dense.stream
+        if 0 < rows <= _MOST_ROWS:
+            self._product.launch(rows, x, y, space, stream)
+            return
+        for first in range(0, rows, _MOST_ROWS):
             part, to = x[first : first + _MOST_ROWS], y[first : first + _MOST_ROWS]
             self._product.launch(part.shape[0], part, to, space, stream)
 
@@ -411,21 +452,30 @@ class DevicePlan:
     page_size: int
 
     @classmethod
-    def of(cls, dense: CudaDense, plan: Plan, page_size: int) -> DevicePlan:
-        """A plan of the host, its arrays copied at once. Raises ConfigError for a mask of more than a word."""
+    def of(
+        cls, dense: CudaDense, plan: Plan, page_size: int, *more: torch.Tensor
+    ) -> tuple[DevicePlan, list[torch.Tensor]]:
+        """A plan of the host on the device, and more integers of the pass as int32 there: copied at once, since a copy
+        costs as much as some launches. Raises ConfigError for a mask of more than a word, and for a plan
+        that attends only a part of its requests."""
+        if not plan.whole:
+            raise ConfigError("plan that attends from a later position (attending_from): attention on a GPU reads all")
         starts, mask = from_dlpack(plan.qo_indptr), from_dlpack(plan.mask)
         table, lens = from_dlpack(plan.page_table()), from_dlpack(plan.prefix_lens)
         if mask.shape[1] > 1:
             raise ConfigError(f"mask of {mask.shape[1]} words: attention on a GPU takes one, 64 nodes or draft slots")
         arrays = [from_dlpack(plan.positions), from_dlpack(plan.out_slots), lens, starts, table.reshape(-1)]
         words = mask.reshape(-1).view(torch.int32)  # first: their 8 bytes are aligned there
+        arrays += [a.to(torch.int32) for a in more]
         buffer = dense.upload(torch.cat((words, *arrays)))
-        parts = list(torch.split(buffer, [words.numel(), *(a.numel() for a in arrays)]))
+        parts = torch.split(buffer, [words.numel(), *(a.numel() for a in arrays)])
         masks = parts[0].view(torch.int64) if words.numel() else None
         positions, out_slots, lens_there, starts_there = parts[1:5]
-        most = int(starts.diff().max()) if lens.numel() else 0
+        ends = starts.tolist()
+        most = max((end - first for first, end in pairwise(ends)), default=0)
         there = parts[5].view(table.shape)
-        return cls(plan.phase, positions, out_slots, lens_there, starts_there, there, masks, None, most, page_size)
+        at = cls(plan.phase, positions, out_slots, lens_there, starts_there, there, masks, None, most, page_size)
+        return at, list(parts[6:])
 
     @property
     def queries(self) -> int:
@@ -513,5 +563,5 @@ class CudaAttention:
         if isinstance(plan, DevicePlan):
             return plan
         if self._plan is None or self._plan[0] is not plan:
-            self._plan = plan, DevicePlan.of(self._dense, plan, page_size)
+            self._plan = plan, DevicePlan.of(self._dense, plan, page_size)[0]
         return self._plan[1]

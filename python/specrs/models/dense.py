@@ -62,7 +62,7 @@ class TorchDense:
     def gather(self, x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, shift: int = 0) -> None:
         torch.index_select(x, 0, rows + shift if shift else rows, out=out)
 
-    def beside(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    def concat(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat(tuple(parts), 1)
 
     def rope(self, cos: torch.Tensor, sin: torch.Tensor) -> Any:
@@ -104,7 +104,7 @@ class HostDense:
             raise ConfigError(f"weights = {placement.weights}: the host's kernels keep {kept}")
         self.placement = placement
         plain = TorchDense(placement)
-        self.embedding, self.gather, self.beside, self.host = plain.embedding, plain.gather, plain.beside, plain.host
+        self.embedding, self.gather, self.concat, self.host = plain.embedding, plain.gather, plain.concat, plain.host
         self.rope, self.rms_norm = plain.rope, core.rms_norm
         self.gelu_up, self.scaled_add, self.soft_cap = gelu_up, scaled_add, soft_cap
 

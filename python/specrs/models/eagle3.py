@@ -114,12 +114,14 @@ class Eagle3Head:
         """Return memory for the head's own KV, of one layer; its slots are those of the target's cache."""
         return new_cache(self.config, 1, num_pages, page_size, self.placement, dtype)
 
-    def reserve(self, rows: int, logit_rows: int) -> None:
-        """Reserve memory for `extend` and `write` over so many rows, of which so many give logits."""
+    def reserve(self, rows: int, logit_rows: int, step_rows: int) -> None:
+        """Memory for `extend` and `write` over so many rows, of which so many give logits, and for steps."""
         self._extend_work.rows(rows)
         self._write_work.rows(rows)
         self._extend_tail.rows(logit_rows)
         self._extend_logits.rows(logit_rows)
+        self._step_work.rows(step_rows)
+        self._step_logits.rows(step_rows)
 
     @property
     def moves(self) -> int:
@@ -208,7 +210,7 @@ class Eagle3Head:
         got = [tuple(a.shape) for a in aux]
         if got != want:
             raise ConfigError(f"aux = {got}: must be {want}, features of each query of the plan for each aux layer")
-        return self.dense.beside(aux)
+        return self.dense.concat(aux)
 
     def _predict(
         self, residual: torch.Tensor, attended: torch.Tensor, w: dict[str, torch.Tensor], logits: torch.Tensor

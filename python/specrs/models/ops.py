@@ -120,8 +120,8 @@ class Dense(Protocol):
     def gather(self, x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, shift: int = 0) -> None:
         """out [R, K] = rows + shift of x [M, K]; `rows` int64 or int32 [R], each below M once shifted."""
 
-    def beside(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The columns of all parts side by side, [M, sum of widths]."""
+    def concat(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The columns of all parts, one part behind the other: [M, sum of widths]."""
 
     def rope(self, cos: torch.Tensor, sin: torch.Tensor) -> Any:
         """Prepares rotary tables, f32 [positions, head_dim / 2] each, for `rope_write`."""

@@ -15,7 +15,7 @@
 //! GPU, calls raise `CudaError` with the reason. Outputs of a launch are tensors that the call writes in full, apart from
 //! every other operand. `live`, where it is given, is an int32 tensor whose last element counts what is live of a static
 //! batch. `stream` is a raw stream of the tensors' device, or a `_DeviceStream`. The engine's passes and rounds
-//! (`python/specrs/models/cuda.py`, `engine/devices/lanes.py`) and the replay of recorded rounds (`capsule/on_device.py`) are made
+//! (`python/specrs/models/cuda.py`, `engine/devices/launches.py`) and the replay of recorded rounds (`capsule/on_device.py`) are made
 //! of these calls.
 
 mod array;

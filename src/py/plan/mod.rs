@@ -14,7 +14,7 @@ mod planner;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use super::arg::detached;
+use super::arg::{Int, detached, u32s};
 use super::dlpack::{Array, Buffer};
 use crate::error::{Error, Result};
 use crate::plan::{AnyFormat, AuditedPlan, Format, Phase};
@@ -35,6 +35,8 @@ pub(super) struct Plan {
     pub(super) pool: pool::Pool,
     format: AnyFormat,
     expand_page_size: Option<u32>,
+    /// Page column of each request that its keys begin at; empty where all begin at the row's first page.
+    pub(super) first_pages: Box<[u32]>,
     /// The static buffers that hold its arrays; `None` where it has them itself.
     out: Option<Written>,
 }
@@ -85,6 +87,42 @@ impl Plan {
             dict.set_item(name, Array::of(buffer, None))?;
         }
         Ok(dict)
+    }
+
+    /// The same plan, of which each live request attends its positions from `starts[i]` on alone: for a draft model that
+    /// began in the midst of a request, whose KV before that was never written. Each start is a multiple of the page
+    /// size and at most the request's prefix. Positions stay what they are; of format `"native"`, and read by attention
+    /// on the host alone.
+    #[pyo3(signature = (starts))]
+    fn attending_from(&self, starts: Vec<Int>) -> PyResult<Self> {
+        let (plan, page) = (self.native("attending_from")?, self.plan.page().get());
+        let starts = u32s("starts", &starts)?;
+        if starts.len() != plan.live_batch() {
+            let (got, want) = (format!("{} elements", starts.len()), format!("{}, one a live request", plan.live_batch()));
+            return Err(Error::Mismatch { operand: "starts", got, want }.into());
+        }
+        for (&start, &prefix) in starts.iter().zip(plan.prefix_lens()) {
+            if start % page != 0 || i64::from(start) > i64::from(prefix) {
+                let why = format!("must be a multiple of the page size {page}, at most the prefix {prefix}");
+                return Err(Error::Invalid { what: "starts", got: start.to_string(), why }.into());
+            }
+        }
+        let mut first_pages = vec![0; plan.batch()];
+        first_pages.iter_mut().zip(&starts).for_each(|(first, start)| *first = start / page);
+        Ok(Self {
+            plan: self.plan.clone(),
+            pool: self.pool.clone(),
+            format: self.format,
+            expand_page_size: None,
+            first_pages: first_pages.into(),
+            out: None,
+        })
+    }
+
+    /// Whether its requests attend all of their positions (`attending_from`).
+    #[getter]
+    fn whole(&self) -> bool {
+        self.first_pages.is_empty()
     }
 
     /// `"extend"`, `"decode"`, `"draft"` or `"verify"`.

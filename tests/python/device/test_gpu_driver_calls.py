@@ -17,7 +17,7 @@ if not device.cuda_available():
 
 from driver_calls import driver_calls
 from gpu_world import CUDA
-from specrs.operands import LaneLimits, LaneState, RoundFound
+from specrs.operands import RoundFound, SeatLimits, SeatState
 
 
 def test_it_sees_torch_wait():
@@ -92,8 +92,8 @@ def test_a_ring_tells_the_host_without_a_wait():
         offsets=offsets, tokens=tokens, new_lens=new_lens, roots=tokens.clone(), faults=of(0, 0), sound=of(1, 1),
         live=of(2),
     )  # fmt: skip
-    limits = LaneLimits(limits=of(99, 99), caps=of(3, 3), stops=of(-1, -1), stop_counts=of(0, 0))
-    state = LaneState(lens=of(10, 20), roots=of(1, 2), depths=of(0, 0), done=of(0, 0))
+    limits = SeatLimits(limits=of(99, 99), caps=of(3, 3), stops=of(-1, -1), stop_counts=of(0, 0))
+    state = SeatState(lens=of(10, 20), roots=of(1, 2), depths=of(0, 0), done=of(0, 0))
     control, found = of(0, 0, 0, 0), torch.arange(words, dtype=torch.int32, device=CUDA)
     stream = torch.cuda.current_stream().cuda_stream
 

@@ -285,24 +285,24 @@ def test_the_heads_drafts_are_joined_by_others_where_that_yields_more() -> None:
     speculation, r = tree(), request(0)
     batch: Any = [r]
     speculation.drafting(batch)  # type: ignore[arg-type]
-    assert speculation.joined(batch, [True], others(2.0))
-    assert not speculation.joined(batch, [True], others(2.0, pays=False))
-    assert not speculation.joined(batch, [True], others(1.0)), "what adds no token only makes the host wait"
+    assert speculation.unites(batch, [True], others(2.0))
+    assert not speculation.unites(batch, [True], others(2.0, pays=False))
+    assert not speculation.unites(batch, [True], others(1.0)), "what adds no token only makes the host wait"
     speculation._adds = 0.0  # the head has had everything that the others had
-    assert not speculation.joined(batch, [True], others(2.0))
+    assert not speculation.unites(batch, [True], others(2.0))
 
 
 def test_others_draft_alone_where_the_heads_passes_add_little() -> None:
     speculation, r = tree(), request(0)
     batch: Any = [r]
     speculation.drafting(batch)  # type: ignore[arg-type]
-    assert speculation.alone(batch, [True], others(30.0, most=32)), "a sure chain of 32"
-    assert not speculation.alone(batch, [True], others(30.0, most=32, pays=False))
-    # The others are as good as the head alone, but both together are better.
+    assert speculation.prefers_others(batch, [True], others(30.0, most=32)), "a sure chain of 32"
+    assert not speculation.prefers_others(batch, [True], others(30.0, most=32, pays=False))
+    # As good as the head's alone, but both together are better.
     kind = speculation.kind(r)
     kind.gain, kind.levels[:] = 2.0, [0.8] * SHAPE.steps
-    assert not speculation.alone(batch, [True], others(2.05))
-    assert speculation.joined(batch, [True], others(2.05))
+    assert not speculation.prefers_others(batch, [True], others(2.05))
+    assert speculation.unites(batch, [True], others(2.05))
 
 
 def test_what_others_add_is_learnt_from_rounds_of_both(clock: list[float]) -> None:
@@ -330,7 +330,7 @@ def test_what_others_add_is_tried_again_and_seldom(clock: list[float]) -> None:
     def rounds(speculation: AheadTree, r: Any, count: int, added: int) -> list[bool]:
         joins = []
         for _ in range(count):
-            joins.append(speculation.joined([r], [True], others(3.0)))  # type: ignore[arg-type]
+            joins.append(speculation.unites([r], [True], others(3.0)))  # type: ignore[arg-type]
             speculation.begin(True)
             clock[0] += PLAIN_SECONDS
             passed = SimpleNamespace(request=r, tokens=[1] * (5 if joins[-1] else 3), committed=SimpleNamespace(kept=3))

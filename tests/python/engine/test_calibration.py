@@ -43,7 +43,7 @@ def test_a_slow_spell_changes_no_ratio(bytes_pair: Pair, spell: int, monkeypatch
     priced(Eagle3Head, "step", PRICES["step"])
     priced(Eagle3Head, "extend", PRICES["extend"])
     with LLM(bytes_pair.target, bytes_pair.draft, max_batch=2) as llm:
-        speculation = llm._runner.speculation
+        speculation = llm._runner.drafting.speculation
         assert isinstance(speculation, AdaptiveTree)
         costs = speculation.policy.costs
         one = costs.target.at(1) / PRICES["target"](1)

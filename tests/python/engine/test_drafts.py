@@ -265,7 +265,7 @@ def test_plain_rounds_in_between(pair: Pair, shape: tuple[int, int, int], monkey
 def test_chains_that_the_cost_model_cuts(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chain of any depth and size that the cost model picks is the beginning of the reference's."""
     run, rng = watched(pair, None, page_size=4, max_batch=3), random.Random(2)
-    speculation = run.llm._runner.speculation
+    speculation = run.llm._runner.drafting.speculation
     assert isinstance(speculation, AdaptiveTree)
     policy = speculation.policy
 

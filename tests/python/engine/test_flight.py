@@ -505,7 +505,7 @@ def test_those_who_draft_may_have_ended(world: World) -> None:
     llm = LLM(world.target, world.draft, max_batch=2, max_context_len=CONTEXT)
     trees = core.TreeBatch.from_parents([[-1]], [[3]])
     passed = SimpleNamespace(request=SimpleNamespace(error=None, finish_reason=None), tokens=[3])
-    llm._runner.speculation.spec_round([passed], lambda: trees, [False], 2)  # type: ignore[list-item]
+    llm._runner.drafting.speculation.spec_round([passed], lambda: trees, [False], 2)  # type: ignore[list-item]
 
 
 def test_a_cost_model_decides_flights(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ class Counted:
 
 
 def policy_of(llm: LLM) -> TreePolicy:
-    speculation = llm._runner.speculation
+    speculation = llm._runner.drafting.speculation
     assert isinstance(speculation, AdaptiveTree)
     return speculation.policy
 
@@ -157,7 +157,7 @@ def test_a_request_that_won_leaves_whole_pages_of_draft_kv(pair: Pair, monkeypat
     decide(monkeypatch, llm, True, DRAFT)
     pool, whole = llm._runner.pages.pool, 0
     for paid in (True, False):
-        monkeypatch.setattr(llm._runner.speculation, "completes", lambda _, paid=paid: paid)
+        monkeypatch.setattr(llm._runner.drafting.speculation, "completes", lambda _, paid=paid: paid)
         for length in range(20, 30):
             prompt = [length % VOCAB, 5, int(paid), 3, 3, length // VOCAB]
             [out] = llm.generate([prompt], SamplingParams(max_tokens=length))
@@ -179,7 +179,7 @@ def test_a_preempted_request_keeps_its_account(pair: Pair, monkeypatch: pytest.M
     """Preemption is no ending: what a request lost before, it has lost."""
     llm = LLM(pair.target, pair.draft, page_size=4, max_batch=4, num_pages=40)
     decide(monkeypatch, llm, True, DRAFT)
-    scheduler, speculation = llm._scheduler, llm._runner.speculation
+    scheduler, speculation = llm._scheduler, llm._runner.drafting.speculation
     assert isinstance(speculation, AdaptiveTree)
     requests = [llm.add([i, *PROMPT], SamplingParams(max_tokens=40)) for i in range(4)]
     accounts: dict[int, Any] = {}
@@ -212,7 +212,7 @@ def test_plain_rounds_of_requests_that_wait_ask_nothing(pair: Pair, monkeypatch:
         llm.step()
     looks = [asked.count(account) for account in set(asked)]
     assert len(looks) == 2 and 1 <= max(looks) < rounds / 4, (looks, rounds)
-    assert not llm._runner.speculation._wakes  # type: ignore[attr-defined]
+    assert not llm._runner.drafting.speculation._wakes  # type: ignore[attr-defined]
 
 
 def test_an_abort_closes_the_books(pair: Pair) -> None:
@@ -226,7 +226,7 @@ def test_an_abort_closes_the_books(pair: Pair) -> None:
     for request in (one, two, three):
         event = llm.abort(request)
         assert event is not None and event.output is not None and event.output.finish_reason == "abort"
-    assert not llm._runner.speculation._accounts  # type: ignore[attr-defined]
+    assert not llm._runner.drafting.speculation._accounts  # type: ignore[attr-defined]
     counts = llm.audit()
     assert counts["owned_pages"] == counts["cached_pages"]
 

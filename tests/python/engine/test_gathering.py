@@ -141,10 +141,10 @@ def test_what_costs_nothing_is_spent_once(size: int, monkeypatch: pytest.MonkeyP
     def busy(batch: Batch) -> Any:
         nonlocal late
         began = clock.now
-        gathered = ask(batch, spare=0.5)
-        late += max(clock.now - began - 0.5, 0.0)  # time that the device waited for
+        proposals = ask(batch, spare=0.5)
+        late += max(clock.now - began - 0.5, 0.0)  # what the device waited for
         clock.now = began
-        return gathered
+        return proposals
 
     monkeypatch.setattr(w.gathering, "ask", busy)
     w.run(texts)
@@ -158,8 +158,8 @@ def test_the_first_request_drafts_at_once(tiers: Sequence[int] | None, monkeypat
     clock, one = Clock(), text(64)
     source = Foretells(clock, [one], lambda coming, room: chain(coming[: min(8, room)], 0.9, 0.9), asking=0.005)
     w = world(monkeypatch, clock, [source], STEEP, tiers)
-    gathered = w.gathering.ask(Batch([one]))  # type: ignore[list-item]
-    assert gathered is not None and gathered.pays
+    proposals = w.gathering.ask(Batch([one]))  # type: ignore[list-item]
+    assert proposals is not None and proposals.pays
     assert 64 / w.run([one]) > 1.8
 
 
@@ -191,7 +191,7 @@ def test_a_source_hears_of_no_later_round_where_a_device_has_moved_on(
 @pytest.mark.parametrize("drafters", [["head", "suffix"], ["suffix"]])
 def test_a_request_has_one_account_whoever_drafts(drafters: list[str]) -> None:
     with LLM(drafters=drafters) as llm:
-        gathering, speculation = llm._runner.gathering, llm._runner.speculation
+        gathering, speculation = llm._runner.drafting.gathering, llm._runner.drafting.speculation
         assert gathering is not None and isinstance(speculation, AdaptiveTree)
         assert gathering._account_of == speculation.account
 

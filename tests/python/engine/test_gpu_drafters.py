@@ -23,7 +23,8 @@ if not torch.cuda.is_available():
 if not device.cuda_available():
     pytest.skip(f"no CUDA kernels: {device.cuda_unavailable_reason()}", allow_module_level=True)
 
-from specrs.engine.devices.lanes import Lanes, Variant
+from specrs.engine.devices.graphs import Bucket
+from specrs.engine.devices.launches import Variant
 
 VOCAB, REQUESTS = 16, 14
 MIXES: dict[str, Callable[[], list[Any]]] = {
@@ -147,13 +148,13 @@ def test_a_round_unites_the_heads_drafts_with_others(
     """In poisoned memory: one tree of both, without the host between the head's passes and verification."""
     monkeypatch.setenv("SPECRS_POISON", "1")
     launched: list[Variant] = []
-    again = Lanes.again
+    again = Bucket.again
 
-    def watched(self: Lanes, variant: Variant, *rest: Any) -> int:
+    def watched(self: Bucket, variant: Variant, *rest: Any) -> int:
         launched.append(variant)
         return again(self, variant, *rest)
 
-    monkeypatch.setattr(Lanes, "again", watched)
+    monkeypatch.setattr(Bucket, "again", watched)
     for tree, names in (((3, 4, 24), ("head", "ngrams")), ((3, 7, 40), ("head", "ngrams", "likeliest"))):
         others = [Ngrams(depth=30), *([Likeliest()] if "likeliest" in names else [])]
         with LLM(pair.target, pair.draft, drafters=["head", *others], device="cuda", page_size=page, max_batch=4,

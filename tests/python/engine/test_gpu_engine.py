@@ -20,7 +20,7 @@ import torch
 from modelzoo import Pair, agree, write_eagle1, write_eagle3, write_target
 from specrs import LLM, SamplingParams, SpecrsError, assets, device
 from specrs import _specrs as core
-from specrs.engine.devices.cuda import LaunchedRound
+from specrs.engine.devices.launched import LaunchedRound
 from specrs.engine.request.batch import Batch
 from specrs.models import Placement, load_target, torch_ops
 
@@ -125,7 +125,7 @@ def recorded(
         def passed(batch: Batch, *args: Any) -> Any:
             done = run(batch, *args)
             if isinstance(done, LaunchedRound):
-                last[:] = [done.lanes.logits[: done.starts[-1]].cpu()]
+                last[:] = [done.bucket.logits[: done.starts[-1]].cpu()]
             for r, start, first, path in zip(batch, batch.lens, done.starts, done.accepts.paths, strict=False):
                 paths.append(path)
                 for k, node in enumerate(path):
@@ -140,14 +140,14 @@ def recorded(
         done = launch(before, 1)
         if done is not None:
             ahead.append(done)
-            found, tree = done.lanes.landed(done.number), done.variant.levels > 0
-            bits = done.lanes.logits.cpu()
-            for r, place in zip(done.batch, done.places, strict=True):
-                begin, end = found["offsets"][place : place + 2].tolist()
-                first = int(found["tree_offsets"][place]) if tree else place
+            found, tree = done.bucket.collect(done.number), done.variant.levels > 0
+            bits = done.bucket.logits.cpu()
+            for r, seat in zip(done.batch, done.seats, strict=True):
+                begin, end = found["offsets"][seat : seat + 2].tolist()
+                first = int(found["tree_offsets"][seat]) if tree else seat
                 paths.append(found["paths"][begin:end].tolist())
                 for k, node in enumerate(paths[-1]):
-                    note(r.request_id, int(found["lens"][place]) + k, bits[first + node])
+                    note(r.request_id, int(found["lens"][seat]) + k, bits[first + node])
         return done
 
     ahead: list[LaunchedRound] = []
@@ -219,9 +219,9 @@ def test_rounds_are_captured(pair: Pair) -> None:
     with LLM(pair.target, pair.draft, device="cuda", tree=(2, 3, 8), max_batch=1) as llm:
         llm.generate([[1, 2, 3]], params)
         executor: Any = llm._runner.executor
-        kept = {variant: lanes for lanes in executor._lanes.values() for variant in lanes._graphs}
+        kept = {variant: bucket for bucket in executor._buckets.values() for variant in bucket.graphs}
         assert any(variant.levels for variant in kept)
-        assert not any(lanes._doubts for lanes in kept.values())
+        assert not any(bucket.doubts for bucket in kept.values())
 
 
 def test_long_contexts_give_the_bits_of_plain_decoding(pair: Pair) -> None:
@@ -257,7 +257,7 @@ def test_rounds_that_somebody_looks_at_decide_the_same(pair: Pair) -> None:
         with llm.watching(lambda trees, accepts: seen.append((trees.sizes, accepts.paths))):
             assert check(llm, prompts, params, plainly)
         executor: Any = llm._runner.executor
-        made = {variant for lanes in executor._lanes.values() for variant in lanes._runs}
+        made = {variant for bucket in executor._buckets.values() for variant in bucket.runs}
         assert any(variant.trees for variant in made), "no tree of the host was launched"
         assert any(max(sizes) > 1 for sizes, _ in seen)
         assert [o.token_ids for o in llm.generate(prompts, params)] == want

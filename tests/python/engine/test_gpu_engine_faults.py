@@ -17,7 +17,7 @@ import torch
 from modelzoo import Pair, write_eagle3, write_target
 from specrs import LLM, OutOfBoundsError, SamplingParams, SpecrsError, device
 from specrs import _specrs as core
-from specrs.engine.devices.lanes import Lanes
+from specrs.engine.devices.graphs import Bucket
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA GPU in this machine", allow_module_level=True)
@@ -195,17 +195,17 @@ def test_what_a_round_is_given(
     graphs: str,
 ) -> None:
     """At rounds that begin a flight; the one behind them is in flight already when the host learns of it."""
-    original, calls = Lanes.launch, 0
+    original, calls = Bucket.launch, 0
 
-    def planted(self: Lanes, *args: Any) -> int:
+    def planted(self: Bucket, *args: Any) -> int:
         nonlocal calls
         if calls in (0, 2, 3):
-            self.given[name][0] = value
+            self.given.arrays[name][0] = value
         calls += 1
         return original(self, *args)
 
     llm = engine(graphs)
-    monkeypatch.setattr(Lanes, "launch", planted)
+    monkeypatch.setattr(Bucket, "launch", planted)
     tokens, errors = steps(llm)
     assert len(errors) == 3
     for error in errors:
@@ -284,15 +284,15 @@ def test_steps_that_fail_again_and_again_lose_nothing(engine: Engines, want: lis
 def test_a_sum_that_a_broken_pass_owes_is_in_no_graph(engine: Engines, want: list[list[int]]) -> None:
     """An interrupt between a product and the norm behind it: a graph that made the sum would write there for ever."""
     total, more = torch.zeros(64, device="cuda"), torch.ones(64, device="cuda")
-    original, captured = Lanes._capture, []
+    original, captured = Bucket._capture, []
 
-    def capture(lanes: Lanes, variant: Any) -> Any:
+    def capture(bucket: Bucket, variant: Any) -> Any:
         captured.append(variant)
-        lanes._m.dense.owe(total, more)
-        return original(lanes, variant)
+        bucket.models.dense.owe(total, more)
+        return original(bucket, variant)
 
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(Lanes, "_capture", capture)
+        m.setattr(Bucket, "_capture", capture)
         with engine.make("round") as llm:
             assert [o.token_ids for o in llm.generate(PROMPTS, PARAMS)] == want
     assert captured

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import random
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,9 @@ from driver_calls import driver_calls
 from modelzoo import Pair, agree, write_eagle3, write_target
 from specrs import LLM, SamplingParams, device
 from specrs import _specrs as core
-from specrs.engine.devices.lanes import Lanes
+from specrs.engine.devices.cuda import CudaDrafts
+from specrs.engine.devices.graphs import Bucket
+from specrs.engine.devices.launches import Launches
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA GPU in this machine", allow_module_level=True)
@@ -157,7 +162,7 @@ def test_poisoned_memory_changes_nothing(
 def test_a_region_that_no_kernel_writes_is_seen_when_it_is_poisoned(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The plan of dead lanes is left out: then what they attend to is what was there before."""
+    """The plan of empty seats is left out: then what they attend to is what was there before."""
     monkeypatch.setenv("SPECRS_POISON", "1")
     plan = core._device_plan
 
@@ -178,8 +183,8 @@ def test_a_write_beyond_a_region_is_seen_at_the_next_landing(pair: Pair, monkeyp
     with engine(pair, "plain", graphs="round", max_batch=2) as llm:
         params = SamplingParams(max_tokens=8, ignore_eos=True)
         want = llm.generate([[1, 2, 3]], params)[0].token_ids
-        lanes = next(iter(llm._runner.executor._lanes.values()))  # type: ignore[attr-defined]
-        positions = lanes._a["decode positions"]
+        bucket = next(iter(llm._runner.executor._buckets.values()))  # type: ignore[attr-defined]
+        positions = bucket.memory.arrays["decode positions"]
         beyond, fill = positions.data_ptr() + positions.nbytes, ctypes.CDLL("libcuda.so.1").cuMemsetD32_v2
         torch.cuda.synchronize()
         assert fill(ctypes.c_uint64(beyond), ctypes.c_uint(7), ctypes.c_size_t(1)) == 0
@@ -211,6 +216,81 @@ def test_a_steady_round_makes_no_synchronisation(pair: Pair, tree: str, graphs: 
         for i in ids:
             llm.abort(i)
         llm.audit()
+
+
+def test_the_heads_passes_over_a_prompt_wait_for_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, Any]] = []
+
+    def count(name: str) -> None:
+        original = getattr(CudaDrafts, name)
+
+        def run(*args: Any) -> Any:
+            with driver_calls() as calls:
+                found = original(*args)
+            seen.append((name, calls))
+            return found
+
+        monkeypatch.setattr(CudaDrafts, name, run)
+
+    prompt, params = [1, 2, 3] * 20, SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    with engine(pair, "tree", max_batch=2) as llm:
+        want = llm.generate([prompt], params)[0].token_ids
+        count("write")
+        count("extend")
+        assert llm.generate([prompt], params)[0].token_ids == want
+    assert {name for name, _ in seen} == {"write", "extend"}
+    for name, calls in seen:
+        assert calls.calls and not calls.synchronisations, (name, calls)
+
+
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("graphs", ["off", "round", "loop"])
+def test_a_head_that_gives_nan_over_a_prompt_is_told_by_the_round_that_drafts(
+    tmp_path: Path, graphs: str, watched: bool
+) -> None:
+    """Nobody waits for the pass over the prompt: the scores of the root say it, whether the device drafts or the host
+    does, for somebody who looks on. What others draft is not touched."""
+    pair, bad = pair_in(tmp_path, own_embedding=True), 7
+    prompts, params = [[1, 2, bad, *[4, 5, 6] * 9], [1, 2, 8, *[4, 5, 6] * 9]], SamplingParams(max_tokens=9, seed=1)
+    params = replace(params, temperature=0.8, ignore_eos=True, logit_bias={bad: -math.inf})
+    with engine(pair, "plain", graphs="off") as llm:
+        want = [o.token_ids for o in llm.generate(prompts, params)]
+    with engine(pair, "tree", graphs=graphs) as llm:
+        embedding: Any = llm._runner.executor.drafts.head.embedding  # type: ignore[attr-defined, union-attr]
+        embedding.table[bad].fill_(float("nan"))  # a checkpoint with NaN would be refused
+        for _ in range(2):
+            with llm.watching(lambda trees, accepts: None) if watched else nullcontext():
+                outputs = llm.generate(prompts, params)
+            assert [o.token_ids for o in outputs] == want
+            broken, sound = (o.draft_error for o in outputs)
+            assert broken is not None and (broken.what, broken.request) == ("draft logits", outputs[0].request_id)
+            assert sum(outputs[0].drafted) == 0 and sound is None and sum(outputs[1].drafted) > 0
+        llm.audit()
+
+
+def test_a_first_request_finds_its_graphs_made(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its prompt, whether it samples, and however deep it drafts; and nothing moves what they point at."""
+    made: list[Any] = []
+    capture = Bucket._capture
+
+    def watched(bucket: Bucket, variant: Any) -> Any:
+        made.append(variant)
+        return capture(bucket, variant)
+
+    options = {"device": "cuda", "max_context_len": 512, "prefix_cache": False, "max_batch": 2}
+    for drafting in (True, False):
+        with LLM(pair.target, pair.draft, **options) if drafting else LLM(pair.target, **options) as llm:
+            bucket = llm._runner.executor._buckets[1]  # type: ignore[attr-defined]
+            kept = set(bucket.graphs)
+            assert {(v.levels > 0, v.edits is None) for v in kept} == {(a, b) for a in (0, 1) for b in (0, 1)}
+            monkeypatch.setattr(
+                Bucket, "_capture", lambda self, variant: made.append(variant) or capture(self, variant)
+            )
+            for length, temperature in ((1, 0.0), (300, 0.0), (300, 1.0), (37, 1.0)):
+                params = SamplingParams(max_tokens=60, temperature=temperature, seed=3, ignore_eos=True)
+                llm.generate([[i % 5 for i in range(length)]], params)
+            monkeypatch.undo()
+            assert set(bucket.graphs) == kept and not made
 
 
 @pytest.mark.parametrize("graphs", ["round", "loop"])
@@ -347,9 +427,9 @@ def test_engines_dropped_with_rounds_in_flight(pair: Pair) -> None:
 
 
 def test_a_variant_that_cannot_be_captured_runs_without_a_graph(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    end = Lanes._end
+    end = Launches._end
 
-    def waits(self: Lanes, handle: int) -> None:
+    def waits(self: Launches, handle: int) -> None:
         if torch.cuda.is_current_stream_capturing():
             torch.cuda.current_stream().synchronize()  # no stream under capture can be waited for
         end(self, handle)
@@ -357,7 +437,7 @@ def test_a_variant_that_cannot_be_captured_runs_without_a_graph(pair: Pair, monk
     params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
     with engine(pair, "plain", max_batch=1) as llm:
         want = llm.generate([[1, 2, 3]], params)[0].token_ids
-    monkeypatch.setattr(Lanes, "_end", waits)
+    monkeypatch.setattr(Launches, "_end", waits)
     with engine(pair, "plain", max_batch=1) as llm, pytest.warns(RuntimeWarning, match="runs without a CUDA graph"):
         assert llm.generate([[1, 2, 3]], params)[0].token_ids == want
 

@@ -297,7 +297,7 @@ def test_23037_a_batch_that_still_counts_its_dead_is_named_by_the_kernel(format:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_23037_stale_lanes_are_refused_by_the_audit(format: str) -> None:
-    """The fault itself: only live lanes are overwritten, and what reads the arrays reads all of them."""
+    """The fault itself: only live seats are overwritten, and what reads the arrays reads all of them."""
     c = two_of_three(format)
     c.live.fill_(2)
     if format != "native":
@@ -310,8 +310,8 @@ def test_23037_stale_lanes_are_refused_by_the_audit(format: str) -> None:
     c.plan.views["rows"][2] = -1
     c.plan.views["versions"][2] = 0
     with pytest.raises(specrs.ConfigError, match=r"dead (request|query) = request 2"):
-        c.audit()  # refuses its prefix, or its queries
-    # Poisoned before each write, a lane that nobody wrote is no number that anything accepts.
+        c.audit()  # its prefix, or its queries
+    # Poisoned before each write, a seat that nobody wrote is no number that anything accepts.
     c.poison()
     c.launch(2)
     torch.cuda.synchronize()

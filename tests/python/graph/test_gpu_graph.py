@@ -1,6 +1,6 @@
 """CUDA graphs that own what they point at: captures, loops, lifetimes, and the runtime of buckets, on a GPU.
 
-Each planted mistake is caught by its guard: a lane without a dead-lane write (LaneError), an output held across two
+Each planted mistake is caught by its guard: a seat without a dead-seat write (SeatError), an output held across two
 replays (StaleOutputError), a graph dropped while it replays and a buffer freed by its owner (both kept), a batch above
 the bucket (eager, said once), a kernel that overruns its region (OutOfBoundsError), an illegal node
 (GraphCaptureError).
@@ -36,7 +36,7 @@ if not device.cuda_available():
 
 from gpu_world import neighbour, same
 from specrs import graph as graphs
-from specrs.graph import Buffers, GraphRuntime, LaneError, Region
+from specrs.graph import Buffers, GraphRuntime, Region, SeatError
 
 ORDINAL = torch.cuda.current_device()
 CUDA = torch.device("cuda", ORDINAL)
@@ -508,7 +508,7 @@ HIDDEN, VOCAB = 64, 40
 
 
 class Model(torch.nn.Module):
-    """A lane's two rows of scores from its token and its history."""
+    """A seat's two rows of scores from its token and its history."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -541,7 +541,7 @@ def body_of(model: Model) -> Callable[[Buffers], None]:
     return body
 
 
-def lanes_of(batch: int, seed: int) -> dict[str, torch.Tensor]:
+def seats_of(batch: int, seed: int) -> dict[str, torch.Tensor]:
     make = torch.Generator(device=CUDA).manual_seed(seed)
     return {
         "tokens": torch.randint(VOCAB, (batch,), generator=make, device=CUDA, dtype=torch.int32),
@@ -549,15 +549,15 @@ def lanes_of(batch: int, seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def eager(model: Model, lanes: int, batch: int, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Run the body over plain tensors of `lanes` lanes, those from `batch` on dead; return outputs of the live ones."""
-    tensors = {r.name: torch.empty(r.shape(lanes), dtype=getattr(torch, r.dtype), device=CUDA) for r in REGIONS}
+def eager(model: Model, seats: int, batch: int, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The body over plain tensors of `seats` seats, those from `batch` on dead; outputs of the live ones."""
+    tensors = {r.name: torch.empty(r.shape(seats), dtype=getattr(torch, r.dtype), device=CUDA) for r in REGIONS}
     for region in REGIONS:
         if region.role == "input":
             tensors[region.name].fill_(region.dead)
             tensors[region.name][: region.rows(batch)].copy_(inputs[region.name])
     with torch.no_grad():
-        body_of(model)(Buffers(lanes, tensors))
+        body_of(model)(Buffers(seats, tensors))
     return {r.name: tensors[r.name][: r.rows(batch) + r.more] for r in REGIONS if r.role == "output"}
 
 
@@ -575,7 +575,7 @@ def test_replays_are_the_eager_bits_over_batches_that_shrink_and_grow(model: Mod
     for batch in range(1, 17):
         bucket = runtime.family.bucket(batch)
         assert bucket is not None
-        inputs = [lanes_of(batch, seed) for seed in range(3)]
+        inputs = [seats_of(batch, seed) for seed in range(3)]
         cases[batch] = [(given, eager(model, bucket, batch, given)) for given in inputs]
     torch.cuda.synchronize()
     held: list[tuple[Any, dict[str, torch.Tensor]]] = []
@@ -606,12 +606,12 @@ def test_replays_are_the_eager_bits_over_batches_that_shrink_and_grow(model: Mod
     assert memory is not None and core._device_memory(ORDINAL)[3] == memory[1]
     runtime.close()
     with pytest.raises(specrs.StaleHandleError, match="closed"):
-        runtime.replay(1, lanes_of(1, 0))
+        runtime.replay(1, seats_of(1, 0))
 
 
 def test_outputs_are_leases(model: Model) -> None:
     runtime = GraphRuntime(body_of(model), [2, 4], REGIONS, modules=[model])
-    a, b, c = (lanes_of(n, n) for n in (2, 3, 4))
+    a, b, c = (seats_of(n, n) for n in (2, 3, 4))
     first = runtime.replay(2, a)
     lease, copied = first.output("scores"), first.output("scores", copy=True)
     want = lease.copy()
@@ -636,7 +636,7 @@ def test_outputs_are_leases(model: Model) -> None:
 
 def test_a_batch_above_the_largest_bucket_runs_eagerly_and_says_so_once(model: Model) -> None:
     runtime = GraphRuntime(body_of(model), [1, 3], REGIONS, modules=[model], poison=True)
-    given = lanes_of(9, 1)
+    given = seats_of(9, 1)
     want = eager(model, 9, 9, given)
     with pytest.warns(RuntimeWarning, match="batch 9 is larger than the largest bucket, 3") as found:
         done = runtime.replay(9, given)
@@ -645,21 +645,21 @@ def test_a_batch_above_the_largest_bucket_runs_eagerly_and_says_so_once(model: M
     lease = done.output("scores")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        runtime.replay(8, lanes_of(8, 2))
+        runtime.replay(8, seats_of(8, 2))
         for _ in range(3):
-            runtime.replay(2, lanes_of(2, 3))
+            runtime.replay(2, seats_of(2, 3))
     assert runtime.eager_runs == 2
     assert lease.valid and same(lease.tensor(), want["scores"]), "its memory is its own"
 
 
 def test_inputs_are_checked_before_anything_is_written(model: Model) -> None:
     runtime = GraphRuntime(body_of(model), [4], REGIONS, modules=[model])
-    good = lanes_of(3, 1)
+    good = seats_of(3, 1)
     lease = runtime.replay(3, good).output("scores")
     want = lease.copy()
     for text, batch, bad in [
         (r"inputs = \['tokens'\]: the input regions are \['history', 'tokens'\]", 3, {"tokens": good["tokens"]}),
-        (r"input 'tokens': got int32 \[3\], want int32 \[2\] for 2 lanes", 2, good),
+        (r"input 'tokens': got int32 \[3\], want int32 \[2\] for 2 seats", 2, good),
         (r"input 'history': got float64 \[9, 64\], want float32", 3, {**good, "history": good["history"].double()}),
         ("batch = 0", 0, good),
     ]:
@@ -683,19 +683,19 @@ def planted(kind: str) -> Callable[[Buffers], None]:
 
     def body(at: Buffers) -> None:
         x, y = at["x"], at["y"]
-        if kind == "unwritten lane":
+        if kind == "unwritten seat":
             y[:-2].copy_(x[:-2])
         elif kind == "unwritten row":
             y.copy_(x)
             y[-1].copy_(at["space"][-1])  # scratch that nobody wrote
-        elif kind == "dead lane":
+        elif kind == "dead seat":
             x[-1].add_(1)
             y.copy_(x)
         elif kind == "dead output":
             y.copy_(x * 0 + 7)
         else:
             y.copy_(x)
-        if kind == "overrun" or (kind == "neighbour" and at.lanes == 1):
+        if kind == "overrun" or (kind == "neighbour" and at.seats == 1):
             end = at["space"].data_ptr() + at["space"].numel() * 4
             if end not in beside:
                 beside[end] = torch.as_tensor(Claim(end), device=CUDA)
@@ -707,14 +707,14 @@ def planted(kind: str) -> Callable[[Buffers], None]:
 @pytest.mark.parametrize(
     ("kind", "batch", "want"),
     [
-        ("unwritten lane", 3, ("y", 3, 4)),
-        ("unwritten lane", 4, ("y", 3, 4)),
+        ("unwritten seat", 3, ("y", 3, 4)),
+        ("unwritten seat", 4, ("y", 3, 4)),
         ("unwritten row", 2, ("y", 3, 4)),
-        ("dead lane", 3, ("x", 3, 4)),
+        ("dead seat", 3, ("x", 3, 4)),
         ("dead output", 3, ("y", 3, 4)),
     ],
 )
-def test_planted_lanes_are_found(kind: str, batch: int, want: tuple[str, int, int]) -> None:
+def test_planted_seats_are_found(kind: str, batch: int, want: tuple[str, int, int]) -> None:
     regions = [
         Region("x", "float32", (2, 5), dead=-1),
         Region("space", "float32", (2, 5), role="scratch"),
@@ -722,10 +722,10 @@ def test_planted_lanes_are_found(kind: str, batch: int, want: tuple[str, int, in
     ]
     x = torch.randn(batch * 2, 5, device=CUDA)
     runtime = GraphRuntime(planted(kind), [4], regions, poison=True)
-    with pytest.raises(LaneError) as e:
+    with pytest.raises(SeatError) as e:
         runtime.replay(batch, {"x": x})
-    assert (e.value.region, e.value.lane, e.value.bucket, e.value.batch) == (*want, batch), str(e.value)
-    assert "bucket 4" in str(e.value) and f"lane {want[1]}" in str(e.value)
+    assert (e.value.region, e.value.seat, e.value.bucket, e.value.batch) == (*want, batch), str(e.value)
+    assert "bucket 4" in str(e.value) and f"seat {want[1]}" in str(e.value)
     # Without poison nobody looks; without the mistake nothing is found.
     GraphRuntime(planted(kind), [4], regions, poison=False).replay(batch, {"x": x})
     GraphRuntime(planted("none"), [4], regions, poison=True).replay(batch, {"x": x})
@@ -746,23 +746,23 @@ def test_a_kernel_that_overruns_its_region_is_found() -> None:
         Region("y", "float32", (5,), role="output"),
     ]
     runtime = GraphRuntime(planted("overrun"), [3], regions, poison=True)
-    want = "bucket 3, 2 live lanes: behind region 'space': byte 36 of 36"
+    want = "bucket 3, 2 live seats: behind region 'space': byte 36 of 36"
     with pytest.raises(specrs.OutOfBoundsError, match=want) as e:
         runtime.replay(2, {"x": torch.zeros(10, device=CUDA)})
     assert (e.value.buffer, e.value.index, e.value.bound) == ("space", 36, 36)
 
 
-def test_a_graph_that_writes_lanes_of_a_larger_bucket_is_found() -> None:
+def test_a_graph_that_writes_seats_of_a_larger_bucket_is_found() -> None:
     regions = [
         Region("x", "float32", (5,), dead=0),
         Region("space", "float32", (3,), role="scratch"),
         Region("y", "float32", (5,), role="output"),
     ]
-    # In the bucket of 1 the byte behind its lane is lane 1 of the larger one.
+    # In the bucket of 1 the byte behind its seat is seat 1 of the larger one.
     runtime = GraphRuntime(planted("neighbour"), [1, 3], regions, poison=True)
-    with pytest.raises(LaneError, match="no such lane") as e:
+    with pytest.raises(SeatError, match="no such seat") as e:
         runtime.replay(1, {"x": torch.zeros(5, device=CUDA)})
-    assert (e.value.region, e.value.lane, e.value.bucket) == ("space", 1, 1)
+    assert (e.value.region, e.value.seat, e.value.bucket) == ("space", 1, 1)
 
 
 def test_a_runtime_dropped_while_it_replays() -> None:
@@ -791,7 +791,7 @@ def test_memory_of_runtimes_comes_back(model: Model) -> None:
     for _ in range(6):
         runtime = GraphRuntime(body_of(model), [1, 8], REGIONS, modules=[model])
         assert runtime.captured_bytes > 0
-        runtime.replay(5, lanes_of(5, 0))
+        runtime.replay(5, seats_of(5, 0))
         del runtime
         gc.collect()
         torch.cuda.synchronize()

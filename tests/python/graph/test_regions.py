@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import specrs
-from specrs.graph import Family, Generations, LaneError, Region, graph_bytes, poison
+from specrs.graph import Family, Generations, Region, SeatError, graph_bytes, poison
 
 TOKENS = Region("tokens", "int32", dead=0)
 SCORES = Region("scores", "float32", (4, 33), role="output")
 SPACE = Region("space", "uint8", (7,), role="scratch", more=3)
 
 
-def test_shapes_are_lanes_times_n_and_what_is_behind() -> None:
+def test_shapes_are_seats_times_n_and_what_is_behind() -> None:
     assert [TOKENS.shape(5), SCORES.shape(5), SPACE.shape(5)] == [(5,), (20, 33), (38,)]
     assert [r.rows(5) for r in (TOKENS, SCORES, SPACE)] == [5, 20, 35]
     assert [r.elements(5) for r in (TOKENS, SCORES, SPACE)] == [5, 660, 38]
@@ -29,7 +29,7 @@ def test_shapes_are_lanes_times_n_and_what_is_behind() -> None:
     [
         ("region '': name", {"name": "", "dtype": "int32", "dead": 0}),
         ("region 'a': dtype = complex64", {"name": "a", "dtype": "complex64", "dead": 0}),
-        (r"lane_shape = \(2, 0\)", {"name": "a", "dtype": "int32", "lane_shape": (2, 0), "dead": 0}),
+        (r"seat_shape = \(2, 0\)", {"name": "a", "dtype": "int32", "seat_shape": (2, 0), "dead": 0}),
         ("role = temporary", {"name": "a", "dtype": "int32", "role": "temporary"}),
         ("dead = None: an input says", {"name": "a", "dtype": "int32"}),
         ("dead = 1: scratch has no dead", {"name": "a", "dtype": "int32", "role": "scratch", "dead": 1}),
@@ -76,12 +76,12 @@ def test_bytes_are_those_of_the_largest_bucket_aligned_and_guarded() -> None:
 
     rng = random.Random(5)
     for _ in range(100):
-        lanes, copies = rng.randrange(1, 200), rng.randrange(1, 4)
-        sizes = [4 * lanes, *[4 * 4 * 33 * lanes] * copies, 7 * lanes + 3]
+        seats, copies = rng.randrange(1, 200), rng.randrange(1, 4)
+        sizes = [4 * seats, *[4 * 4 * 33 * seats] * copies, 7 * seats + 3]
         want = 256 + sum(aligned(n) + 256 for n in sizes)  # a guard before the first and behind each
-        assert graph_bytes([lanes], [TOKENS, SCORES, SPACE], copies) == want
+        assert graph_bytes([seats], [TOKENS, SCORES, SPACE], copies) == want
         # Smaller buckets live in the largest one's memory.
-        assert graph_bytes(sorted({1, lanes}), [TOKENS, SCORES, SPACE], copies) == want
+        assert graph_bytes(sorted({1, seats}), [TOKENS, SCORES, SPACE], copies) == want
     with pytest.raises(specrs.ConfigError, match="does not fit int64"):
         graph_bytes([2**40], [Region("a", "int64", (2**20, 2**10), dead=0)])
 
@@ -115,21 +115,21 @@ ALL = [
 
 
 @pytest.mark.parametrize(("dtype", "name"), ALL)
-@pytest.mark.parametrize("lane_shape", [(), (3,), (2, 5)])
-def test_a_lane_that_nobody_wrote_is_named(dtype: torch.dtype, name: str, lane_shape: tuple[int, ...]) -> None:
-    region = Region("r", name, lane_shape, role="output")
-    for lane in range(4):
+@pytest.mark.parametrize("seat_shape", [(), (3,), (2, 5)])
+def test_a_seat_that_nobody_wrote_is_named(dtype: torch.dtype, name: str, seat_shape: tuple[int, ...]) -> None:
+    region = Region("r", name, seat_shape, role="output")
+    for seat in range(4):
         memory = torch.empty(region.shape(4), dtype=dtype)
         poison.poison(memory)
         if memory.is_floating_point():
             assert memory.isnan().all()
         written = torch.randn(memory.shape).mul(100).to(dtype)
-        rows = [i for i in range(memory.shape[0]) if i // region.rows_per_lane != lane]
+        rows = [i for i in range(memory.shape[0]) if i // region.rows_per_seat != seat]
         memory[rows] = written[rows]
-        with pytest.raises(LaneError, match="nobody wrote it") as e:
+        with pytest.raises(SeatError, match="nobody wrote it") as e:
             poison.check_output(memory, region, 4, 2)
-        assert (e.value.region, e.value.lane, e.value.bucket, e.value.batch) == ("r", lane, 4, 2)
-        assert ("live lane" if lane < 2 else "dead lane") in str(e.value)
+        assert (e.value.region, e.value.seat, e.value.bucket, e.value.batch) == ("r", seat, 4, 2)
+        assert ("live seat" if seat < 2 else "dead seat") in str(e.value)
         poison.check_output(written, region, 4, 2)
     if memory.is_floating_point():  # NaN of arithmetic is not poison
         poison.check_output(torch.full_like(memory, float("nan")), region, 4, 2)
@@ -141,31 +141,31 @@ def test_bytes_are_poison_in_rows() -> None:
     memory[3, :7] = 0xD5
     poison.check_output(memory, region, 4, 4)
     memory[3] = 0xD5
-    with pytest.raises(LaneError) as e:
+    with pytest.raises(SeatError) as e:
         poison.check_output(memory, region, 4, 4)
-    assert e.value.lane == 1
+    assert e.value.seat == 1
 
 
-def test_dead_lanes_hold_their_value_and_lanes_outside_stay_poisoned() -> None:
+def test_dead_seats_hold_their_value_and_seats_outside_stay_poisoned() -> None:
     region = Region("r", "int32", (2,), dead=-1)
     memory = torch.tensor([5, 6, 7, 8, -1, -1, -1, -1], dtype=torch.int32)
     poison.check_dead(memory, region, 4, 2, "the body left")
     memory[7] = 3
-    with pytest.raises(LaneError, match=r"lane 3 .*the body left \[3\], its dead value is -1"):
+    with pytest.raises(SeatError, match=r"seat 3 .*the body left \[3\], its dead value is -1"):
         poison.check_dead(memory, region, 4, 2, "the body left")
-    poison.check_dead(memory, region, 4, 4, "nobody asks for live lanes")
+    poison.check_dead(memory, region, 4, 4, "nobody asks for live seats")
     nan = Region("n", "float32", dead=float("nan"))
     poison.check_dead(torch.tensor([1.0, float("nan")]), nan, 2, 1, "the body left")
     whole = torch.empty(10, dtype=torch.int32)
     poison.poison(whole)
     whole[:4] = 1
     poison.check_outside(whole, region, 2, 1)
-    with pytest.raises(LaneError, match=r"lane 1 .*has no such lane"):
+    with pytest.raises(SeatError, match=r"seat 1 .*has no such seat"):
         poison.check_outside(whole, region, 1, 1)
     whole[9] = 1
-    with pytest.raises(LaneError) as e:
+    with pytest.raises(SeatError) as e:
         poison.check_outside(whole, region, 2, 1)
-    assert e.value.lane == 4
+    assert e.value.seat == 4
 
 
 def test_without_a_gpu_the_runtime_says_so() -> None:

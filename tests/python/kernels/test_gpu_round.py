@@ -22,7 +22,7 @@ if not device.cuda_available():
 
 from gpu_world import CUDA, I32_MAX, I32_MIN, handle, neighbour
 from operands_world import named
-from specrs.operands import LaneLimits, LaneState, RoundFound
+from specrs.operands import RoundFound, SeatLimits, SeatState
 
 PLACES, PATH, POISON = 8, 6, 0x5A5A5A5A
 DONE, NAN, UNSOUND, FAULT, ASKED, BUDGET = 1, 2, 4, 8, 16, 32
@@ -38,12 +38,12 @@ def ints(values):
 def operands(accepts, limits, state):
     """The results of a round, its limits and its state, by name."""
     return {
-        "accepts": named(RoundFound, accepts), "limits": named(LaneLimits, limits), "state": named(LaneState, state),
+        "accepts": named(RoundFound, accepts), "limits": named(SeatLimits, limits), "state": named(SeatState, state),
     }  # fmt: skip
 
 
 class World:
-    """Lanes with random limits, on the host and on the device, and what the host says their rounds do."""
+    """Seats with random limits, on the host and on the device, and what the host says their rounds do."""
 
     def __init__(self, canaries, seed, batch, words, slots=4, found_offset=0):
         self.rng = rng = random.Random(seed)
@@ -77,7 +77,7 @@ class World:
         self.round = 0
 
     def verify(self, live, faults=0.02):
-        """The results of a round of `live` lanes; values behind them are wild."""
+        """What a round of `live` seats finds; what lies behind is wild."""
         rng, wild = self.rng, [I32_MIN, -1, 0, 5, I32_MAX]
         counts = [rng.randint(1, PATH) for _ in range(live)]
         offsets = [0, *itertools.accumulate(counts)]
@@ -233,11 +233,11 @@ BAD = {
 
 @pytest.mark.parametrize("what", BAD)
 @pytest.mark.parametrize("batch", [1, 5, 64])
-def test_numbers_that_make_no_sense_end_their_lane_and_are_recorded(canaries, what, batch):
+def test_numbers_that_make_no_sense_end_their_seat_and_are_recorded(canaries, what, batch):
     world = World(canaries, 7, batch, 6)
     operand, value = BAD[what]
     world.verify(batch, faults=0)
-    # The last of the offsets is changed, so that one lane is wrong.
+    # Of offsets the last, so that one seat is wrong.
     world.accepts[operand][-1] = value(world)
     world.upload()
     world.launch()
@@ -263,12 +263,12 @@ def test_numbers_that_make_no_sense_end_their_lane_and_are_recorded(canaries, wh
 
 
 @pytest.mark.parametrize("array", ["stop_counts", "lens", "offsets"])
-def test_lane_data_that_make_no_sense(canaries, array):
+def test_seat_data_that_make_no_sense(canaries, array):
     world = World(canaries, 8, 4, 6)
     world.verify(4, faults=0)
     if array == "offsets":
         offsets = world.accepts[0].tolist()
-        world.accepts[0].copy_(ints([*offsets[:4], offsets[3]]))  # the last lane has no token
+        world.accepts[0].copy_(ints([*offsets[:4], offsets[3]]))  # the last seat has no token
         name = "offsets (decreasing)"
     else:
         here, there = (
@@ -312,7 +312,7 @@ def test_views_of_one_array_and_another_stream(canaries):
     assert row[ring.lens_at :][:batch].tolist() == [10, 20, 30] and row[ring.depths_at :][:batch].tolist() == [2, 2, 2]
     assert row[ring.found_at :][:words].tolist() == list(range(words))
     assert [int(row[i]) for i in (ring.round, ring.live, ring.exit, ring.continues)] == [0, 3, DONE, 0]
-    # The second lane drew its stop token 8; the first has 3 levels left before its limit.
+    # The second seat drew its stop token 8; the first has 3 levels left before its limit.
     assert [t.tolist() for t in state] == [[11, 20, 31], [5, 2, 4], [3, 0, 4], [0, 1, 0]]
     assert control.tolist() == [1, 77, DONE, 0]
     # Operands that the call writes lie apart from the others, and fit the ring.
@@ -478,10 +478,10 @@ def test_a_loop_runs_until_there_is_a_reason_to_leave(canaries):
     world.ring.ask_stop()
     run(9, 1, ASKED)
     world.ring.clear_stop()
-    limits[0][1] = 47 + 4  # the second lane has three tokens left before the one that ends it
+    limits[0][1] = 47 + 4  # the second seat has three tokens left before the one that ends it
     run(9, 4, DONE)
     assert lens.tolist() == [41, 50, 60 + 1] and world.on_state[3].tolist() == [0, 1, 0]
-    # A lane that is done ends every later launch after one round, and stays as it is.
+    # A seat that is done ends every later launch after one round, and stays as it is.
     run(9, 1, DONE)
     assert lens.tolist() == [42, 50, 62]
     world.on_state[3].zero_()

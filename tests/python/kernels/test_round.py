@@ -10,7 +10,7 @@ import torch
 import specrs
 from operands_world import named
 from specrs import _specrs as core
-from specrs.operands import LaneLimits, LaneState, RoundFound
+from specrs.operands import RoundFound, SeatLimits, SeatState
 
 HEADER, LENS, DONE, UNSOUND, FAULT, BUDGET = 16, 16, 1, 4, 8, 32
 
@@ -20,7 +20,7 @@ def ints(*values):
 
 
 class Round:
-    """Three lanes: one advances, one draws its stop token, one reaches its limit; and what may be changed of them."""
+    """Three seats: one advances, one draws its stop token, one reaches its limit; and what may be changed of them."""
 
     def __init__(self, slots=2, words=5):
         self.accepts = [
@@ -34,13 +34,13 @@ class Round:
 
     def end(self, looped=False, asked=False, recorded=False):
         return core._round_end(
-            self.ring, accepts=named(RoundFound, self.accepts), limits=named(LaneLimits, self.limits),
-            state=named(LaneState, self.state), control=self.control, found=self.found, looped=looped, asked=asked,
+            self.ring, accepts=named(RoundFound, self.accepts), limits=named(SeatLimits, self.limits),
+            state=named(SeatState, self.state), control=self.control, found=self.found, looped=looped, asked=asked,
             recorded=recorded,
         )  # fmt: skip
 
 
-def test_lanes_and_the_slot():
+def test_seats_and_the_slot():
     r = Round()
     assert r.end() == []
     assert [t.tolist() for t in r.state] == [[12, 20, 30, 40], [8, 2, 3, 4], [2, 0, 0, 2], [0, 1, 1, 0]]
@@ -92,8 +92,8 @@ def test_what_is_refused():
 def test_operands_have_names():
     r = Round()
     given = {
-        "accepts": named(RoundFound, r.accepts), "limits": named(LaneLimits, r.limits),
-        "state": named(LaneState, r.state), "control": r.control, "found": r.found,
+        "accepts": named(RoundFound, r.accepts), "limits": named(SeatLimits, r.limits),
+        "state": named(SeatState, r.state), "control": r.control, "found": r.found,
     }  # fmt: skip
     how = {"looped": False, "asked": False, "recorded": False}
     for name, attribute in (("accepts", "offsets"), ("limits", "limits"), ("state", "lens")):
@@ -104,7 +104,7 @@ def test_operands_have_names():
     with pytest.raises(TypeError, match="positional"):
         core._round_end(r.ring, *given.values(), *how.values())
     with pytest.raises(TypeError, match="positional"):
-        LaneState(*r.state)
+        SeatState(*r.state)
 
 
 def test_a_round_that_found_nothing_for_the_host():

@@ -56,7 +56,7 @@ def test_an_engine_begins_with_what_its_head_says() -> None:
     said = read_acceptance(assets.draft_dir())
     assert all(one != UNKNOWN for one in said)
     with LLM(max_batch=1) as llm:
-        speculation = llm._runner.speculation
+        speculation = llm._runner.drafting.speculation
         assert isinstance(speculation, AdaptiveTree)
         assert [kind.temper for kind in speculation.policy.kinds] == [one.temper for one in said]
     assert len(said) == len(HEATS)

@@ -64,7 +64,7 @@ class Foreign:
         self.asked["gather"] += 1
         out.copy_(x[rows + shift])
 
-    def beside(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    def concat(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.hstack(tuple(parts))
 
     def host(self, scores: torch.Tensor) -> torch.Tensor:
@@ -250,11 +250,11 @@ def test_models_and_engine_name_no_device_and_no_dtype() -> None:
     named = {
         path.name
         for folder in ("models", "engine")
-        for path in (PACKAGE / folder).glob("*.py")
+        for path in (PACKAGE / folder).rglob("*.py")
         if re.search(r"torch\.(float|bfloat)\d+|[\"'](cpu|cuda)[\"':]|\.(cpu|cuda)\(", path.read_text())
     }
     # cuda.py: what a GPU is; config.py: the option by which a user names one; placing.py: which is taken if none does;
-    # lanes.py: what the words of a kernel are.
+    # given.py, launched.py, launches.py: what the words of a kernel are.
     assert named == {
         "placement.py",
         "weight_files.py",
@@ -264,5 +264,7 @@ def test_models_and_engine_name_no_device_and_no_dtype() -> None:
         "cuda.py",
         "config.py",
         "placing.py",
-        "lanes.py",
+        "given.py",
+        "launched.py",
+        "launches.py",
     }

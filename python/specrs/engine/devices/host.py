@@ -20,6 +20,7 @@ from torch.utils.dlpack import from_dlpack
 from specrs import _specrs as core
 from specrs.engine.config import EngineConfig
 from specrs.engine.devices.calibration import calibrated
+from specrs.engine.drafting.chooser import TAIL
 from specrs.engine.drafting.speculation import AdaptiveTree
 from specrs.engine.request.batch import Batch
 from specrs.engine.request.request import Request
@@ -128,6 +129,8 @@ class HostExecutor:
     def speculation(self, pages: Pages) -> AdaptiveTree:
         head = None if self.drafts is None else (self.drafts.head, self.drafts.cache)
         policy = calibrated(self.target, self.cache, head, self.planner, pages)
+        if self.planner.format == "native":  # attention of other formats reads all of a request's KV
+            policy.tail = TAIL
         return AdaptiveTree(policy, self.planner.geometry.shape.topk)
 
     def copy(self, moves: core.Moves) -> None:
@@ -277,7 +280,7 @@ class HostDrafts:
             self.head.dense.kv_move(self.cache, self._planner.tail_copies(batch.seqs, batch.lens))
         steps = 0
         while steps < min(self._levels, max(depths)) - 1 and (deepen is None or deepen(beams, depths, steps + 1)):
-            plan = self._planner.draft(batch.seqs, batch.lens, steps, beams, self._mode)
+            plan = _begun(self._planner.draft(batch.seqs, batch.lens, steps, beams, self._mode), batch.requests)
             tokens = from_dlpack(beams.tokens)
             # The only beam of a request continues itself.
             inputs = hidden if shape.topk == 1 else hidden.index_select(0, from_dlpack(beams.parents).to(hidden.device))
@@ -289,7 +292,7 @@ class HostDrafts:
 
     unites = False  # here the host has seen the head's drafts, and merges by what sources claim
 
-    def beside(self, drafted: Drafted, trees: core.TreeBatch) -> Drafted | None:
+    def unite(self, drafted: Drafted, trees: core.TreeBatch) -> Drafted | None:
         return None
 
     def cut(self, drafted: Watched, least: float) -> Watched:
@@ -311,6 +314,7 @@ class HostDrafts:
         each = list(zip(entries.requests, entries.starts, entries.counts, strict=True))
         tokens = torch.tensor([t for r, start, n in each for t in r.tokens[start + 1 : start + 1 + n]])
         plan = self._planner.extend(entries.seqs, entries.starts, entries.counts)
+        plan = _begun(plan, entries.requests)
         return tokens, gather(p for r, _, n in each for p in r.oldest(n)), plan
 
     def _lend(self, request: Request, logits: torch.Tensor, hidden: torch.Tensor) -> object:
@@ -327,6 +331,12 @@ class HostDrafts:
             if request.root is root:
                 root.keep()
         self._lent.clear()
+
+
+def _begun(plan: core.Plan, requests: Sequence[Request]) -> core.Plan:
+    """The head's plan, which reads no draft KV from before where each request's begins."""
+    starts = [r.draft_from for r in requests]
+    return plan.attending_from(starts) if any(starts) else plan
 
 
 def likeliest(

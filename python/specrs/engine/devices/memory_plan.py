@@ -15,7 +15,7 @@ import torch
 from specrs import _specrs as core
 from specrs._specrs import ConfigError, DeviceMemoryError, Geometry
 from specrs.engine.config import EngineConfig
-from specrs.engine.devices.lanes import buckets
+from specrs.engine.devices.memory import buckets
 from specrs.engine.drafting.ahead import drafted_levels, levels_for, tiers, unites
 from specrs.models.config import HeadConfig, LayerConfig, ModelConfig
 from specrs.models.layer import LayerTail, WholeNormQkv
@@ -166,14 +166,14 @@ class Engine:
             rounds = b * (shape.draft_tokens + max(c.head_shape.steps, c.deepest) + 1)
             yield "features", (waits + rounds) * head.config.aux_size * half
         if c.graphs != "off":
-            levels = 1 + len(drafted_levels(shape)) if head is not None else 1
+            levels = 2 + len(drafted_levels(shape)) if head is not None else 1  # 0 with features, and without
             each = 2 if c.graphs == "loop" else 1  # a round, and it in a loop
             given = 0  # no loop: the host makes the next trees
             if c.sources:
                 room = {levels_for(shape, n) for n in tiers(shape.draft_tokens)}
                 both = len(drafted_levels(shape)) if head is not None and unites(shape) else 0
                 given = len(room) * (1 + both)
-            yield "captured rounds", len(buckets(b)) * (levels * each + given) * _CAPTURED
+            yield "captured rounds", len(buckets(b)) * 2 * (levels * each + given) * _CAPTURED  # greedy, and sampled
         words = 2 * b * g.row_pages + 16 * (c.prefill_chunk + b) + 4 * nodes * 28
         yield "page tables, plans, trees and scratch", words * 4 + _SCRATCH
         yield "the page that padding writes to", self.page_bytes

@@ -65,7 +65,7 @@ class AheadTree(AdaptiveTree):
     """
 
     given = True
-    merges = False  # the device drafts and verifies in one launch, and unites trees within it (`joined`)
+    merges = False  # the device drafts and verifies in one launch, and unites trees within it (`unites`)
 
     def __init__(self, policy: TreePolicy, shape: TreeShape, cold: Callable[[], bool] = lambda: False) -> None:
         super().__init__(policy, shape.topk)
@@ -87,10 +87,12 @@ class AheadTree(AdaptiveTree):
         self._levels = self._best(batch, drafting)
         return self._levels
 
-    def alone(self, batch: Batch, drafting: Sequence[bool], others: Outlook) -> bool:
-        return super().alone(batch, drafting, others) and others.rate > self._together(batch, drafting, others)[1]
+    def prefers_others(self, batch: Batch, drafting: Sequence[bool], others: Outlook) -> bool:
+        return (
+            super().prefers_others(batch, drafting, others) and others.rate > self._together(batch, drafting, others)[1]
+        )
 
-    def joined(self, batch: Batch, drafting: Sequence[bool], others: Outlook) -> bool:
+    def unites(self, batch: Batch, drafting: Sequence[bool], others: Outlook) -> bool:
         if not others.pays:
             return False
         head, both = self._together(batch, drafting, others)

@@ -48,6 +48,7 @@ class Account:
     bank: Purse
     purse: Purse
     produced: int = 0  # tokens that have been earned for
+    drew: bool = False  # the head has drafted for it
     _begun: float = field(init=False)
 
     def __post_init__(self) -> None:

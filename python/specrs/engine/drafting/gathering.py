@@ -22,10 +22,10 @@ from specrs._specrs import DraftCalibration, DraftNodes, DraftProposal, MergedDr
 from specrs.engine.drafting.budget import RATE, Account
 from specrs.engine.drafting.chooser import Kind, TreePolicy
 from specrs.engine.drafting.costs import HOSTED, SPECULATIVE, Costs
-from specrs.engine.drafting.sources import GRAMMAR, HEAD, Part, Sources
+from specrs.engine.drafting.sources import GRAMMAR, HEAD, SourceProposal, Sources
 from specrs.engine.drafting.speculation import Share
 from specrs.engine.drafting.trees import Deferral, VerifiedTrees
-from specrs.engine.drafting.worth import Asking, Worth
+from specrs.engine.drafting.worth import SourceState, SourceStats
 from specrs.engine.request.batch import Batch, Passed
 from specrs.engine.request.grammars import Grammars
 from specrs.engine.request.request import Request
@@ -62,26 +62,26 @@ class _Live:
         deferral: drafts that wait for a doubtful token.
     """
 
-    sources: list[Asking]
+    sources: list[SourceState]
     account: Account | None
     seen: int
     at: int = 0
     began: float = 0.0
-    asked: list[Asking] = field(default_factory=list)
-    forced: Part | None = None
+    asked: list[SourceState] = field(default_factory=list)
+    forced: SourceProposal | None = None
     price: float | None = None
     wakes: int = 0
-    heard: Sequence[Asking] = ()
+    heard: Sequence[SourceState] = ()
     deferral: Deferral = field(default_factory=Deferral)
 
     @property
-    def parts(self) -> list[Part | None]:
+    def parts(self) -> list[SourceProposal | None]:
         """What each source proposed last."""
         return [source.part for source in self.sources]
 
 
 @dataclass(eq=False)
-class Gathered:
+class Proposals:
     """What sources propose for a round of a batch.
 
     Attributes:
@@ -96,8 +96,8 @@ class Gathered:
     """
 
     batch: Batch
-    parts: list[list[Part | None]]
-    forced: list[Part | None]
+    parts: list[list[SourceProposal | None]]
+    forced: list[SourceProposal | None]
     merged: list[MergedDrafts]
     rate: float = math.inf
     least: float = -math.inf
@@ -111,19 +111,19 @@ class Gathered:
 
 
 @dataclass(eq=False)
-class Planted:
+class HostTrees:
     """Trees that the host made, as an executor verifies them (`executor.Watched`).
 
     Attributes:
-        gathered: where their nodes are from.
+        proposals: where their nodes are from.
         head: of each request, what the head proposed; empty without a head.
     """
 
-    gathered: Gathered
+    proposals: Proposals
     drafts: list[MergedDrafts]
     steps: int = 0
     faults: Sequence[object] = ()
-    head: list[Part | None] = field(default_factory=list)
+    head: list[SourceProposal | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.trees = TreeBatch.from_drafts(self.drafts)
@@ -150,7 +150,7 @@ class Gathering:
         self._account_of: Callable[[Request], Account] | None = None
         self._proposing = bool(sources.all)
         self._policy: TreePolicy | None = None
-        self._worth = [Worth() for _ in sources.all]
+        self._worth = [SourceStats() for _ in sources.all]
         self._live: dict[int, _Live] = {}
         self._batch = 1  # of the last round
         self._terms: tuple[float, float] | None = None  # of this one: seconds of a request's plain round, its stake
@@ -173,7 +173,7 @@ class Gathering:
 
     # -- before a round -----------------------------------------------------------------------------------------
 
-    def ask(self, batch: Batch, *, spare: float = 0.0) -> Gathered | None:
+    def ask(self, batch: Batch, *, spare: float = 0.0) -> Proposals | None:
         """What the sources propose; ``None`` for nothing.
 
         Args:
@@ -191,11 +191,11 @@ class Gathering:
         self._batch, self._terms, self._spare = len(batch), None, spare / len(batch)
         each = [self._parts(r, len(batch)) for r in batch]
         parts, forced = [told for told, _ in each], [forced for _, forced in each]
-        gathered = None
+        proposals = None
         if any(one is not None for told in (*parts, forced) for one in told):
-            gathered = self._weighed(batch, parts, forced)
+            proposals = self._weighed(batch, parts, forced)
         self._charge(batch, time.perf_counter() - started)
-        return gathered
+        return proposals
 
     def _may_draft(self, r: Request) -> bool:
         """Whether anything may ever propose for a request."""
@@ -226,9 +226,9 @@ class Gathering:
             if not live.at and r.draws.grammar is None:
                 live.wakes = self._asks + 1 + self._sleep(r, live, live.account, len(batch))
 
-    def _parts(self, r: Request, batch: int) -> tuple[list[Part | None], Part | None]:
+    def _parts(self, r: Request, batch: int) -> tuple[list[SourceProposal | None], SourceProposal | None]:
         """What each source proposes, and what the request's grammar forces."""
-        nothing: list[Part | None] = [None] * len(self.sources.all)
+        nothing: list[SourceProposal | None] = [None] * len(self.sources.all)
         if r.max_depth < 1 or not self._may_draft(r):
             return nothing, None
         live = self._of(r, batch)
@@ -284,14 +284,18 @@ class Gathering:
             sleeps.append(max(one.rest, min(math.ceil(wait) - 1, _LONGEST_SLEEP)))
         return max(min(sleeps), 0)
 
-    def _forces(self, r: Request) -> Part | None:
+    def _forces(self, r: Request) -> SourceProposal | None:
         """What the grammar of a request forces; it costs as good as nothing."""
         if self.grammars is None or r.draws.grammar is None:
             return None
         chain, most = self.grammars.forced(r.draws.grammar), min(self._depth, r.max_depth, self._nodes - 1)
         tokens, probs = list(chain.tokens[:most]), list(chain.probs[:most])
         buckets = list((chain.buckets or ())[:most])
-        return Part(self._forced, DraftProposal(list(chain.parents[:most]), tokens, probs, buckets)) if tokens else None
+        return (
+            SourceProposal(self._forced, DraftProposal(list(chain.parents[:most]), tokens, probs, buckets))
+            if tokens
+            else None
+        )
 
     def _of(self, r: Request, batch: int) -> _Live:
         live = self._live.get(r.request_id)
@@ -299,22 +303,24 @@ class Gathering:
             account = None if self._policy is None or self._account_of is None else self._account_of(r)
             known, started = [replace(w) for w in self._worth], time.perf_counter()
             each = zip(self.sources.of(r), self._worth, known, strict=True)
-            live = _Live([Asking(*one) for one in each], account, self._asks - 1)
+            live = _Live([SourceState(*one) for one in each], account, self._asks - 1)
             live.began = time.perf_counter() - started
             self._live[r.request_id] = live
             self._learns |= any(one.told.observes for one in live.sources)
         return live
 
-    def _weighed(self, batch: Batch, parts: list[list[Part | None]], forced: list[Part | None]) -> Gathered:
+    def _weighed(
+        self, batch: Batch, parts: list[list[SourceProposal | None]], forced: list[SourceProposal | None]
+    ) -> Proposals:
         """The merged trees, and what they are worth."""
         roots = [r.tokens[-1] for r in batch]
         merged = [self._merged(r, p, None, f) for r, p, f in zip(batch, parts, forced, strict=True)]
-        gathered = Gathered(batch, parts, forced, merged)
+        proposals = Proposals(batch, parts, forced, merged)
         policy, size = self._policy, len(batch)
         if policy is None:
-            return gathered
+            return proposals
         nodes = self._nodes_of(batch, merged)
-        self._promise(gathered, nodes, policy)
+        self._promise(proposals, nodes, policy)
         least = self._stake(policy, size) if self._terms is None else self._terms[1]
         # What a grammar forces does come.
         accounts = [max(self._room(r, size), 0.0 if f is None else least) for r, f in zip(batch, forced, strict=True)]
@@ -325,23 +331,23 @@ class Gathering:
         drafting = [a for a, tree in zip(accounts, merged, strict=True) if len(tree) > 1]
         limit = policy.limit(size, drafting) if drafting else 0.0
         if self._tiers is not None:
-            self._tier(gathered, policy, limit)
-            return gathered
+            self._tier(proposals, policy, limit)
+            return proposals
         overhead = policy.costs.overhead.at(self._kind_of_round)
         choice = policy.choose(size, nodes, overhead, limit)
         live = self._live.get(batch.requests[0].request_id)
         if size == 1 and live is not None:
             choice = live.deferral.choose(batch.requests[0].tokens, choice, nodes, policy, overhead)
         seconds = overhead + policy.costs.target.at(size + choice.nodes)
-        gathered.rate, gathered.least = choice.expected / seconds, choice.min_score
-        gathered.pays = choice.nodes > 0 and gathered.rate > _MARGIN * size / policy.costs.plain(size)
-        return gathered
+        proposals.rate, proposals.least = choice.expected / seconds, choice.min_score
+        proposals.pays = choice.nodes > 0 and proposals.rate > _MARGIN * size / policy.costs.plain(size)
+        return proposals
 
-    def _promise(self, gathered: Gathered, nodes: DraftNodes, policy: TreePolicy) -> None:
+    def _promise(self, proposals: Proposals, nodes: DraftNodes, policy: TreePolicy) -> None:
         """Note whose drafts are worth verifying where all of the batch draft, whatever their accounts hold."""
-        costs, size = policy.costs, len(gathered.merged)
+        costs, size = policy.costs, len(proposals.merged)
         overhead, plain = costs.overhead.at(self._kind_of_round), costs.plain(size)
-        for i, (r, tree) in enumerate(zip(gathered.batch, gathered.merged, strict=True)):
+        for i, (r, tree) in enumerate(zip(proposals.batch, proposals.merged, strict=True)):
             live = self._live.get(r.request_id)
             if live is not None and len(tree) > 1:
                 live.price = nodes.price(i, size, costs.target.table, overhead, plain, _PRICE, self._tiers)
@@ -354,23 +360,23 @@ class Gathering:
         assert self._policy is not None
         return self._policy.kind(r.params.temperature)
 
-    def _tier(self, gathered: Gathered, policy: TreePolicy, limit: float) -> None:
+    def _tier(self, proposals: Proposals, policy: TreePolicy, limit: float) -> None:
         """Choose the size of all trees, each of which takes as many rows."""
-        size, costs = len(gathered.merged), policy.costs
+        size, costs = len(proposals.merged), policy.costs
         chances = []
-        for r, tree in zip(gathered.batch, gathered.merged, strict=True):
+        for r, tree in zip(proposals.batch, proposals.merged, strict=True):
             kind = self._kind(r)
             chances.append(sorted((kind.chance(s) for s in tree.scores[1:] if s >= _LEAST), reverse=True))
         plain = size / costs.plain(size)
-        gathered.rate, gathered.least, gathered.pays = plain, _LEAST, False
+        proposals.rate, proposals.least, proposals.pays = plain, _LEAST, False
         deepest = max(map(len, chances), default=0)
         for i, tier in enumerate(self._tiers or ()):
             if i and (self._tiers or ())[i - 1] > deepest:
                 break  # it would be filled by no tree
             seconds = costs.overhead.at(self._kind_of_round) + costs.target.at(size * tier)
             rate = (size + sum(sum(c[: tier - 1]) for c in chances)) / seconds
-            if seconds <= limit and rate > max(gathered.rate, _MARGIN * plain):
-                gathered.rate, gathered.most, gathered.pays = rate, tier, True
+            if seconds <= limit and rate > max(proposals.rate, _MARGIN * plain):
+                proposals.rate, proposals.most, proposals.pays = rate, tier, True
 
     def _stake(self, policy: TreePolicy, size: int) -> float:
         """Plain rounds that a request loses by a round with the least drafts, all of them its own and refused."""
@@ -383,7 +389,13 @@ class Gathering:
         live = self._live.get(r.request_id)
         return 0.0 if live is None or live.account is None else live.account.room(r.produced, batch)
 
-    def _merged(self, r: Request, parts: Sequence[Part | None], head: Part | None, forced: Part | None) -> MergedDrafts:
+    def _merged(
+        self,
+        r: Request,
+        parts: Sequence[SourceProposal | None],
+        head: SourceProposal | None,
+        forced: SourceProposal | None,
+    ) -> MergedDrafts:
         """One tree of all; without what the request's grammar does not allow, which the target never draws."""
         each = [_NOTHING if p is None else p.proposal for p in (*parts, head, forced)]
         depth, grammar = max(min(self._depth, r.max_depth), 0), r.draws.grammar
@@ -391,44 +403,44 @@ class Gathering:
         tree = merge_drafts(r.tokens[-1], self.sources.vocab_size, each, nodes, depth, calibration=self.calibration)
         return tree if grammar is None else tree.allowed(grammar, self._nodes, depth)
 
-    def planted(self, gathered: Gathered) -> Planted:
+    def trees_of(self, proposals: Proposals) -> HostTrees:
         """The best of what the sources proposed, as trees."""
-        least = gathered.least
-        most = min(self._nodes, gathered.most)
-        drafts = [tree.pruned(most, self._depth, min_score=least) for tree in gathered.merged]
-        return Planted(gathered, drafts)
+        least = proposals.least
+        most = min(self._nodes, proposals.most)
+        drafts = [tree.pruned(most, self._depth, min_score=least) for tree in proposals.merged]
+        return HostTrees(proposals, drafts)
 
-    def beside(
-        self, batch: Batch, gathered: Gathered, trees: TreeBatch, steps: int, faults: Sequence[object], limit: float,
+    def merge_with_head(
+        self, batch: Batch, proposals: Proposals, trees: TreeBatch, steps: int, faults: Sequence[object], limit: float,
         costs: Costs | None,
-    ) -> Planted:  # fmt: skip
+    ) -> HostTrees:  # fmt: skip
         """The trees of the head and of the other sources, merged.
 
         Args:
             batch: requests of the round.
-            gathered: of the other sources.
+            proposals: of the other sources.
             trees: the head's, with the cumulative log-probability that it gives each node.
             steps, faults: of the head's drafting.
             limit: seconds that the round may take.
             costs: by which the best nodes are chosen; ``None``: all that there is room for.
         """
-        head = head_parts(trees, self._head)
-        each = zip(batch, gathered.parts, head, gathered.forced, strict=True)
+        head = head_proposals(trees, self._head)
+        each = zip(batch, proposals.parts, head, proposals.forced, strict=True)
         drafts = [self._merged(r, p, h, f) for r, p, h, f in each]
         policy = self._policy
         if costs is not None and policy is not None:
             drafting = costs.drafting(len(batch), len(batch), steps)
             choice = policy.choose(len(batch), self._nodes_of(batch, drafts), drafting, limit)
             drafts = [tree.pruned(self._nodes, self._depth, min_score=choice.min_score) for tree in drafts]
-        return Planted(gathered, drafts, steps, faults, head)
+        return HostTrees(proposals, drafts, steps, faults, head)
 
     # -- after it -----------------------------------------------------------------------------------------------
 
-    def landed(
+    def observe(
         self,
         passed: Sequence[Passed],
         rows: Sequence[int],
-        planted: Planted,
+        hosted: HostTrees,
         seconds: float | None,
         others: Sequence[int] | None,
         shares: Sequence[Share] | None = None,
@@ -438,7 +450,7 @@ class Gathering:
         Args:
             passed: what it gave each request that it tells of.
             rows: of these requests in the round's batch.
-            planted: its trees.
+            hosted: its trees.
             seconds: that it took; ``None``: as it is modelled.
             others: of each of these requests, tokens that another source has won and pays for; ``None`` without one.
             shares: of each, what of its tree was verified and accepted, where a device has united it with another.
@@ -446,11 +458,11 @@ class Gathering:
         policy, batch = self._policy, len(passed)
         if policy is None or any(p.request.error is not None for p in passed):
             return
-        costs, trees = policy.costs, [planted.drafts[row] for row in rows]
-        most = max(map(len, planted.drafts))
-        queries = sum(map(len, planted.drafts))
+        costs, trees = policy.costs, [hosted.drafts[row] for row in rows]
+        most = max(map(len, hosted.drafts))
+        queries = sum(map(len, hosted.drafts))
         if self._tiers is not None:
-            queries = len(planted.drafts) * next((n for n in self._tiers if n >= most), most)
+            queries = len(hosted.drafts) * next((n for n in self._tiers if n >= most), most)
         modelled = costs.overhead.at(self._kind_of_round) + costs.target.at(queries)
         seconds = modelled if seconds is None else min(max(seconds, modelled / 2), 2 * modelled)
         took = seconds / costs.plain(batch)
@@ -482,11 +494,11 @@ class Gathering:
             hits = 0 if one.part is None else self.grade(one.part, drawn)
             one.gained(0.0 if live.price is None or one.part is None else hits - live.price)
 
-    def grade(self, part: Part, drawn: list[int]) -> int:
+    def grade(self, part: SourceProposal, drawn: list[int]) -> int:
         """Calibrate a source by a proposal and the tokens that came; how many of these it had proposed."""
         return self.calibration.grade(part.source, part.proposal, drawn)
 
-    def share(self, head: Part | None, passed: Passed) -> Share:
+    def share(self, head: SourceProposal | None, passed: Passed) -> Share:
         """The head's part of what a round gave a request, by which the head is calibrated."""
         if head is None:
             return Share([], 0)
@@ -500,7 +512,7 @@ class Gathering:
         if not self._hearing:
             return
         started = time.perf_counter()
-        learning: list[tuple[int, Asking]] = []
+        learning: list[tuple[int, SourceState]] = []
         for i, r in enumerate(batch):
             if r.request_id in self._hearing and r.finish_reason is None:
                 learning += [(i, one) for one in self._live[r.request_id].heard if one.told.drafting]
@@ -545,10 +557,10 @@ class Gathering:
         self.sources.close()
 
 
-def head_parts(trees: TreeBatch, source: int) -> list[Part | None]:
+def head_proposals(trees: TreeBatch, source: int) -> list[SourceProposal | None]:
     """The head's trees as proposals: a node's probability is what it adds to its parent's."""
     arrays = [from_dlpack(a).tolist() for a in (trees.parents, trees.tokens, trees.scores)]
-    parts: list[Part | None] = []
+    parts: list[SourceProposal | None] = []
     first = 0
     for size in trees.sizes:
         parents, tokens, scores = (array[first : first + size] for array in arrays)
@@ -556,5 +568,5 @@ def head_parts(trees: TreeBatch, source: int) -> list[Part | None]:
         probs = [min(max(math.exp(s - scores[p]), 1e-6), 1.0) for s, p in zip(scores[1:], parents[1:], strict=True)]
         buckets = [min(int(p * _DECILES), _DECILES - 1) for p in probs]
         proposal = DraftProposal([p - 1 for p in parents[1:]], tokens[1:], probs, buckets)
-        parts.append(Part(source, proposal) if len(proposal) else None)
+        parts.append(SourceProposal(source, proposal) if len(proposal) else None)
     return parts

@@ -59,7 +59,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Part:
+class SourceProposal:
     """A checked proposal: what one source says may come next.
 
     Attributes:
@@ -71,7 +71,7 @@ class Part:
     proposal: DraftProposal
 
 
-def checked(proposal: Drafts, source: int, nodes: int, depth: int, vocab_size: int) -> Part:
+def checked(proposal: Drafts, source: int, nodes: int, depth: int, vocab_size: int) -> SourceProposal:
     """A proposal that can be relied on. Raises ValueError, TypeError and whatever reading it raises where it is none.
 
     One of the core's own may be deeper than was asked for; merging cuts it.
@@ -83,7 +83,7 @@ def checked(proposal: Drafts, source: int, nodes: int, depth: int, vocab_size: i
     if isinstance(proposal, DraftProposal):  # a tree, if not perhaps of this request
         if not proposal.fits(nodes, vocab_size):
             raise ValueError(f"{proposal} for at most {nodes} nodes of a vocabulary of {vocab_size} tokens")
-        return Part(source, proposal)
+        return SourceProposal(source, proposal)
     parents = [operator.index(p) for p in islice(proposal.parents, nodes + 1)]
     tokens = [operator.index(t) for t in islice(proposal.tokens, nodes + 1)]
     probs = [float(p) for p in islice(proposal.probs, nodes + 1)]
@@ -114,11 +114,11 @@ def checked(proposal: Drafts, source: int, nodes: int, depth: int, vocab_size: i
         levels.append(1 if parent < 0 else levels[parent] + 1)
         if levels[i] > depth:
             raise ValueError(f"node {i} lies {levels[i]} levels deep; {depth} were asked for")
-    return Part(source, DraftProposal(parents, tokens, probs, buckets))
+    return SourceProposal(source, DraftProposal(parents, tokens, probs, buckets))
 
 
 @dataclass(eq=False)
-class Told:
+class DraftSession:
     """One request's drafting of one source.
 
     Attributes:
@@ -157,7 +157,7 @@ class Told:
         except Exception as error:
             self.fail("extend", error)
 
-    def propose(self, tokens: Sequence[int], nodes: int, depth: int, vocab_size: int) -> Part | None:
+    def propose(self, tokens: Sequence[int], nodes: int, depth: int, vocab_size: int) -> SourceProposal | None:
         """What it proposes behind a request's tokens, of which it is told first; ``None`` for nothing."""
         depth = min(depth, self.source.depth)
         if nodes < 1 or depth < 1:
@@ -226,14 +226,14 @@ class Sources:
 
     all: tuple[Source, ...]
     vocab_size: int
-    _told: dict[int, list[Told]] = field(default_factory=dict)  # by request
+    _told: dict[int, list[DraftSession]] = field(default_factory=dict)  # by request
     _faults: deque[str] = field(default_factory=deque)
 
-    def of(self, request: Request) -> list[Told]:
-        """A request's draftings, begun where it has none. Each is told of tokens by `Told.propose`."""
+    def of(self, request: Request) -> list[DraftSession]:
+        """A request's draftings, begun where it has none. Each is told of tokens by `DraftSession.propose`."""
         told = self._told.get(request.request_id)
         if told is None:
-            told = [Told(source, i, request.request_id, self._faults) for i, source in enumerate(self.all)]
+            told = [DraftSession(source, i, request.request_id, self._faults) for i, source in enumerate(self.all)]
             self._told[request.request_id] = told
             prompt = tuple(request.tokens[: request.prompt_len])
             known = DraftRequest(

@@ -50,10 +50,12 @@ class GivenTree:
     Attributes:
         given: whether depth and size of trees are known before a round, so that nobody asks during it.
         merges: whether the host drafts step by step where other sources draft too, and makes one tree of all; else a
-            round has either, or a device makes one tree of both (`joined`).
+            round has either, or a device makes one tree of both (`unites`).
         costs: of passes, by which nodes of a merged tree are chosen; ``None``: all are verified.
+        tail: as `TreePolicy.tail`.
     """
 
+    tail: int | None = None
     given = True
     merges = True
     costs: Costs | None = None
@@ -96,11 +98,11 @@ class GivenTree:
         """Tokens a second that a round with the head's drafts is expected to yield."""
         return math.inf
 
-    def alone(self, batch: Batch, drafting: Sequence[bool], others: Outlook) -> bool:
+    def prefers_others(self, batch: Batch, drafting: Sequence[bool], others: Outlook) -> bool:
         """Whether tokens come faster by the drafts of other sources without the head's passes."""
         return others.pays and others.rate > self.rate(batch, drafting)
 
-    def joined(self, batch: Batch, drafting: Sequence[bool], others: Outlook) -> bool:
+    def unites(self, batch: Batch, drafting: Sequence[bool], others: Outlook) -> bool:
         """Whether they come faster by the head's drafts with those of other sources than by the head's alone, in rounds
         whose trees the device makes."""
         return True
@@ -172,7 +174,7 @@ class AdaptiveTree(GivenTree):
     given = False
 
     def __init__(self, policy: TreePolicy, topk: int) -> None:
-        self.policy, self.costs = policy, policy.costs
+        self.policy, self.costs, self.tail = policy, policy.costs, policy.tail
         self._topk = topk
         self._accounts: dict[int, Account] = {}  # by request, from its first admission to its end
         self._again: dict[int, int] = {}  # by request, positions of its prefill that only the head needs
@@ -203,6 +205,8 @@ class AdaptiveTree(GivenTree):
         return account
 
     def prefilled(self, batch: Batch, counts: Sequence[int]) -> None:
+        if self.tail is not None:
+            return  # a prompt's draft KV is written when its request drafts for the first time
         for r, n in zip(batch, counts, strict=True):
             if r.followed:
                 left = self._again.pop(r.request_id, 0)
@@ -224,7 +228,7 @@ class AdaptiveTree(GivenTree):
         self._caught_up = 0.0
         for r, drafts in zip(batch, drafting, strict=True):
             if drafts and r.root is None:
-                self.account(r).pay(policy.resuming(r.lag, size), size)
+                policy.enter(self.account(r), r.lag, size)
                 self._caught_up += policy.costs.plain(1) * policy.resuming(r.lag, 1)
         return drafting
 
@@ -233,7 +237,7 @@ class AdaptiveTree(GivenTree):
         account, lag = self.account(r), None if r.root is not None else r.lag
         wait = self.policy.wait(account, batch, r.produced, lag)
         if wait == 0.0:
-            resuming = self.policy.resuming(lag, batch)
+            resuming = self.policy.entry(account, lag, batch)
             return account.room(r.produced, batch, resuming + self.policy.stake(batch, batch)) - resuming
         if wait >= r.remaining / 2 or self.policy.following(batch) > RATE:
             r.give_up_drafts(r.draft_valid)

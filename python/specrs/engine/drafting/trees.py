@@ -1,6 +1,6 @@
 """Trees of several: what came of whose in those that a device makes of two, and drafts that wait for a doubtful token.
 
-`DraftExecutor.beside` asks for a round whose trees the device makes of the head's and the host's. The device finds out
+`DraftExecutor.unite` asks for a round whose trees the device makes of the head's and the host's. The device finds out
 which nodes both have, and tells whose each is (`Verified.origins`). Who has a node has its parent.
 """
 
@@ -34,7 +34,7 @@ class VerifiedTrees(Protocol):
     @property
     def origins(self) -> Sequence[Sequence[int]] | None:
         """Whose each node is of each request's tree, root first, where the device has united two
-        (`DraftExecutor.beside`): bit 0 the head's, bit 1 the other one's. ``None`` else."""
+        (`DraftExecutor.unite`): bit 0 the head's, bit 1 the other one's. ``None`` else."""
 
     @property
     def accepts(self) -> Accepts:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specrs.engine.drafting.sources import Part, Told
+from specrs.engine.drafting.sources import DraftSession, SourceProposal
 
 _IDLE = 0.003  # of a plain round, what asking a source may take for each, as long as it gains less than that
 _LONGEST_REST = 512  # rounds
@@ -19,7 +19,7 @@ _LEARN, _LEARN_ALL = 0.1, 0.02  # weight of a proposal, among its request's and 
 
 
 @dataclass(eq=False)
-class Worth:
+class SourceStats:
     """What a source is worth to the engine, or to one request.
 
     Attributes:
@@ -49,7 +49,7 @@ class Worth:
 
 
 @dataclass(eq=False)
-class Asking:
+class SourceState:
     """One source, where one request asks it.
 
     Attributes:
@@ -62,12 +62,12 @@ class Asking:
         proposing: seconds that its last proposal took.
     """
 
-    told: Told
-    everywhere: Worth
-    worth: Worth
+    told: DraftSession
+    everywhere: SourceStats
+    worth: SourceStats
     rest: int = 0
     patience: int = 1
-    part: Part | None = None
+    part: SourceProposal | None = None
     proposing: float = 0.0
 
     @property

@@ -199,7 +199,7 @@ class Request:
     """A live request. ``tokens`` is prompt and output; the last one is the root, whose KV is not written yet.
 
     Invariant between rounds of a running request: ``committed == len(tokens) - 1``, the target's KV is valid on
-    ``[0, committed)``, and the draft's on ``[0, draft_valid)``.
+    ``[0, committed)``, and the draft's on ``[draft_from, draft_valid)``.
 
     A prompt with ``n`` outputs has a request for each: ``request_id`` is the request's own, ``asked_id`` that of the
     first one, which users know. The others wait until the first one has its first token, and share its pages.
@@ -242,11 +242,12 @@ class Request:
     # Draft state: the target's features of positions whose draft KV is not written yet, and the last result of
     # draft_extend for the root, whose form only the executor knows.
     pending: list[Features] = field(default_factory=list)
-    lag: int = 0  # number of their positions
+    lag: int = 0  # their positions
+    draft_from: int = 0  # first position of the draft KV in use, of a page's beginning: what is before is never read
     root: object | None = None
-    followed: bool = True  # true while the head drafts for the request; once false, it stays false
-    draft_error: NonFiniteError | None = None  # the fault that ended drafting by the head, if a fault did
-    _draft_kept: int = 0  # positions whose draft KV is sound, once the head no longer drafts
+    followed: bool = True  # by the draft head; once false, the head drafts for the request no more
+    draft_error: NonFiniteError | None = None  # why it is not, where that is a fault
+    _draft_kept: int = 0  # where it is not, or began behind them: positions from 0 on whose draft KV is sound
 
     @classmethod
     def create(
@@ -319,8 +320,8 @@ class Request:
         return self.draws.sampler
 
     @property
-    def alone(self) -> bool:
-        """True if the request's next round can begin only once the result of this round has been looked at."""
+    def needs_sync(self) -> bool:
+        """Whether its next round can begin only once what this one gave has been looked at."""
         return self.logprobs is not None or self.draws.varies
 
     @property
@@ -352,10 +353,15 @@ class Request:
 
     @property
     def draft_valid(self) -> int:
-        """Positions from 0 on whose draft KV is written and sound."""
+        """End of the draft KV in use, which is written and sound."""
         if not self.followed:
             return self._draft_kept
         return self.committed - self.lag
+
+    @property
+    def draft_prefix(self) -> int:
+        """Positions from 0 on whose draft KV is written and sound."""
+        return self._draft_kept if self.draft_from else self.draft_valid
 
     @property
     def max_depth(self) -> int:
@@ -462,6 +468,7 @@ class Request:
         """Begin, or begin again, with ``shared`` positions of target KV that the prefix cache has, and draft KV of the
         first ``drafted`` of them. The head can follow a request only where both are equal."""
         self.row, self.committed, self.draft_shared, self._draft_kept = row, shared, drafted, drafted
+        self.draft_from = 0
         self.cached_tokens = min(shared, self.prompt_len)
         self.forget_features()
 
@@ -489,6 +496,16 @@ class Request:
         if count:
             self.pending[0] = self.pending[0][count:]
 
+    def begin_drafts(self, position: int) -> None:
+        """Draft KV begins at a position, the first of a page, that no later entry is before. Features before it are
+        dropped."""
+        skipped = position - self.draft_valid
+        if skipped > 0:
+            self._draft_kept = self.draft_prefix
+            self.draft_from = position
+            if self.lag:
+                self.drop_oldest(skipped)
+
     def drop_pending(self) -> None:
         """The draft head has run over the features that waited, or never will."""
         self.pending.clear()
@@ -500,8 +517,9 @@ class Request:
         self.root = None
 
     def give_up_drafts(self, valid: int, error: NonFiniteError | None = None) -> None:
-        """End drafts by the head; ``valid`` positions of draft KV are sound."""
-        self.followed, self._draft_kept = False, valid
+        """No drafts of the head from now on; ``valid`` positions of draft KV are sound."""
+        self.followed, self._draft_kept = False, min(valid, self._draft_kept) if self.draft_from else valid
+        self.draft_from = 0
         self.draft_error = None if error is None else self._named(error)
         self.forget_features()
 

@@ -133,9 +133,9 @@ class DraftExecutor(Protocol):
 
     @property
     def unites(self) -> bool:
-        """Whether `beside` can be had of drafts that nobody looks at."""
+        """Whether `unite` can be had of drafts that nobody looks at."""
 
-    def beside(self, drafted: Drafted, trees: TreeBatch) -> Drafted | None:
+    def unite(self, drafted: Drafted, trees: TreeBatch) -> Drafted | None:
         """The same, which the device makes one tree of with one of these for each request; ``None`` where it cannot."""
 
 

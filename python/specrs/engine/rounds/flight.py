@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from specrs._specrs import Lease
-from specrs.engine.drafting.gathering import Planted
+from specrs.engine.drafting.decisions import RoundPlan
 from specrs.engine.request.batch import Batch
 from specrs.engine.request.request import Request
 from specrs.engine.rounds.executor import Verified
@@ -23,38 +23,33 @@ class Flight:
     """Rounds of a batch, the oldest first.
 
     Attributes:
-        requests: of the batch, in the order of its rows.
+        plan: of all of its rounds.
         lease: pages of every round.
         lens: positions of each sequence that the lease has committed.
         need: positions behind its committed ones that a round may write, per request.
         longest: positions that a round commits at most, per request.
-        drafting: which requests the head drafts for; ``None`` in rounds without it.
-        steps: draft steps of a round.
-        planted: trees with drafts of other sources, of a round that has some; no other round is launched behind it.
-        beside: trees of other sources that a device unites with the head's, of a round that has some; likewise.
         rounds: launched, not landed.
-        alone: no round is launched before the first one has landed.
+        single: no round is launched before the first one has landed.
         last: no round is launched any more.
         landed: how many have.
-        began: when the first one was begun, on the performance counter.
         out: rows of the batch that later rounds say nothing of.
     """
 
-    requests: list[Request]
+    plan: RoundPlan
     lease: Lease
     lens: list[int]
     need: int
     longest: int
-    drafting: list[bool] | None
-    steps: int
     rounds: deque[Verified]
-    planted: Planted | None = None
-    beside: Planted | None = None
-    alone: bool = False
+    single: bool = False
     last: bool = False
     landed: int = 0
-    began: float = 0.0
     out: set[int] = field(default_factory=set)
+
+    @property
+    def requests(self) -> list[Request]:
+        """Of the batch, in the order of its rows."""
+        return self.plan.batch.requests
 
     def carries(self, requests: list[Request]) -> bool:
         """Whether its batch is these requests, in this order."""

@@ -19,16 +19,17 @@ from specrs.engine.rounds.observer import RoundObserver
 _MAX_LAG = 256  # features that a request may hold before its draft KV is brought up to date
 
 
-class Drafter:
+class Head:
     """Brings requests' drafts up to date, and drafts from there.
 
     Args:
         executor: runs the head.
         observers: shared with the runner.
+        page: tokens of a page.
     """
 
-    def __init__(self, executor: DraftExecutor, observers: Sequence[RoundObserver]) -> None:
-        self._executor, self._observers = executor, observers
+    def __init__(self, executor: DraftExecutor, observers: Sequence[RoundObserver], page: int) -> None:
+        self._executor, self._observers, self._page = executor, observers, page
 
     # -- features -----------------------------------------------------------------------------------------------
 
@@ -51,7 +52,13 @@ class Drafter:
                 r.wait(passed.features(i, index))
 
     def catch_up(self, batch: Batch, speculation: GivenTree) -> None:
-        """Write the draft KV of requests whose features have waited for long, or give them up."""
+        """Write the draft KV of requests whose features have waited for long, or give them up. A head that may begin
+        anywhere forgets the older ones."""
+        if speculation.tail is not None:
+            for r in batch:
+                if r.lag >= 2 * speculation.tail:
+                    self.shorten(r, speculation.tail)
+            return
         late = [r for r in batch if r.lag >= _MAX_LAG and r.finish_reason is None]
         if not late:
             return
@@ -60,7 +67,22 @@ class Drafter:
                 r.give_up_drafts(r.draft_valid)
         self.write([r for r in late if r.followed])
 
+    def shorten(self, r: Request, tail: int) -> None:
+        """The head begins ``tail`` positions before the request's end, or at the beginning of that page."""
+        r.begin_drafts(max(r.committed - tail, 0) // self._page * self._page)
+
     # -- passes -------------------------------------------------------------------------------------------------
+
+    def begin(self, reqs: Sequence[Request], speculation: GivenTree) -> None:
+        """Write the draft KV of prompts, as far as they are prefilled; or keep what a head needs that begins near their
+        end, if it ever does."""
+        tail = speculation.tail
+        if tail is None:
+            self.write(reqs)
+            return
+        for r in reqs:
+            if r.followed:
+                self.shorten(r, tail)
 
     def write(self, reqs: Sequence[Request], keep: int = 1) -> None:
         """Write the draft KV of all features that wait but each request's last ``keep``, whose logits are wanted."""
@@ -74,6 +96,15 @@ class Drafter:
                 r.give_up_drafts(start, error)
             else:
                 r.drop_oldest(n)
+
+    def resume(self, reqs: Sequence[Request], speculation: GivenTree) -> None:
+        """Bring requests to where they can draft: draft KV and a root, from features that wait."""
+        if speculation.tail is not None:
+            for r in reqs:
+                if r.lag:
+                    self.shorten(r, speculation.tail)
+        self.write(reqs)
+        self.extend(reqs, speculation)
 
     def extend(self, reqs: Sequence[Request], speculation: GivenTree) -> None:
         """Run the head over the features that wait, so that draft KV, logits and hidden state reach the root."""

@@ -90,10 +90,10 @@ class Pages:
         """Offer the full pages of what is computed to later requests, and say how far draft KV is sound in them."""
         if not self._config.prefix_cache or request.error is not None:
             return
-        drafted = request.draft_valid if self._drafts else 0
-        # A page that the cache has is written no more, and the head has entries to add behind `drafted`.
+        drafted = request.draft_prefix if self._drafts else 0
+        # A page that the cache has is written no more, and the head has entries to add behind `draft_valid`.
         writes = self._drafts and request.followed and request.finish_reason is None
-        valid = drafted if writes else request.committed
+        valid = request.draft_valid if writes else request.committed
         self.pool.cache_insert(request.seq, request.tokens[:valid], drafted, self._salt(request))
 
     def _salt(self, request: Request) -> int:

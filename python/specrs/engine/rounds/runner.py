@@ -17,16 +17,16 @@ from specrs import _specrs as core
 from specrs.engine.config import EngineConfig
 from specrs.engine.drafting import trees as united
 from specrs.engine.drafting.ahead import tiers
-from specrs.engine.drafting.gathering import Gathered, Gathering, Planted
+from specrs.engine.drafting.decisions import Drafting, RoundOutcome, RoundPlan
+from specrs.engine.drafting.gathering import Gathering
 from specrs.engine.drafting.sources import HEAD, Sources
-from specrs.engine.drafting.speculation import GivenTree
 from specrs.engine.request.batch import Batch, Passed
 from specrs.engine.request.logprobs import TokenBytes, TokenLogprobs, of_draws, of_rows
 from specrs.engine.request.request import FinishReason, Request
 from specrs.engine.request.traces import DraftTree, trees_of
 from specrs.engine.rounds.executor import Drafted, Executor, Pass, Verified
 from specrs.engine.rounds.flight import Flight
-from specrs.engine.rounds.head import Drafter
+from specrs.engine.rounds.head import Head
 from specrs.engine.rounds.observer import RoundObserver
 from specrs.engine.rounds.pages import Pages
 from specrs.sampling_params import PROCESSED
@@ -40,9 +40,8 @@ class Runner:
     Attributes:
         executor: the device that runs them.
         pages: of all requests.
-        drafter: what the head is told; ``None`` without a head.
-        gathering: drafts of other sources; ``None`` without any.
-        speculation: whether and how far a batch drafts.
+        head: runs the draft head; ``None`` without one.
+        drafting: decides who drafts.
         observers: see every round.
         spell: gives a token's bytes; ``None`` without a tokenizer.
     """
@@ -53,17 +52,17 @@ class Runner:
         self.executor, self.config, self.geometry = executor, config, geometry
         self.observers: list[RoundObserver] = []
         self.spell: TokenBytes | None = None
-        self.speculation: GivenTree = GivenTree()
         drafts = executor.drafts
-        self.drafter = None if drafts is None else Drafter(drafts, self.observers)
-        self.gathering: Gathering | None = None
+        self.head = None if drafts is None else Head(drafts, self.observers, config.page_size)
+        gathering: Gathering | None = None
         if config.sources or (drafts is not None and executor.placement.is_host):  # beside a head, what grammars force
             named = Sources(config.sources, vocab_size)
             most = geometry.shape.draft_tokens
             sizes = None if executor.placement.is_host else tiers(most)
-            self.gathering = Gathering(named, most, config.deepest, sizes)
+            gathering = Gathering(named, most, config.deepest, sizes)
+        self.drafting = Drafting(drafts is not None, gathering, drafts is not None and drafts.unites)
         self.pages = Pages(pool, config, geometry, executor.copy, drafts is not None)
-        trees = drafts is not None or self.gathering is not None
+        trees = drafts is not None or gathering is not None
         rows = geometry.max_batch * (geometry.shape.draft_tokens if trees else 1)
         #: Rows of the prompt, in one pass, whose logits are wanted: no more than rounds have memory for.
         self.scored_rows = min(max(rows, _LEAST_SCORED), _MOST_SCORED)
@@ -71,30 +70,31 @@ class Runner:
         self._landed: list[Passed] = []  # that nobody has been told of
         self._waited = 0.0  # `Executor.waited`, as a landing began
         self._ended: float | None = None  # when the last one had
-        self._alone = False  # the next round runs with none behind it
+        self._single = False  # the next round runs with none behind it
 
     def calibrate(self) -> None:
         """Measure the passes for the cost model, where it decides (some hundred milliseconds at worst)."""
-        if (self.drafter is not None or self.gathering is not None) and self.config.adaptive:
-            self.speculation = adaptive = self.executor.speculation(self.pages)
-            if self.gathering is not None:
-                self.gathering.price(adaptive.policy.costs, adaptive.account)
+        if (self.head is not None or self.drafting.gathering is not None) and self.config.adaptive:
+            self.drafting.price(self.executor.speculation(self.pages))
 
     def admit(self, request: Request) -> None:
         """Give the request a row of the page table, and decide whether the head follows it.
 
         The head can run only where the target's features are, which no cache has. Where the prefix cache has target
-        KV without draft KV, the head's following costs the target's pass over those positions, into pages of the
-        request's own, which are cached in place of the others.
+        KV without draft KV, a head that may begin anywhere begins behind them. Another one's following costs the
+        target's pass over those positions, into pages of the request's own, which are cached in place of the others.
         """
         self.pages.admit(request)
-        if self.drafter is None:
+        if self.head is None:
             request.followed = False
         if not request.followed:
             return
-        if not self.speculation.follows(request):
+        if not self.drafting.speculation.follows(request):
             request.give_up_drafts(request.draft_shared)
         elif request.draft_shared < request.committed:
+            if self.drafting.speculation.tail is not None:
+                request.draft_from = request.committed  # whole pages
+                return
             most = request.draft_shared
             self.pages.release(request)
             self.pages.admit(request, most)
@@ -109,17 +109,15 @@ class Runner:
             self._complete(request)
             self.pages.share_prefix(request)
         self.pages.release(request)
-        self.speculation.forget(request)
-        if self.gathering is not None:
-            self.gathering.forget(request)
+        self.drafting.forget(request)
 
     def _complete(self, r: Request) -> None:
         """Write the last entries of draft KV where they complete a page that a later request would go on from."""
-        page, drafter = self.config.page_size, self.drafter
-        if drafter is None or not self.config.prefix_cache or not r.followed or r.error is not None:
+        page, head = self.config.page_size, self.head
+        if head is None or not self.config.prefix_cache or not r.followed or r.error is not None:
             return
-        if r.committed // page > r.draft_valid // page and self.speculation.completes(r):
-            drafter.write([r], 0)
+        if r.committed // page > r.draft_valid // page and not r.draft_from and self.drafting.speculation.completes(r):
+            head.write([r], 0)
 
     def prefill(self, chunks: Sequence[tuple[Request, int]]) -> list[Passed]:
         """Write the KV of the next ``n`` tokens of each request; draw the first token where a prompt is complete."""
@@ -129,7 +127,7 @@ class Runner:
         lease = self._prefill_lease(batch, counts)
         # What a kernel skipped may be a round's in flight, whose results then count for nothing.
         with _naming(batch.requests), self._abandoning(), lease:
-            prefilled = self.executor.prefill(batch, counts, drawing, self._follow(batch))
+            prefilled = self.executor.prefill(batch, counts, drawing, self._keeps_features(batch))
             drawn = prefilled.drawn
             prompts = [self._prompt_logprobs(r, i, n, prefilled) for i, (r, n) in enumerate(chunks)]
             firsts = [
@@ -145,15 +143,15 @@ class Runner:
         for i, (first, error), scored in zip(drawing, drawn, firsts, strict=True):
             r = batch.requests[i]
             passed.append(Passed(r, first, r.commit(first, round_=False, error=error, logprobs=scored)))
-        if self.drafter is not None:
+        if self.head is not None:
             try:
                 with self._abandoning():
-                    self.drafter.remember(batch, prefilled, [range(n) for n in counts])
-                    self.drafter.write([r for r in batch if r.finish_reason is None])
+                    self.head.remember(batch, prefilled, [range(n) for n in counts])
+                    self.head.begin([r for r in batch if r.finish_reason is None], self.drafting.speculation)
             except BaseException:
                 self._landed += passed  # the requests have their tokens
                 raise
-            self.speculation.prefilled(batch, counts)
+            self.drafting.speculation.prefilled(batch, counts)
         for r in batch:
             if r.committed >= len(r.tokens) - 1 and r.finish_reason is None:
                 self.pages.share_prefix(r)
@@ -190,7 +188,8 @@ class Runner:
 
     def decode(self, reqs: Sequence[Request]) -> list[Passed]:
         """One token for each request, without drafts."""
-        return self.land() or self._go(self._begin(Batch(reqs), None))
+        batch = Batch(reqs)
+        return self.land() or self._go(self._launch(batch, RoundPlan(batch)))
 
     def round(self, reqs: Sequence[Request], stays: bool = True) -> list[Passed]:
         """Draft a tree for each request, verify it, commit what was accepted.
@@ -207,15 +206,10 @@ class Runner:
         if self._flight is not None:
             if self.observers or not self._flight.carries(list(reqs)):
                 return self.land()
-            self.speculation.begin(self._flight.drafting is not None, self._ended)
+            self.drafting.speculation.begin(self._flight.plan.drafts, self._ended)
             return self._go(self._flight, stays)
-        since, batch, drafter, drafting = time.perf_counter(), Batch(reqs), self.drafter, None
-        gathered = None if self.gathering is None else self.gathering.ask(batch)
-        if drafter is not None and self.speculation.awake(batch):
-            asked = self.speculation.drafting(batch)
-            drafting = [d and r.draws.room > 1 for r, d in zip(batch, asked, strict=True)]
-        drafting = drafting if drafting and any(drafting) else None
-        return self._go(self._begin(batch, drafting, gathered, since), stays)
+        batch = Batch(reqs)
+        return self._go(self._launch(batch, self.drafting.plan(batch)), stays)
 
     def land(self) -> list[Passed]:
         """Land every round in flight. What a failed step had landed comes too."""
@@ -242,108 +236,86 @@ class Runner:
             self.abandon()
         finally:
             try:
-                if self.gathering is not None:
-                    self.gathering.close()
+                if self.drafting.gathering is not None:
+                    self.drafting.gathering.close()
             finally:
                 self.executor.close()
             self.warn()
 
     def draft_bytes(self) -> int:
         """Memory that sources of drafts say they hold."""
-        return 0 if self.gathering is None else self.gathering.sources.bytes()
+        return 0 if self.drafting.gathering is None else self.drafting.gathering.sources.bytes()
 
     def warn(self) -> None:
         """Tell the user which drafters have failed; no pass runs now, so that a warning may be an error."""
-        if self.gathering is not None:
-            self.gathering.sources.warn()
+        if self.drafting.gathering is not None:
+            self.drafting.gathering.sources.warn()
 
     def _news(self) -> list[Passed]:
         news, self._landed = self._landed, []
         return news
 
-    def _begin(
-        self,
-        batch: Batch,
-        drafting: list[bool] | None,
-        gathered: Gathered | None = None,
-        since: float | None = None,
-    ) -> Flight:
-        """Launch a round.
-
-        Args:
-            drafting: for whom the head drafts; ``None`` for nobody.
-            gathered: drafts of other sources; ``None`` without any.
-            since: when the host turned to it; ``None``: now.
-        """
-        drafter, speculation = self.drafter, self.speculation
-        alone = gathered is not None and gathered.pays
-        if drafting is not None and gathered is not None and alone:
-            alone = speculation.alone(batch, drafting, gathered)
-            drafting = None if alone else drafting
-        began = time.perf_counter()
-        drafted: Drafted | None = None
-        beside: Planted | None = None
-        need = [1] * len(batch)
-        if drafting is not None:
-            need = [self.geometry.alloc_len_per_decode] * len(batch)
-        elif alone and gathered is not None and self.gathering is not None:
-            drafted = hosted = self.gathering.planted(gathered)
-            need = [len(tree) for tree in hosted.drafts]
-        try:
-            lease = self.pages.lease(batch, need)
-        except core.PoolExhaustedError:
-            if drafted is None:
-                raise
-            drafted, need = None, [1] * len(batch)  # nobody gives way to drafts that cost nothing
-            lease = self.pages.lease(batch, need)
-        drafts = drafting is not None or drafted is not None
-        speculation.begin(drafts, since)
+    def _launch(self, batch: Batch, plan: RoundPlan) -> Flight:
+        """Launch a round: its pages, its drafts, and the target's pass over them."""
+        lease, need = self._round_lease(batch, plan)
+        plan.began = time.perf_counter()
+        self.drafting.speculation.begin(plan.drafts, plan.asked)
         with _naming(batch.requests), self._rolled_back(batch, lease):
             for o in self.observers:
                 positions = [n + more for n, more in zip(batch.lens, need, strict=True)]
-                o.reserved(batch.requests, positions, speculative=drafts)
-            if drafting is not None and drafter is not None:
-                drafted, beside = self._drafted(batch, drafting, drafter, gathered)
+                o.reserved(batch.requests, positions, speculative=plan.drafts)
+            drafted: Drafted | None = plan.trees
+            if plan.head is not None and self.head is not None:
+                drafted = self._draft(batch, plan, plan.head, self.head)
             if drafted is None:
-                verified = self.executor.decode(batch, self._follow(batch), speculation.timed)
+                verified = self.executor.decode(batch, self._keeps_features(batch), self.drafting.speculation.timed)
             else:
-                verified = self.executor.verify(batch, drafted, self._follow(batch), speculation.timed)
-            planted = drafted if isinstance(drafted, Planted) else None
-            longest = self.config.deepest + 1 if drafts else 1
-            waits = planted is not None or beside is not None  # the next trees need its tokens
-            single = self._alone or bool(self.observers) or waits or any(r.alone for r in batch)
-            self._alone = False
-            steps = 0 if drafted is None else drafted.steps
-            self._flight = flight = Flight(
-                batch.requests, lease, batch.lens, max(need), longest, drafting, steps, deque([verified]), planted,
-                beside, single, began=began,
-            )  # fmt: skip
+                plan.steps = drafted.steps
+                verified = self.executor.verify(
+                    batch, drafted, self._keeps_features(batch), self.drafting.speculation.timed
+                )
+            single = self._single or bool(self.observers) or plan.needs_tokens or any(r.needs_sync for r in batch)
+            self._single = False
+            longest = self.config.deepest + 1 if plan.drafts else 1
+            self._flight = flight = Flight(plan, lease, batch.lens, max(need), longest, deque([verified]), single)
         return flight
 
-    def _drafted(
-        self, batch: Batch, drafting: list[bool], drafter: Drafter, gathered: Gathered | None
-    ) -> tuple[Drafted, Planted | None]:
-        """The head's drafts, with those of other sources in one tree where there are any; and the latter, where a
-        device makes that tree."""
-        speculation, gathering, drafts = self.speculation, self.gathering, self.executor.drafts
-        followed = [r for r, d in zip(batch, drafting, strict=True) if d]
-        drafter.write(followed)
-        drafter.extend(followed, speculation)
-        if gathering is None or gathered is None or not gathered.nodes:
-            return drafter.draft(batch, drafting, speculation), None
+    def _round_lease(self, batch: Batch, plan: RoundPlan) -> tuple[core.Lease, list[int]]:
+        """Pages for a round, and positions that each request's part of it writes. Nobody gives way to drafts that cost
+        no pass: where there are no pages for them, the plan is left without."""
+        need = plan.positions(self.geometry.alloc_len_per_decode)
+        try:
+            return self.pages.lease(batch, need), need
+        except core.PoolExhaustedError:
+            if plan.trees is None:
+                raise
+        plan.trees = None
+        need = plan.positions(1)
+        return self.pages.lease(batch, need), need
+
+    def _draft(self, batch: Batch, plan: RoundPlan, drafting: list[bool], head: Head) -> Drafted:
+        """The head's drafts, with those of other sources in one tree where there are any."""
+        speculation, gathering, drafts = self.drafting.speculation, self.drafting.gathering, self.executor.drafts
+        head.resume([r for r, d in zip(batch, drafting, strict=True) if d], speculation)
+        proposals = plan.proposals
+        if gathering is None or proposals is None or not proposals.nodes:
+            return head.draft(batch, drafting, speculation)
         if drafts is not None and drafts.unites and speculation.given and not self.observers:
-            drafted = drafter.draft(batch, drafting, speculation)
-            if not speculation.joined(batch, drafting, gathered):
-                return drafted, None
-            planted = gathering.planted(gathered)
-            both = drafts.beside(drafted, planted.trees)
-            return (drafted, None) if both is None else (both, planted)
+            drafted = head.draft(batch, drafting, speculation)
+            if not speculation.unites(batch, drafting, proposals):
+                return drafted
+            hosted = gathering.trees_of(proposals)
+            both = drafts.unite(drafted, hosted.trees)
+            plan.beside_head = None if both is None else hosted
+            return drafted if both is None else both
         if not speculation.merges:
-            return drafter.draft(batch, drafting, speculation), None
+            return head.draft(batch, drafting, speculation)
         limit = speculation.limit(batch, drafting)
-        grown = drafter.grow(batch, drafting, speculation, limit)
-        merged = gathering.beside(batch, gathered, grown.trees, grown.steps, grown.faults, limit, speculation.costs)
-        return merged, None
+        grown = head.grow(batch, drafting, speculation, limit)
+        plan.trees = gathering.merge_with_head(
+            batch, proposals, grown.trees, grown.steps, grown.faults, limit, speculation.costs
+        )
+        return plan.trees
 
     def _go(self, flight: Flight, stays: bool = True) -> list[Passed]:
         """Launch what can be, and land the oldest round; all of them once a request has ended, whose pages are leased
@@ -363,12 +335,12 @@ class Runner:
         if following is not None:
             flight.rounds.append(following)
             return
-        if not stays or flight.alone or flight.last or len(flight.rounds) > 1:
+        if not stays or flight.single or flight.last or len(flight.rounds) > 1:
             return
         most = self.executor.ahead(last)
-        if most and flight.drafting is not None:
+        if most and flight.plan.head is not None:
             batch, _ = flight.batch()
-            if not self.speculation.stays(batch, flight.drafting):
+            if not self.drafting.speculation.stays(batch, flight.plan.head):
                 return
         while most:
             try:
@@ -390,96 +362,44 @@ class Runner:
             following = self.executor.following(flight.rounds[-1]) if len(flight.rounds) == 1 else None
             if following is not None:
                 flight.rounds.append(following)
-            self.speculation.begin(flight.drafting is not None, self._ended)
+            self.drafting.speculation.begin(flight.plan.drafts, self._ended)
             self._land(flight)
 
     def _land(self, flight: Flight) -> None:
-        """Commit what the oldest round accepted."""
+        """Commit what the oldest round accepted, and observe what came of its drafts."""
         verified = flight.rounds.popleft()
         batch, rows = flight.batch()
         if flight.landed or len(rows) < len(flight.requests):
             verified = self.executor.landing(verified, batch, rows)
+        if rows and verified.lost:
+            batch, rows, verified = self._without_lost(flight, batch, rows, verified)
         if not rows:
             self._close(flight)
             return
-        lost = set(verified.lost)
-        if lost:
-            flight.out |= {rows[i] for i in lost}
-            self._alone = True  # the next round, which meets it again, has the device for itself
-            for i in lost:
-                batch.requests[i].root = None  # the head has run over what there was
-            kept = [i for i in range(len(batch)) if i not in lost]
-            batch, rows = Batch([batch.requests[i] for i in kept]), [rows[i] for i in kept]
-            verified = self.executor.landing(verified, batch, kept)
-        if not rows:
-            self._close(flight)
-            return
-        drafting = None if flight.drafting is None else [flight.drafting[row] for row in rows]
-        observers = self.observers if flight.alone else []
-        passed = self._commit(flight, batch, rows, verified, drafting, observers)
+        observers = self.observers if flight.single else []
+        passed = self._commit(flight, batch, rows, verified, observers)
         for o in observers:
             o.ended()
-        planted = flight.planted
-        if planted is not None or drafting is not None:
-            sizes = verified.trees.sizes if planted is None else [planted.trees.sizes[row] for row in rows]
-            for p, nodes in zip(passed, sizes, strict=True):
-                p.request.proposed += nodes - 1
-                p.request.drafting_rounds += nodes > 1
-        if flight.beside is not None and self.gathering is not None and drafting is not None:
-            heads, hosts = united.shares(verified, passed, [flight.beside.drafts[row] for row in rows])
-            self.speculation.spec_round(passed, lambda: verified.trees, drafting, flight.steps, heads)
-            won = [share.accepted for share in heads]
-            self.gathering.landed(passed, rows, flight.beside, self._took(flight), won, hosts)
-        elif planted is not None and self.gathering is not None:
-            self._settle(flight, planted, self.gathering, rows, passed, drafting)
-        elif drafting is None:
-            self.speculation.plain_round(batch)
-        else:
-            self.speculation.spec_round(passed, lambda: verified.trees, drafting, flight.steps)
+        self.drafting.observe(RoundOutcome(flight.plan, rows, batch, passed, verified))
         self._ended = time.perf_counter()
-        if flight.rounds and not flight.last and self._tempted(flight):
-            flight.last = True  # the next one drafts, from tokens that the host must know
-            self.executor.hasten()
+        if flight.rounds and not flight.last:
+            spare = self.executor.waited - self._waited
+            if self.drafting.tempts(*flight.batch(), flight.plan, spare):
+                flight.last = True  # the next one drafts, from tokens that the host must know
+                self.executor.hasten()
 
-    def _settle(
-        self,
-        flight: Flight,
-        planted: Planted,
-        gathering: Gathering,
-        rows: Sequence[int],
-        passed: Sequence[Passed],
-        drafting: Sequence[bool] | None,
-    ) -> None:
-        """Tell those who drafted what came of a round with drafts of the host's sources."""
-        if drafting is None:
-            self.speculation.spec_round(passed, lambda: planted.trees, [], 0)
-            gathering.landed(passed, rows, planted, self._took(flight), None)
-            return
-        shares = [gathering.share(planted.head[row], p) for row, p in zip(rows, passed, strict=True)]
-        self.speculation.spec_round(passed, lambda: planted.trees, drafting, flight.steps, shares)
-        others = [share.accepted for share in shares]
-        gathering.landed(passed, rows, planted, self._took(flight), others)
-
-    def _took(self, flight: Flight) -> float | None:
-        """Seconds of its round; ``None`` where these say nothing of others like it."""
-        return None if self.speculation.cold else time.perf_counter() - flight.began
-
-    def _tempted(self, flight: Flight) -> bool:
-        """Whether the host's sources know better than the rounds that run: these are let run out then."""
-        batch, _ = flight.batch()
-        if self.gathering is None or not len(batch):
-            return False
-        gathered = self.gathering.ask(batch, spare=self.executor.waited - self._waited)
-        if gathered is None or not gathered.pays:
-            return False
-        speculation, drafting = self.speculation, flight.drafting
-        if drafting is None or speculation.merges:
-            return True
-        drew, drafts = [drafting[row] for row in flight.batch()[1]], self.executor.drafts
-        if not any(drew):
-            return False
-        unites = drafts is not None and drafts.unites
-        return speculation.alone(batch, drew, gathered) or (unites and speculation.joined(batch, drew, gathered))
+    def _without_lost(
+        self, flight: Flight, batch: Batch, rows: list[int], verified: Verified
+    ) -> tuple[Batch, list[int], Verified]:
+        """A landing without the requests whose scores the device has lost: they meet the round again."""
+        lost = set(verified.lost)
+        flight.out |= {rows[i] for i in lost}
+        self._single = True  # the next round, which meets it again, has the device for itself
+        for i in lost:
+            batch.requests[i].root = None  # the head has run over what there was
+        kept = [i for i in range(len(batch)) if i not in lost]
+        batch, rows = Batch([batch.requests[i] for i in kept]), [rows[i] for i in kept]
+        return batch, rows, self.executor.landing(verified, batch, kept) if rows else verified
 
     def _commit(
         self,
@@ -487,9 +407,9 @@ class Runner:
         batch: Batch,
         rows: Sequence[int],
         verified: Verified,
-        drafting: Sequence[bool] | None,
         observers: Sequence[RoundObserver],
     ) -> list[Passed]:
+        """Give each request what a round accepted. Nothing changes a request before all of that is read."""
         accepts, faults, lease = verified.accepts, verified.faults, flight.lease
         paths, drawn, errors, lens = accepts.paths, accepts.tokens, accepts.errors, list(flight.lens)
         cuts = [False] * len(batch)
@@ -529,18 +449,19 @@ class Runner:
         kept = [p.committed.kept for p in passed]
         for o in observers:
             o.committed(kept)
-        if self.gathering is not None:
-            self.gathering.watch(batch, verified)
-        if self.drafter is not None and self._follow(batch):  # else: most rounds of requests that gave it up
-            self.drafter.remember(batch, verified, [p[:n] for p, n in zip(paths, kept, strict=True)], overtaken)
+        if self.drafting.gathering is not None:
+            self.drafting.gathering.watch(batch, verified)
+        if self.head is not None and self._keeps_features(batch):  # else: most rounds of requests that gave it up
+            self.head.remember(batch, verified, [p[:n] for p, n in zip(paths, kept, strict=True)], overtaken)
             for r, cut in zip(batch, cuts, strict=True):
                 if cut:
                     r.root = None  # a device's head has run beyond what stands
-            if drafting is not None and not overtaken:
+            if flight.plan.head is not None and not overtaken:
+                drafting = [flight.plan.head[row] for row in rows]
                 drew = [r for r, drafts in zip(batch, drafting, strict=True) if drafts and r.finish_reason is None]
-                self.drafter.extend(drew, self.speculation)
+                self.head.extend(drew, self.drafting.speculation)
             if not overtaken:
-                self.drafter.catch_up(batch, self.speculation)
+                self.head.catch_up(batch, self.drafting.speculation)
         return passed
 
     def _traced(
@@ -550,14 +471,14 @@ class Runner:
         wanted = [i for i, r in enumerate(batch) if r.params.trace]
         if not wanted:
             return {}
-        planted, beside = flight.planted, flight.beside
-        if beside is not None and self.gathering is not None:
+        hosted, beside = flight.plan.trees, flight.plan.beside_head
+        if beside is not None and self.drafting.gathering is not None:
             drafts = [beside.drafts[row] for row in rows]
-            found = united.traced(verified, drafts, wanted, paths, self.gathering.names)
+            found = united.traced(verified, drafts, wanted, paths, self.drafting.gathering.names)
             return dict(zip(wanted, found, strict=True))
-        if planted is None or self.gathering is None:
+        if hosted is None or self.drafting.gathering is None:
             return dict(zip(wanted, trees_of(verified.trees, wanted, paths, HEAD), strict=True))
-        names, drafts = self.gathering.names, planted.drafts
+        names, drafts = self.drafting.gathering.names, hosted.drafts
         made = [(drafts[rows[i]], paths[i]) for i in wanted]
         trees = [DraftTree.of(tree.tokens, tree.parents, path, names, tree.sources) for tree, path in made]
         return dict(zip(wanted, trees, strict=True))
@@ -591,9 +512,9 @@ class Runner:
                     lease.rollback()
             raise
 
-    def _follow(self, batch: Batch) -> bool:
+    def _keeps_features(self, batch: Batch) -> bool:
         """Whether a pass has to keep features: the head follows one of its requests."""
-        if self.drafter is None:
+        if self.head is None:
             return False
         for r in batch.requests:  # noqa: SIM110 - twice a round, of which most follow nobody
             if r.followed:

@@ -1,4 +1,4 @@
-"""Numbers of the kernels' memory that `specrs.engine.devices.lanes` has by heart."""
+"""Numbers of the kernels' memory that `specrs.engine.devices` has by heart."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from specrs import _specrs as core
-from specrs.engine.devices import lanes
-from specrs.operands import LaneLimits, LaneState, RoundFound
+from specrs.engine.devices import given, graphs
+from specrs.operands import RoundFound, SeatLimits, SeatState
 
 
 def row(**config: Any) -> dict[int, int]:
@@ -20,22 +20,22 @@ def row(**config: Any) -> dict[int, int]:
 
 def test_words_of_a_samplers_row() -> None:
     half = torch.tensor([2.0]).view(torch.int32).item()  # the inverse of the temperature
-    assert row(temperature=0.5) == {lanes._INV_TEMPERATURE: half}
+    assert row(temperature=0.5) == {given._INV_TEMPERATURE: half}
     for penalty in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
-        assert row(**{penalty: 1.5})[lanes._PENALISED] == 1
+        assert row(**{penalty: 1.5})[given._PENALISED] == 1
     others = row(seed=3, top_k=5, top_p=0.5, min_p=0.1, logit_bias={2: 1.0})
-    assert others and not {lanes._INV_TEMPERATURE, lanes._PENALISED} & set(others)
+    assert others and not {given._INV_TEMPERATURE, given._PENALISED} & set(others)
 
 
 def test_the_exit_bit_of_a_loop_that_has_run_its_rounds() -> None:
     def ints(*values: int) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32)
 
-    # One lane, which advances by a token a round and is sound.
-    limits = LaneLimits(limits=ints(99), caps=ints(4), stops=ints(-1), stop_counts=ints(0))
-    state = LaneState(lens=ints(10), roots=ints(1), depths=ints(0), done=ints(0))
+    # One seat, whose request advances by a token a round and is sound.
+    limits = SeatLimits(limits=ints(99), caps=ints(4), stops=ints(-1), stop_counts=ints(0))
+    state = SeatState(lens=ints(10), roots=ints(1), depths=ints(0), done=ints(0))
     control, ring = ints(0, 2, -1, 0), torch.full((2, 32), -1, dtype=torch.int32)
-    for length, bits in ((11, 0), (12, lanes._BUDGET)):
+    for length, bits in ((11, 0), (12, graphs._BUDGET)):
         accepts = RoundFound(
             offsets=ints(0, 1), tokens=ints(7), new_lens=ints(length), roots=ints(7), faults=ints(0), sound=ints(1),
             live=ints(1),

@@ -1,0 +1,156 @@
+"""What the host says of a round that it launches: requests, their samplers, and trees where it has made some.
+
+`Given` writes into pinned memory, whose copy to the device is the first thing in a launch. Rounds behind that one begin
+with what the device knows, and are told nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from itertools import accumulate
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from specrs import _specrs as core
+from specrs.engine.devices.memory import STOPS, Arrays, BucketMemory, Roots
+from specrs.operands import SamplerArrays
+
+_LEAST_EDITS = 64
+_INV_TEMPERATURE, _PENALISED = 7, 11  # words of a `SamplerRow`: 0 for greedy, and for one without penalties
+
+
+class Given:
+    """The host's side of a bucket's inputs.
+
+    Attributes:
+        arrays: int32 arrays of the host that `upload` copies, by name.
+        edits: sampling's edits of tokens, on the device, by the room for them: tokens, biases and counts.
+        samplers: operands with this room for edits.
+        live: requests of the last launch.
+        changing: whether what tokens are drawn by changes from round to round, so that the host has to say it again.
+    """
+
+    def __init__(self, memory: BucketMemory, roots: Roots | None) -> None:
+        self._memory, self._roots = memory, roots
+        self._host = torch.zeros(memory.given_layout.words, dtype=torch.int32, pin_memory=True)
+        self.arrays: Arrays = memory.given_layout.of(self._host)
+        self._numbers = {name: array.numpy() for name, array in self.arrays.items()}
+        self._host_trees = torch.zeros(memory.trees_layout.words, dtype=torch.int32, pin_memory=True)
+        self._trees = memory.trees_layout.of(self._host_trees)
+        self.edits: dict[int, torch.Tensor] = {}
+        self._host_edits: dict[int, torch.Tensor] = {}
+        self.samplers: dict[int, SamplerArrays] = {}
+        self._drawn_by: tuple[list[core.Sampler], int | None] = [], None  # what was said, where it stays as it is
+        self.live, self.changing = 0, False
+
+    def set_requests(
+        self,
+        rows: Sequence[int],
+        lens: Sequence[int],
+        tokens: Sequence[int],
+        depths: Sequence[int],
+        nodes: int,
+        cap: int = 0,
+        limits: Sequence[int] = (),
+        stops: Sequence[Collection[int]] = (),
+    ) -> None:
+        """Say whom the next launch is for.
+
+        Args:
+            rows, lens, tokens, depths: of each live request its row of the page table, its committed length, the root's
+                token, and how deep it drafts, 0 for not at all.
+            nodes: of a tree at most.
+            cap: how deep those that draft do so in rounds behind this one.
+            limits: of each request, the committed length with which it ends.
+            stops: of each request, tokens with which it ends.
+        """
+        live, n = len(rows), self._numbers
+        self.live = live
+        caps = [cap if depth > 0 else 0 for depth in depths]
+        fields = [
+            ("rows", rows, -1), ("lens", lens, 0), ("roots", tokens, 0), ("depths", depths, 0), ("caps", caps, 0),
+            ("limits", limits or [2**31 - 1] * live, 0),
+        ]  # fmt: skip
+        for name, values, dead in fields:
+            n[name][:live], n[name][live:] = values, dead
+        n["done"][:] = 0
+        n["stop_counts"][:] = 0
+        for i, some in enumerate(stops):
+            few = list(some)[:STOPS]  # of the others the host tells
+            n["stop_counts"][i] = len(few)
+            n["stops"][i * STOPS : i * STOPS + len(few)] = few
+        n["nodes"][:live], n["nodes"][live:] = nodes, 0
+        n["live"][0] = live
+        n["tree_offsets"][: live + 1], n["tree_offsets"][live + 1 :] = range(live + 1), live
+        if self._roots is not None:
+            nothing = self._roots.nothing
+            drafting = [(row, depth > 0) for row, depth in zip(rows, depths, strict=True)]
+            n["root_from"][:live] = [row if drafts else nothing for row, drafts in drafting]
+            n["root_to"][:live] = [row if drafts else -1 for row, drafts in drafting]
+            n["root_from"][live:], n["root_to"][live:] = nothing, -1
+
+    def set_trees(self, trees: core.TreeBatch) -> None:
+        """Say what the next launch verifies, of a variant whose trees the host makes: one for each live request."""
+        host, sizes = self._trees, trees.sizes
+        total = sum(sizes)
+        offsets = [*accumulate(sizes, initial=0)]
+        host["tree_offsets"][: len(offsets)] = torch.tensor(offsets, dtype=torch.int32)
+        host["tree_offsets"][len(offsets) :] = total
+        for name, values, dead in (("tree_tokens", trees.tokens, 0), ("tree_parents", trees.parents, -1)):
+            host[name][:total], host[name][total:] = from_dlpack(values), dead
+        scores = host["tree_scores"].view(torch.float32)
+        scores[:total], scores[total:] = from_dlpack(trees.scores), 0.0
+        self._memory.arrays["host trees"].copy_(self._host_trees, non_blocking=True)
+
+    def set_samplers(self, samplers: Sequence[core.Sampler], moving: bool) -> int | None:
+        """Say what tokens are drawn by; the variant's ``edits``. ``moving``: a sampler has a grammar, and draws by
+        another mask in each round."""
+        if samplers == self._drawn_by[0]:
+            return self._drawn_by[1]
+        arrays = {name: from_dlpack(a) for name, a in core._device_samplers(list(samplers)).items()}
+        edits = [arrays[name] for name in ("edit_tokens", "edit_biases", "edit_outputs")]
+        words = arrays["rows"].view(torch.int32)
+        used, live = edits[0].numel(), len(samplers)
+        sampled, penalised = (bool(words[:, column].any()) for column in (_INV_TEMPERATURE, _PENALISED))
+        room = None
+        if used or sampled or penalised:
+            self.arrays["sampling"][: live * 12] = words.reshape(-1)
+            self.arrays["edit_begins"][:live] = arrays["edit_begins"]
+            self.arrays["edit_counts"][:live] = arrays["edit_counts"]
+            room = _LEAST_EDITS
+            while room < used:
+                room *= 2
+            if room not in self.edits:
+                self._make_room(room)
+            if used:
+                host = self._host_edits[room]
+                for i, part in enumerate(edits):
+                    host[i * room : i * room + used] = part.view(torch.int32)
+                self.edits[room].copy_(host, non_blocking=True)
+        # Without penalties and biases nothing changes from round to round; biases alone are where they were.
+        self.changing = bool(used or penalised)
+        self._drawn_by = ([] if penalised or moving else list(samplers)), room
+        return room
+
+    def least_room(self) -> int:
+        """The ``edits`` of a variant that samples with few, whose memory is there from now on."""
+        if _LEAST_EDITS not in self.edits:
+            self._make_room(_LEAST_EDITS)
+        return _LEAST_EDITS
+
+    def _make_room(self, room: int) -> None:
+        """For so many edits."""
+        given = self._memory.given
+        self._host_edits[room] = torch.zeros(3 * room, dtype=torch.int32, pin_memory=True)
+        self.edits[room] = there = torch.zeros(3 * room, dtype=torch.int32, device=given["rows"].device)
+        tokens, biases, outputs = there.view(3, room)
+        self.samplers[room] = SamplerArrays(
+            rows=given["sampling"].view(torch.int64).view(self._memory.batch, 6), edit_begins=given["edit_begins"],
+            edit_counts=given["edit_counts"], edit_tokens=tokens, edit_biases=biases.view(torch.float32),
+            edit_outputs=outputs,
+        )  # fmt: skip
+
+    def upload(self) -> None:
+        """Copy all of it but trees and edits, which are on their way."""
+        self._memory.arrays["given"].copy_(self._host, non_blocking=True)
