@@ -167,9 +167,9 @@ class RoundFound:
     """Results of a round, by which its end decides.
 
     Attributes:
-        offsets, tokens, new_lens, roots, faults: of `AcceptArrays`.
-        sound: of `BeamArrays`.
-        live: its last element counts the live seats.
+        offsets, tokens, new_lens, roots, faults: the fields of `AcceptArrays`.
+        sound: the field of `BeamArrays`.
+        live: live seats; the last element counts them.
     """
 
     offsets: torch.Tensor
@@ -183,7 +183,7 @@ class RoundFound:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SeatLimits:
-    """How far seats go.
+    """Limits of seats.
 
     Attributes:
         limits: [B], the committed length at which a seat has ended.
@@ -200,7 +200,7 @@ class SeatLimits:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SeatState:
-    """Where seats are, which the end of a round changes.
+    """State of seats, which the end of a round changes.
 
     Attributes:
         lens: [B], committed lengths.

@@ -108,9 +108,9 @@ class Run:
     """The device's state of a flight.
 
     Attributes:
-        levels: of drafts, for all of its rounds.
-        follow: whether features are kept.
-        needs_sync: whether the host has to read its first round before anything is launched behind it.
+        levels: levels of drafts, for all of its rounds.
+        follow: true if features are kept.
+        needs_sync: true if the host has to read its first round before anything is launched behind it.
         given: trees of the host, which its only round unites with its drafts.
     """
 
@@ -482,7 +482,7 @@ class Device(HostExecutor):
             if seat.drafts:
                 self.roots[seat.seq.row] = Root(logits[i].clone(), hidden[i].clone())
         for seat, path, new in zip(seats, paths, drawn, strict=True):
-            if seat.drafts and len(new) < len(path):  # what the head makes of a seat with NaN
+            if seat.drafts and len(new) < len(path):  # the head makes this of a seat with NaN
                 nothing = drafts._no_root
                 self.roots[seat.seq.row] = Root(nothing.logits * torch.nan, nothing.hidden * torch.nan)
 

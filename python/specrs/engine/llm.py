@@ -484,7 +484,7 @@ class LLM(Conversing):
 
     @property
     def speculative(self) -> bool:
-        """Whether drafts are in use: a head's, or those of other sources."""
+        """True if drafts are in use: a head's, or those of other sources."""
         return self._runner.head is not None or self._runner.drafting.gathering is not None
 
     @property

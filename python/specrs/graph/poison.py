@@ -29,11 +29,11 @@ class SeatError(SpecrsError):
     """A replay left a seat that nobody wrote, or wrote one that is not its own.
 
     Attributes:
-        region: its name.
+        region: name of the region.
         seat: number from 0; the bucket's size and more for memory behind it.
         bucket: seats of the graph, or of the eager run.
         batch: live seats.
-        why: what was found.
+        why: description of what was found.
     """
 
     def __init__(self, region: str, seat: int, bucket: int, batch: int, why: str) -> None:
@@ -65,7 +65,7 @@ def check_output(memory: torch.Tensor, region: Region, bucket: int, batch: int) 
     """Raise SeatError for the first seat that nobody wrote, and for a dead one that lacks its declared value.
 
     Args:
-        memory: of the bucket, rows behind the seats included.
+        memory: memory of the bucket, rows behind the seats included.
     """
     row = _first(_poisoned(memory, region)) if memory.numel() else None
     if row is not None:

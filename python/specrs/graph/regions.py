@@ -27,8 +27,9 @@ class Region:
         name: name of the region in errors; distinct within a runtime.
         dtype: int32, int64, uint8, float32, float16 or bfloat16; torch's names of them and its dtypes are taken.
         seat_shape: ``(n, ...)`` makes a tensor ``[seats * n, ...]``; ``()`` makes ``[seats]``.
-        dead: what seats behind the live ones hold. Inputs must say so: every replay writes it. Of an output it is what
-            the body leaves there, which poison mode checks; ``None`` is any value, as long as one is written.
+        dead: value that seats behind the live ones hold. Inputs must say so: every replay writes it. For an output it
+            is the value that the body leaves there, which poison mode checks; ``None`` is any value, as long as one is
+            written.
         role: ``input`` (written by each replay from its arguments), ``output`` (written whole by the body, leased to
             the caller) or ``scratch`` (of the body alone; its content does not outlive a replay).
         more: rows behind the last seat, such as the last entry of offsets; none in inputs.
@@ -92,7 +93,7 @@ class Family:
 
     Attributes:
         buckets: seats of each, increasing.
-        regions: by name, in the order of declaration.
+        regions: regions by name, in the order of declaration.
         copies: sets of outputs that are written in turn.
     """
 

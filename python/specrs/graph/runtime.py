@@ -37,10 +37,10 @@ def _order(_ordinal: int) -> Order:
 
 
 class Buffers(Mapping[str, torch.Tensor]):
-    """What a body reads and writes: tensors of so many seats by the regions' names.
+    """Tensors that a body reads and writes, of so many seats, by the regions' names.
 
     Attributes:
-        seats: of the bucket, dead ones included; of an eager run the batch itself.
+        seats: number of the bucket's seats, dead ones included; in an eager run the batch itself.
     """
 
     def __init__(self, seats: int, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -105,7 +105,8 @@ class Replay:
     Attributes:
         batch: live seats.
         bucket: seats of the graph; ``None`` for a batch that ran eagerly.
-        generation: its number from 1 on; 0 for a batch that ran eagerly, whose outputs are its own and never stale.
+        generation: number of the replay from 1 on; 0 for a batch that ran eagerly, whose outputs are its own and never
+            stale.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class GraphRuntime:
                 every output, dead seats included, and waits for nothing. What it does depends on the inputs alone: it
                 runs before it is captured, over dead seats. Random numbers of torch's generators are not for it.
             buckets: seats of each, increasing.
-            regions: its memory.
+            regions: memory of the body's inputs and outputs.
             device: a CUDA device; torch's current one by default.
             modules: objects that the body uses beside the regions, kept until the last replay has finished: modules,
                 tensors, pools, planners, arenas.
@@ -242,8 +243,8 @@ class GraphRuntime:
 
         Args:
             batch: live seats, at least 1.
-            inputs: of each input region its live seats: ``[batch * n, ...]`` of its type, on the device or the host.
-                They are copied on the stream; the caller leaves those of the host as they are until then.
+            inputs: live seats of each input region: ``[batch * n, ...]`` of its type, on the device or the host. They
+                are copied on the stream; the caller leaves those of the host as they are until then.
 
         Raises ConfigError for inputs that do not fit, before anything is written; in poison mode SeatError, and
         OutOfBoundsError for a write between regions; CudaError for what the driver refuses, also for a fault of earlier
@@ -318,7 +319,7 @@ class GraphRuntime:
         return tensors
 
     def _check(self, batch: int, bucket: int, copy: int) -> None:
-        """What the replay must have left."""
+        """Check the traces that the replay must have left."""
         self.check_guards(f"bucket {bucket}, {batch} live seats")
         for region in self.family.regions.values():
             whole, of_bucket = self._memory[self.family.place(region, copy)], self._rows(region, copy, bucket)

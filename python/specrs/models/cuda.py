@@ -48,10 +48,10 @@ _SMALL_HEADS = 128  # elements of a head that every GPU has shared memory for
 _MOST_GROUP = 64
 _MASK_BITS = 64
 _LARGE = 1 << 25  # bytes of a block that is made no larger than it has to be
-_MOST_VIEWS = 1024  # of scratch memory: sizes repeat from round to round
-_MOST_BRANCHES = 32  # of a draft step: a list of the best lies in the lanes of a warp
-_MOST_VOCABULARY = 1 << 18  # of logits that are sampled from: a bit for each token lies in shared memory
-_MOST_STEPS = 7  # of a branch: as many keys as a row takes one by one, in logical order, beside its own
+_MOST_VIEWS = 1024  # limit of views of scratch memory: sizes repeat from round to round
+_MOST_BRANCHES = 32  # limit of a draft step: a list of the best lies in the lanes of a warp
+_MOST_VOCABULARY = 1 << 18  # limit of logits that are sampled from: a bit for each token lies in shared memory
+_MOST_STEPS = 7  # limit of a branch: as many keys as a row takes one by one, in logical order, beside its own
 
 
 def unavailable() -> str | None:
@@ -181,7 +181,7 @@ class _Memory:
             self._grow(name, dtype, count)
 
     def _grow(self, name: str, dtype: torch.dtype, count: int) -> torch.Tensor:
-        self._views.clear()  # they keep the block that goes
+        self._views.clear()  # views keep the block that goes
         memory = self._kept[name, dtype] = torch.empty(count, dtype=dtype, device=self._cuda)
         self.moves += 1
         return memory
@@ -208,7 +208,7 @@ class CudaDense:
 
     @property
     def stream(self) -> core._DeviceStream:
-        """Where operations are launched, and report to `faults`."""
+        """The stream on which operations are launched; they report to `faults`."""
         # `torch.cuda.current_stream` takes ten times as long, for every launch.
         return self.faults.on(torch._C._cuda_getCurrentRawStream(self._ordinal))
 
@@ -365,7 +365,7 @@ class CudaLinear:
 
     Attributes:
         weight: [N, K].
-        workspace_bytes: that its algorithms want.
+        workspace_bytes: bytes of workspace that its algorithms want.
     """
 
     def __init__(self, dense: CudaDense, weight: torch.Tensor, bias: torch.Tensor | None, scores: bool) -> None:

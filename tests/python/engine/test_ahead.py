@@ -298,7 +298,7 @@ def test_others_draft_alone_where_the_heads_passes_add_little() -> None:
     speculation.drafting(batch)  # type: ignore[arg-type]
     assert speculation.prefers_others(batch, [True], others(30.0, most=32)), "a sure chain of 32"
     assert not speculation.prefers_others(batch, [True], others(30.0, most=32, pays=False))
-    # As good as the head's alone, but both together are better.
+    # The others are as good as the head alone, but both together are better.
     kind = speculation.kind(r)
     kind.gain, kind.levels[:] = 2.0, [0.8] * SHAPE.steps
     assert not speculation.prefers_others(batch, [True], others(2.05))

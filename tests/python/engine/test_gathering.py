@@ -142,7 +142,7 @@ def test_what_costs_nothing_is_spent_once(size: int, monkeypatch: pytest.MonkeyP
         nonlocal late
         began = clock.now
         proposals = ask(batch, spare=0.5)
-        late += max(clock.now - began - 0.5, 0.0)  # what the device waited for
+        late += max(clock.now - began - 0.5, 0.0)  # time that the device waited for
         clock.now = began
         return proposals
 

@@ -248,8 +248,8 @@ def test_the_heads_passes_over_a_prompt_wait_for_nothing(pair: Pair, monkeypatch
 def test_a_head_that_gives_nan_over_a_prompt_is_told_by_the_round_that_drafts(
     tmp_path: Path, graphs: str, watched: bool
 ) -> None:
-    """Nobody waits for the pass over the prompt: the scores of the root say it, whether the device drafts or the host
-    does, for somebody who looks on. What others draft is not touched."""
+    """No caller waits for the pass over the prompt: the scores of the root tell it, whether the device drafts or the
+    host does, to anybody who looks on. Drafts of other sources are not touched."""
     pair, bad = pair_in(tmp_path, own_embedding=True), 7
     prompts, params = [[1, 2, bad, *[4, 5, 6] * 9], [1, 2, 8, *[4, 5, 6] * 9]], SamplingParams(max_tokens=9, seed=1)
     params = replace(params, temperature=0.8, ignore_eos=True, logit_bias={bad: -math.inf})
@@ -269,7 +269,8 @@ def test_a_head_that_gives_nan_over_a_prompt_is_told_by_the_round_that_drafts(
 
 
 def test_a_first_request_finds_its_graphs_made(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever its prompt, whether it samples, and however deep it drafts; and nothing moves what they point at."""
+    """This holds for any prompt, sampled or greedy, however deep it drafts; and nothing moves the memory that graphs
+    point at."""
     made: list[Any] = []
     capture = Bucket._capture
 

@@ -310,7 +310,7 @@ def test_23037_stale_lanes_are_refused_by_the_audit(format: str) -> None:
     c.plan.views["rows"][2] = -1
     c.plan.views["versions"][2] = 0
     with pytest.raises(specrs.ConfigError, match=r"dead (request|query) = request 2"):
-        c.audit()  # its prefix, or its queries
+        c.audit()  # refuses its prefix, or its queries
     # Poisoned before each write, a seat that nobody wrote is no number that anything accepts.
     c.poison()
     c.launch(2)

@@ -77,7 +77,7 @@ class World:
         self.round = 0
 
     def verify(self, live, faults=0.02):
-        """What a round of `live` seats finds; what lies behind is wild."""
+        """The results of a round of `live` seats; values behind them are wild."""
         rng, wild = self.rng, [I32_MIN, -1, 0, 5, I32_MAX]
         counts = [rng.randint(1, PATH) for _ in range(live)]
         offsets = [0, *itertools.accumulate(counts)]
@@ -237,7 +237,7 @@ def test_numbers_that_make_no_sense_end_their_seat_and_are_recorded(canaries, wh
     world = World(canaries, 7, batch, 6)
     operand, value = BAD[what]
     world.verify(batch, faults=0)
-    # Of offsets the last, so that one seat is wrong.
+    # The last of the offsets is changed, so that one seat is wrong.
     world.accepts[operand][-1] = value(world)
     world.upload()
     world.launch()

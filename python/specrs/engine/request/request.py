@@ -242,12 +242,13 @@ class Request:
     # Draft state: the target's features of positions whose draft KV is not written yet, and the last result of
     # draft_extend for the root, whose form only the executor knows.
     pending: list[Features] = field(default_factory=list)
-    lag: int = 0  # their positions
+    lag: int = 0  # number of their positions
     draft_from: int = 0  # first position of the draft KV in use, of a page's beginning: what is before is never read
     root: object | None = None
-    followed: bool = True  # by the draft head; once false, the head drafts for the request no more
-    draft_error: NonFiniteError | None = None  # why it is not, where that is a fault
-    _draft_kept: int = 0  # where it is not, or began behind them: positions from 0 on whose draft KV is sound
+    followed: bool = True  # true while the head drafts for the request; once false, it stays false
+    draft_error: NonFiniteError | None = None  # the fault that ended drafting by the head, if a fault did
+    # If not followed, or if `draft_from` is behind them: positions from 0 on whose draft KV is sound.
+    _draft_kept: int = 0
 
     @classmethod
     def create(
@@ -321,7 +322,7 @@ class Request:
 
     @property
     def needs_sync(self) -> bool:
-        """Whether its next round can begin only once what this one gave has been looked at."""
+        """True if the request's next round can begin only once the result of this round has been looked at."""
         return self.logprobs is not None or self.draws.varies
 
     @property
