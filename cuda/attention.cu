@@ -78,7 +78,7 @@ __device__ __forceinline__ void attend(const AttentionParams &p) {
     extern __shared__ __align__(1024) uint8_t shared_memory[];
     uint8_t *const ring = shared_memory;
     uint8_t *const p_tile = ring + p.stages * ENTRY;
-    // Q's place: the ring's last entry, which is loaded last; that of the weights; or its own.
+    // Place of Q: the ring's last entry, which is loaded last; or the place of the weights; or one of its own.
     uint8_t *const q_tile = WARPGROUP ? (WIDE ? p_tile : p_tile - ENTRY) : (KEEP_Q ? p_tile : p_tile + M * BLOCK * 2);
     constexpr int TILES = WARPGROUP ? (WIDE ? M * HD * 2 : 0) : M * BLOCK * 2 + (KEEP_Q ? 0 : M * HD * 2);
     Shared<M> &sh = *reinterpret_cast<Shared<M> *>(p_tile + TILES);
@@ -749,7 +749,7 @@ __device__ __forceinline__ void attend(const AttentionParams &p) {
                     }
                 }
             } else {
-                // One logical position in a step.
+                // Take one logical position in a step.
                 const int32_t positions = sh.tail_last < cut_min ? 0 : min(sh.tail_last - cut_min + 1, BLOCK);
                 for (int32_t x = 0; x < positions; ++x) {
                     const int32_t logical = cut_min + x;

@@ -1,5 +1,5 @@
-// Folds splits of the keys into a row of the output: one formula, in index order, whether a CTA folds them on the way
-// or `merge` does behind it.
+// Folds splits of the keys into a row of the output. There is one formula, in index order, whether a CTA folds them on
+// the way or `merge` does it later.
 #pragma once
 
 #include "attention_rows.cuh"
@@ -13,7 +13,7 @@ struct Folded {
     float m;
     float l;
 
-    // (m, l) of the next split joins. Sums become fold(old, u, new, w); where there was nothing before, the new ones.
+    // Add (m, l) of the next split. Sums become fold(old, u, new, w), or the new ones if there was nothing before.
     __device__ __forceinline__ void add(float mj, float lj, float c, float &u, float &w) {
         const float top = fmaxf(m, mj);
         u = exp2_approx(__fmul_rn(__fsub_rn(m, top), c));

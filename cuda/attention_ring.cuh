@@ -95,8 +95,8 @@ __device__ __forceinline__ Place place_of(const AttentionParams &p, const int32_
     return place;
 }
 
-// Pages of a block's keys into an entry: those of this warp's 32 keys of which `slot` (pieces from the plane's first) is not
-// NO_SLOT, zeros for the others. Rows of 8 keys repeat the pattern of pieces and banks.
+// Put pages of a block's keys into an entry: those of this warp's 32 keys whose `slot` (pieces from the plane's first)
+// is not NO_SLOT, zeros for the others. Rows of 8 keys repeat the pattern of pieces and banks.
 constexpr uint32_t NO_SLOT = 0xffffffffu;
 
 template <int HD, bool PANELS>

@@ -43,7 +43,7 @@ static __device__ __forceinline__ void write_record_inline(uint64_t record_addre
     record->ready = epoch;
 }
 
-// Out of line: it runs only on a fault, and the kernel's registers are for the other path.
+// Not inlined: it runs only on a fault, and the kernel's registers are for the other path.
 static __device__ __noinline__ void write_record(uint64_t record_address, uint64_t claim_address, Kernel kernel,
                                                  Buffer buffer, int32_t request, int32_t step, int64_t index,
                                                  int64_t bound, Probe probe, int32_t position) {
@@ -57,7 +57,8 @@ static __device__ __forceinline__ void record_fault(uint64_t record_address, uin
     write_record(record_address, claim_address, kernel, buffer, request, step, index, bound, PROBE_NONE, -1);
 }
 
-// A score from which nothing can be chosen: `row` and `column` of the operand `buffer`, for the token at `position`.
+// Record a score from which nothing can be chosen: `row` and `column` of the operand `buffer`, for the token at
+// `position`.
 static __device__ __forceinline__ void record_probe(uint64_t record_address, uint64_t claim_address, Kernel kernel,
                                                     Buffer buffer, Probe probe, int32_t request, int32_t row,
                                                     int64_t column, int32_t position) {

@@ -1,6 +1,6 @@
-// One step of draft selection in one launch: the K best tokens of each row of draft logits with their
-// log-probabilities, and the K best beams of each request among their K*K continuations (EAGLE-2, arXiv:2406.16858).
-// `DraftBeams::start` and `advance` of `src/host/select`.
+// Selects drafts, one step in one launch: the K best tokens of each row of draft logits with their log-probabilities,
+// and the K best beams of each request among their K*K continuations (EAGLE-2, arXiv:2406.16858). `DraftBeams::start`
+// and `advance` of `src/host/select` do the same.
 //
 // A block takes one chunk of a row, a warp of it one tile after the other. The last block of a request merges its rows'
 // lists and sums, and makes the beams. Choices by logit are the host's (`logits.cuh`). Log-probabilities are f32 sums over
@@ -28,7 +28,7 @@ struct TopList {
     uint64_t least;  // key of lane K - 1, the one to beat
 };
 
-// Put each lane's key, if it beats the list, into it, one after the other. Keys are unique.
+// Put each lane's key into the list, one after the other, if it beats the list. Keys are unique.
 __device__ __forceinline__ void insert(TopList &list, uint64_t key, int32_t k) {
     const uint32_t lane = threadIdx.x % 32;
     bool pending = key > list.least;
@@ -117,8 +117,8 @@ __device__ __forceinline__ float warp_max_float(float x) {
     return key_logit(static_cast<uint64_t>(__reduce_max_sync(0xffffffffu, high)) << 32);
 }
 
-// A tile of a row as it lies in memory, a warp's: lane l has columns (j / WIDE * 32 + l) * WIDE + j % WIDE of it, whatever the
-// alignment; -inf behind the row's end.
+// A tile of a row, held by a warp as it lies in memory: lane l has columns (j / WIDE * 32 + l) * WIDE + j % WIDE of it,
+// whatever the alignment; -inf behind the row's end.
 template <typename L>
 struct Tile {
     static constexpr int EACH = TILE / 32;
@@ -173,8 +173,8 @@ __device__ __noinline__ void crowded(const typename L::Storage *row, int32_t fir
     __syncthreads();
 }
 
-// The K best keys of `tiles` tiles of a row from tile `first` on into `lists`, 0 where there are fewer; maximum, and sum of
-// exponentials below it, of each tile into `partials`. By the block.
+// Put the K best keys of `tiles` tiles of a row, from tile `first` on, into `lists`, 0 where there are fewer, and into
+// `partials` each tile's maximum and sum of exponentials below it. The block calls it.
 //
 // A warp's lanes have K largest values or more at or above the K-th largest of their maxima, so no smaller value of the block is
 // among its K best; few are as large. All tiles are in registers, on their way at once.

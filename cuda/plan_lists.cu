@@ -41,7 +41,7 @@ __device__ __forceinline__ Request request_of(const PlanListParams &p, int32_t i
     const int32_t *indptr = at<const int32_t>(p.qo_indptr);
     const int32_t first = indptr[i], end = indptr[i + 1];
     const int32_t row = at<const int32_t>(p.rows)[i], len = at<const int32_t>(p.prefix_lens)[i];
-    // A plan of this device is well-formed; one that is not reads nothing.
+    // A plan of this device is well-formed; a malformed one reads nothing.
     const bool sound = first >= 0 && end >= first && end <= p.queries && len >= 0 && in_bounds(row, p.table_rows);
     const bool open = sound && end > first && at<const int32_t>(p.out_slots)[first] != 0;
     return Request{first, sound ? static_cast<uint32_t>(end - first) : 0, open ? static_cast<uint32_t>(len) : 0, open};

@@ -1,5 +1,5 @@
-// Between a layer's qkv product and its attention: biases, RMSNorm of each query and key head, rotary positions, and the
-// write of keys and values to the paged cache. One warp a head of a row.
+// Works between a layer's qkv product and its attention: biases, RMSNorm of each query and key head, rotary positions,
+// and the write of keys and values to the paged cache. One warp a head of a row.
 //
 //   x      = qkv[row, head] + bias[head]
 //   q, k   = rotate(norm(x), position[row]);  v = x

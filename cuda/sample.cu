@@ -298,8 +298,8 @@ __device__ __forceinline__ void add_to_bin(Shared &shared, int32_t bin, uint64_t
     }
 }
 
-// Histogram of the tokens within `cut` whose log-weight is at least `least`; the weight of all within `cut`, whatever their
-// log-weight, where WEIGHTS.
+// Count the tokens within `cut` whose log-weight is at least `least`, in a histogram; with WEIGHTS, return the weight
+// of all within `cut`, whatever their log-weight.
 template <bool WEIGHTS, typename L>
 __device__ __noinline__ uint64_t histogram(const Row<L> &row, Shared &shared, Softmax softmax, Cut cut, float least) {
     clear_bins(shared);
@@ -347,8 +347,8 @@ __device__ __forceinline__ bool find_bin(Shared &shared, uint64_t need, uint64_t
     return total >= need;
 }
 
-// Put the ranks of the tokens for which `keep(id, x)` holds into `keys`, in any order, the rest of a power of two is filled up;
-// how many there are, of which CANDIDATES are kept at most.
+// Put the ranks of the tokens for which `keep(id, x)` holds into `keys`, in any order, and fill the rest of a power of
+// two up. Returns how many there are; at most CANDIDATES are kept.
 template <typename L, typename Keep>
 __device__ __forceinline__ int gather(const Row<L> &row, Shared &shared, Keep keep) {
     __syncthreads();
@@ -595,8 +595,8 @@ __device__ int32_t draw_token(const Row<L> &row, Shared &shared, const SamplerRo
     const Cut all{BINS, NO_RANK};
     Cut cut = all;
     if (top_k != 0 && top_k <= CANDIDATES) {
-        // Each thread's largest logit is one of its own, so the k-th largest of these has k - 1 logits above it. Threads that
-        // have none stand behind all: then everything is gathered.
+        // Each thread's largest logit is one of its own, so the k-th largest of these has k - 1 logits above it.
+        // Threads without a logit stand behind all: then everything is gathered.
         __syncthreads();
         shared.keys[threadIdx.x] = ~own_best;
         sort(shared, CANDIDATES);
@@ -644,7 +644,8 @@ __device__ int32_t draw_token(const Row<L> &row, Shared &shared, const SamplerRo
     return invert_row<true>(row, shared, softmax, cut, sampler.min_weight, u);
 }
 
-// Mark the tokens that edits name; false where the list lies outside its arrays or names what is no token, which is recorded.
+// Mark the tokens that edits name; false if the list lies outside its arrays or names an id that is no token, which is
+// recorded.
 template <typename L>
 __device__ bool begin_edits(const SampleParams &p, Row<L> &row, Shared &shared, int32_t request) {
     const int32_t begin = reinterpret_cast<const int32_t *>(p.edit_begins)[request];
@@ -789,7 +790,7 @@ __device__ __forceinline__ uint64_t draw_node(const SampleParams &p, Shared &sha
     const int32_t *parents = reinterpret_cast<const int32_t *>(p.tree_parents) + range.begin;
     const int32_t *tokens = reinterpret_cast<const int32_t *>(p.tree_tokens) + range.begin;
     if (threadIdx.x == 0) {
-        // Up to the root; a node that is deeper than a path may be, or whose parents are none, is not reached.
+        // Walk up to the root; a node that is deeper than a path may be, or whose parents are invalid, is not reached.
         int32_t depth = 0, node = at - range.begin;
         const int32_t room = min(p.max_path - 1, FULL_PATH);
         while (node > 0 && depth < room && in_bounds(parents[node], node)) {
@@ -812,7 +813,7 @@ __device__ __forceinline__ uint64_t draw_node(const SampleParams &p, Shared &sha
         return drawn(NO_TOKEN, PROBE_NONE, DRAWN_LEFT_OUT, 0);
     }
     if (row.penalises) {
-        // A draft that is no token of the vocabulary is never drawn, so nothing below it is reached.
+        // A draft outside the vocabulary is never drawn, so nothing below it is reached.
         for (int32_t i = threadIdx.x; i < depth; i += THREADS) {
             if (in_bounds(path[i], p.vocab)) {
                 atomicOr(&shared.edited[path[i] >> 5], 1u << (path[i] & 31));

@@ -75,7 +75,7 @@ __device__ __forceinline__ void tree_build(const TreeBuildParams &p) {
     const float *all_scores = reinterpret_cast<const float *>(p.scores);
     const bool counted = !(least <= __uint_as_float(0xff800000u));  // NaN too: no score reaches it
 
-    // Loaded before it is known how many count: one trip to memory less.
+    // Loaded before the count is known: one trip to memory less.
     const uint64_t base = static_cast<uint64_t>(request) * p.candidates;
     for (int32_t c = threadIdx.x; c < p.candidates; c += blockDim.x) {
         near_scores[c] = score_at(all_scores, base + c);

@@ -1,7 +1,7 @@
-// One tree of two for each request: the nodes of its own tree, which the device drafted, and of another one, which the
-// host made. Equal paths are one node, whose score is the greater one. Of all, the best `max_nodes[i]` stay, by score,
-// ties by lower index: own nodes first, then the other's. The deepest path is numbered first, as exact attention wants
-// it; then the rest, own nodes first. `unite` of tests/python/reference_unite.py is the reference. One block a request.
+// Unites two trees into one for each request: its own tree, which the device drafted, and another one, which the host
+// made. Equal paths are one node, whose score is the greater one. The best `max_nodes[i]` nodes stay, by score, ties by
+// lower index: own nodes first, then the other's. The deepest path is numbered first, as exact attention wants it; then
+// the rest, own nodes first. `unite` of tests/python/reference_unite.py is the reference. One block a request.
 //
 // A block needs the sizes of the trees before its own, and so counts which nodes of these are equal too: a warp a
 // request. No block waits for another.
@@ -25,7 +25,7 @@ struct Tree {
     const float *scores;
 };
 
-// A root alone, of which nothing is read, where the offsets are none of a tree.
+// A root alone, of which nothing is read, if the offsets describe no tree.
 __device__ __forceinline__ Tree tree_of(const TreeUniteParams &p, bool own, int32_t request, bool reporter) {
     const int32_t *offsets = reinterpret_cast<const int32_t *>(own ? p.own_offsets : p.other_offsets);
     Tree tree = {offsets[request], 1, reinterpret_cast<const int32_t *>(own ? p.own_tokens : p.other_tokens),
@@ -149,7 +149,7 @@ __device__ __forceinline__ void tree_unite(const TreeUniteParams &p) {
         return;
     }
 
-    // All nodes: own ones, then those of the other tree that have no equal among these.
+    // All nodes: own ones, then those of the other tree without an equal own node.
     const int32_t most = max_nodes_of(p, KERNEL_TREE_UNITE, request, false);
     const Tree own = tree_of(p, true, request, false);
     const Tree other = tree_of(p, false, request, false);
@@ -201,8 +201,8 @@ __device__ __forceinline__ void tree_unite(const TreeUniteParams &p) {
         chosen[x] = stays;
     }
     __syncthreads();
-    // A parent scores no less than its child and stands before it, so it stays where the child does; the root stands in
-    // for one that does not.
+    // A parent scores no less than its child and stands before it, so it stays where the child does; the root replaces
+    // a parent that does not stay.
     int32_t up = -1;
     if (stays && x > 0) {
         up = chosen[parents[x]] ? parents[x] : 0;

@@ -1,4 +1,5 @@
-// Walks over token trees, by whatever draws the tokens, and their gathering into flat arrays: `Accepts` of `src/round`.
+// Walks over token trees, by any kernel that draws the tokens, and gathers them into flat arrays: `Accepts` of
+// `src/round`.
 //
 // `P` is the parameter struct of a verifying kernel; the fields that are used here have the same names in each.
 #pragma once
@@ -61,8 +62,8 @@ struct Walk {
     int32_t length;
 };
 
-// Take the step at `walk.node`, where `token` was drawn (NO_TOKEN: none could be). Whether the walk goes on. For a whole
-// warp; `writer` is true in one thread of those that call.
+// Take the step at `walk.node`, where `token` was drawn (NO_TOKEN: none could be). Returns whether the walk goes on.
+// For a whole warp; `writer` is true in one of its threads.
 template <typename P>
 __device__ __forceinline__ bool step(const P &p, Kernel kernel, int32_t request, Range range, const int32_t *parents,
                                      const int32_t *tokens, int32_t token, Walk &walk, bool writer) {
@@ -89,7 +90,7 @@ __device__ __forceinline__ bool step(const P &p, Kernel kernel, int32_t request,
     return true;
 }
 
-// Gather the walks into the flat arrays. One block, the last one, to which the others' writes are visible.
+// Gather the walks into the flat arrays. One block calls it, the last one, to which the others' writes are visible.
 template <typename P>
 __device__ void gather_walks(const P &p, int32_t live) {
     __shared__ int32_t sums[33];
