@@ -1,6 +1,6 @@
 //! Compiles `cuda/*.cu` with nvcc to images of PTX and machine code, and writes the table that `src/device/images.rs`
 //! embeds (feature `cuda` only).
-//! `params.cuh`, which the kernels include, comes from the declarations of `src/device/params.rs`.
+//! `params.cuh`, which the kernels include, comes from the declarations of `src/device/params/`.
 //!
 //! nvcc is searched in this order, and the first one whose PTX the oldest supported driver loads is used:
 //! `NVCC`; `CUDA_HOME`, `CUDA_PATH`; the PyPI wheel `cuda-toolkit[nvcc,cccl]` on `sys.path` of the building Python
@@ -19,46 +19,16 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-#[allow(dead_code, unreachable_pub, reason = "a file of the crate, of which the header is read here")]
-#[path = "src/device/params.rs"]
+#[allow(dead_code, unreachable_pub, reason = "a module of the crate, of which the header is read here")]
+#[path = "src/device/params/mod.rs"]
 mod params;
 
-/// Kernel files and the architectures each is compiled for. `80` is the baseline that every supported GPU runs;
-/// `90a` is added only to a kernel that was measured to gain from Hopper's own instructions.
-const KERNELS: &[(&str, &[&str])] = &[
-    ("kv_move", &["80"]),
-    ("rows", &["80"]),
-    ("rope_kv", &["80"]),
-    ("verify_greedy", &["80"]),
-    ("sample", &["80"]),
-    ("plan", &["80"]),
-    ("plan_lists", &["80"]),
-    ("plan_tables", &["80"]),
-    ("kv_commit", &["80"]),
-    ("draft_select", &["80"]),
-    ("tree_build", &["80"]),
-    ("tree_unite", &["80"]),
-    ("round_end", &["80"]),
-    ("round_end_loop", &["80"]),
-    ("fingerprint", &["80"]),
-    ("table_update", &["80"]),
-    ("loop_count", &["80"]),
-    ("attention_bf16_64", &["80", "90a"]),
-    ("attention_bf16_96", &["80", "90a"]),
-    ("attention_bf16_128", &["80", "90a"]),
-    ("attention_f16_64", &["80", "90a"]),
-    ("attention_f16_96", &["80", "90a"]),
-    ("attention_f16_128", &["80", "90a"]),
-    ("attention_bf16_256", &["80", "90a"]),
-    ("attention_f16_256", &["80", "90a"]),
-    ("attention_bf16_128_capped", &["80", "90a"]),
-    ("attention_f16_128_capped", &["80", "90a"]),
-    ("attention_bf16_256_capped", &["80", "90a"]),
-    ("attention_f16_256_capped", &["80", "90a"]),
-];
+/// Files whose images are compiled for `90a` too, since they were measured to gain from Hopper's own instructions. Every
+/// image is compiled for `80`, the baseline that every supported GPU runs.
+const HOPPER: &[&str] = &["attention"];
 
-/// Images that are one file each under other macros: image, file, macros. The driver compiles an image when it is loaded,
-/// so each holds no more than a model needs.
+/// The images of the files that have several, each under macros of its own: image, file, macros. The driver compiles an
+/// image when it is loaded, so each holds no more than a model needs. Any other file of `cuda/` is one image of its name.
 const VARIANTS: &[(&str, &str, &[&str])] = &[
     ("attention_bf16_64", "attention", &["SPECRS_ELEMENT=Bf16", "SPECRS_HEAD_DIM=64"]),
     ("attention_bf16_96", "attention", &["SPECRS_ELEMENT=Bf16", "SPECRS_HEAD_DIM=96"]),
@@ -72,6 +42,7 @@ const VARIANTS: &[(&str, &str, &[&str])] = &[
     ("attention_f16_128_capped", "attention", &["SPECRS_ELEMENT=F16", "SPECRS_HEAD_DIM=128", "SPECRS_CAPPED=1"]),
     ("attention_bf16_256_capped", "attention", &["SPECRS_ELEMENT=Bf16", "SPECRS_HEAD_DIM=256", "SPECRS_CAPPED=1"]),
     ("attention_f16_256_capped", "attention", &["SPECRS_ELEMENT=F16", "SPECRS_HEAD_DIM=256", "SPECRS_CAPPED=1"]),
+    ("round_end", "round_end", &[]),
     ("round_end_loop", "round_end", &["SPECRS_LOOP"]),
 ];
 
@@ -82,7 +53,7 @@ const PTX_ONLY: &[&str] = &["round_end_loop"];
 /// (seconds), and machine code for those of today: `sm_80` runs on every 8.x.
 const CODE: &[(&str, &str)] = &[("80", "[compute_80,sm_80,sm_90]"), ("90a", "sm_90a")];
 
-/// The same where the kernel has an image of `90a` beside it, which every GPU of capability 9.0 takes.
+/// The same where the file has an image of `90a` beside it, which every GPU of capability 9.0 takes.
 const BASELINE_CODE: &str = "[compute_80,sm_80]";
 
 /// Newest PTX ISA that the oldest supported driver (580, CUDA 13.0) loads; the toolkit that writes it.
@@ -183,18 +154,56 @@ fn is_set(name: &str) -> bool {
     env::var(name).is_ok_and(|v| !matches!(v.as_str(), "" | "0"))
 }
 
+/// What is compiled from a file of `cuda/`, which is its name and `.cu`, under some macros.
+struct KernelImage {
+    name: String,
+    file: String,
+    macros: &'static [&'static str],
+}
+
+impl KernelImage {
+    fn archs(&self) -> &'static [&'static str] {
+        if HOPPER.contains(&&*self.file) { &["80", "90a"] } else { &["80"] }
+    }
+}
+
+/// The images of every file of `cuda/`, the longest to compile first.
+fn kernel_images(cuda: &Path) -> Result<Vec<KernelImage>, String> {
+    let refused = |e| format!("cannot list {}: {e}", cuda.display());
+    let mut files = Vec::new();
+    for entry in fs::read_dir(cuda).map_err(refused)? {
+        let path = entry.map_err(refused)?.path();
+        if path.extension().is_some_and(|e| e == "cu") {
+            files.extend(path.file_stem().map(|stem| stem.to_string_lossy().into_owned()));
+        }
+    }
+    if let Some((image, file, _)) = VARIANTS.iter().find(|(_, file, _)| !files.iter().any(|f| f == file)) {
+        return Err(format!("build.rs: VARIANTS: image {image}: {} has no {file}.cu", cuda.display()));
+    }
+    let image = |name: &str, file: &str, macros| KernelImage { name: name.to_owned(), file: file.to_owned(), macros };
+    let mut images: Vec<KernelImage> = VARIANTS.iter().map(|(name, file, macros)| image(name, file, *macros)).collect();
+    files.sort();
+    files.retain(|file| !VARIANTS.iter().any(|(_, of, _)| of == file));
+    images.extend(files.iter().map(|file| image(file, file, &[])));
+    Ok(images)
+}
+
 /// Compile every kernel for each of its architectures, as many at once as there are processors; the entries of the table.
 fn compile_all(out: &Path) -> Result<String, Failure> {
     let nvcc = find_nvcc()?;
     let header = out.join("params.cuh");
-    fs::write(&header, params::HEADER).map_err(|e| format!("cannot write {}: {e}", header.display()))?;
-    let jobs: Vec<(&str, &str)> =
-        KERNELS.iter().flat_map(|(name, archs)| archs.iter().map(move |arch| (*name, *arch))).collect();
+    fs::write(&header, params::header()?).map_err(|e| format!("cannot write {}: {e}", header.display()))?;
+    let root =
+        env::var_os("CARGO_MANIFEST_DIR").ok_or("CARGO_MANIFEST_DIR is not set: run through cargo".to_owned())?;
+    let root = Path::new(&root);
+    let jobs = kernel_images(&root.join("cuda"))?;
+    let jobs: Vec<(&KernelImage, &str)> =
+        jobs.iter().flat_map(|image| image.archs().iter().map(move |arch| (image, *arch))).collect();
     let next = AtomicUsize::new(0);
     let work = || {
         let mut done = Vec::new();
-        while let Some(&(name, arch)) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {
-            done.push(compile(&nvcc, name, arch, out)?);
+        while let Some(&(image, arch)) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {
+            done.push(compile(&nvcc, root, image, arch, out)?);
         }
         Ok::<_, Failure>(done)
     };
@@ -320,24 +329,22 @@ fn with_includes(path: PathBuf, out: &Path, found: &mut BTreeMap<PathBuf, String
     Ok(())
 }
 
-/// Compile image `name` for `arch` to PTX, and that to the image, unless they lie there from the same text, arguments and
+/// Compile `image` for `arch` to PTX, and that to the image, unless they lie there from the same text, arguments and
 /// compiler; its entry of the table.
-fn compile(nvcc: &Path, name: &str, arch: &str, out: &Path) -> Result<String, Failure> {
+fn compile(nvcc: &Path, root: &Path, image: &KernelImage, arch: &str, out: &Path) -> Result<String, Failure> {
+    let KernelImage { name, file: source, macros } = image;
+    let name = &**name;
     let ptx = &out.join(format!("{name}.compute_{arch}.ptx"));
     let file = format!("{name}.{arch}.fatbin");
     let ptx_alone = format!("compute_{arch}");
     let code = match CODE.iter().find(|(a, _)| *a == arch) {
         _ if PTX_ONLY.contains(&name) => &*ptx_alone,
-        _ if arch == "80" && KERNELS.iter().any(|(n, archs)| *n == name && archs.contains(&"90a")) => BASELINE_CODE,
+        _ if arch == "80" && image.archs().contains(&"90a") => BASELINE_CODE,
         found => found.map_or(arch, |(_, code)| *code),
     };
-    let root = env::var_os("CARGO_MANIFEST_DIR")
-        .ok_or_else(|| "CARGO_MANIFEST_DIR is not set: run through cargo".to_owned())?;
-    let variant = VARIANTS.iter().find(|(image, ..)| *image == name);
-    let (file_name, macros) = variant.map_or((name, &[][..]), |(_, file_name, macros)| (*file_name, *macros));
-    let source = format!("cuda/{file_name}.cu");
+    let source = format!("cuda/{source}.cu");
     let mut texts = BTreeMap::new();
-    with_includes(Path::new(&root).join(&source), out, &mut texts)?;
+    with_includes(root.join(&source), out, &mut texts)?;
     let mut hash = DefaultHasher::new();
     (texts.values().collect::<Vec<_>>(), macros, code, nvcc, include_str!("build.rs")).hash(&mut hash);
     let key = format!("{:016x}", hash.finish());
@@ -348,7 +355,7 @@ fn compile(nvcc: &Path, name: &str, arch: &str, out: &Path) -> Result<String, Fa
     let _ = fs::remove_file(&stamp); // without it, no file there counts as whole
     // Relative source path: what the compiler writes about its input does not depend on where the checkout lies.
     let output = Command::new(nvcc)
-        .current_dir(&root)
+        .current_dir(root)
         .args(["-ptx", "-O3", "-std=c++17", "--Werror", "all-warnings"])
         .arg(format!("-arch=compute_{arch}"))
         .args(macros.iter().map(|m| format!("-D{m}")))

@@ -34,9 +34,10 @@ template <bool INLINE>
 __device__ __forceinline__ void fault(const AttentionParams &p, Buffer buffer, int32_t request, int32_t step,
                                       int64_t index, int64_t bound) {
     if (INLINE) {
-        write_record_inline(p.record, p.claim, KERNEL_ATTENTION, buffer, request, step, index, bound, PROBE_NONE, -1);
+        write_record_inline(p.report.record, p.report.claim, KERNEL_ATTENTION, buffer, request, step, index, bound,
+                            PROBE_NONE, -1);
     } else {
-        record_fault(p.record, p.claim, KERNEL_ATTENTION, buffer, request, step, index, bound);
+        record_fault(p.report, KERNEL_ATTENTION, buffer, request, step, index, bound);
     }
 }
 

@@ -12,13 +12,18 @@
 // epoch can still be under way then: every other thread of that epoch has lost the claim.
 #pragma once
 
-#include "params.cuh"  // written by build.rs from src/device/params.rs
+#include "params.cuh"  // written by build.rs from src/device/params
 
 namespace specrs {
 
 // `bound` is a capacity, never negative; one unsigned comparison then covers a negative index too.
 __device__ __forceinline__ bool in_bounds(int32_t index, int32_t bound) {
     return static_cast<uint32_t>(index) < static_cast<uint32_t>(bound);
+}
+
+// A row of the page table; the caller has checked that it has one.
+__device__ __forceinline__ int32_t *table_row(const PageTable &table, int32_t row) {
+    return reinterpret_cast<int32_t *>(table.pages) + static_cast<int64_t>(row) * table.columns;
 }
 
 static __device__ __forceinline__ void write_record_inline(uint64_t record_address, uint64_t claim_address,
@@ -51,18 +56,15 @@ static __device__ __noinline__ void write_record(uint64_t record_address, uint64
 }
 
 // An access that was left out.
-static __device__ __forceinline__ void record_fault(uint64_t record_address, uint64_t claim_address, Kernel kernel,
-                                                    Buffer buffer, int32_t request, int32_t step, int64_t index,
-                                                    int64_t bound) {
-    write_record(record_address, claim_address, kernel, buffer, request, step, index, bound, PROBE_NONE, -1);
+static __device__ __forceinline__ void record_fault(const Report &report, Kernel kernel, Buffer buffer, int32_t request,
+                                                    int32_t step, int64_t index, int64_t bound) {
+    write_record(report.record, report.claim, kernel, buffer, request, step, index, bound, PROBE_NONE, -1);
 }
 
-// Record a score from which nothing can be chosen: `row` and `column` of the operand `buffer`, for the token at
-// `position`.
-static __device__ __forceinline__ void record_probe(uint64_t record_address, uint64_t claim_address, Kernel kernel,
-                                                    Buffer buffer, Probe probe, int32_t request, int32_t row,
-                                                    int64_t column, int32_t position) {
-    write_record(record_address + sizeof(FaultRecord), claim_address + sizeof(unsigned int), kernel, buffer, request, row,
+// A score from which nothing can be chosen: `row` and `column` of the operand `buffer`, for the token at `position`.
+static __device__ __forceinline__ void record_probe(const Report &report, Kernel kernel, Buffer buffer, Probe probe,
+                                                    int32_t request, int32_t row, int64_t column, int32_t position) {
+    write_record(report.record + sizeof(FaultRecord), report.claim + sizeof(unsigned int), kernel, buffer, request, row,
                  column, 0, probe, position);
 }
 

@@ -277,7 +277,7 @@ __device__ __forceinline__ uint64_t finish_row(const DraftSelectParams &p, int32
                                                int32_t *ids, uint64_t *room) {
     constexpr int EACH = 4;
     const int32_t lane = threadIdx.x % 32;
-    const int32_t k = p.topk;
+    const int32_t k = p.drafts.topk;
     const int32_t entries = p.chunks * k;
     const uint64_t *lists = reinterpret_cast<const uint64_t *>(p.lists) + static_cast<uint64_t>(row) * entries;
     const float2 *partials = reinterpret_cast<const float2 *>(p.partials) + static_cast<uint64_t>(row) * p.tiles;
@@ -334,18 +334,18 @@ __device__ __forceinline__ void finish_request(const DraftSelectParams &p, int32
     __shared__ float parent_scores[LIST];
     __shared__ uint64_t best[LIST];
     __shared__ uint64_t above[LIST * 32];  // ancestors so far: K * S <= LIST * 64 bits a beam
-    const int32_t k = p.topk;
+    const int32_t k = p.drafts.topk;
     const int32_t rows = p.step == 0 ? 1 : k;
     const int32_t children = rows * k;
-    const uint64_t base = static_cast<uint64_t>(request) * p.candidates;
+    const uint64_t base = static_cast<uint64_t>(request) * p.drafts.candidates;
     const int32_t first = p.step == 0 ? 0 : k + (p.step - 1) * k * k;
-    float *all_scores = reinterpret_cast<float *>(p.scores) + base;
+    float *all_scores = reinterpret_cast<float *>(p.drafts.scores) + base;
     int32_t *all_beams = reinterpret_cast<int32_t *>(p.beams) + static_cast<uint64_t>(request) * k;
-    const uint32_t words = static_cast<uint32_t>(k * p.steps + 63) / 64;
+    const uint32_t words = static_cast<uint32_t>(k * p.drafts.steps + 63) / 64;
     uint64_t *ancestors = reinterpret_cast<uint64_t *>(p.ancestors) + static_cast<uint64_t>(request) * k * words;
     const int32_t entries = k * static_cast<int32_t>(words);
-    int32_t *sound = reinterpret_cast<int32_t *>(p.sound) + request;
-    // Values that the end needs are on their way while the warps merge lists.
+    int32_t *sound = reinterpret_cast<int32_t *>(p.drafts.sound) + request;
+    // What the end needs is on its way while the warps merge lists.
     const int32_t before = p.step == 0 ? 0 : *sound;
     for (int32_t i = threadIdx.x; p.step > 0 && i < entries; i += THREADS) {
         above[i] = ancestors[i];
@@ -354,7 +354,7 @@ __device__ __forceinline__ void finish_request(const DraftSelectParams &p, int32
     if (b >= 0 && b < rows) {
         int32_t parent = p.step == 0 ? -1 : all_beams[b];
         if (p.step > 0 && !in_bounds(parent, first)) {
-            record_fault(p.record, p.claim, KERNEL_DRAFT_SELECT, BUFFER_BEAMS, request, b, parent, first);
+            record_fault(p.report, KERNEL_DRAFT_SELECT, BUFFER_BEAMS, request, b, parent, first);
             parent = 0;
         }
         parents[b] = parent;
@@ -375,15 +375,15 @@ __device__ __forceinline__ void finish_request(const DraftSelectParams &p, int32
         if (p.to_target != 0) {
             token = reinterpret_cast<const int32_t *>(p.to_target)[token];
             if (!in_bounds(token, p.vocab)) {
-                record_fault(p.record, p.claim, KERNEL_DRAFT_SELECT, BUFFER_TARGET_IDS, request, c, token, p.vocab);
+                record_fault(p.report, KERNEL_DRAFT_SELECT, BUFFER_TARGET_IDS, request, c, token, p.vocab);
                 token = 0;
             }
         }
         scores[c] = score;
         tokens[c] = token;
         all_scores[first + c] = score;
-        reinterpret_cast<int32_t *>(p.candidate_tokens)[base + first + c] = token;
-        reinterpret_cast<int32_t *>(p.candidate_parents)[base + first + c] = parent;
+        reinterpret_cast<int32_t *>(p.drafts.tokens)[base + first + c] = token;
+        reinterpret_cast<int32_t *>(p.drafts.parents)[base + first + c] = parent;
     }
     __syncthreads();
     constexpr int PARTS = 4;  // threads that count for one child
@@ -405,7 +405,7 @@ __device__ __forceinline__ void finish_request(const DraftSelectParams &p, int32
     for (int32_t i = threadIdx.x; i < entries; i += THREADS) {
         const int32_t b = i / static_cast<int32_t>(words);
         const uint32_t w = i % words;
-        const uint32_t slot = b * p.steps + p.step;
+        const uint32_t slot = b * p.drafts.steps + p.step;
         const uint64_t own = slot / 64 == w ? 1ull << (slot % 64) : 0;
         ancestors[i] = (p.step == 0 ? 0 : above[beams[b] / k * words + w]) | own;
     }
@@ -423,7 +423,7 @@ __device__ __forceinline__ void finish_request(const DraftSelectParams &p, int32
         *sound = before == p.step && row == rows ? p.step + 1 : before;
         if (before == p.step && row < rows) {  // the request's first fault, and of its rows the first
             const Probe probe = key_probe(best[row]);
-            record_probe(p.record, p.claim, KERNEL_DRAFT_SELECT, BUFFER_DRAFT_LOGITS, probe, request,
+            record_probe(p.report, KERNEL_DRAFT_SELECT, BUFFER_DRAFT_LOGITS, probe, request,
                          request * rows + row, probe_column(best[row], probe), -1);
         }
     }
@@ -431,8 +431,8 @@ __device__ __forceinline__ void finish_request(const DraftSelectParams &p, int32
 
 // Write what the lanes of an absent request hold.
 __device__ __forceinline__ void dead_request(const DraftSelectParams &p, int32_t request) {
-    const int32_t k = p.topk;
-    const uint32_t words = static_cast<uint32_t>(k * p.steps + 63) / 64;
+    const int32_t k = p.drafts.topk;
+    const uint32_t words = static_cast<uint32_t>(k * p.drafts.steps + 63) / 64;
     uint64_t *ancestors = reinterpret_cast<uint64_t *>(p.ancestors) + static_cast<uint64_t>(request) * k * words;
     for (int32_t i = threadIdx.x; i < k * static_cast<int32_t>(words); i += THREADS) {
         ancestors[i] = 0;
@@ -443,7 +443,7 @@ __device__ __forceinline__ void dead_request(const DraftSelectParams &p, int32_t
         reinterpret_cast<int32_t *>(p.parents)[request * k + b] = p.step == 0 ? request : request * k + b;
     }
     if (threadIdx.x == 0) {
-        reinterpret_cast<int32_t *>(p.sound)[request] = 0;
+        reinterpret_cast<int32_t *>(p.drafts.sound)[request] = 0;
     }
 }
 
@@ -453,7 +453,7 @@ __device__ __forceinline__ void draft_select(const DraftSelectParams &p) {
     __shared__ uint64_t rooms[WARPS][LIST];
     const int32_t chunk = blockIdx.x;
     const int32_t row = blockIdx.y;
-    const int32_t k = p.topk;
+    const int32_t k = p.drafts.topk;
     const int32_t rows = p.step == 0 ? 1 : k;
     const int32_t request = row / rows;
     const int32_t warp = threadIdx.x / 32;
@@ -472,7 +472,7 @@ __device__ __forceinline__ void draft_select(const DraftSelectParams &p) {
             held[t].read(logits + begin, p.draft_vocab - begin, wide);
         }
     }
-    const int32_t live = live_rows(p.live, p.requests, p.record, p.claim, KERNEL_DRAFT_SELECT,
+    const int32_t live = live_rows(p.live, p.requests, p.report, KERNEL_DRAFT_SELECT,
                                    blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0);
     if (request >= live) {
         if (chunk == 0 && row == request * rows) {

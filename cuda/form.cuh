@@ -5,7 +5,7 @@
 // side documents shapes and meanings. Indices are the caller's to check, as everywhere in a kernel.
 #pragma once
 
-#include <stdint.h>
+#include "params.cuh"  // written by build.rs from src/device/params
 
 #ifdef __CUDACC__
 #define SPECRS_FORM __host__ __device__ __forceinline__
@@ -21,17 +21,7 @@ constexpr uint32_t DECODE = 1;
 constexpr uint32_t DRAFT = 2;
 constexpr uint32_t VERIFY = 3;
 
-struct Step {
-    uint32_t phase;
-    uint32_t step;
-    uint32_t shift;
-    uint32_t topk;
-    uint32_t steps;
-    uint32_t nodes;
-    uint32_t context;
-    uint32_t holey;
-};
-static_assert(sizeof(Step) == 32, "form::Step has another size than its Rust twin");
+using specrs::Step;
 
 SPECRS_FORM uint32_t count_ones(uint64_t word) {
 #ifdef __CUDA_ARCH__

@@ -30,7 +30,7 @@ __device__ __forceinline__ Path path_of(const KvCommitParams &p, int32_t request
     if (begin < 0 || end < begin || end > p.entries) {
         if (reporter) {
             const bool order = begin >= 0 && end >= 0 && end <= p.entries;
-            record_fault(p.record, p.claim, KERNEL_KV_COMMIT, order ? BUFFER_OFFSETS_DECREASE : BUFFER_PATH, request,
+            record_fault(p.report, KERNEL_KV_COMMIT, order ? BUFFER_OFFSETS_DECREASE : BUFFER_PATH, request,
                          -1, begin < 0 ? begin : end, static_cast<int64_t>(p.entries) + 1);
         }
         return {0, 0};
@@ -40,7 +40,7 @@ __device__ __forceinline__ Path path_of(const KvCommitParams &p, int32_t request
         const int32_t node = paths[begin + d];
         if (node <= before || node >= p.max_nodes || (d == 0 && node != 0)) {
             if (reporter) {
-                record_fault(p.record, p.claim, KERNEL_KV_COMMIT, BUFFER_PATH_ORDER, request, d, node, p.max_nodes);
+                record_fault(p.report, KERNEL_KV_COMMIT, BUFFER_PATH_ORDER, request, d, node, p.max_nodes);
             }
             return {0, 0};
         }
@@ -53,22 +53,22 @@ __device__ __forceinline__ Path path_of(const KvCommitParams &p, int32_t request
 __device__ __forceinline__ int32_t *line_of(const KvCommitParams &p, int32_t request, Path path, int32_t last,
                                             int32_t &len, bool reporter) {
     const int32_t row = reinterpret_cast<const int32_t *>(p.rows)[request];
-    if (!in_bounds(row, p.table_rows)) {
+    if (!in_bounds(row, p.table.rows)) {
         if (reporter) {
-            record_fault(p.record, p.claim, KERNEL_KV_COMMIT, BUFFER_TABLE_ROWS, request, -1, row, p.table_rows);
+            record_fault(p.report, KERNEL_KV_COMMIT, BUFFER_TABLE_ROWS, request, -1, row, p.table.rows);
         }
         return nullptr;
     }
     len = reinterpret_cast<const int32_t *>(p.new_lens)[request] - path.length;
-    const int64_t end = static_cast<int64_t>(p.table_width) << p.shift;  // positions of a line
+    const int64_t end = static_cast<int64_t>(p.table.columns) << p.shift;  // positions of a line
     if (len < 0 || static_cast<int64_t>(len) + last >= end) {
         if (reporter) {
-            record_fault(p.record, p.claim, KERNEL_KV_COMMIT, BUFFER_PAGE_TABLE, request, last,
+            record_fault(p.report, KERNEL_KV_COMMIT, BUFFER_PAGE_TABLE, request, last,
                          len < 0 ? len : static_cast<int64_t>(len) + last, end);
         }
         return nullptr;
     }
-    return reinterpret_cast<int32_t *>(p.table) + static_cast<uint64_t>(row) * p.table_width;
+    return table_row(p.table, row);
 }
 
 __device__ __forceinline__ void kv_remap(const KvCommitParams &p) {
@@ -77,7 +77,7 @@ __device__ __forceinline__ void kv_remap(const KvCommitParams &p) {
     const int32_t request = blockIdx.x;
     const bool reporter = threadIdx.x == 0;
     const int32_t live =
-        live_rows(p.live, p.requests, p.record, p.claim, KERNEL_KV_COMMIT, reporter && blockIdx.x == 0);
+        live_rows(p.live, p.requests, p.report, KERNEL_KV_COMMIT, reporter && blockIdx.x == 0);
     const Path path = path_of(p, request, live, reporter);
     if (path.length == 0) {
         return;
@@ -121,8 +121,8 @@ __device__ __forceinline__ int32_t moves_of(const KvCommitParams &p, Path path) 
 __device__ __forceinline__ int32_t slot_of(const KvCommitParams &p, const int32_t *line, int32_t position,
                                            int32_t request, int32_t step) {
     const int32_t page = line[position >> p.shift];
-    if (!in_bounds(page, p.num_pages)) {
-        record_fault(p.record, p.claim, KERNEL_KV_COMMIT, BUFFER_PAGE, request, step, page, p.num_pages);
+    if (!in_bounds(page, p.table.num_pages)) {
+        record_fault(p.report, KERNEL_KV_COMMIT, BUFFER_PAGE, request, step, page, p.table.num_pages);
         return 0;
     }
     return (page << p.shift) | (position & ((1 << p.shift) - 1));
@@ -133,7 +133,7 @@ __device__ __forceinline__ void kv_list(const KvCommitParams &p) {
     const int32_t request = blockIdx.x;
     const bool reporter = threadIdx.x == 0;
     const int32_t live =
-        live_rows(p.live, p.requests, p.record, p.claim, KERNEL_KV_COMMIT, reporter && blockIdx.x == 0);
+        live_rows(p.live, p.requests, p.report, KERNEL_KV_COMMIT, reporter && blockIdx.x == 0);
     // Every block counts the moves of all requests: a few loads, and no block waits for another.
     int32_t mine = 0;
     int32_t all = 0;
@@ -167,7 +167,7 @@ __device__ __forceinline__ void kv_list(const KvCommitParams &p) {
     // Offsets that decrease make paths overlap, and those have more moves together than there are entries.
     const bool fits = before + moves <= p.moves;
     if (!fits && reporter) {
-        record_fault(p.record, p.claim, KERNEL_KV_COMMIT, BUFFER_MOVES, request, -1,
+        record_fault(p.report, KERNEL_KV_COMMIT, BUFFER_MOVES, request, -1,
                      static_cast<int64_t>(before) + moves - 1, p.moves);
     }
     const int32_t *paths = reinterpret_cast<const int32_t *>(p.paths) + path.begin;

@@ -42,7 +42,7 @@ __device__ __forceinline__ void kv_move(const KvMoveParams &p) {
         if (begin < 0 || end < begin || end > p.moves) {
             if (reporter) {
                 const bool order = begin >= 0 && end < begin;
-                record_fault(p.record, p.claim, KERNEL_KV_MOVE, order ? BUFFER_OFFSETS_ORDER : BUFFER_MOVES, request,
+                record_fault(p.report, KERNEL_KV_MOVE, order ? BUFFER_OFFSETS_ORDER : BUFFER_MOVES, request,
                              -1, begin < 0 ? begin : (order ? end : end - 1), p.moves);
             }
             continue;
@@ -62,7 +62,7 @@ __device__ __forceinline__ void kv_move(const KvMoveParams &p) {
                 const bool destination = in_bounds(to[k], p.num_slots);
                 if (!source || !destination) {
                     if (reporter) {
-                        record_fault(p.record, p.claim, KERNEL_KV_MOVE, source ? BUFFER_CACHE_DST : BUFFER_CACHE_SRC,
+                        record_fault(p.report, KERNEL_KV_MOVE, source ? BUFFER_CACHE_DST : BUFFER_CACHE_SRC,
                                      request, first + k - begin, source ? to[k] : from[k], p.num_slots);
                     }
                     to[k] = 0;

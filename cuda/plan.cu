@@ -35,10 +35,6 @@ struct Wrong {
     int64_t bound;
 };
 
-__device__ __forceinline__ form::Step step_of(const PlanParams &p) {
-    return form::Step{p.phase, p.step, p.shift, p.topk, p.steps, p.nodes, p.context, p.holey};
-}
-
 // Tokens or nodes that the offsets give request `i`.
 __device__ __forceinline__ int64_t given_of(const PlanParams &p, int32_t i) {
     const int32_t *offsets = at<const int32_t>(p.offsets);
@@ -50,14 +46,14 @@ __device__ __forceinline__ uint32_t queries_of(const PlanParams &p, int32_t live
     if (i >= live || at<const int32_t>(p.rows)[i] < 0) {
         return 0;
     }
-    if (p.phase == form::DRAFT) {
-        return p.topk;
+    if (p.step.phase == form::DRAFT) {
+        return p.step.topk;
     }
-    if (p.phase == form::DECODE) {
+    if (p.step.phase == form::DECODE) {
         return 1;
     }
     const int64_t n = given_of(p, i);
-    const int64_t most = p.phase == form::VERIFY ? p.nodes : p.context;
+    const int64_t most = p.step.phase == form::VERIFY ? p.step.nodes : p.step.context;
     return n < 0 || n > most ? 0 : static_cast<uint32_t>(n);
 }
 
@@ -84,8 +80,7 @@ __device__ __forceinline__ void sum2(uint64_t &a, uint64_t &b) {
 }
 
 // Record the fault of the lowest query, if any thread has one; whether there was one. All threads call.
-__device__ __forceinline__ bool any_wrong(uint64_t record, uint64_t claim, Kernel kernel, int32_t request,
-                                          const Wrong &wrong) {
+__device__ __forceinline__ bool any_wrong(const Report &report, Kernel kernel, int32_t request, const Wrong &wrong) {
     __shared__ int32_t first;
     if (!__syncthreads_or(wrong.buffer != 0)) {
         return false;
@@ -100,8 +95,7 @@ __device__ __forceinline__ bool any_wrong(uint64_t record, uint64_t claim, Kerne
     }
     __syncthreads();
     if (wrong.buffer != 0 && wrong.step == first) {
-        record_fault(record, claim, kernel, static_cast<Buffer>(wrong.buffer), request, wrong.step, wrong.index,
-                     wrong.bound);
+        record_fault(report, kernel, static_cast<Buffer>(wrong.buffer), request, wrong.step, wrong.index, wrong.bound);
     }
     __syncthreads();
     return true;
@@ -133,8 +127,8 @@ __device__ __forceinline__ Wrong check_request(const PlanParams &p, form::Step s
     const int32_t row = at<const int32_t>(p.rows)[i];
     const int64_t len = at<const int32_t>(p.lens)[i];
     const int64_t context = s.context;
-    if (row >= p.table_rows) {
-        return Wrong{BUFFER_TABLE_ROWS, -1, row, p.table_rows};
+    if (row >= p.table.rows) {
+        return Wrong{BUFFER_TABLE_ROWS, -1, row, p.table.rows};
     }
     if (len < 0 || len > context) {
         return Wrong{BUFFER_LENGTHS, -1, len, context + 1};
@@ -152,8 +146,8 @@ __device__ __forceinline__ Wrong check_request(const PlanParams &p, form::Step s
     if (s.phase == form::VERIFY && len >= context) {
         return Wrong{BUFFER_CONTEXT, -1, len, context};
     }
-    if (first + n > p.queries) {
-        return Wrong{BUFFER_QUERIES, -1, first + n - 1, p.queries};
+    if (first + n > p.plan.queries) {
+        return Wrong{BUFFER_QUERIES, -1, first + n - 1, p.plan.queries};
     }
     if (s.phase == form::VERIFY) {
         const int64_t begin = at<const int32_t>(p.offsets)[i];
@@ -175,7 +169,7 @@ __device__ __forceinline__ Wrong check_query(const PlanParams &p, form::Step s, 
             return Wrong{BUFFER_TREE_PARENTS, query, parent, j};
         }
     }
-    check_page(wrong, s, row, p.row_pages, p.num_pages, query, form::row_pos(s, len, j));
+    check_page(wrong, s, row, p.table.columns, p.table.num_pages, query, form::row_pos(s, len, j));
     if (s.phase == form::DRAFT && p.ancestors != 0) {
         const uint32_t words = form::mask_words(s);
         const uint64_t *given = at<const uint64_t>(p.ancestors) + (static_cast<uint64_t>(i) * s.topk + j) * words;
@@ -203,20 +197,20 @@ __device__ __forceinline__ uint64_t mask_word(const PlanParams &p, form::Step s,
 }
 
 __device__ __forceinline__ void plan_native(const PlanParams &p) {
-    const form::Step s = step_of(p);
+    const form::Step s = p.step;
     const uint32_t words = form::mask_words(s);
-    int32_t *indptr = at<int32_t>(p.qo_indptr);
+    int32_t *indptr = at<int32_t>(p.plan.qo_indptr);
     int32_t *positions = at<int32_t>(p.positions);
-    int32_t *slots = at<int32_t>(p.out_slots);
-    uint64_t *mask = at<uint64_t>(p.mask);
-    const int64_t capacity = p.queries;
+    int32_t *slots = at<int32_t>(p.plan.out_slots);
+    uint64_t *mask = at<uint64_t>(p.plan.mask);
+    const int64_t capacity = p.plan.queries;
     const int32_t live_batch =
-        live_rows(p.live, p.batch, p.record, p.claim, KERNEL_PLAN, blockIdx.x == 0 && threadIdx.x == 0);
+        live_rows(p.live, p.plan.batch, p.report, KERNEL_PLAN, blockIdx.x == 0 && threadIdx.x == 0);
     uint64_t total = 0;
 
-    for (int32_t i = blockIdx.x; i < p.batch; i += gridDim.x) {
+    for (int32_t i = blockIdx.x; i < p.plan.batch; i += gridDim.x) {
         uint64_t before = 0, all = 0;
-        for (int32_t other = threadIdx.x; other < p.batch; other += PLAN_THREADS) {
+        for (int32_t other = threadIdx.x; other < p.plan.batch; other += PLAN_THREADS) {
             const uint32_t n = queries_of(p, live_batch, other);
             before += other < i ? n : 0;
             all += n;
@@ -234,22 +228,22 @@ __device__ __forceinline__ void plan_native(const PlanParams &p) {
             if (threadIdx.x == 0) {
                 wrong = check_request(p, s, i, n, first);
             }
-            fault = any_wrong(p.record, p.claim, KERNEL_PLAN, i, wrong);
+            fault = any_wrong(p.report, KERNEL_PLAN, i, wrong);
         }
         if (live && !fault) {
             len = static_cast<uint32_t>(at<const int32_t>(p.lens)[i]);
-            row = at<const int32_t>(p.table) + static_cast<int64_t>(at<const int32_t>(p.rows)[i]) * p.row_pages;
+            row = table_row(p.table, at<const int32_t>(p.rows)[i]);
             parents = s.phase == form::VERIFY ? at<const int32_t>(p.parents) + at<const int32_t>(p.offsets)[i] : nullptr;
             open = form::alive(s, len);
             if (open) {
                 Wrong wrong{};
                 if (threadIdx.x == 0 && len > 0) {
-                    check_page(wrong, s, row, p.row_pages, p.num_pages, -1, len - 1);
+                    check_page(wrong, s, row, p.table.columns, p.table.num_pages, -1, len - 1);
                 }
                 for (uint32_t j = threadIdx.x; j < n && wrong.buffer == 0; j += PLAN_THREADS) {
                     wrong = check_query(p, s, i, row, len, j, parents);
                 }
-                fault = any_wrong(p.record, p.claim, KERNEL_PLAN, i, wrong);
+                fault = any_wrong(p.report, KERNEL_PLAN, i, wrong);
             }
             if (!fault && open && s.phase == form::VERIFY && len + n > s.context) {
                 // Depth is less than the node count, so that only trees near the wall need a look at each node.
@@ -260,15 +254,15 @@ __device__ __forceinline__ void plan_native(const PlanParams &p) {
                         wrong = Wrong{BUFFER_CONTEXT, static_cast<int32_t>(j), pos, s.context};
                     }
                 }
-                fault = any_wrong(p.record, p.claim, KERNEL_PLAN, i, wrong);
+                fault = any_wrong(p.report, KERNEL_PLAN, i, wrong);
             }
         }
         const bool good = live && !fault;
         if (threadIdx.x == 0) {
             indptr[i] = static_cast<int32_t>(first < capacity ? first : capacity);
-            at<int32_t>(p.out_rows)[i] = good ? at<const int32_t>(p.rows)[i] : -1;
+            at<int32_t>(p.plan.rows)[i] = good ? at<const int32_t>(p.rows)[i] : -1;
             at<uint64_t>(p.out_versions)[i] = good ? at<const uint64_t>(p.versions)[i] : 0;
-            at<int32_t>(p.prefix_lens)[i] = good ? static_cast<int32_t>(form::prefix(s, len)) : 0;
+            at<int32_t>(p.plan.prefix_lens)[i] = good ? static_cast<int32_t>(form::prefix(s, len)) : 0;
         }
         const bool write = good && open;
         for (uint32_t j = threadIdx.x; j < n && first + j < capacity; j += PLAN_THREADS) {
@@ -286,7 +280,7 @@ __device__ __forceinline__ void plan_native(const PlanParams &p) {
     // The queries behind the live ones, by all CTAs. With no request there is one CTA, and the total is 0.
     const int64_t end = static_cast<int64_t>(total) < capacity ? static_cast<int64_t>(total) : capacity;
     if (blockIdx.x == 0 && threadIdx.x == 0) {
-        indptr[p.batch] = static_cast<int32_t>(end);
+        indptr[p.plan.batch] = static_cast<int32_t>(end);
     }
     const int64_t stride = static_cast<int64_t>(gridDim.x) * PLAN_THREADS;
     const int64_t thread = static_cast<int64_t>(blockIdx.x) * PLAN_THREADS + threadIdx.x;
@@ -302,10 +296,10 @@ __device__ __forceinline__ void plan_native(const PlanParams &p) {
 // Holey layout: the prefix's tail, position by position, to the holes before the branches from 1 on. One CTA a request; a
 // request has (K - 1) * r of them.
 __device__ __forceinline__ void plan_tail_copies(const TailCopyParams &p) {
-    const form::Step s{form::DRAFT, 0, p.shift, p.topk, p.steps, 0, p.context, p.holey};
+    const form::Step s = p.step;
     int32_t *src = at<int32_t>(p.src), *dst = at<int32_t>(p.dst), *offsets = at<int32_t>(p.offsets);
     const int32_t live =
-        live_rows(p.live, p.batch, p.record, p.claim, KERNEL_TAIL_COPIES, blockIdx.x == 0 && threadIdx.x == 0);
+        live_rows(p.live, p.batch, p.report, KERNEL_TAIL_COPIES, blockIdx.x == 0 && threadIdx.x == 0);
     const auto copies = [&](int32_t i) -> uint64_t {
         const int32_t len = at<const int32_t>(p.lens)[i];
         if (i >= live || at<const int32_t>(p.rows)[i] < 0 || len < 0 || len > static_cast<int32_t>(s.context)) {
@@ -330,14 +324,14 @@ __device__ __forceinline__ void plan_tail_copies(const TailCopyParams &p) {
         if (threadIdx.x == 0 && row >= 0) {
             if (len < 0 || len > static_cast<int64_t>(s.context)) {
                 wrong = Wrong{BUFFER_LENGTHS, -1, len, static_cast<int64_t>(s.context) + 1};
-            } else if (row >= p.table_rows) {
-                wrong = Wrong{BUFFER_TABLE_ROWS, -1, row, p.table_rows};
+            } else if (row >= p.table.rows) {
+                wrong = Wrong{BUFFER_TABLE_ROWS, -1, row, p.table.rows};
             } else if (first + n > p.copies) {
                 wrong = Wrong{BUFFER_COPIES, -1, first + n - 1, p.copies};
             }
         }
-        bool fault = any_wrong(p.record, p.claim, KERNEL_TAIL_COPIES, i, wrong);
-        const int32_t *line = fault || row < 0 ? nullptr : at<const int32_t>(p.table) + static_cast<int64_t>(row) * p.row_pages;
+        bool fault = any_wrong(p.report, KERNEL_TAIL_COPIES, i, wrong);
+        const int32_t *line = fault || row < 0 ? nullptr : table_row(p.table, row);
         const uint32_t r = n == 0 ? 1 : form::hole_len(s, static_cast<uint32_t>(len), 1);
         const auto source = [&](int64_t m) { return static_cast<uint32_t>(len) - r + static_cast<uint32_t>(m % r); };
         const auto target = [&](int64_t m) {
@@ -346,12 +340,12 @@ __device__ __forceinline__ void plan_tail_copies(const TailCopyParams &p) {
         };
         if (!fault && n > 0) {
             for (int64_t m = threadIdx.x; m < n && wrong.buffer == 0; m += PLAN_THREADS) {
-                check_page(wrong, s, line, p.row_pages, p.num_pages, static_cast<int32_t>(m), source(m));
+                check_page(wrong, s, line, p.table.columns, p.table.num_pages, static_cast<int32_t>(m), source(m));
                 if (wrong.buffer == 0) {
-                    check_page(wrong, s, line, p.row_pages, p.num_pages, static_cast<int32_t>(m), target(m));
+                    check_page(wrong, s, line, p.table.columns, p.table.num_pages, static_cast<int32_t>(m), target(m));
                 }
             }
-            fault = any_wrong(p.record, p.claim, KERNEL_TAIL_COPIES, i, wrong);
+            fault = any_wrong(p.report, KERNEL_TAIL_COPIES, i, wrong);
         }
         if (threadIdx.x == 0) {
             offsets[i] = static_cast<int32_t>(first < p.copies ? first : p.copies);

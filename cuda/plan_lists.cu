@@ -25,10 +25,6 @@ __device__ __forceinline__ T *at(uint64_t address) {
     return reinterpret_cast<T *>(address);
 }
 
-__device__ __forceinline__ form::Step step_of(const PlanListParams &p) {
-    return form::Step{p.phase, p.step, p.shift, p.topk, p.steps, p.nodes, p.context, p.holey};
-}
-
 // A request of the plan: its queries, its prefix, and whether it attends to anything.
 struct Request {
     int32_t first;
@@ -38,22 +34,22 @@ struct Request {
 };
 
 __device__ __forceinline__ Request request_of(const PlanListParams &p, int32_t i) {
-    const int32_t *indptr = at<const int32_t>(p.qo_indptr);
+    const int32_t *indptr = at<const int32_t>(p.plan.qo_indptr);
     const int32_t first = indptr[i], end = indptr[i + 1];
-    const int32_t row = at<const int32_t>(p.rows)[i], len = at<const int32_t>(p.prefix_lens)[i];
-    // A plan of this device is well-formed; a malformed one reads nothing.
-    const bool sound = first >= 0 && end >= first && end <= p.queries && len >= 0 && in_bounds(row, p.table_rows);
-    const bool open = sound && end > first && at<const int32_t>(p.out_slots)[first] != 0;
+    const int32_t row = at<const int32_t>(p.plan.rows)[i], len = at<const int32_t>(p.plan.prefix_lens)[i];
+    // A plan of this device is well-formed; one that is not reads nothing.
+    const bool sound = first >= 0 && end >= first && end <= p.plan.queries && len >= 0 && in_bounds(row, p.table.rows);
+    const bool open = sound && end > first && at<const int32_t>(p.plan.out_slots)[first] != 0;
     return Request{first, sound ? static_cast<uint32_t>(end - first) : 0, open ? static_cast<uint32_t>(len) : 0, open};
 }
 
 // The request of a query, -1 for a dead one.
 __device__ __forceinline__ int32_t owner_of(const PlanListParams &p, int32_t q) {
-    const int32_t *indptr = at<const int32_t>(p.qo_indptr);
-    if (q >= indptr[p.batch]) {
+    const int32_t *indptr = at<const int32_t>(p.plan.qo_indptr);
+    if (q >= indptr[p.plan.batch]) {
         return -1;
     }
-    int32_t low = 0, high = p.batch;  // the first request that starts behind q
+    int32_t low = 0, high = p.plan.batch;  // the first request that starts behind q
     while (low < high) {
         const int32_t middle = (low + high) / 2;
         if (indptr[middle] <= q) {
@@ -66,7 +62,7 @@ __device__ __forceinline__ int32_t owner_of(const PlanListParams &p, int32_t q) 
 }
 
 __device__ __forceinline__ const uint64_t *mask_of(const PlanListParams &p, form::Step s, int64_t q) {
-    return at<const uint64_t>(p.mask) + q * form::mask_words(s);
+    return at<const uint64_t>(p.plan.mask) + q * form::mask_words(s);
 }
 
 // Keys of a query behind the prefix.
@@ -126,7 +122,7 @@ __device__ __forceinline__ void write_starts(const PlanListParams &p, Buffer buf
         if (z < count && end <= limit) {
             atomicMax(&fitting, static_cast<unsigned long long>(end));
         } else if (z < count && end - own <= limit && own > 0) {
-            record_fault(p.record, p.claim, KERNEL_PLAN_LISTS, buffer, z, -1, static_cast<int64_t>(end) - 1, capacity);
+            record_fault(p.report, KERNEL_PLAN_LISTS, buffer, z, -1, static_cast<int64_t>(end) - 1, capacity);
         }
         __syncthreads();
         if (z < count) {
@@ -151,8 +147,8 @@ __device__ __forceinline__ int64_t index_at(const PlanListParams &p, uint64_t ar
 }
 
 __device__ __forceinline__ void plan_starts(const PlanListParams &p) {
-    const form::Step s = step_of(p);
-    const int32_t lists = form::lists::per_query(s) ? p.queries : p.batch;
+    const form::Step s = p.step;
+    const int32_t lists = form::lists::per_query(s) ? p.plan.queries : p.plan.batch;
     write_starts(
         p, BUFFER_KV_INDICES, lists, p.indices, [&](int32_t z) { return list_len(p, s, z); },
         [&](int32_t z, uint64_t start) { at<int32_t>(p.kv_indptr)[z] = static_cast<int32_t>(start); });
@@ -161,13 +157,13 @@ __device__ __forceinline__ void plan_starts(const PlanListParams &p) {
         return r.open ? form::lists::mask_len(r.len, r.n) : 0;
     };
     if (p.custom_mask != 0) {
-        write_starts(p, BUFFER_CUSTOM_MASK, p.batch, p.mask_elements, mask_len, [&](int32_t i, uint64_t start) {
+        write_starts(p, BUFFER_CUSTOM_MASK, p.plan.batch, p.mask_elements, mask_len, [&](int32_t i, uint64_t start) {
             put_index(p, p.mask_indptr, i, static_cast<int64_t>(start));
         });
     }
     if (p.packed_mask != 0) {
         write_starts(
-            p, BUFFER_PACKED_MASK, p.batch, p.packed_bytes, [&](int32_t i) { return (mask_len(i) + 7) >> 3; },
+            p, BUFFER_PACKED_MASK, p.plan.batch, p.packed_bytes, [&](int32_t i) { return (mask_len(i) + 7) >> 3; },
             [&](int32_t i, uint64_t start) { at<int32_t>(p.packed_indptr)[i] = static_cast<int32_t>(start); });
     }
     if (p.last_page_len != 0) {
@@ -176,8 +172,8 @@ __device__ __forceinline__ void plan_starts(const PlanListParams &p) {
         }
     }
     if (p.qo_out != 0) {
-        for (int32_t i = threadIdx.x; i <= p.batch; i += START_THREADS) {
-            put_index(p, p.qo_out, i, at<const int32_t>(p.qo_indptr)[i]);
+        for (int32_t i = threadIdx.x; i <= p.plan.batch; i += START_THREADS) {
+            put_index(p, p.qo_out, i, at<const int32_t>(p.plan.qo_indptr)[i]);
         }
     }
 }
@@ -186,15 +182,15 @@ __device__ __forceinline__ void plan_starts(const PlanListParams &p) {
 __device__ __forceinline__ int32_t checked_slot(const PlanListParams &p, form::Step s, const int32_t *row, int32_t request,
                                                 uint32_t pos) {
     const uint32_t column = form::column(s, pos);
-    if (column >= static_cast<uint32_t>(p.row_pages)) {
-        record_fault(p.record, p.claim, KERNEL_PLAN_LISTS, BUFFER_ALLOCATED, request, -1, pos,
-                     static_cast<int64_t>(p.row_pages) << s.shift);
+    if (column >= static_cast<uint32_t>(p.table.columns)) {
+        record_fault(p.report, KERNEL_PLAN_LISTS, BUFFER_ALLOCATED, request, -1, pos,
+                     static_cast<int64_t>(p.table.columns) << s.shift);
         return 0;
     }
     const int32_t page = row[column];
-    if (page == 0 || !in_bounds(page, p.num_pages)) {
-        record_fault(p.record, p.claim, KERNEL_PLAN_LISTS, page == 0 ? BUFFER_ALLOCATED : BUFFER_POOL_PAGES, request, -1,
-                     page == 0 ? static_cast<int64_t>(pos) : page, page == 0 ? pos : p.num_pages);
+    if (page == 0 || !in_bounds(page, p.table.num_pages)) {
+        record_fault(p.report, KERNEL_PLAN_LISTS, page == 0 ? BUFFER_ALLOCATED : BUFFER_POOL_PAGES, request, -1,
+                     page == 0 ? static_cast<int64_t>(pos) : page, page == 0 ? pos : p.table.num_pages);
         return 0;
     }
     return form::slot(s, page, pos);
@@ -249,22 +245,21 @@ __device__ __forceinline__ void fill_bits(const PlanListParams &p, form::Step s,
 }
 
 __device__ __forceinline__ void plan_fill(const PlanListParams &p) {
-    const form::Step s = step_of(p);
+    const form::Step s = p.step;
     const int32_t *indptr = at<const int32_t>(p.kv_indptr);
     const int64_t stride = static_cast<int64_t>(gridDim.x) * FILL_THREADS;
     const int64_t thread = static_cast<int64_t>(blockIdx.x) * FILL_THREADS + threadIdx.x;
     if (p.extend_slots != 0 && blockIdx.y == 0) {
-        for (int64_t q = thread; q < p.queries; q += stride) {
-            at<int64_t>(p.extend_slots)[q] = at<const int32_t>(p.out_slots)[q];
+        for (int64_t q = thread; q < p.plan.queries; q += stride) {
+            at<int64_t>(p.extend_slots)[q] = at<const int32_t>(p.plan.out_slots)[q];
         }
     }
-    for (int32_t i = blockIdx.y; i < p.batch; i += gridDim.y) {
+    for (int32_t i = blockIdx.y; i < p.plan.batch; i += gridDim.y) {
         const Request r = request_of(p, i);
         if (!r.open) {
             continue;
         }
-        const int32_t *row =
-            at<const int32_t>(p.table) + static_cast<int64_t>(at<const int32_t>(p.rows)[i]) * p.row_pages;
+        const int32_t *row = table_row(p.table, at<const int32_t>(p.plan.rows)[i]);
         if (!form::lists::per_query(s)) {
             const int32_t start = indptr[i], slots = indptr[i + 1] - start;
             if (slots == static_cast<int64_t>(list_len(p, s, i))) {

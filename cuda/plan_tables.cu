@@ -19,10 +19,6 @@ __device__ __forceinline__ T *at(uint64_t address) {
     return reinterpret_cast<T *>(address);
 }
 
-__device__ __forceinline__ form::Step step_of(const PlanTableParams &p) {
-    return form::Step{p.phase, p.step, p.shift, p.topk, p.steps, p.nodes, p.context, p.holey};
-}
-
 // A request that attends to something: its queries, its prefix, its line of the pool's table. `n` is 0 for any other.
 struct Request {
     int32_t first;
@@ -32,24 +28,24 @@ struct Request {
 };
 
 __device__ __forceinline__ Request request_of(const PlanTableParams &p, int32_t i) {
-    const int32_t *indptr = at<const int32_t>(p.qo_indptr);
+    const int32_t *indptr = at<const int32_t>(p.plan.qo_indptr);
     const int32_t first = indptr[i], end = indptr[i + 1];
-    const int32_t row = at<const int32_t>(p.rows)[i], len = at<const int32_t>(p.prefix_lens)[i];
-    const bool sound = first >= 0 && end > first && end <= p.queries && len >= 0 && in_bounds(row, p.table_rows);
-    if (!sound || at<const int32_t>(p.out_slots)[first] == 0) {
+    const int32_t row = at<const int32_t>(p.plan.rows)[i], len = at<const int32_t>(p.plan.prefix_lens)[i];
+    const bool sound = first >= 0 && end > first && end <= p.plan.queries && len >= 0 && in_bounds(row, p.table.rows);
+    if (!sound || at<const int32_t>(p.plan.out_slots)[first] == 0) {
         return Request{0, 0, 0, nullptr};
     }
     return Request{first, static_cast<uint32_t>(end - first), static_cast<uint32_t>(len),
-                   at<const int32_t>(p.table) + static_cast<int64_t>(row) * p.row_pages};
+                   table_row(p.table, row)};
 }
 
 // The request of a query, -1 for a dead one.
 __device__ __forceinline__ int32_t owner_of(const PlanTableParams &p, int32_t q) {
-    const int32_t *indptr = at<const int32_t>(p.qo_indptr);
-    if (q >= indptr[p.batch]) {
+    const int32_t *indptr = at<const int32_t>(p.plan.qo_indptr);
+    if (q >= indptr[p.plan.batch]) {
         return -1;
     }
-    int32_t low = 0, high = p.batch;
+    int32_t low = 0, high = p.plan.batch;
     while (low < high) {
         const int32_t middle = (low + high) / 2;
         if (indptr[middle] <= q) {
@@ -69,17 +65,18 @@ __device__ __forceinline__ void write_row(const PlanTableParams &p, Buffer buffe
                                           Page page, Entry entry) {
     bool bad = n > static_cast<uint32_t>(columns);
     if (bad && threadIdx.x == 0) {
-        record_fault(p.record, p.claim, KERNEL_PLAN_TABLES, buffer, request, step, static_cast<int64_t>(n) - 1, columns);
+        record_fault(p.report, KERNEL_PLAN_TABLES, buffer, request, step, static_cast<int64_t>(n) - 1, columns);
     }
     if (!bad) {
         bool wrong = false;
         for (uint32_t c = threadIdx.x; c < n && !wrong; c += TABLE_THREADS) {
             const int64_t column = page(c);
-            const int32_t id = column < p.row_pages ? request_of(p, request).line[column] : 0;
-            if (id == 0 || !in_bounds(id, p.num_pages)) {
+            const int32_t id = column < p.table.columns ? request_of(p, request).line[column] : 0;
+            if (id == 0 || !in_bounds(id, p.table.num_pages)) {
                 wrong = true;
-                record_fault(p.record, p.claim, KERNEL_PLAN_TABLES, id == 0 ? BUFFER_ALLOCATED : BUFFER_POOL_PAGES,
-                             request, step, id == 0 ? column << p.shift : id, id == 0 ? column << p.shift : p.num_pages);
+                record_fault(p.report, KERNEL_PLAN_TABLES, id == 0 ? BUFFER_ALLOCATED : BUFFER_POOL_PAGES,
+                             request, step, id == 0 ? column << p.step.shift : id,
+                             id == 0 ? column << p.step.shift : p.table.num_pages);
             }
         }
         bad = __syncthreads_or(wrong);
@@ -103,22 +100,22 @@ __device__ __forceinline__ bool is_lane(form::Step s, const uint64_t *mask, uint
 }
 
 __device__ __forceinline__ void plan_tables(const PlanTableParams &p) {
-    const form::Step s = step_of(p);
+    const form::Step s = p.step;
     const uint32_t words = form::mask_words(s), passes = form::tables::passes(s);
     const int64_t thread = static_cast<int64_t>(blockIdx.x) * TABLE_THREADS + threadIdx.x;
     const int64_t stride = static_cast<int64_t>(gridDim.x) * TABLE_THREADS;
-    const int32_t *indptr = at<const int32_t>(p.qo_indptr);
-    for (int64_t i = thread; i <= p.batch; i += stride) {
+    const int32_t *indptr = at<const int32_t>(p.plan.qo_indptr);
+    for (int64_t i = thread; i <= p.plan.batch; i += stride) {
         at<int32_t>(p.cu_seqlens_q)[i] = indptr[i];
     }
     if (passes != form::tables::ONE) {
-        for (int64_t q = thread; q <= p.queries; q += stride) {
+        for (int64_t q = thread; q <= p.plan.queries; q += stride) {
             at<int32_t>(p.expand_cu_seqlens_q)[q] = static_cast<int32_t>(q);
         }
     }
-    const int64_t rows = static_cast<int64_t>(p.batch) + (passes == form::tables::ONE ? 0 : p.queries);
+    const int64_t rows = static_cast<int64_t>(p.plan.batch) + (passes == form::tables::ONE ? 0 : p.plan.queries);
     for (int64_t x = blockIdx.x; x < rows; x += gridDim.x) {
-        const int32_t q = x < p.batch ? -1 : static_cast<int32_t>(x - p.batch);
+        const int32_t q = x < p.plan.batch ? -1 : static_cast<int32_t>(x - p.plan.batch);
         const int32_t i = q < 0 ? static_cast<int32_t>(x) : owner_of(p, q);
         Request r = i < 0 ? Request{0, 0, 0, nullptr} : request_of(p, i);
         // A lane that is read whole must be what the mask says; asked where the row is written that reads it.
@@ -126,9 +123,9 @@ __device__ __forceinline__ void plan_tables(const PlanTableParams &p) {
         if (asks && r.n > 0) {
             const uint32_t from = q < 0 ? 0 : q - r.first, to = q < 0 ? r.n : from + 1;
             for (uint32_t j = from; j < to && r.n > 0; ++j) {
-                if (!is_lane(s, at<const uint64_t>(p.mask) + (static_cast<int64_t>(r.first) + j) * words, j)) {
+                if (!is_lane(s, at<const uint64_t>(p.plan.mask) + (static_cast<int64_t>(r.first) + j) * words, j)) {
                     if (threadIdx.x == 0) {
-                        record_fault(p.record, p.claim, KERNEL_PLAN_TABLES, BUFFER_ANCESTORS, i, static_cast<int32_t>(j),
+                        record_fault(p.report, KERNEL_PLAN_TABLES, BUFFER_ANCESTORS, i, static_cast<int32_t>(j),
                                      form::own_bit(s, j), s.topk * s.steps);
                     }
                     r.n = 0;
@@ -143,7 +140,7 @@ __device__ __forceinline__ void plan_tables(const PlanTableParams &p) {
                 [](uint32_t c) -> int64_t { return c; }, [&](uint32_t c) { return r.line[c]; });
             continue;
         }
-        const uint64_t *mask = at<const uint64_t>(p.mask) + static_cast<int64_t>(q) * words;
+        const uint64_t *mask = at<const uint64_t>(p.plan.mask) + static_cast<int64_t>(q) * words;
         const uint32_t j = r.n == 0 ? 0 : static_cast<uint32_t>(q - r.first);
         const uint32_t len = r.n == 0 ? 0 : form::tables::expand_len_at(s, r.len, mask);
         const bool whole = passes == form::tables::PAGES;

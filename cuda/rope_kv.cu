@@ -127,11 +127,11 @@ __device__ __forceinline__ void rope_kv(const RopeKvParams &p) {
     const bool stored = in_bounds(slot, p.num_slots);
     if (head == p.heads && lane == 0) {  // the first key head, which every launch has
         if (!placed) {
-            record_fault(p.record, p.claim, KERNEL_ROPE_KV, BUFFER_ROPE_TABLE, -1, row, position,
+            record_fault(p.report, KERNEL_ROPE_KV, BUFFER_ROPE_TABLE, -1, row, position,
                          p.positions_in_table);
         }
         if (!stored) {
-            record_fault(p.record, p.claim, KERNEL_ROPE_KV, BUFFER_CACHE_SLOT, -1, row, slot, p.num_slots);
+            record_fault(p.report, KERNEL_ROPE_KV, BUFFER_CACHE_SLOT, -1, row, slot, p.num_slots);
         }
     }
     if (!query && (!placed || !stored || slot == 0)) {

@@ -53,7 +53,7 @@ __device__ __forceinline__ bool in_order(const RoundEndParams &p, int32_t lane, 
         return true;
     }
     if (reporter) {
-        record_fault(p.record, p.claim, KERNEL_ROUND_END, buffer, lane, -1, index, bound);
+        record_fault(p.report, KERNEL_ROUND_END, buffer, lane, -1, index, bound);
     }
     return false;
 }
@@ -137,9 +137,9 @@ __device__ __forceinline__ void head_block(const RoundEndParams &p, uint32_t rou
         all = 0;
         // Both come over the bus: asked for now, used at the end.
         asked = fresh(p.stop);
-        epoch = fresh(p.record);
+        epoch = fresh(p.report.record);
     }
-    const int32_t live = live_rows(p.live, p.batch, p.record, p.claim, KERNEL_ROUND_END, first);
+    const int32_t live = live_rows(p.live, p.batch, p.report, KERNEL_ROUND_END, first);
     __syncthreads();
     const uint32_t exits = end_lanes(p, live, slot);
     if (exits != 0) {
@@ -154,7 +154,7 @@ __device__ __forceinline__ void head_block(const RoundEndParams &p, uint32_t rou
         exit |= EXIT_FAULT;
     }
     // The record is taken where the claim has reached its epoch.
-    if (fresh(p.claim) >= epoch) {
+    if (fresh(p.report.claim) >= epoch) {
         exit |= EXIT_FAULT;
     }
     if (asked != 0) {

@@ -17,7 +17,7 @@ template <typename Vector>
 __device__ __forceinline__ void gather_rows(const GatherRowsParams &p) {
     const Kernel kernel = static_cast<Kernel>(p.kernel);
     const bool reporter = blockIdx.y == 0 && threadIdx.x == 0;
-    const int32_t live = live_rows(p.live, p.rows, p.record, p.claim, kernel, blockIdx.x == 0 && reporter);
+    const int32_t live = live_rows(p.live, p.rows, p.report, kernel, blockIdx.x == 0 && reporter);
     const int32_t row = blockIdx.x;
     int32_t index = -1;
     int32_t target = row;
@@ -30,7 +30,7 @@ __device__ __forceinline__ void gather_rows(const GatherRowsParams &p) {
         }
         if (index != -1 && !in_bounds(index, p.table_rows)) {
             if (reporter) {
-                record_fault(p.record, p.claim, kernel, static_cast<Buffer>(p.buffer), -1, row, index, p.table_rows);
+                record_fault(p.report, kernel, static_cast<Buffer>(p.buffer), -1, row, index, p.table_rows);
             }
             index = -1;
         }
@@ -38,7 +38,7 @@ __device__ __forceinline__ void gather_rows(const GatherRowsParams &p) {
             target = reinterpret_cast<const int32_t *>(p.targets)[row];
             if (target != -1 && !in_bounds(target, p.out_rows)) {
                 if (reporter) {
-                    record_fault(p.record, p.claim, kernel, BUFFER_ROWS_OUT, -1, row, target, p.out_rows);
+                    record_fault(p.report, kernel, BUFFER_ROWS_OUT, -1, row, target, p.out_rows);
                 }
                 target = -1;
             }
@@ -92,7 +92,7 @@ template <typename T>
 __device__ __forceinline__ void add_rms_norm(const AddRmsNormParams &p) {
     __shared__ float partial[32];
     const int32_t live =
-        live_rows(p.live, p.rows, p.record, p.claim, KERNEL_RMS_NORM, blockIdx.x == 0 && threadIdx.x == 0);
+        live_rows(p.live, p.rows, p.report, KERNEL_RMS_NORM, blockIdx.x == 0 && threadIdx.x == 0);
     const uint64_t row = blockIdx.x;
     const bool dead = blockIdx.x >= static_cast<uint32_t>(live);
     const bool wide = p.wide != 0;
@@ -169,7 +169,7 @@ __device__ __forceinline__ void add_rms_norm(const AddRmsNormParams &p) {
 template <typename T, bool GELU>
 __device__ __forceinline__ void gated_up(const GatedUpParams &p) {
     const int32_t live =
-        live_rows(p.live, p.rows, p.record, p.claim, KERNEL_GATED_UP,
+        live_rows(p.live, p.rows, p.report, KERNEL_GATED_UP,
                   blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0);
     const uint64_t row = blockIdx.x;
     const bool wide = p.wide != 0;

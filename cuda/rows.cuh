@@ -64,15 +64,15 @@ __device__ __forceinline__ void store8(uint16_t *at, const Vector8 &v, int64_t l
 
 // Live rows of a static batch of `rows`: all where `address` is 0, else what the int32 there says. A count outside
 // 0..=rows is recorded and clamped.
-__device__ __forceinline__ int32_t live_rows(uint64_t address, int32_t rows, uint64_t record, uint64_t claim,
-                                             Kernel kernel, bool reporter) {
+__device__ __forceinline__ int32_t live_rows(uint64_t address, int32_t rows, const Report &report, Kernel kernel,
+                                             bool reporter) {
     if (address == 0) {
         return rows;
     }
     const int32_t live = *reinterpret_cast<const int32_t *>(address);
     if (live < 0 || live > rows) {
         if (reporter) {
-            record_fault(record, claim, kernel, BUFFER_LIVE, -1, -1, live, static_cast<int64_t>(rows) + 1);
+            record_fault(report, kernel, BUFFER_LIVE, -1, -1, live, static_cast<int64_t>(rows) + 1);
         }
         return live < 0 ? 0 : rows;
     }

@@ -653,7 +653,7 @@ __device__ bool begin_edits(const SampleParams &p, Row<L> &row, Shared &shared, 
     if (begin < 0 || listed < 0 || begin > p.edits - listed) {
         if (threadIdx.x == 0) {
             const int64_t index = begin < 0 ? begin : listed < 0 ? listed : static_cast<int64_t>(begin) + listed - 1;
-            record_fault(p.record, p.claim, KERNEL_SAMPLE_VERIFY, BUFFER_EDITS, request, -1, index, p.edits);
+            record_fault(p.verify.report, KERNEL_SAMPLE_VERIFY, BUFFER_EDITS, request, -1, index, p.edits);
         }
         return false;
     }
@@ -676,7 +676,7 @@ __device__ bool begin_edits(const SampleParams &p, Row<L> &row, Shared &shared, 
             atomicOr(&shared.edited[token >> 5], 1u << (token & 31));
         } else {
             bad = true;
-            record_fault(p.record, p.claim, KERNEL_SAMPLE_VERIFY, BUFFER_EDIT_TOKENS, request, i, token, row.vocab);
+            record_fault(p.verify.report, KERNEL_SAMPLE_VERIFY, BUFFER_EDIT_TOKENS, request, i, token, row.vocab);
         }
     }
     return __syncthreads_or(bad) == 0;
@@ -686,7 +686,7 @@ __device__ bool begin_edits(const SampleParams &p, Row<L> &row, Shared &shared, 
 template <typename L>
 __device__ __forceinline__ Row<L> row_of(const SampleParams &p, const SamplerRow &sampler) {
     Row<L> row{};
-    row.vocab = p.vocab;
+    row.vocab = p.verify.vocab;
     row.penalises = sampler.penalises != 0;
     row.repetition = __uint_as_float(sampler.repetition);
     row.presence = __uint_as_float(sampler.presence);
@@ -696,18 +696,20 @@ __device__ __forceinline__ Row<L> row_of(const SampleParams &p, const SamplerRow
 
 template <typename L>
 __device__ __forceinline__ const typename L::Storage *logits_of(const SampleParams &p, int32_t at) {
-    return reinterpret_cast<const typename L::Storage *>(p.logits) + static_cast<int64_t>(at) * p.logits_stride;
+    return reinterpret_cast<const typename L::Storage *>(p.verify.logits) +
+           static_cast<int64_t>(at) * p.verify.logits_stride;
 }
 
 __device__ __forceinline__ uint32_t position_of(const SampleParams &p, int32_t request, int32_t depth) {
-    return static_cast<uint32_t>(reinterpret_cast<const int32_t *>(p.lens)[request]) + static_cast<uint32_t>(depth) + 1;
+    return static_cast<uint32_t>(reinterpret_cast<const int32_t *>(p.verify.lens)[request]) +
+           static_cast<uint32_t>(depth) + 1;
 }
 
 __device__ __forceinline__ void report(const SampleParams &p, int32_t request, int32_t at, uint32_t position,
                                        const Fault &fault) {
-    record_probe(p.record, p.claim, KERNEL_SAMPLE_VERIFY, fault.buffer, fault.probe, request, at, fault.column,
+    record_probe(p.verify.report, KERNEL_SAMPLE_VERIFY, fault.buffer, fault.probe, request, at, fault.column,
                  static_cast<int32_t>(position));
-    reinterpret_cast<int32_t *>(p.faults)[request] = fault.probe;
+    reinterpret_cast<int32_t *>(p.verify.faults)[request] = fault.probe;
 }
 
 template <typename L>
@@ -715,19 +717,21 @@ __device__ __forceinline__ void sample_walk(const SampleParams &p) {
     __shared__ Shared shared;
     const int32_t request = blockIdx.x;
     const bool writer = threadIdx.x == 0;
-    const int32_t live = live_rows(p.live, p.requests, p.record, p.claim, KERNEL_SAMPLE_VERIFY, writer && request == 0);
-    Range range = nodes_of(p, KERNEL_SAMPLE_VERIFY, request, live, writer);
+    const int32_t live = live_rows(p.verify.live, p.verify.requests, p.verify.report, KERNEL_SAMPLE_VERIFY,
+                                   writer && request == 0);
+    Range range = nodes_of(p.verify, KERNEL_SAMPLE_VERIFY, request, live, writer);
     if (writer) {
-        reinterpret_cast<int32_t *>(p.faults)[request] = PROBE_NONE;
+        reinterpret_cast<int32_t *>(p.verify.faults)[request] = PROBE_NONE;
     }
     const SamplerRow sampler = reinterpret_cast<const SamplerRow *>(p.samplers)[request];
     Row<L> row = row_of<L>(p, sampler);
-    row.path = reinterpret_cast<const int32_t *>(p.walk_tokens) + static_cast<int64_t>(request) * p.max_path;
+    row.path =
+        reinterpret_cast<const int32_t *>(p.verify.walk_tokens) + static_cast<int64_t>(request) * p.verify.max_path;
     if (range.size > 0 && !begin_edits(p, row, shared, request)) {
         range.size = 0;
     }
-    const int32_t *parents = reinterpret_cast<const int32_t *>(p.tree_parents) + range.begin;
-    const int32_t *tokens = reinterpret_cast<const int32_t *>(p.tree_tokens) + range.begin;
+    const int32_t *parents = reinterpret_cast<const int32_t *>(p.verify.tree_parents) + range.begin;
+    const int32_t *tokens = reinterpret_cast<const int32_t *>(p.verify.tree_tokens) + range.begin;
     Walk walk = {0, 0};
     bool more = range.size > 0;
     while (more) {
@@ -744,14 +748,14 @@ __device__ __forceinline__ void sample_walk(const SampleParams &p) {
         if (writer && token != NO_TOKEN && row.penalises) {
             shared.edited[token >> 5] |= 1u << (token & 31);
         }
-        more = step(p, KERNEL_SAMPLE_VERIFY, request, range, parents, tokens, token, walk, writer);
+        more = step(p.verify, KERNEL_SAMPLE_VERIFY, request, range, parents, tokens, token, walk, writer);
         __syncthreads();
     }
     if (writer) {
-        reinterpret_cast<int32_t *>(p.walk_lengths)[request] = walk.length;
+        reinterpret_cast<int32_t *>(p.verify.walk_lengths)[request] = walk.length;
     }
-    if (last_block(p.counter, gridDim.x)) {
-        gather_walks(p, live);
+    if (last_block(p.verify.counter, gridDim.x)) {
+        gather_walks(p.verify, live);
     }
 }
 
@@ -776,7 +780,7 @@ __device__ __forceinline__ uint64_t draw_node(const SampleParams &p, Shared &sha
     }
     __syncthreads();
     for (int32_t i = threadIdx.x; i < live; i += THREADS) {
-        const Range range = nodes_of(p, KERNEL_SAMPLE_VERIFY, i, live, false);
+        const Range range = nodes_of(p.verify, KERNEL_SAMPLE_VERIFY, i, live, false);
         if (at >= range.begin && at - range.begin < range.size) {
             owner = i;  // if offsets overlap, either may win: such a batch has a fault of its own
         }
@@ -786,13 +790,13 @@ __device__ __forceinline__ uint64_t draw_node(const SampleParams &p, Shared &sha
     if (request < 0) {
         return 0;
     }
-    const Range range = nodes_of(p, KERNEL_SAMPLE_VERIFY, request, live, false);
-    const int32_t *parents = reinterpret_cast<const int32_t *>(p.tree_parents) + range.begin;
-    const int32_t *tokens = reinterpret_cast<const int32_t *>(p.tree_tokens) + range.begin;
+    const Range range = nodes_of(p.verify, KERNEL_SAMPLE_VERIFY, request, live, false);
+    const int32_t *parents = reinterpret_cast<const int32_t *>(p.verify.tree_parents) + range.begin;
+    const int32_t *tokens = reinterpret_cast<const int32_t *>(p.verify.tree_tokens) + range.begin;
     if (threadIdx.x == 0) {
         // Walk up to the root; a node that is deeper than a path may be, or whose parents are invalid, is not reached.
         int32_t depth = 0, node = at - range.begin;
-        const int32_t room = min(p.max_path - 1, FULL_PATH);
+        const int32_t room = min(p.verify.max_path - 1, FULL_PATH);
         while (node > 0 && depth < room && in_bounds(parents[node], node)) {
             path[depth++] = tokens[node];
             node = parents[node];
@@ -815,7 +819,7 @@ __device__ __forceinline__ uint64_t draw_node(const SampleParams &p, Shared &sha
     if (row.penalises) {
         // A draft outside the vocabulary is never drawn, so nothing below it is reached.
         for (int32_t i = threadIdx.x; i < depth; i += THREADS) {
-            if (in_bounds(path[i], p.vocab)) {
+            if (in_bounds(path[i], p.verify.vocab)) {
                 atomicOr(&shared.edited[path[i] >> 5], 1u << (path[i] & 31));
             }
         }
@@ -833,20 +837,21 @@ template <typename L>
 __device__ __forceinline__ void sample_full(const SampleParams &p) {
     __shared__ Shared shared;
     const int32_t live =
-        live_rows(p.live, p.requests, p.record, p.claim, KERNEL_SAMPLE_VERIFY, threadIdx.x == 0 && blockIdx.x == 0);
-    uint64_t *results = reinterpret_cast<uint64_t *>(p.row_keys);
+        live_rows(p.verify.live, p.verify.requests, p.verify.report, KERNEL_SAMPLE_VERIFY,
+                  threadIdx.x == 0 && blockIdx.x == 0);
+    uint64_t *results = reinterpret_cast<uint64_t *>(p.verify.row_keys);
     const uint64_t result = draw_node<L>(p, shared, live, static_cast<int32_t>(blockIdx.x));
     if (threadIdx.x == 0) {
         results[blockIdx.x] = result;
     }
-    if (!last_block(p.counter, gridDim.x)) {
+    if (!last_block(p.verify.counter, gridDim.x)) {
         return;
     }
-    for (int32_t request = threadIdx.x / 32; request < p.requests; request += WARPS) {
+    for (int32_t request = threadIdx.x / 32; request < p.verify.requests; request += WARPS) {
         const bool writer = threadIdx.x % 32 == 0;
-        Range range = nodes_of(p, KERNEL_SAMPLE_VERIFY, request, live, writer);
+        Range range = nodes_of(p.verify, KERNEL_SAMPLE_VERIFY, request, live, writer);
         if (writer) {
-            reinterpret_cast<int32_t *>(p.faults)[request] = PROBE_NONE;
+            reinterpret_cast<int32_t *>(p.verify.faults)[request] = PROBE_NONE;
         }
         __syncwarp();
         if (range.size > 0 && (__ldcg(results + range.begin) >> 36 & 0xF) == DRAWN_LEFT_OUT) {
@@ -864,20 +869,20 @@ __device__ __forceinline__ void sample_full(const SampleParams &p) {
                        Fault{static_cast<Probe>(result >> 32 & 0xF), edited ? BUFFER_EDITED_LOGITS : BUFFER_TARGET_LOGITS,
                              static_cast<int64_t>(result >> 40)});
             }
-            more = step(p, KERNEL_SAMPLE_VERIFY, request, range,
-                        reinterpret_cast<const int32_t *>(p.tree_parents) + range.begin,
-                        reinterpret_cast<const int32_t *>(p.tree_tokens) + range.begin, token, walk, writer);
+            more = step(p.verify, KERNEL_SAMPLE_VERIFY, request, range,
+                        reinterpret_cast<const int32_t *>(p.verify.tree_parents) + range.begin,
+                        reinterpret_cast<const int32_t *>(p.verify.tree_tokens) + range.begin, token, walk, writer);
         }
         if (writer) {
-            reinterpret_cast<int32_t *>(p.walk_lengths)[request] = walk.length;
+            reinterpret_cast<int32_t *>(p.verify.walk_lengths)[request] = walk.length;
         }
     }
     __threadfence();
     __syncthreads();
-    for (int32_t i = threadIdx.x; i < p.nodes; i += THREADS) {
+    for (int32_t i = threadIdx.x; i < p.verify.nodes; i += THREADS) {
         results[i] = 0;  // greedy verification may be given the same scratch
     }
-    gather_walks(p, live);
+    gather_walks(p.verify, live);
 }
 
 }  // namespace specrs

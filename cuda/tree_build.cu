@@ -48,17 +48,17 @@ __device__ __forceinline__ Limits limits_of(const TreeBuildParams &p, int32_t re
     if (request >= live) {
         return {0, -1};  // no root either
     }
-    int32_t sound = reinterpret_cast<const int32_t *>(p.sound)[request];
-    if (sound < 0 || sound > p.steps) {
+    int32_t sound = reinterpret_cast<const int32_t *>(p.drafts.sound)[request];
+    if (sound < 0 || sound > p.drafts.steps) {
         if (reporter) {
-            record_fault(p.record, p.claim, KERNEL_TREE_BUILD, BUFFER_SOUND, request, -1, sound,
-                         static_cast<int64_t>(p.steps) + 1);
+            record_fault(p.report, KERNEL_TREE_BUILD, BUFFER_SOUND, request, -1, sound,
+                         static_cast<int64_t>(p.drafts.steps) + 1);
         }
         sound = 0;
     }
-    const int32_t nodes = max_nodes_of(p, KERNEL_TREE_BUILD, request, reporter);
+    const int32_t nodes = max_nodes_of(p.trees, p.report, KERNEL_TREE_BUILD, request, reporter);
     const int32_t levels = min(sound, max(reinterpret_cast<const int32_t *>(p.max_depths)[request], 0));
-    const int32_t within = levels == 0 ? 0 : p.topk + (levels - 1) * p.topk * p.topk;
+    const int32_t within = levels == 0 ? 0 : p.drafts.topk + (levels - 1) * p.drafts.topk * p.drafts.topk;
     return {within, min(nodes - 1, within)};
 }
 
@@ -70,14 +70,14 @@ __device__ __forceinline__ void tree_build(const TreeBuildParams &p) {
     const int32_t request = blockIdx.x;
     const bool reporter = threadIdx.x == 0;
     const int32_t live =
-        live_rows(p.live, p.requests, p.record, p.claim, KERNEL_TREE_BUILD, reporter && blockIdx.x == 0);
+        live_rows(p.live, p.trees.requests, p.report, KERNEL_TREE_BUILD, reporter && blockIdx.x == 0);
     const float least = p.min_score == 0 ? __uint_as_float(0xff800000u) : *reinterpret_cast<const float *>(p.min_score);
-    const float *all_scores = reinterpret_cast<const float *>(p.scores);
+    const float *all_scores = reinterpret_cast<const float *>(p.drafts.scores);
     const bool counted = !(least <= __uint_as_float(0xff800000u));  // NaN too: no score reaches it
 
-    // Loaded before the count is known: one trip to memory less.
-    const uint64_t base = static_cast<uint64_t>(request) * p.candidates;
-    for (int32_t c = threadIdx.x; c < p.candidates; c += blockDim.x) {
+    // Loaded before it is known how many count: one trip to memory less.
+    const uint64_t base = static_cast<uint64_t>(request) * p.drafts.candidates;
+    for (int32_t c = threadIdx.x; c < p.drafts.candidates; c += blockDim.x) {
         near_scores[c] = score_at(all_scores, base + c);
         node_of[c] = 0;
     }
@@ -89,7 +89,7 @@ __device__ __forceinline__ void tree_build(const TreeBuildParams &p) {
         const int32_t lane = threadIdx.x % 32;
         for (int32_t other = threadIdx.x / 32; other < live; other += blockDim.x / 32) {
             const Limits limits = limits_of(p, other, live, false);
-            const float *scores = all_scores + static_cast<uint64_t>(other) * p.candidates;
+            const float *scores = all_scores + static_cast<uint64_t>(other) * p.drafts.candidates;
             int32_t reach = 0;
             for (int32_t c = lane; c < limits.within; c += 32) {
                 reach += score_at(scores, c) >= least;
@@ -112,12 +112,12 @@ __device__ __forceinline__ void tree_build(const TreeBuildParams &p) {
     block_before(mine, sums, begin);
     block_before(all, sums, total);
 
-    int32_t *tokens = reinterpret_cast<int32_t *>(p.tokens);
-    float *scores = reinterpret_cast<float *>(p.node_scores);
+    int32_t *tokens = reinterpret_cast<int32_t *>(p.trees.tokens);
+    float *scores = reinterpret_cast<float *>(p.trees.scores);
     if (reporter) {
-        write_offsets(p, request, begin, total);
+        write_offsets(p.trees, request, begin, total);
     }
-    write_dead_nodes(p, request, total);
+    write_dead_nodes(p.trees, request, total);
     const Limits limits = limits_of(p, request, live, reporter);
     if (limits.count < 0) {
         return;
@@ -125,7 +125,7 @@ __device__ __forceinline__ void tree_build(const TreeBuildParams &p) {
 
     if (threadIdx.x == 0) {
         parents[0] = -1;
-        tokens[begin] = reinterpret_cast<const int32_t *>(p.roots)[request];
+        tokens[begin] = reinterpret_cast<const int32_t *>(p.trees.roots)[request];
         scores[begin] = 0.0f;
     }
     __syncthreads();
@@ -144,19 +144,19 @@ __device__ __forceinline__ void tree_build(const TreeBuildParams &p) {
         }
         __syncthreads();
         if (chosen) {
-            int32_t parent = reinterpret_cast<const int32_t *>(p.candidate_parents)[base + c];
+            int32_t parent = reinterpret_cast<const int32_t *>(p.drafts.parents)[base + c];
             if (parent >= c || parent < -1) {
-                record_fault(p.record, p.claim, KERNEL_TREE_BUILD, BUFFER_CANDIDATE_PARENTS, request, c, parent, c);
+                record_fault(p.report, KERNEL_TREE_BUILD, BUFFER_CANDIDATE_PARENTS, request, c, parent, c);
                 parent = -1;
             }
             parents[node] = parent < 0 ? 0 : node_of[parent];
-            tokens[begin + node] = reinterpret_cast<const int32_t *>(p.candidate_tokens)[base + c];
+            tokens[begin + node] = reinterpret_cast<const int32_t *>(p.drafts.tokens)[base + c];
             scores[begin + node] = near_scores[c];
         }
         size += found;
     }
     __syncthreads();
-    write_links(p, parents, begin, size);
+    write_links(p.trees, parents, begin, size);
 }
 
 }  // namespace specrs

@@ -27,23 +27,23 @@ struct Tree {
 
 // A root alone, of which nothing is read, if the offsets describe no tree.
 __device__ __forceinline__ Tree tree_of(const TreeUniteParams &p, bool own, int32_t request, bool reporter) {
-    const int32_t *offsets = reinterpret_cast<const int32_t *>(own ? p.own_offsets : p.other_offsets);
-    Tree tree = {offsets[request], 1, reinterpret_cast<const int32_t *>(own ? p.own_tokens : p.other_tokens),
-                 reinterpret_cast<const int32_t *>(own ? p.own_parents : p.other_parents),
-                 reinterpret_cast<const float *>(own ? p.own_scores : p.other_scores)};
+    const GivenTrees &given = own ? p.own : p.other;
+    const int32_t *offsets = reinterpret_cast<const int32_t *>(given.offsets);
+    Tree tree = {offsets[request], 1, reinterpret_cast<const int32_t *>(given.tokens),
+                 reinterpret_cast<const int32_t *>(given.parents), reinterpret_cast<const float *>(given.scores)};
     const int64_t end = offsets[request + 1];
     const int64_t size = end - tree.begin;
-    const int64_t capacity = static_cast<int64_t>(p.requests) * p.draft_tokens;
-    if (size < 1 || size > p.draft_tokens) {
+    const int64_t capacity = static_cast<int64_t>(p.trees.requests) * p.trees.draft_tokens;
+    if (size < 1 || size > p.trees.draft_tokens) {
         if (reporter) {
-            record_fault(p.record, p.claim, KERNEL_TREE_UNITE, BUFFER_TREE, request, own ? 0 : 1, size,
-                         static_cast<int64_t>(p.draft_tokens) + 1);
+            record_fault(p.report, KERNEL_TREE_UNITE, BUFFER_TREE, request, own ? 0 : 1, size,
+                         static_cast<int64_t>(p.trees.draft_tokens) + 1);
         }
         return tree;
     }
     if (tree.begin < 0 || end > capacity) {
         if (reporter) {
-            record_fault(p.record, p.claim, KERNEL_TREE_UNITE, BUFFER_TREES, request, own ? 0 : 1,
+            record_fault(p.report, KERNEL_TREE_UNITE, BUFFER_TREES, request, own ? 0 : 1,
                          tree.begin < 0 ? tree.begin : end, capacity + 1);
         }
         return tree;
@@ -60,7 +60,7 @@ __device__ __forceinline__ int32_t parent_of(const TreeUniteParams &p, const Tre
         return parent;
     }
     if (reporter) {
-        record_fault(p.record, p.claim, KERNEL_TREE_UNITE, BUFFER_TREE_PARENTS, request, node, parent, node);
+        record_fault(p.report, KERNEL_TREE_UNITE, BUFFER_TREE_PARENTS, request, node, parent, node);
     }
     return 0;
 }
@@ -119,14 +119,14 @@ __device__ __forceinline__ void tree_unite(const TreeUniteParams &p) {
     const int32_t x = threadIdx.x;
     const bool reporter = x == 0;
     const int32_t live =
-        live_rows(p.live, p.requests, p.record, p.claim, KERNEL_TREE_UNITE, reporter && blockIdx.x == 0);
+        live_rows(p.live, p.trees.requests, p.report, KERNEL_TREE_UNITE, reporter && blockIdx.x == 0);
 
     int32_t before = 0;
     int32_t all = 0;
     for (int32_t one = x / 32; one < live; one += blockDim.x / 32) {
         const bool mine = one == request;
         const bool tells = mine && x % 32 == 0;
-        const int32_t most = max_nodes_of(p, KERNEL_TREE_UNITE, one, tells);
+        const int32_t most = max_nodes_of(p.trees, p.report, KERNEL_TREE_UNITE, one, tells);
         const Tree own = tree_of(p, true, one, tells);
         const Tree other = tree_of(p, false, one, tells);
         const int32_t size = min(most, place(p, own, other, one, mine, mine ? places : nullptr));
@@ -139,18 +139,19 @@ __device__ __forceinline__ void tree_unite(const TreeUniteParams &p) {
     block_before(before, sums, begin);
     block_before(all, sums, total);
     if (reporter) {
-        write_offsets(p, request, begin, total);
+        write_offsets(p.trees, request, begin, total);
     }
-    write_dead_nodes(p, request, total);
-    for (int32_t i = total + request * blockDim.x + x; i < p.requests * p.draft_tokens; i += p.requests * blockDim.x) {
+    write_dead_nodes(p.trees, request, total);
+    const int32_t capacity = p.trees.requests * p.trees.draft_tokens;
+    for (int32_t i = total + request * blockDim.x + x; i < capacity; i += p.trees.requests * blockDim.x) {
         reinterpret_cast<int32_t *>(p.origins)[i] = 0;
     }
     if (request >= live) {
         return;
     }
 
-    // All nodes: own ones, then those of the other tree without an equal own node.
-    const int32_t most = max_nodes_of(p, KERNEL_TREE_UNITE, request, false);
+    // All nodes: own ones, then those of the other tree that have no equal among these.
+    const int32_t most = max_nodes_of(p.trees, p.report, KERNEL_TREE_UNITE, request, false);
     const Tree own = tree_of(p, true, request, false);
     const Tree other = tree_of(p, false, request, false);
     const int32_t end = own.size + other.size - 1;
@@ -162,7 +163,7 @@ __device__ __forceinline__ void tree_unite(const TreeUniteParams &p) {
         int32_t parent = -1;
         const int32_t its = x - own.size + 1;
         if (x == 0) {
-            token = reinterpret_cast<const int32_t *>(p.roots)[request];
+            token = reinterpret_cast<const int32_t *>(p.trees.roots)[request];
         } else if (x < own.size) {
             here = true;
             token = own.tokens[own.begin + x];
@@ -244,13 +245,13 @@ __device__ __forceinline__ void tree_unite(const TreeUniteParams &p) {
     if (stays) {
         const int32_t number = numbers[x];
         numbered[number] = x == 0 ? -1 : numbers[up];
-        reinterpret_cast<int32_t *>(p.tokens)[begin + number] = token;
-        reinterpret_cast<float *>(p.node_scores)[begin + number] = scores[x];
+        reinterpret_cast<int32_t *>(p.trees.tokens)[begin + number] = token;
+        reinterpret_cast<float *>(p.trees.scores)[begin + number] = scores[x];
         reinterpret_cast<int32_t *>(p.origins)[begin + number] = origin;
     }
     int32_t size;
     block_before(stays, sums, size);
-    write_links(p, numbered, begin, size);
+    write_links(p.trees, numbered, begin, size);
 }
 
 }  // namespace specrs

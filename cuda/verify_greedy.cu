@@ -26,7 +26,7 @@ __device__ __forceinline__ bool greedy_step(const VerifyParams &p, int32_t reque
     const Probe probe = key_probe(key);
     if (writer && probe != PROBE_NONE) {
         const int32_t len = reinterpret_cast<const int32_t *>(p.lens)[request];
-        record_probe(p.record, p.claim, KERNEL_VERIFY_GREEDY, BUFFER_TARGET_LOGITS, probe, request,
+        record_probe(p.report, KERNEL_VERIFY_GREEDY, BUFFER_TARGET_LOGITS, probe, request,
                      range.begin + walk.node, probe_column(key, probe), len + walk.length + 1);
         reinterpret_cast<int32_t *>(p.faults)[request] = probe;
     }
@@ -40,7 +40,7 @@ __device__ __forceinline__ void verify_walk(const VerifyParams &p) {
     __shared__ int32_t parents[MAX_TREE];
     __shared__ int32_t tokens[MAX_TREE];
     const int32_t request = blockIdx.x;
-    const int32_t live = live_rows(p.live, p.requests, p.record, p.claim, KERNEL_VERIFY_GREEDY,
+    const int32_t live = live_rows(p.live, p.requests, p.report, KERNEL_VERIFY_GREEDY,
                                    blockIdx.x == 0 && threadIdx.x == 0);
     const Range range = nodes_of(p, KERNEL_VERIFY_GREEDY, request, live, threadIdx.x == 0);
     for (int32_t j = threadIdx.x; j < range.size; j += blockDim.x) {
@@ -71,7 +71,7 @@ __device__ __forceinline__ void verify_walk(const VerifyParams &p) {
 template <typename L>
 __device__ __forceinline__ void verify_full(const VerifyParams &p) {
     __shared__ uint64_t shared[32];
-    const int32_t live = live_rows(p.live, p.requests, p.record, p.claim, KERNEL_VERIFY_GREEDY,
+    const int32_t live = live_rows(p.live, p.requests, p.report, KERNEL_VERIFY_GREEDY,
                                    blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0);
     const uint64_t row = blockIdx.y;
     uint64_t *keys = reinterpret_cast<uint64_t *>(p.row_keys);

@@ -1,7 +1,7 @@
 // Walks over token trees, by any kernel that draws the tokens, and gathers them into flat arrays: `Accepts` of
 // `src/round`.
 //
-// `P` is the parameter struct of a verifying kernel; the fields that are used here have the same names in each.
+// Every verifying kernel has the parameters of verification, `VerifyParams`.
 #pragma once
 
 #include "block.cuh"
@@ -17,8 +17,8 @@ struct Range {
 };
 
 // The nodes of a request; none where it is dead, its offsets are wrong or its tree is too large.
-template <typename P>
-__device__ __forceinline__ Range nodes_of(const P &p, Kernel kernel, int32_t request, int32_t live, bool reporter) {
+__device__ __forceinline__ Range nodes_of(const VerifyParams &p, Kernel kernel, int32_t request, int32_t live,
+                                          bool reporter) {
     if (request >= live) {
         return {0, 0};
     }
@@ -28,14 +28,14 @@ __device__ __forceinline__ Range nodes_of(const P &p, Kernel kernel, int32_t req
     if (begin < 0 || end < begin || end > p.nodes) {
         if (reporter) {
             const bool order = begin >= 0 && end >= 0 && end <= p.nodes;
-            record_fault(p.record, p.claim, kernel, order ? BUFFER_OFFSETS_DECREASE : BUFFER_TREES, request, -1,
+            record_fault(p.report, kernel, order ? BUFFER_OFFSETS_DECREASE : BUFFER_TREES, request, -1,
                          begin < 0 ? begin : end, static_cast<int64_t>(p.nodes) + 1);
         }
         return {0, 0};
     }
     if (end - begin > p.max_nodes) {
         if (reporter) {
-            record_fault(p.record, p.claim, kernel, BUFFER_TREE, request, -1, end - begin - 1, p.max_nodes);
+            record_fault(p.report, kernel, BUFFER_TREE, request, -1, end - begin - 1, p.max_nodes);
         }
         return {0, 0};
     }
@@ -62,11 +62,11 @@ struct Walk {
     int32_t length;
 };
 
-// Take the step at `walk.node`, where `token` was drawn (NO_TOKEN: none could be). Returns whether the walk goes on.
-// For a whole warp; `writer` is true in one of its threads.
-template <typename P>
-__device__ __forceinline__ bool step(const P &p, Kernel kernel, int32_t request, Range range, const int32_t *parents,
-                                     const int32_t *tokens, int32_t token, Walk &walk, bool writer) {
+// Take the step at `walk.node`, where `token` was drawn (NO_TOKEN: none could be). Whether the walk goes on. For a whole
+// warp; `writer` is true in one thread of those that call.
+__device__ __forceinline__ bool step(const VerifyParams &p, Kernel kernel, int32_t request, Range range,
+                                     const int32_t *parents, const int32_t *tokens, int32_t token, Walk &walk,
+                                     bool writer) {
     const int64_t at = static_cast<int64_t>(request) * p.max_path + walk.length;
     if (writer) {
         reinterpret_cast<int32_t *>(p.walk_paths)[at] = walk.node;
@@ -82,7 +82,7 @@ __device__ __forceinline__ bool step(const P &p, Kernel kernel, int32_t request,
     }
     if (walk.length >= p.max_path) {
         if (writer) {
-            record_fault(p.record, p.claim, kernel, BUFFER_PATH, request, child, walk.length, p.max_path);
+            record_fault(p.report, kernel, BUFFER_PATH, request, child, walk.length, p.max_path);
         }
         return false;  // the emitted tokens are right; there are only fewer of them
     }
@@ -90,9 +90,8 @@ __device__ __forceinline__ bool step(const P &p, Kernel kernel, int32_t request,
     return true;
 }
 
-// Gather the walks into the flat arrays. One block calls it, the last one, to which the others' writes are visible.
-template <typename P>
-__device__ void gather_walks(const P &p, int32_t live) {
+// Gather the walks into the flat arrays. One block, the last one, to which the others' writes are visible.
+static __device__ void gather_walks(const VerifyParams &p, int32_t live) {
     __shared__ int32_t sums[33];
     const int32_t *lengths = reinterpret_cast<const int32_t *>(p.walk_lengths);
     const int32_t *walk_paths = reinterpret_cast<const int32_t *>(p.walk_paths);

@@ -1,6 +1,6 @@
 //! Typed views of what attention reads and writes.
 
-use super::params::ATTENTION_SPLIT;
+use super::params::attention::ATTENTION_SPLIT;
 use super::view::{DeviceSlice, device_mismatch};
 use crate::bounds::PageSize;
 use crate::error::{Error, Result, in_range};

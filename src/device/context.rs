@@ -3,6 +3,7 @@
 use super::driver::{Entered, Primary, Relaxed, Stream};
 use super::fault::Faults;
 use super::memory::retire::Retired;
+use super::params::faults::Report;
 use crate::error::{Error, Result};
 
 /// The retained primary context of one GPU, with the fault record of launches that name no other.
@@ -69,17 +70,17 @@ impl Context {
         self.primary.enter()
     }
 
-    /// Addresses of the fault record that launches on `stream` report to and of its claim word, for a kernel's parameters.
+    /// Where launches on `stream` report their faults, for a kernel's parameters.
     ///
     /// # Errors
     /// [`Error::Mismatch`] for a record of another device.
-    pub(super) fn fault_addresses(&self, stream: Stream) -> Result<(u64, u64)> {
+    pub(super) fn report(&self, stream: Stream) -> Result<Report> {
         let faults = stream.faults().unwrap_or(&self.faults);
         if faults.ordinal() != self.ordinal {
             let (got, want) = (format!("one of cuda:{}", faults.ordinal()), format!("one of cuda:{}", self.ordinal));
             return Err(Error::Mismatch { operand: "fault record", got, want });
         }
-        Ok(faults.addresses())
+        Ok(faults.report())
     }
 
     /// The record of launches that name no other.

@@ -8,7 +8,8 @@
 use std::sync::Mutex;
 use std::sync::atomic::{Ordering, fence};
 
-use super::params::{BUFFERS, FaultRecord, KERNELS, PROBES};
+use super::params::faults::{FaultRecord, Report};
+use super::params::{Table, text_of};
 use super::words::{DeviceWords, Mapped};
 use crate::error::{Error, Result};
 
@@ -39,9 +40,9 @@ impl Faults {
         self.ordinal
     }
 
-    /// Addresses of the records and of the claim words, for a kernel's parameters.
-    pub(super) fn addresses(&self) -> (u64, u64) {
-        (self.records.device_address(), self.claim.device_address())
+    /// Where the records and the claim words are, for a kernel's parameters.
+    pub(super) fn report(&self) -> Report {
+        Report { record: self.records.device_address(), claim: self.claim.device_address() }
     }
 
     /// Raise what was recorded here since the last call, once: [`Error::OutOfBounds`] with kernel, buffer, request, step,
@@ -82,8 +83,8 @@ impl Faults {
 fn to_error(record: &FaultRecord) -> Error {
     if record.probe != 0 {
         return Error::NonFinite {
-            what: name(BUFFERS, record.buffer),
-            value: name(PROBES, record.probe),
+            what: text_of(Table::Buffer, record.buffer),
+            value: text_of(Table::Probe, record.probe),
             request: record.request.into(),
             row: record.step.into(),
             position: record.position.into(),
@@ -91,17 +92,13 @@ fn to_error(record: &FaultRecord) -> Error {
         };
     }
     Error::OutOfBounds {
-        kernel: name(KERNELS, record.kernel),
-        buffer: name(BUFFERS, record.buffer),
+        kernel: text_of(Table::Kernel, record.kernel),
+        buffer: text_of(Table::Buffer, record.buffer),
         request: record.request.into(),
         step: record.step.into(),
         index: record.index,
         bound: record.bound,
     }
-}
-
-fn name(table: &[(i32, &'static str)], id: i32) -> &'static str {
-    table.iter().find(|(value, _)| *value == id).map_or("unknown", |(_, name)| name)
 }
 
 #[cfg(test)]
@@ -132,7 +129,6 @@ mod tests {
             bound: 6,
         };
         assert_eq!(error, want);
-        assert_eq!(name(BUFFERS, 99), "unknown");
         let probe = FaultRecord { buffer: 50, index: 9, bound: 0, probe: 2, position: 8, ..record };
         let want = Error::NonFinite { what: "target logits", value: "+inf", request: 3, row: 4, position: 8, index: 9 };
         assert_eq!(to_error(&probe), want);

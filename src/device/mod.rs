@@ -54,14 +54,7 @@ pub use devices::{Device, available};
 pub use driver::Stream;
 pub(crate) use driver::{Relaxed, named};
 pub use fault::Faults;
-pub use kernels::{
-    Activation, AddRmsNorm, Attention, AttentionCall, AttentionSize, CONTROL_WORDS, CommitOperands, DeviceAccepts,
-    DeviceBeams, DeviceSamplers, DeviceTrees, DraftSelect, DraftSelectOperands, Fingerprint, GivenTrees, Kernels,
-    KvCommit, KvMove, LoopCount, MAX_DEVICE_CANDIDATES, MAX_DEVICE_TOPK, MAX_HEAD_DIM, MAX_NORM_COLUMNS,
-    MAX_SAMPLED_VOCAB, MAX_UNITED, Mirror, PlanKernels, RopeKv, RopeKvOperands, RoundEndKernels, RoundEndOperands,
-    RowOps, SAMPLER_ROW_WORDS, SampleVerify, TableUpdate, TreeBuild, TreeBuildOperands, TreeUnite, TreeUniteOperands,
-    VerifyGreedy, VerifyMode, VerifyOperands, verify_scratch,
-};
+pub use kernels::*;
 pub use memory::{Arena, ArenaPlan, Budget, DeviceBuffer, Guards, Loan, PinnedBuffer, REGION_ALIGN, Region};
 pub use plan::{
     DeviceArray, DeviceBatch, DeviceElements, DevicePlan, DevicePlanner, DeviceStep, DeviceTable, PlanMemory,

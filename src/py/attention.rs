@@ -186,7 +186,16 @@ pub(super) fn rope_attention(
         let out = out.slice(&[queries, heads * d])?;
         let mut kv = cache.view_mut(&mut tensor)?;
         plan.pool.with_tables(|t| {
-            rope::rope_attention(&mut kv, layer, &view(&native, &plan.first_pages, &t)?, rows, heads, &norms.rotary(table), scores, out)
+            rope::rope_attention(
+                &mut kv,
+                layer,
+                &view(&native, &plan.first_pages, &t)?,
+                rows,
+                heads,
+                &norms.rotary(table),
+                scores,
+                out,
+            )
         })?
     })
 }
@@ -221,8 +230,9 @@ pub(super) fn rope_write(
     detached(py, || {
         let mut tensor = live.write();
         let mut cache = cache.view_mut(&mut tensor)?;
-        plan.pool
-            .with_tables(|t| rope::rope_write(&mut cache, layer, &view(&native, &plan.first_pages, &t)?, rows, &norms.rotary(table)))?
+        plan.pool.with_tables(|t| {
+            rope::rope_write(&mut cache, layer, &view(&native, &plan.first_pages, &t)?, rows, &norms.rotary(table))
+        })?
     })
 }
 

@@ -103,6 +103,8 @@ pub(crate) struct Batch {
     pub(crate) mask: Vec<u64>,
     pub(crate) mask_words: usize,
     pub(crate) rows: Vec<u32>,
+    /// Of each request; empty where all begin at their row's first page.
+    pub(crate) first_pages: Vec<u32>,
     pub(crate) positions: Vec<i32>,
     pub(crate) out_slots: Vec<i32>,
 }
@@ -150,7 +152,7 @@ impl Batch {
             mask: &self.mask,
             mask_words: self.mask_words,
             rows: &self.rows,
-            first_pages: &[],
+            first_pages: &self.first_pages,
             table: &world.table,
             row_pages: world.row_pages,
             page: world.page,

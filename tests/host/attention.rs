@@ -116,6 +116,41 @@ proptest! {
         prop_assert!(got[n - 2 * h.kv * h.group * h.dim..].iter().all(|&v| v == 0.0));
     }
 
+    /// A row that is attended from a later page on is one that begins there; what stands before is never read: here it
+    /// is NaN.
+    #[test]
+    fn a_request_may_begin_at_a_later_page(
+        h in heads(),
+        page in prop_oneof![Just(1u32), Just(4), Just(16), Just(64)],
+        masked in any::<bool>(),
+        (prefix, skipped) in (0usize..600).prop_flat_map(|n| (Just(n), 0..=n)),
+        count in 1usize..20,
+        threads in 1usize..=4,
+        seed in any::<u64>(),
+    ) {
+        set_num_threads(threads).unwrap();
+        let first = skipped / page as usize;
+        let before = first * page as usize;
+        let s = Sequence::new(prefix + 64, h, seed);
+        let batch_of = |world: &World, prefix: usize| {
+            let mut batch = Batch::new(usize::from(masked));
+            if masked {
+                batch.tree(world, 0, prefix, &(0..count).map(|j| j.saturating_sub(1) / 2).collect::<Vec<_>>());
+            } else {
+                batch.extend(world, 0, prefix, count);
+            }
+            batch
+        };
+        let (mut late, mut whole) = (World::new(1, 700, page, h.kv, h.dim, false, seed),
+            World::new(1, 700, page, h.kv, h.dim, false, seed ^ 1));
+        store(&mut late, 0, before, &s, before..prefix + 64);
+        store(&mut whole, 0, 0, &s, before..prefix + 64);
+        let mut begins = batch_of(&late, prefix);
+        begins.first_pages = vec![first as u32];
+        let q: Vec<f32> = noise(count * h.kv * h.group * h.dim, seed ^ 5).iter().map(|v| v * 4.0).collect();
+        prop_assert_eq!(bits(&run(&late, &begins, &q, h)), bits(&run(&whole, &batch_of(&whole, prefix - before), &q, h)));
+    }
+
     /// Plain decoding, chunked prefill and verification give a token the same bits, whatever else differs.
     #[test]
     fn a_token_has_the_same_bits_in_every_phase(
@@ -260,6 +295,12 @@ fn indices_out_of_bounds_are_named_and_nothing_is_written() {
     let mut b = good.clone();
     b.prefix_lens[1] = 15;
     refused(&world, &b, "page table row", 1, 4, 4);
+    let mut b = good.clone();
+    b.first_pages = vec![0, 3]; // behind the page of the last position that all attend
+    refused(&world, &b, "first page", 1, 3, 3);
+    b.first_pages = vec![0, 2];
+    b.prefix_lens[1] = 15;
+    refused(&world, &b, "page table row", 1, 2, 2);
     let mut b = good.clone();
     b.rows[0] = 2;
     refused(&world, &b, "page table rows", 0, 2, 2);

@@ -1,5 +1,6 @@
 //! `cuda/form.cuh` against `plan::form`: a C++ compiler builds the header into a small program, which evaluates each function
-//! over a small domain, exhaustively; the values are those of the Rust functions. Needs no GPU and no nvcc.
+//! over a small domain, exhaustively; the values are those of the Rust functions. The header includes `params.cuh`, whose
+//! assertions compare the layout of every parameter struct with Rust's. Needs no GPU and no nvcc.
 
 use std::fs;
 use std::path::Path;
@@ -9,6 +10,10 @@ use crate::common::plan::geometry;
 use specrs::geometry::Layout;
 use specrs::plan::Phase;
 use specrs::plan::form::{self, Step};
+
+#[allow(dead_code, missing_docs, unreachable_pub, reason = "a module of the feature `cuda`, as build.rs reads it")]
+#[path = "../../src/device/params/mod.rs"]
+mod params;
 
 /// The arguments that the functions choose from; `mask` and `tree` are indices.
 #[derive(Debug, Clone, Copy)]
@@ -184,9 +189,20 @@ fn the_device_functions_are_the_host_s() {
     fs::create_dir_all(&dir).unwrap();
     let (source, binary, input) = (dir.join("twin.cpp"), dir.join("twin"), dir.join("points"));
     fs::write(&source, program(&Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda/form.cuh"))).unwrap();
-    let flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-sign-compare"];
-    let built = Command::new(&compiler).args(flags).arg("-o").arg(&binary).arg(&source).output().unwrap();
-    assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
+    let header = params::header().unwrap();
+    let build = |header: &str| {
+        fs::write(dir.join("params.cuh"), header).unwrap();
+        let flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-sign-compare"];
+        let built =
+            Command::new(&compiler).args(flags).arg("-I").arg(&dir).arg("-o").arg(&binary).arg(&source).output();
+        let built = built.unwrap();
+        (built.status.success(), String::from_utf8_lossy(&built.stderr).into_owned())
+    };
+    // A field that is not where Rust has it is refused by its name.
+    let (built, said) = build(&header.replace("    uint32_t shift;\n", "    uint64_t shift;\n"));
+    assert!(!built && said.contains("params/plan.rs: Step.topk: at byte 12 in Rust"), "{said}");
+    let (built, said) = build(&header);
+    assert!(built, "{said}");
 
     let (row, trees, points): (Vec<i32>, _, _) =
         ((0..ROW as i32).map(|i| i * 37 % 101 + 1).collect(), trees(), points());

@@ -104,14 +104,16 @@ def reference(pair: Pair, shape: tuple[int, int, int], *, lanes: bool = False, b
 
 
 def agree(
-    want: Reference, rounds: Sequence[Seen], *, decided: float = DECIDED, close: float = CLOSE, **options: Any
-) -> None:
-    """Every decided round has the reference's tree, path and tokens, and nearly all are decided."""
+    want: Reference, rounds: Sequence[Seen], *, decided: float = DECIDED, close: float = CLOSE,
+    firsts: Sequence[int] | None = None, **options: Any,
+) -> None:  # fmt: skip
+    """Every decided round has the reference's tree, path and tokens, and nearly all are decided. firsts: of each round,
+    the position that the head began at."""
     undecided = 0
     for last in {seen.request: seen for seen in rounds}.values():
         want.target.run([*last.tokens, *last.drawn])  # once for all rounds of a request
     for i, seen in enumerate(rounds):
-        expected = want.round(seen.tokens, seen.depth, **options)
+        expected = want.round(seen.tokens, seen.depth, begin=0 if firsts is None else firsts[i], **options)
         if expected.gap < decided:
             undecided += 1
             continue

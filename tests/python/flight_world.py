@@ -134,7 +134,7 @@ class Round:
 
     @cached_property
     def _found(self) -> Found:
-        self.device.might("landing")
+        self.device.might("collect")
         found = self.device.slot(self.number)
         began = [found.lens[place] for place in self.places]
         assert began == self.batch.lens, f"round {self.number} began at {began}, its requests are at {self.batch.lens}"
@@ -226,8 +226,8 @@ class Told:
     level: Level = "round"
     fails: Callable[[str], None] = lambda _: None
     refuses: Callable[[], bool] = lambda: False
-    rounds: int = 0  # number of rounds that ran
-    ahead: int = 0  # number of these before the one before had landed
+    rounds: int = 0  # that ran
+    ahead: int = 0  # of these, before the one before was collected
     lost: int = 0  # times that scores could not be looked at any more
     abandoned: int = 0
     unsound: int = 0  # seats whose root gave no drafts
@@ -242,7 +242,7 @@ class Device(HostExecutor):
     def __init__(self, target: Any, head: Any, config: Any, geometry: core.Geometry, pool: core.Pool) -> None:
         self.roots: dict[int, Root] = {}  # keyed by row
         self._pool = pool
-        # Pages of one token are permuted in the host's table when a round lands: a GPU has a table of its own.
+        # Pages of one token are permuted in the host's table when a round is collected: a GPU has a table of its own.
         self.drafts_ahead = geometry.shape.topk == 1 or geometry.page_size > 1
         super().__init__(target, head, config, geometry, pool)
         self._slots: dict[int, Found] = {}
@@ -350,7 +350,7 @@ class Device(HostExecutor):
         self.might("launched")
         return Round(self, run, number, verified.batch, verified.places, loop)
 
-    def landing(self, verified: Any, batch: Batch, rows: Sequence[int]) -> Any:
+    def collect(self, verified: Any, batch: Batch, rows: Sequence[int]) -> Any:
         assert isinstance(verified, Round)
         return Round(self, verified.run, verified.number, batch, [verified.places[row] for row in rows], verified.loop)
 

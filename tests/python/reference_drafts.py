@@ -168,12 +168,15 @@ class Reference:
     shape: tuple[int, int, int]
     lanes: bool = False  # a branch sees the earlier rows of its lane instead of its ancestors
 
-    def round(self, tokens: Sequence[int], depth: int, following: Mapping[int, int] | None = None) -> Round:
+    def round(
+        self, tokens: Sequence[int], depth: int, following: Mapping[int, int] | None = None, begin: int = 0
+    ) -> Round:
         """The greedy round after `tokens`, whose last one is the root, with a tree of at most `depth` levels.
 
         following: tokens in place of those that come after some positions, as the head saw them.
+        begin: position that the head begins at; its rows before are never seen.
         """
-        tree, gap = self.draft(tokens, depth, following)
+        tree, gap = self.draft(tokens, depth, following, begin)
         path, drawn = [0], []
         while True:
             token, ahead = self.target.next([*tokens, *drawn])
@@ -185,7 +188,7 @@ class Reference:
             path.append(node)
 
     def draft(
-        self, tokens: Sequence[int], depth: int, following: Mapping[int, int] | None = None
+        self, tokens: Sequence[int], depth: int, following: Mapping[int, int] | None = None, begin: int = 0
     ) -> tuple[Tree, float]:
         """The tree of the next round, and the smallest distance that decided anything in it."""
         topk, steps, nodes = self.shape
@@ -204,6 +207,7 @@ class Reference:
 
         def states() -> tuple[torch.Tensor, torch.Tensor]:
             visible = torch.ones(len(inputs), len(inputs)).tril().bool()
+            visible[begin:, :begin] = False
             for row, seen in sees.items():
                 visible[row, length:] = torch.tensor([j in seen for j in range(length, len(inputs))])
             return self.head.run(inputs, features, positions, visible)

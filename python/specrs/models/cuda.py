@@ -321,8 +321,7 @@ class CudaDense:
     def host(self, scores: torch.Tensor) -> torch.Tensor:
         self.settle()
         scores = scores.to("cpu", torch.float32)  # waits for all that was launched
-        # The host itself sees scores that are no numbers, and names them; those of a round in flight are named when it
-        # lands.
+        # Scores that are no numbers the host sees itself, and names; those of a round in flight, collecting it does.
         with suppress(core.NonFiniteError):
             self.faults.check()
         return scores

@@ -68,6 +68,11 @@ class FeatureMemory:
         ready = next(self._ready.get(count, iter(())), None)
         return ready if ready is not None else self._block(count)
 
+    def once(self, count: int) -> FeatureRows:
+        """The same for a pass whose size is unlikely to come again: views for others would cost more than the pass."""
+        memory = self._placement.empty(len(self._aux_layers), count, self._hidden_size)
+        return FeatureRows(self._aux_layers, memory)
+
     def _block(self, count: int) -> FeatureRows:
         passes = _PASSES if 0 < count <= _PASSES else 1
         block = self._placement.empty(len(self._aux_layers), passes * count, self._hidden_size)

@@ -10,7 +10,7 @@ use crate::device::attention_view::{AttentionBatch, AttentionOut, HalfType, KvLa
 use crate::device::context::Context;
 use crate::device::driver::{Function, Module, Relaxed, Stream};
 use crate::device::images;
-use crate::device::params::{ATTENTION_BLOCK, ATTENTION_SPLIT, AttentionParams};
+use crate::device::params::attention::{ATTENTION_BLOCK, ATTENTION_SPLIT, AttentionParams};
 use crate::device::view::{DeviceSlice, device_mismatch};
 use crate::error::{Error, Result, in_range};
 use crate::overlap::{Operand, disjoint};
@@ -301,7 +301,7 @@ impl Attention {
                 limit: u32::MAX.into(),
             });
         }
-        let (record, claim) = context.fault_addresses(stream)?;
+        let report = context.report(stream)?;
         let partials = call.workspace.address() + tiling.header;
         let (k, v) = cache.addresses();
         let draft = batch.draft().unwrap_or((0, 0));
@@ -318,8 +318,7 @@ impl Attention {
             schedule: call.workspace.address(),
             partials,
             states: partials + slots * u64::from(tiling.slot_rows * size.head_dim) * 4,
-            record,
-            claim,
+            report,
             requests: size.requests as i32,
             queries: queries as i32,
             max_queries: size.max_queries as i32,

@@ -7,7 +7,7 @@ use crate::bounds::{MAX_BATCH, fits_i32};
 use crate::device::context::Context;
 use crate::device::driver::{Function, Module, Stream};
 use crate::device::images;
-use crate::device::params::DraftSelectParams;
+use crate::device::params::draft::{DraftSelectParams, Drafts};
 use crate::device::rows::{FloatType, Rows};
 use crate::device::view::DeviceSlice;
 use crate::error::{Error, Result, in_range};
@@ -80,6 +80,20 @@ impl DeviceBeams {
             self.ancestors.span(),
             self.sound.span(),
         ]
+    }
+
+    /// The candidates as kernels take them; [`Self::check`] has seen that sizes fit.
+    pub(super) fn drafts(&self) -> Drafts {
+        Drafts {
+            scores: self.scores.address(),
+            tokens: self.candidate_tokens.address(),
+            parents: self.candidate_parents.address(),
+            sound: self.sound.address(),
+            topk: self.shape.topk() as i32,
+            steps: self.shape.steps() as i32,
+            candidates: self.shape.candidates() as i32,
+            reserved: 0,
+        }
     }
 
     /// Check that the arrays fit each other and the kernel.
@@ -186,35 +200,27 @@ impl DraftSelect {
         }
         let chunks = chunks(rows, draft_vocab, context.multiprocessors());
         let lists = o.scratch.address() + 8 * requests.div_ceil(2) as u64;
-        let (record, claim) = context.fault_addresses(stream)?;
+        let report = context.report(stream)?;
         let params = DraftSelectParams {
             logits: o.logits.address(),
             to_target: o.to_target.map_or(0, DeviceSlice::address),
             live,
-            scores: beams.scores.address(),
-            candidate_tokens: beams.candidate_tokens.address(),
-            candidate_parents: beams.candidate_parents.address(),
+            drafts: beams.drafts(),
             beams: beams.beams.address(),
             tokens: beams.tokens.address(),
             parents: beams.parents.address(),
             ancestors: beams.ancestors.address(),
-            sound: beams.sound.address(),
             lists,
             partials: lists + 8 * (rows * chunks * shape.topk() as usize) as u64,
             counters: o.scratch.address(),
-            record,
-            claim,
+            report,
             logits_stride: o.logits.stride() as u64,
             requests: requests as i32, // limits above fit
             step: o.step as i32,
-            topk: shape.topk() as i32,
-            steps: shape.steps() as i32,
-            candidates: shape.candidates() as i32,
             draft_vocab: draft_vocab as i32,
             vocab: o.vocab as i32,
             chunks: chunks as i32,
             tiles: draft_vocab.div_ceil(TILE) as i32,
-            reserved: 0,
         };
         let function = match o.logits.float() {
             FloatType::F32 => self.functions[0],

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use crate::device::context::Context;
 use crate::device::driver::{Function, Module, Stream};
 use crate::device::images;
-use crate::device::params::{FillParams, FingerprintParams};
+use crate::device::params::fingerprint::{FillParams, FingerprintParams};
+use crate::device::params::fingerprint::{MIRROR_EQUAL, MIRROR_NEGATED, MIRROR_NONE};
 use crate::device::rows::{FloatType, Rows};
 use crate::device::view::{DeviceSlice, device_mismatch};
 use crate::error::{Error, Result, in_range};
@@ -16,15 +17,15 @@ const BLOCK: u32 = 256;
 /// Blocks of a fill, for each multiprocessor.
 const BLOCKS_PER_MULTIPROCESSOR: u32 = 8;
 
-/// How the halves of a row of reproducible values go together; the ids of `MIRRORS`.
+/// How the halves of a row of reproducible values go together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mirror {
     /// Not at all.
-    None = 0,
+    None = MIRROR_NONE as isize,
     /// A row reads the same from both ends; the middle of an odd number is 0.
-    Equal = 1,
+    Equal = MIRROR_EQUAL as isize,
     /// The second half is the first from its end, negated; the middle of an odd number is 0.
-    Negated = 2,
+    Negated = MIRROR_NEGATED as isize,
 }
 
 /// The kernels of `cuda/fingerprint.cu` on one device.

@@ -7,7 +7,8 @@ use crate::bounds::{MAX_BATCH, MAX_DRAFT_TOKENS, PageSize};
 use crate::device::context::Context;
 use crate::device::driver::{Function, Module, Stream};
 use crate::device::images;
-use crate::device::params::KvCommitParams;
+use crate::device::params::kv::KvCommitParams;
+use crate::device::params::table::PageTable;
 use crate::device::view::{DeviceSlice, MAX_MOVES, MovesView};
 use crate::error::{Error, Result, in_range};
 use crate::overlap::{Operand, disjoint};
@@ -112,27 +113,30 @@ impl KvCommit {
         if requests == 0 {
             return Ok(());
         }
-        let (record, claim) = context.fault_addresses(stream)?;
+        let report = context.report(stream)?;
         let params = KvCommitParams {
             offsets: o.offsets.address(),
             paths: o.paths.address(),
             new_lens: o.new_lens.address(),
-            table: o.table.address(),
+            table: PageTable {
+                pages: o.table.address(),
+                rows: (o.table.len() / o.table_width) as i32,
+                columns: o.table_width as i32,
+                num_pages: o.num_pages as i32,
+                reserved: 0,
+            },
             rows: o.rows.address(),
             live,
             src: moves.map_or(0, |m| m.src().address()),
             dst: moves.map_or(0, |m| m.dst().address()),
             move_offsets: moves.map_or(0, |m| m.offsets().address()),
-            record,
-            claim,
+            report,
             requests: requests as i32,
             entries: o.paths.len() as i32,
-            table_rows: (o.table.len() / o.table_width) as i32,
-            table_width: o.table_width as i32,
-            num_pages: o.num_pages as i32,
             shift: o.page.get().trailing_zeros() as i32,
             max_nodes: o.max_nodes as i32,
             moves: moves.map_or(0, |m| m.src().len() as i32), // at most MAX_MOVES
+            reserved: 0,
         };
         let function = if moves.is_some() { self.moves } else { self.remap };
         let _current = context.enter()?;

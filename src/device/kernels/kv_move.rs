@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crate::device::context::Context;
 use crate::device::driver::{Function, Module, Stream};
 use crate::device::images;
-use crate::device::params::KvMoveParams;
+use crate::device::params::kv::KvMoveParams;
 use crate::device::view::{KvCacheView, MovesView, device_mismatch};
 use crate::error::{Error, Result};
 use crate::overlap::{Operand, disjoint};
@@ -59,14 +59,13 @@ impl KvMove {
             return Ok(());
         }
         let shape = launch_shape(cache, moves.requests(), context.multiprocessors())?;
-        let (record, claim) = context.fault_addresses(stream)?;
+        let report = context.report(stream)?;
         let params = KvMoveParams {
             cache: cache.address(),
             src: moves.src().address(),
             dst: moves.dst().address(),
             offsets: moves.offsets().address(),
-            record,
-            claim,
+            report,
             plane_bytes: cache.row_bytes() * cache.num_slots() as u64, // KvCacheView checked the product
             num_slots: cache.num_slots(),
             moves: moves.src().len() as i32, // at most MAX_MOVES

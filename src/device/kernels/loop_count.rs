@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crate::device::context::Context;
 use crate::device::driver::{Function, Module, Stream};
 use crate::device::images;
-use crate::device::params::LoopCountParams;
+use crate::device::params::loop_count::LoopCountParams;
 use crate::device::view::{DeviceSlice, device_mismatch};
 use crate::error::{Error, Result};
 use crate::overlap::{Operand, disjoint};

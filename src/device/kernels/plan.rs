@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::device::context::Context;
 use crate::device::driver::{Function, Module, Stream};
 use crate::device::images;
-use crate::device::params::{PlanListParams, PlanParams, PlanTableParams, TailCopyParams};
+use crate::device::params::plan::{PlanListParams, PlanParams, PlanTableParams, TailCopyParams};
 use crate::error::Result;
 
 /// Largest `gridDim.y`; kernels stride over more requests than that.
@@ -51,7 +51,7 @@ impl PlanKernels {
     ///
     /// Addresses and sizes of `params` come from views that were checked together.
     pub(in crate::device) fn launch_native(&self, stream: Stream, params: &PlanParams) -> Result<()> {
-        self.launch(self.native, (params.batch.max(1) as u32, 1, 1), 256, stream, params)
+        self.launch(self.native, (params.plan.batch.max(1) as u32, 1, 1), 256, stream, params)
     }
 
     /// As [`Self::launch_native`].
@@ -62,15 +62,16 @@ impl PlanKernels {
     /// The starts, then what the lists hold.
     pub(in crate::device) fn launch_lists(&self, stream: Stream, params: &PlanListParams) -> Result<()> {
         self.launch(self.starts, (1, 1, 1), 1024, stream, params)?;
-        let rows = (params.batch.max(1) as u32).min(MAX_GRID_Y);
+        let rows = (params.plan.batch.max(1) as u32).min(MAX_GRID_Y);
         let columns = (self.context.multiprocessors() * FILLS_PER_MULTIPROCESSOR).div_ceil(rows);
         self.launch(self.fill, (columns, rows, 1), 256, stream, params)
     }
 
     /// A CTA a row.
     pub(in crate::device) fn launch_tables(&self, stream: Stream, params: &PlanTableParams) -> Result<()> {
-        let expand = if params.expand_page_table == 0 { 0 } else { params.queries as u32 };
-        self.launch(self.tables, ((params.batch as u32).saturating_add(expand).max(1), 1, 1), 128, stream, params)
+        let expand = if params.expand_page_table == 0 { 0 } else { params.plan.queries as u32 };
+        let rows = (params.plan.batch as u32).saturating_add(expand);
+        self.launch(self.tables, (rows.max(1), 1, 1), 128, stream, params)
     }
 
     fn launch<P: Copy>(

@@ -6,7 +6,7 @@ use super::check::{arrays, epsilon, half, norm_weight, on_device, rows_on_device
 use crate::device::context::Context;
 use crate::device::driver::{Function, Module, Stream};
 use crate::device::images;
-use crate::device::params::RopeKvParams;
+use crate::device::params::rope_kv::RopeKvParams;
 use crate::device::rows::{FloatType, Rows};
 use crate::device::view::{DeviceSlice, KvCacheView};
 use crate::error::{Error, Result, in_range};
@@ -165,7 +165,7 @@ impl RopeKv {
         let address = |r: Option<&Rows>| r.map_or(0, Rows::address);
         let plane_bytes = o.cache.row_bytes() * o.cache.num_slots() as u64; // the view checked the product
         let cache_k = o.cache.address() + 2 * o.layer as u64 * plane_bytes;
-        let (record, claim) = context.fault_addresses(stream)?;
+        let report = context.report(stream)?;
         let params = RopeKvParams {
             qkv: o.qkv.address(),
             q: address(o.q),
@@ -178,8 +178,7 @@ impl RopeKv {
             bias: address(o.bias),
             q_norm: address(o.q_norm),
             k_norm: address(o.k_norm),
-            record,
-            claim,
+            report,
             qkv_stride: o.qkv.stride() as u64,
             q_stride: o.q.map_or(0, |q| q.stride() as u64),
             rows: rows as i32, // the views checked that sizes fit

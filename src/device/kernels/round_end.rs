@@ -6,7 +6,7 @@ use super::check::{arrays, length, live_address, on_device};
 use crate::device::context::Context;
 use crate::device::driver::{Function, Module, Relaxed, Stream};
 use crate::device::images;
-use crate::device::params::{self, RoundEndParams};
+use crate::device::params::round_end as params;
 use crate::device::view::DeviceSlice;
 #[cfg(doc)]
 use crate::error::Error;
@@ -193,9 +193,9 @@ impl RoundEndKernels {
             &[&state.map(Operand::span), &[slots]],
             &[&found.map(Operand::span), &limits.map(Operand::span), &[stop]],
         )?;
-        let (record, claim) = context.fault_addresses(stream)?;
+        let report = context.report(stream)?;
         let vectors = layout.words().div_ceil(VECTOR);
-        let params = RoundEndParams {
+        let params = params::RoundEndParams {
             offsets: o.offsets.address(),
             tokens: o.tokens.address(),
             new_lens: o.new_lens.address(),
@@ -215,8 +215,7 @@ impl RoundEndKernels {
             found: o.found.address(),
             ring: ring.slots,
             stop: ring.stop,
-            record,
-            claim,
+            report,
             handle,
             batch: batch as i32, // `RingLayout` checked that its sizes fit
             entries: o.tokens.len() as i32,

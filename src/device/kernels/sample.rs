@@ -3,11 +3,11 @@
 use std::sync::Arc;
 
 use super::check::{length, on_device};
-use super::verify_greedy::{VerifyMode, VerifyOperands};
+use super::{VerifyMode, VerifyOperands};
 use crate::device::context::Context;
 use crate::device::driver::{Function, Module, Stream};
 use crate::device::images;
-use crate::device::params::{SampleParams, SamplerRow};
+use crate::device::params::verify::{SampleParams, SamplerRow};
 use crate::device::rows::FloatType;
 use crate::device::view::DeviceSlice;
 use crate::error::{Result, in_range};
@@ -158,47 +158,16 @@ impl SampleVerify {
         if requests == 0 {
             return Ok(());
         }
-        // Scratch as greedy verification divides it: the walks lie behind the keys of the rows.
-        let entries = (requests * o.max_path) as u64;
-        let counter = o.scratch.address() + 8 * nodes as u64;
-        let walk_paths = counter + 8;
-        let walk_tokens = walk_paths + 4 * entries;
-        let (record, claim) = context.fault_addresses(stream)?;
-        let out = o.out;
         let params = SampleParams {
-            logits: o.logits.address(),
-            offsets: o.offsets.address(),
-            tree_parents: o.tree_parents.address(),
-            tree_tokens: o.tree_tokens.address(),
-            lens: o.lens.address(),
-            live,
+            verify: o.params(context, stream, live)?,
             samplers: s.rows.address(),
             edit_begins: s.edit_begins.address(),
             edit_counts: s.edit_counts.address(),
             edit_tokens: s.edit_tokens.address(),
             edit_biases: s.edit_biases.address(),
             edit_outputs: s.edit_outputs.address(),
-            row_keys: o.scratch.address(),
-            walk_paths,
-            walk_tokens,
-            walk_lengths: walk_tokens + 4 * entries,
-            counter,
-            out_offsets: out.offsets.address(),
-            paths: out.paths.address(),
-            tokens: out.tokens.address(),
-            rows: out.rows.address(),
-            roots: out.roots.address(),
-            new_lens: out.new_lens.address(),
-            faults: out.faults.address(),
-            record,
-            claim,
-            logits_stride: o.logits.stride() as u64,
-            vocab: o.logits.columns() as i32,
-            nodes: nodes as i32, // `Rows` checked that it fits
-            requests: requests as i32,
-            max_nodes: o.max_nodes as i32,
-            max_path: o.max_path as i32,
             edits: s.edit_tokens.len() as i32,
+            reserved: 0,
         };
         let float = match o.logits.float() {
             FloatType::F32 => 0,

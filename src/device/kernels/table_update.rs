@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crate::device::context::Context;
 use crate::device::driver::{Function, Module, Stream};
 use crate::device::images;
-use crate::device::params::TableUpdateParams;
+use crate::device::params::table::{PageTable, TableUpdateParams};
 use crate::device::view::{DeviceSlice, device_mismatch};
 use crate::error::{Error, Result, in_range};
 use crate::overlap::{Operand, disjoint};
@@ -64,16 +64,19 @@ impl TableUpdate {
         if changes == 0 {
             return Ok(());
         }
-        let (record, claim) = context.fault_addresses(stream)?;
+        let report = context.report(stream)?;
         let params = TableUpdateParams {
-            table: table.address(),
+            table: PageTable {
+                pages: table.address(),
+                rows: rows as i32,
+                columns: width as i32,
+                num_pages: num_pages as i32,
+                reserved: 0,
+            },
             staged: staged.address(),
-            record,
-            claim,
-            rows: rows as i32,
-            width: width as i32,
-            num_pages: num_pages as i32,
+            report,
             staged_words: staged.len() as i32,
+            reserved: 0,
         };
         let _current = context.enter()?;
         // SAFETY: the device's module is loaded for the process and its context is current; capacities were checked, and

@@ -2,13 +2,13 @@
 
 use std::sync::Arc;
 
+use super::DeviceBeams;
 use super::check::{arrays, live_address};
-use super::draft_select::DeviceBeams;
 use crate::bounds::fits_i32;
 use crate::device::context::Context;
 use crate::device::driver::{Function, Module, Stream};
 use crate::device::images;
-use crate::device::params::TreeBuildParams;
+use crate::device::params::draft::{TreeBuildParams, Trees};
 use crate::device::view::DeviceSlice;
 use crate::error::{Result, in_range};
 use crate::geometry::words_for;
@@ -60,6 +60,24 @@ impl DeviceTrees {
             self.scores.span(),
             self.masks.span(),
         ]
+    }
+
+    /// Trees of at most `draft_tokens` nodes as kernels make them, of these roots and limits; sizes were checked.
+    pub(super) fn params(&self, roots: &DeviceSlice<i32>, max_nodes: &DeviceSlice<i32>, draft_tokens: usize) -> Trees {
+        Trees {
+            roots: roots.address(),
+            max_nodes: max_nodes.address(),
+            offsets: self.offsets.address(),
+            tokens: self.tokens.address(),
+            depths: self.depths.address(),
+            parents: self.parents.address(),
+            next_child: self.next_child.address(),
+            next_sibling: self.next_sibling.address(),
+            scores: self.scores.address(),
+            masks: self.masks.map_or(0, |m| m.address()),
+            requests: roots.len() as i32,
+            draft_tokens: draft_tokens as i32,
+        }
     }
 }
 
@@ -125,33 +143,14 @@ impl TreeBuild {
         if requests == 0 {
             return Ok(());
         }
-        let (record, claim) = context.fault_addresses(stream)?;
+        let report = context.report(stream)?;
         let params = TreeBuildParams {
-            scores: beams.scores.address(),
-            candidate_tokens: beams.candidate_tokens.address(),
-            candidate_parents: beams.candidate_parents.address(),
-            sound: beams.sound.address(),
-            roots: o.roots.address(),
+            drafts: beams.drafts(),
+            trees: trees.params(o.roots, o.max_nodes, v),
             max_depths: o.max_depths.address(),
-            max_nodes: o.max_nodes.address(),
             min_score: o.min_score.map_or(0, DeviceSlice::address),
             live,
-            offsets: trees.offsets.address(),
-            tokens: trees.tokens.address(),
-            depths: trees.depths.address(),
-            parents: trees.parents.address(),
-            next_child: trees.next_child.address(),
-            next_sibling: trees.next_sibling.address(),
-            node_scores: trees.scores.address(),
-            masks: trees.masks.map_or(0, |m| m.address()),
-            record,
-            claim,
-            requests: requests as i32, // limits above fit
-            topk: shape.topk() as i32,
-            steps: shape.steps() as i32,
-            draft_tokens: shape.draft_tokens() as i32,
-            candidates: shape.candidates() as i32,
-            reserved: 0,
+            report,
         };
         let _current = context.enter()?;
         // SAFETY: the module is loaded for the process and its context is current. Addresses and sizes come from views,

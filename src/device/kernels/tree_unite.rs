@@ -2,13 +2,13 @@
 
 use std::sync::Arc;
 
+use super::DeviceTrees;
 use super::check::{arrays, live_address};
-use super::tree_build::DeviceTrees;
 use crate::bounds::fits_i32;
 use crate::device::context::Context;
 use crate::device::driver::{Function, Module, Stream};
 use crate::device::images;
-use crate::device::params::TreeUniteParams;
+use crate::device::params::draft;
 use crate::device::view::DeviceSlice;
 use crate::error::{Result, in_range};
 use crate::geometry::words_for;
@@ -42,6 +42,16 @@ impl GivenTrees {
     /// The memory of all arrays.
     fn spans(&self) -> [Span; 4] {
         [self.offsets.span(), self.tokens.span(), self.parents.span(), self.scores.span()]
+    }
+
+    /// The arrays as the kernel takes them.
+    fn params(&self) -> draft::GivenTrees {
+        draft::GivenTrees {
+            offsets: self.offsets.address(),
+            tokens: self.tokens.address(),
+            parents: self.parents.address(),
+            scores: self.scores.address(),
+        }
     }
 }
 
@@ -119,32 +129,14 @@ impl TreeUnite {
         if requests == 0 {
             return Ok(());
         }
-        let (record, claim) = context.fault_addresses(stream)?;
-        let params = TreeUniteParams {
-            own_offsets: o.own.offsets.address(),
-            own_tokens: o.own.tokens.address(),
-            own_parents: o.own.parents.address(),
-            own_scores: o.own.scores.address(),
-            other_offsets: o.other.offsets.address(),
-            other_tokens: o.other.tokens.address(),
-            other_parents: o.other.parents.address(),
-            other_scores: o.other.scores.address(),
-            roots: o.roots.address(),
-            max_nodes: o.max_nodes.address(),
+        let report = context.report(stream)?;
+        let params = draft::TreeUniteParams {
+            own: o.own.params(),
+            other: o.other.params(),
+            trees: trees.params(o.roots, o.max_nodes, v),
             live,
-            offsets: trees.offsets.address(),
-            tokens: trees.tokens.address(),
-            depths: trees.depths.address(),
-            parents: trees.parents.address(),
-            next_child: trees.next_child.address(),
-            next_sibling: trees.next_sibling.address(),
-            node_scores: trees.scores.address(),
-            masks: trees.masks.map_or(0, |m| m.address()),
             origins: o.origins.address(),
-            record,
-            claim,
-            requests: requests as i32, // limits above fit
-            draft_tokens: v as i32,
+            report,
         };
         let _current = context.enter()?;
         // SAFETY: the module is loaded for the process and its context is current. Addresses and sizes come from views,

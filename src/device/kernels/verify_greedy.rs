@@ -7,7 +7,7 @@ use crate::bounds::MAX_DRAFT_TOKENS;
 use crate::device::context::Context;
 use crate::device::driver::{Function, Module, Stream};
 use crate::device::images;
-use crate::device::params::VerifyParams;
+use crate::device::params::verify::VerifyParams;
 use crate::device::rows::{FloatType, Rows};
 use crate::device::view::DeviceSlice;
 use crate::error::{Result, in_range};
@@ -87,7 +87,7 @@ pub struct DeviceAccepts {
     pub roots: DeviceSlice<i32>,
     /// Committed lengths with the accepted nodes, B entries.
     pub new_lens: DeviceSlice<i32>,
-    /// Why a request's walk ended, B entries: 0, or the number of [`PROBES`](crate::device::params::PROBES).
+    /// Why a request's walk ended, B entries: 0, or the number of a probe ([`Table::Probe`](crate::device::params::Table::Probe)).
     pub faults: DeviceSlice<i32>,
 }
 
@@ -135,6 +135,48 @@ impl VerifyOperands<'_> {
         disjoint(&[&out.spans(), &[o.scratch.span()]], &[&read, beside])?;
         live_address(context, o.live)
     }
+
+    /// The parameters of a verification whose operands were checked; `live` is the address of its live count.
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`](crate::Error::Mismatch) for a fault record of another device.
+    pub(super) fn params(&self, context: &Context, stream: Stream, live: u64) -> Result<VerifyParams> {
+        let (o, out) = (self, self.out);
+        let (nodes, requests) = (o.logits.rows(), o.lens.len());
+        let entries = requests * o.max_path;
+        let counter = o.scratch.address() + 8 * nodes as u64;
+        let walk_paths = counter + 8;
+        let walk_tokens = walk_paths + 4 * entries as u64;
+        let report = context.report(stream)?;
+        Ok(VerifyParams {
+            logits: o.logits.address(),
+            tree_tokens: o.tree_tokens.address(),
+            tree_parents: o.tree_parents.address(),
+            offsets: o.offsets.address(),
+            lens: o.lens.address(),
+            live,
+            out_offsets: out.offsets.address(),
+            paths: out.paths.address(),
+            tokens: out.tokens.address(),
+            rows: out.rows.address(),
+            roots: out.roots.address(),
+            new_lens: out.new_lens.address(),
+            faults: out.faults.address(),
+            row_keys: o.scratch.address(),
+            walk_paths,
+            walk_tokens,
+            walk_lengths: walk_tokens + 4 * entries as u64,
+            counter,
+            report,
+            logits_stride: o.logits.stride() as u64,
+            nodes: nodes as i32, // `Rows` checked that it fits
+            requests: requests as i32,
+            vocab: o.logits.columns() as i32,
+            max_nodes: o.max_nodes as i32,
+            max_path: o.max_path as i32,
+            reserved: 0,
+        })
+    }
 }
 
 impl VerifyGreedy {
@@ -166,44 +208,11 @@ impl VerifyGreedy {
         let context = &self.context;
         let (nodes, requests) = (o.logits.rows(), o.lens.len());
         let live = o.check(context, &[])?;
-        let (entries, out) = (requests * o.max_path, o.out);
         if requests == 0 {
             return Ok(());
         }
         let mode = if nodes == 0 || nodes > MAX_GRID_Y { VerifyMode::Walk } else { mode };
-        let counter = o.scratch.address() + 8 * nodes as u64;
-        let walk_paths = counter + 8;
-        let walk_tokens = walk_paths + 4 * entries as u64;
-        let (record, claim) = context.fault_addresses(stream)?;
-        let params = VerifyParams {
-            logits: o.logits.address(),
-            tree_tokens: o.tree_tokens.address(),
-            tree_parents: o.tree_parents.address(),
-            offsets: o.offsets.address(),
-            lens: o.lens.address(),
-            live,
-            out_offsets: out.offsets.address(),
-            paths: out.paths.address(),
-            tokens: out.tokens.address(),
-            rows: out.rows.address(),
-            roots: out.roots.address(),
-            new_lens: out.new_lens.address(),
-            faults: out.faults.address(),
-            row_keys: o.scratch.address(),
-            walk_paths,
-            walk_tokens,
-            walk_lengths: walk_tokens + 4 * entries as u64,
-            counter,
-            record,
-            claim,
-            logits_stride: o.logits.stride() as u64,
-            nodes: nodes as i32, // `Rows` checked that it fits
-            requests: requests as i32,
-            vocab: o.logits.columns() as i32,
-            max_nodes: o.max_nodes as i32,
-            max_path: o.max_path as i32,
-            reserved: 0,
-        };
+        let params = o.params(context, stream, live)?;
         let float = match o.logits.float() {
             FloatType::F32 => 0,
             FloatType::Bf16 => 1,

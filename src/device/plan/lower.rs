@@ -2,7 +2,7 @@
 
 use super::{DevicePlan, DevicePlanner, on_device};
 use crate::device::driver::Stream;
-use crate::device::params::{PlanListParams, PlanTableParams};
+use crate::device::params::plan::{PlanListParams, PlanTableParams};
 use crate::device::view::DeviceSlice;
 use crate::error::{Error, Result, in_range};
 use crate::overlap::{Operand, Span, disjoint};
@@ -189,14 +189,10 @@ impl DevicePlanner {
             });
         }
         let kernels = &self.device.kernels().plan;
-        let (record, claim) = kernels.context().fault_addresses(stream)?;
+        let report = kernels.context().report(stream)?;
         let params = PlanListParams {
-            rows: m.rows.address(),
-            qo_indptr: m.qo_indptr.address(),
-            prefix_lens: m.prefix_lens.address(),
-            out_slots: m.out_slots.address(),
-            mask: m.mask.address(),
-            table: plan.table.pages.address(),
+            plan: m.arrays(),
+            table: plan.table.params(),
             kv_indptr: address(indptr, lists + 1)?,
             kv_indices,
             last_page_len: address(last, lists)?,
@@ -206,27 +202,13 @@ impl DevicePlanner {
             custom_mask,
             packed_indptr,
             packed_mask,
-            record,
-            claim,
+            report,
             indices,
             mask_elements,
             packed_bytes,
-            phase: s.phase,
-            step: s.step,
-            shift: s.shift,
-            topk: s.topk,
-            steps: s.steps,
-            nodes: s.nodes,
-            context: s.context,
-            holey: s.holey,
-            batch: b as i32,
-            queries: q as i32,
-            table_rows: plan.table.rows as i32,
-            row_pages: plan.table.columns as i32,
-            num_pages: plan.table.num_pages as i32,
+            step: s.into(),
             wide: triton.into(),
             own: (!triton).into(),
-            reserved: 0,
         };
         kernels.launch_lists(stream, &params)
     }
@@ -240,38 +222,20 @@ impl DevicePlanner {
         };
         let ((page_table, page_columns), (expand_page_table, expand_columns)) = (table(1, b)?, table(4, q)?);
         let kernels = &self.device.kernels().plan;
-        let (record, claim) = kernels.context().fault_addresses(stream)?;
+        let report = kernels.context().report(stream)?;
         let params = PlanTableParams {
-            rows: m.rows.address(),
-            qo_indptr: m.qo_indptr.address(),
-            prefix_lens: m.prefix_lens.address(),
-            out_slots: m.out_slots.address(),
-            mask: m.mask.address(),
-            table: plan.table.pages.address(),
+            plan: m.arrays(),
+            table: plan.table.params(),
             cache_seqlens: given.address(0, b)?,
             page_table,
             cu_seqlens_q: given.address(2, b + 1)?,
             expand_cache_seqlens: given.address(3, q)?,
             expand_page_table,
             expand_cu_seqlens_q: given.address(5, q + 1)?,
-            record,
-            claim,
-            phase: s.phase,
-            step: s.step,
-            shift: s.shift,
-            topk: s.topk,
-            steps: s.steps,
-            nodes: s.nodes,
-            context: s.context,
-            holey: s.holey,
-            batch: b as i32,
-            queries: q as i32,
-            table_rows: plan.table.rows as i32,
-            row_pages: plan.table.columns as i32,
-            num_pages: plan.table.num_pages as i32,
+            report,
+            step: s.into(),
             page_columns,
             expand_columns,
-            reserved: 0,
         };
         kernels.launch_tables(stream, &params)
     }

@@ -26,11 +26,12 @@ pub use lower::{DeviceArray, DeviceElements};
 
 use super::devices::Device;
 use super::driver::Stream;
-use super::params::{PlanParams, TailCopyParams};
+use super::params::plan::{PlanArrays, PlanParams, TailCopyParams};
+use super::params::{plan, table::PageTable};
 use super::view::{DeviceSlice, MovesView, device_mismatch};
 use crate::bounds::fits_i32;
 use crate::error::{Error, Result, in_range, same_length};
-use crate::geometry::{Geometry, Layout};
+use crate::geometry::Geometry;
 use crate::overlap::{Operand, Span, disjoint};
 use crate::plan::form::Step;
 use crate::plan::{Bucket, Load, Phase};
@@ -62,12 +63,29 @@ impl DeviceTable {
         Ok(Self { pages, rows: (pages.len() / columns as usize) as u32, columns, num_pages })
     }
 
+    /// The table as kernels take it.
+    fn params(&self) -> PageTable {
+        PageTable {
+            pages: self.pages.address(),
+            rows: self.rows as i32, // all three fit
+            columns: self.columns as i32,
+            num_pages: self.num_pages as i32,
+            reserved: 0,
+        }
+    }
+
     /// Check that int32 counts the slots of the pool: of a page beyond, the product would be another page's slot.
     fn slots_fit(&self, page_size: u32) -> Result<()> {
         fits_i32("KV slots", u64::from(self.num_pages) * u64::from(page_size), || {
             format!("num_pages {} * page_size {page_size}", self.num_pages)
         })
         .map(|_| ())
+    }
+}
+
+impl From<Step> for plan::Step {
+    fn from(Step { phase, step, shift, topk, steps, nodes, context, holey }: Step) -> Self {
+        Self { phase, step, shift, topk, steps, nodes, context, holey }
     }
 }
 
@@ -153,6 +171,19 @@ pub struct PlanMemory {
 }
 
 impl PlanMemory {
+    /// What formats are made of, as kernels take it; sizes were checked.
+    fn arrays(&self) -> PlanArrays {
+        PlanArrays {
+            rows: self.rows.address(),
+            qo_indptr: self.qo_indptr.address(),
+            prefix_lens: self.prefix_lens.address(),
+            out_slots: self.out_slots.address(),
+            mask: self.mask.address(),
+            batch: self.rows.len() as i32,
+            queries: self.positions.len() as i32,
+        }
+    }
+
     /// The memory of all arrays.
     fn spans(&self) -> [Span; 7] {
         [
@@ -308,7 +339,7 @@ impl DevicePlanner {
             DeviceStep::Draft { ancestors: None, .. } | DeviceStep::Decode => {}
         }
         let kernels = &self.device.kernels().plan;
-        let (record, claim) = kernels.context().fault_addresses(stream)?;
+        let report = kernels.context().report(stream)?;
         let s = Step::new(geometry, phase);
         let params = PlanParams {
             rows: batch.rows.address(),
@@ -317,32 +348,14 @@ impl DevicePlanner {
             offsets,
             parents,
             ancestors,
-            table: table.pages.address(),
+            table: table.params(),
             live: self.live(batch.live)?,
-            out_rows: out.rows.address(),
+            plan: out.arrays(),
             out_versions: out.versions.address(),
-            qo_indptr: out.qo_indptr.address(),
-            prefix_lens: out.prefix_lens.address(),
             positions: out.positions.address(),
-            out_slots: out.out_slots.address(),
-            mask: out.mask.address(),
-            record,
-            claim,
+            report,
             parents_len,
-            phase: s.phase,
-            step: s.step,
-            shift: s.shift,
-            topk: s.topk,
-            steps: s.steps,
-            nodes: s.nodes,
-            context: s.context,
-            holey: s.holey,
-            batch: b as i32,
-            queries: q as i32,
-            table_rows: table.rows as i32,
-            row_pages: table.columns as i32,
-            num_pages: table.num_pages as i32,
-            reserved: 0,
+            step: s.into(),
         };
         kernels.launch_native(stream, &params)?;
         Ok(DevicePlan { memory: out, phase, geometry: *geometry, table: *table })
@@ -381,27 +394,19 @@ impl DevicePlanner {
         )?;
         disjoint(&[&out.spans()], &[&[table.pages.span(), rows.span(), lens.span(), live.span()]])?;
         let kernels = &self.device.kernels().plan;
-        let (record, claim) = kernels.context().fault_addresses(stream)?;
+        let report = kernels.context().report(stream)?;
         let s = Step::new(&self.geometry, Phase::Draft { step: 0 });
         let params = TailCopyParams {
             rows: rows.address(),
             lens: lens.address(),
-            table: table.pages.address(),
+            table: table.params(),
             live: self.live(live)?,
             src: out.src().address(),
             dst: out.dst().address(),
             offsets: out.offsets().address(),
-            record,
-            claim,
-            shift: s.shift,
-            topk: s.topk,
-            steps: s.steps,
-            context: s.context,
-            holey: (self.geometry.layout() == Layout::Holey).into(),
+            report,
+            step: s.into(),
             batch: b as i32,
-            table_rows: table.rows as i32,
-            row_pages: table.columns as i32,
-            num_pages: table.num_pages as i32,
             copies: out.src().len() as i32, // at most MAX_MOVES
         };
         kernels.launch_tail_copies(stream, &params)

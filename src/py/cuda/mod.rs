@@ -43,7 +43,7 @@ pub(super) fn available() -> Result<()> {
 
 /// The number of the rule that attention's bits follow.
 pub(super) fn attention_rule() -> Option<i32> {
-    Some(crate::device::params::ATTENTION_NUMERICS_ID)
+    Some(crate::device::params::attention::ATTENTION_NUMERICS_ID)
 }
 
 /// Add functions to a module.

@@ -6,7 +6,7 @@ use pyo3::types::PyDict;
 use super::device::StreamArg;
 use super::operands::{AcceptArrays, Arg, MoveArrays, Operands, SamplerArrays, TreeArrays};
 use crate::bounds::{MAX_BATCH, PageSize};
-use crate::device::params::SamplerRow;
+use crate::device::params::verify::SamplerRow;
 use crate::device::{CommitOperands, SAMPLER_ROW_WORDS, VerifyMode, VerifyOperands, verify_scratch};
 use crate::error::in_range;
 use crate::py::arg::{Int, detached};

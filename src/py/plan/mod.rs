@@ -98,7 +98,8 @@ impl Plan {
         let (plan, page) = (self.native("attending_from")?, self.plan.page().get());
         let starts = u32s("starts", &starts)?;
         if starts.len() != plan.live_batch() {
-            let (got, want) = (format!("{} elements", starts.len()), format!("{}, one a live request", plan.live_batch()));
+            let (got, want) =
+                (format!("{} elements", starts.len()), format!("{}, one a live request", plan.live_batch()));
             return Err(Error::Mismatch { operand: "starts", got, want }.into());
         }
         for (&start, &prefix) in starts.iter().zip(plan.prefix_lens()) {

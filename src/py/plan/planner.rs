@@ -187,7 +187,14 @@ impl Planner {
             AnyFormat::FlashAttention(_) => FlashAttention::expand_page_size(&self.geometry, call.phase),
             _ => None,
         };
-        Ok(Plan { plan, pool: self.pool.clone(), format: self.format, expand_page_size, first_pages: Box::default(), out })
+        Ok(Plan {
+            plan,
+            pool: self.pool.clone(),
+            format: self.format,
+            expand_page_size,
+            first_pages: Box::default(),
+            out,
+        })
     }
 
     fn purpose(&self, phase: Phase, any_step: bool, max_batch: u32) -> BufferPurpose {
@@ -377,7 +384,14 @@ impl Planner {
             AnyFormat::FlashAttention(_) => FlashAttention::expand_page_size(&self.geometry, phase),
             _ => None,
         };
-        Ok(Plan { plan, pool: self.pool.clone(), format: self.format, expand_page_size, first_pages: Box::default(), out: None })
+        Ok(Plan {
+            plan,
+            pool: self.pool.clone(),
+            format: self.format,
+            expand_page_size,
+            first_pages: Box::default(),
+            out: None,
+        })
     }
 
     /// Copies of each prefix's tail into the holes before its draft branches, to be run on the draft model's cache

@@ -116,7 +116,7 @@ def test_rounds_without_drafts_run_ahead_until_there_are_some(
     llm.audit()
 
 
-@pytest.mark.parametrize("fails", ["landing", "commit", "first", "prefill", "beside"])
+@pytest.mark.parametrize("fails", ["collect", "commit", "first", "prefill", "beside"])
 def test_a_failed_round_leaves_requests_as_they_were(tiny: Pair, fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, params = requests(4, seed=7)
     want = plain(tiny, prompts, params)

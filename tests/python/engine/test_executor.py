@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -98,10 +98,10 @@ class Device:
     def launch(self, verified: Any, rounds: int) -> None:
         raise AssertionError("nothing can be launched ahead")
 
-    def hasten(self) -> None:
-        self.host.hasten()
+    def request_stop(self) -> None:
+        self.host.request_stop()
 
-    def landing(self, verified: Any, batch: Any, rows: Any) -> Any:
+    def collect(self, verified: Any, batch: Any, rows: Any) -> Any:
         return verified
 
     def abandon(self, requests: Any) -> None:
@@ -117,6 +117,7 @@ class DeviceDrafts:
 
     host: Any
     log: list[str]
+    unites: ClassVar[bool] = False
 
     @property
     def vocabulary(self) -> frozenset[int]:

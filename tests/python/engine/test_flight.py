@@ -159,7 +159,7 @@ def run(llm: LLM, job: Work, bound: int = 2000, each: Callable[[int], None] = la
 def idle(llm: LLM) -> None:
     """Check that nothing is left behind but the prefix cache."""
     counts = llm.audit()
-    assert llm.unfinished == 0 and llm._runner._flight is None and not llm._runner._landed
+    assert llm.unfinished == 0 and llm._runner._flight is None and not llm._runner._collected
     assert (counts["sequences"], counts["leased_sequences"]) == (0, 0)
     assert counts["free_pages"] + counts["cached_pages"] == counts["total_pages"]
 
@@ -340,7 +340,7 @@ def test_streams_that_are_closed_early(world: World, level: Level, monkeypatch: 
         idle(llm)
 
 
-SITES = ("launch", "launched", "landing", "commit", "prefill", "extend", "draft", "first", "write")
+SITES = ("launch", "launched", "collect", "commit", "prefill", "extend", "draft", "first", "write")
 
 
 @every
@@ -348,7 +348,7 @@ SITES = ("launch", "launched", "landing", "commit", "prefill", "extend", "draft"
 def test_errors_anywhere(
     world: World, level: Level, shape: str, page: int, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine goes on, and what had landed before an error is told by the next step."""
+    """The engine goes on, and what was collected before an error is told by the next step."""
     rng, seen = random.Random(f"{shape} {page} {level}"), set()
 
     def fails(site: str) -> None:
@@ -358,7 +358,7 @@ def test_errors_anywhere(
 
     device = Told(level=level, refuses=lambda: rng.random() < 0.1)
     llm = flying(world.target, world.draft, monkeypatch, device, **options_of(shape, page, prefill_chunk=16))
-    always = {"launch", "launched", "landing", "commit", "first", "prefill"}
+    always = {"launch", "launched", "collect", "commit", "first", "prefill"}
     for done in range(8):
         if done > 1 and device.ahead > 10 and always <= seen:
             break
@@ -383,7 +383,7 @@ def test_an_error_while_what_was_left_is_aborted(world: World, level: Level, mon
         next(stream)
 
     def broken(site: str) -> None:
-        if site == "landing":
+        if site == "collect":
             device.fails = lambda _: None
             raise Broken
 
@@ -468,7 +468,7 @@ def test_a_head_with_nan_costs_drafts_alone(
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_who_looks_on_sees_whole_rounds(world: World, level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounds in flight land first, and are not told of; from then on each round runs alone."""
+    """Rounds in flight are collected first, and are not told of; from then on each round runs alone."""
     device = Told(level=level)
     llm = flying(world.target, world.draft, monkeypatch, device, **options_of("chain", 4))
     params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.5, seed=1)

@@ -6,17 +6,19 @@ Whether the head follows a request is forced here where it matters; `test_policy
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from torch.utils.dlpack import from_dlpack
 
-from drafts_world import VOCAB, Watched, agree, head_for, reference
+from drafts_world import VOCAB, Seen, Watched, agree, head_for, reference
 from gate_counted import Twins
 from modelzoo import Pair, write_target
 from reference_drafts import Tree
 from specrs import LLM, SamplingParams
-from specrs.engine.drafting.chooser import TreeChoice, TreePolicy
+from specrs.engine.drafting.chooser import TAIL, TreeChoice, TreePolicy
 from specrs.engine.drafting.speculation import AdaptiveTree
 
 
@@ -64,6 +66,11 @@ def policy_of(llm: LLM) -> TreePolicy:
     return speculation.policy
 
 
+def begins(llm: LLM, tail: int | None) -> None:
+    """The head may begin anywhere, so many positions before its first draft, or reads requests from their beginning."""
+    llm._runner.drafting.speculation.tail = policy_of(llm).tail = tail
+
+
 DRAFT, WAIT, GIVE_UP = 0.0, 1.0, math.inf  # tokens that a request waits for
 
 
@@ -103,20 +110,23 @@ def test_a_second_turn_computes_no_more_than_plain_decoding(
     assert seen[0][2] == 49 // page_size * page_size
 
 
+@pytest.mark.parametrize("anywhere", [False, True])
 def test_a_head_given_up_midway_shares_all_that_the_target_computed(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, anywhere: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = LLM(pair.target, pair.draft, page_size=4)
+    begins(llm, TAIL if anywhere else None)
     decide(monkeypatch, llm, True, GIVE_UP)
     run = Counted(llm, monkeypatch)
     answer, _ = run.turn(PROMPT, 40)
-    assert run.head == [len(PROMPT) - 1]
+    assert run.head == ([] if anywhere else [len(PROMPT) - 1])
     pool = llm._runner.pages.pool
     row, shared, drafted = pool.cache_lookup([*PROMPT, *answer])
-    assert (shared, drafted) == (48, 8)
+    assert (shared, drafted) == (48, 0 if anywhere else 8)
     pool.release([row])
     _, cached = run.turn([*PROMPT, *answer, 2, 2], 8)
-    assert cached == 8  # the request is followed again: the head needs the target's features behind its own KV
+    # It is followed again: one that reads a request from its beginning needs the target's features behind its own KV.
+    assert cached == (48 if anywhere else 8)
     decide(monkeypatch, llm, False)
     _, cached = run.turn([*PROMPT, *answer, 2, 2, 1], 8)
     assert cached == 52
@@ -133,6 +143,7 @@ def test_draft_kv_that_the_cache_lacks_is_written_once(
     """One request computes a prompt without the head; the next has the head, and computes it again into pages of its
     own; they replace the first one's, so that the third shares all of it. Drafts are as from scratch."""
     run = Watched(LLM(pair.target, pair.draft, page_size=page_size, prefill_chunk=7))
+    begins(run.llm, None)
     prompt = [3, 1, 4, 1, 5, 2, 0, 5, 3, 5, 2, 4, 1, 2, 3, 1, 4, 4, 0, 2, 5]
     cached = []
     for follows in (False, True, True):
@@ -151,9 +162,57 @@ def test_draft_kv_that_the_cache_lacks_is_written_once(
     assert stats["free_pages"] + stats["evictable_pages"] == stats["total_pages"]
 
 
+class Begun:
+    """Where each request's draft KV begins, as its rounds draft."""
+
+    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rounds: dict[int, list[int]] = {}
+        head = llm._runner.head
+        assert head is not None
+        grow = head.grow
+
+        def kept(batch: Any, drafting: Sequence[bool], *rest: Any) -> Any:
+            for r, drafts in zip(batch, drafting, strict=True):
+                if drafts:
+                    self.rounds.setdefault(r.request_id, []).append(r.draft_from)
+            return grow(batch, drafting, *rest)
+
+        monkeypatch.setattr(head, "grow", kept)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_a_head_that_begins_late_drafts_as_one_that_sees_nothing_before(
+    pair: Pair, page_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests of a batch stop and go on drafting at random, over shared prefixes and chunks; each round's trees are
+    those of a head whose text begins where its draft KV does. What stands in the pages before is NaN."""
+    rng = random.Random(page_size)
+    llm = LLM(pair.target, pair.draft, page_size=page_size, prefill_chunk=7, max_batch=3)
+    run, tail = Watched(llm), 3
+    begins(llm, tail)
+    decide(monkeypatch, llm, True)
+    monkeypatch.setattr(policy_of(llm), "wait", lambda *_: rng.choice([DRAFT, WAIT, WAIT * 6]))
+    begun = Begun(llm, monkeypatch)
+    from_dlpack(llm._runner.executor.drafts.cache.tensor).fill_(math.nan)
+    prompts = [[rng.randrange(VOCAB) for _ in range(n)] for n in (2, 9, 23, 40)]
+    for prompt in (*prompts, [*prompts[3], 1, 2, 0], [*prompts[2], 3]):
+        run.add(prompt, 60)
+    run.finish()
+    shape = llm._runner.geometry.shape
+    want = reference(pair, (shape.topk, shape.steps, shape.draft_tokens))
+    rounds, firsts = list[Seen](), list[int]()
+    for request, starts in begun.rounds.items():
+        assert all(first % page_size == 0 for first in starts) and starts == sorted(starts)
+        rounds += [seen for seen in run.of(request) if len(seen.tree.tokens) > 1]
+        firsts += starts
+    agree(want, rounds, firsts=firsts)
+    assert sum(first > 0 for first in firsts) > 20 and len(set(firsts)) > 3, firsts
+
+
 def test_a_request_that_won_leaves_whole_pages_of_draft_kv(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The request's last round completes a page: its draft KV is written, so that a next turn can go on from there."""
     llm = LLM(pair.target, pair.draft, page_size=4)
+    begins(llm, None)
     decide(monkeypatch, llm, True, DRAFT)
     pool, whole = llm._runner.pages.pool, 0
     for paid in (True, False):

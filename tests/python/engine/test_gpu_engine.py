@@ -135,8 +135,7 @@ def recorded(
         return passed
 
     def launched(before: LaunchedRound, rounds: int) -> Any:
-        """Launch one round, also in a loop, behind one that has not landed, and keep its logits before the next one
-        overwrites them."""
+        """Of a round behind one that is not collected, before the next one overwrites its logits: 1, also in a loop."""
         done = launch(before, 1)
         if done is not None:
             ahead.append(done)
@@ -159,7 +158,7 @@ def recorded(
         for name in ("_logits", "prefill", "decode", "verify", "launch"):
             delattr(executor, name)  # the class's own are back, and nothing refers to itself
     if executor_runs_ahead(llm, params):
-        assert ahead, "no round was launched before the last one had landed"
+        assert ahead, "no round was launched before the last one was collected"
         assert any(done.variant.loop for done in ahead) == (llm.config.graphs == "loop")
     llm.audit()
     ends = {i: len(p) + len(o.token_ids) - 1 for i, (p, o) in enumerate(zip(prompts, outputs, strict=True))}

@@ -178,7 +178,7 @@ def test_a_region_that_no_kernel_writes_is_seen_when_it_is_poisoned(
     torch.cuda.synchronize()
 
 
-def test_a_write_beyond_a_region_is_seen_at_the_next_landing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_beyond_a_region_is_seen_with_the_next_round(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECRS_POISON", "1")
     with engine(pair, "plain", graphs="round", max_batch=2) as llm:
         params = SamplingParams(max_tokens=8, ignore_eos=True)

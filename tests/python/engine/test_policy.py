@@ -13,7 +13,7 @@ from gate_simulation import Simulated, begin, decode, policy, request, together
 from specrs import _specrs as core
 from specrs._specrs import DraftNodes
 from specrs.engine.drafting.budget import BANK, CAP, RATE, STAKE, Account, Purse, stake_of
-from specrs.engine.drafting.chooser import Kind, TreePolicy, nodes_of
+from specrs.engine.drafting.chooser import TAIL, Kind, TreePolicy, nodes_of
 from specrs.engine.drafting.costs import PLAIN, SPECULATIVE, Pace, PassCost
 from specrs.models.acceptance import Acceptance
 
@@ -439,3 +439,27 @@ def test_a_request_is_followed_where_the_bank_pays_and_its_length_may_win_it_bac
 def test_a_head_is_taken_for_what_its_file_says() -> None:
     kind = Kind.of(Acceptance(0.5, (0.9, 0.7)), 4)
     assert kind.levels == [0.9, 0.7, 0.7, 0.7] and kind.chance(math.log(0.25)) == pytest.approx(0.5)
+
+
+def test_a_head_that_may_begin_anywhere_costs_no_more_after_a_long_while() -> None:
+    p, entered = policy(step=0.5), policy(step=0.5)
+    p.tail = entered.tail = TAIL
+    account = p.account(0.0, 0, 1, 500)
+    assert p.entry(account, 10_000, 1) == 0.0, "a request's first drafts are the bank's"
+    bank, purse = account.bank.left, account.purse.left
+    p.enter(account, 10_000, 1)
+    assert account.purse.left == purse and account.bank.left == pytest.approx(bank - p.resuming(TAIL, 1))
+    again = p.entry(account, 10_000, 1)
+    assert 0.0 < again == p.resuming(10_000, 1) == p.resuming(TAIL, 1) > p.resuming(TAIL - 1, 1)
+    account.pay(10.0, 1)
+    wait = p.wait(account, 1, 10, 10_000)
+    assert wait == pytest.approx((again + p.stake(1, 1) - account.room(10, 1)) / RATE)
+    p.enter(account, 10_000, 1)
+    assert account.purse.left == pytest.approx(purse - 10.0 - again + 10 * RATE), "later ones are its own"
+
+
+def test_a_head_that_may_begin_anywhere_follows_long_prompts() -> None:
+    p = policy()
+    assert not p.follows(p.account(0.0, 0, 1, 160), 1, 160, 100_000, 500)
+    p.tail = TAIL
+    assert p.follows(p.account(0.0, 0, 1, 160), 1, 160, 100_000, 500)

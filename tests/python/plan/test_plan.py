@@ -168,6 +168,27 @@ def test_a_bucket_is_inside_the_limits() -> None:
         assert planner.decode([seq], [3], pad=(4, 4)).queries == 4
 
 
+def test_a_plan_may_attend_from_a_later_page() -> None:
+    """What such a plan reads, attention's own tests say; here, that nothing else is taken for a start."""
+    pool, planner, seq = world(4)
+    pool.reserve([(seq, 9)]).commit([9])
+    with pool.reserve([(seq, 11)]):
+        plan = planner.extend([seq], [9], [2], pad=(2, 4))
+        late = plan.attending_from([8])
+        assert plan.whole and not late.whole
+        assert late.positions.tolist() == plan.positions.tolist() and late.prefix_lens.tolist() == [9, 0]
+        assert not plan.attending_from([0]).whole
+        for starts, why in (([2], "multiple of the page size 4"), ([12], "at most the prefix 9"), ([-4], "starts")):
+            with pytest.raises(core.ConfigError, match=why):
+                plan.attending_from(starts)
+        for starts in ([], [0, 0]):
+            with pytest.raises(core.ConfigError, match="1, one a live request"):
+                plan.attending_from(starts)
+        other = core.Planner(planner.geometry, pool, format="flashinfer").extend([seq], [9], [2])
+        with pytest.raises(core.ConfigError, match="format"):
+            other.attending_from([8])
+
+
 def test_plans_go_stale_with_their_rows() -> None:
     pool, planner, seq = world(4)
     with pool.reserve([(seq, 5)]):

@@ -231,6 +231,10 @@ class CudaExecutor(HostExecutor):
             bucket = self._buckets[size] = Bucket(self._models, size)
         return bucket
 
+    def _features(self, follow: bool, rows: int) -> FeatureRows | None:
+        # Rounds have memory of their own, and prompts differ in length.
+        return self.target.features.once(rows) if follow and self.target.features is not None else None
+
     def _logits(
         self, tokens: torch.Tensor, plan: core.Plan, aux: FeatureRows | None, rows: torch.Tensor | None
     ) -> torch.Tensor:
@@ -313,11 +317,11 @@ class CudaExecutor(HostExecutor):
         number = bucket.again(variant, self._graphs, rounds)
         return LaunchedRound(verified.batch, bucket, number, variant, verified.seats)
 
-    def hasten(self) -> None:
+    def request_stop(self) -> None:
         if self._running is not None:
             self._running.request_stop()
 
-    def landing(self, verified: Verified, batch: Batch, rows: Sequence[int]) -> Verified:
+    def collect(self, verified: Verified, batch: Batch, rows: Sequence[int]) -> Verified:
         assert isinstance(verified, LaunchedRound)
         seats = verified.seats
         if len(rows) < len(seats):

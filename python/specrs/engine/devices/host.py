@@ -197,10 +197,10 @@ class HostExecutor:
     def launch(self, verified: Verified, rounds: int) -> Verified | None:
         return None
 
-    def hasten(self) -> None:
+    def request_stop(self) -> None:
         """A host does nothing by itself."""
 
-    def landing(self, verified: Verified, batch: Batch, rows: Sequence[int]) -> Verified:
+    def collect(self, verified: Verified, batch: Batch, rows: Sequence[int]) -> Verified:
         return verified
 
     def abandon(self, requests: Sequence[Request]) -> None:

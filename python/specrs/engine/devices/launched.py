@@ -58,7 +58,7 @@ class LaunchedRound:
     later; what it left in device memory (features, logits), until the next one.
 
     Attributes:
-        batch: requests that are asked about, as they are once all rounds before have landed.
+        batch: requests that are asked about, as they are once all rounds before are collected.
         bucket, number: where it runs, and which of the rounds there it is.
         variant: what was launched.
         seats: of each request.

@@ -96,6 +96,15 @@ def checked(proposal: Drafts, source: int, nodes: int, depth: int, vocab_size: i
     sizes = [len(parents), count, len(probs), len(buckets)]
     if any(size != count for size in sizes):
         raise ValueError(f"parents, tokens, probs and buckets of {sizes} entries: they must be of equal length")
+    _check_nodes(parents, tokens, probs, buckets, depth, vocab_size)
+    return SourceProposal(source, DraftProposal(parents, tokens, [max(p, _LEAST) for p in probs], buckets))
+
+
+def _check_nodes(
+    parents: Sequence[int], tokens: Sequence[int], probs: Sequence[float], buckets: Sequence[int], depth: int,
+    vocab_size: int,
+) -> None:  # fmt: skip
+    """Nodes of a tree of so many levels at most, or ValueError."""
     levels: list[int] = []
     seen: set[tuple[int, int]] = set()
     for i, (parent, token, prob, bucket) in enumerate(zip(parents, tokens, probs, buckets, strict=True)):
@@ -109,12 +118,10 @@ def checked(proposal: Drafts, source: int, nodes: int, depth: int, vocab_size: i
             raise ValueError(f"buckets[{i}] = {bucket}: must be in 0..{_BUCKETS - 1}")
         if (parent, token) in seen:
             raise ValueError(f"tokens[{i}] = {token}: a sibling before it has the same token")
-        probs[i] = max(prob, _LEAST)
         seen.add((parent, token))
         levels.append(1 if parent < 0 else levels[parent] + 1)
         if levels[i] > depth:
             raise ValueError(f"node {i} lies {levels[i]} levels deep; {depth} were asked for")
-    return SourceProposal(source, DraftProposal(parents, tokens, probs, buckets))
 
 
 @dataclass(eq=False)

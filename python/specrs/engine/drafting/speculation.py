@@ -129,8 +129,8 @@ class GivenTree:
         return False
 
     def begin(self, speculative: bool, since: float | None = None) -> None:
-        """A round begins, or landing it does. since: when, by `time.perf_counter`, where it runs behind another one or
-        somebody was asked for it; else now."""
+        """A round begins, or collecting it does. since: when, by `time.perf_counter`, where it runs behind another one
+        or somebody was asked for it; else now."""
 
     def plain_round(self, batch: Batch) -> None:
         """A round without drafts ended."""

@@ -87,7 +87,7 @@ def traced(
     verified: VerifiedTrees, drafts: Sequence[MergedDrafts], wanted: Sequence[int], paths: Sequence[Sequence[int]],
     names: Sequence[str],
 ) -> list[DraftTree]:  # fmt: skip
-    """The trees of some requests of a landing. drafts: of each request, the host's tree. paths: accepted ones, with
+    """The trees of some requests of a round. drafts: of each request, the host's tree. paths: accepted ones, with
     roots."""
     trees, head = _trees(verified, drafts), 1 << names.index(HEAD)
     found = []

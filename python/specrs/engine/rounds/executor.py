@@ -194,10 +194,10 @@ class Executor(Protocol):
     def launch(self, verified: Verified, rounds: int) -> Verified | None:
         """Launch up to so many, whose pages are leased. Returns the first; ``None`` where it cannot be now."""
 
-    def hasten(self) -> None:
+    def request_stop(self) -> None:
         """The host waits for what is in flight: the device begins no further round by itself."""
 
-    def landing(self, verified: Verified, batch: Batch, rows: Sequence[int]) -> Verified:
+    def collect(self, verified: Verified, batch: Batch, rows: Sequence[int]) -> Verified:
         """What a round gave these rows of its batch, whose requests are ``batch`` now."""
 
     def abandon(self, requests: Sequence[Request]) -> None:

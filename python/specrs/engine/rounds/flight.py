@@ -1,9 +1,9 @@
-"""Rounds that have been launched and not landed: the device may be ahead of what the host knows.
+"""Rounds that have been launched and not collected: the device may be ahead of what the host knows.
 
 A flight begins with a round of a batch. While the host reads what that one accepted, the device may run the next ones
 over the same requests, which begin where the one before ends. The pages of all of them are leased for how far they
-could get at most. A round decides what a request gets when it *lands*, in order. Once a request has ended, the results
-of later rounds for it are dropped.
+could get at most. A round decides what a request gets when it is *collected*, in order. Once a request has ended, the
+results of later rounds for it are dropped.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Flight:
         lens: positions of each sequence that the lease has committed.
         need: positions behind its committed ones that a round may write, per request.
         longest: positions that a round commits at most, per request.
-        rounds: launched, not landed.
-        single: no round is launched before the first one has landed.
+        rounds: launched, not collected.
+        single: no round is launched before the first one is collected.
         last: no round is launched any more.
-        landed: how many have.
+        collected: rounds that have been.
         out: rows of the batch that later rounds say nothing of.
     """
 
@@ -43,7 +43,7 @@ class Flight:
     rounds: deque[Verified]
     single: bool = False
     last: bool = False
-    landed: int = 0
+    collected: int = 0
     out: set[int] = field(default_factory=set)
 
     @property
@@ -57,7 +57,7 @@ class Flight:
         return len(self.requests) == len(requests) and all(one is other for one, other in pairs)
 
     def batch(self) -> tuple[Batch, list[int]]:
-        """The requests that the next landing tells of, as they are now, and their rows."""
+        """The requests that the next one to be collected tells of, as they are now, and their rows."""
         rows = [i for i in range(len(self.requests)) if i not in self.out]
         return Batch([self.requests[i] for i in rows]), rows
 

@@ -2,7 +2,7 @@
 
 A pass takes pages by a lease before it writes anything, commits the lease, and only then changes its requests: where
 it fails, every request is as it was. A device may run ahead: then the lease spans its rounds, and each is committed
-when it lands (`flight`). Where one request cannot go on (NaN scores), the pass goes on without it: that
+when it is collected (`flight`). Where one request cannot go on (NaN scores), the pass goes on without it: that
 request ends with its error. The device's part stands behind `Executor`.
 """
 
@@ -67,8 +67,8 @@ class Runner:
         #: Rows of the prompt, in one pass, whose logits are wanted: no more than rounds have memory for.
         self.scored_rows = min(max(rows, _LEAST_SCORED), _MOST_SCORED)
         self._flight: Flight | None = None
-        self._landed: list[Passed] = []  # that nobody has been told of
-        self._waited = 0.0  # `Executor.waited`, as a landing began
+        self._collected: list[Passed] = []  # that nobody has been told of
+        self._waited = 0.0  # `Executor.waited`, as collecting a round began
         self._ended: float | None = None  # when the last one had
         self._single = False  # the next round runs with none behind it
 
@@ -149,7 +149,7 @@ class Runner:
                     self.head.remember(batch, prefilled, [range(n) for n in counts])
                     self.head.begin([r for r in batch if r.finish_reason is None], self.drafting.speculation)
             except BaseException:
-                self._landed += passed  # the requests have their tokens
+                self._collected += passed  # the requests have their tokens
                 raise
             self.drafting.speculation.prefilled(batch, counts)
         for r in batch:
@@ -183,46 +183,46 @@ class Runner:
         except core.PoolExhaustedError:
             if self._flight is None:
                 raise
-        self._land_flight(self._flight)  # pages for rounds that nobody has launched yet come back
+        self._collect_flight(self._flight)  # pages for rounds that nobody has launched yet come back
         return self.pages.lease(batch, counts)
 
     def decode(self, reqs: Sequence[Request]) -> list[Passed]:
         """One token for each request, without drafts."""
         batch = Batch(reqs)
-        return self.land() or self._go(self._launch(batch, RoundPlan(batch)))
+        return self.collect() or self._go(self._launch(batch, RoundPlan(batch)))
 
     def round(self, reqs: Sequence[Request], stays: bool = True) -> list[Passed]:
         """Draft a tree for each request, verify it, commit what was accepted.
 
-        Where the executor runs ahead, this lands the oldest round in flight; a round of another batch waits until all
-        have landed. Each request may pass several times, in order.
+        Where the executor runs ahead, this collects the oldest round in flight; a round of another batch waits until
+        all are collected. Each request may pass several times, in order.
 
         Args:
             reqs: the batch.
             stays: whether the next round is likely to be one of the same batch; else none is launched ahead.
         """
-        if self._landed:
+        if self._collected:
             return self._news()
         if self._flight is not None:
             if self.observers or not self._flight.carries(list(reqs)):
-                return self.land()
+                return self.collect()
             self.drafting.speculation.begin(self._flight.plan.drafts, self._ended)
             return self._go(self._flight, stays)
         batch = Batch(reqs)
         return self._go(self._launch(batch, self.drafting.plan(batch)), stays)
 
-    def land(self) -> list[Passed]:
-        """Land every round in flight. What a failed step had landed comes too."""
+    def collect(self) -> list[Passed]:
+        """Collect every round in flight. What a failed step had collected comes too."""
         if self._flight is not None:
-            self._land_flight(self._flight)
+            self._collect_flight(self._flight)
         return self._news()
 
-    def _land_flight(self, flight: Flight) -> None:
+    def _collect_flight(self, flight: Flight) -> None:
         with _naming(flight.requests), self._abandoning():
-            self._land_all(flight)
+            self._collect_all(flight)
 
     def abandon(self) -> None:
-        """Give up what is in flight: its requests are as the last landing left them."""
+        """Give up what is in flight: its requests are as the last collected round left them."""
         if self._flight is not None:
             flight, self._flight = self._flight, None
             try:
@@ -252,7 +252,7 @@ class Runner:
             self.drafting.gathering.sources.warn()
 
     def _news(self) -> list[Passed]:
-        news, self._landed = self._landed, []
+        news, self._collected = self._collected, []
         return news
 
     def _launch(self, batch: Batch, plan: RoundPlan) -> Flight:
@@ -318,19 +318,19 @@ class Runner:
         return plan.trees
 
     def _go(self, flight: Flight, stays: bool = True) -> list[Passed]:
-        """Launch what can be, and land the oldest round; all of them once a request has ended, whose pages are leased
-        as long as rounds are in flight."""
+        """Launch what can be, and collect the oldest round; all of them once a request has ended, whose pages are
+        leased as long as rounds are in flight."""
         self._waited = self.executor.waited
         with _naming(flight.requests), self._abandoning():
             self._launch_ahead(flight, stays)
-            self._land(flight)
+            self._collect(flight)
             if flight.out:
-                self._land_all(flight)
+                self._collect_all(flight)
         return self._news()
 
     def _launch_ahead(self, flight: Flight, stays: bool) -> None:
         last = flight.rounds[-1]
-        # It waits for the last round: only where that is the one to land.
+        # It waits for the last round: only where that is the one to collect.
         following = self.executor.following(last) if len(flight.rounds) == 1 else None
         if following is not None:
             flight.rounds.append(following)
@@ -356,21 +356,21 @@ class Runner:
                 flight.rounds.append(launched)
             return
 
-    def _land_all(self, flight: Flight) -> None:
-        self.executor.hasten()
+    def _collect_all(self, flight: Flight) -> None:
+        self.executor.request_stop()
         while flight.rounds:
             following = self.executor.following(flight.rounds[-1]) if len(flight.rounds) == 1 else None
             if following is not None:
                 flight.rounds.append(following)
             self.drafting.speculation.begin(flight.plan.drafts, self._ended)
-            self._land(flight)
+            self._collect(flight)
 
-    def _land(self, flight: Flight) -> None:
+    def _collect(self, flight: Flight) -> None:
         """Commit what the oldest round accepted, and observe what came of its drafts."""
         verified = flight.rounds.popleft()
         batch, rows = flight.batch()
-        if flight.landed or len(rows) < len(flight.requests):
-            verified = self.executor.landing(verified, batch, rows)
+        if flight.collected or len(rows) < len(flight.requests):
+            verified = self.executor.collect(verified, batch, rows)
         if rows and verified.lost:
             batch, rows, verified = self._without_lost(flight, batch, rows, verified)
         if not rows:
@@ -386,12 +386,12 @@ class Runner:
             spare = self.executor.waited - self._waited
             if self.drafting.tempts(*flight.batch(), flight.plan, spare):
                 flight.last = True  # the next one drafts, from tokens that the host must know
-                self.executor.hasten()
+                self.executor.request_stop()
 
     def _without_lost(
         self, flight: Flight, batch: Batch, rows: list[int], verified: Verified
     ) -> tuple[Batch, list[int], Verified]:
-        """A landing without the requests whose scores the device has lost: they meet the round again."""
+        """A round's results without the requests whose scores the device has lost: they meet the round again."""
         lost = set(verified.lost)
         flight.out |= {rows[i] for i in lost}
         self._single = True  # the next round, which meets it again, has the device for itself
@@ -399,7 +399,7 @@ class Runner:
             batch.requests[i].root = None  # the head has run over what there was
         kept = [i for i in range(len(batch)) if i not in lost]
         batch, rows = Batch([batch.requests[i] for i in kept]), [rows[i] for i in kept]
-        return batch, rows, self.executor.landing(verified, batch, kept) if rows else verified
+        return batch, rows, self.executor.collect(verified, batch, kept) if rows else verified
 
     def _commit(
         self,
@@ -410,10 +410,10 @@ class Runner:
         observers: Sequence[RoundObserver],
     ) -> list[Passed]:
         """Give each request what a round accepted. Nothing changes a request before all of that is read."""
-        accepts, faults, lease = verified.accepts, verified.faults, flight.lease
-        paths, drawn, errors, lens = accepts.paths, accepts.tokens, accepts.errors, list(flight.lens)
-        cuts = [False] * len(batch)
+        accepts, lease, lens = verified.accepts, flight.lease, list(flight.lens)
+        paths, drawn, errors = accepts.paths, accepts.tokens, accepts.errors
         trees = self._traced(flight, batch, rows, verified, paths)  # before a path is cut
+        cuts = [False] * len(batch)
         for i, r in enumerate(batch):
             stand = r.draws.standing(drawn[i], len(paths[i]))
             if stand < len(paths[i]):
@@ -426,15 +426,14 @@ class Runner:
         # Whole paths, or what stands of them: where a request keeps less, it has ended, and gives its pages back.
         for row, n, path in zip(rows, batch.lens, paths, strict=True):
             lens[row] = n + len(path)
-        overtaken = bool(flight.rounds)
-        if overtaken:
+        if flight.rounds:
             lease.advance(lens)
         else:
             lease.commit(lens)
             self._flight = None
-        flight.lens, flight.landed = lens, flight.landed + 1
+        flight.lens, flight.collected = lens, flight.collected + 1
         # Nothing fails from here on; up to here, no request has changed.
-        for error, sound in faults:
+        for error, sound in verified.faults:
             flight.last = True  # the next one is begun without drafts of this request
             if batch.requests[error.request].followed:  # a round in flight tells it again
                 batch.requests[error.request].give_up_drafts(sound, error)
@@ -445,29 +444,43 @@ class Runner:
         for p in passed:
             p.request.committed += p.committed.kept
         flight.out |= {row for row, p in zip(rows, passed, strict=True) if p.committed.finished}
-        self._landed += passed
+        self._collected += passed
         kept = [p.committed.kept for p in passed]
         for o in observers:
             o.committed(kept)
         if self.drafting.gathering is not None:
             self.drafting.gathering.watch(batch, verified)
         if self.head is not None and self._keeps_features(batch):  # else: most rounds of requests that gave it up
-            self.head.remember(batch, verified, [p[:n] for p, n in zip(paths, kept, strict=True)], overtaken)
-            for r, cut in zip(batch, cuts, strict=True):
-                if cut:
-                    r.root = None  # a device's head has run beyond what stands
-            if flight.plan.head is not None and not overtaken:
-                drafting = [flight.plan.head[row] for row in rows]
-                drew = [r for r, drafts in zip(batch, drafting, strict=True) if drafts and r.finish_reason is None]
-                self.head.extend(drew, self.drafting.speculation)
-            if not overtaken:
-                self.head.catch_up(batch, self.drafting.speculation)
+            kept_rows = [path[:n] for path, n in zip(paths, kept, strict=True)]
+            self._tell_head(self.head, flight, batch, rows, verified, kept_rows, cuts)
         return passed
+
+    def _tell_head(
+        self, head: Head, flight: Flight, batch: Batch, rows: Sequence[int], verified: Verified,
+        kept: Sequence[Sequence[int]], cuts: Sequence[bool],
+    ) -> None:  # fmt: skip
+        """Give the head the features of what each request kept, and where no later round runs, have it go on.
+
+        Args:
+            kept: rows of the pass, of each request.
+            cuts: of each request, whether the head may have run beyond them.
+        """
+        overtaken = bool(flight.rounds)
+        head.remember(batch, verified, kept, overtaken)
+        for r, cut in zip(batch, cuts, strict=True):
+            if cut:
+                r.root = None
+        if overtaken:
+            return
+        if flight.plan.head is not None:
+            drew = [r for r, row in zip(batch, rows, strict=True) if flight.plan.head[row] and r.finish_reason is None]
+            head.extend(drew, self.drafting.speculation)
+        head.catch_up(batch, self.drafting.speculation)
 
     def _traced(
         self, flight: Flight, batch: Batch, rows: Sequence[int], verified: Verified, paths: Sequence[Sequence[int]]
     ) -> dict[int, DraftTree]:
-        """The trees of those requests of a landing that want to see them; reads nothing where none does."""
+        """The trees of those requests of a round that want to see them; reads nothing where none does."""
         wanted = [i for i, r in enumerate(batch) if r.params.trace]
         if not wanted:
             return {}
@@ -484,7 +497,7 @@ class Runner:
         return dict(zip(wanted, trees, strict=True))
 
     def _close(self, flight: Flight) -> None:
-        """A landing that says nothing of any request: where it is the last, the flight has ended."""
+        """A round that says nothing of any request: where it is the last, the flight has ended."""
         if not flight.rounds:
             flight.lease.commit(flight.lens)
             self._flight = None

@@ -89,11 +89,11 @@ class Scheduler:
         """End every output of a request early. An event of each carries what no step has returned yet, if anything."""
         outputs = self._asked.get(request_id, {})
         runs = any(r not in self._waiting for r in outputs.values())
-        self._tell(self._runner.land() if runs else ())  # its pages are leased as long as rounds run
+        self._tell(self._runner.collect() if runs else ())  # its pages are leased as long as rounds run
         news = [e for e in self._news if e.request_id == request_id]
         if news:
             self._news = [e for e in self._news if e.request_id != request_id]
-        for request in list(outputs.values()):  # what has not ended in the rounds that landed
+        for request in list(outputs.values()):  # what has not ended in the rounds that were collected
             if request in self._waiting:
                 self._waiting.remove(request)
             else:

@@ -1,0 +1,156 @@
+//! `draft_select`, `tree_build` and `tree_unite`: from draft logits to the trees of a batch.
+
+use super::faults::Report;
+
+declare! {
+    ids {
+        Kernel {
+            KERNEL_DRAFT_SELECT = 23: "draft_select",
+            KERNEL_TREE_BUILD = 24: "tree_build",
+            KERNEL_TREE_UNITE = 25: "tree_unite",
+        }
+        Buffer {
+            BUFFER_BEAMS = 45: "candidates (beam)",
+            BUFFER_TARGET_IDS = 46: "vocabulary (d2t target id)",
+            BUFFER_CANDIDATE_PARENTS = 47: "candidates (parent)",
+            BUFFER_SOUND = 48: "sound steps",
+            BUFFER_MAX_NODES = 49: "max_nodes",
+            BUFFER_DRAFT_LOGITS = 51: "draft logits",
+        }
+    }
+    structs {
+        /// Candidates of the draft steps.
+        Drafts {
+            /// `float[requests, candidates]`: cumulative log-probabilities.
+            scores: u64,
+            /// `int32[requests, candidates]`.
+            tokens: u64,
+            /// `int32[requests, candidates]`: parent candidate, -1 below the root.
+            parents: u64,
+            /// `int32[requests]`: steps before the first fault.
+            sound: u64,
+            /// K; at most 32 where they are selected.
+            topk: i32,
+            /// S.
+            steps: i32,
+            /// Candidates of a request, `topk + (steps - 1) * topk * topk`; at most 4096 where a tree is built of them.
+            candidates: i32,
+            /// Zero; keeps the size a multiple of 8.
+            reserved: i32,
+        }
+
+        /// The trees of a batch that a kernel makes, and what it makes them by.
+        Trees {
+            /// Read, `int32[requests]`: token of each root.
+            roots: u64,
+            /// Read, `int32[requests]`: most nodes, root included.
+            max_nodes: u64,
+            /// `int32[requests + 1]`: first node of each tree.
+            offsets: u64,
+            /// `int32[requests * draft_tokens]`, as the arrays below.
+            tokens: u64,
+            /// Depth of each node.
+            depths: u64,
+            /// Parent of each node within its tree, -1 for a root.
+            parents: u64,
+            /// First child, -1 for none.
+            next_child: u64,
+            /// Next child of the same parent, -1 for none.
+            next_sibling: u64,
+            /// `float`: score of each node.
+            scores: u64,
+            /// `uint64[requests * draft_tokens, words]`: ancestors of each node and itself; 0 where not wanted.
+            masks: u64,
+            /// Requests.
+            requests: i32,
+            /// V.
+            draft_tokens: i32,
+        }
+
+        /// Trees of a batch that a kernel reads.
+        GivenTrees {
+            /// `int32[requests + 1]`: first node of each tree.
+            offsets: u64,
+            /// `int32[requests * draft_tokens]`.
+            tokens: u64,
+            /// `int32[requests * draft_tokens]`: parent of each node within its tree, -1 for a root.
+            parents: u64,
+            /// `float[requests * draft_tokens]`: cumulative log-probability of each node.
+            scores: u64,
+        }
+
+        /// Parameters of `cuda/draft_select.cu`, passed by value.
+        DraftSelectParams {
+            /// `[rows, draft_vocab]`; a row a request in step 0, `topk` rows a request later.
+            logits: u64,
+            /// `int32[draft_vocab]`: token of the target for each draft id; 0 where they are the same.
+            to_target: u64,
+            /// `int32`: requests that are live; 0 where all are.
+            live: u64,
+            /// Written, and read from step 1 on.
+            drafts: Drafts,
+            /// `int32[requests, topk]`: the candidate that each beam is.
+            beams: u64,
+            /// `int32[requests * topk]`: token of each beam.
+            tokens: u64,
+            /// `int32[requests * topk]`: row of the previous step that each beam continues.
+            parents: u64,
+            /// `uint64[requests * topk, words]`: draft slots of each beam's ancestors and of itself.
+            ancestors: u64,
+            /// `uint64[rows, chunks, topk]`: the best keys of each chunk.
+            lists: u64,
+            /// `float2[rows, tiles]`: maximum and sum of each tile.
+            partials: u64,
+            /// `uint32[requests]`: blocks that have finished; 0 between launches.
+            counters: u64,
+            /// Where faults go.
+            report: Report,
+            /// Elements from row to row of the logits.
+            logits_stride: u64,
+            /// Requests.
+            requests: i32,
+            /// Columns of a row of logits.
+            draft_vocab: i32,
+            /// The target's vocabulary.
+            vocab: i32,
+            /// Blocks that share a row.
+            chunks: i32,
+            /// Tiles of a row.
+            tiles: i32,
+            /// This step, 0-based.
+            step: i32,
+        }
+
+        /// Parameters of `cuda/tree_build.cu`, passed by value.
+        TreeBuildParams {
+            /// Read.
+            drafts: Drafts,
+            /// Written.
+            trees: Trees,
+            /// `int32[requests]`.
+            max_depths: u64,
+            /// `float`: least score of a node; 0 for none.
+            min_score: u64,
+            /// `int32`: requests that are live; 0 where all are.
+            live: u64,
+            /// Where faults go.
+            report: Report,
+        }
+
+        /// Parameters of `cuda/tree_unite.cu`, passed by value. V is at most 64.
+        TreeUniteParams {
+            /// The trees that the device drafted.
+            own: GivenTrees,
+            /// Those of the host.
+            other: GivenTrees,
+            /// Written.
+            trees: Trees,
+            /// `int32`: requests that are live; 0 where all are.
+            live: u64,
+            /// `int32[requests * draft_tokens]`: whose a node is: bit 0 an own one, bit 1 the other tree's.
+            origins: u64,
+            /// Where faults go.
+            report: Report,
+        }
+    }
+}
