@@ -345,7 +345,7 @@ __device__ __forceinline__ void finish_request(const DraftSelectParams &p, int32
     uint64_t *ancestors = reinterpret_cast<uint64_t *>(p.ancestors) + static_cast<uint64_t>(request) * k * words;
     const int32_t entries = k * static_cast<int32_t>(words);
     int32_t *sound = reinterpret_cast<int32_t *>(p.drafts.sound) + request;
-    // What the end needs is on its way while the warps merge lists.
+    // Values that the end needs are on their way while the warps merge lists.
     const int32_t before = p.step == 0 ? 0 : *sound;
     for (int32_t i = threadIdx.x; p.step > 0 && i < entries; i += THREADS) {
         above[i] = ancestors[i];

@@ -40,7 +40,7 @@ impl Faults {
         self.ordinal
     }
 
-    /// Where the records and the claim words are, for a kernel's parameters.
+    /// The place of the records and the claim words, for a kernel's parameters.
     pub(super) fn report(&self) -> Report {
         Report { record: self.records.device_address(), claim: self.claim.device_address() }
     }

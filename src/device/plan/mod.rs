@@ -171,7 +171,7 @@ pub struct PlanMemory {
 }
 
 impl PlanMemory {
-    /// What formats are made of, as kernels take it; sizes were checked.
+    /// The parts that formats are made of, as kernels take them; sizes were checked.
     fn arrays(&self) -> PlanArrays {
         PlanArrays {
             rows: self.rows.address(),
